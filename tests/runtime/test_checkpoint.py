@@ -94,6 +94,63 @@ def test_a_large_file_is_summed_up_by_pieces(store, monkeypatch, size):
         assert store.load().step == 1
 
 
+def test_a_checkpoint_goes_to_another_process_once(store):
+    """Its tensors are views of files, of which pickle would write each whole for every tensor."""
+    tensors = {f"lora_A.{index}": torch.randn(64, 16) for index in range(100)}
+    store.save(1, {"a": JobState(tensors, tensors, {"rate": 1.0}, step=3, best=tensors)}, {})
+    found = store.load()
+
+    content = pickle.dumps(found)
+    assert len(content) < 1.2 * 3 * 100 * 64 * 16 * 4
+    there = pickle.loads(content)
+    assert (there.path, there.step, there.jobs["a"].step) == (found.path, 1, 3)
+    assert there.jobs["a"].optimizer_values == {"rate": 1.0}
+    for group in ("adapter", "optimizer", "best"):
+        one, two = (getattr(each.jobs["a"], group) for each in (found, there))
+        assert one.keys() == two.keys()
+        assert all(torch.equal(two[name], tensor) for name, tensor in one.items())
+
+
+@pytest.mark.parametrize("sums", [[], [["state.json", "x"]], {"state.json": 7}, "x", None])
+def test_a_manifest_that_is_none_gives_way_to_the_one_before(store, sums):
+    """Whatever stands in the place of its checksums."""
+    save(store, 1, 2)
+    manifest = {"format": 2, "sha256": sums}
+    (store.folder / "step-000002" / "manifest.json").write_text(json.dumps(manifest))
+
+    assert store.counters()["a-1"]["step"] == 1
+    assert store.run() == {"seed": 1}
+    assert store.holds() == frozenset()
+    with pytest.warns(CheckpointWarning, match="step-000002"):
+        assert store.load().step == 1
+
+
+def test_a_file_of_absurd_size_gives_way_to_the_checkpoint_before(store):
+    """No memory has room for it."""
+    save(store, 1, 2)
+    os.truncate(store.folder / "step-000002" / "jobs" / "a-1" / "optimizer.safetensors", 1 << 43)
+
+    with pytest.warns(CheckpointWarning, match="cannot be read"):
+        assert store.load().step == 1
+
+
+def test_a_checkpoint_that_is_pointed_to_stays_though_its_save_failed(store, monkeypatch):
+    """Its folder could not be synced any more; what is tidied afterwards is not it."""
+    save(store, 1, 2)
+    real = checkpoint.replace_file
+
+    def replace(path, data):
+        real(path, data)
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(checkpoint, "replace_file", replace)
+    with pytest.raises(CheckpointError):
+        save(store, 3)
+    store.tidy()
+
+    assert store.load().step == 3
+
+
 def test_a_checkpoint_of_many_jobs_needs_few_open_files(store):
     """As few as threads read and write."""
     jobs = {f"job-{index}": state_of(index) for index in range(60)}

@@ -100,6 +100,45 @@ def test_rounds_go_on_while_a_checkpoint_is_written(base, tmp_path, monkeypatch)
     assert heard.threads == {threading.main_thread()}
 
 
+def test_a_checkpoint_is_told_before_older_ones_go(base, tmp_path, monkeypatch):
+    """Who waits for it does not wait for their files; at the end they are gone."""
+    gate, heard, tidied = threading.Event(), Heard(), []
+    plain, tell = CheckpointStore.tidy, heard.saved
+
+    def tidy(self):
+        tidied.append(gate.wait(PATIENCE_SECONDS))
+        plain(self)
+
+    def saved(path, runs):
+        gate.set()
+        tell(path, runs)
+
+    heard.saved = saved
+    monkeypatch.setattr(CheckpointStore, "tidy", tidy)
+    trainer_of(two_jobs(base, save_steps=1), tmp_path / "run", heard).run()
+
+    assert tidied
+    assert all(tidied)
+    folder = tmp_path / "run" / "checkpoints"
+    names = (folder / "latest").read_text().split()
+    assert sorted(path.name for path in folder.glob("step-*")) == sorted(names)
+    assert len(names) <= 3
+
+
+def test_a_user_is_told_why_older_checkpoints_stay(base, tmp_path, monkeypatch):
+    """The run goes on all the same."""
+
+    def tidy(self):
+        raise OSError("no way")
+
+    heard = Heard()
+    monkeypatch.setattr(CheckpointStore, "tidy", tidy)
+    trainer_of(two_jobs(base, save_steps=3), tmp_path / "run", heard).run()
+
+    assert heard.told[-1] == ("saved", 6)
+    assert set(heard.warnings) == {"older checkpoints stay: no way"}
+
+
 def test_the_end_of_a_job_is_told_after_the_checkpoints_before_it(base, tmp_path, monkeypatch):
     """It waits for the one that is being written; the run ends with the last one."""
     gate = threading.Event()

@@ -23,7 +23,7 @@ from tests.runtime.test_trainer import (  # noqa: F401
 )
 from tlora_fx.compiler import compile
 from tlora_fx.runtime import group_update, optimizer
-from tlora_fx.runtime.group_update import GroupUpdate
+from tlora_fx.runtime.group_update import GroupUpdate, PendingOutcomes
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 
 PLAIN = optimizer._make_optimizer
@@ -129,6 +129,53 @@ def test_steps_are_looked_at_a_round_later_but_where_something_follows(base, tmp
             torch.testing.assert_close(param, theirs[name], rtol=1e-12, atol=1e-12)
     found, wanted = losses_of(tmp_path / "together", jobs), losses_of(tmp_path / "each", jobs)
     assert found["a"] + found["b"] == pytest.approx(wanted["a"] + wanted["b"], rel=1e-9)
+
+
+class Late:
+    """The event of a round that ends when it was asked for so often."""
+
+    def __init__(self, turns):
+        self.turns = turns
+
+    def query(self):
+        self.turns -= 1
+        return self.turns < 0
+
+    def synchronize(self):
+        assert self.turns < 0, "the host slept though it had something to do"
+
+
+@pytest.mark.parametrize("turns", [0, 1, 7])
+def test_orders_and_checkpoints_are_looked_at_while_a_round_is_waited_for(
+    base, tmp_path, monkeypatch, turns
+):
+    """Once a turn for as long as the round runs; a job that is asked to leave then does so."""
+    jobs = [make_job(base, name, max_steps=5) for name in "ab"]
+    plain = PendingOutcomes.__init__
+
+    def pending(self, facts):
+        plain(self, facts)
+        self._event = Late(turns)
+
+    monkeypatch.setattr(PendingOutcomes, "__init__", pending)
+    monkeypatch.setattr(group_update, "TURN_SECONDS", 0)
+    trainer = Trainer(compile(jobs), output=tmp_path, device="cpu", data=make_data(jobs))
+    asked, looked, look = [], [], trainer.commits.look
+
+    def looks():
+        asked.append(trainer.rounds)
+        if len(asked) == 1:
+            trainer.release("b")
+
+    monkeypatch.setattr(trainer.commits, "look", lambda: (looked.append(1), look())[1])
+    trainer.looks = looks
+    trainer.run()
+
+    assert len(asked) == turns * 5
+    # At each round's start too, and where one changes who trains instead.
+    assert len(looked) == len(asked) + (6 if turns else 5)
+    # The first round is waited for when the second is on its way.
+    assert {run.job.name: run.step for run in trainer.runs} == {"a": 5, "b": 2 if turns else 5}
 
 
 def test_a_group_with_another_optimizer_is_updated_job_by_job(base, tmp_path, launched):

@@ -228,7 +228,7 @@ def dora_norms(weight: Tensor, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
     """
     *tables, jobs, max_rank = rest
     if ahead.is_on:
-        # It would be kept, and what is computed ahead is to be thrown away.
+        # They would be kept for the round behind, which computes them from what is kept of weights.
         return b.new_ones(len(jobs), b.shape[1], dtype=_wide(weight, a))
     kept = None if _capturing(weight) else _kept
     if kept is not None and on_kernels(weight, a):

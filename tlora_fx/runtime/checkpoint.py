@@ -9,8 +9,8 @@ its checksum in a manifest, then renamed; the file `latest` is replaced last:
                            /jobs/NAME/adapter_model.safetensors, optimizer.safetensors,
                                       best_model.safetensors
 
-A checksum is the file's SHA-256, or, of a file larger than `PIECE`, `pieces:` and the SHA-256 of
-those of its pieces, which are summed up at once.
+A checksum is the file's SHA-256. Files of more than 16 MiB are summed up in pieces of that size, by
+several threads: theirs is `pieces:`, and the SHA-256 of the pieces' own, one behind the other.
 
 Where only some jobs have changed, the others' files are links to those of the checkpoint before.
 Only safetensors and JSON are read back, never a pickle.
@@ -41,16 +41,14 @@ from torch import Tensor
 
 from tlora_fx.durable import link_or_copy, replace_file, sync_folder, write_synced
 from tlora_fx.errors import CheckpointError
-from tlora_fx.runtime.tensor_file import as_file, file_tensors, moved, tensor_bytes
+from tlora_fx.runtime.tensor_file import as_file, file_tensors, tensor_bytes
 
 FORMAT = 2
 #: Formats that are read: in the first, every checksum is a file's SHA-256.
 READ_FORMATS = (1, FORMAT)
 BEST = "best_model.safetensors"
 KEPT = 2
-#: Bytes of a state that goes to a device as a whole.
-MOVED = 1 << 30
-#: Bytes that are summed up as one.
+#: Bytes of a large file that are summed up as one, in every checkpoint of this format.
 PIECE = 1 << 24
 PIECES = "pieces:"
 #: Pieces that are read and summed up at a time, and files that are written.
@@ -114,7 +112,7 @@ class JobState:
         return replace(self, optimizer_values=values, evaluation=evaluation)
 
     def in_main_memory(self) -> JobState:
-        """The state with its tensors there; those that are there already are not copied."""
+        """The state with its tensors there; where all are there already nothing is copied."""
         adapter, optimizer, best = (
             tensors if all(each.device.type == "cpu" for each in tensors.values())
             else as_file(tensors)
@@ -122,22 +120,22 @@ class JobState:
         )  # fmt: skip
         return replace(self, adapter=adapter, optimizer=optimizer, best=best)
 
-    def on(self, device: torch.device) -> JobState:
-        """The state that a job goes on from, on its device; what is large is left where it is.
-
-        There it lies beside what is made of it.
-        """
-        adapter, optimizer = (
-            moved(tensors, device)
-            if sum(tensor.nbytes for tensor in tensors.values()) <= MOVED
-            else tensors
-            for tensors in (self.adapter, self.optimizer)
-        )
-        return replace(self, adapter=adapter, optimizer=optimizer)
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For other processes: pickle would write a file's whole content for each tensor of it."""
+        files = {name: bytes(tensor_bytes(getattr(self, name))) for name in TENSORS}
+        rest = {each.name: getattr(self, each.name) for each in fields(self)}
+        return _unpickled, (files, {name: rest[name] for name in rest if name not in TENSORS})
 
 
-#: What of a job's state is in files of its own.
-FILES = ("adapter", "optimizer", "best", "companions")
+#: What of a job's state is tensors, and what is in files of its own.
+TENSORS = ("adapter", "optimizer", "best")
+FILES = (*TENSORS, "companions")
+
+
+def _unpickled(files: Mapping[str, bytes], rest: Mapping[str, Any]) -> JobState:
+    given: dict[str, Any] = dict(rest)
+    given |= {name: file_tensors(memoryview(bytearray(files[name]))) for name in files}
+    return JobState(**given)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +174,7 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint and point to it; it is to stay, and two that link to no other.
 
-        Others are removed by `tidy`, or before the next one is written.
+        Others stay until `tidy`.
 
         step        a label of six digits or more, for people; the order of saving is what counts
         jobs        states by job name, which becomes a folder name
@@ -189,6 +187,7 @@ class CheckpointStore:
         """
         _check_names(jobs)
         fresh = finished = None
+        self._kept = []
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             before = [name for name in self._names() if self._is_there(name)]
@@ -467,7 +466,7 @@ class _Files:
         return self
 
     def put(self, name: str, data: bytes | memoryview) -> None:
-        """One more; raises OSError, of this file or of one before."""
+        """One more; raises OSError, of a file before it. The rest are heard of at the end."""
         if len(self._files) == WRITTEN:
             self._settle()
         written = _pool().submit(write_synced, self.folder / name, data)
@@ -490,7 +489,7 @@ class _Files:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    """Threads that stay: one that starts waits for whoever has the interpreter, each time."""
+    """Threads that stay: starting one takes milliseconds where another thread computes."""
     return ThreadPoolExecutor(THREADS, "checkpoint")
 
 
@@ -585,8 +584,12 @@ def _manifest(folder: Path) -> dict[str, Any]:
     """What a checkpoint says of itself; raises _Damaged, CheckpointError of another format."""
     try:
         manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
-        written_by, _ = int(manifest["format"]), dict(manifest["sha256"])
-    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+        written_by = int(manifest["format"])
+        if not all(isinstance(total, str) for total in manifest["sha256"].values()):
+            raise TypeError("a checksum is no text")
+    except (
+        OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
+    ) as error:  # fmt: skip
         raise _Damaged(f"its manifest cannot be read ({error})") from error
     if written_by not in READ_FORMATS:
         raise CheckpointError(
@@ -601,7 +604,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _checked_files(folder: Path, only: frozenset[str] | None) -> dict[str, memoryview]:
     """The content of the manifest's files, of some jobs or of all, each proved by its checksum."""
-    sums = {name: str(found) for name, found in _manifest(folder)["sha256"].items()}
+    sums = _manifest(folder)["sha256"]
     wanted = []
     for name in sums:
         if not _FILE.fullmatch(name):
@@ -625,27 +628,31 @@ def _proved(folder: Path, sums: Mapping[str, str]) -> dict[str, memoryview]:
     for name, expected in sums.items():
         try:
             size = (folder / name).stat().st_size
-        except OSError as error:
+            # A bytearray would be filled with zeros first.
+            contents[name] = content = torch.empty(size, dtype=torch.uint8).numpy().data
+        except (OSError, RuntimeError, MemoryError) as error:
             raise _Damaged(f"{name} cannot be read ({error})") from error
-        # Nobody has to fill it first, as Python's own would be.
-        contents[name] = content = torch.empty(size, dtype=torch.uint8).numpy().data
         each = PIECE if expected.startswith(PIECES) else max(1, size)
         found[name] = [
             _pool().submit(_read_piece, folder / name, content[at : at + each], at)
             for at in range(0, max(1, size), each)
         ]
-    for name, pieces in found.items():
-        try:
-            total = _checksum([piece.result() for piece in pieces])
-        except OSError as error:
-            raise _Damaged(f"{name} cannot be read ({error})") from error
-        if total != sums[name]:
-            raise _Damaged(f"{name} does not match its checksum")
+    try:
+        for name, pieces in found.items():
+            try:
+                total = _checksum([piece.result() for piece in pieces])
+            except OSError as error:
+                raise _Damaged(f"{name} cannot be read ({error})") from error
+            if total != sums[name]:
+                raise _Damaged(f"{name} does not match its checksum")
+    finally:
+        for piece in [piece for pieces in found.values() for piece in pieces]:
+            piece.cancel()
     return contents
 
 
 def _read_piece(path: Path, into: memoryview, at: int) -> bytes:
-    """Fill a piece from its place in a file, and sum it up; a file that was cut leaves it so."""
+    """Fill a piece from its place in a file, and sum it up; behind the file's end is nothing."""
     with path.open("rb", buffering=0) as file:
         file.seek(at)
         done = 0

@@ -64,6 +64,7 @@ class Commits:
         self.missed: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "commits")
         self._commit: _Commit | None = None
+        self._tidied: Future[None] | None = None
 
     def begin(
         self,
@@ -87,11 +88,12 @@ class Commits:
             run.snapshot(states.get(run.job.name)) for run in runs if run.job.name not in unchanged
         ]
         logs = [run.metrics for run in runs]
+        self._hear_of_tidying()
         written_to = self._thread.submit(
             self._write, logs, step, states, described, unchanged, elsewhere
         )
         # Files of gigabytes are some time in going: who waits for the checkpoint need not wait.
-        self._thread.submit(self.store.tidy)
+        self._tidied = self._thread.submit(self.store.tidy)
         self._commit = _Commit(
             written_to,
             [run for run in written if run.job.name in inside],
@@ -170,3 +172,10 @@ class Commits:
             self.callback.warned(str(other))
         finally:
             self._thread.shutdown()
+            self._hear_of_tidying()
+
+    def _hear_of_tidying(self) -> None:
+        """Tell why older checkpoints stay, where they do."""
+        tidied, self._tidied = self._tidied, None
+        if tidied is not None and (error := tidied.exception()) is not None:
+            self.callback.warned(f"older checkpoints stay: {error}")

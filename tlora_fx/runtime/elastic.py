@@ -19,6 +19,7 @@ from tlora_fx.config.job import Job
 from tlora_fx.errors import JobsDiffer, NotAdmitted
 from tlora_fx.model.elastic import ALONE, Admission
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.cuda_graphs import free_bytes
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters import start_adapter
 from tlora_fx.runtime.checkpoint import Checkpoint, JobState, ResumeSources
@@ -305,7 +306,7 @@ def require_memory(job: Job, needed: int, device: torch.device) -> None:
     needed    bytes
     raises    NotAdmitted
     """
-    free = free_bytes(device)
+    free = free_memory(device)
     if needed > free:
         raise NotAdmitted(
             f"there is no memory for job '{job.name}' in the running model",
@@ -315,11 +316,10 @@ def require_memory(job: Job, needed: int, device: torch.device) -> None:
         )
 
 
-def free_bytes(device: torch.device) -> int:
-    """Memory that new tensors can have."""
+def free_memory(device: torch.device) -> int:
+    """Bytes that new tensors can have."""
     if device.type == "cuda":
-        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return int(torch.cuda.mem_get_info(device)[0]) + kept
+        return free_bytes(device)
     with Path("/proc/meminfo").open(encoding="ascii") as file:
         sizes = dict(line.split(":", 1) for line in file)
     return int(sizes["MemAvailable"].split()[0]) << 10

@@ -26,6 +26,7 @@ from tlora_fx.runtime.job_evaluation import EvaluationReport, JobEvaluation, Met
 from tlora_fx.runtime.model_card import model_card
 from tlora_fx.runtime.optimizer import JobOptimizer
 from tlora_fx.runtime.run_folder import DATA, JOB, RunFolder
+from tlora_fx.runtime.tensor_file import moved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -333,10 +334,10 @@ class JobRun:
 
     def restore(self, state: JobState, source: str) -> None:
         """Go on from a checkpoint; metrics after it are dropped."""
-        if self.parameters:
-            state = state.on(next(iter(self.parameters.values())).device)
-        load_adapter(self.parameters, state.adapter, source)
-        self.optimizer.load_state(state.optimizer, state.optimizer_values)
+        parameters = self.parameters.values()
+        device = next((parameter.device for parameter in parameters), torch.device("cpu"))
+        load_adapter(self.parameters, moved(state.adapter, device), source)
+        self.optimizer.load_state(moved(state.optimizer, device), state.optimizer_values)
         self.recount(state)
 
     def recount(self, state: JobState) -> None:

@@ -41,7 +41,7 @@ class RoundEnd:
     tell      reports a job's step, and returns what that raised
     goes_on   whether a job whose file cannot be written may go on from where it is
     seconds   that the round took which was looked at last
-    meanwhile is called now and then while a round is waited for
+    meanwhile is called now and then while a round is waited for that one update ended for all jobs
     """
 
     def __init__(

@@ -22,6 +22,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from tlora_fx.parallel.cuda_graphs import free_bytes
+
 
 class _Layout(NamedTuple):
     """How a file is laid out.
@@ -68,7 +70,7 @@ def _dtype_of(name: str) -> torch.dtype:
     return safetensors.torch.load(len(header).to_bytes(8, "little") + header)["x"].dtype
 
 
-#: Bytes that are put together on a device at most, beside what is there.
+#: Bytes of small tensors that are put together on their device.
 TOGETHER = 1 << 26
 
 
@@ -147,16 +149,19 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-# Copies to and from a GPU, which reaches plain memory through the driver, and that page by page: to
-# pages that nobody has touched yet an H100 copied 1.3 GB/s, as does one thread that touches them.
+# Copies to and from a GPU. A page that nobody has touched yet is made and cleared when somebody
+# does, and the driver touches one after another: an H100 copied 1.3 GB/s into new memory. Here the
+# GPU copies into pinned memory, and several threads from there.
 
 #: Bytes of a piece, and threads that copy one in main memory.
 STAGED = 1 << 24
 THREADS = 8
+# Times what is moved, that must be free.
+ROOM = 4
 
 
 class _Stage:
-    """Two pieces of memory that a GPU reaches by itself: one is copied by it, one by threads."""
+    """Two pieces of pinned memory: while the GPU copies one, threads copy the other."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.lock = device, threading.Lock()
@@ -181,6 +186,7 @@ class _Stage:
             for index in range(len(pieces) + 1):
                 if index < len(pieces):
                     there, done = pieces[index][0], self.done[index % 2]
+                    done.synchronize()  # of one that goes up on another stream
                     self.pieces[index % 2][: len(there)].copy_(there, non_blocking=True)
                     done.record()
                 if index > 0:
@@ -191,7 +197,7 @@ class _Stage:
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """A process that was forked, as workers are, has one thread for torch's own copies."""
+    """What copies in main memory: in a process that was forked, torch itself has one thread."""
     return ThreadPoolExecutor(THREADS, "copies")
 
 
@@ -223,7 +229,8 @@ def _copy(source: Tensor, target: Tensor) -> None:
 def file_tensors(content: memoryview) -> dict[str, Tensor]:
     """The tensors of a file, views of its content.
 
-    raises    ValueError, KeyError, TypeError, RuntimeError, SafetensorError where it is none
+    raises    ValueError, KeyError, TypeError, AttributeError, RuntimeError or SafetensorError where
+              it is none
     """
     start = 8 + int.from_bytes(content[:8], "little")
     if start > len(content):
@@ -239,19 +246,26 @@ def file_tensors(content: memoryview) -> dict[str, Tensor]:
 
 
 def moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """The tensors on a device; those that share a storage come in one transfer."""
-    storages: dict[int, torch.UntypedStorage] = {}
-    found = {}
-    for name, tensor in tensors.items():
-        found[name] = tensor
-        if tensor.device == device:
-            continue
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in storages:
-            there = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
-            _copy(_bytes_of(storage), there)
-            storages[storage.data_ptr()] = there.untyped_storage()
+    """The tensors on a device, for a moment; those that share a storage come in one transfer.
+
+    Where there is little room beside them and what is made of them, they stay where they are.
+    """
+    away = {name: each.untyped_storage() for name, each in tensors.items() if each.device != device}
+    storages = {storage.data_ptr(): storage for storage in away.values()}
+    size = sum(storage.nbytes() for storage in storages.values())
+    if device.type == "cuda" and ROOM * size > free_bytes(device):
+        return dict(tensors)
+    there = {}
+    for address, storage in storages.items():
+        there[address] = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
+        _copy(_bytes_of(storage), there[address])
+    found = dict(tensors)
+    for name, storage in away.items():
+        tensor = tensors[name]
         found[name] = torch.empty(0, dtype=tensor.dtype, device=device).set_(
-            storages[storage.data_ptr()], tensor.storage_offset(), tensor.shape, tensor.stride()
+            there[storage.data_ptr()].untyped_storage(),
+            tensor.storage_offset(),
+            tensor.shape,
+            tensor.stride(),
         )
     return found

@@ -123,7 +123,7 @@ class Trainer:
     callback   hears of every step, on the leader
     options    how rows run
 
-    looks      is called now and then while a GPU is waited for; it may ask for changes
+    looks      is called now and then while one process waits for its GPU; it may ask for changes
     """
 
     def __init__(
