@@ -289,7 +289,7 @@ def test_a_group_is_handed_over_by_the_checkpoint_that_holds_who_left(tmp_path, 
     first, second = orders_of(folder, tmp_path, "ab", "ac")
     came, waited = threading.Event(), []
     save, stepped = CheckpointStore.save, worker.EventCallback.stepped
-    look = worker.EventCallback._look
+    look = worker.EventCallback.look
 
     def slow_save(self, *given, **named):
         if not waited:
@@ -306,7 +306,7 @@ def test_a_group_is_handed_over_by_the_checkpoint_that_holds_who_left(tmp_path, 
     # One checkpoint after the first round; jobs change after the second.
     monkeypatch.setattr(Trainer, "_save_due", lambda self: self.rounds == 0)
     monkeypatch.setattr(
-        worker.EventCallback, "_look", lambda self: self.trainer.rounds > 1 and look(self)
+        worker.EventCallback, "look", lambda self: self.trainer.rounds > 1 and look(self)
     )
     worker._train(first, Launch())
 
