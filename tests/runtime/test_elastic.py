@@ -503,7 +503,7 @@ def test_a_job_beyond_the_memory_is_refused_before_anything_is_written(
         if path.endswith(("v_proj", "down_proj"))
     ]
     assert needed >= 2 * 16 * 8 * sum(sizes) > 0
-    monkeypatch.setattr(elastic, "free_memory", lambda device: needed - 1)
+    monkeypatch.setattr(elastic, "free_bytes", lambda device: needed - 1)
     trainer, watch = train(model, tmp_path, data, [(1, "admit", jobs["d"], data["d"])])
 
     [refused] = watch.refused

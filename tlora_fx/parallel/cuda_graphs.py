@@ -222,7 +222,7 @@ class RowGraphs:
         Processes that run rows together all have it, or none.
         """
         rows = SPARE * kept * (1 + self.largest_row / tokens)
-        fits = rows + 2 * self.gathered + ROOM < free_bytes(self.device)
+        fits = rows + 2 * self.gathered + ROOM < free_gpu_bytes(self.device)
         if self.group is None:
             return fits
         agreed = torch.tensor(int(fits), device=self.device)
@@ -383,7 +383,7 @@ class NormGraph:
         with torch.cuda.device(self.device), lengths_kept(self._lengths), torch.no_grad():
             # What is kept of weights, and the kernels, are there before the capture.
             needed = sum(compute().nbytes for compute in asked.values())
-            if 2 * needed + ROOM > free_bytes(self.device):
+            if 2 * needed + ROOM > free_gpu_bytes(self.device):
                 raise torch.cuda.OutOfMemoryError(f"out of memory: {needed} bytes of norms")
             try:
                 with torch.cuda.graph(graph, pool=pool):
@@ -394,7 +394,7 @@ class NormGraph:
         return graph, found
 
 
-def free_bytes(device: torch.device) -> int:
+def free_gpu_bytes(device: torch.device) -> int:
     """Bytes of a GPU that new tensors can have."""
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] + unused

@@ -9,8 +9,8 @@ its checksum in a manifest, then renamed; the file `latest` is replaced last:
                            /jobs/NAME/adapter_model.safetensors, optimizer.safetensors,
                                       best_model.safetensors
 
-A checksum is the file's SHA-256. Files of more than 16 MiB are summed up in pieces of that size, by
-several threads: theirs is `pieces:`, and the SHA-256 of the pieces' own, one behind the other.
+A checksum is the file's SHA-256. Files of more than 16 MiB are hashed in pieces of that size, by
+several threads: theirs is `pieces:`, and the SHA-256 of the pieces' digests, concatenated.
 
 Where only some jobs have changed, the others' files are links to those of the checkpoint before.
 Only safetensors and JSON are read back, never a pickle.
@@ -48,10 +48,10 @@ FORMAT = 2
 READ_FORMATS = (1, FORMAT)
 BEST = "best_model.safetensors"
 KEPT = 2
-#: Bytes of a large file that are summed up as one, in every checkpoint of this format.
+#: Bytes of a large file that are hashed as one, in every checkpoint of this format.
 PIECE = 1 << 24
 PIECES = "pieces:"
-#: Pieces that are read and summed up at a time, and files that are written.
+#: Pieces that are read and hashed at a time, and files that are written.
 THREADS = 8
 WRITTEN = 4
 _NAME = re.compile(r"step-(\d{6,})(?:\.(\d+))?")
@@ -652,7 +652,7 @@ def _proved(folder: Path, sums: Mapping[str, str]) -> dict[str, memoryview]:
 
 
 def _read_piece(path: Path, into: memoryview, at: int) -> bytes:
-    """Fill a piece from its place in a file, and sum it up; behind the file's end is nothing."""
+    """Fill a piece from its place in a file, and hash it; behind the file's end is nothing."""
     with path.open("rb", buffering=0) as file:
         file.seek(at)
         done = 0

@@ -64,7 +64,7 @@ class Commits:
         self.missed: set[str] = set()
         self._thread = ThreadPoolExecutor(1, "commits")
         self._commit: _Commit | None = None
-        self._tidied: Future[None] | None = None
+        self._tidied: list[Future[None]] = []
 
     def begin(
         self,
@@ -93,7 +93,7 @@ class Commits:
             self._write, logs, step, states, described, unchanged, elsewhere
         )
         # Files of gigabytes are some time in going: who waits for the checkpoint need not wait.
-        self._tidied = self._thread.submit(self.store.tidy)
+        self._tidied.append(self._thread.submit(self.store.tidy))
         self._commit = _Commit(
             written_to,
             [run for run in written if run.job.name in inside],
@@ -175,7 +175,8 @@ class Commits:
             self._hear_of_tidying()
 
     def _hear_of_tidying(self) -> None:
-        """Tell why older checkpoints stay, where they do."""
-        tidied, self._tidied = self._tidied, None
-        if tidied is not None and (error := tidied.exception()) is not None:
+        """Tell why older checkpoints stay, where they do; nobody waits for those that still go."""
+        ended = [tidied for tidied in self._tidied if tidied.done()]
+        self._tidied = [tidied for tidied in self._tidied if tidied not in ended]
+        for error in filter(None, (tidied.exception() for tidied in ended)):
             self.callback.warned(f"older checkpoints stay: {error}")

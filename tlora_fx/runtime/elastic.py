@@ -19,7 +19,7 @@ from tlora_fx.config.job import Job
 from tlora_fx.errors import JobsDiffer, NotAdmitted
 from tlora_fx.model.elastic import ALONE, Admission
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.cuda_graphs import free_bytes
+from tlora_fx.parallel.cuda_graphs import free_gpu_bytes
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters import start_adapter
 from tlora_fx.runtime.checkpoint import Checkpoint, JobState, ResumeSources
@@ -306,7 +306,7 @@ def require_memory(job: Job, needed: int, device: torch.device) -> None:
     needed    bytes
     raises    NotAdmitted
     """
-    free = free_memory(device)
+    free = free_bytes(device)
     if needed > free:
         raise NotAdmitted(
             f"there is no memory for job '{job.name}' in the running model",
@@ -316,10 +316,10 @@ def require_memory(job: Job, needed: int, device: torch.device) -> None:
         )
 
 
-def free_memory(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> int:
     """Bytes that new tensors can have."""
     if device.type == "cuda":
-        return free_bytes(device)
+        return free_gpu_bytes(device)
     with Path("/proc/meminfo").open(encoding="ascii") as file:
         sizes = dict(line.split(":", 1) for line in file)
     return int(sizes["MemAvailable"].split()[0]) << 10

@@ -40,8 +40,8 @@ class RoundEnd:
 
     tell      reports a job's step, and returns what that raised
     goes_on   whether a job whose file cannot be written may go on from where it is
-    seconds   that the round took which was looked at last
     meanwhile is called now and then while a round is waited for that one update ended for all jobs
+    seconds   that the round took which was looked at last
     """
 
     def __init__(
@@ -51,10 +51,11 @@ class RoundEnd:
         tell: Callable[[JobRun, StepReport], Outside],
         *,
         goes_on: bool,
+        meanwhile: Callable[[], None],
     ) -> None:
         self.model, self.mesh, self.tell, self.goes_on = model, mesh, tell, goes_on
+        self.meanwhile = meanwhile
         self.seconds = 0.0
-        self.meanwhile: Callable[[], None] | None = None
         self._served: list[JobOptimizer] = []
         self._update: GroupUpdate | None = None
         self._ahead: _Launched | None = None

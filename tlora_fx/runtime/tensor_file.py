@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from tlora_fx.parallel.cuda_graphs import free_bytes
+from tlora_fx.parallel.cuda_graphs import free_gpu_bytes
 
 
 class _Layout(NamedTuple):
@@ -149,9 +149,9 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-# Copies to and from a GPU. A page that nobody has touched yet is made and cleared when somebody
-# does, and the driver touches one after another: an H100 copied 1.3 GB/s into new memory. Here the
-# GPU copies into pinned memory, and several threads from there.
+# Copies to and from a GPU. A page of main memory is made and cleared when it is touched first, and
+# the driver touches one page after another. Here the GPU copies into pinned memory, and several
+# threads copy from there.
 
 #: Bytes of a piece, and threads that copy one in main memory.
 STAGED = 1 << 24
@@ -253,7 +253,7 @@ def moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tens
     away = {name: each.untyped_storage() for name, each in tensors.items() if each.device != device}
     storages = {storage.data_ptr(): storage for storage in away.values()}
     size = sum(storage.nbytes() for storage in storages.values())
-    if device.type == "cuda" and ROOM * size > free_bytes(device):
+    if device.type == "cuda" and ROOM * size > free_gpu_bytes(device):
         return dict(tensors)
     there = {}
     for address, storage in storages.items():

@@ -122,7 +122,6 @@ class Trainer:
                processes, each makes a trainer with the same arguments; the leader writes for all
     callback   hears of every step, on the leader
     options    how rows run
-
     looks      is called now and then while one process waits for its GPU; it may ask for changes
     """
 
@@ -185,8 +184,10 @@ class Trainer:
         self._cutting = Cutting.of(self.model, options.max_row_tokens)
         self._limited = False
         self._tokens = 0
-        self._end = RoundEnd(self.model, self.mesh, self._tell, goes_on=not self.gathering.apart)
-        self._end.meanwhile = self._meanwhile
+        goes_on = not self.gathering.apart
+        self._end = RoundEnd(
+            self.model, self.mesh, self._tell, goes_on=goes_on, meanwhile=self._meanwhile
+        )
         self.looks: Callable[[], None] = lambda: None
         self._saved_at = time.monotonic()
 
