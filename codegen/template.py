@@ -214,6 +214,11 @@ def _named(line: str, values: Mapping[str, object]) -> str:
     return _NAME.sub(lambda name: str(values[name[1] or name[2]]), line)
 
 
+def mask_word(width: int, columns: int) -> int:
+    """Bits of the words in which a mask is read: int32 where rows and tiles have whole ones."""
+    return 32 if width % 32 == 0 and columns % 32 == 0 else 8
+
+
 def short(dtype: Dtype) -> str:
     """bf16, fp16, fp32 or fp64: what file names and Triton's signatures say."""
     return _SHORT[dtype]

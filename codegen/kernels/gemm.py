@@ -17,7 +17,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 
 from tlora_fx.codegen.spec import SHARED_BYTES, KernelSpec, Tile
-from tlora_fx.codegen.template import common_values, constants_of, fill, module, short, size
+from tlora_fx.codegen.template import (
+    common_values,
+    constants_of,
+    fill,
+    mask_word,
+    module,
+    short,
+    size,
+)
 from tlora_fx.errors import KernelSpecError
 
 GROUP = 8  # rows of tiles that are walked down before the next column of tiles
@@ -475,17 +483,12 @@ def _source(spec: KernelSpec, roles: Roles) -> str:
             GATHER=_gather(spec, tile),
             GRANULE=GRANULE,
             GROUP=GROUP,
-            BITS=_word(roles),
+            BITS=mask_word(roles.width, tile.columns),
         ),
         functions=["tile_corner", "column_halves", *(["expand_words"] if spec.dropout else [])],
         body=fill(_BODY, _values(spec, roles)),
         types=_types(spec, roles),
     )
-
-
-def _word(roles: Roles) -> int:
-    """Bits of a word of the mask: rows of whole int32 words are read as such."""
-    return 32 if roles.width % 32 == 0 else 8
 
 
 def _box(spec: KernelSpec, roles: Roles) -> tuple[int, int]:
@@ -495,6 +498,7 @@ def _box(spec: KernelSpec, roles: Roles) -> tuple[int, int]:
 
 def _values(spec: KernelSpec, roles: Roles) -> dict[str, object]:
     tile, drop = spec.cut, spec.dropout
+    word = mask_word(roles.width, tile.columns)
     bulk, ahead = spec.arch >= BULK, spec.arch in AHEAD
     stored = "WIDTH, SUMMED" if roles.turned else "SUMMED, WIDTH"
     corner = "column, depth" if roles.turned else "depth, column"
@@ -512,8 +516,8 @@ def _values(spec: KernelSpec, roles: Roles) -> dict[str, object]:
             "bias_doc": f"[{roles.width}]" if spec.bias else "not read",
             "write_it": "add it to what is there" if spec.accumulate else "store it",
             "quarters": _parts(spec) == 4,
-            "words": _word(roles) == 32,
-            "all_set": -1 if _word(roles) == 32 else 255,
+            "words": word == 32,
+            "all_set": -1 if word == 32 else 255,
             "thresholds": ", thresholds" if drop else "",
             "and_drops": ", and\n             in the last bit whether it drops anything"
             if drop
@@ -543,10 +547,10 @@ def _values(spec: KernelSpec, roles: Roles) -> dict[str, object]:
 
 def _types(spec: KernelSpec, roles: Roles) -> dict[str, str]:
     """Tiles that are copied in bulk come by descriptors; masks may be read by whole words."""
-    types = {"bits": "*i32"} if _word(roles) == 32 else {}
+    tile = spec.cut
+    types = {"bits": "*i32"} if mask_word(roles.width, tile.columns) == 32 else {}
     if spec.arch < BULK:
         return types
-    tile = spec.cut
     boxes = {
         roles.left: (tile.rows, tile.depth),
         "weight": _box(spec, roles),

@@ -31,15 +31,16 @@ def test_y_is_s_times_b_and_bias(problem):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_dx_is_masked_by_the_bits(problem, dtype, accumulate):
+@pytest.mark.parametrize("inner", [64, 72], ids=["words", "bytes"])
+def test_dx_is_masked_by_the_bits(problem, dtype, accumulate, inner):
     """Bits count where the job drops; bytes of other jobs' rows are not looked at."""
-    site = problem((20, 5, 9), (4, 20, 0), (0.25, 0.0, 0.05), inner=64, dtype=dtype)
+    site = problem((20, 5, 9), (4, 20, 0), (0.25, 0.0, 0.05), inner=inner, dtype=dtype)
     bits = site.bits.clone()
     bits[20:25] = 0xA5
-    before = torch.randn(site.tokens, 64, dtype=torch.float64).to(dtype)
-    dx = before.clone() if accumulate else nans(site.tokens, 64, dtype=dtype)
+    before = torch.randn(site.tokens, inner, dtype=torch.float64).to(dtype)
+    dx = before.clone() if accumulate else nans(site.tokens, inner, dtype=dtype)
 
-    load(spec_of(site, 64, dropout=True, accumulate=accumulate)).launch(
+    load(spec_of(site, inner, dropout=True, accumulate=accumulate)).launch(
         site.ds,
         site.a_packed,
         None,

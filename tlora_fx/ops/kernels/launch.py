@@ -550,7 +550,8 @@ class Run:
             "inner": columns, "outer": columns, "sites": len(indices),
         }  # fmt: skip
         wide = replace(site, inner=columns, outer=columns)
-        tile = self.tile("expand", wide) if len(indices) == 1 else None
+        # Tables have one site without masks.
+        tile = self.tile("expand", wide) if len(indices) == 1 and bits is None else None
         slots = [table.slots for table in tables]
         thresholds = [table.thresholds for table in tables]
         per_site: list[Any] = [s, packed_rows, slots, thresholds, bits]

@@ -53,8 +53,6 @@ SHARED: tuple[Kind, ...] = ("shrink", "expand", "lora_b_backward", "lora_a_backw
 DIRECTIONS: tuple[select.Direction, ...] = ("forward", "input_gradient")
 # Of the time: what compiling may take before the first measurement.
 _COMPILING = 0.4
-# Up to so many tokens `shrink` may leave shares of S.
-FEW_TOKENS = 4096
 _RATE = 0.05
 _WARM = 2
 # What takes so much longer than the fastest is not timed again.
@@ -299,12 +297,10 @@ def _runs(call: Call, name: str, log: _Log) -> bool:
     return True
 
 
-def _candidates(
-    kind: Kind, site: Site, sites: int = 1, tokens: int = FEW_TOKENS
-) -> tuple[Tile, ...]:
+def _candidates(kind: Kind, site: Site, sites: int = 1, tokens: int = 0) -> tuple[Tile, ...]:
     spec = _spec(kind, site, sites)
     tiles = [emitter(kind).default_tile(spec), *emitter(kind).candidates(spec)]
-    if kind == "shrink" and tokens <= FEW_TOKENS:
+    if kind == "shrink" and tokens <= shrink.few_tokens(spec):
         tiles += shrink.split_candidates(spec)
     return tuple(dict.fromkeys(tiles))
 
