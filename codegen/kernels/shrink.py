@@ -441,7 +441,7 @@ def tile_for(spec: KernelSpec, tokens: int, width: int) -> Tile:
     columns = spec.rank_block if width <= spec.rank_block else rule.columns
     if tokens > few_tokens(spec):
         return replace(rule, columns=columns)
-    small = _draws_three(spec)
+    small = _draws_narrow(spec) and spec.sites > 2
     slab = 512 if small or tokens <= 1024 else 1024
     return _split(spec, replace(rule, columns=columns), 16 if small else min(rule.rows, 32), slab)
 
@@ -453,19 +453,19 @@ def few_tokens(spec: KernelSpec) -> int:
     return _FEW_MASKED if spec.dropout else _FEW
 
 
-def _draws_three(spec: KernelSpec) -> bool:
-    return spec.dropout and spec.sites > 2 and spec.rank_block <= 16
+def _draws_narrow(spec: KernelSpec) -> bool:
+    return spec.dropout and spec.rank_block <= 16
 
 
 def _split(spec: KernelSpec, rule: Tile, rows: int, slab: int) -> Tile:
     """A tile of shares, with as many loads in flight as a share has, up to seven.
 
-    Masks take longer than loads: a few in flight suffice, and leave room for more programs (H100,
-    4,800 x 4096: 22.9 against 29.6 microseconds; for two sites, of which a program took whole rows,
-    45 against 56; for three 65 against 72).
+    Masks take longer than loads: a few in flight suffice, and leave room for more programs (H200,
+    4,096 x 4,096, two sites: 38 microseconds where the best tile of whole rows takes 42; three
+    sites, of which one program has fewer rows: 50 for 56).
     """
-    if spec.dropout and spec.rank_block <= 16:
-        depth, warps, stages = (32, 2, 3) if _draws_three(spec) else (64, 4, 4)
+    if _draws_narrow(spec):
+        depth, warps, stages = (32, 2, 3) if spec.sites > 2 else (64, 4, 4)
         return replace(rule, rows=rows, depth=depth, warps=warps, stages=stages, slab=slab)
     most = 4 if spec.rank_block > 16 or spec.sites > 1 else 8
     return replace(rule, rows=rows, slab=slab, stages=min(slab // rule.depth + 1, most))
@@ -483,7 +483,7 @@ def split_candidates(spec: KernelSpec) -> tuple[Tile, ...]:
         for columns in (spec.rank_block, rule.columns)
         if slab < spec.inner and rows <= rule.rows
     ]
-    if spec.dropout:  # Deeper steps spill some registers with three sites, and can pay nevertheless.
+    if _draws_narrow(spec):  # Deeper steps of three sites spill registers, and can pay still.
         tiles += [replace(tile, depth=2 * tile.depth) for tile in tiles]
     return tuple(dict.fromkeys(tiles))
 

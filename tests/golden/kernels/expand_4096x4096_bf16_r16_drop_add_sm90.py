@@ -9,7 +9,7 @@
 # again      tlora-fx kernels show expand --in 4096 --out 4096 --dropout --accumulate --tile
 #            32,128,0,4,1,0,512
 #
-# sha256 of what follows: 25c1312660a649c10f1065d32831237150db3a843ceb2266b18b04fad01e3c25
+# sha256 of what follows: b10dfa5fca0f3945bb0b8102cdd90f48e6b2d20320cb0cb222af788fdf16c43f
 
 import torch
 import triton
@@ -97,9 +97,7 @@ def expand(
     row = rows.to(tl.int64)[:, None]
     ranks = tl.arange(0, RANK_BLOCK)
     any_0 = width_0 > 0
-    s_first_0 = tl.load(
-        s_0 + row * s_stride_0 + ranks[None, :], mask=inside & any_0, other=0.0
-    )
+    s_first_0 = tl.load(s_0 + row * s_stride_0 + ranks[None, :], mask=inside & any_0, other=0.0)
     for step in range(0, SLAB, COLUMNS):
         column = tl.program_id(1) * SLAB + step
         columns = column + tl.arange(0, COLUMNS)
