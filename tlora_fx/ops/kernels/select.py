@@ -194,7 +194,9 @@ def _chosen(
             # What was measured is one site alone; of several each pays for its part of a write.
             saved = 1e6 * _write_seconds(direction, site, tokens) * (1 - 1 / sharing)
             costs["sidecar"] -= saved
-        if "fused" in costs:
+        # What has no room, and no masks that keep it from concat-K, was not in those rounds.
+        masked = direction == "input_gradient" and site.drops
+        if "fused" in costs and ("concat" in costs or masked):
             costs["fused"] *= _IN_ROUNDS
         plan = min(known, key=lambda candidate: costs[candidate])
         return Choice(plan, times[plan].tile, times[plan].source)
