@@ -461,8 +461,7 @@ def _split(spec: KernelSpec, rule: Tile, rows: int, slab: int) -> Tile:
     """A tile of shares, with as many loads in flight as a share has, up to seven.
 
     Masks take longer than loads: a few in flight suffice, and leave room for more programs (H200,
-    4,096 x 4,096, two sites: 38 microseconds where the best tile of whole rows takes 42; three
-    sites, of which one program has fewer rows: 50 for 56).
+    4,096 x 4,096: two sites 38 microseconds instead of 42, three 50 instead of 56).
     """
     if _draws_narrow(spec):
         depth, warps, stages = (32, 2, 3) if spec.sites > 2 else (64, 4, 4)
