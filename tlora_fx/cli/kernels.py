@@ -300,7 +300,7 @@ def _tile_and_reason(
 
     if spec.tile is not None:
         return spec.tile, "given with --tile"
-    if measured := select.tile_for(spec.kind, site, tokens, gpu):
+    if measured := select.tile_for(spec.kind, site, tokens, gpu, spec.sites):
         return measured, f"measured on {gpu}"
     rule = " ".join((emitter(spec.kind).default_tile.__doc__ or "").split())
     return None, f"by the rule, for nothing like it was measured on {gpu}: {rule}"

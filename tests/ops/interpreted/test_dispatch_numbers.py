@@ -111,6 +111,22 @@ def test_short_rows_have_the_gradients_of_longer_ones(lora, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(found, summed, strict=True))
 
 
+def test_tiles_of_expand_are_asked_for_by_what_it_writes(lora, monkeypatch):
+    """The output's columns without masks, the input's with them, whatever is summed."""
+    asked, tile_for = [], select.tile_for
+
+    def noted(kind, site, tokens, gpu, sites=1):
+        asked.extend([select.family(kind, site, sites)] * (kind == "expand"))
+        return tile_for(kind, site, tokens, gpu, sites)
+
+    monkeypatch.setattr(select, "tile_for", noted)
+    made = lora((9, 4), (3, 5), (0.3, 0.0), features=(32, 48), dtype=torch.float32)
+    with select.force_plan("sidecar"):
+        results(made, max_rank=5)
+
+    assert asked == ["expand 48 float32 r16 out_in keep", "expand 32 float32 r16 out_in drop"]
+
+
 @pytest.mark.parametrize(("strict", "launches"), [(False, 1), (True, 2)])
 def test_narrow_sites_are_passed_over_with_the_widest(lora, monkeypatch, strict, launches):
     """Cut as it is, but not in strict mode, where each has the bits that it has alone."""

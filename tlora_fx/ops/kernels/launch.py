@@ -549,9 +549,8 @@ class Run:
             "bias": bias is not None, "accumulate": accumulate, "dropout": bits is not None,
             "inner": columns, "outer": columns, "sites": len(indices),
         }  # fmt: skip
-        wide = replace(site, inner=columns, outer=columns)
-        # Tables have one site without masks.
-        tile = self.tile("expand", wide) if len(indices) == 1 and bits is None else None
+        written = replace(site, outer=columns, drops=bits is not None)
+        tile = self.tile("expand", written, len(indices))
         slots = [table.slots for table in tables]
         thresholds = [table.thresholds for table in tables]
         per_site: list[Any] = [s, packed_rows, slots, thresholds, bits]

@@ -311,7 +311,9 @@ def family(kind: str, site: Site, sites: int = 1) -> str:
 
     sites   that a kernel serves at once, of which `site` is the first
     """
-    parts = [kind, f"{site.inner}x{site.outer}", site.dtype, f"r{site.rank_block}", site.layout]
+    # `expand` reads neither x nor W: what it writes decides.
+    shape = f"{site.outer}" if kind == "expand" else f"{site.inner}x{site.outer}"
+    parts = [kind, shape, site.dtype, f"r{site.rank_block}", site.layout]
     parts += [f"x{sites}"] if sites > 1 else []
     return " ".join([*parts, "drop" if site.drops else "keep"])
 

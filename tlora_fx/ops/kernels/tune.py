@@ -90,7 +90,9 @@ class Point:
         """The kernels with tiles of their own to be found here."""
         if self.plans_only:
             return DIRECTIONS
-        return GROUPED if self.beside else (*SHARED, *DIRECTIONS)
+        kinds = GROUPED if self.beside else (*SHARED, *DIRECTIONS)
+        # With masks `expand` is measured nowhere: the rule cuts it.
+        return tuple(kind for kind in kinds if not (kind == "expand" and self.drops))
 
 
 @dataclass(slots=True)
