@@ -69,6 +69,7 @@ _FORMS: dict[Kind, tuple[dict[str, object], ...]] = {
         {"rank_block": 64},
         {"bias": True},
         {"sites": 3, "dropout": True},
+        {"sites": 4, "dropout": True, "accumulate": True, "rank_block": 64},
     ),
 }
 

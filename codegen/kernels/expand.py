@@ -210,7 +210,7 @@ def default_tile(spec: KernelSpec) -> Tile:
     if spec.dropout:
         # A thread of a wide tile would hold masks and sums of several sites at once.
         rows, columns, slab = (64, 64, 256) if several else (32, 128, 512)
-    if spec.sites > 3 and spec.rank_block > 16 and spec.arch < 90:
+    if spec.sites > 3 and spec.rank_block > 16:
         columns = 32  # What four sites ask for ahead leaves few registers.
     return Tile(rows=rows, columns=columns, depth=0, warps=4, stages=1, slab=slab)
 

@@ -25,7 +25,7 @@ from tlora_fx.codegen.spec import Extend, KernelSpec, Tile
 from tlora_fx.codegen.template import common_values, constants_of, fill, module, part_type, size
 from tlora_fx.errors import KernelSpecError
 
-# Tokens up to which tiles of all columns are too few for an H200; who draws masks takes longer.
+# Tokens up to which tiles of all columns are too few for an H200; drawing masks takes longer.
 _FEW, _FEW_MASKED = 4096, 6144
 # Rows, warps and stages of a tile that tuning tries.
 _TRIED = ((16, 4, 4), (16, 4, 6), (32, 4, 4), (32, 4, 6), (32, 8, 4), (64, 4, 3), (64, 8, 3))
@@ -439,7 +439,7 @@ def tile_for(spec: KernelSpec, tokens: int, width: int) -> Tile:
     """The rule for a row of so many tokens whose S has so many columns; the slab may be set."""
     rule = default_tile(spec)
     columns = spec.rank_block if width <= spec.rank_block else rule.columns
-    if tokens > few_tokens(spec):
+    if tokens > few_tokens(spec) or size(spec.dtype) > 2:
         return replace(rule, columns=columns)
     small = _draws_narrow(spec) and spec.sites > 2
     slab = 512 if small or tokens <= 1024 else 1024
@@ -447,10 +447,10 @@ def tile_for(spec: KernelSpec, tokens: int, width: int) -> Tile:
 
 
 def few_tokens(spec: KernelSpec) -> int:
-    """Up to how many tokens a tile may leave shares of S; types of tests never do."""
+    """Up to how many tokens a tile may leave shares of S; of float32 and float64 none does."""
     if size(spec.dtype) > 2:
         return 0
-    return _FEW_MASKED if spec.dropout else _FEW
+    return _FEW_MASKED if _draws_narrow(spec) else _FEW
 
 
 def _draws_narrow(spec: KernelSpec) -> bool:
@@ -461,7 +461,8 @@ def _split(spec: KernelSpec, rule: Tile, rows: int, slab: int) -> Tile:
     """A tile of shares, with as many loads in flight as a share has, up to seven.
 
     Masks take longer than loads: a few in flight suffice, and leave room for more programs (H200,
-    4,096 x 4,096: two sites 38 microseconds instead of 42, three 50 instead of 56).
+    4,096 tokens, 4,096 columns, best tiles: two sites 38 microseconds instead of 42, three 50
+    instead of 56).
     """
     if _draws_narrow(spec):
         depth, warps, stages = (32, 2, 3) if spec.sites > 2 else (64, 4, 4)

@@ -50,10 +50,11 @@ def test_a_kernel_fits_its_architecture(name, arch):
     assert found.total > 100, "a kernel that cannot run is compiled to a trap"
 
 
-@pytest.mark.parametrize("tokens", sampled([1024, 4096]))
-def test_the_shrink_for_few_tokens_fits(tokens):
+@pytest.mark.parametrize("sites", [1, 2, 3])
+@pytest.mark.parametrize("tokens", sampled([1024, 6144]))
+def test_the_shrink_for_few_tokens_fits(tokens, sites):
     """Its tile leaves shares of S."""
-    spec = KernelSpec("shrink", 4096, 14336, dropout=True)
+    spec = KernelSpec("shrink", 4096, 14336, dropout=True, sites=sites)
     spec = replace(spec, tile=tile_for(spec, tokens, width=32))
     found = resources(spec)
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests.interpreted import ROOT
 from tlora_fx.codegen.compiled_check import forms
-from tlora_fx.codegen.kernels import build, command, emitter, intact, stem
+from tlora_fx.codegen.kernels import build, command, emitter, intact, shrink, stem
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
 
 FORMS = [spec for kind in KINDS for spec in forms(kind)]
@@ -112,3 +112,28 @@ def test_an_altered_text_is_not_intact():
 
     assert not intact(text.replace("jobs", "work"))
     assert not intact(text.partition("import triton")[2])
+
+
+@pytest.mark.parametrize(
+    ("fields", "most"),
+    [
+        ({}, 4096),
+        ({"dropout": True}, 6144),
+        ({"dropout": True, "sites": 3}, 6144),
+        ({"dropout": True, "rank_block": 64}, 4096),
+        ({"dropout": True, "dtype": "float32"}, 0),
+    ],
+    ids=["plain", "masks", "three sites", "wide", "float32"],
+)
+def test_few_tokens_leave_shares(fields, most):
+    """Up to a number of tokens, more with masks of narrow ranks; tuning tries them too."""
+    spec = KernelSpec("shrink", 4096, 4096, **fields)
+    shared = [tokens for tokens in (0, 1024, 4096, 5000, 6144, 6145) if is_shared(spec, tokens)]
+
+    assert max(shared, default=0) == most
+    assert bool(shrink.split_candidates(spec)) == bool(most)
+
+
+def is_shared(spec, tokens):
+    """Whether the rule's tile for so many tokens leaves shares of S."""
+    return shrink.tile_for(spec, tokens, width=16).slab > 0

@@ -7,7 +7,15 @@ import ast
 import pytest
 
 from tlora_fx.codegen.spec import KernelSpec, Tile
-from tlora_fx.codegen.template import fill, module
+from tlora_fx.codegen.template import fill, mask_word, module
+
+
+@pytest.mark.parametrize(
+    ("width", "columns", "bits"), [(96, 64, 32), (72, 64, 8), (96, 16, 8), (14336, 128, 32)]
+)
+def test_masks_are_read_by_words_where_rows_and_tiles_have_whole_ones(width, columns, bits):
+    """A row of bits has whole words, and so has a tile's part of it."""
+    assert mask_word(width, columns) == bits
 
 
 def test_marked_lines_stay_where_their_flag_is_true():

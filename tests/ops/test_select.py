@@ -76,7 +76,7 @@ def test_between_powers_of_two_what_was_measured_there_is_chosen(own_table):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("fused", "expected"), [(90.0, "concat"), (85.0, "fused")])
+@pytest.mark.parametrize(("fused", "expected"), [(93.0, "concat"), (89.0, "fused")])
 def test_our_gemm_must_be_well_ahead_where_cublas_can_carry_the_ranks(own_table, fused, expected):
     """In a round it loses the few hundredths that it was ahead by when measured alone."""
     plans = {"fused": {"us": fused}, "sidecar": {"us": 104.0}, "concat": {"us": 100.0}}
@@ -89,7 +89,7 @@ def test_our_gemm_must_be_well_ahead_where_cublas_can_carry_the_ranks(own_table,
     assert (behind.plan, plain.plan) == (expected, "fused")
 
 
-@pytest.mark.parametrize(("fused", "expected"), [(90.0, "sidecar"), (85.0, "fused")])
+@pytest.mark.parametrize(("fused", "expected"), [(93.0, "sidecar"), (89.0, "fused")])
 def test_our_gemm_must_be_well_ahead_where_masks_part_cublas_from_the_ranks(
     own_table, fused, expected
 ):

@@ -31,7 +31,7 @@ def test_y_is_s_times_b_and_bias(problem):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("accumulate", [False, True])
-@pytest.mark.parametrize("inner", [64, 72], ids=["words", "bytes"])
+@pytest.mark.parametrize("inner", [64, 96, 72], ids=["words", "ragged words", "bytes"])
 def test_dx_is_masked_by_the_bits(problem, dtype, accumulate, inner):
     """Bits count where the job drops; bytes of other jobs' rows are not looked at."""
     site = problem((20, 5, 9), (4, 20, 0), (0.25, 0.0, 0.05), inner=inner, dtype=dtype)

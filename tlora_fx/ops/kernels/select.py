@@ -44,11 +44,10 @@ _FLOPS, _WRITE = 700e12, 3.0e12
 _FUSED, _FUSED_SMALL = 1.06, 1.25
 _MANY_TILES = 512
 _FUSED_WIDE = 20.0  # float32 is multiplied exactly, without tensor cores
-# In whole rounds our GEMM takes so much more over cuBLAS than tables say, which were measured with
-# nothing beside it: products after one another draw so much power that the GPU slows down, and
-# cuBLAS' more than ours (H200, 4,800 tokens: tables have gate's and up's forward 8 % ahead, and
-# the round takes 269.8 ms with it, 267.0 without).
-_IN_ROUNDS = 1.15
+# In whole rounds our GEMM takes so much more over cuBLAS than tables say, which time one product
+# after itself (H200, rounds of 4,800 tokens, each by hand: tables have the forward of gate and up
+# 8 % ahead, and rounds with it took 1 % longer; with dX beside masks at cuBLAS they took 1 % less).
+_IN_ROUNDS = 1.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +193,7 @@ def _chosen(
             # What was measured is one site alone; of several each pays for its part of a write.
             saved = 1e6 * _write_seconds(direction, site, tokens) * (1 - 1 / sharing)
             costs["sidecar"] -= saved
-        # What has no room, and no masks that keep it from concat-K, was not in those rounds.
+        # Rounds had room for concat-K, or masks in dX; elsewhere tables count as they are.
         masked = direction == "input_gradient" and site.drops
         if "fused" in costs and ("concat" in costs or masked):
             costs["fused"] *= _IN_ROUNDS

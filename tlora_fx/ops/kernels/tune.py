@@ -309,7 +309,7 @@ def _candidates(kind: Kind, site: Site, sites: int = 1, tokens: int = 0) -> tupl
 
 def _spec(kind: Kind, site: Site, sites: int = 1) -> KernelSpec:
     """The spec whose tiles are tried: of the site, masks included where it drops."""
-    drops = site.drops and kind not in ("forward", "lora_b_backward", "expand")
+    drops = site.drops and kind not in ("forward", "lora_b_backward")
     shape = (site.outer, site.outer) if kind == "expand" else (site.inner, site.outer)
     return KernelSpec(
         kind, *shape, site.dtype, rank_block=site.rank_block, dropout=drops,
