@@ -150,7 +150,7 @@ def _is_power(number: int) -> bool:
 def _need(spec: KernelSpec, field: str, holds: bool, expected: str) -> None:
     if not holds:
         raise KernelSpecError(
-            f"a {spec.kind} kernel cannot be generated for this {field}",
+            f"kernel {spec.kind} cannot be generated with this value of {field}",
             expected=expected,
             found=repr(getattr(spec, field)),
         )

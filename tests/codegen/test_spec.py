@@ -34,7 +34,7 @@ def test_a_wrong_field_is_refused_with_what_it_may_be(field, value, expected):
     with pytest.raises(KernelSpecError) as caught:
         KernelSpec(**{"kind": "pack", "inner": 32, "outer": 32, field: value})
 
-    assert f"for this {field}" in str(caught.value)
+    assert f"with this value of {field}" in str(caught.value)
     assert expected in str(caught.value)
     assert repr(value) in str(caught.value)
 
