@@ -129,11 +129,8 @@ def test_rows_that_no_tile_divides_are_exact(site, monkeypatch):
             assert_close(errors(made, monkeypatch, max_rank=32))
 
 
-@pytest.mark.parametrize("rates", [(0.0,) * 5, RATES], ids=["keep", "drop"])
-@pytest.mark.parametrize("plan", ["fused", "sidecar"])
-def test_sites_that_share_x_are_as_exact_as_pytorch(site, monkeypatch, plan, rates):
-    """q, k and v of unequal widths: outputs, dx, dA and dB."""
-    made = [site(features=(SHAPE[0], width), rates=rates) for width in (768, 256, 256)]
+def errors_together(made, monkeypatch, plan=None):
+    """As `errors`, of sites that share x: outputs, dx, dA and dB; plan None: the one that pays."""
     calls = [one.arguments(x=made[0].x) for one in made]
     x, *leaves = made[0].x, *(leaf for call in calls for leaf in call[3:5])
     leaves = [one.detach().clone().requires_grad_() for one in (x, *leaves)]
@@ -143,11 +140,12 @@ def test_sites_that_share_x_are_as_exact_as_pytorch(site, monkeypatch, plan, rat
     ]
     dys = [torch.randn(y.shape, dtype=torch.float64, device="cuda").to(BF16) for y in expected]
     wanted = torch.autograd.grad(expected, leaves, [dy.double() for dy in dys])
+    largest, drops = max(made[0].ranks), any(made[0].row.rates)
 
     def together():
         lists = [list(column) for column in zip(*calls, strict=True)]
         ys = multi_lora_linears(
-            x, *lists[1:3], a, b, *lists[5:8], *calls[0][8:11], lists[11], BF16, 32, any(rates)
+            x, *lists[1:3], a, b, *lists[5:8], *calls[0][8:11], lists[11], BF16, largest, drops
         )
         return (*ys, *torch.autograd.grad(ys, leaves, dys))
 
@@ -155,12 +153,36 @@ def test_sites_that_share_x_are_as_exact_as_pytorch(site, monkeypatch, plan, rat
         found = together()
     monkeypatch.setenv("TLORA_FX_KERNELS", "off")
     plain = together()
-    assert_close(
-        [
-            tuple(float(((one - exact).norm() / exact.norm()).detach()) for one in pair)
-            for *pair, exact in zip(found, plain, (*expected, *wanted), strict=True)
-        ]
-    )
+    monkeypatch.delenv("TLORA_FX_KERNELS")
+    return [
+        tuple(float(((one - exact).norm() / exact.norm()).detach()) for one in pair)
+        for *pair, exact in zip(found, plain, (*expected, *wanted), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("rates", [(0.0,) * 5, RATES], ids=["keep", "drop"])
+@pytest.mark.parametrize("plan", ["fused", "sidecar"])
+def test_sites_that_share_x_are_as_exact_as_pytorch(site, monkeypatch, plan, rates):
+    """q, k and v of unequal widths."""
+    made = [site(features=(SHAPE[0], width), rates=rates) for width in (768, 256, 256)]
+    assert_close(errors_together(made, monkeypatch, plan))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.05], ids=["keep", "drop"])
+@pytest.mark.parametrize("tokens", [1280, 5120])
+@pytest.mark.parametrize(
+    ("inner", "widths"),
+    [(4096, (4096, 1024, 1024)), (14336, (4096,)), (4096, (4096,) * 4)],
+    ids=["qkv", "down", "four wide"],
+)
+def test_measured_tiles_are_as_exact_as_pytorch(site, monkeypatch, inner, widths, tokens, rate):
+    """The linears of an 8B model, whose tiles tables have: each plan, and the one that pays."""
+    ranks = (2, 4, 8, 16, 16, 8, 4, 2)
+    lengths = (tokens // 4, 1, tokens // 8 - 1, 100, 28, 0, tokens // 8, 0)
+    lengths = (*lengths[:-1], tokens - sum(lengths))
+    made = [site(lengths, ranks, (rate,) * 8, features=(inner, width)) for width in widths]
+    for plan in (None, "fused", "sidecar"):
+        assert_close(errors_together(made, monkeypatch, plan))
 
 
 @pytest.mark.parametrize("rates", [(0.0,) * 5, RATES], ids=["keep", "drop"])
