@@ -99,7 +99,7 @@ def test_rows_may_be_larger_where_processes_share_their_work(monkeypatch, proces
     row = row_of(3)
     monkeypatch.setattr(cuda_graphs, "CAPTURED_TOKENS", row.input_ids.numel() - 1)
     monkeypatch.setattr(cuda_graphs.dist, "get_world_size", lambda group: processes)
-    graphs = RowGraphs(None, torch.device("cpu"), 0, group="tp" if processes > 1 else None)
+    graphs = RowGraphs(None, torch.device("cpu"), 1, group="tp" if processes > 1 else None)
 
     assert graphs.run(row, torch.ones(3)) is None
     assert len(graphs._seen) == known

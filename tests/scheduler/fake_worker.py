@@ -15,7 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tlora_fx.scheduler.local.processes import FULL
+from tlora_fx.scheduler.local.processes import ANEW, FULL
 from tlora_fx.scheduler.local.protocol import HEIR, EventWriter, WorkerConfig
 
 
@@ -40,13 +40,33 @@ _orders: list[WorkerConfig] = []
 def main(path: Path) -> bool:
     order = WorkerConfig.read(path)
     _orders.append(order)
-    path.with_name("pid").write_text(str(os.getpid()))
+    if len(_orders) > 1 and any(job.get("anew") for job in order.jobs):
+        raise SystemExit(ANEW)
+    rank = int(os.environ.get("RANK", "0"))
+    path.with_name(f"pid{rank or ''}").write_text(str(os.getpid()))
+    if rank:
+        return _follow(path)
     mark = path.with_name("anew")
     if order.options.get("anew") and not mark.exists():
         mark.touch()
         return False
     _Fake(order).run()
     return True
+
+
+def _follow(path: Path) -> bool:
+    """Wait until the first process of the group has ended its order, or to be asked to stop."""
+    asked: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
+    while not asked and '"kind": "ended"' not in _text_of(path.with_name("told.jsonl")):
+        time.sleep(0.01)
+    return True
+
+
+def _text_of(path: Path) -> str:
+    with suppress(FileNotFoundError):
+        return path.read_text()
+    return ""
 
 
 def is_there(pid: int | None) -> bool:

@@ -58,11 +58,11 @@ class Bench:
         )  # fmt: skip
         self.told = []
 
-    def launch(self, epoch, *jobs, gpu=0):
-        group = Group(jobs, 1, (gpu,))
+    def launch(self, epoch, *jobs, gpu=0, layout=None):
+        group = Group(jobs, 1, (gpu,)) if layout is None else Group(jobs, 2, (0, 1))
         self.executor.reserve(group, epoch)
         requests = [JobRequest(name, "base", Demand(), 1, 1) for name in jobs]
-        self.executor.launch(group, epoch, requests, {})
+        self.executor.launch(group, epoch, requests, {}, layout)
         return group
 
     def until(self, kind, limit=30.0, **fields):
@@ -369,9 +369,9 @@ def test_a_dead_fork_server_takes_its_workers_with_it_and_is_replaced(bench):
     assert len(found.stdout.split()) >= 1
 
 
-def worker_of(bench, epoch):
-    """The process that carried out an order."""
-    return int((bench.folder / "groups" / f"{epoch:06d}" / "pid").read_text())
+def worker_of(bench, epoch, rank=""):
+    """The process that carried out an order; of several, the one of a rank."""
+    return int((bench.folder / "groups" / f"{epoch:06d}" / f"pid{rank}").read_text())
 
 
 def stay(bench, **specs):
@@ -399,6 +399,89 @@ def test_a_worker_stays_for_the_next_group_of_its_base(bench):
     one, two, three, four = (worker_of(here, epoch) for epoch in (1, 2, 3, 4))
     assert one == two == three != four
     assert not here.of(Failed)
+
+
+TWO, PIPE = Layout(MeshShape(dp=2)), Layout(MeshShape(pp=2))
+
+
+def both(here, epoch, *jobs, layout=TWO):
+    """Have a group of two processes train to its end; these."""
+    group = here.launch(epoch, *jobs, layout=layout)
+    here.until(Drained, epoch=epoch)
+    here.executor.release(group, epoch)
+    return [worker_of(here, epoch, rank) for rank in ("", "1")]
+
+
+def test_processes_of_a_group_stay_for_the_next_one_of_their_layout(bench):
+    """Each in its rank, drained or done; another layout has its own, as has a group of one."""
+    here = stay(bench, **{name: {"steps": 5} for name in "abde"}, c={})
+    first, again = both(here, 1, "a"), both(here, 2, "b")
+    drained = here.launch(3, "c", layout=TWO)
+    here.until(Progress, epoch=3)
+    here.executor.drain(drained, 3)
+    here.until(Drained, epoch=3)
+    here.executor.release(drained, 3)
+    piped = both(here, 4, "d", layout=PIPE)
+    alone = run_through(here, 5, "e")
+
+    assert first == again == [worker_of(here, 3, rank) for rank in ("", "1")]
+    assert not {*first} & {*piped, alone}
+    assert alone not in piped
+    assert all(map(is_there, [*first, *piped, alone]))
+    assert not here.of(Failed)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_processes_whose_neighbour_has_gone_are_of_no_use(bench, rank):
+    """The next group gets two new ones; the one that was left has ended."""
+    here = stay(bench, **{name: {"steps": 5} for name in "abc"})
+    first = both(here, 1, "a")
+    os.kill(first[rank], signal.SIGKILL)
+    while any(map(is_there, first)):
+        time.sleep(0.01)
+    second = both(here, 2, "b")
+    third = both(here, 3, "c")
+
+    assert not {*first} & {*second}
+    assert not any(map(is_there, first))
+    assert second == third
+    assert not here.of(Failed)
+
+
+def test_processes_that_cannot_take_a_group_let_new_ones_do_it(bench):
+    """Those stay in their place."""
+    here = stay(bench, **{name: {"steps": 5} for name in "ac"}, b={"steps": 5, "anew": True})
+    first, second, third = (both(here, epoch, name) for epoch, name in enumerate("abc", 1))
+
+    assert not {*first} & {*second}
+    assert not any(map(is_there, first))
+    assert second == third
+    assert not here.of(Failed)
+
+
+def test_a_group_that_is_drained_before_its_processes_are_new_stops(tmp_path):
+    """Nobody is there to hear it: one waits for the other to ask for a new one, too."""
+    told = []
+    server = processes._Server(None, 0)
+    server.tell = lambda number, code: told.append((number, code))
+    for start in (7, 8):
+        server.start({"start": start, "order": "here", "rank": start - 7, "size": 3, "stays": "x"})
+    server.do({"signal": 7, "number": signal.SIGTERM})
+    server.do({"signal": 8, "number": signal.SIGKILL})
+
+    assert told == [(7, 128 + signal.SIGTERM), (8, -signal.SIGKILL)]
+    assert not any(server.gathering.values())
+
+
+def test_idle_processes_of_a_group_go_together_where_one_gpu_is_needed(bench):
+    """What they hold on the other GPU is free then, too."""
+    here = sharing(bench, {"a": 50, "b": 91}, a={"base": "one"}, b={"base": "two"})
+    first = both(here, 1, "a")
+    second = run_through(here, 2, "b")
+
+    assert not any(map(is_there, first))
+    assert is_there(second)
+    assert noted(here, "is let go of: group 2 needs its memory")
 
 
 def test_a_worker_that_is_killed_is_replaced_and_its_jobs_return(bench):

@@ -26,7 +26,9 @@ class Idle(_Server):
         super().__init__(None, 0)
         self.free, self.ended = dict(free), []
         for pid, (gpu, size) in enumerate(held):
-            worker = _Resident(str(pid), frozenset({gpu}), 0, 0, idle=True, since=pid, held=size)
+            worker = _Resident(
+                str(pid), frozenset({gpu}), 0, 0, idle=True, since=pid, held=size, team=pid
+            )
             self.residents[pid] = worker
 
     def dismiss(self, pid, order=0):

@@ -35,6 +35,7 @@ from tlora_fx.scheduler.executor import (
 )
 from tlora_fx.scheduler.lease import is_granted
 from tlora_fx.scheduler.local.executor import LocalOptions, recover
+from tlora_fx.scheduler.local.processes import ANEW
 from tlora_fx.scheduler.ray import cluster, executor, worker
 from tlora_fx.scheduler.ray.cluster import RayCluster, cluster_of, seats_of
 from tlora_fx.scheduler.ray.executor import RayExecutor
@@ -291,6 +292,31 @@ def test_a_worker_stays_for_the_next_group_of_its_place(bench, ray):
         here.executor.release(group, epoch)
 
     assert [len(actor.replies) for actor in ray.actors] == [2, 1]
+
+
+def test_processes_of_a_group_stay_for_the_next_one_until_it_needs_new_ones(
+    bench, ray, monkeypatch
+):
+    """Each of them; where one says that its order is for a new one, all are new."""
+    train = fake_worker.main
+
+    def main(order):
+        mark = order.with_name("mark")
+        if os.environ["RANK"] == "0" and order.parent.name == "000003" and not mark.exists():
+            mark.touch()
+            raise SystemExit(ANEW)
+        return train(order)
+
+    monkeypatch.setattr(fake_worker, "main", main)
+    here = bench(more={"stays": True}, **{name: {"steps": 3, "base": "x"} for name in "abc"})
+    for epoch, name in enumerate("abc", 1):
+        group = here.launch(epoch, name, layout=Layout(MeshShape(dp=2)))
+        here.until(Drained, epoch=epoch)
+        here.executor.release(group, epoch)
+
+    assert [len(actor.replies) for actor in ray.actors] == [3, 3, 1, 1]
+    assert [event.job for event in here.of(Finished)] == ["a", "b", "c"]
+    assert not here.of(Failed)
 
 
 def test_the_death_of_an_actor_that_waits_is_seen_before_a_group_needs_it(bench, ray, monkeypatch):

@@ -13,10 +13,12 @@ from concurrent.futures import Future
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
 
+from tests.parallel.processes import run_processes
 from tests.scheduler import run_folder
 from tests.scheduler.fork_here import ForkHere
 from tests.scheduler.run_folder import QUICKSTART, Heard, epochs, kill, records
@@ -36,7 +38,7 @@ from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.executor import Drained, Failed, Progress
-from tlora_fx.scheduler.local import protocol, worker
+from tlora_fx.scheduler.local import processes, protocol, worker
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
 from tlora_fx.scheduler.state import Group, JobRequest
 
@@ -196,15 +198,58 @@ def test_jobs_join_and_leave_a_group_of_two_processes(tmp_path, layout):
     require_as_alone(folder, tmp_path / "run", COMING, tmp_path)
 
 
-def test_processes_of_a_group_train_a_model_that_others_may_join(tmp_path, monkeypatch):
-    """They end with their group: no process keeps the model."""
-    folder = write(tmp_path / "jobs", a=6)
-    monkeypatch.setattr(worker, "_kept", [])
-    (config,) = orders_of(folder, tmp_path, "a")
-    jobs = [load_job_file(folder / "a.yaml").jobs[0]]
+def train_in_turn(orders):
+    """Have a process carry out orders one after the other; what it needed for each."""
+    needed = []
 
-    assert worker._model(jobs, config, Launch(rank=1, size=2)).is_open
-    assert not worker.stays()
+    def noting(what, function):
+        return lambda *given, **named: needed.append(what) or function(*given, **named)
+
+    with pytest.MonkeyPatch.context() as changes:
+        changes.setattr(trainers, "base_tensors", noting("base", trainers.base_tensors))
+        changes.setattr(worker, "compile", noting("code", worker.compile))
+        for order in orders:
+            assert worker.main(order)
+            assert worker.stays()
+    kept = worker._kept[0]
+    return needed, list(kept.model.members), kept.model.applied.mesh.size
+
+
+@pytest.mark.parametrize(("mesh", "shard_base"), [
+    ("dp=2", False), ("dp=2", True), ("tp=2", False), ("pp=2", False),
+])  # fmt: skip
+def test_processes_of_a_group_keep_their_model_for_the_next_one(tmp_path, mesh, shard_base):
+    """They compile and load once, and every job ends as alone."""
+    folder, orders = write(tmp_path / "jobs", layers=2, a=6, b=5, c=4, d=7), []
+    for epoch, names in enumerate(("ab", "c", "d"), 1):
+        own = tmp_path / "run" / "groups" / str(epoch)
+        own.mkdir(parents=True)
+        jobs = [load_job_file(folder / f"{name}.yaml").jobs[0] for name in names]
+        orders.append(own / "order.json")
+        protocol.WorkerConfig(
+            epoch, tuple(job.model_dump(mode="json") for job in jobs), {}, str(own / "train"),
+            str(tmp_path / "run"), str(own / "told.jsonl"), gpus=(0, 1), mesh=mesh,
+            shard_base=shard_base, stays="one",
+        ).write(orders[-1])  # fmt: skip
+    found = run_processes(2, train_in_turn, orders)
+
+    assert found == [(["code", "base"], ["d"], 2)] * 2
+    require_as_alone(folder, tmp_path / "run", "abcd", tmp_path)
+
+
+def test_processes_of_a_group_end_where_their_model_does_not_fit_the_next_one(
+    tmp_path, monkeypatch
+):
+    """New ones take its order: what several share is not made twice."""
+    folder = write(tmp_path / "jobs", a=6)
+    (config,) = orders_of(folder, tmp_path, "a")
+    monkeypatch.setattr(worker, "_kept", [worker.Kept(SimpleNamespace(members={}), None)])
+    monkeypatch.setattr(worker, "_joined", lambda model, jobs: False)
+    monkeypatch.setattr(Launch, "found", lambda: Launch(rank=1, size=2))
+
+    with pytest.raises(SystemExit) as stopped:
+        worker.main(Path(config.event_log).with_name("order.json"))
+    assert stopped.value.code == processes.ANEW
 
 
 def test_a_worker_keeps_its_model_for_the_next_group(tmp_path, monkeypatch):
@@ -226,7 +271,7 @@ def test_a_worker_keeps_its_model_for_the_next_group(tmp_path, monkeypatch):
             trainer.run()
 
     assert worker.stays()
-    assert models[0] is models[1] is worker._kept[0]
+    assert models[0] is models[1] is worker._kept[0].model
     require_as_alone(folder, tmp_path / "run", "ab", tmp_path)
 
 

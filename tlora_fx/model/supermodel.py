@@ -62,8 +62,8 @@ class SuperModel(nn.Module):
         self._unused: dict[str, Tensor] = {}
         self._wants_room = self._awake = False
         self._filled: frozenset[str] | None = None
-        #: Rows of an open model that were captured: they serve whoever comes.
-        self.captured: Any = None
+        #: How an open model runs, with the rows that were captured: it serves whoever comes.
+        self.applied: Any = None
         self._compiled_with: Mapping[str, Any] | None = None
         self._parameters_of: dict[str, dict[str, nn.Parameter]] = {}
         self._inputs = tuple(placeholders(group.root))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -24,7 +25,7 @@ from tlora_fx.ops import use_group
 from tlora_fx.ops.parallel import GROUP
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.fsdp import Sharded, gathered_bytes, shard_base, shard_layer
-from tlora_fx.parallel.mesh import Mesh
+from tlora_fx.parallel.mesh import Mesh, open_mesh
 from tlora_fx.parallel.nano_batches import NanoModel
 from tlora_fx.parallel.scores import RowScores
 
@@ -54,6 +55,30 @@ def load(model: SuperModel, plan: Plan, mesh: Mesh, base: Mapping[str, Tensor]) 
     model.materialize(base, mesh.device, part, shard if shards(plan) else None)
 
 
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """How an open model runs: whoever trains it next under the same plan takes this over."""
+
+    plan: Plan
+    mesh: Mesh
+    runner: RowRunner | ReducingRunner
+
+
+def mesh_for(model: SuperModel, plan: Plan, device: torch.device | str) -> Mesh:
+    """The mesh on which a model runs under this plan already, or a new one.
+
+    model   prepared for the plan
+    """
+    before: Applied | None = model.applied
+    device = torch.device(device)
+    if before is not None and before.plan == plan:
+        mesh = before.mesh
+        there = mesh.size == 1 or mesh.world is dist.group.WORLD
+        if there and mesh.device.type == device.type and device.index in (None, mesh.device.index):
+            return mesh
+    return open_mesh(plan.mesh, device)
+
+
 def apply(
     model: SuperModel, plan: Plan, mesh: Mesh, *, largest_row: int = 0
 ) -> RowRunner | ReducingRunner:
@@ -61,11 +86,34 @@ def apply(
 
     model         prepared for the plan and loaded; its parameters' gradients move, so that
                   `job_parameters` is to be asked for afterwards
+    mesh          of `mesh_for`: an open model that ran on it already goes on as it did, with its
+                  buffers and captured rows
     largest_row   tokens of the largest row that may come: where it is given, on a GPU, small rows
                   in packed form run as CUDA graphs under plans that can (see `cuda_graphs`)
     raises        PlanNotRunnable
     """
     assert plan.mesh == mesh.shape, (plan.mesh, mesh.shape)
+    before: Applied | None = model.applied
+    if before is not None and before.mesh is mesh:
+        return _again(before, largest_row)
+    runner = _applied(model, plan, mesh, largest_row)
+    if model.is_open:
+        model.applied = Applied(plan, mesh, runner)
+    return runner
+
+
+def _again(before: Applied, largest_row: int) -> RowRunner | ReducingRunner:
+    """What ran a model before, for rows of another size."""
+    before.runner.nano_batches = before.plan.nano_batches
+    graphs = getattr(getattr(before.runner, "inner", before.runner), "graphs", None)
+    if graphs is not None:
+        graphs.largest_row = largest_row
+    return before.runner
+
+
+def _applied(
+    model: SuperModel, plan: Plan, mesh: Mesh, largest_row: int
+) -> RowRunner | ReducingRunner:
     if plan.mesh.tp > 1:
         use_group(GROUP, mesh.tp)
     require_shardable(model, plan)
@@ -80,10 +128,7 @@ def apply(
         return ReducingRunner(model, mesh, PipelineRunner(model, plan, mesh))
     runner = RowRunner(model, mesh, inside=shards(plan))
     if largest_row and mesh.device.type == "cuda" and plan.captures:
-        runner.graphs = model.captured or _graphs(model, mesh, largest_row, sharded)
-        runner.graphs.largest_row = largest_row
-        if model.is_open and mesh.size == 1:
-            model.captured = runner.graphs
+        runner.graphs = _graphs(model, mesh, largest_row, sharded)
     runner.nano_batches = plan.nano_batches
     return runner if mesh.size == 1 else ReducingRunner(model, mesh, runner)
 

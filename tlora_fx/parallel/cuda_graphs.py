@@ -63,7 +63,8 @@ class Form(NamedTuple):
 class RowGraphs:
     """The graphs of a model in one process.
 
-    largest_row   tokens of the largest row that may come: its memory stays free
+    largest_row   tokens of the largest row that may come: its memory stays free; 0: rows are run
+                  as they are
     group         processes that run each row together, with sums over them in between
     gathering     streams on which a sharded base is gathered
     gathered      bytes that gathered weights take at once
@@ -112,7 +113,9 @@ class RowGraphs:
         weights   [J] on the device
         returns   [J] weighted loss sums; None where the row is to be run as it is
         """
-        if self.refused or row.input_ids.numel() > self.most or not len(row.target_rows):
+        if self.refused or not self.largest_row or not len(row.target_rows):
+            return None
+        if row.input_ids.numel() > self.most:
             return None
         row = repeating_form(row)
         form = Form.of(row)

@@ -34,9 +34,11 @@ def prepared(model: SuperModel, plan: Plan) -> SuperModel:
 
     model     as `compile` made it; its graphs are rewritten in place
     returns   another model over the same graphs, compiled as the given one is, or the same one
-              where the plan needs no pass
+              where the plan needs no pass or where it ran under this plan before
     raises    PlanNotForModel, PlanNotRunnable; TloraError of a pass
     """
+    if model.applied is not None and model.applied.plan == plan:
+        return model
     plan.require_model(model)
     texts = planned_passes(plan)
     if not texts:

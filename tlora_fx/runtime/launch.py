@@ -91,25 +91,30 @@ class Launch:
 
 
 def join(launch: Launch, device: torch.device) -> Mesh:
-    """Join the other processes; for one process nothing is opened.
+    """Join the other processes, where that is not done; for one process nothing is opened.
 
     returns   all processes as replicas, for what comes before there is a plan
     raises    RanksDiffer, on every process, where versions differ
     """
     if launch.size == 1:
         return Mesh.alone(device)
+    if dist.is_initialized():
+        return _everyone(launch, device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store, rank, size = next(iter(rendezvous("env://", timeout=FIRST_STEP)))
     # torchrun's store outlives the processes: addresses of dead ones must not be found in it.
     if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
         store = PrefixStore(f"start{launch.restarts}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=FIRST_STEP)
-    mesh = Mesh(
-        MeshShape(dp=launch.size), device, launch.rank, dp_rank=launch.rank, world=dist.group.WORLD
-    )
+    mesh = _everyone(launch, device)
     _require_same_versions(Ranks(mesh))
     _peers[:] = Ranks(mesh).tell_all(Peer.here())
     return mesh
+
+
+def _everyone(launch: Launch, device: torch.device) -> Mesh:
+    shape = MeshShape(dp=launch.size)
+    return Mesh(shape, device, launch.rank, dp_rank=launch.rank, world=dist.group.WORLD)
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +245,10 @@ def memory_bytes(device: torch.device, ranks: Ranks) -> int | None:
 
 
 def exits_at_once(
-    action: Callable[[], None], launch: Launch, going_on: Callable[[], str] | None = None
+    action: Callable[[], None],
+    launch: Launch,
+    going_on: Callable[[], str] | None = None,
+    stay: Callable[[], bool] = lambda: False,
 ) -> None:
     """Run what all processes run; where it fails on one, that process ends at once.
 
@@ -248,13 +256,15 @@ def exits_at_once(
     them. What all processes have met is told by the first alone.
 
     going_on   what helps where another process was lost
+    stay       whether all of them stay together for what they run next; asked when all went well
     """
     if launch.size == 1:
         action()
         return
     try:
         action()
-        leave()
+        if not stay():
+            leave()
     except BaseException as error:  # noqa: BLE001  (whatever it is, the others must not wait)
         if is_loss(error):
             error = _lost(error, going_on)

@@ -30,12 +30,13 @@ from tlora_fx.parallel.apply import (
     RowRunner,
     apply,
     load,
+    mesh_for,
     require_nano,
     require_shardable,
     require_whole_pairs,
 )
 from tlora_fx.parallel.cuda_graphs import RowGraphs
-from tlora_fx.parallel.mesh import FIRST_STEP, limit_waits, open_mesh
+from tlora_fx.parallel.mesh import FIRST_STEP, limit_waits
 from tlora_fx.parallel.prepare import prepared, require_fits
 from tlora_fx.runtime.adapters import base_tensors, start_adapters
 from tlora_fx.runtime.batching import (
@@ -97,6 +98,7 @@ class TrainerOptions:
     longest_wait     after the first round no process waits longer for another
     accept_changes   go on although data, base or jobs are not what the checkpoint was made with
     whole_base       compare every byte of the base's weights, not some blocks of each tensor
+    keeps            captured rows stay with an open model, for its next trainer
     """
 
     max_row_tokens: int = MAX_ROW_TOKENS
@@ -106,6 +108,7 @@ class TrainerOptions:
     longest_wait: timedelta = FIRST_STEP
     accept_changes: bool = False
     whole_base: bool = False
+    keeps: bool = False
 
 
 class Trainer:
@@ -146,7 +149,7 @@ class Trainer:
         self.jobs = members if jobs is None else as_jobs(jobs)
         require_same_jobs(members, self.jobs)
         self.options = options
-        self.mesh = open_mesh(self.plan.mesh, device or default_device())
+        self.mesh = mesh_for(self.model, self.plan, device or default_device())
         self.device = self.mesh.device
         self.resume = resume is True
         self.carried = resume if isinstance(resume, ResumeSources) else None
@@ -230,7 +233,7 @@ class Trainer:
 
         Trackers get some time for what they have not taken yet.
         """
-        if self.graphs is not None:
+        if self.graphs is not None and not (self.options.keeps and self.model.is_open):
             self.graphs.clear()
         self.trackers.close()
 

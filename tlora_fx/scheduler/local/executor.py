@@ -156,6 +156,8 @@ class Processes(Protocol):
         stays: str = "",
         place: Iterable[int] = (),
         needs: float | None = None,
+        rank: int = 0,
+        size: int = 1,
     ) -> int:
         """Start one; its number."""
 
@@ -502,15 +504,23 @@ class LocalExecutor:
         self, running: RunningGroup, folder: Path, config: WorkerConfig, gpus: tuple[int, ...]
     ) -> tuple[int, ...]:
         """Start the processes of a group, whose config is in its folder; their numbers."""
-        alone_on = gpus if self.options.device == "cuda" else ()
+        kind = self._kind(config, gpus)
         return tuple(
             self._server.start(
                 folder / ORDER, folder / f"rank-{rank}.log", environment,
-                stays=config.stays if len(gpus) == 1 else "", place=alone_on,
-                needs=running.needs,
+                stays=kind, place=gpus[rank : rank + 1] if self.options.device == "cuda" else (),
+                needs=running.needs, rank=rank, size=len(gpus),
             )
             for rank, environment in enumerate(_environments(gpus))
         )  # fmt: skip
+
+    def _kind(self, config: WorkerConfig, gpus: tuple[int, ...]) -> str:
+        """What the next order must have for which a group's processes stay."""
+        if not config.stays or len(gpus) == 1:
+            return config.stays
+        kind = json.dumps([config.stays, config.mesh, config.shard_base])
+        self._bases[kind] = self._bases.get(config.stays, "base")
+        return kind
 
     def can_change(self, group: Group, epoch: int, heir: Group) -> bool:
         """Where the group trains jobs of the same base, on one process or several."""

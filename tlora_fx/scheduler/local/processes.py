@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import import_module
@@ -23,9 +23,9 @@ from typing import Any
 
 WORKER = "tlora_fx.scheduler.local.worker"
 LOST = -signal.SIGKILL
-#: Exit codes of a worker: that it had no memory; and that it had none beside idle ones, which are
-#: gone since.
-FULL, CROWDED = 12, 13
+#: Exit codes of a worker: that it had no memory; that it had none beside idle ones, which are gone
+#: since; and that its order is for a new process.
+FULL, CROWDED, ANEW = 12, 13, 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,8 @@ class ForkServer:
         stays: str = "",
         place: Iterable[int] = (),
         needs: float | None = None,
+        rank: int = 0,
+        size: int = 1,
     ) -> int:
         """Start a worker; its number, which is the order's where workers stay.
 
@@ -122,13 +124,16 @@ class ForkServer:
         place    GPUs on which no other works; idle ones keep their memory there while it has room
         needs    bytes of each of these, or of main memory; None: nobody knows, and its GPUs are
                  cleared
+        rank     among the workers of an order, which stay together: the first one starts when all
+                 are asked for
+        size     how many they are
         """
         self.begin()
         number, self._next = self._next, self._next + 1
         self._running.add(number)
         asked: dict[str, Any] = {
             "start": number, "order": str(order), "log": str(log), "environment": environment,
-            "stays": stays, "place": list(place), "needs": needs,
+            "stays": stays, "place": list(place), "needs": needs, "rank": rank, "size": size,
         }  # fmt: skip
         self._ask({**asked, "module": module} if module else asked)
         return number
@@ -230,7 +235,8 @@ class ForkServer:
 # A worker whose start names what "stays" does not end with its order where its module's `stays()`
 # is true: it waits for the next order of that kind, and says what it holds and what is free on its
 # device then, which its module's `memory()` knows. To its parent the order has ended as if the
-# process had.
+# process had. The workers of one order wait for the next one together, each in its rank: where one
+# of them has ended, the others go. One that ends as ANEW has its order carried out by a new one.
 #
 # Idle workers are ended, the oldest first, until an order's process has the bytes that it needs:
 # what was free on its GPU when a worker became idle there last, and what those held that have ended
@@ -238,8 +244,8 @@ class ForkServer:
 # same ends as FULL: then the idle ones of its place go, and its kind is kept apart from then on.
 
 POLL_SECONDS = 0.05
-#: Idle workers that are kept on a GPU, or on the CPU; and the part of main memory below which none
-#: is.
+#: Groups whose workers are kept on a GPU, or on the CPU; and the part of main memory below which
+#: none is.
 MOST_IDLE = 4
 LEAST_FREE = 0.2
 #: That a worker may take to stop; its thread ends it then.
@@ -287,6 +293,7 @@ class _Server:
     """Answers the parent.
 
     children   what each worker that is at an order was asked, by process
+    gathering  what was asked of workers of an order that wait for the others, by order
     free       bytes by GPU that an order's process may have, beside the idle workers there
     apart      kinds that had no memory beside idle workers
     """
@@ -294,6 +301,7 @@ class _Server:
     def __init__(self, module: ModuleType, lifeline: int) -> None:
         self.module, self.lifeline = module, lifeline
         self.children: dict[int, dict[str, Any]] = {}
+        self.gathering: dict[str, list[dict[str, Any]]] = {}
         self.guests: set[int] = set()
         self.residents: dict[int, _Resident] = {}
         self.free: dict[int, int] = {}
@@ -347,24 +355,61 @@ class _Server:
             if order["start"] == asked.get("room"):
                 order["needs"] = asked["needs"]
                 self.make_room(order, self.residents.get(pid))
+        for waiting in self.gathering.values():
+            for order in [order for order in waiting if order["start"] == asked.get("signal")]:
+                # It has no process that could hear it.
+                waiting.remove(order)
+                asked_to = asked["number"] == signal.SIGTERM
+                self.tell(order["start"], 128 + signal.SIGTERM if asked_to else -asked["number"])
 
     def start(self, asked: dict[str, Any]) -> None:
         """Hand an order to the worker that waits for such, or to a new one."""
-        # One that has died in the meantime hears no order.
-        self.reap(told=True)
-        kind, place = asked["stays"], frozenset(asked["place"])
-        for pid, resident in self.idle():
-            if kind and (resident.kind, resident.place) == (kind, place):
-                resident.idle, self.children[pid] = False, asked
-                self.settle(asked, resident)
-                with suppress(BrokenPipeError):
-                    os.write(resident.hears, json.dumps(asked).encode() + b"\n")
-                # Where it has just died, that is how the order ends.
-                return
         if "module" in asked:
             self.trim()
-        else:
-            self.settle(asked)
+            self.fork(asked, 0)
+            return
+        waiting = self.gathering.setdefault(asked["order"], [])
+        waiting.append(asked)
+        if len(waiting) < asked["size"]:
+            return
+        del self.gathering[asked["order"]]
+        # One that has died in the meantime hears no order.
+        self.reap(told=True)
+        orders = sorted(waiting, key=lambda order: order["rank"])
+        pids = self.waiting_for(orders)
+        for pid, order in zip(pids, orders, strict=False):
+            self.residents[pid].idle, self.children[pid] = False, order
+        for pid, order in zip(pids, orders, strict=False):
+            resident = self.residents[pid]
+            self.settle(order, resident)
+            with suppress(BrokenPipeError):
+                os.write(resident.hears, json.dumps(order).encode() + b"\n")
+            # Where it has just died, that is how the order ends.
+        for order in orders if not pids else []:
+            self.settle(order)
+            self.fork(order, orders[0]["start"])
+
+    def waiting_for(self, orders: Sequence[Mapping[str, Any]]) -> list[int]:
+        """The idle workers of such an order, by rank; none where one is missing."""
+        wanted = [(order["stays"], frozenset(order["place"])) for order in orders]
+        for _, first in self.idle():
+            team = self.team(first)
+            there = [(each.kind, each.place) for _, each in team if each.idle]
+            if first.kind and there == wanted:
+                return [pid for pid, _ in team]
+        return []
+
+    def team(self, worker: _Resident) -> list[tuple[int, _Resident]]:
+        """The workers that stay together with one, by rank."""
+        found = [(pid, each) for pid, each in self.residents.items() if each.team == worker.team]
+        return sorted(found, key=lambda entry: entry[1].rank)
+
+    def fork(self, asked: dict[str, Any], team: int) -> None:
+        """Give an order to a new worker.
+
+        team   by which those of its order know each other, where they stay
+        """
+        kind, place = asked["stays"], frozenset(asked["place"])
         pipes = _pipes() if kind else ()
         pid = os.fork()
         if pid == 0:
@@ -376,7 +421,9 @@ class _Server:
             hears, says, *others = pipes
             for pipe in others:
                 os.close(pipe)
-            self.residents[pid] = _Resident(kind, place, hears, says)
+            self.residents[pid] = _Resident(
+                kind, place, hears, says, team=team, rank=asked["rank"], size=asked["size"]
+            )
 
     def idle(self) -> list[tuple[int, _Resident]]:
         """Workers that wait for an order, the oldest first."""
@@ -420,9 +467,11 @@ class _Server:
         worker.idle, worker.since = True, time.monotonic()
         self.free |= dict.fromkeys(worker.place, free)
         self.tell(self.children.pop(pid)["start"], 0)
-        same = [other for other, resident in self.idle() if resident.place == worker.place]
-        for other in same[:-MOST_IDLE]:
+        same = {each.team: other for other, each in self.idle() if each.place == worker.place}
+        for other in list(same.values())[:-MOST_IDLE]:
             self.dismiss(other)
+        if len(self.team(worker)) < worker.size:
+            self.dismiss(pid)
         self.trim()
 
     def trim(self, order: int = 0, needs: float = 0) -> None:
@@ -433,19 +482,28 @@ class _Server:
             self.dismiss(pid, order)
 
     def dismiss(self, pid: int, order: int = 0) -> None:
-        """End a worker that waits; what it holds is free afterwards."""
+        """End a worker that waits, and those that wait with it; what they hold is free then."""
+        worker = self.residents.get(pid)
+        if worker is None:
+            # It went with another one.
+            return
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        self.tell_of(self.residents[pid], stays=False, order=order)
-        self.forget(pid)
+        self.tell_of(worker, stays=False, order=order)
+        self.forget(pid, order)
 
-    def forget(self, pid: int) -> None:
+    def forget(self, pid: int, order: int = 0) -> None:
+        """A worker has ended: those that wait with it are of no use any more."""
         worker = self.residents.pop(pid, None)
-        if worker is not None:
-            os.close(worker.hears)
-            os.close(worker.says)
-            for gpu in worker.place & self.free.keys():
-                self.free[gpu] += worker.held
+        if worker is None:
+            return
+        os.close(worker.hears)
+        os.close(worker.says)
+        for gpu in worker.place & self.free.keys():
+            self.free[gpu] += worker.held
+        for other, left in self.team(worker):
+            if left.idle:
+                self.dismiss(other, order)
 
     def tell(self, number: int, code: int) -> None:
         os.write(1, json.dumps({"ended": number, "code": code}).encode() + b"\n")
@@ -455,8 +513,11 @@ class _Server:
         os.write(1, json.dumps(asdict(news)).encode() + b"\n")
 
     def reap(self, *, told: bool) -> None:
-        while self.children or self.residents:
-            pid, status = os.waitpid(-1, os.WNOHANG)
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
             if pid == 0:
                 return
             asked = self.children.pop(pid, None)
@@ -464,6 +525,9 @@ class _Server:
             self.forget(pid)
             if told and asked is not None:
                 code = os.waitstatus_to_exitcode(status)
+                if code == ANEW:
+                    self.start(asked)
+                    continue
                 self.tell(asked["start"], self.crowd_out(asked) if code == FULL else code)
 
     def crowd_out(self, asked: dict[str, Any]) -> int:
@@ -485,6 +549,8 @@ class _Resident:
                   what is free
     since         when it began to wait
     held          bytes then
+    team          of those that stay together
+    rank, size    among them
     """
 
     kind: str
@@ -494,6 +560,9 @@ class _Resident:
     idle: bool = False
     since: float = 0.0
     held: int = 0
+    team: int = 0
+    rank: int = 0
+    size: int = 1
 
 
 def _pipes() -> tuple[int, int, int, int]:

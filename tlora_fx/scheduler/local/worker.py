@@ -39,7 +39,7 @@ from tlora_fx.runtime.isolation import is_out_of_memory
 from tlora_fx.runtime.launch import Launch, exits_at_once, join
 from tlora_fx.runtime.trainable import require_trainable
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
-from tlora_fx.scheduler.local.processes import FULL
+from tlora_fx.scheduler.local.processes import ANEW, FULL
 from tlora_fx.scheduler.local.protocol import HEIR, EventWriter, WorkerConfig
 from tlora_fx.scheduler.requests import quiet_import
 
@@ -68,7 +68,10 @@ def main(path: Path) -> bool:
     if config.device == "cuda" and torch.cuda._is_in_bad_fork():
         return False
     launch = Launch.found()
-    exits_at_once(lambda: _train(config, launch), launch)
+    if launch.size > 1 and _kept and not _joined(_kept[0].model, _jobs(config)):
+        # What processes share is made anew by new ones.
+        raise SystemExit(ANEW)
+    exits_at_once(lambda: _train(config, launch), launch, stay=lambda: bool(_kept))
     return True
 
 
@@ -95,14 +98,23 @@ def _train(config: WorkerConfig, launch: Launch) -> None:
 # The model that this process keeps between orders, with weights, compiled code and graphs.
 #
 # It is open at the sites of the jobs that it was compiled for. Jobs of the next order that fit join
-# it as data; for others it is compiled again. A base has one model at a time in a process. Several
-# processes of one group train an open model too, and end with their order.
+# it as data; for others it is compiled again, by new processes where the group has several. A base
+# has one model at a time in a process. The processes of a group stay together, each with its part
+# of the model, and joined as they are.
+
+
+class Kept(NamedTuple):
+    """A model as its last trainer left it, and how it runs."""
+
+    model: SuperModel
+    plan: Plan
+
 
 #: Slots, and rows for a job, of a model that stays.
 SLOTS = 16
 #: The least rank that it has room for: what kernels pad ranks to.
 LEAST_RANK = 16
-_kept: list[SuperModel] = []
+_kept: list[Kept] = []
 
 
 def stays() -> bool:
@@ -128,25 +140,27 @@ def memory() -> tuple[int, int]:
     return sum(sizes) << 10, 0
 
 
-def _model(jobs: list[Job], config: WorkerConfig, launch: Launch) -> SuperModel:
+def _jobs(config: WorkerConfig) -> list[Job]:
+    return [Job.model_validate(job) for job in config.jobs]
+
+
+def _model(jobs: list[Job], config: WorkerConfig) -> SuperModel:
+    """The model that is kept, or a new one."""
     for extension in config.extensions:
         load_extension(extension)
-    if not config.stays:
-        return compile(jobs, config.pipeline)
-    if _kept and _joined(_kept[0], jobs):
-        return _kept[0]
+    if _kept and _joined(_kept[0].model, jobs):
+        return _kept[0].model
     if _kept:
         _kept.clear()
         gc.unfreeze()
         gc.collect()
+    if not config.stays:
+        return compile(jobs, config.pipeline)
     try:
-        model = compile(jobs, config.pipeline, open=_slots_for(jobs))
+        return compile(jobs, config.pipeline, open=_slots_for(jobs))
     except NotAdmitted:
         # Such as DoRA: what one job alone has keeps its own structure.
         return compile(jobs, config.pipeline)
-    if launch.size == 1:
-        _kept.append(model)
-    return model
 
 
 def _joined(model: SuperModel, jobs: Sequence[Job]) -> bool:
@@ -178,12 +192,12 @@ def _slots_for(jobs: Sequence[Job]) -> OpenSlots:
 
 
 def _trainer(config: WorkerConfig, launch: Launch, events: EventCallback | None) -> Trainer:
-    jobs = [Job.model_validate(job) for job in config.jobs]
+    jobs = _jobs(config)
     device = _device(config, launch)
     everyone = Ranks(join(launch, device))
     data = everyone.together(lambda: load_all_data(jobs))
-    model = everyone.together(lambda: _model(jobs, config, launch))
-    plan = everyone.together(lambda: _plan(config, model, launch))
+    model = everyone.together(lambda: _model(jobs, config))
+    plan = _kept[0].plan if _kept else everyone.together(lambda: _plan(config, model, launch))
     sources = {job: Path(folder) for job, folder in config.sources.items()}
     trainer = Trainer(
         model,
@@ -198,8 +212,11 @@ def _trainer(config: WorkerConfig, launch: Launch, events: EventCallback | None)
             max_row_tokens=config.max_row_tokens,
             compiled=config.compiled,
             accept_changes=config.accept_changes,
+            keeps=True,
         ),
     )
+    if trainer.model.is_open:
+        _kept[:] = [Kept(trainer.model, plan)]
     if events is not None:
         events.trainer, trainer.looks = trainer, events.look
     return trainer

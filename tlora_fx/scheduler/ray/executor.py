@@ -37,7 +37,7 @@ from tlora_fx.scheduler.local.executor import (
     LocalOptions,
     RunningGroup,
 )
-from tlora_fx.scheduler.local.processes import LOST, STOP_SECONDS, ForkServer, IdleNews
+from tlora_fx.scheduler.local.processes import ANEW, LOST, STOP_SECONDS, ForkServer, IdleNews
 from tlora_fx.scheduler.local.protocol import WorkerConfig
 from tlora_fx.scheduler.ray.cluster import RayCluster
 from tlora_fx.scheduler.ray.worker import Worker
@@ -76,14 +76,25 @@ class Place:
 class _Order:
     """What one actor is at; code None: it has not ended."""
 
-    actor: Any
-    rank: int
-    reply: Any
-    group: Path
-    asked: Path
+    path: Path
+    log: Path
+    environment: dict[str, str]
     place: Place
+    rank: int
+    actor: Any = None
+    reply: Any = None
     code: int | None = None
     kept: bool = False
+
+    @property
+    def group(self) -> Path:
+        """The folder of its group."""
+        return self.path.parent
+
+    @property
+    def asked(self) -> Path:
+        """Where it finds the signals that it shall have."""
+        return self.log.with_suffix(".asked")
 
 
 class Actors:
@@ -114,26 +125,30 @@ class Actors:
         stays: str = "",
         place: Iterable[int] = (),
         needs: float | None = None,
+        rank: int = 0,
+        size: int = 1,
     ) -> int:
         """Start an order on the actor of its rank, which has its GPU for itself; its number."""
         here = self.places[tuple(place)]
-        rank = int(environment.get("RANK", 0))
         if here.kind != stays:
             self.end(here)
         here.kind = stays
-        actor = here.actors.get(rank) or self._actor(here, rank)
+        number, self._next = self._next, self._next + 1
+        self._orders[number] = _Order(order, log, dict(environment), here, rank)
+        self._hand(self._orders[number])
+        here.workers.append(number)
+        return number
+
+    def _hand(self, order: _Order) -> None:
+        """Hand an order to the actor of its rank."""
+        here, rank = order.place, order.rank
+        order.actor = actor = here.actors.get(rank) or self._actor(here, rank)
         address = None
-        if "RANK" in environment:
+        if "RANK" in order.environment:
             # Ray hands it on when it is known: nobody waits for it here.
             here.address = actor.address.remote() if rank == 0 else here.address
             address = here.address
-        reply = actor.work.remote(str(order), str(log), dict(environment), address)
-        number, self._next = self._next, self._next + 1
-        self._orders[number] = _Order(
-            actor, rank, reply, order.parent, log.with_suffix(".asked"), here
-        )
-        here.workers.append(number)
-        return number
+        order.reply = actor.work.remote(str(order.path), str(order.log), order.environment, address)
 
     def signal(self, worker: int, number: int) -> None:
         """Send a worker a signal; nothing happens where it has ended."""
@@ -237,9 +252,16 @@ class Actors:
         try:
             code, order.kept = ray.get(order.reply)
         except RayError as error:
-            code = LOST
+            code, order.kept = LOST, False
             with order.asked.with_suffix(".log").open("a", encoding="utf-8") as log:
                 log.write(f"\n{error}\n")
+        if code == ANEW:
+            # So will the others of its group say, who have done nothing either.
+            self.end(order.place)
+            for number in order.place.workers:
+                if self._orders[number].code is None:
+                    self._hand(self._orders[number])
+            return
         # Before anybody reads what is committed; others end well while the first still writes.
         if code or order.rank == 0:
             revoke(order.group)
@@ -344,7 +366,7 @@ class RayExecutor(LocalExecutor):
             self._actors.start(
                 folder / ORDER, folder / f"rank-{rank}.log",
                 self._environment(rank, nodes), place=place,
-                stays=config.stays if len(gpus) == 1 else "",
+                stays=self._kind(config, gpus), rank=rank, size=len(gpus),
             )
             for rank in range(len(gpus))
         )  # fmt: skip
