@@ -6,6 +6,7 @@
 `tensor`    one step over all GPUs beside one GPU, eager and as CUDA graphs, with nano-batches
 `pipeline`  a schedule beside an event simulation with the measured times of its own stages, and
             stages cut by cost beside equal layers
+`stages`    a pipeline's stages as CUDA graphs beside the same ones launched
 `grid`      predicted times and memory beside measured ones, over plans, tokens and meshes
 `controllers`  nano-batches chosen at run time beside the best fixed count (`--counts`)
 `large`     a base of 70B's shape

@@ -179,6 +179,13 @@ def pipeline(shape: Shape, given: Any) -> dict[str, Any]:
     return pipeline(shape, given, _planned, timed)
 
 
+def stages(shape: Shape, given: Any) -> dict[str, Any]:
+    """Rounds of a pipeline whose stages are launched, and replayed as CUDA graphs."""
+    from benchmarks.distributed_pipeline import stages
+
+    return stages(shape, given, _planned, timed)
+
+
 def grid(shape: Shape, given: Any) -> dict[str, Any]:
     """Predicted step times and memory beside measured ones."""
     from benchmarks.distributed_grid import compared
@@ -252,5 +259,5 @@ def _wait() -> None:
 
 CASES: dict[str, Callable[[Shape, Any], dict[str, Any]]] = {
     "fsdp": fsdp, "tensor": tensor, "pipeline": pipeline, "grid": grid, "large": large,
-    "controllers": controllers,
+    "controllers": controllers, "stages": stages,
 }  # fmt: skip

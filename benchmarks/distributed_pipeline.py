@@ -1,7 +1,8 @@
 """Pipelines beside an event simulation with their own times, and their cuts beside equal layers.
 
 The case `pipeline` of `distributed.py`. Rounds that are timed and rounds in which stages are
-clocked take turns, so that both are of the same moments.
+clocked take turns, so that both are of the same moments. The case `stages` has rounds whose stages
+are launched beside the same ones replayed as CUDA graphs, once their gradients agree.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import tlora_fx
@@ -125,4 +127,72 @@ def _cuts(
         "cuts": {name: plan.cuts for name, plan in plans.items()},
         "ms": {name: Spread.of(own).json() for name, own in times.items()},
         "faster by cost": ratios(times["equal layers"], times["by cost"]).json(),
+    }
+
+
+#: By which gradients of replayed stages may differ from those of launched ones, of their norm.
+APART = 2e-2
+
+
+def stages(
+    shape: Shape, given: Any, planned: Callable[..., Planned], timed: Callable[..., Any]
+) -> dict[str, Any]:
+    """Rounds of equal micro-batches, launched and replayed, at each number of tokens."""
+    world = dist.get_world_size()
+    count = MICRO_BATCHES_A_STAGE * world
+    plan = _plan(shape, "all-linear", world, count)
+    sizes = [int(part) for part in given.micro_tokens.split(",")]
+    made = planned(shape, plan, given, largest_row=max(sizes))
+    found: dict[str, Any] = {"rows": [], "micro_batches": count, "cuts": plan.cuts}
+    for tokens in sizes:
+        sequences = max(1, tokens // given.length)
+        rows = rows_of(shape, tokens, tokens // sequences, count)
+        found["rows"].append({"tokens": tokens} | _replayed(made, rows, given.rounds, timed))
+        given.progress.keep(found)
+    return found
+
+
+def _replayed(
+    made: Planned, rows: Sequence[PackedBatch], rounds: int, timed: Callable[..., Any]
+) -> dict[str, Any]:
+    """One number of tokens."""
+    weights, graphs = weights_of(rows, made.mesh.device), made.graphs
+    most = max(row.input_ids.numel() for row in rows)
+
+    def run(largest_row: int) -> None:
+        if graphs is not None:
+            graphs.largest_row = largest_row
+        made.runner.run(rows, weights)
+
+    def gradients(largest_row: int) -> list[torch.Tensor]:
+        run(largest_row)
+        leaves = [leaf.grad for leaf in made.leaves if leaf.grad is not None]
+        copies = [grad.clone() for grad in leaves]
+        torch._foreach_zero_(leaves)
+        return copies
+
+    for _ in range(WARM_UP):
+        run(0)
+        run(most)
+    torch._foreach_zero_([leaf.grad for leaf in made.leaves if leaf.grad is not None])
+    pairs = list(zip(gradients(0), gradients(most), strict=True))
+    apart = max((float((a - b).norm() / (a.norm() + 1e-12)) for a, b in pairs), default=0.0)
+    if apart > APART:
+        raise RuntimeError(f"gradients of replayed stages are {apart:.3g} apart")
+
+    def arm(largest_row: int) -> Callable[[], object]:
+        def step() -> None:
+            run(largest_row)
+            made.update()
+
+        return step
+
+    times = timed({"launched": arm(0), "replayed": arm(most)}, rounds)
+    return {
+        "ms": {name: Spread.of(own).json() for name, own in times.items()},
+        "launched over replayed": ratios(times["launched"], times["replayed"]).json(),
+        "gradients_apart": apart,
+        "graphs": 0 if graphs is None else len(graphs.forms),
+        "refused": "" if graphs is None else graphs.refused,
+        "roomless": 0 if graphs is None else graphs.roomless,
     }

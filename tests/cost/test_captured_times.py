@@ -122,7 +122,8 @@ def test_the_host_takes_as_long_for_a_layer_that_is_cut():
         ({"mesh": MeshShape(dp=2)}, True),
         ({"mesh": MeshShape(tp=2)}, True),
         ({"mesh": MeshShape(dp=2), "shard_base": True}, True),
-        ({"mesh": MeshShape(pp=2), "cuts": (1,)}, False),
+        ({"mesh": MeshShape(pp=2), "cuts": (1,)}, True),
+        ({"mesh": MeshShape(pp=2, dp=2), "cuts": (1,), "shard_base": True}, False),
         ({"nano_batches": 2}, False),
     ],
 )

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, cast
 
 import torch
+from torch import Tensor
 
 from tests.runtime.groups import VOCABULARY, make_job, tiny_base
 from tlora_fx.compiler import compile
@@ -16,7 +18,9 @@ from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel import cuda_graphs
 from tlora_fx.parallel.apply import apply, part_of
+from tlora_fx.parallel.cuda_graphs import StageGraph, StageGraphs
 from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.runtime.adapters import base_tensors
@@ -41,6 +45,7 @@ class Case:
     upper      the first layer with adapters
     compiled   layers are compiled
     sharded    the base is, over replicas; "kept": gathered weights are, to the end of a round
+    replayed   rounds come again, with micro-batches that stand-ins for graphs run
     """
 
     pp: int
@@ -53,6 +58,7 @@ class Case:
     tied: bool = False
     compiled: bool = False
     sharded: str = ""
+    replayed: bool = False
 
     @property
     def plan(self) -> Plan:
@@ -68,7 +74,8 @@ class Case:
     def rounds(self) -> list[list[PackedBatch]]:
         """One round; under 1F1B also one of more micro-batches."""
         longer = self.schedule == "1f1b" and not self.compiled and self.tp == 1
-        return [rows_of(LENGTHS * self.dp), *([rows_of(LENGTHS * 2)] if longer else [])]
+        rounds = [rows_of(LENGTHS * self.dp), *([rows_of(LENGTHS * 2)] if longer else [])]
+        return rounds * (4 if self.replayed else 1)
 
 
 @dataclass
@@ -78,6 +85,7 @@ class Differences:
     missing   halves of adapters without any gradient
     held      sites with adapters in this process
     sites     all sites
+    replays   forwards and backwards that stand-ins for graphs ran
     """
 
     losses: float = 0.0
@@ -85,6 +93,57 @@ class Differences:
     missing: list[str] = field(default_factory=list)
     held: set[str] = field(default_factory=set)
     sites: set[str] = field(default_factory=set)
+    replays: tuple[int, int] = (0, 0)
+
+
+class Recomputed(StageGraph):
+    """Stands for a stage's graphs without a GPU: computes anew what they would replay.
+
+    Like theirs, its tensors are overwritten by whatever comes to its place.
+    """
+
+    replays: ClassVar[list[int]] = [0, 0]
+
+    def first(self, hidden: Tensor | None, lengths: Any) -> Tensor:
+        return self.stage(hidden, self.row).contiguous()
+
+    def capture(self, pool: Any, stream: Any, lengths: Any) -> None:
+        self._forward = cast(Any, "captured")
+
+    def release(self) -> None:
+        self._forward = None
+
+    def replay(self, hidden: Tensor | None) -> Tensor:
+        assert self._forward is not None
+        self.replays[0] += 1
+        needs = self.stage.needs_grad
+        self._hidden = None if hidden is None else hidden.detach().clone().requires_grad_(needs)
+        with torch.enable_grad(), self.model.weighing(self.weights):
+            self._out = self.stage(self._hidden, self.row)
+        return self._out.detach().clone()
+
+    def replay_backward(self, dy: Tensor) -> Tensor | None:
+        self.replays[1] += 1
+        self._out.backward(dy)
+        if self._hidden is None or not self.stage.needs_grad:
+            return None
+        assert self._hidden.grad is not None
+        return self._hidden.grad.clone()
+
+
+def replay(model: SuperModel, runner: Any) -> None:
+    """Let a pipeline's stages run as stand-ins for graphs from the second time on."""
+    cuda_graphs.StageGraph = Recomputed  # type: ignore[misc]
+    StageGraphs._has_room = lambda *_: True  # type: ignore[method-assign]
+    fakes: dict[str, Any] = {
+        "graph_pool_handle": object, "current_stream": lambda device: None, "Stream": object,
+        "device": lambda device: nullcontext(),
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        setattr(torch.cuda, name, fake)
+    Recomputed.replays[:] = [0, 0]
+    pipeline = runner.inner
+    pipeline.graphs = StageGraphs(model, pipeline.stages, torch.device("cpu"), 4096)
 
 
 def compiled(folder: Path, layers: int, upper: int = 0, **base: Any) -> SuperModel:
@@ -183,6 +242,8 @@ def differences(folder: Path, case: Case) -> Differences:
     if case.compiled:
         own.compile(backend="eager")
     runner = apply(own, plan, mesh)
+    if case.replayed:
+        replay(own, runner)
     found = Differences(sites=set(own.banks))
     for rows in case.rounds():
         for grad in gradients(own).values():
@@ -194,6 +255,7 @@ def differences(folder: Path, case: Case) -> Differences:
         found.gradients = max([found.gradients, *(_apart(given[n], wanted[n]) for n in given)])
         found.missing = [name for name in given if not given[name].any()]
         found.held = {name.rpartition(".")[0] for name in given}
+    found.replays = (Recomputed.replays[0], Recomputed.replays[1])
     return found
 
 

@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.graph_cases import replay_rounds, train_all_graphs
+from tests.parallel.graph_cases import (
+    replay_rounds,
+    replay_stages,
+    train_all_graphs,
+    train_in_turn,
+)
 from tests.parallel.processes import run_processes
 
 pytestmark = pytest.mark.gpu
@@ -23,7 +28,25 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "tensor": {"planner": "tensor", "mesh": "tp=2"},
     "compiled tensor": {"planner": "tensor", "mesh": "tp=2", "compiled": True},
 }
-TRAINED = ["sharded", "kept", "tensor"]
+
+
+def _staged(**options: Any) -> dict[str, Any]:
+    """A pipeline of two processes, and four micro-batches a round."""
+    given = {"micro_batches": 4, **options}
+    return {
+        "planner": "pipeline", "mesh": "pp=2", "options": given, "micro_batches": 4, "layers": 4,
+        "seeds": 3, "splits": 2,
+    }  # fmt: skip
+
+
+STAGED = {
+    "1f1b": _staged(),
+    "gpipe": _staged(schedule="gpipe"),
+    "interleaved": _staged(schedule="interleaved") | {"seeds": 1, "splits": 1},
+    "compiled stages": _staged() | {"compiled": True},
+}
+ON_TWO |= STAGED
+TRAINED = ["sharded", "kept", "tensor", "1f1b"]
 
 
 def _needs(count: int) -> None:
@@ -55,6 +78,13 @@ def _require_replayed(told: list[dict[str, Any]]) -> None:
         assert one["gradients"] <= 3e-2, one
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_stages_are_replayed_in_one_process(tmp_path, compiled):
+    """Without a pipeline around them: two micro-batches are under way, each in its place."""
+    _needs(1)
+    _require_replayed([replay_stages(tmp_path, compiled=compiled)])
+
+
 def test_a_trainer_captures_rows_under_plans(tmp_path):
     """Processes part in peace when their graphs are let go of; losses stay near."""
     _needs(2)
@@ -64,3 +94,25 @@ def test_a_trainer_captures_rows_under_plans(tmp_path):
             assert one["forms"] > 0, name
             for loss, other in zip(one["graphs"], one["launched"], strict=True):
                 assert math.isclose(loss, other, rel_tol=3e-2), name
+
+
+def test_the_next_trainer_of_a_model_replays_rows_that_the_last_one_captured(tmp_path):
+    """No form is captured twice, and other jobs learn as on a model of their own."""
+    _needs(1)
+    _require_kept(train_in_turn(tmp_path, {"alone": {"planner": "single", "mesh": ""}}))
+
+
+def test_processes_that_stay_together_replay_what_they_captured(tmp_path):
+    """Under plans, too: gradients stay in their buffers, communicators as they are."""
+    _needs(2)
+    cases = {name: ON_TWO[name] for name in TRAINED}
+    for told in run_processes(2, train_in_turn, tmp_path, cases, gpus=True):
+        _require_kept(told)
+
+
+def _require_kept(told: dict[str, dict[str, Any]]) -> None:
+    for name, one in told.items():
+        first, second = one["forms"]
+        assert 0 < first <= second == one["made"], name
+        for loss, other in zip(one["kept"], one["fresh"], strict=True):
+            assert math.isclose(loss, other, rel_tol=3e-2), name

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,10 @@ TWO = {
     "interleaved": Case(2, (1, 2, 3), "interleaved", **UPPER_HALF),
     "compiled": Case(2, (3,), "1f1b", **UPPER_HALF, compiled=True),
 }
+REPLAYED = {
+    f"{name}, replayed": replace(case, replayed=True)
+    for name, case in TWO.items() if not case.compiled
+} | {"1f1b, every layer, replayed": Case(2, (2,), "1f1b", replayed=True)}  # fmt: skip
 EVERY_LAYER = {"layers": 8}
 FOUR = {
     "gpipe": Case(4, (2, 4, 6), "gpipe", **EVERY_LAYER),
@@ -55,7 +60,8 @@ def all_differences(folder, cases, other=None):
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """Every case on two processes, and a measured round, by rank."""
-    return run_processes(2, all_differences, tmp_path_factory.mktemp("two"), TWO, measured)
+    cases = TWO | REPLAYED
+    return run_processes(2, all_differences, tmp_path_factory.mktemp("two"), cases, measured)
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +74,17 @@ def four(tmp_path_factory):
 def test_two_processes_train_as_one_does(two, name):
     """Under every schedule, with stages that have no backward, and with compiled layers."""
     check([rank[name] for rank in two])
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_micro_batches_that_come_again_are_replayed_and_train_as_one_process_does(two, name):
+    """Each in a place of its own until its backward is done; a stage without one needs none."""
+    ranks = [rank[name] for rank in two]
+    check(ranks)
+    whole = name != "gpipe, replayed"
+    for rank, (forwards, backwards) in enumerate(found.replays for found in ranks):
+        assert forwards > 0
+        assert (backwards > 0) == (whole or rank == 1)
 
 
 @pytest.mark.parametrize("name", FOUR)

@@ -173,12 +173,14 @@ class Plan(BaseModel):
 
     @property
     def captures(self) -> bool:
-        """Whether rows of up to CAPTURED_TOKENS times tp may run as CUDA graphs (`row_graphs`).
+        """Whether rows of up to CAPTURED_TOKENS times tp may run as CUDA graphs (`cuda_graphs`).
 
-        Schedules of stages and cuts into nano-batches are decided by Python in every round. A
-        sharded base runs so where its weights are copied from peers.
+        Cuts into nano-batches are decided by Python in every round. A sharded base runs so where
+        its weights are copied from peers, but for stages of a pipeline.
         """
-        return self.mesh.pp == 1 and self.nano_batches == 1
+        if self.mesh.pp > 1 and self.shard_base and self.mesh.dp > 1:
+            return False
+        return self.nano_batches == 1
 
     def save(self, path: Path | str) -> None:
         """Write the plan as JSON, over another plan if one is there; raises PlanFileError."""

@@ -555,9 +555,7 @@ def row_ms(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> Array:
     """
     mesh, sharded = plan.mesh, plan.shard_base and plan.mesh.dp > 1
     links, clock = cost.links(mesh, sharded=sharded), clock_of(cost, plan)
-    captures = plan.captures and cost.facts.captures and bool(not sharded or links.copies)
-    rows = cost.rows(loads, mesh.tp)
-    rows.launched = ~(is_small(rows.tokens, mesh.tp) & captures)
+    rows = _rows(cost, plan, loads, copies=bool(not sharded or links.copies))
     parts, nano = _nano_batches(cost, plan, loads)
     if not sharded:
         return total(clock.row_terms(rows, mesh.tp, links, parts, nano))
@@ -569,9 +567,20 @@ def row_ms(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> Array:
     return (there + back) * (rows.tokens > 0)
 
 
+def _rows(cost: CostModel, plan: Plan, loads: Sequence[Load], *, copies: bool) -> Rows:
+    """Rows as CUDA graphs, where they are small and both the plan and the model let them.
+
+    copies   whether weights lie where a row reads them, or are copied there
+    """
+    rows = cost.rows(loads, plan.mesh.tp)
+    captures = plan.captures and cost.facts.captures and copies
+    rows.launched = ~(is_small(rows.tokens, plan.mesh.tp) & captures)
+    return rows
+
+
 def layers_ms(cost: CostModel, plan: Plan, load: Load) -> list[float]:
-    """Forward and backward of each layer on a launched row; at the ends embedding and loss too."""
-    clock, rows, tp = clock_of(cost, plan), cost.rows([load], plan.mesh.tp), plan.mesh.tp
+    """Forward and backward of each layer on a row; at the ends embedding and loss too."""
+    clock, rows, tp = clock_of(cost, plan), _rows(cost, plan, [load], copies=True), plan.mesh.tp
     links, count = cost.links(plan.mesh, sharded=False), len(cost.kind_of)
     each = [
         clock.stage_ms(rows, tp, links, Stage([layer], layer == 0, layer == count - 1))
@@ -584,7 +593,7 @@ def stage_times(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> Times:
     """Seconds of each stage and micro-batch, as the event simulation takes them."""
     mesh, sharded = plan.mesh, plan.shard_base and plan.mesh.dp > 1
     links, clock = cost.links(mesh, sharded=sharded), clock_of(cost, plan)
-    rows = cost.rows(loads, mesh.tp)
+    rows = _rows(cost, plan, loads, copies=True)
     keep, sharding = plan.keep_gathered, None
     if sharded:
         sharding = Sharding(cost.rows(_small(loads), mesh.tp), keep, kept=keep)

@@ -125,7 +125,8 @@ def _applied(
     if plan.mesh.pp > 1:
         from tlora_fx.parallel.pipeline import PipelineRunner
 
-        return ReducingRunner(model, mesh, PipelineRunner(model, plan, mesh))
+        pipeline = PipelineRunner(model, plan, mesh, largest_row=largest_row)
+        return ReducingRunner(model, mesh, pipeline)
     runner = RowRunner(model, mesh, inside=shards(plan))
     if largest_row and mesh.device.type == "cuda" and plan.captures:
         runner.graphs = _graphs(model, mesh, largest_row, sharded)

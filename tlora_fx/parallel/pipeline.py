@@ -25,12 +25,14 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleaved1F1B,
 )
 
+from tlora_fx.cost.facts import why_launched
 from tlora_fx.cost.pipeline_simulation import Action, Kind, require_schedule
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import TloraError
 from tlora_fx.ir.graph import LOSS
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.cuda_graphs import StageGraphs
 from tlora_fx.parallel.fsdp import Stretch, first_trained, shard_stretches
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.scores import RowScores
@@ -48,10 +50,14 @@ class PipelineRunner:
 
     stages    those of this process; layers, loss and tensors are the model's own
     sharded   the same as one module, where the base is sharded over replicas
+    graphs    of micro-batches that come again, where they may run so
     """
 
-    def __init__(self, model: SuperModel, plan: Plan, mesh: Mesh) -> None:
-        """Cut a model that has its tensors, or those of this process; raises NoStage."""
+    def __init__(self, model: SuperModel, plan: Plan, mesh: Mesh, *, largest_row: int = 0) -> None:
+        """Cut a model that has its tensors, or those of this process; raises NoStage.
+
+        largest_row   as of `apply`
+        """
         assert mesh.pp is not None, "a pipeline has several processes"
         self.model, self.plan, self.mesh, self.group = model, plan, mesh, mesh.pp
         graphs = cut_stages(model, plan.cuts)
@@ -64,6 +70,11 @@ class PipelineRunner:
         self.sharded: ShardedStages | None = None
         if plan.shard_base and mesh.shape.dp > 1:
             self.sharded = ShardedStages(model, self.stages, plan, mesh)
+        self.graphs: StageGraphs | None = None
+        if largest_row and mesh.device.type == "cuda" and plan.captures:
+            self.graphs = StageGraphs(model, self.stages, mesh.device, largest_row, group=mesh.tp)
+            if reasons := why_launched(model.group):
+                self.graphs.refused = f"tables of jobs are read on the host by {', '.join(reasons)}"
         self._schedules: dict[int, tuple[Any, list[RowStage]]] = {}
         self._weights = torch.empty(0)
         self._losses: list[Tensor] = []
@@ -81,6 +92,8 @@ class PipelineRunner:
         schedule, stages = self._schedule(len(mine))
         for stage in stages:
             stage.rows_module.rows = mine
+        if self.graphs is not None:
+            self.graphs.begin(replica, weights)
         self._weights = weights
         self._losses.clear()
         numbers = torch.arange(len(mine))
@@ -101,6 +114,8 @@ class PipelineRunner:
                 stage.rows_module.rows = ()
         if self.sharded is not None:
             self.sharded.end_round()
+        if self.graphs is not None:
+            self.graphs.end()
         return self._summed(weights)
 
     def evaluate(self, rows: Sequence[PackedBatch]) -> RowScores:
@@ -164,7 +179,13 @@ class PipelineRunner:
             processes, kind = self.mesh.shape.pp, self.plan.schedule
             require_schedule(kind, self.count, processes, micro_batches)
             stages = [
-                RowStage(stage, self.mesh.device, self.group, self._call(index))
+                RowStage(
+                    stage,
+                    self.mesh.device,
+                    self.group,
+                    self._call(index),
+                    None if self.graphs is None else Replaying(self.graphs, index),
+                )
                 for index, stage in enumerate(self.stages)
             ]
             of_torch = SCHEDULES[kind]
@@ -218,6 +239,14 @@ def _tlora_error(error: RuntimeError) -> TloraError | None:
 StageCall = Callable[[Tensor | None, PackedBatch], Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Replaying:
+    """The graphs of one stage: its index is that among the stages of its process."""
+
+    graphs: StageGraphs
+    index: int
+
+
 class RowModule(nn.Module):
     """What torch runs of a stage: it finds a micro-batch's row by its number.
 
@@ -225,14 +254,15 @@ class RowModule(nn.Module):
     of numbers is all that it may cut. Nor is it shown the stage's modules: it would forget the
     gradients of all that it sees below one of FSDP2's.
 
-    call    runs the stage
-    first   whether the stage is the first
+    call        runs the stage
+    first       whether the stage is the first
+    replaying   its graphs, where it may run so
     """
 
-    def __init__(self, call: StageCall, first: bool) -> None:
+    def __init__(self, call: StageCall, first: bool, replaying: Replaying | None) -> None:
         super().__init__()
         assert not isinstance(call, nn.Module)
-        self.call, self.first = call, first
+        self.call, self.first, self.replaying = call, first, replaying
         self.rows: Sequence[PackedBatch] = ()
 
     def forward(self, value: Tensor, *, number: Tensor) -> Tensor:
@@ -242,15 +272,22 @@ class RowModule(nn.Module):
         number    int64 [1] on the CPU
         returns   as of the stage
         """
-        hidden = None if self.first else value
-        return self.call(hidden, self.rows[int(number[0])]).contiguous()
+        hidden, place = None if self.first else value, int(number[0])
+
+        def as_it_is() -> Tensor:
+            return self.call(hidden, self.rows[place]).contiguous()
+
+        if self.replaying is None:
+            return as_it_is()
+        return self.replaying.graphs.forward(self.replaying.index, place, hidden, as_it_is)
 
 
 class RowStage(PipelineStage):
     """A stage for one number of micro-batches.
 
-    call     runs the stage, where something has to be done around it
-    clock    while it is set, times are kept there
+    call        runs the stage, where something has to be done around it
+    replaying   its graphs, where it may run so
+    clock       while it is set, times are kept there
     """
 
     def __init__(
@@ -259,9 +296,11 @@ class RowStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup,
         call: StageCall | None = None,
+        replaying: Replaying | None = None,
     ) -> None:
         self.graph: StageGraph = stage.graph
-        self.rows_module = RowModule(call or stage.__call__, stage.graph.first)
+        self.replaying = replaying
+        self.rows_module = RowModule(call or stage.__call__, stage.graph.first, replaying)
         self.clock: StageClock | None = None
         super().__init__(
             self.rows_module,
@@ -344,6 +383,8 @@ class RowStage(PipelineStage):
             return
         with self._timed("B", bwd_chunk_id):
             super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if self.replaying is not None:
+            self.replaying.graphs.done(self.replaying.index, bwd_chunk_id)
 
     def clear_runtime_states(self) -> None:
         """Forget the round before."""

@@ -120,6 +120,7 @@ class StageModule(nn.Module):
         super().__init__()
         self.graph = graph
         code = _graph_of(graph)
+        self.learns, self.needs_grad = graph.learns, graph.needs_grad
         self.inputs = tuple(name for name in placeholders(code) if name != HIDDEN)
         self.code = fx.GraphModule(model.net, code, f"StageModule{graph.index}")
 
