@@ -304,6 +304,7 @@ class PipelineParallel(Planner):
 
 def _micro_batches(model: SuperModel, mesh: MeshShape) -> int:
     """Several a stage, but no more than there are sequences; whole rounds over the processes."""
-    sequences = sum(job.per_device_train_batch_size for job in model.jobs)
+    members = [model.jobs[index] for index in model.members.values()]
+    sequences = sum(job.per_device_train_batch_size for job in members)
     wanted = min(MICRO_BATCHES_A_STAGE * mesh.pp, sequences // mesh.dp)
     return max(1, wanted // mesh.pp) * mesh.pp

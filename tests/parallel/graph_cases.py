@@ -20,9 +20,9 @@ from tlora_fx.cost.plan import MeshShape
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.batch import repeating_form
 from tlora_fx.parallel.apply import apply, load
-from tlora_fx.parallel.cuda_graphs import StageGraphs
 from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.parallel.prepare import prepared
+from tlora_fx.parallel.stage_graphs import StageGraphs
 from tlora_fx.parallel.stages import StageModule, cut_stages
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.adapters import base_tensors, start_adapters

@@ -18,11 +18,11 @@ from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel import cuda_graphs
+from tlora_fx.parallel import stage_graphs
 from tlora_fx.parallel.apply import apply, part_of
-from tlora_fx.parallel.cuda_graphs import StageGraph, StageGraphs
 from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.parallel.prepare import prepared
+from tlora_fx.parallel.stage_graphs import CapturedStage, StageGraphs
 from tlora_fx.runtime.adapters import base_tensors
 
 WEIGHTS = torch.tensor([0.1, 0.07, 0.02], dtype=torch.float64)
@@ -96,10 +96,10 @@ class Differences:
     replays: tuple[int, int] = (0, 0)
 
 
-class Recomputed(StageGraph):
+class Recomputed(CapturedStage):
     """Stands for a stage's graphs without a GPU: computes anew what they would replay.
 
-    Like theirs, its tensors are overwritten by whatever comes to its place.
+    Like theirs, its tensors are overwritten by whatever comes to its slot.
     """
 
     replays: ClassVar[list[int]] = [0, 0]
@@ -133,7 +133,7 @@ class Recomputed(StageGraph):
 
 def replay(model: SuperModel, runner: Any) -> None:
     """Let a pipeline's stages run as stand-ins for graphs from the second time on."""
-    cuda_graphs.StageGraph = Recomputed  # type: ignore[misc]
+    stage_graphs.CapturedStage = Recomputed  # type: ignore[misc]
     StageGraphs._has_room = lambda *_: True  # type: ignore[method-assign]
     fakes: dict[str, Any] = {
         "graph_pool_handle": object, "current_stream": lambda device: None, "Stream": object,

@@ -80,7 +80,7 @@ def _require_replayed(told: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_stages_are_replayed_in_one_process(tmp_path, compiled):
-    """Without a pipeline around them: two micro-batches are under way, each in its place."""
+    """Without a pipeline around them: two micro-batches are under way, each in its slot."""
     _needs(1)
     _require_replayed([replay_stages(tmp_path, compiled=compiled)])
 

@@ -78,7 +78,7 @@ def test_two_processes_train_as_one_does(two, name):
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_micro_batches_that_come_again_are_replayed_and_train_as_one_process_does(two, name):
-    """Each in a place of its own until its backward is done; a stage without one needs none."""
+    """Each in a slot of its own until its backward is done; a stage without one needs none."""
     ranks = [rank[name] for rank in two]
     check(ranks)
     whole = name != "gpipe, replayed"

@@ -159,6 +159,26 @@ def test_jobs_that_come_and_go_leave_no_bit_of_each_other(tmp_path, device, dtyp
                 assert torch.equal(theirs[name, step][key], tensor)
 
 
+def test_a_model_that_has_changed_is_not_run_as_before(tmp_path, jobs, data):
+    """By larger banks a trainer goes on itself, and so does the next one; other code is new."""
+    model = compile([jobs["a"]], open=replace(SLOTS, jobs=1))
+    train(model, tmp_path / "one", {"a": data["a"]})
+    first = model.applied
+    assert first is not None
+    model.admit(jobs["b"])
+    assert model.applied is None
+    model.release("a")
+    train(model, tmp_path / "two", {"b": data["b"]})
+    second = model.applied
+    assert second.runner is not first.runner
+    model.release("b")
+    script = [(1, "admit", jobs["c"], data["c"])]
+    trainer, _ = train(empty(model, jobs["a"]), tmp_path / "three", data, script)
+    assert model.applied.runner is trainer._runner is second.runner
+    model.compile(backend="eager")
+    assert model.applied is None
+
+
 def come_and_go(model, jobs, data, alone, folder, order, events):
     script = [
         (when, do, *((jobs[name], data[name]) if do == "admit" else (name,)))

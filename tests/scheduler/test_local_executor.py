@@ -473,6 +473,47 @@ def test_a_group_that_is_drained_before_its_processes_are_new_stops(tmp_path):
     assert not any(server.gathering.values())
 
 
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, 143), (signal.SIGKILL, -9), (None, processes.ANEW)],
+)
+def test_no_new_process_begins_for_a_group_that_is_over(number, code):
+    """One was signalled as it had just ended; nor for a new process that ends so itself."""
+    told, server = [], processes._Server(None, 0)
+    server.tell = lambda number, code: told.append((number, code))
+    server.start = None
+    pid = os.fork()
+    if pid == 0:
+        os._exit(processes.ANEW)
+    server.children[pid] = {"start": 7, "again": number is not None}
+    if number is not None:
+        server.do({"signal": 7, "number": number})
+    while not told:
+        server.reap(told=True)
+
+    # It may not have ended when it was killed.
+    assert told in ([(7, code)], [(7, -(number or 0))])
+
+
+def test_idle_processes_of_a_group_do_not_hinder_others_whose_run_was_killed(bench):
+    """They end; who trains writes a checkpoint, though nobody hears of it."""
+    here = stay(bench, a={"steps": 5}, b={})
+    here.executor.cluster = Cluster(4, 4, 1, "cpu")
+    idle = both(here, 1, "a")
+    here.launch(2, "b", gpu=2)
+    here.until(Progress, epoch=2)
+    server = here.server
+    server._server.stdout.close()
+    os.close(server._lifeline)
+    server._lifeline = None
+    server._server.wait(30)
+
+    audit = [json.loads(line) for line in (here.folder / "audit.jsonl").read_text().splitlines()]
+    assert not any(map(is_there, idle))
+    assert audit[-1][2] == "commit"
+    assert audit[-1][4] == max(line[4] for line in audit if line[1] == 2)
+
+
 def test_idle_processes_of_a_group_go_together_where_one_gpu_is_needed(bench):
     """What they hold on the other GPU is free then, too."""
     here = sharing(bench, {"a": 50, "b": 91}, a={"base": "one"}, b={"base": "two"})

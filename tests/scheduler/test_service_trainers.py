@@ -29,6 +29,7 @@ from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.plan import MeshShape
+from tlora_fx.errors import UnknownTarget
 from tlora_fx.runtime import trainer as trainers
 from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.checkpoint import CheckpointStore
@@ -212,7 +213,7 @@ def train_in_turn(orders):
             assert worker.main(order)
             assert worker.stays()
     kept = worker._kept[0]
-    return needed, list(kept.model.members), kept.model.applied.mesh.size
+    return needed, list(kept.members), kept.applied.mesh.size
 
 
 @pytest.mark.parametrize(("mesh", "shard_base"), [
@@ -237,14 +238,23 @@ def test_processes_of_a_group_keep_their_model_for_the_next_one(tmp_path, mesh, 
     require_as_alone(folder, tmp_path / "run", "abcd", tmp_path)
 
 
+def not_fitting(model, jobs):
+    return False
+
+
+def without_targets(model, jobs):
+    raise UnknownTarget("no module of the base is called so")
+
+
+@pytest.mark.parametrize("refuse", [not_fitting, without_targets])
 def test_processes_of_a_group_end_where_their_model_does_not_fit_the_next_one(
-    tmp_path, monkeypatch
+    tmp_path, monkeypatch, refuse
 ):
-    """New ones take its order: what several share is not made twice."""
+    """New ones take its order, and tell what is wrong: what several share is not made twice."""
     folder = write(tmp_path / "jobs", a=6)
     (config,) = orders_of(folder, tmp_path, "a")
-    monkeypatch.setattr(worker, "_kept", [worker.Kept(SimpleNamespace(members={}), None)])
-    monkeypatch.setattr(worker, "_joined", lambda model, jobs: False)
+    monkeypatch.setattr(worker, "_kept", [SimpleNamespace(members={})])
+    monkeypatch.setattr(worker, "_joined", refuse)
     monkeypatch.setattr(Launch, "found", lambda: Launch(rank=1, size=2))
 
     with pytest.raises(SystemExit) as stopped:
@@ -269,9 +279,10 @@ def test_a_worker_keeps_its_model_for_the_next_group(tmp_path, monkeypatch):
             if epoch == 2:
                 changes.setattr(trainers, "base_tensors", None)
             trainer.run()
+        worker.keep(trainer)
 
     assert worker.stays()
-    assert models[0] is models[1] is worker._kept[0].model
+    assert models[0] is models[1] is worker._kept[0]
     require_as_alone(folder, tmp_path / "run", "ab", tmp_path)
 
 

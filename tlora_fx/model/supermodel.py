@@ -62,7 +62,8 @@ class SuperModel(nn.Module):
         self._unused: dict[str, Tensor] = {}
         self._wants_room = self._awake = False
         self._filled: frozenset[str] | None = None
-        #: How an open model runs, with the rows that were captured: it serves whoever comes.
+        #: How an open model runs, with the rows that were captured: it serves whoever comes, until
+        #: its tensors or its code are others.
         self.applied: Any = None
         self._compiled_with: Mapping[str, Any] | None = None
         self._parameters_of: dict[str, dict[str, nn.Parameter]] = {}
@@ -101,6 +102,7 @@ class SuperModel(nn.Module):
             self._parameters_of.pop(name, None)
         if admission.grown:
             self.forget_views()
+            self.applied = None
         self._layout.own.setdefault(job.name, {})
         self._sleep()
         return admission
@@ -266,7 +268,7 @@ class SuperModel(nn.Module):
         """
         options = {"fullgraph": fullgraph, "dynamic": dynamic, **options}
         self._compiled_with = options
-        self._wants_room = True
+        self._wants_room, self.applied = True, None
         self._sleep()
         self._leave_room()
         layers = [block for block in self.group.blocks.values() if block.name != HEAD]
@@ -333,7 +335,7 @@ class SuperModel(nn.Module):
         loaded   called with a layer's path when its tensors are there, before the next one's are
         raises   SuperModelMisuse when one is missing or has another shape
         """
-        self.part, device = part or LocalShard(), torch.device(device)
+        self.part, self.applied, device = part or LocalShard(), None, torch.device(device)
         held = self._held_by_layer()
         places = Counter(
             name for entries in held.values() for name, _ in entries if isinstance(name, str)

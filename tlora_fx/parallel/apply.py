@@ -28,6 +28,7 @@ from tlora_fx.parallel.fsdp import Sharded, gathered_bytes, shard_base, shard_la
 from tlora_fx.parallel.mesh import Mesh, open_mesh
 from tlora_fx.parallel.nano_batches import NanoModel
 from tlora_fx.parallel.scores import RowScores
+from tlora_fx.parallel.stage_graphs import StageGraphs
 
 
 def part_of(model: SuperModel, plan: Plan, mesh: Mesh) -> LocalShard:
@@ -94,7 +95,7 @@ def apply(
     """
     assert plan.mesh == mesh.shape, (plan.mesh, mesh.shape)
     before: Applied | None = model.applied
-    if before is not None and before.mesh is mesh:
+    if before is not None and before.plan == plan and before.mesh is mesh:
         return _again(before, largest_row)
     runner = _applied(model, plan, mesh, largest_row)
     if model.is_open:
@@ -105,10 +106,17 @@ def apply(
 def _again(before: Applied, largest_row: int) -> RowRunner | ReducingRunner:
     """What ran a model before, for rows of another size."""
     before.runner.nano_batches = before.plan.nano_batches
-    graphs = getattr(getattr(before.runner, "inner", before.runner), "graphs", None)
-    if graphs is not None:
-        graphs.largest_row = largest_row
+    if before.runner.graphs is not None:
+        before.runner.graphs.largest_row = largest_row
     return before.runner
+
+
+def let_go(model: SuperModel) -> None:
+    """Forget how an open model ran, and what was captured of it."""
+    before: Applied | None = model.applied
+    if before is not None and before.runner.graphs is not None:
+        before.runner.graphs.clear()
+    model.applied = None
 
 
 def _applied(
@@ -338,6 +346,11 @@ class ReducingRunner:
     def nano_batches(self, count: int) -> None:
         if isinstance(self.inner, RowRunner):
             self.inner.nano_batches = count
+
+    @property
+    def graphs(self) -> RowGraphs | StageGraphs | None:
+        """Of rows or micro-batches that come again, where they may run so."""
+        return getattr(self.inner, "graphs", None)
 
     def run(self, rows: Sequence[PackedBatch], weights: Tensor) -> Tensor:
         """One round; see `StepRunner`.

@@ -19,9 +19,8 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from itertools import count
 from traceback import clear_frames
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -189,7 +188,7 @@ class RowGraphs:
             self._make(graph)
         except (RuntimeError, TloraError) as error:
             if self.group is not None or self.gathering is not None:
-                raise _broken(error) from error
+                raise broken(error) from error
             # Nothing was run: whatever the model does, it goes on as without graphs. A checkpoint
             # in the middle of its forward would take what others save until its frame is gone.
             clear_frames(error.__traceback__)
@@ -227,7 +226,7 @@ class RowGraphs:
         """
         rows = SPARE * kept * (1 + self.largest_row / tokens)
         fits = rows + 2 * self.gathered + ROOM < free_gpu_bytes(self.device)
-        return _agreed(fits, self.group, self.device)
+        return agreed(fits, self.group, self.device)
 
 
 class RowGraph:
@@ -248,7 +247,7 @@ class RowGraph:
         lengths: Lengths | None,
     ) -> None:
         self.model = model
-        self.row = _copied(row).to(device)
+        self.row = copied(row).to(device)
         self.weights = weights.clone()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._packing = Packing()
@@ -258,7 +257,7 @@ class RowGraph:
 
     def load(self, row: PackedBatch, weights: Tensor) -> None:
         """Overwrite the row by another one of its form."""
-        _overwrite(self.row, row)
+        overwrite(self.row, row)
         self.weights.copy_(weights, non_blocking=True)
 
     def run(self) -> tuple[Tensor, int]:
@@ -391,322 +390,13 @@ class NormGraph:
         return graph, found
 
 
-# Stages of a pipeline as graphs: one for a forward, one for its backward.
-#
-# While a micro-batch waits for its gradient, a process is at others. Each that is under way has a
-# place, with memory that no other place uses; whatever comes to a place has the same memory in
-# turn. Forms are captured between rounds, when nothing is under way and no other process waits.
-
-
-class StageGraphs:
-    """The graphs of a process's stages.
-
-    stages        callable with a hidden value (None in the first one) and a row; each says by
-                  `learns` whether it has a backward, by `needs_grad` whether that goes on below
-    largest_row   as of `RowGraphs`
-    group         processes that run each stage together, with sums over them in between
-    refused, captured, roomless   as of `RowGraphs`
-    """
-
-    def __init__(
-        self,
-        model: SuperModel,
-        stages: Sequence[GraphedStage],
-        device: torch.device,
-        largest_row: int,
-        *,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.model, self.stages, self.device = model, stages, device
-        self.largest_row, self.group = largest_row, group
-        self.refused = ""
-        self.most = CAPTURED_TOKENS * (1 if group is None else dist.get_world_size(group))
-        self.roomless = self.captured = 0
-        self._graphs: OrderedDict[Position, StageGraph] = OrderedDict()
-        self._wanted: dict[Position, StageGraph] = {}
-        self._seen: Counter[tuple[int, Form]] = Counter()
-        self._rows: list[PackedBatch] = []
-        self._weights = torch.empty(0)
-        self._places: dict[tuple[int, int], int] = {}
-        self._pools: dict[int, Any] = {}
-        self._stream: torch.cuda.Stream | None = None
-        self._lengths: Lengths = {}
-
-    @property
-    def forms(self) -> list[Form]:
-        """Those that have a graph, once for each stage and place."""
-        return [position.form for position in self._graphs]
-
-    def begin(self, rows: Sequence[PackedBatch], weights: Tensor) -> None:
-        """A round begins.
-
-        rows      its micro-batches, on the CPU
-        weights   [J] on the device
-        """
-        self._rows, self._weights = [_repeating(row) for row in rows], weights
-        self._places.clear()
-        self._wanted.clear()
-
-    def forward(
-        self, index: int, number: int, hidden: Tensor | None, as_it_is: Callable[[], Tensor]
-    ) -> Tensor:
-        """Run a stage's forward of a micro-batch, as a graph where it has one.
-
-        index      of the stage, among those of this process
-        as_it_is   what runs it without a graph
-        """
-        row, stage = self._rows[number], self.stages[index]
-        tokens = row.input_ids.numel()
-        if self.refused or not self.largest_row or tokens > self.most or not len(row.target_rows):
-            return as_it_is()
-        form = Form.of(row)
-        taken = set(self._places.values())
-        place = next(place for place in count() if place not in taken)
-        if stage.learns:
-            self._places[index, number] = place
-        position = Position(index, place, form)
-        graph = self._graphs.get(position)
-        if graph is not None and not self.model.filled <= graph.filled:
-            # A job has come to a site whose kernels are not in it.
-            self._graphs.pop(position).release()
-            graph = None
-        if graph is not None:
-            self._graphs.move_to_end(position)
-            graph.load(row, self._weights)
-            return graph(hidden)
-        self._seen[index, form] += 1
-        if self._seen[index, form] <= BEFORE or position in self._wanted:
-            return as_it_is()
-        graph = StageGraph(self.model, stage, row, self._weights, hidden, self.device)
-        self._wanted[position] = graph
-        return graph.first(hidden, self._lengths)
-
-    def done(self, index: int, number: int) -> None:
-        """A stage's backward of a micro-batch has been started: its place is free for the next."""
-        self._places.pop((index, number), None)
-
-    def end(self) -> None:
-        """Capture what has come again in this round.
-
-        raises    PlanNotRunnable where a capture that fails leaves other processes waiting
-        """
-        wanted, self._wanted = self._wanted, {}
-        places = 1 + max((position.place for position in wanted), default=0)
-        for position, graph in wanted.items():
-            if self.refused:
-                graph.release()
-            elif not self._has_room(graph.kept, position.form.tokens, places):
-                self.roomless += 1
-                self._seen[position.stage, position.form] = 0
-                graph.release()
-            else:
-                self._capture(position, graph)
-
-    def clear(self) -> None:
-        """Let go of all graphs and of their memory, and forget which rows came."""
-        while self._graphs:
-            self._evict()
-        self._seen.clear()
-        self._lengths.clear()
-
-    def _evict(self) -> None:
-        _, graph = self._graphs.popitem(last=False)
-        graph.release()
-
-    def _capture(self, position: Position, graph: StageGraph) -> None:
-        outer = torch.cuda.current_stream(self.device)
-        if all(other.place != position.place for other in self._graphs):
-            # torch forgets a pool of which no graph is left.
-            self._pools[position.place] = torch.cuda.graph_pool_handle()
-        pool = self._pools[position.place]
-        try:
-            with torch.cuda.device(self.device):
-                self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                graph.capture(pool, self._stream, self._lengths)
-        except (RuntimeError, TloraError) as error:
-            if self.group is not None:
-                raise _broken(error) from error
-            clear_frames(error.__traceback__)
-            forget_capture(self.device, outer, pool)
-            graph.release()
-            self._seen[position.stage, position.form] = 0
-            if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error):
-                self.roomless += 1
-                return
-            self.refused = f"{type(error).__name__}: {error}"
-            self.clear()
-            logger.warning("stages are not run as CUDA graphs: %s", self.refused)
-            return
-        self._graphs[position] = graph
-        self.captured += 1
-        if len(self._graphs) > MOST_GRAPHS:
-            self._evict()
-        logger.debug("captured stage %s", position)
-
-    def _has_room(self, kept: int, tokens: int, places: int) -> bool:
-        """As of `RowGraphs`, beside the largest rows at every place."""
-        needed = SPARE * kept * (1 + places * self.largest_row / tokens) + ROOM
-        return _agreed(needed < free_gpu_bytes(self.device), self.group, self.device)
-
-
-class GraphedStage(Protocol):
-    """What `StageGraphs` needs of a stage."""
-
-    learns: bool
-    needs_grad: bool
-
-    def __call__(self, hidden: Tensor | None, row: PackedBatch) -> Tensor:
-        """Run its forward."""
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """What it reads of weights."""
-
-
-class Position(NamedTuple):
-    """Where a graph of a stage is used: of which stage of its process, at which place."""
-
-    stage: int
-    place: int
-    form: Form
-
-
-class StageGraph:
-    """One form's tensors at one place, and what a stage launches for it, forwards and backwards.
-
-    row, weights, filled   as of `RowGraph`
-    kept                   bytes that its forward keeps for its backward
-    """
-
-    def __init__(
-        self,
-        model: SuperModel,
-        stage: GraphedStage,
-        row: PackedBatch,
-        weights: Tensor,
-        hidden: Tensor | None,
-        device: torch.device,
-    ) -> None:
-        self.model, self.stage, self.device = model, stage, device
-        self.row = _copied(row).to(device)
-        self.weights = weights.clone()
-        self.filled = model.filled
-        self.kept = 0
-        self._hidden = None if hidden is None else torch.empty_like(hidden)
-        self._packing = Packing()
-        self._anchor = torch.zeros((), device=device, requires_grad=True)
-        self._forward: torch.cuda.CUDAGraph | None = None
-        self._backward: torch.cuda.CUDAGraph | None = None
-        self._out = self._dy = torch.empty(0)
-        self._dx: Tensor | None = None
-
-    def load(self, row: PackedBatch, weights: Tensor) -> None:
-        """Overwrite the row by another one of its form."""
-        _overwrite(self.row, row)
-        self.weights.copy_(weights, non_blocking=True)
-
-    def first(self, hidden: Tensor | None, lengths: Lengths) -> Tensor:
-        """Run the forward as it is, on this graph's row, and note what a capture needs."""
-        before = torch.cuda.memory_allocated(self.device)
-        with noting(self._packing), lengths_kept(lengths):
-            out = self.stage(hidden, self.row).contiguous()
-        self.kept = max(0, torch.cuda.memory_allocated(self.device) - before)
-        return out
-
-    def capture(self, pool: Any, stream: torch.cuda.Stream, lengths: Lengths) -> None:
-        """Note what forward and backward launch; nothing is run.
-
-        pool      of memory, that of its place
-        stream    of the model's device, which is current
-        raises    RuntimeError or TloraError where the stage does what no graph can hold
-        """
-        leaves = [leaf for leaf in self.stage.parameters() if leaf.requires_grad]
-        leaves = [leaf for leaf in leaves if not leaf.is_meta]
-        if any(leaf.grad is None for leaf in leaves):
-            raise RuntimeError("a parameter has no gradient that a graph could add to")
-        inputs: list[Tensor] = list(leaves)
-        if self._hidden is not None and self.stage.needs_grad:
-            inputs.insert(0, self._hidden.requires_grad_())
-        forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        self._packing.settle(self.device)
-        # Its kernel is compiled before the capture, which can load none.
-        self._packing.start()
-        with (
-            torch.cuda.graph(forward, pool=pool, stream=stream),
-            serving(self._packing),
-            lengths_kept(lengths),
-            self.model.weighing(self.weights),
-        ):
-            out = self.stage(self._hidden, self.row)
-        self._forward, self._out = forward, out.detach()
-        if not self.stage.learns:
-            return
-        self._dy = torch.empty_like(self._out)
-        with (
-            torch.cuda.graph(backward, pool=pool, stream=stream),
-            lengths_kept(lengths),
-            self.model.weighing(self.weights),
-        ):
-            found = list(torch.autograd.grad(out, inputs, self._dy, allow_unused=True))
-            self._dx = found.pop(0) if len(inputs) > len(leaves) else None
-            pairs = [(leaf.grad, new) for leaf, new in zip(leaves, found, strict=True)
-                     if new is not None]  # fmt: skip
-            if pairs:
-                torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
-        self._backward = backward
-
-    def release(self) -> None:
-        """Let go of what the graphs read on the device; they are not replayed any more."""
-        self._forward = self._backward = None
-        release(self.row.segments, self.row.keys, self.row.target_segments)
-
-    def __call__(self, hidden: Tensor | None) -> Tensor:
-        """Run the forward for the row that was loaded; its gradient runs the backward."""
-        if not self.stage.learns:
-            return self.replay(hidden)
-        out: Tensor = _Replayed.apply(self, self._anchor, hidden)  # type: ignore[no-untyped-call]
-        return out
-
-    def replay(self, hidden: Tensor | None) -> Tensor:
-        """Run the forward; a copy of what it computes."""
-        assert self._forward is not None, "captured before"
-        if hidden is not None and self._hidden is not None:
-            self._hidden.detach().copy_(hidden.detach())
-        self._forward.replay()
-        return self._out.clone()
-
-    def replay_backward(self, dy: Tensor) -> Tensor | None:
-        """Run the backward, which adds to gradients; a copy of what goes on below."""
-        assert self._backward is not None, "captured before"
-        self._dy.copy_(dy)
-        self._backward.replay()
-        return None if self._dx is None else self._dx.clone()
-
-
-class _Replayed(torch.autograd.Function):
-    """A stage's graphs, to autograd."""
-
-    @staticmethod
-    def forward(ctx: Any, graph: StageGraph, anchor: Tensor, hidden: Tensor | None) -> Tensor:
-        ctx.graph = graph
-        return graph.replay(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return None, None, ctx.graph.replay_backward(*grads)
-
-
-def _repeating(row: PackedBatch) -> PackedBatch:
-    """The row in a form that comes again, where it has one."""
-    return repeating_form(row) if len(row.target_rows) else row
-
-
-def _agreed(mine: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
+def agreed(mine: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether it holds on every process of a group."""
     if group is None:
         return mine
-    agreed = torch.tensor(int(mine), device=device)
-    dist.all_reduce(agreed, dist.ReduceOp.MIN, group=group)
-    return bool(agreed.item())
+    least = torch.tensor(int(mine), device=device)
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
+    return bool(least.item())
 
 
 def free_gpu_bytes(device: torch.device) -> int:
@@ -727,11 +417,20 @@ def add_gradients(losses: Tensor, model: nn.Module, kept: int) -> None:
     if not losses.requires_grad:
         return
     leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
-    large = sum(leaf.nbytes for leaf in leaves) > kept
-    if large or any(leaf.grad is None or _is_watched(leaf) for leaf in leaves):
+    if not may_add_together(leaves, kept):
         losses.sum().backward()  # type: ignore[no-untyped-call]
         return
-    found = torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+    add_together(leaves, torch.autograd.grad(losses.sum(), leaves, allow_unused=True))
+
+
+def may_add_together(leaves: Sequence[Tensor], kept: int) -> bool:
+    """Whether gradients of these leaves fit where activations were, and each has one already."""
+    large = sum(leaf.nbytes for leaf in leaves) > kept
+    return not large and not any(leaf.grad is None or _is_watched(leaf) for leaf in leaves)
+
+
+def add_together(leaves: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
+    """Add to the gradients of leaves what was found, where anything was."""
     pairs = [(leaf.grad, new) for leaf, new in zip(leaves, found, strict=True) if new is not None]
     if pairs:
         torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
@@ -742,19 +441,21 @@ def _is_watched(leaf: Tensor) -> bool:
     return bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
 
 
-def _overwrite(own: PackedBatch, row: PackedBatch) -> None:
+def overwrite(own: PackedBatch, row: PackedBatch) -> None:
     """Let the row of a graph be another one of its form, on the CPU."""
     for name, tensor in row.tensors().items():
         getattr(own, name).copy_(tensor, non_blocking=True)
     refresh(own.segments, own.keys, own.target_segments)
 
 
-def _copied(row: PackedBatch) -> PackedBatch:
+def copied(row: PackedBatch) -> PackedBatch:
+    """The row in tensors of its own."""
     copies: dict[str, Any] = {name: tensor.clone() for name, tensor in row.tensors().items()}
     return replace(row, **copies)
 
 
-def _broken(error: Exception) -> PlanNotRunnable:
+def broken(error: Exception) -> PlanNotRunnable:
+    """What ends a run where a capture that failed leaves other processes halfway."""
     return PlanNotRunnable(
         "a row could not be captured as a CUDA graph",
         found=f"{type(error).__name__}: {error}",

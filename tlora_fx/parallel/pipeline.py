@@ -32,10 +32,10 @@ from tlora_fx.errors import TloraError
 from tlora_fx.ir.graph import LOSS
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.cuda_graphs import StageGraphs
 from tlora_fx.parallel.fsdp import Stretch, first_trained, shard_stretches
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.scores import RowScores
+from tlora_fx.parallel.stage_graphs import StageGraphs
 from tlora_fx.parallel.stages import Hidden, StageGraph, StageModule, cut_stages
 
 SCHEDULES: Mapping[str, Any] = {
@@ -71,10 +71,12 @@ class PipelineRunner:
         if plan.shard_base and mesh.shape.dp > 1:
             self.sharded = ShardedStages(model, self.stages, plan, mesh)
         self.graphs: StageGraphs | None = None
-        if largest_row and mesh.device.type == "cuda" and plan.captures:
+        if largest_row and mesh.device.type == "cuda":
             self.graphs = StageGraphs(model, self.stages, mesh.device, largest_row, group=mesh.tp)
             if reasons := why_launched(model.group):
                 self.graphs.refused = f"tables of jobs are read on the host by {', '.join(reasons)}"
+            elif not plan.captures:
+                self.graphs.refused = "the base of its stages is sharded"
         self._schedules: dict[int, tuple[Any, list[RowStage]]] = {}
         self._weights = torch.empty(0)
         self._losses: list[Tensor] = []
@@ -272,14 +274,14 @@ class RowModule(nn.Module):
         number    int64 [1] on the CPU
         returns   as of the stage
         """
-        hidden, place = None if self.first else value, int(number[0])
+        hidden, own = None if self.first else value, int(number[0])
 
         def as_it_is() -> Tensor:
-            return self.call(hidden, self.rows[place]).contiguous()
+            return self.call(hidden, self.rows[own]).contiguous()
 
         if self.replaying is None:
             return as_it_is()
-        return self.replaying.graphs.forward(self.replaying.index, place, hidden, as_it_is)
+        return self.replaying.graphs.forward(self.replaying.index, own, hidden, as_it_is)
 
 
 class RowStage(PipelineStage):

@@ -26,6 +26,7 @@ from tlora_fx.numerics.probe import Probed
 from tlora_fx.ops.dora import norms_kept
 from tlora_fx.ops.kernels.select import is_strict
 from tlora_fx.parallel.apply import (
+    Applied,
     ReducingRunner,
     RowRunner,
     apply,
@@ -38,6 +39,7 @@ from tlora_fx.parallel.apply import (
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.mesh import FIRST_STEP, limit_waits
 from tlora_fx.parallel.prepare import prepared, require_fits
+from tlora_fx.parallel.stage_graphs import StageGraphs
 from tlora_fx.runtime.adapters import base_tensors, start_adapters
 from tlora_fx.runtime.batching import (
     Cutting,
@@ -300,10 +302,9 @@ class Trainer:
         return True
 
     @property
-    def graphs(self) -> RowGraphs | None:
-        """Rows as CUDA graphs, where they may run so; None before training."""
-        runner = getattr(self._runner, "inner", self._runner)
-        return getattr(runner, "graphs", None)
+    def graphs(self) -> RowGraphs | StageGraphs | None:
+        """Rows or stages as CUDA graphs, where they may run so; None before training."""
+        return None if self._runner is None else self._runner.graphs
 
     def prepare(self, data: Mapping[str, JobData]) -> None:
         """Load the base, start or restore the adapters, and make each job's optimizer."""
@@ -491,10 +492,14 @@ class Trainer:
         if self.graphs is not None:
             data = {each.job.name: each.data for each in self.roster.inside()}
             tokens = self.options.max_row_tokens
-            self.graphs.largest_row = longest_row(self.jobs, data, tokens, self.plan.parts)
+            longest = longest_row(self.jobs, data, tokens, self.plan.parts)
+            self.graphs.largest_row = longest if self._cuda_graphs else 0
             if grown:
                 self.graphs.clear()
         if grown:
+            assert self._runner is not None
+            # Alone, rows run by the new banks as they did by the old ones.
+            self.model.applied = Applied(self.plan, self.mesh, self._runner)
             self.callback.noted(self.model.group.notes[-1][1])
         self._to_tell.append(run)
 
@@ -607,7 +612,8 @@ class Trainer:
         """Forget what a failed row has left: gradients of its jobs, and memory."""
         for index in jobs:
             self.roster.at(index).optimizer.zero_grad()
-        if self.graphs is not None:
+        if self.graphs is not None and self.mesh.size == 1:
+            # Processes that capture together forget together, or not at all.
             self.graphs.clear()
         gc.collect()
         if self.device.type == "cuda":

@@ -226,7 +226,8 @@ class ForkServer:
 # stdout:
 #
 #     (when all is imported)                                           {"ready": true}
-#     {"start": 7, "order": "…", "log": "…", "environment": {…}}   →   {"ended": 7, "code": 0}
+#     {"start": 7, "order": "…", "log": "…", "environment": {…}, "stays": "", "place": [0],
+#      "needs": null, "rank": 0, "size": 1}                        →   {"ended": 7, "code": 0}
 #     to end one: {"signal": 7, "number": 15}
 #
 # A start may name another "module": such a guest leads a process group, which a signal reaches as
@@ -236,7 +237,8 @@ class ForkServer:
 # is true: it waits for the next order of that kind, and says what it holds and what is free on its
 # device then, which its module's `memory()` knows. To its parent the order has ended as if the
 # process had. The workers of one order wait for the next one together, each in its rank: where one
-# of them has ended, the others go. One that ends as ANEW has its order carried out by a new one.
+# of them has ended, the others go. Where those that stayed end as ANEW, new ones carry out their
+# order, once all have ended.
 #
 # Idle workers are ended, the oldest first, until an order's process has the bytes that it needs:
 # what was free on its GPU when a worker became idle there last, and what those held that have ended
@@ -292,7 +294,8 @@ def forget_no_device() -> None:
 class _Server:
     """Answers the parent.
 
-    children   what each worker that is at an order was asked, by process
+    children   what each worker that is at an order was asked, by process; "again" where it stayed
+               for it
     gathering  what was asked of workers of an order that wait for the others, by order
     free       bytes by GPU that an order's process may have, beside the idle workers there
     apart      kinds that had no memory beside idle workers
@@ -351,16 +354,21 @@ class _Server:
             return
         for pid, order in self.children.items():
             if order["start"] == asked.get("signal"):
+                order["signalled"] = asked["number"]
                 self.send(pid, asked["number"])
             if order["start"] == asked.get("room"):
                 order["needs"] = asked["needs"]
                 self.make_room(order, self.residents.get(pid))
-        for waiting in self.gathering.values():
-            for order in [order for order in waiting if order["start"] == asked.get("signal")]:
-                # It has no process that could hear it.
-                waiting.remove(order)
-                asked_to = asked["number"] == signal.SIGTERM
-                self.tell(order["start"], 128 + signal.SIGTERM if asked_to else -asked["number"])
+        for path, waiting in list(self.gathering.items()):
+            for order in list(waiting):
+                if order["start"] == asked.get("room"):
+                    order["needs"] = asked["needs"]
+                if order["start"] == asked.get("signal"):
+                    # It has no process that could hear it.
+                    waiting.remove(order)
+                    self.tell(order["start"], _code_of(asked["number"]))
+            if not waiting:
+                del self.gathering[path]
 
     def start(self, asked: dict[str, Any]) -> None:
         """Hand an order to the worker that waits for such, or to a new one."""
@@ -378,7 +386,7 @@ class _Server:
         orders = sorted(waiting, key=lambda order: order["rank"])
         pids = self.waiting_for(orders)
         for pid, order in zip(pids, orders, strict=False):
-            self.residents[pid].idle, self.children[pid] = False, order
+            self.residents[pid].idle, self.children[pid] = False, order | {"again": True}
         for pid, order in zip(pids, orders, strict=False):
             resident = self.residents[pid]
             self.settle(order, resident)
@@ -506,11 +514,15 @@ class _Server:
                 self.dismiss(other, order)
 
     def tell(self, number: int, code: int) -> None:
-        os.write(1, json.dumps({"ended": number, "code": code}).encode() + b"\n")
+        self.say({"ended": number, "code": code})
 
     def tell_of(self, worker: _Resident, *, stays: bool, order: int) -> None:
-        news = IdleNews(worker.kind, worker.held, stays, order)
-        os.write(1, json.dumps(asdict(news)).encode() + b"\n")
+        self.say(asdict(IdleNews(worker.kind, worker.held, stays, order)))
+
+    def say(self, what: dict[str, Any]) -> None:
+        """Answer the parent; one that has died hears nothing, and workers still write."""
+        with suppress(BrokenPipeError):
+            os.write(1, json.dumps(what).encode() + b"\n")
 
     def reap(self, *, told: bool) -> None:
         while True:
@@ -525,8 +537,11 @@ class _Server:
             self.forget(pid)
             if told and asked is not None:
                 code = os.waitstatus_to_exitcode(status)
-                if code == ANEW:
-                    self.start(asked)
+                if code == ANEW and asked.pop("again", False):
+                    if number := asked.get("signalled"):
+                        self.tell(asked["start"], _code_of(number))
+                    else:
+                        self.start(asked)
                     continue
                 self.tell(asked["start"], self.crowd_out(asked) if code == FULL else code)
 
@@ -563,6 +578,11 @@ class _Resident:
     team: int = 0
     rank: int = 0
     size: int = 1
+
+
+def _code_of(number: int) -> int:
+    """The exit code of a worker that was signalled before it trained."""
+    return 128 + number if number == signal.SIGTERM else -number
 
 
 def _pipes() -> tuple[int, int, int, int]:

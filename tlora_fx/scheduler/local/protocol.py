@@ -33,8 +33,8 @@ class WorkerConfig:
     pipeline         passes instead of the default
     extensions       files and modules that bring passes, as `load_extension` takes them
     callbacks        of users, as `callback_named` takes them
-    stays            what jobs have in common that may join while it trains, or that a worker
-                     alone on its group stays for; "": nobody joins, and it ends
+    stays            what jobs have in common that may join while it trains, or that its workers
+                     stay for; "": nobody joins, and they end
     keeps            of a group that takes over: jobs that left, whose last state is in its folder
     """
 

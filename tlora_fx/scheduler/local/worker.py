@@ -29,6 +29,7 @@ from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import JobsDiffer, NotAdmitted, OutOfMemory, TloraError
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.slots import rounded
+from tlora_fx.parallel.apply import let_go
 from tlora_fx.pipeline import load_extension
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.callbacks import Callbacks, EachInTurn, TrainerCallback, callback_named
@@ -68,7 +69,7 @@ def main(path: Path) -> bool:
     if config.device == "cuda" and torch.cuda._is_in_bad_fork():
         return False
     launch = Launch.found()
-    if launch.size > 1 and _kept and not _joined(_kept[0].model, _jobs(config)):
+    if launch.size > 1 and _kept and not _fits(_kept[0], config):
         # What processes share is made anew by new ones.
         raise SystemExit(ANEW)
     exits_at_once(lambda: _train(config, launch), launch, stay=lambda: bool(_kept))
@@ -79,8 +80,10 @@ def _train(config: WorkerConfig, launch: Launch) -> None:
     """What each process does; the first one writes events."""
     events = EventCallback(config) if launch.rank == 0 else None
     try:
+        trainer = _trainer(config, launch, events)
         with suppress(KeyboardInterrupt):
-            _trainer(config, launch, events).run()
+            trainer.run()
+        keep(trainer)
     except TloraError as error:
         if events is not None:
             job = error.facts.get("job")
@@ -102,19 +105,16 @@ def _train(config: WorkerConfig, launch: Launch) -> None:
 # has one model at a time in a process. The processes of a group stay together, each with its part
 # of the model, and joined as they are.
 
-
-class Kept(NamedTuple):
-    """A model as its last trainer left it, and how it runs."""
-
-    model: SuperModel
-    plan: Plan
-
-
 #: Slots, and rows for a job, of a model that stays.
 SLOTS = 16
 #: The least rank that it has room for: what kernels pad ranks to.
 LEAST_RANK = 16
-_kept: list[Kept] = []
+_kept: list[SuperModel] = []
+
+
+def keep(trainer: Trainer) -> None:
+    """Keep a trainer's model for the next order, if it is open and ran."""
+    _kept[:] = [trainer.model] if trainer.model.applied is not None else []
 
 
 def stays() -> bool:
@@ -144,14 +144,24 @@ def _jobs(config: WorkerConfig) -> list[Job]:
     return [Job.model_validate(job) for job in config.jobs]
 
 
+def _fits(model: SuperModel, config: WorkerConfig) -> bool:
+    """Whether an order's jobs can join a model; whoever carries it out tells what is wrong."""
+    try:
+        for extension in config.extensions:
+            load_extension(extension)
+        return _joined(model, _jobs(config))
+    except TloraError:
+        return False
+
+
 def _model(jobs: list[Job], config: WorkerConfig) -> SuperModel:
     """The model that is kept, or a new one."""
     for extension in config.extensions:
         load_extension(extension)
-    if _kept and _joined(_kept[0].model, jobs):
-        return _kept[0].model
+    if _kept and _joined(_kept[0], jobs):
+        return _kept[0]
     if _kept:
-        _kept.clear()
+        let_go(_kept.pop())
         gc.unfreeze()
         gc.collect()
     if not config.stays:
@@ -197,7 +207,7 @@ def _trainer(config: WorkerConfig, launch: Launch, events: EventCallback | None)
     everyone = Ranks(join(launch, device))
     data = everyone.together(lambda: load_all_data(jobs))
     model = everyone.together(lambda: _model(jobs, config))
-    plan = _kept[0].plan if _kept else everyone.together(lambda: _plan(config, model, launch))
+    plan = everyone.together(lambda: _plan(config, model, launch))
     sources = {job: Path(folder) for job, folder in config.sources.items()}
     trainer = Trainer(
         model,
@@ -215,8 +225,6 @@ def _trainer(config: WorkerConfig, launch: Launch, events: EventCallback | None)
             keeps=True,
         ),
     )
-    if trainer.model.is_open:
-        _kept[:] = [Kept(trainer.model, plan)]
     if events is not None:
         events.trainer, trainer.looks = trainer, events.look
     return trainer
@@ -237,7 +245,10 @@ def _device(config: WorkerConfig, launch: Launch) -> torch.device:
 
 
 def _plan(config: WorkerConfig, model: SuperModel, launch: Launch) -> Plan:
-    """The plan of a layout: its mesh says which planner made it."""
+    """The plan of a layout, whose mesh says which planner made it; a kept model's is its own."""
+    if model.applied is not None:
+        plan: Plan = model.applied.plan
+        return plan
     shape = MeshShape.parse(config.mesh) if config.mesh else MeshShape(dp=launch.size)
     name = "replicated"
     if shape.pp > 1:

@@ -7,7 +7,7 @@ see it. Ray starts the processes, gives them their GPUs, and says when they have
     FOLDER/groups/000012/lease           the only way by which its workers write
                         /rank-0.asked    signals for a process, a number each line
 
-A worker of one GPU stays with its placement group for the next group of its base there.
+A group's workers stay with its placement group for the next one of their base and layout there.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class _Order:
     reply: Any = None
     code: int | None = None
     kept: bool = False
+    again: bool = False
 
     @property
     def group(self) -> Path:
@@ -142,6 +143,7 @@ class Actors:
     def _hand(self, order: _Order) -> None:
         """Hand an order to the actor of its rank."""
         here, rank = order.place, order.rank
+        order.again = rank in here.actors
         order.actor = actor = here.actors.get(rank) or self._actor(here, rank)
         address = None
         if "RANK" in order.environment:
@@ -255,7 +257,7 @@ class Actors:
             code, order.kept = LOST, False
             with order.asked.with_suffix(".log").open("a", encoding="utf-8") as log:
                 log.write(f"\n{error}\n")
-        if code == ANEW:
+        if code == ANEW and order.again:
             # So will the others of its group say, who have done nothing either.
             self.end(order.place)
             for number in order.place.workers:
