@@ -97,6 +97,7 @@ def apply(
     before: Applied | None = model.applied
     if before is not None and before.plan == plan and before.mesh is mesh:
         return _again(before, largest_row)
+    let_go(model)
     runner = _applied(model, plan, mesh, largest_row)
     if model.is_open:
         model.applied = Applied(plan, mesh, runner)
