@@ -20,8 +20,8 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.interleaved import Spread
-from benchmarks.moves import ENDLESS, Bench, jobs_of
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.moves import ENDLESS, Bench, jobs_of, parser_of
+from benchmarks.results_file import console, described, write
 from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
@@ -111,19 +111,9 @@ def show(found: dict[str, Any]) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--model", choices=("tiny", "8b"), default="8b")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--longest", type=int, default=256, help="tokens of the longest samples")
+    parser = parser_of(__doc__)
     parser.add_argument("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--groups", type=int, default=4, help="after the first, of each layout")
-    parser.add_argument("--limit-seconds", type=float, default=240.0, help="of each wait")
-    parser.add_argument("--eager", action="store_true", help="layers are not compiled")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--out", default=str(RESULTS), help="folder for the JSON")
     return parser.parse_args()
 
 
