@@ -80,10 +80,12 @@ def _train(config: WorkerConfig, launch: Launch) -> None:
     """What each process does; the first one writes events."""
     events = EventCallback(config) if launch.rank == 0 else None
     try:
-        trainer = _trainer(config, launch, events)
         with suppress(KeyboardInterrupt):
-            trainer.run()
-        keep(trainer)
+            trainer = _trainer(config, launch, events)
+            try:
+                trainer.run()
+            finally:
+                keep(trainer)
     except TloraError as error:
         if events is not None:
             job = error.facts.get("job")
