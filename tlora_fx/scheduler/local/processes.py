@@ -373,6 +373,7 @@ class _Server:
     def start(self, asked: dict[str, Any]) -> None:
         """Hand an order to the worker that waits for such, or to a new one."""
         if "module" in asked:
+            self.reap(told=True)
             self.trim()
             self.fork(asked, 0)
             return

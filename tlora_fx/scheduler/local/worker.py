@@ -82,10 +82,9 @@ def _train(config: WorkerConfig, launch: Launch) -> None:
     try:
         with suppress(KeyboardInterrupt):
             trainer = _trainer(config, launch, events)
-            try:
+            with suppress(KeyboardInterrupt):
                 trainer.run()
-            finally:
-                keep(trainer)
+            keep(trainer)
     except TloraError as error:
         if events is not None:
             job = error.facts.get("job")
