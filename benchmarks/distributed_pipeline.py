@@ -51,8 +51,7 @@ def pipeline(
     found["cuts"] = plan.cuts
     for tokens in (int(part) for part in given.micro_tokens.split(",")):
         for name, parts in FORMS.items():
-            sizes, sequences = _sizes(tokens, parts, count), max(1, tokens // given.length)
-            rows = [rows_of(shape, size, size // sequences, 1)[0] for size in sizes]
+            rows = _rows(shape, tokens, parts, count, given.length)
             told = _beside_simulation(made, rows, given.rounds, timed)
             told["formula"] = bubble_formula(world, count) if name == "equal" else None
             found["rows"].append({"tokens": tokens, "micro-batches": name} | told)
@@ -61,8 +60,13 @@ def pipeline(
     return found
 
 
-def _sizes(tokens: int, parts: Sequence[float], count: int) -> list[int]:
-    return [round(tokens * parts[place % len(parts)]) for place in range(count)]
+def _rows(
+    shape: Shape, tokens: int, parts: Sequence[float], count: int, length: int
+) -> list[PackedBatch]:
+    """A round's micro-batches of about so many tokens, in as many sequences each."""
+    sizes = [round(tokens * parts[place % len(parts)]) for place in range(count)]
+    sequences = max(1, tokens // length)
+    return [rows_of(shape, size, size // sequences, 1)[0] for size in sizes]
 
 
 def _plan(shape: Shape, targets: Any, world: int, count: int, **options: Any) -> Any:
@@ -137,18 +141,21 @@ APART = 2e-2
 def stages(
     shape: Shape, given: Any, planned: Callable[..., Planned], timed: Callable[..., Any]
 ) -> dict[str, Any]:
-    """Rounds of equal micro-batches, launched and replayed, at each number of tokens."""
+    """Rounds of each form of micro-batches, launched and replayed, at each number of tokens."""
     world = dist.get_world_size()
     count = MICRO_BATCHES_A_STAGE * world
     plan = _plan(shape, "all-linear", world, count)
     sizes = [int(part) for part in given.micro_tokens.split(",")]
-    made = planned(shape, plan, given, largest_row=max(sizes))
+    made = planned(
+        shape, plan, given, largest_row=round(max(sizes) * max(map(max, FORMS.values())))
+    )
     found: dict[str, Any] = {"rows": [], "micro_batches": count, "cuts": plan.cuts}
     for tokens in sizes:
-        sequences = max(1, tokens // given.length)
-        rows = rows_of(shape, tokens, tokens // sequences, count)
-        found["rows"].append({"tokens": tokens} | _replayed(made, rows, given.rounds, timed))
-        given.progress.keep(found)
+        for name, parts in FORMS.items():
+            rows = _rows(shape, tokens, parts, count, given.length)
+            told = _replayed(made, rows, given.rounds, timed)
+            found["rows"].append({"tokens": tokens, "micro-batches": name} | told)
+            given.progress.keep(found)
     return found
 
 
@@ -175,8 +182,8 @@ def _replayed(
         run(0)
         run(most)
     torch._foreach_zero_([leaf.grad for leaf in made.leaves if leaf.grad is not None])
-    pairs = list(zip(gradients(0), gradients(most), strict=True))
-    apart = max((float((a - b).norm() / (a.norm() + 1e-12)) for a, b in pairs), default=0.0)
+    launched = gradients(0)
+    apart, again = _apart(launched, gradients(most)), _apart(launched, gradients(0))
     if apart > APART:
         raise RuntimeError(f"gradients of replayed stages are {apart:.3g} apart")
 
@@ -192,7 +199,14 @@ def _replayed(
         "ms": {name: Spread.of(own).json() for name, own in times.items()},
         "launched over replayed": ratios(times["launched"], times["replayed"]).json(),
         "gradients_apart": apart,
+        "gradients_apart_launched": again,
         "graphs": 0 if graphs is None else len(graphs.forms),
         "refused": "" if graphs is None else graphs.refused,
         "roomless": 0 if graphs is None else graphs.roomless,
     }
+
+
+def _apart(these: Sequence[torch.Tensor], those: Sequence[torch.Tensor]) -> float:
+    """The largest difference of two gradients of a leaf, of the norm of the first."""
+    pairs = zip(these, those, strict=True)
+    return max((float((a - b).norm() / (a.norm() + 1e-12)) for a, b in pairs), default=0.0)
