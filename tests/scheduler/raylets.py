@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
@@ -113,8 +112,7 @@ def main(address: str, jobs: str, output: str, **changed) -> None:
         Path(jobs), Path(output), nodes.cluster, policy, run_folder.Roofline(),
         run_folder.Prepared(), run_folder.Heard(), options,
     ) as running:  # fmt: skip
-        while running.turn():
-            time.sleep(0.01)
+        run_folder.turn(running)
 
 
 def kill_worker(output: Path, chance: Random) -> bool:

@@ -29,6 +29,8 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 FAKE = "tests.scheduler.fake_worker"
 #: What the fake worker is told besides.
 MORE = ("step_seconds", "warn_at", "hang_at", "described")
+#: No run of a test takes longer.
+LONGEST_SECONDS = 900.0
 
 
 class Heard(Callback):
@@ -90,9 +92,26 @@ def run(jobs: Path, output: Path, heard=None, until=lambda running: False, **cha
     with opened(
         jobs, output, cluster, policy, Roofline(), Prepared(), callback, options(**changed)
     ) as running:
-        while running.turn() and not until(running):
-            time.sleep(0.01)
+        turn(running, until)
     return callback
+
+
+def turn(running, until=lambda running: False):
+    """Turn a run until it is over, or something is true; one that stands still says how it does."""
+    end = time.monotonic() + LONGEST_SECONDS
+    while running.turn() and not until(running):
+        assert time.monotonic() < end, standing(running)
+        time.sleep(0.01)
+
+
+def standing(running) -> str:
+    """What a run waits for."""
+    loop, admission = running.loop, running.admission
+    return (
+        f"it goes on for {LONGEST_SECONDS:.0f} s: window {list(loop.window.jobs)}, held "
+        f"{loop.held}, runs {loop.runs}, files waiting {running.files.waiting}, admission "
+        f"{admission._files} {admission._tasks} {admission._running}, gathered {running._gathered}"
+    )
 
 
 def forked(jobs: Path, output: Path, **changed) -> int:
