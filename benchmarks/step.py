@@ -140,11 +140,12 @@ class Bench:
         arm.load(mix)
         arm.gradients()
         found.peak = torch.cuda.max_memory_allocated() - before if on_gpu else 0
-        require_gradients(arm)
+        apart = require_gradients(arm)
         for _ in range(WARM_UP):
             arm.step()
         seconds = time.perf_counter() - started
-        self.out.print(f"{name}, {mix.name}: warm after {seconds:.1f} s", highlight=False)
+        told = f"gradients {apart:.3g} off, warm after {seconds:.1f} s"
+        self.out.print(f"{name}, {mix.name}: {told}", highlight=False)
 
     def _profile(self, name: str, found: Found) -> None:
         arm = self.arms[name]

@@ -56,6 +56,8 @@ LOST = 0.75
 #: In float8 a number that a compiler rounds otherwise falls on another code, a sixteenth apart:
 #: compiled gradients may be so many times as far from those of the base as it is as eager ones are.
 FLOAT8_BOUND = 1.1
+#: The same of one tensor, whose noise two runs draw anew.
+FLOAT8_TENSOR_BOUND = 1.5
 
 
 def seconds_of(device: str, run: Callable[[], object], count: int) -> float:
@@ -155,25 +157,34 @@ class Ours:
         return seconds
 
 
-def require_gradients(arm: Arm) -> None:
+def require_gradients(arm: Arm) -> float:
     """Compare an arm's gradients with those of the same code run eagerly; nothing is timed yet.
 
+    returns  how far all of them are off, those in float8 from the base as it is
     raises   RuntimeError where they differ by more than rounding does, or where one is lost
     """
     found, expected = arm.gradients(), arm.gradients(eager=True)
     if not expected:
-        return
+        return 0.0
     exact = arm.exact_gradients() if isinstance(arm, Ours) and arm.float8 else None
     apart, bound = _apart(found, expected), ROUNDING_BOUND * arm.made.rounding()
     if exact is not None:
         apart, bound = _apart(found, exact), max(bound, FLOAT8_BOUND * _apart(expected, exact))
     if not apart <= bound:
         raise RuntimeError(f"it trains nothing: gradients {apart:.3g} off, bound {bound:.3g}")
-    pairs = zip(found, expected, strict=True)
-    # A trains nothing yet while B is zero.
-    apart = max(_apart([a], [b]) for a, b in pairs if b.count_nonzero())
-    if not apart <= LOST:
-        raise RuntimeError(f"a tensor trains nothing: {apart:.3g} off, bound {LOST:g}")
+    for one, eager, true in zip(found, expected, exact or expected, strict=True):
+        _require_kept(one, eager, true)
+    return apart
+
+
+def _require_kept(found: Tensor, eager: Tensor, true: Tensor) -> None:
+    """Refuse a gradient that is lost, or much further from the true one than the eager one is."""
+    if not eager.count_nonzero():
+        # A trains nothing yet while B is zero.
+        return
+    off, bound = _apart([found], [true]), max(LOST, FLOAT8_TENSOR_BOUND * _apart([eager], [true]))
+    if not off <= bound or found.norm() < eager.norm() / 2:
+        raise RuntimeError(f"a tensor trains nothing: {off:.3g} off, bound {bound:.3g}")
 
 
 def _apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:

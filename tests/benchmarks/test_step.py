@@ -93,6 +93,33 @@ def test_an_arm_that_trains_nothing_is_refused_before_it_is_timed(made, monkeypa
         require_gradients(arm)
 
 
+class InFloat8(Ours):
+    """Its gradients are given: as compiled, as eager, and those of the base as it is."""
+
+    def __init__(self, made, found, eager, exact):
+        self.made, self.float8 = made, "copy"
+        self.found, self.eager, self.exact = found, eager, exact
+
+    def gradients(self, *, eager=False):
+        return self.eager if eager else self.found
+
+    def exact_gradients(self):
+        return self.exact
+
+
+def test_in_float8_a_tensor_may_be_as_far_off_as_eager_code_is(made):
+    """Codes differ, so a small gradient may be noise to both; none may be lost or further off."""
+    draw = torch.Generator().manual_seed(3)
+    large, small = torch.full((64,), 50.0), torch.ones(64)
+    noise, other = (1.2 * torch.randn(64, generator=draw) for _ in range(2))
+    eager, exact = [large + 20 * noise, small + noise], [large, small]
+
+    require_gradients(InFloat8(made, [large + 20 * noise, small + other], eager, exact))
+    for lost in (0 * small, small + 3 * other):
+        with pytest.raises(RuntimeError, match="a tensor trains nothing"):
+            require_gradients(InFloat8(made, [large + 20 * noise, lost], eager, exact))
+
+
 def test_what_rounding_does_is_measured(tmp_path):
     """In bf16 by parts in a hundred; in float32 there is nothing to round."""
     exact = Made(SHAPE, "cpu", tmp_path / "exact")
