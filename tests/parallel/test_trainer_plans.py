@@ -29,6 +29,10 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "faulty": {"planner": "tensor", "mesh": "tp=2", "fault": "slow"},
     "parted": {"planner": "replicated", "mesh": "dp=2", "other_data": True},
 }  # fmt: skip
+#: The end of a round as on GPUs; of a pipeline the first stage has nothing of two jobs.
+AT_ONCE = {f"{name}-at-once": ON_TWO[name] | {"at_once": True} for name in ("staged", "cut")}
+AT_ONCE["replicated-at-once"] = ON_TWO["replicated"] | {"at_once": True}
+ON_TWO |= AT_ONCE
 COMPILED: dict[str, dict[str, Any]] = {
     "recomputed": {
         "planner": "fsdp", "mesh": "dp=2", "options": {"recompute": True, "keep_gathered": True},
@@ -93,7 +97,9 @@ def apart(folder: Path, name: str) -> tuple[float, float]:
     return parting(folder, "alone", name, mixed_jobs(folder))
 
 
-@pytest.mark.parametrize("name", ["replicated", "sharded", "staged", "cut", "nano-batches"])
+@pytest.mark.parametrize(
+    "name", ["replicated", "sharded", "staged", "cut", "nano-batches", *AT_ONCE]
+)
 def test_two_processes_train_what_one_trains(folder: Path, two: list[Any], name: str) -> None:
     """Losses and adapters of two processes are those of one, whatever the plan."""
     losses, adapters = apart(folder, name)

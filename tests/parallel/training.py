@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.runtime.groups import evaluations_of, losses_of, make_data, make_job, tiny_base
+from tests.runtime.update_by_torch import updates_on_the_cpu
 from tlora_fx import compile
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.plan import MeshShape
@@ -95,7 +97,8 @@ def train(folder: Path, name: str, case: Case) -> list[tuple[str, float]]:
     """Train in this process, as one of its group.
 
     case      planner, mesh, options of the planner, fields of the jobs, resume, row_tokens; jobs,
-              a function that makes others than `mixed_jobs`; fault, a job that breaks on the leader
+              a function that makes others than `mixed_jobs`; fault, a job that breaks on the
+              leader; at_once, whether jobs are updated as on a GPU
     returns   each job's last loss as text, and a sum over the parameters that this process holds
     """
     make = case.get("jobs", mixed_jobs)
@@ -118,7 +121,9 @@ def train(folder: Path, name: str, case: Case) -> list[tuple[str, float]]:
         # True: as Dynamo sees it, without compiling.
         backend = "eager" if case["compiled"] is True else case["compiled"]
         trainer.model.compile(backend=backend)
-    runs = trainer.run()
+    with updates_on_the_cpu() if case.get("at_once") else nullcontext([1]) as launched:
+        runs = trainer.run()
+    assert launched, "nobody was updated at once"
     return [
         (repr(run.loss), sum(float(p.detach().sum()) for p in run.parameters.values()))
         for run in runs

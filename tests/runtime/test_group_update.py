@@ -1,7 +1,6 @@
 """Rounds whose end nobody waits for: what `Trainer` promises holds there too.
 
-Kernels are on GPUs alone (tests/ops/interpreted/test_adam.py compares theirs); here torch does what
-they do, in the same place, and the trainer looks at it a round later.
+Kernels are on GPUs alone; here torch does what they do, and the trainer looks at it a round later.
 """
 
 from __future__ import annotations
@@ -21,44 +20,11 @@ from tests.runtime.test_trainer import (  # noqa: F401
     test_a_nan_stops_its_job_and_leaves_the_neighbours_alone,
     test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on_bitwise,
 )
+from tests.runtime.update_by_torch import updates_on_the_cpu
 from tlora_fx.compiler import compile
-from tlora_fx.runtime import group_update, optimizer
+from tlora_fx.runtime import group_update
 from tlora_fx.runtime.group_update import GroupUpdate, PendingOutcomes
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
-
-PLAIN = optimizer._make_optimizer
-
-
-def fused(job, params):
-    """A job's optimizer as on a GPU."""
-    make = job.optimizer_class()
-    if make.__name__ not in ("Adam", "AdamW"):
-        return PLAIN(job, params)
-    return make(params, **job.optimizer_arguments(), fused=True)
-
-
-def by_torch(update, losses, given):
-    """What the kernels do, by torch."""
-    facts = []
-    for place, state in enumerate(update.states):
-        largest, rate, shrink, decay, beta1, rest1, beta2, rest2, epsilon, root = given[place]
-        norm = torch.nn.utils.get_total_norm(state.gradients.tensors)
-        loss = losses[update.places[place]]
-        sound = bool(update._alive[place]) and bool(torch.isfinite(norm) & torch.isfinite(loss))
-        update._alive[place] = int(sound)
-        scale = min(float(largest / (norm + 1e-6)), 1.0) if largest else 1.0
-        facts.append([float(loss), float(norm), float(sound), scale])
-        gradients = state.gradients
-        runs = zip(gradients.params, gradients.tensors, state.firsts, state.seconds, strict=True)
-        for param, gradient, first, second in runs:
-            if sound:
-                moved = gradient * scale + param.detach() * decay
-                first.mul_(beta1).add_(rest1 * moved)
-                second.mul_(beta2).add_(rest2 * moved * moved)
-                param.data.sub_(param.data * shrink)
-                param.data.sub_(rate * first / (second.sqrt() / root + epsilon))
-            gradient.zero_()
-    return torch.tensor(facts, dtype=torch.float64)
 
 
 @pytest.fixture(scope="module")
@@ -66,22 +32,11 @@ def base(tmp_path_factory):
     return tiny_base(tmp_path_factory.mktemp("base"))
 
 
-@pytest.fixture
-def launched():
-    """How many rounds were updated at once."""
-    return []
-
-
 @pytest.fixture(autouse=True)
-def _on_the_cpu(monkeypatch, launched):
-    def run(update, losses, given):
-        launched.append(len(update.states))
-        return by_torch(update, losses, given)
-
-    monkeypatch.setattr(optimizer, "_make_optimizer", fused)
-    monkeypatch.setattr(group_update, "KERNELS", frozenset({"cpu"}))
-    monkeypatch.setattr(group_update, "_ALIGNED", 1)
-    monkeypatch.setattr(GroupUpdate, "_run", run)
+def launched():
+    """How many jobs were updated at once, an entry a round."""
+    with updates_on_the_cpu() as launched:
+        yield launched
 
 
 def train(jobs, folder, callback=None):
@@ -121,7 +76,7 @@ def test_steps_are_looked_at_a_round_later_but_where_something_follows(base, tmp
     # Step 3 saves a checkpoint and step 4 ends a job, so nothing is left open there.
     assert [seen[2] - seen[1] for seen in order.seen if seen[0] == "a"] == [1, 1, 0, 0, 1, 0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(GroupUpdate, "of", staticmethod(lambda *_: None))
+        patch.setattr(GroupUpdate, "of", staticmethod(lambda *_, **__: None))
         expected = train(jobs, tmp_path / "each")
     for job in jobs:
         theirs = expected.job_parameters(job.name)
@@ -178,16 +133,25 @@ def test_orders_and_checkpoints_are_looked_at_while_a_round_is_waited_for(
     assert {run.job.name: run.step for run in trainer.runs} == {"a": 5, "b": 2 if turns else 5}
 
 
-def test_a_group_with_another_optimizer_is_updated_job_by_job(base, tmp_path, launched):
-    """As long as that job trains."""
+def test_jobs_with_another_optimizer_do_their_own_step_and_others_theirs_at_once(
+    base, tmp_path, launched
+):
+    """All are looked at in their round, as long as such a job trains; each trains as alone."""
     jobs = [
         make_job(base, "a", max_steps=4),
-        make_job(base, "b", max_steps=2, optim="sgd"),
+        make_job(base, "b", max_steps=2, optim="sgd", max_grad_norm=0.01),
+        make_job(base, "c", max_steps=3, weight_decay=0.1),
     ]
-    train(jobs, tmp_path)
+    order = Order()
+    model = train(jobs, tmp_path / "together", order)
 
-    assert launched == [1, 1]
-    assert [len(losses) for losses in losses_of(tmp_path, jobs).values()] == [4, 2]
+    assert launched == [2, 2, 2, 1]
+    assert [run - step for job, step, run in order.seen if job == "a"] == [0, 0, 0, 0]
+    assert [seen[1] for seen in order.seen if seen[0] == "b"] == [1, 2]
+    for job in jobs:
+        alone = train([job], tmp_path / job.name).job_parameters(job.name)
+        for name, param in model.job_parameters(job.name).items():
+            torch.testing.assert_close(param, alone[name], rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("part", sorted(PARTS.keys() - {"optimizer"}))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import kind_of
@@ -376,27 +376,51 @@ def _cut(tensors: Mapping[str, Tensor], shards: Shards) -> dict[str, Tensor]:
 # Each job's gradient norm, where processes hold whole jobs or parts of their parameters.
 
 
-@torch.no_grad()
-def gradient_norms(runs: Sequence[JobRun], model: SuperModel, mesh: Mesh) -> dict[int, float]:
-    """The 2-norm over all gradients of each job, by job index; the same on every process.
+def counted(run: JobRun, model: SuperModel, mesh: Mesh) -> list[nn.Parameter]:
+    """What a job trains whose gradients count on this process, where processes hold parts of jobs.
 
     What is cut over tp counts on each process of it, what is whole there once; stages hold
-    different parameters, and replicas the same. One all-reduce serves all jobs.
+    different parameters, and replicas the same.
     """
-    if mesh.shape.tp == 1 and mesh.shape.pp == 1:
-        return _whole_norms(runs, mesh.device)
+    if mesh.dp_rank:
+        return []
+    shards = model.shards(run.job.name)
+    return [
+        parameter
+        for name, parameter in run.optimizer.trained.items()
+        if parameter.grad is not None and (mesh.tp_rank == 0 or shards[name] is not None)
+    ]
+
+
+@torch.no_grad()
+def gradient_squares(runs: Sequence[JobRun], model: SuperModel, mesh: Mesh) -> Tensor:
+    """The sum of squares of those gradients of each job that count on this process.
+
+    returns   float64 [J] on the mesh's device, zeros for jobs that are not among the runs
+    """
     squares = torch.zeros(len(model.jobs), dtype=torch.float64, device=mesh.device)
-    for run in runs if mesh.dp_rank == 0 else ():
-        shards = model.shards(run.job.name)
-        counted = [
+    for run in runs:
+        gradients = [
             parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32))
-            for name, parameter in run.parameters.items()
-            if parameter.grad is not None and (shards[name] is not None or mesh.tp_rank == 0)
+            for parameter in counted(run, model, mesh)
+            if parameter.grad is not None
         ]
-        if counted:
-            norms = torch.stack(list(torch._foreach_norm(counted)))
+        if gradients:
+            norms = torch.stack(list(torch._foreach_norm(gradients)))
             squares[run.index] = norms.double().square().sum()
-    dist.all_reduce(squares, group=mesh.world)
+    return squares
+
+
+@torch.no_grad()
+def gradient_norms(
+    runs: Sequence[JobRun], device: torch.device, squares: Tensor | None = None
+) -> dict[int, float]:
+    """The 2-norm over all gradients of each job, by job index.
+
+    squares   float64 [J], `gradient_squares` added up over all processes; None: each has whole jobs
+    """
+    if squares is None:
+        return _whole_norms(runs, device)
     by_job = squares.tolist()
     return {run.index: math.sqrt(by_job[run.index]) for run in runs}
 

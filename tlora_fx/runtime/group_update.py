@@ -1,8 +1,8 @@
 """One update for all jobs of a round, by kernels that nobody on the host waits for.
 
-Where every job of a round has torch.optim's fused Adam or AdamW on one GPU, norms, clipping and
-the step of all of them take three launches, and what they came to is read a round later. Elsewhere
-each job's own optimizer does its step (`optimizer.JobOptimizer`).
+Norms, clipping and the step of all jobs of a round that have torch.optim's fused Adam or AdamW on
+one GPU take three launches. Every other job's own optimizer does its step
+(`optimizer.JobOptimizer`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tlora_fx.runtime.optimizer import AdamState, JobOptimizer
 
@@ -72,6 +72,8 @@ class GroupUpdate:
     states       theirs, laid open
     own          each job's part of the kernels' table
     places       each job's index in a round's losses
+    counts       whether a parameter counts in its job's norm here, where processes hold parts of
+                 jobs; None: all do
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class GroupUpdate:
         states: Sequence[AdamState],
         own: Sequence[JobChunks],
         places: Sequence[int],
+        counts: Callable[[nn.Parameter], bool] | None = None,
     ) -> None:
         self.optimizers, self.states, self.places = list(optimizers), list(states), list(places)
         self.dtype, device = own[0].dtype, own[0].device
@@ -98,39 +101,69 @@ class GroupUpdate:
         indices = torch.tensor(self.places, dtype=torch.int32)
         self._places = indices.to(device, non_blocking=True)
         self._alive = torch.ones(len(own), dtype=torch.int32, device=device)
+        self._counted: Tensor | None = None
+        if counts is not None:
+            params = [param for state in states for param in state.gradients.params]
+            mine = torch.tensor([counts(param) for param in params], dtype=torch.int32)
+            runs = torch.cat([each.runs for each in own])
+            self._counted = mine.repeat_interleave(runs).to(device, non_blocking=True)
 
     @staticmethod
-    def of(optimizers: Sequence[JobOptimizer], places: Sequence[int]) -> GroupUpdate | None:
-        """What updates these jobs at once; None where each is to do its own step."""
-        states = [optimizer.adam() for optimizer in optimizers]
-        known = [state for state in states if state is not None]
-        if not known or len(known) < len(states):
+    def of(
+        optimizers: Sequence[JobOptimizer],
+        places: Sequence[int],
+        counts: Callable[[nn.Parameter], bool] | None = None,
+    ) -> GroupUpdate | None:
+        """What updates at once those of these jobs that kernels serve; None where they serve none.
+
+        Of jobs of several dtypes or devices those of the first one are served.
+        """
+        served: list[tuple[JobOptimizer, AdamState, JobChunks, int]] = []
+        for optimizer, place in zip(optimizers, places, strict=True):
+            state = optimizer.adam()
+            own = None if state is None else _chunks_of(optimizer, state)
+            if state is None or own is None:
+                continue
+            if not served or (own.device, own.dtype) == (served[0][2].device, served[0][2].dtype):
+                served.append((optimizer, state, own, place))
+        if not served:
             return None
-        own = [_chunks_of(*each) for each in zip(optimizers, known, strict=True)]
-        chunks = [each for each in own if each is not None]
-        if len(chunks) < len(own) or len({(each.device, each.dtype) for each in chunks}) > 1:
-            return None
-        return GroupUpdate(optimizers, known, chunks, places)
+        chosen, states, chunks, indices = zip(*served, strict=True)
+        return GroupUpdate(chosen, states, chunks, indices, counts)
 
     def holds(self) -> bool:
         """Whether all tensors are still those that it knows."""
         return all(state.gradients.holds() for state in self.states)
 
-    def launch(self, losses: Tensor) -> PendingOutcomes:
+    def measure(self, squares: Tensor) -> None:
+        """Write the sum of squares of each job's gradients that count here.
+
+        squares   float64 [J], on the device; other jobs' stay
+        """
+        from tlora_fx.ops.kernels.adam import squares_into
+
+        assert self._counted is not None, "made for jobs that are whole here"
+        squares_into(squares, self._table, self._firsts, self._places, self._counted, self.dtype)
+
+    def launch(self, losses: Tensor, squares: Tensor | None = None) -> PendingOutcomes:
         """Update all jobs from their gradients, and zero these; each optimizer is to note it.
 
-        losses   [J] of the round, on the device
+        losses    [J] of the round, on the device
+        squares   float64 [J], what all processes have measured, added up; None: nobody else has a
+                  part of these jobs
         """
         pairs = list(zip(self.optimizers, self.states, strict=True))
         rows = [_given(*each, each[1].options[0]) for each in pairs]
         rows += [_given(*each, options) for each in pairs for options in each[1].options[1:]]
         given = torch.tensor(rows, dtype=torch.float64).to(losses.device, non_blocking=True)
-        return PendingOutcomes(self._run(losses, given))
+        return PendingOutcomes(self._run(losses, given, squares))
 
-    def _run(self, losses: Tensor, given: Tensor) -> Tensor:
+    def _run(self, losses: Tensor, given: Tensor, squares: Tensor | None) -> Tensor:
         from tlora_fx.ops.kernels.adam import adam
 
-        return adam(self._table, self._firsts, self._places, losses, given, self._alive, self.dtype)
+        return adam(
+            self._table, self._firsts, self._places, losses, given, self._alive, self.dtype, squares
+        )
 
 
 def _given(optimizer: JobOptimizer, state: AdamState, options: Mapping[str, Any]) -> list[float]:
@@ -157,10 +190,12 @@ class JobChunks:
     addresses   of all that it lists: while they are the same, so is it
     chunks      int64 [c, 6] on the CPU: what `ops.kernels.adam` has before the job, and the index
                 of the group of parameters among the job's
+    runs        int64 [p] on the CPU: chunks of each parameter, in their order
     """
 
     addresses: list[int]
     chunks: Tensor
+    runs: Tensor
     device: torch.device
     dtype: torch.dtype
 
@@ -181,15 +216,18 @@ def _chunks_of(optimizer: JobOptimizer, state: AdamState) -> JobChunks | None:
     ((device, dtype),) = kinds if len(kinds) == 1 else {(torch.device("meta"), torch.float32)}
     if device.type not in KERNELS or any(address % _ALIGNED for address in addresses):
         return None
+    from tlora_fx.ops.kernels.adam import CHUNK
+
     runs = list(zip(gradients.params, gradients.tensors, state.firsts, state.seconds, strict=True))
     if not all(
         each.stride() == run[0].stride() and _is_whole(each) for run in runs for each in run
     ):
         return None
-    sizes = [run[0].numel() for run in runs]
+    sizes = torch.tensor([run[0].numel() for run in runs])
+    counts = (sizes + CHUNK - 1) // CHUNK
     addressed = torch.tensor(addresses).view(4, -1).t()
-    chunks = _cut(addressed, torch.tensor(sizes), torch.tensor(state.groups), dtype.itemsize)
-    _known[optimizer] = JobChunks(addresses, chunks, device, dtype)
+    chunks = _cut(addressed, sizes, counts, torch.tensor(state.groups), dtype.itemsize)
+    _known[optimizer] = JobChunks(addresses, chunks, counts, device, dtype)
     return _known[optimizer]
 
 
@@ -198,11 +236,13 @@ def _is_whole(tensor: Tensor) -> bool:
     return tensor.is_contiguous() or (tensor.dim() == 2 and tensor.t().is_contiguous())
 
 
-def _cut(addresses: Tensor, sizes: Tensor, groups: Tensor, itemsize: int) -> Tensor:
-    """Chunks [c, 6] of runs of so many elements, [n], at addresses [n, 4], in groups [n]."""
+def _cut(addresses: Tensor, sizes: Tensor, counts: Tensor, groups: Tensor, itemsize: int) -> Tensor:
+    """Chunks [c, 6] of runs of so many elements, [n], at addresses [n, 4], in groups [n].
+
+    counts   [n], of chunks
+    """
     from tlora_fx.ops.kernels.adam import CHUNK
 
-    counts = (sizes + CHUNK - 1) // CHUNK
     first_of_run = torch.cumsum(counts, 0) - counts
     within = torch.arange(int(counts.sum())) - first_of_run.repeat_interleave(counts)
     starts = addresses.repeat_interleave(counts, dim=0) + (within * CHUNK * itemsize)[:, None]

@@ -324,6 +324,11 @@ class JobOptimizer:
         }
 
     @property
+    def trained(self) -> Mapping[str, nn.Parameter]:
+        """What it updates, by name."""
+        return self._params
+
+    @property
     def learning_rate(self) -> float:
         """The rate that the next step uses."""
         return float(self._optimizer.param_groups[0]["lr"])

@@ -1,7 +1,8 @@
 """The end of a round: every job's optimizer step, and what it came to.
 
-Where one update serves all jobs nobody waits for it: what it came to is looked at when the next
-round is on its way, so that the GPU never waits for the host in between.
+Where one update serves all jobs of one process nobody waits for it: what it came to is looked at
+when the next round is on its way, so that the GPU never waits for the host in between. Jobs with
+another optimizer are waited for, and so are processes that have to agree.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from tlora_fx.errors import MetricsError
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.batching import MicroBatches
-from tlora_fx.runtime.distributed import gradient_norms
+from tlora_fx.runtime.distributed import counted, gradient_norms, gradient_squares
 from tlora_fx.runtime.group_update import GroupUpdate, PendingOutcomes
 from tlora_fx.runtime.job_run import JobRun, StepAhead, StepReport
 from tlora_fx.runtime.optimizer import JobOptimizer
@@ -85,22 +87,53 @@ class RoundEnd:
         returns   of the round before, where this one is to be looked at later
         """
         update = self._update_of(runs)
+        served = frozenset(() if update is None else update.places)
+        apart = [run for run in runs if run.index not in served]
+        waits = bool(apart) or self.mesh.size > 1
+        outside = self.settle() if waits else {}
+        squares = self._squares(update, apart)
+        before = self._ahead
         if update is not None:
-            steps = [run.start_step(batches[run.index]) for run in runs]
-            before, self._ahead = self._ahead, _Launched(update.launch(losses), runs, steps)
-            for run, step in zip(runs, steps, strict=True):
-                self._take(run, run.optimizer.noted, step.step)
+            together = [run for run in runs if run.index in served]
+            self._launch(update, together, batches, losses, squares)
+        if not waits:
             return self._settled(before)
-        outside = self.settle()
-        norms = gradient_norms(runs, self.model, self.mesh)
+        norms = gradient_norms(apart, self.mesh.device, squares)
         known = losses.tolist()
-        for run in runs:
+        for run in apart:
             index, self.seconds = run.index, time.perf_counter() - self._since
             finish = partial(
                 run.finish_step, known[index], batches[index], self.seconds, norms[index]
             )
             outside |= self._take(run, finish, run.step + 1)
-        return outside
+        return outside | self.settle()
+
+    def _launch(
+        self,
+        update: GroupUpdate,
+        runs: Sequence[JobRun],
+        batches: Mapping[int, MicroBatches],
+        losses: Tensor,
+        squares: Tensor | None,
+    ) -> None:
+        """One update of all jobs that it serves, to be looked at later."""
+        steps = [run.start_step(batches[run.index]) for run in runs]
+        self._ahead = _Launched(update.launch(losses, squares), runs, steps)
+        for run, step in zip(runs, steps, strict=True):
+            self._take(run, run.optimizer.noted, step.step)
+
+    def _squares(self, update: GroupUpdate | None, apart: Sequence[JobRun]) -> Tensor | None:
+        """The sum of squares of each job's gradients; None where each process has whole jobs.
+
+        One all-reduce serves all jobs, whoever updates them on which process.
+        """
+        if not self._in_parts:
+            return None
+        squares = gradient_squares(apart, self.model, self.mesh)
+        if update is not None:
+            update.measure(squares)
+        dist.all_reduce(squares, group=self.mesh.world)
+        return squares
 
     def settle(self) -> Outside:
         """Look at the round that was launched last."""
@@ -108,19 +141,31 @@ class RoundEnd:
         return self._settled(ahead)
 
     def _update_of(self, runs: Sequence[JobRun]) -> GroupUpdate | None:
-        """What updates these jobs at once, where one process trains them; kept while it fits."""
-        if self.mesh.size > 1:
-            return None
+        """What updates those of these jobs that kernels serve at once; kept while it fits."""
         optimizers = [run.optimizer for run in runs]
         if self._served != optimizers or (self._update and not self._update.holds()):
             self._served = optimizers
-            self._update = GroupUpdate.of(optimizers, [run.index for run in runs])
+            places = [run.index for run in runs]
+            self._update = GroupUpdate.of(optimizers, places, self._counts(runs))
         return self._update
+
+    @property
+    def _in_parts(self) -> bool:
+        """Whether processes hold parts of jobs."""
+        return self.mesh.shape.tp > 1 or self.mesh.shape.pp > 1
+
+    def _counts(self, runs: Sequence[JobRun]) -> Callable[[nn.Parameter], bool] | None:
+        """What says whether a parameter counts here in its job's norm, where not all do."""
+        if not self._in_parts:
+            return None
+        here = {id(each) for run in runs for each in counted(run, self.model, self.mesh)}
+        return lambda parameter: id(parameter) in here
 
     def _settled(self, ahead: _Launched | None) -> Outside:
         if ahead is None:
             return {}
-        outcomes = ahead.pending.read(self.meanwhile)
+        # Processes that wait for each other do nothing else meanwhile.
+        outcomes = ahead.pending.read(self.meanwhile if self.mesh.size == 1 else None)
         now = time.perf_counter()
         self.seconds, self._since = now - self._since, now
         outside: Outside = {}

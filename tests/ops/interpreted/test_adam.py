@@ -158,9 +158,83 @@ def test_updates_are_taken_back_and_counted_once():
 
 
 def test_other_optimizers_do_their_own_step():
-    """All of a round's, where one of them is another."""
-    plain, other = (parameters(place, torch.float32) for place in (0, 1))
-    assert GroupUpdate.of([JobOptimizer(job_with(), plain, 9)], [0]) is not None
-
+    """And so do jobs of another dtype than the first one's; the rest is updated at once."""
+    plain, other, third = (parameters(place, torch.float32) for place in range(3))
+    wide = parameters(3, torch.float64)
+    optimizers = [JobOptimizer(job_with(), each, 9) for each in (plain, third, wide)]
     sgd = JobOptimizer(job_with(optim="sgd"), other, 9)
-    assert GroupUpdate.of([JobOptimizer(job_with(), plain, 9), sgd], [0, 1]) is None
+
+    update = GroupUpdate.of([sgd, *optimizers], [5, 3, 0, 1])
+    assert update is not None
+    assert update.places == [3, 0]
+    assert update.optimizers == optimizers[:2]
+    assert GroupUpdate.of([sgd], [0]) is None
+
+
+class Part:
+    """What one of two processes has of all jobs: a half of "long", and all of the rest.
+
+    The first one counts everything that it has, the other its halves alone.
+    """
+
+    PLACES = (1, 2, 3, 4, 6)
+
+    def __init__(self, side: int, jobs: list[Job], dtype: torch.dtype) -> None:
+        self.rows = slice(4 * side, 4 * side + 4)
+        self.params = [parameters(place, dtype) for place in range(len(jobs))]
+        for params in self.params:
+            params["long"] = nn.Parameter(params["long"][self.rows].detach().clone())
+            params["long"].grad = torch.zeros_like(params["long"])
+        halves = {id(params["long"]) for params in self.params}
+        self.optimizers = [
+            JobOptimizer(job, params, 9) for job, params in zip(jobs, self.params, strict=True)
+        ]
+        made = GroupUpdate.of(
+            self.optimizers, self.PLACES, lambda param: side == 0 or id(param) in halves
+        )
+        assert made is not None
+        self.update = made
+
+    def take(self, whole: list[dict[str, nn.Parameter]]) -> Tensor:
+        """Take over gradients; the squares of those that count here."""
+        for mine, params in zip(self.params, whole, strict=True):
+            for name, param in params.items():
+                assert param.grad is not None
+                given = param.grad[self.rows] if name == "long" else param.grad
+                mine[name].grad.copy_(given)  # type: ignore[union-attr]
+        squares = torch.zeros(7, dtype=torch.float64)
+        self.update.measure(squares)
+        return squares
+
+    def step(self, squares: Tensor) -> list[float]:
+        """Update by the squares of both; norms."""
+        outcomes = self.update.launch(torch.ones(7), squares).read()
+        for each in self.optimizers:
+            each.noted()
+        return [outcome.norm for outcome in outcomes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parts_of_jobs_are_updated_as_whole_ones(dtype):
+    """Squares are measured on each process, without what another one counts, and added up."""
+    jobs = [job_with(**fields) for fields in JOBS.values()]
+    whole = [parameters(place, dtype) for place in range(len(jobs))]
+    alone = [JobOptimizer(job, params, 9) for job, params in zip(jobs, whole, strict=True)]
+    parts = [Part(side, jobs, dtype) for side in (0, 1)]
+
+    for step in range(3):
+        for place, params in enumerate(whole):
+            torch.manual_seed(place)
+            give(params, step)
+        first, second = (part.take(whole) for part in parts)
+        norms = [each.step() for each in alone]
+        for part in parts:
+            assert part.step(first + second) == pytest.approx(norms, rel=1e-6)
+        assert not first[[0, 5]].any()
+        assert not second[[0, 5]].any()
+
+    bound = 1e-6 if dtype == torch.float32 else 1e-13
+    for params, one, other in zip(whole, parts[0].params, parts[1].params, strict=True):
+        long = nn.Parameter(torch.cat([one["long"], other["long"]]))
+        assert_equal({**one, "long": long}, {**params}, bound)
+        assert_equal({**other, "long": long}, {**params}, bound)

@@ -1,5 +1,7 @@
 """The end of a round on a GPU: norms, clipping and Adam of all jobs, in three launches.
 
+Where processes hold parts of a job its squares are added up between them, before the last two.
+
 What jobs train are hundreds of short runs of memory each. A table lists them in chunks, with the
 addresses of parameter, gradient and moments; every chunk is one job's. Nothing is read on the
 host, so the next round is on its way before this one has ended.
@@ -51,18 +53,40 @@ def _squares(table, sums, KIND: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.cons
 
 
 @triton.jit
-def _settle(
-    sums, firsts, places, losses, given, alive, facts, WIDE: tl.constexpr, BLOCK: tl.constexpr
-):
-    job = tl.program_id(0)
-    start = tl.load(firsts + job)
-    stop = tl.load(firsts + job + 1)
+def _sum_of(sums, counted, start, stop, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    """Of chunks from one to another, those alone that count where `counted` is not None."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], WIDE)
     for first in range(start, stop, BLOCK):
-        total += tl.load(sums + first + lanes, mask=first + lanes < stop, other=0.0)
-    norm = tl.sqrt(tl.sum(total, axis=0)).to(tl.float64)
-    loss = tl.load(losses + tl.load(places + job)).to(tl.float64)
+        mine = first + lanes < stop
+        if counted is not None:
+            mine = mine & (tl.load(counted + first + lanes, mask=mine, other=0) != 0)
+        total += tl.load(sums + first + lanes, mask=mine, other=0.0)
+    return tl.sum(total, axis=0)
+
+
+@triton.jit
+def _total(sums, counted, firsts, places, squares, WIDE: tl.constexpr, BLOCK: tl.constexpr):
+    job = tl.program_id(0)
+    start = tl.load(firsts + job)
+    total = _sum_of(sums, counted, start, tl.load(firsts + job + 1), WIDE, BLOCK)
+    tl.store(squares + tl.load(places + job), total.to(tl.float64))
+
+
+@triton.jit
+def _settle(
+    sums, squares, firsts, places, losses, given, alive, facts, WIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    job = tl.program_id(0)
+    place = tl.load(places + job)
+    if squares is None:
+        start = tl.load(firsts + job)
+        norm = tl.sqrt(_sum_of(sums, None, start, tl.load(firsts + job + 1), WIDE, BLOCK))
+        norm = norm.to(tl.float64)
+    else:
+        norm = tl.sqrt(tl.load(squares + place))
+    loss = tl.load(losses + place).to(tl.float64)
     # Of what is no number, or infinite, the difference to itself is not zero.
     sound = ((norm - norm == 0.0) & (loss - loss == 0.0)).to(tl.int32)
     sound = sound * tl.load(alive + job)
@@ -127,6 +151,38 @@ def _update(table, given, facts, KIND: tl.constexpr, WIDE: tl.constexpr, PIECE: 
         _step(row, begin, given, facts, count, KIND, WIDE, PIECE, WHOLE=False)
 
 
+def squares_into(
+    squares: Tensor,
+    table: Tensor,
+    firsts: Tensor,
+    places: Tensor,
+    counted: Tensor,
+    dtype: torch.dtype,
+) -> None:
+    """Write the sum of squares of each job's gradients, those of chunks that count.
+
+    squares   float64 [J], of which this process's jobs are overwritten
+    counted   int32 [C], 0 for a chunk that another process counts
+
+    table, firsts, places, dtype   as of `adam`
+    """
+    wide: Any = tl.float64 if dtype == torch.float64 else tl.float32
+    sums = _squares_of(table, dtype)
+    _total[(places.shape[0],)](
+        sums, counted, firsts, places, squares, WIDE=wide, BLOCK=_SUMMED, num_warps=4
+    )
+
+
+def _squares_of(table: Tensor, dtype: torch.dtype) -> Tensor:
+    """Of each chunk of gradients."""
+    wide: Any = tl.float64 if dtype == torch.float64 else tl.float32
+    sums = table.new_empty(table.shape[0], dtype=torch.promote_types(dtype, torch.float32))
+    _squares[(table.shape[0],)](
+        table, sums, KIND=_TYPES[dtype], WIDE=wide, CHUNK=CHUNK, num_warps=8
+    )
+    return sums
+
+
 def adam(
     table: Tensor,
     firsts: Tensor,
@@ -135,6 +191,7 @@ def adam(
     given: Tensor,
     alive: Tensor,
     dtype: torch.dtype,
+    squares: Tensor | None = None,
 ) -> Tensor:
     """Update what all jobs of a round train, and zero its gradients.
 
@@ -150,17 +207,28 @@ def adam(
               beta and what it lacks to 1, epsilon, and the root of the second bias correction
     alive     int32 [K], 1 until a job is left as it is
     dtype     of parameters, gradients and moments, which begin at multiples of 16 bytes
+    squares   float64 [J], the sum of squares of each job's gradients over all processes; None: they
+              are all here
     returns   float64 [K, 4]: loss, norm before clipping, 1 where the job was updated, and what its
               gradients were multiplied with
     """
     chunks, jobs = table.shape[0], places.shape[0]
     kind: Any = _TYPES[dtype]
     wide: Any = tl.float64 if dtype == torch.float64 else tl.float32
-    sums = table.new_empty(chunks, dtype=torch.promote_types(dtype, torch.float32))
     facts = table.new_empty((jobs, FACTS), dtype=torch.float64)
-    _squares[(chunks,)](table, sums, KIND=kind, WIDE=wide, CHUNK=CHUNK, num_warps=8)
+    sums = _squares_of(table, dtype) if squares is None else None
     _settle[(jobs,)](
-        sums, firsts, places, losses, given, alive, facts, WIDE=wide, BLOCK=_SUMMED, num_warps=4
+        sums,
+        squares,
+        firsts,
+        places,
+        losses,
+        given,
+        alive,
+        facts,
+        WIDE=wide,
+        BLOCK=_SUMMED,
+        num_warps=4,
     )
     _update[(chunks, CHUNK // _PIECE)](
         table, given, facts, KIND=kind, WIDE=wide, PIECE=_PIECE, num_warps=8
