@@ -2,6 +2,7 @@
 
     python -m benchmarks.round_end                                              # on a GPU
     python -m benchmarks.round_end --device cpu --layers 2 --hidden 64 --cases 2   # tries the code
+    torchrun --nproc-per-node 2 -m benchmarks.round_end --planner tensor     # over several GPUs
 
 `rows`          forward and backward of one round's rows, again and again
 `round`         whole rounds: data, packing, rows, norms, clipping, update, metrics
@@ -33,10 +34,15 @@ from benchmarks.distributed_models import jobs_of
 from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.rounds import shape_of
 from benchmarks.step_mixes import SEED, Shape
+from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.model.backbone import load_backbone
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.adapters import base_tensors
 from tlora_fx.runtime.data import DataReport, JobData, Sample
+from tlora_fx.runtime.distributed import gradient_norms
 from tlora_fx.runtime.interrupts import Interrupts
+from tlora_fx.runtime.launch import Launch, join
 from tlora_fx.runtime.round_end import RoundEnd
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
@@ -77,8 +83,12 @@ CASES = (
 def main() -> None:
     """Measure, print and write."""
     given = _arguments()
+    launch = Launch.found()
+    device = launch.device(given.device)
+    leader = join(launch, device).leader
     shape, out = shape_of(given), console()
     found = described("round_end", given.device) | {"layers": given.layers, "cases": {}}
+    found |= {"planner": given.planner, "processes": launch.size}
     path = given.out / f"round_end-{found['date']}.json"
     chosen = CASES[: given.cases] if given.only is None else [CASES[n] for n in given.only]
     with tempfile.TemporaryDirectory(prefix="round-end-") as folder:
@@ -87,14 +97,16 @@ def main() -> None:
             trainer, weights = _trainer(shape, case, given, Path(folder), weights)
             figures = measured(trainer, case, given)
             found["cases"][case.name] = figures
-            out.print(case.name, figures, highlight=False)
-            write(path, found)
+            if leader:
+                out.print(case.name, figures, highlight=False)
+                write(path, found)
             trainer._let_go()
             del trainer
             gc.collect()
             if given.device == "cuda":
                 torch.cuda.empty_cache()
-    show(found)
+    if leader:
+        show(found)
 
 
 def _trainer(
@@ -109,8 +121,12 @@ def _trainer(
         )
     ]
     model = tlora_fx.compile(jobs)
-    weights = weights or dict(base_tensors(load_backbone(jobs[0].base), given.device))
-    model.materialize(weights, given.device)
+    plan = None
+    if given.planner == "single":
+        weights = weights or dict(base_tensors(load_backbone(jobs[0].base), given.device))
+        model.materialize(weights, given.device)
+    else:
+        plan = _plan(model, given.planner)
     generator = torch.Generator().manual_seed(SEED)
 
     def sample() -> Sample:
@@ -123,11 +139,21 @@ def _trainer(
         for job, batch in zip(jobs, case.batches, strict=True)
     }
     trainer = Trainer(
-        model, output=folder / case.name, device=given.device, data=data,
-        options=TrainerOptions(compiled=given.device == "cuda"),
+        model, output=folder / case.name, device=Launch.found().device(given.device), data=data,
+        plan=plan, options=TrainerOptions(compiled=given.device == "cuda"),
     )  # fmt: skip
     trainer.prepare(data)
     return trainer, weights
+
+
+def _plan(model: SuperModel, planner: str) -> Plan:
+    """The planner's, over all processes in one dimension."""
+    size = Launch.found().size
+    shape = {"tensor": MeshShape(tp=size), "pipeline": MeshShape(pp=size)}
+    options = {"micro_batches": 2 * size} if planner == "pipeline" else {}
+    return find_planner(planner).plan(
+        model, shape.get(planner, MeshShape(dp=size)), options=options
+    )
 
 
 def measured(trainer: Trainer, case: Case, given: argparse.Namespace) -> Figures:
@@ -206,12 +232,16 @@ def compared(trainer: Trainer) -> float:
          run.optimizer.state_values(), [p.detach().clone() for p in run.parameters.values()])
         for run in runs
     ]  # fmt: skip
+    # The same for what several processes have.
+    torch.manual_seed(SEED)
     for run in runs:
         for param in run.parameters.values():
             assert param.grad is not None
             param.grad.normal_()
+    norms = gradient_norms(runs, trainer.device, trainer._end._squares(None, runs))
     gradients = [[p.grad.clone() for p in run.parameters.values()] for run in runs]  # type: ignore[union-attr]
-    update.launch(torch.ones(len(trainer.jobs), device=trainer.device)).read()
+    squares = trainer._end._squares(update, [run for run in runs if run.index not in update.places])
+    update.launch(torch.ones(len(trainer.jobs), device=trainer.device), squares).read()
     found = [[p.detach().clone() for p in run.parameters.values()] for run in runs]
     worst = change = 0.0
     for (run, tensors, values, params), own, mine in zip(states, gradients, found, strict=True):
@@ -220,7 +250,7 @@ def compared(trainer: Trainer) -> float:
             param.data.copy_(params[place])
             assert param.grad is not None
             param.grad.copy_(own[place])
-        run.optimizer.step()
+        run.optimizer.step(norms[run.index])
         run.optimizer.zero_grad()
         for place, param in enumerate(run.parameters.values()):
             worst = max(worst, float((param.detach() - mine[place]).abs().max()))
@@ -256,6 +286,7 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=len(CASES), help="the first of them")
     parser.add_argument("--only", type=int, nargs="*", help="cases by number, from 0")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--planner", default="single", help="under torchrun another")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     return parser.parse_args(arguments)

@@ -144,7 +144,8 @@ class Bench:
         for _ in range(WARM_UP):
             arm.step()
         seconds = time.perf_counter() - started
-        told = f"gradients {apart:.3g} off, warm after {seconds:.1f} s"
+        compared = "eager" if apart is None else f"gradients {apart:.3g} off"
+        told = f"{compared}, warm after {seconds:.1f} s"
         self.out.print(f"{name}, {mix.name}: {told}", highlight=False)
 
     def _profile(self, name: str, found: Found) -> None:

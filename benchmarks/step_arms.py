@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,10 @@ class Arm(Protocol):
 
     made: Made
 
+    @property
+    def ups(self) -> list[Tensor]:
+        """B of all adapters whose gradients are compared."""
+
     def load(self, mix: Mix) -> None:
         """Take a mix; not timed."""
 
@@ -51,6 +55,8 @@ LEAST_BOUND = 1e-5
 #: Of a job in a step.
 MOST_SEQUENCES = 64
 MANY = 10**6
+#: What B is drawn with while gradients are compared: it starts at zero, where A has none.
+STIRRED = 1e-3
 #: Of the norm of one tensor's gradient: one that is lost is 1 off, and may be little of all.
 LOST = 0.75
 #: In float8 a number that a compiler rounds otherwise falls on another code, a sixteenth apart:
@@ -58,6 +64,20 @@ LOST = 0.75
 FLOAT8_BOUND = 1.1
 #: The same of one tensor, whose noise two runs draw anew.
 FLOAT8_TENSOR_BOUND = 1.5
+
+
+@contextmanager
+def stirred(tensors: Sequence[Tensor]) -> Iterator[None]:
+    """Within it tensors hold random numbers, the same ones each time."""
+    before = [tensor.detach().clone() for tensor in tensors]
+    torch.manual_seed(SEED)
+    with torch.no_grad():
+        for tensor in tensors:
+            tensor.normal_(std=STIRRED)
+    yield
+    with torch.no_grad():
+        for tensor, value in zip(tensors, before, strict=True):
+            tensor.copy_(value)
 
 
 def seconds_of(device: str, run: Callable[[], object], count: int) -> float:
@@ -117,6 +137,12 @@ class Ours:
         )
         self.trainer.prepare(data)
 
+    @property
+    def ups(self) -> list[Tensor]:
+        """B of all jobs."""
+        named = [pair for run in self.trainer.runs for pair in run.parameters.items()]
+        return [param for name, param in named if ".lora_B." in name]
+
     def gradients(self, *, eager: bool = False) -> list[Tensor]:
         """Of all jobs' parameters; a row is captured when it comes again, and then replayed."""
         with ExitStack() as stack:
@@ -137,7 +163,8 @@ class Ours:
         """Of all jobs' parameters, by the base as it is."""
         plain = Ours(self.made.base, self.made, self.made.folder / "plain")
         plain.load(self.mix)
-        return plain.gradients(eager=True)
+        with stirred(plain.ups):
+            return plain.gradients(eager=True)
 
     def launched(self) -> AbstractContextManager[object]:
         """No row is captured or replayed."""
@@ -157,15 +184,17 @@ class Ours:
         return seconds
 
 
-def require_gradients(arm: Arm) -> float:
+def require_gradients(arm: Arm) -> float | None:
     """Compare an arm's gradients with those of the same code run eagerly; nothing is timed yet.
 
-    returns  how far all of them are off, those in float8 from the base as it is
+    returns  how far all of them are off, those in float8 from the base as it is; None where the
+             arm is eager itself
     raises   RuntimeError where they differ by more than rounding does, or where one is lost
     """
-    found, expected = arm.gradients(), arm.gradients(eager=True)
+    with stirred(arm.ups):
+        found, expected = arm.gradients(), arm.gradients(eager=True)
     if not expected:
-        return 0.0
+        return None
     exact = arm.exact_gradients() if isinstance(arm, Ours) and arm.float8 else None
     apart, bound = _apart(found, expected), ROUNDING_BOUND * arm.made.rounding()
     if exact is not None:
@@ -180,7 +209,7 @@ def require_gradients(arm: Arm) -> float:
 def _require_kept(found: Tensor, eager: Tensor, true: Tensor) -> None:
     """Refuse a gradient that is lost, or much further from the true one than the eager one is."""
     if not eager.count_nonzero():
-        # A trains nothing yet while B is zero.
+        # Of an expert to which no token went.
         return
     off, bound = _apart([found], [true]), max(LOST, FLOAT8_TENSOR_BOUND * _apart([eager], [true]))
     if not off <= bound or found.norm() < eager.norm() / 2:
@@ -237,6 +266,11 @@ class Peft:
         """Take a mix, a batch a job."""
         self.ids = mix.ids(self.shape, self.device)
 
+    @property
+    def ups(self) -> list[Tensor]:
+        """Nothing is compared."""
+        return []
+
     def gradients(self, *, eager: bool = False) -> list[Tensor]:
         """Nothing is compiled here."""
         return []
@@ -290,8 +324,13 @@ class PackedArm:
             torch.cuda.current_stream().wait_stream(side)
             self.packed.capture(pool)
 
+    @property
+    def ups(self) -> list[Tensor]:
+        """B of the stacked adapters."""
+        return [site.b for site in self.packed.sites]
+
     def gradients(self, *, eager: bool = False) -> list[Tensor]:
-        """Of the stacked adapters."""
+        """Of the stacked adapters, or of the frozen model's embeddings."""
         if not eager:
             return self.packed.gradients()
         with torch.compiler.set_stance("force_eager"), self.launched():
@@ -322,6 +361,11 @@ class Alone:
         pool = torch.cuda.graph_pool_handle() if self.device == "cuda" else None
         for arm, batch in zip(self.arms, mix.batches, strict=True):
             arm.load(replace(mix, batches=(batch,)), pool)
+
+    @property
+    def ups(self) -> list[Tensor]:
+        """B of each job."""
+        return [tensor for arm in self.arms for tensor in arm.ups]
 
     def gradients(self, *, eager: bool = False) -> list[Tensor]:
         """Of each job's adapters."""
@@ -378,7 +422,8 @@ class Made:
         made.base, made.weights = base, dict(weights)
         arm = Ours(base, made, self.folder / "rounding")
         arm.load(Mix("short", (1,) * len(self.shape.ranks), length=64))
-        return arm.gradients(eager=True)
+        with stirred(arm.ups):
+            return arm.gradients(eager=True)
 
 
 def _job(

@@ -145,6 +145,7 @@ class Packed:
         self.row: dict[str, Any] = {}
         self.ids = torch.empty(0)
         self.graph: torch.cuda.CUDAGraph | None = None
+        self.embedded = torch.empty(0)
 
     def load(self, mix: Mix) -> None:
         """Take the tokens of a mix."""
@@ -165,16 +166,20 @@ class Packed:
             site.mask = mask
 
     def gradients(self) -> list[Tensor]:
-        """What a step gathers, one after the other; nothing is trained."""
+        """What a step gathers, of the frozen model the embeddings'; nothing is trained."""
         if self.graph is None:
             self._gather()
-            return [p.grad.clone() for p in self.trained if p.grad is not None]
+            return self._gathered()
         before = [p.detach().clone() for p in self.trained]
         self.graph.replay()
         with torch.no_grad():
             for parameter, value in zip(self.trained, before, strict=True):
                 parameter.copy_(value)
-        return [p.grad.clone() for p in self.trained if p.grad is not None]
+        return self._gathered()
+
+    def _gathered(self) -> list[Tensor]:
+        tensors = self.trained if self.sites else [self.embedded]
+        return [tensor.grad.clone() for tensor in tensors if tensor.grad is not None]
 
     def step(self) -> None:
         """One step."""
@@ -200,7 +205,7 @@ class Packed:
         self.model.zero_grad(set_to_none=False)
         embedded = self.model.model.embed_tokens(self.ids[None])
         if not self.sites:
-            embedded.requires_grad_()
+            self.embedded = embedded.requires_grad_()
         hidden = self.model.model(inputs_embeds=embedded, **self.row)[0][0]
         self.loss(hidden).backward()  # type: ignore[no-untyped-call]
 

@@ -15,6 +15,7 @@ from benchmarks.step_arms import (
     PackedArm,
     Peft,
     require_gradients,
+    stirred,
 )
 from benchmarks.step_mixes import Mix, Shape
 
@@ -77,15 +78,23 @@ class Loses(PackedArm):
 
 
 def test_an_arm_that_trains_nothing_is_refused_before_it_is_timed(made, monkeypatch):
-    """And one whose gradients are those of eager code is not."""
+    """And one whose gradients are those of eager code is not; all are compared, A's too."""
     again = Ours(made.base, made, made.folder / "again")
     for arm in (PackedArm(made, stacked=True), again, Alone(made, graph=False)):
         arm.load(MIX)
-        require_gradients(arm)
+        assert not any(tensor.any() for tensor in arm.ups)
+        with stirred(arm.ups):
+            assert all(tensor.any() for tensor in arm.gradients())
+        assert require_gradients(arm) is not None
+        assert not any(tensor.any() for tensor in arm.ups)
     arm = Zeros(made, stacked=True)
     arm.load(MIX)
     with pytest.raises(RuntimeError, match="it trains nothing"):
         require_gradients(arm)
+    frozen = Zeros(made, stacked=False)
+    frozen.load(MIX)
+    with pytest.raises(RuntimeError, match="it trains nothing"):
+        require_gradients(frozen)
     arm = Loses(made, stacked=True)
     arm.load(MIX)
     monkeypatch.setattr(made, "rounding", lambda: 0.1)
@@ -105,6 +114,10 @@ class InFloat8(Ours):
 
     def exact_gradients(self):
         return self.exact
+
+    @property
+    def ups(self):
+        return []
 
 
 def test_in_float8_a_tensor_may_be_as_far_off_as_eager_code_is(made):
