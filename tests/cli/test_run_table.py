@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import SimpleNamespace
 
 from rich.console import Console
 
@@ -41,6 +42,31 @@ def test_the_table_says_where_each_job_is(tmp_path):
     training = [row for row in rows.values() if row[0] == "trains"]
     assert all(row[2] == "on" and float(row[-1]) > 0 for row in training)
     assert str(tmp_path / "run" / "quick") in seen[1]
+
+
+def test_the_table_says_who_joins_and_who_leaves():
+    """While a group becomes another one; who stays trains on."""
+    jobs = dict.fromkeys(
+        ("stays", "leaves", "joins"), SimpleNamespace(steps_done=3, solo_seconds=0)
+    )
+    plain = {"group": SimpleNamespace(place=(0,)), "leaving": False}
+    successor = SimpleNamespace(
+        epoch=2, jobs={name: jobs[name] for name in ("stays", "joins")}, origin=1, started=None,
+        successor=None, **plain,
+    )  # fmt: skip
+    run = SimpleNamespace(
+        epoch=1, jobs={name: jobs[name] for name in ("stays", "leaves")}, origin=None, started=1.0,
+        successor=successor, **plain,
+    )  # fmt: skip
+    records = [
+        SimpleNamespace(name=name, status="running", steps=3, request=SimpleNamespace(steps=9))
+        for name in jobs
+    ]
+
+    lines = printed(table(records, SimpleNamespace(runs={1: run}))).splitlines()
+
+    states = {line.split()[0]: line.split()[1:3] for line in lines[1:]}
+    assert states == {"stays": ["trains", "1"], "leaves": ["leaves", "1"], "joins": ["joins", "2"]}
 
 
 def test_a_terminal_shows_the_table_and_keeps_the_lines(tmp_path):

@@ -533,6 +533,20 @@ def test_a_job_beyond_the_memory_is_refused_before_anything_is_written(
     assert not (tmp_path / "d").exists()
 
 
+def test_jobs_that_wait_to_join_have_their_memory_already(model, jobs, data, tmp_path, monkeypatch):
+    """Of two that each fit alone the second is refused, where both do not fit."""
+    empty(model, jobs["a"])
+    needed = {name: model.bytes_needed(jobs[name]) for name in "bd"}
+    assert all(needed.values())
+    monkeypatch.setattr(elastic, "free_bytes", lambda device: sum(needed.values()) - 1)
+    asked = [(1, "admit", jobs[name], data[name]) for name in "bd"]
+    trainer, watch = train(model, tmp_path, data, asked)
+
+    [refused] = watch.refused
+    assert refused.facts["expected"].endswith("with 1 that wait to join")
+    assert {run.job.name: run.status for run in trainer.runs} == {"a": "done", "b": "done"}
+
+
 def test_rows_are_expected_to_take_what_the_largest_so_far_took(model, jobs, data, monkeypatch):
     """By the token; what the process did before says nothing, nor do smaller rows."""
     device, peak = torch.device("cuda"), [10**12]
@@ -552,18 +566,18 @@ def test_rows_are_expected_to_take_what_the_largest_so_far_took(model, jobs, dat
         roster.watch_rows(10**6)
 
     roster.note_rows()
-    assert roster._row_bytes(jobs["b"], data["b"]) == 0
+    assert roster._row_bytes(tokens["b"]) == 0
     roster.watch_rows(10**6)
-    assert roster._row_bytes(jobs["b"], data["b"]) == 0
+    assert roster._row_bytes(tokens["b"]) == 0
     train("a", 50 * tokens["a"])
-    assert roster._row_bytes(jobs["b"], data["b"]) == 50 * (tokens["a"] + tokens["b"])
+    assert roster._row_bytes(tokens["b"]) == 50 * (tokens["a"] + tokens["b"])
     train("ab", 0)
-    assert roster._row_bytes(jobs["c"], data["c"]) == 50 * sum(tokens.values())
+    assert roster._row_bytes(tokens["c"]) == 50 * sum(tokens.values())
     train("ab", 40 * (tokens["a"] + tokens["b"]))
     train("b", 70 * tokens["b"])
-    assert roster._row_bytes(jobs["c"], data["c"]) == 40 * (tokens["b"] + tokens["c"])
+    assert roster._row_bytes(tokens["c"]) == 40 * (tokens["b"] + tokens["c"])
     roster.watch_rows(tokens["b"])
-    assert roster._row_bytes(jobs["c"], data["c"]) == 40 * tokens["b"]
+    assert roster._row_bytes(tokens["c"]) == 40 * tokens["b"]
 
 
 def test_a_model_that_is_not_open_admits_nobody(jobs):

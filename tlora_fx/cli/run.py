@@ -460,7 +460,10 @@ def _row(record: JobRecord, run: Formation | None) -> tuple[str, ...]:
         group = f"{run.epoch} on {_place(run)}"
         slowdown = f"{run.group.seconds / job.solo_seconds:.2f}" if job.solo_seconds else ""
         state = "joins" if run.origin is not None else "starts"
-        state = "stopping" if run.leaving else "trains" if run.started is not None else state
+        state = "trains" if run.started is not None else state
+        if run.successor is not None and record.name not in run.successor.jobs:
+            state = "leaves"
+        state = "stopping" if run.leaving else state
     steps = "" if record.status == "refused" else str(record.request.steps)
     return record.name, state, group, f"{done:.0f}", steps, slowdown
 

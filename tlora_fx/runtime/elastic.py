@@ -44,6 +44,8 @@ class Coming:
     source   where that was read
     path     the checkpoint that holds it, where one does
     start    what its data decides of its start, where that is known
+    needed   bytes that it will take, rows and larger banks not counted
+    growth   bytes that larger banks take, where it finds no room in those that are
     """
 
     job: Job
@@ -52,6 +54,8 @@ class Coming:
     source: str = ""
     path: Path | None = None
     start: Mapping[str, Tensor] | None = None
+    needed: int = 0
+    growth: int = 0
 
 
 @dataclass(slots=True)
@@ -139,8 +143,14 @@ class Roster:
         require_elementwise([job], mesh)
         require_data_starts(self.model, [job])
         require_trainable(job, data.steps)
-        needed = self.model.bytes_needed(job, may_grow=may_grow)
-        require_memory(job, needed + self._row_bytes(job, data), mesh.device)
+        needed = self.model.bytes_needed(job, may_grow=False)
+        growth = self.model.bytes_needed(job, may_grow=may_grow) - needed
+        # Those who wait will be there first; banks grow once for all.
+        others = self.changes.coming
+        together = needed + sum(other.needed for other in others)
+        together += max([growth, *(other.growth for other in others)])
+        tokens = [_step_tokens(*each) for each in ((job, data), *((o.job, o.data) for o in others))]
+        require_memory(job, together + self._row_bytes(sum(tokens)), mesh.device, len(others))
         state, source, path = self._gone.get(job.name), "this run", None
         if resume is not None:
             checkpoint = resume
@@ -159,7 +169,8 @@ class Roster:
         # Here a start that fails is its own job's failure, not that of the run.
         wanted = state is None and needs_data(job) and self.model.ready
         start = data_start(self.model, job, data) if wanted else None
-        self.changes.coming.append(Coming(job, data, state, source, path, start))
+        coming = Coming(job, data, state, source, path, start, needed, growth)
+        self.changes.coming.append(coming)
 
     def watch_rows(self, most_tokens: int) -> None:
         """From now on see what rows take, each of so many tokens at most."""
@@ -182,11 +193,11 @@ class Roster:
         tokens = sum(_step_tokens(run.job, run.data) for run in self.inside()) + more
         return min(tokens, self._most_tokens)
 
-    def _row_bytes(self, job: Job, data: JobData) -> int:
-        """What rows take with a job more, by what the largest so far took; on a GPU only."""
+    def _row_bytes(self, more: int) -> int:
+        """What rows take with so many tokens more, by what the largest so far took; on a GPU."""
         self.note_rows()
         tokens, taken = self._largest
-        return taken * self._tokens(_step_tokens(job, data)) // max(1, tokens)
+        return taken * self._tokens(more) // max(1, tokens)
 
     def _require_new(self, job: Job) -> None:
         waits = job.name in [coming.job.name for coming in self.changes.coming]
@@ -300,17 +311,19 @@ class Roster:
         self.forget(ended[: -len(self.model.jobs)])
 
 
-def require_memory(job: Job, needed: int, device: torch.device) -> None:
+def require_memory(job: Job, needed: int, device: torch.device, others: int = 0) -> None:
     """Refuse a job that would take more memory than there is, before anything is written.
 
-    needed    bytes
+    needed    bytes, those of others who wait to join among them
+    others    how many wait
     raises    NotAdmitted
     """
     free = free_bytes(device)
     if needed > free:
         raise NotAdmitted(
             f"there is no memory for job '{job.name}' in the running model",
-            expected=f"{needed / 2**20:,.0f} MiB",
+            expected=f"{needed / 2**20:,.0f} MiB"
+            + f", with {others} that wait to join" * (others > 0),
             found=f"{free / 2**20:,.0f} MiB are free on {device}",
             help=f"wait until a job has ended, give it a lower rank, or {ALONE}",
         )

@@ -385,7 +385,7 @@ class MeasuredCosts:
                     (self.joined, before.join), (self.left, before.leave), (self.moved, before.move)
                 )
             )  # fmt: skip
-            loop.changes = ChangeCosts(join, leave, move)
+            loop.changes = replace(before, join=join, leave=leave, move=move)
 
 
 class Learning(Protocol):
