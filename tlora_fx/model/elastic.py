@@ -1,9 +1,9 @@
 """Jobs join and leave a Shared Super-Model: rows of banks, columns of tables, and names.
 
 An open model was compiled for J slots of one structure, a branch at every open site. A job that
-comes takes a vacant slot; what it needs of each bank are rows. Nothing is traced, compiled or
-captured. Only where all slots or rows are taken, banks become larger ones, once, and whoever
-compiled or captured the old ones does so again.
+comes takes a vacant slot; what it needs of each bank are rows. Nothing is traced or compiled, and
+rows are captured again only where it adapts a site that nobody did. Where all slots or rows are
+taken, banks become larger ones, once, and whoever compiled or captured the old ones does so again.
 """
 
 from __future__ import annotations

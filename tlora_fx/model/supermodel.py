@@ -92,8 +92,8 @@ class SuperModel(nn.Module):
     def admit(self, job: Job, *, may_grow: bool = True) -> Admission:
         """Let a job join an open model, between two rounds; its adapter is zeros.
 
-        Nothing is traced, compiled or captured, but where `may_grow` and all slots or rows are
-        taken: banks double then, once. Views of jobs that moved are to be asked for again.
+        Nothing is traced or compiled, but where `may_grow` and all slots or rows are taken: banks
+        double then, once. Views of jobs that moved are to be asked for again.
 
         raises    NotAdmitted, JobsDiffer, UnknownTarget; nothing is changed then
         """
