@@ -10,7 +10,9 @@ from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.codegen.ahead import Ahead
 from tlora_fx.compiler import compile
+from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.parallel import apply
+from tlora_fx.runtime.data import DataReport, JobData, Sample
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
 from tlora_fx.runtime.verify import bounds_of, verify
 
@@ -152,3 +154,53 @@ def test_kernels_that_are_compiled_ahead_change_no_bit(tmp_path, monkeypatch, co
 
     assert losses("as they come") == one
     assert len(tried) == 1
+
+
+class Comes(TrainerCallback):
+    """After a job's steps others leave and join; notes how many graphs there are after each."""
+
+    def __init__(self, changes):
+        self.changes, self.graphs, self.said = changes, {}, []
+
+    def stepped(self, report):
+        if report.job != "a":
+            return
+        self.graphs[report.step] = self.trainer.graphs.captured
+        if report.step in self.changes:
+            self.changes[report.step](self.trainer)
+
+    def noted(self, text):
+        self.said.append(text)
+
+
+def test_who_joins_a_running_row_finds_it_captured_until_banks_double(tmp_path):
+    """A newcomer's rows have forms that were there; larger banks are captured anew, and told of."""
+    base = tiny_base(tmp_path, "bfloat16", hidden_size=128, num_attention_heads=2)
+    lora = {"r": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
+    jobs = {
+        name: make_job(base, name, seed=n, lora=lora, max_steps=60, learning_rate=1e-3)
+        for n, name in enumerate("abcd")
+    }
+    samples = [Sample(ids, ids) for ids in (tuple(range(3, 19)), tuple(range(20, 36)))]
+    data = {name: JobData(job, samples * 4, DataReport()) for name, job in jobs.items()}
+    model = compile([jobs["a"], jobs["b"]], open=OpenSlots(rows=16, jobs=2, rank=8))
+    comes = Comes({
+        10: lambda trainer: trainer.pause("b"),
+        20: lambda trainer: trainer.admit(jobs["c"], data["c"]),
+        30: lambda trainer: trainer.admit(jobs["d"], data["d"]),
+    })  # fmt: skip
+    both = {name: data[name] for name in "ab"}
+    comes.trainer = Trainer(
+        model, output=tmp_path / "run", device="cuda", data=both, callback=comes
+    )
+    comes.trainer.run()
+
+    graphs, forms = comes.graphs, len(comes.trainer.graphs.forms)
+    assert comes.trainer.graphs.refused == ""
+    assert 0 < graphs[9] < graphs[19] == graphs[30]
+    assert graphs[60] > graphs[31] >= graphs[30]
+    assert forms < graphs[60]
+    assert any("doubled" in text for text in comes.said), comes.said
+    assert {run.job.name: run.status for run in comes.trainer.runs} == {
+        "a": "done", "b": "paused", "c": "done", "d": "done"
+    }  # fmt: skip
