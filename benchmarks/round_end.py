@@ -209,12 +209,16 @@ def _rows(trainer: Trainer) -> None:
 
 
 def _round(trainer: Trainer, interrupts: Interrupts) -> None:
-    trainer._round(interrupts)
+    before = trainer.rounds
+    went_on = trainer._round(interrupts)
+    ended = {run.job.name: run.reason for run in trainer.runs if run.status != "running"}
+    if trainer.rounds == before or ended:
+        raise RuntimeError(f"a round trained nobody, or not all: went on {went_on}, {ended}")
 
 
 def _each(trainer: Trainer, interrupts: Interrupts) -> None:
     with mock.patch.object(RoundEnd, "_update_of", return_value=None):
-        trainer._round(interrupts)
+        _round(trainer, interrupts)
 
 
 def compared(trainer: Trainer) -> float:
