@@ -6,11 +6,12 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runtime.parameters import job_with, start
-from tlora_fx.runtime.distributed import gradient_norms
+from tlora_fx.runtime.distributed import gradient_norms, gradient_squares
 from tlora_fx.runtime.optimizer import JobOptimizer
 
 
@@ -70,3 +71,25 @@ def test_the_device_is_not_waited_for_once_a_job():
 def test_no_jobs_have_no_norms():
     """A round in which nobody trains."""
     assert norms([]) == {}
+
+
+def test_squares_of_parts_are_of_what_a_job_trains_and_counts_here():
+    """A piece counts on each process, what is whole on the first alone; A of LoRA-FA nowhere."""
+    params = {name: each for name, each in start().items() if name != "a.never_used"}
+    for param in params.values():
+        param.grad.fill_(2.0)
+    a, b, magnitude = (param.numel() for param in params.values())
+    pieces = {"a.lora_A.weight": None, "a.lora_B.weight": "piece", "a.lora_magnitude_vector": None}
+    model: Any = SimpleNamespace(jobs=[None] * 3, shards=lambda name: pieces)
+
+    def found(optim: str, **ranks: int) -> list[float]:
+        job = job_with(optim=optim)
+        run = SimpleNamespace(index=1, job=job, optimizer=JobOptimizer(job, params, 9))
+        where = {"dp_rank": 0, "tp_rank": 0} | ranks
+        mesh: Any = SimpleNamespace(device=torch.device("cpu"), **where)
+        return gradient_squares([run], model, mesh).tolist()
+
+    assert found("adamw") == [0, pytest.approx(4 * (a + b + magnitude)), 0]
+    assert found("adamw", tp_rank=1) == [0, pytest.approx(4 * b), 0]
+    assert found("adamw", dp_rank=1) == [0, 0, 0]
+    assert found("lorafa") == [0, pytest.approx(4 * (b + magnitude)), 0]
