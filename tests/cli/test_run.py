@@ -441,3 +441,19 @@ def test_a_job_that_came_joins_the_group_that_trains(tmp_path):
     assert first[0]["process"] == second[0]["process"]
     assert second[0]["steps"]["a"] > 0
     assert Ledger(output / "ledger.sqlite").epochs()[0].how == "goes on as 2"
+
+
+def test_a_folder_of_something_else_is_left_as_it_is(tmp_path, capsys):
+    """A run would write over adapters that `train` has left there."""
+    jobs = write_jobs(tmp_path / "jobs", **STEPS)
+    output = tmp_path / "trained"
+    (output / "checkpoints").mkdir(parents=True)
+    (output / "run.json").write_text('{"jobs": ["a"]}')
+
+    with pytest.raises(SystemExit):
+        main(["run", str(jobs), "-o", str(output), "--profile", str(PROFILE)])
+
+    told = " ".join(capsys.readouterr().err.split())
+    assert "error[T0407] the output folder holds something already" in told
+    assert "`tlora-fx train` made it" in told
+    assert sorted(path.name for path in output.iterdir()) == ["checkpoints", "run.json"]

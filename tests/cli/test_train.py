@@ -106,15 +106,18 @@ def test_resume_without_a_run_is_refused_before_anything_is_read(job_file, tmp_p
 
 
 def test_an_output_folder_in_use_is_refused_with_a_way_out(job_file, tmp_path):
-    """Exit code 1, and the message says --resume."""
-    (tmp_path / "kept.txt").write_text("mine")
+    """Exit code 1, and the message says who goes on with it, if somebody does."""
+    ways = {"kept.txt": "another folder with -o", "run.json": "--resume", "ledger.sqlite": "fx run"}
+    for name, way in ways.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / name).write_text("mine")
 
-    told = run("train", job_file, "-o", tmp_path)
+        told = run("train", job_file, "-o", tmp_path / name)
 
-    assert told.returncode == 1
-    assert "in use" in told.stderr
-    assert "--resume" in told.stderr
-    assert (tmp_path / "kept.txt").read_text() == "mine"
+        assert told.returncode == 1
+        assert "holds something already" in told.stderr
+        assert way in told.stderr
+        assert (tmp_path / name / name).read_text() == "mine"
 
 
 def test_an_output_folder_in_use_is_refused_before_anything_is_read(job_file, tmp_path):
@@ -132,7 +135,7 @@ def test_an_output_folder_in_use_is_refused_before_anything_is_read(job_file, tm
         for name in ("used", "file", "new")
     )
 
-    assert "error[T0407] the output folder is in use" in used.stderr
+    assert "error[T0407] the output folder holds something already" in used.stderr
     assert "error[T0407] the output folder cannot be written" in file.stderr
     assert "gone.jsonl" in new.stderr
     assert "compiling" not in used.stderr + file.stderr

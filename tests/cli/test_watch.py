@@ -140,7 +140,8 @@ def test_the_page_stands_alone_in_a_browser(run, capsys, browser):
 
 def test_the_page_of_a_scheduled_run_shows_its_groups(run, capsys):
     """From the ledger: who trained together, on which GPUs, from when to when."""
-    from tlora_fx.scheduler.store import LEDGER, Ledger
+    from tlora_fx.runtime.run_folder import LEDGER
+    from tlora_fx.scheduler.store import Ledger
 
     ledger = Ledger(run / LEDGER)
     ledger._base.execute(

@@ -20,7 +20,7 @@ from tlora_fx.cost.fit import CollectiveTimes, Curve, LayerTimes, Term, fit_nonn
 from tlora_fx.cost.hardware import GPUS, find_gpu
 from tlora_fx.cost.load import Work
 from tlora_fx.cost.profile import CollectivePoint, LayerPoint, LayerProfile, Profile
-from tlora_fx.cost.profile_sources import covers, profile_for, roofline_profile, scaled
+from tlora_fx.cost.profile_sources import covers, own_file, profile_for, roofline_profile, scaled
 from tlora_fx.errors import ProfileFileError, ProfileMissing, UnknownGpu
 from tlora_fx.runtime.profiler import ProfileRequest, joined, profile_jobs
 from tlora_fx.runtime.timing import collective_points
@@ -54,6 +54,23 @@ def test_a_profile_survives_its_file(measured, tmp_path):
     measured.save(tmp_path / "new" / "profile.json")
 
     assert Profile.load(tmp_path / "new" / "profile.json") == measured
+
+
+def test_the_users_profiles_of_bases_of_one_name_stand_beside_each_other(
+    measured, tmp_path, monkeypatch
+):
+    """One that is measured again takes the place of the one before, and of what is no profile."""
+    monkeypatch.setenv(profile_sources.FOLDER_VARIABLE, str(tmp_path))
+    first, second = (
+        measured.model_copy(update={"shape": measured.shape.model_copy(update=update)})
+        for update in ({"title": "here/base"}, {"title": "there/base", "vocabulary": 96})
+    )
+
+    for profile, name in ((first, "base-cpu.json"), (second, "base-cpu-2.json")) * 2:
+        assert own_file(profile).name == name
+        profile.save(own_file(profile))
+    (tmp_path / "base-cpu.json").write_text("{")
+    assert own_file(second).name == "base-cpu.json"
 
 
 def test_what_is_measured_has_every_part(measured):

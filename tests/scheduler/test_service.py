@@ -27,7 +27,7 @@ from tests.scheduler.run_folder import (
     run,
     write_job,
 )
-from tlora_fx.errors import JobFolderError, RunFolderError
+from tlora_fx.errors import JobFolderError, ProfileMismatch, RunFolderError
 from tlora_fx.runtime.digests import file_digest
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.local.executor import held
@@ -179,6 +179,43 @@ def test_a_job_that_cannot_run_is_refused_at_once(tmp_path):
 
     assert [said[1] for said in heard.said if said[0] == "refused"] == ["groups"]
     assert records(tmp_path / "run")["groups"].status == "refused"
+
+
+def test_a_refused_job_is_tried_again_when_its_file_changes_or_the_run_starts_anew(
+    tmp_path, monkeypatch
+):
+    """What was missing may be there then; and what is still wrong is told again."""
+    write_job(tmp_path / "jobs", "measured-later", 5)
+    write_job(tmp_path / "jobs", "groups", 5)
+    (tmp_path / "jobs" / "broken.yaml").write_text("jobs: [")
+    monkeypatch.setattr(Prepared, "learn", _unmeasured)
+    first = run(tmp_path / "jobs", tmp_path / "run")
+    monkeypatch.undo()
+    again = run(tmp_path / "jobs", tmp_path / "run")
+
+    refused, told = (
+        [
+            {said[1] for said in heard.said if said[0] == kind and said[-1]}
+            for heard in (first, again)
+        ]
+        for kind in ("refused", "took")
+    )
+    assert refused == [{"measured-later", "groups"}, {"groups"}]
+    assert told == [{"broken.yaml"}] * 2
+    found = {name: record.status for name, record in records(tmp_path / "run").items()}
+    assert found == {"measured-later": "done", "groups": "refused"}
+
+    write_job(tmp_path / "jobs", "measured-later", 5)  # as it was: it is done
+    write_job(tmp_path / "jobs", "mended", 4).replace(tmp_path / "jobs" / "groups.yaml")
+    (tmp_path / "jobs" / "broken.yaml").unlink()
+    last = run(tmp_path / "jobs", tmp_path / "run")
+    assert not [said for said in last.said if said[0] == "refused"]
+    assert records(tmp_path / "run")["mended"].status == "done"
+
+
+def _unmeasured(prepared, job, base, shape):
+    if job == "measured-later":
+        raise ProfileMismatch("base 'base' was not measured")
 
 
 def test_a_job_has_a_status_before_its_group_begins(tmp_path):

@@ -119,14 +119,18 @@ def test_a_drained_group_is_over(ledger):
     assert by_name(ledger)["a"].status == "queued"
 
 
-def test_a_refused_job_is_remembered_with_its_reason():
-    """It is not submitted again when the run goes on."""
+def test_a_refused_job_is_remembered_with_its_reason_until_it_comes_again():
+    """Then it is queued, or refused for what is wrong now."""
     ledger = Ledger()
-    ledger.refuse(request("a"), "needs 9 GPUs")
-    ledger.submit(request("a"))
+    ledger.refuse(request("a"), "needs 9 GPUs", file="a.yaml")
+    ledger.refuse(request("a"), "needs 5 GPUs")
 
     [record] = ledger.jobs()
-    assert (record.status, record.reason) == ("refused", "needs 9 GPUs")
+    assert (record.status, record.reason) == ("refused", "needs 5 GPUs")
+    assert ledger.origins() == {"a": "a.yaml"}
+    ledger.submit(request("a"))
+    [record] = ledger.jobs()
+    assert (record.status, record.reason) == ("queued", "")
 
 
 def test_decisions_are_read_back(ledger):

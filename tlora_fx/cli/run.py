@@ -240,6 +240,7 @@ def _require_right(options: RunCommandOptions) -> None:
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.cost.profile import Profile
     from tlora_fx.runtime import early_checks as early
+    from tlora_fx.runtime.run_folder import LEDGER, RUNS_OWN, require_new
 
     early.require_folder(options.jobs)
     for name in ("horizon", "save_every", "stall", "grace"):
@@ -247,7 +248,9 @@ def _require_right(options: RunCommandOptions) -> None:
             seconds(text, f"--{name.replace('_', '-')}")
     for path in options.profile or ():
         Profile.load(path)
-    begun = options.output is not None and (options.output / "ledger.sqlite").exists()
+    begun = options.output is not None and (options.output / LEDGER).exists()
+    if options.output is not None and not begun:
+        require_new(options.output, among=RUNS_OWN)
     if options.until_empty and not begun and not early.job_files(options.jobs):
         raise _empty(options.jobs)
     if options.jobs.is_file():
@@ -422,12 +425,16 @@ class Page(Callback):
         self.say(f"{time:8.1f} s  {text}")
 
     def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
-        how = f"failed: {reason}" if reason else f"done after {job.request.steps} steps"
+        done, of = round(job.steps_done), job.request.steps
+        how = f"done after {done} steps" if done >= of else f"ended early, at step {done} of {of}"
+        how = f"failed: {reason}" if reason else how
         self.say(f"{time:8.1f} s  {job.name} {how}", "red" if reason else "green")
 
     def ended(self, time: float, run: Formation, how: str) -> None:
         if how == "failed":
-            self.say(f"{time:8.1f} s  group {run.epoch} failed; its jobs wait", "yellow")
+            why = f": {run.failure}" if run.failure else ""
+            text = f"group {run.epoch} failed{why}; its jobs go on from their last checkpoints"
+            self.say(f"{time:8.1f} s  {text}", "yellow")
 
     def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
         self.say(f"{time:8.1f} s  {job.name} is given up: {reason}", "red")

@@ -61,7 +61,7 @@ def explain(
 
 
 def _newest(run: Path) -> Path:
-    from tlora_fx.scheduler.store import LEDGER
+    from tlora_fx.runtime.run_folder import LEDGER
 
     found = run / NEWEST
     if found.is_file():

@@ -103,9 +103,11 @@ def run(options: ServeCommandOptions) -> None:
 
     cluster, kind, adapted = placed(options)
     estimates = Estimates(cluster, tuple(options.profile or ()))
+    # What was refused is another one's to submit anew, under another name.
+    service = replace(options.service(kind, estimates), retries=False)
     with opened(
         store.inbox, options.output, cluster, policy, estimates.estimator, estimates,
-        EventLog(store), adapted(options.service(kind, estimates)),
+        EventLog(store), adapted(service),
     ) as running:  # fmt: skip
         running.before_advance = Control(store, options.output, running)
         # Only now: another service may hold the folder.

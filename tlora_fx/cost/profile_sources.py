@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -340,9 +341,27 @@ def own_folder() -> Path:
     return Path(given) if given else Path(cache or Path.home() / ".cache") / "tlora-fx" / "profiles"
 
 
-def own_file(title: str, gpu: str) -> Path:
-    """Where the user's profile of a base on a GPU lies."""
-    return own_folder() / f"{name_of(title, gpu)}.json"
+def own_file(profile: Profile) -> Path:
+    """Where the user's profile of its base on its GPU lies; one of another base stays beside it."""
+    name = name_of(profile.shape.title, profile.hardware.gpu)
+    for number in count(1):
+        path = own_folder() / f"{name}{f'-{number}' * (number > 1)}.json"
+        if not path.exists() or _is_replaced(path, profile):
+            return path
+    raise AssertionError("there are as many numbers as it takes")
+
+
+def _is_replaced(path: Path, profile: Profile) -> bool:
+    """Whether a file holds a profile of the same base, or none that can be read."""
+    try:
+        there = Profile.load(path)
+    except ProfileFileError:
+        return True
+    own, other = (
+        (each.shape.model_copy(update={"title": ""}), {layer.structure for layer in each.layers})
+        for each in (profile, there)
+    )
+    return own == other
 
 
 def known_profiles() -> Iterator[Profile]:

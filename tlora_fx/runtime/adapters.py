@@ -7,6 +7,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -149,14 +150,15 @@ def _loaded(backbone: Backbone) -> dict[str, Tensor]:
     spec = backbone.spec
     config = {"config": load_config(spec)} if spec.is_classifier else {}
     try:
-        model, info = model_factory(spec, backbone.config).from_pretrained(
-            str(spec.model),
-            **config,
-            output_loading_info=True,
-            dtype=getattr(torch, spec.dtype),
-            use_safetensors=True,
-            trust_remote_code=spec.trust_remote_code,
-        )
+        with without_bars(str(spec.model)):
+            model, info = model_factory(spec, backbone.config).from_pretrained(
+                str(spec.model),
+                **config,
+                output_loading_info=True,
+                dtype=getattr(torch, spec.dtype),
+                use_safetensors=True,
+                trust_remote_code=spec.trust_remote_code,
+            )
     except (OSError, ValueError, RuntimeError) as error:
         raise BaseNotLoadable(
             "the base's weights cannot be loaded",
@@ -180,6 +182,22 @@ def _loaded(backbone: Backbone) -> dict[str, Tensor]:
     return loaded | {name: drawn[name] for name in sorted(fresh)}
 
 
+@contextmanager
+def without_bars(source: str) -> Iterator[None]:
+    """Inside, transformers draws no bars of a model that lies here; downloads have theirs."""
+    from transformers.utils import logging as untyped
+
+    logging: Any = untyped
+    if not (Path(source).is_dir() and logging.is_progress_bar_enabled()):
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
+
+
 def _is_of_head(name: str) -> bool:
     """Whether a tensor belongs to a classifier's head, which a checkpoint need not have."""
     return any(part.endswith(HEADS) for part in name.split(".")[:-1])
@@ -194,9 +212,11 @@ def plain_base(backbone: Backbone) -> nn.Module:
     factory = model_factory(spec, backbone.config)
     dtype = getattr(torch, spec.dtype)
     if spec.model is not None and not spec.is_classifier:
-        loaded: nn.Module = factory.from_pretrained(
-            spec.model, dtype=dtype, use_safetensors=True, trust_remote_code=spec.trust_remote_code
-        )
+        with without_bars(spec.model):
+            loaded: nn.Module = factory.from_pretrained(
+                spec.model, dtype=dtype, use_safetensors=True,
+                trust_remote_code=spec.trust_remote_code,
+            )  # fmt: skip
         return loaded
     model: nn.Module = factory.from_config(
         load_config(spec), dtype=dtype, trust_remote_code=spec.trust_remote_code

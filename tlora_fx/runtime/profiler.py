@@ -111,7 +111,7 @@ def profile_file(
             profile = profile.model_copy(update={"collectives": points})
     finally:
         leave()
-    path = output or own_file(profile.shape.title, profile.hardware.gpu)
+    path = output or own_file(profile)
     if add and path.exists():
         profile = joined(Profile.load(path), profile, path)
     profile.save(path)

@@ -6,7 +6,7 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
@@ -373,9 +373,16 @@ def ask_to_stop(path: Path, job: str) -> None:
         )
 
 
-def require_new(path: Path) -> None:
+#: What `tlora-fx run` keeps of its jobs.
+LEDGER = "ledger.sqlite"
+#: What it may have left before it kept anything.
+RUNS_OWN = frozenset({".workers.lock", "workers.log", "admission"})
+
+
+def require_new(path: Path, *, among: Collection[str] = ()) -> None:
     """Refuse a folder that has something in it; one that is not there is left so.
 
+    among     names that may be there
     raises    RunFolderError
     """
     if path.exists() and not path.is_dir():
@@ -385,13 +392,18 @@ def require_new(path: Path) -> None:
             found="a file of that name",
             help="choose another folder with -o",
         )
-    used = _used(path)
+    used = [name for name in _used(path) if name not in among]
     if used:
+        help = "choose another folder with -o"
+        if LEDGER in used:
+            help = f"`tlora-fx run` made it, and goes on with it; else {help}"
+        elif "checkpoints" in used or RECORD in used:
+            help = f"`tlora-fx train` made it, and goes on with it by --resume; else {help}"
         raise RunFolderError(
-            "the output folder is in use",
+            "the output folder holds something already",
             folder=path,
             found=", ".join(used[:5]),
-            help="go on with it by --resume, or choose another folder with -o",
+            help=help,
         )
 
 

@@ -40,6 +40,7 @@ class Formation:
     asked       when that was begun, seconds
     came, went  jobs that joined and left when it took over, ended ones not counted
     paused      seconds for which its jobs stood still when it took over; None: it was formed anew
+    failure     why it ended as a whole, if it did
     """
 
     epoch: int
@@ -58,6 +59,7 @@ class Formation:
     came: tuple[str, ...] = ()
     went: tuple[str, ...] = ()
     paused: float | None = None
+    failure: str = ""
     key: Membership = field(init=False)
 
     def __post_init__(self) -> None:

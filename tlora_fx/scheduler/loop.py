@@ -184,7 +184,7 @@ class Events:
         job = run.jobs.get(event.job)
         if job is None:
             return
-        job.steps_done = float(job.request.steps)
+        job.steps_done = event.steps
         self._leaves(run, event.job, "", event.time)
 
     def _at_fault(self, event: Failed, run: Formation) -> None:
@@ -234,6 +234,7 @@ class Events:
             for name, job in formation.jobs.items():
                 job.steps_done = event.steps.get(name, formation.committed[name])
         self.loop.retries.committed(event.steps)
+        run.failure = event.reason
         loop.formations.end(run, "failed", event.time)
         loop.changed = loop.prompted = True
         if any(loop.cluster.node(gpu) in loop.cluster.lost for gpu in run.launched.place):
@@ -457,7 +458,7 @@ class Loop:
         raises       SubmittedTwice
         """
         name = request.name
-        if name in self.ended:
+        if not self.ended.get(name, REFUSED).startswith(REFUSED):
             raise SubmittedTwice(
                 f"job '{name}' was submitted before",
                 found=self.ended[name] or "it is active",
@@ -465,7 +466,7 @@ class Loop:
             )
         solo, reason = self._solo(request)
         if reason is not None:
-            self.ended[name] = f"refused: {reason}"
+            self.ended[name] = f"{REFUSED}{reason}"
             if self.ledger:
                 self.ledger.refuse(request, reason)
             self.callback.refused(self.now, request, reason)
@@ -616,6 +617,8 @@ class Loop:
 
 #: A bound that no group of two or more can keep.
 ALONE = 1e-9
+#: How it begins that a job never ran; it may come again.
+REFUSED = "refused: "
 
 
 @dataclass(slots=True)

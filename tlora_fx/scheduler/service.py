@@ -36,7 +36,7 @@ from tlora_fx.errors import (
     UnknownGpu,
 )
 from tlora_fx.runtime.early_checks import job_files, require_folder
-from tlora_fx.runtime.run_folder import RunFolder
+from tlora_fx.runtime.run_folder import LEDGER, RunFolder
 from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
 from tlora_fx.scheduler.local.admission import (
     ADMISSION,
@@ -263,7 +263,7 @@ class JobFolder:
         try:
             content = hashlib.sha256(read_bounded(path)).hexdigest()
             known = self.ledger.files().get(key_of(path))
-            if known is not None and known[0] == content:
+            if known == (content, TAKEN):
                 return []
             str(path).encode()
         except UnicodeEncodeError:
@@ -327,6 +327,7 @@ class RunOptions:
                 of what that took
     linger      seconds that the folder stays without a new file before a run without work ends;
                 None: never
+    retries     a refused job is tried again when its file changes, or when the run is started again
     grace_seconds   that groups have to stop when the run is told to; then they are killed
     executor    makes what runs groups, from the arguments of `LocalExecutor`
     layout_of   how a group is spread over its GPUs; None: over all of them, by rows
@@ -338,6 +339,7 @@ class RunOptions:
     linger: float | None = 60.0
     grace_seconds: float = 60.0
     learns: bool = True
+    retries: bool = True
     layout_of: LayoutOf | None = None
     worker: str = WORKER
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
@@ -412,11 +414,12 @@ def opened(
     """
     require_folder(jobs)
     with held(output) as folder:
-        ledger = Ledger(output / "ledger.sqlite")
+        ledger = Ledger(output / LEDGER)
         started = float(ledger.fact("started", repr(time.time())))
         recover(ledger, output, time.time() - started)
         records = ledger.jobs()
-        specs = {record.name: record.spec for record in records if record.status != "cancelled"}
+        unknown = {"cancelled", *({"refused"} if options.retries else ())}
+        specs = {record.name: record.spec for record in records if record.status not in unknown}
         threads = cpu_threads(cluster.gpus) if options.local.device == "cpu" else {}
         server = ForkServer(
             output / "workers.log", module=options.worker, held=folder.workers, environment=threads
@@ -498,6 +501,10 @@ class SchedulerService:
             self.callback.resumed(len(records), len(records) - len(left))
         self._left = {record.name: record for record in left}
         self._origins = self.ledger.origins()
+        for record in records if self.options.retries else ():
+            if record.status == "refused" and record.name in self._origins:
+                # What was missing then may be there now.
+                self.ledger.forget_file(self._origins[record.name])
         accept = self.options.local.accept_changes
         sources = {r.name: r.path for r in left if r.path and not accept}
         self.admission.restore([record.spec for record in left], sources)
@@ -629,7 +636,8 @@ class SchedulerService:
             self.estimates.learn(name, request.base, answer.shape)
             # First the ledger, with all that a worker needs: the loop knows the request alone.
             self.ledger.submit(request, answer.spec, self._origins[name])
-            self.loop.submit(request)
+            if self.loop.submit(request) is not None:
+                self._forget_refused(name)
         except LedgerError:
             raise
         except Exception as error:  # noqa: BLE001  (a job must not end the run of others)
@@ -637,9 +645,15 @@ class SchedulerService:
 
     def _refuse(self, spec: Mapping[str, Any], reason: str, now: float) -> None:
         request = JobRequest(spec["name"], "", Demand(), 0, 0, submitted=now)
-        self.ledger.refuse(request, reason, spec)
+        self.ledger.refuse(request, reason, spec, self._origins.get(request.name, ""))
+        self._forget_refused(request.name)
         self._say(request.name, "refused", reason=reason)
         self.callback.refused(now, request, reason)
+
+    def _forget_refused(self, name: str) -> None:
+        """A job that was refused may come again, when its file changes."""
+        if self.options.retries:
+            self.specs.pop(name, None)
 
     def _say(self, job: str, status: str, **more: str) -> None:
         """Write how a job stands into its folder, until a group does; a full disk stops no run."""

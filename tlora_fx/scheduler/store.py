@@ -24,6 +24,7 @@ from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.durable import replace_file
 from tlora_fx.errors import LedgerError, StateFileError
+from tlora_fx.runtime.run_folder import LEDGER
 from tlora_fx.scheduler.executor import (
     Committed,
     Drained,
@@ -199,17 +200,24 @@ class Ledger:
     ) -> None:
         """A job is queued, with what its runner must know; nothing happens where it is known.
 
-        A job that was cancelled is queued again.
+        A job that was cancelled, or refused before it began, is queued again.
 
         file   the job file that it comes from, if from one
         """
         self._enter(request, spec, "queued", "", file)
 
     def refuse(
-        self, request: JobRequest, reason: str, spec: Mapping[str, Any] | None = None
+        self,
+        request: JobRequest,
+        reason: str,
+        spec: Mapping[str, Any] | None = None,
+        file: str = "",
     ) -> None:
-        """A job will never run; nothing happens where it is known already, and done or failed."""
-        self._enter(request, spec, "refused", reason)
+        """A job will not run as it is; nothing happens where it is known, and done or failed.
+
+        file   as of `submit`
+        """
+        self._enter(request, spec, "refused", reason, file)
         with self._transition() as base:
             base.execute(
                 "UPDATE jobs SET status = 'refused', reason = ? WHERE name = ? "
@@ -231,7 +239,11 @@ class Ledger:
         )
         name = request.name
         with self._transition() as base:
-            base.execute("DELETE FROM jobs WHERE name = ? AND status = 'cancelled'", (name,))
+            base.execute(
+                "DELETE FROM jobs WHERE name = ? AND (status = 'cancelled' OR "
+                "status = 'refused' AND first_started IS NULL)",
+                (name,),
+            )
             base.execute(query, (name, text, json.dumps(spec or {}), status, reason))
             if file:
                 base.execute("INSERT OR REPLACE INTO origins VALUES (?, ?)", (name, file))
@@ -410,7 +422,6 @@ def _end(base: sqlite3.Connection, epoch: int, how: str, time: float) -> None:
     )
 
 
-LEDGER = "ledger.sqlite"
 Rows = dict[str, list[list[Any]]]
 
 

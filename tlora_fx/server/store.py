@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tlora_fx.errors import JobUnknown, LedgerError, QuotaReached, RequestConflict, ServiceRefused
-from tlora_fx.scheduler.store import LEDGER, Ledger
+from tlora_fx.runtime.run_folder import LEDGER
+from tlora_fx.scheduler.store import Ledger
 
 Wanted = Literal["run", "pause", "cancel"]
 #: Below a run's folder, all that is the service's own; no job can be called so.
