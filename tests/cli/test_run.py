@@ -189,7 +189,7 @@ def test_a_run_that_has_ended_ends_at_once(trained, monkeypatch, capsys):
     assert call(*words(*trained)) == 0
 
     told = capsys.readouterr()
-    assert "going on with 2 jobs, of which 2 have ended" in told.err
+    assert "going on: 2 submitted before, 2 of them ended" in told.err
     assert "group" not in told.err
     assert told.out.count("done") == 2
 

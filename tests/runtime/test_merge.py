@@ -71,6 +71,9 @@ def test_the_card_says_how_the_adapter_came_to_be(run, place):
     ):
         assert told in text
     assert str(run.parent / "data.jsonl") not in text
+    # Of a base that no checkpoint has nobody is told to load one.
+    assert "drew its weights" in text
+    assert "from_pretrained" not in text
 
 
 @pytest.mark.parametrize("job", ["a", "dora"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
@@ -199,12 +200,19 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on_bitwise(base, tmp
     whole = train(jobs, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
         train(jobs, tmp_path / "cut", callback=Stop(4))
+    assert "stopped" in statuses(tmp_path / "cut", jobs)
     resumed = train(jobs, tmp_path / "cut", resume=True)
+    assert statuses(tmp_path / "cut", jobs) == {"done"}
 
     assert losses_of(tmp_path / "cut", jobs) == losses_of(tmp_path / "whole", jobs)
     for job in jobs:
         one, two = trained(whole, job.name), trained(resumed, job.name)
         assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def statuses(folder, jobs):
+    """What the jobs' folders say."""
+    return {json.loads((folder / job.name / "status.json").read_text())["status"] for job in jobs}
 
 
 @pytest.mark.usefixtures("hears_hangups")

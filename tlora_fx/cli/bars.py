@@ -30,6 +30,7 @@ class Bars(TrainerCallback):
         self._steps: dict[str, tuple[int, int]] = {}
         self._losses: dict[str, float] = {}
         self._told: tuple[float, dict[str, int]] = (time.monotonic(), {})
+        self._warm = False
         self.tasks: dict[str, TaskID] = {}
         self.progress = Progress(
             TextColumn("{task.description}"),
@@ -108,7 +109,11 @@ class Bars(TrainerCallback):
         others = len(self._steps) - 1
         more = f" and {others} more" if others else ""
         pace = (now - before) / done
-        left = f"{timedelta(seconds=round(pace * (last - step)))} left"
-        loss = f"loss {self._losses[name]:.4f}"
-        self._say(f"{name}{more}: step {step} of {last}, {loss}, {left}, {pace:.2g} s a step")
+        text = f"{name}{more}: step {step} of {last}, loss {self._losses[name]:.4f}"
+        if self._warm:
+            # First steps compile: how long they take says nothing of the others.
+            left = timedelta(seconds=round(pace * (last - step)))
+            text += f", {left} left, {pace:.2g} s a step"
+        self._warm = True
+        self._say(text)
         self._told = (now, {name: step for name, (step, _) in self._steps.items()})

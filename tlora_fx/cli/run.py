@@ -384,7 +384,7 @@ class Page(Callback):
             self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
     def resumed(self, jobs: int, done: int) -> None:
-        self.say(f"going on with {jobs} jobs, of which {done} have ended")
+        self.say(f"going on: {jobs} submitted before, {done} of them ended")
 
     def read_file(self, name: str, jobs: Sequence[str], mistake: str) -> None:
         self.mistaken.discard(name)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 BLOCKS = "▁▂▃▄▅▆▇█"
 #: Characters of a curve, and of all that stands beside it but the jobs' names.
 CURVE, BESIDE = 24, 64
+ENDED = ("done", "failed", "stopped", "refused", "cancelled")
 
 
 def run(
@@ -42,7 +43,7 @@ def run(
         return
     with Live(table(jobs, console.width), console=console, auto_refresh=False) as live:
         try:
-            while not all(job.state in ("done", "failed") for job in jobs):
+            while not all(job.state in ENDED for job in jobs):
                 time.sleep(pause)
                 # Jobs may come, as in a folder of `tlora-fx run`.
                 known = {job.name: job for job in jobs}

@@ -411,15 +411,18 @@ class JobRun:
                 replace_file(folder / name, content)
         self.write_status()
 
-    def write_status(self) -> None:
-        """Say in the job's folder how it stands."""
-        status: dict[str, object] = {
-            "status": self.status,
+    def write_status(self, status: str = "") -> None:
+        """Say in the job's folder how it stands.
+
+        status    as people are told, where that is not the job's own
+        """
+        told: dict[str, object] = {
+            "status": status or self.status,
             "step": self.step,
             "steps": self.data.steps,
         }
-        status |= {"tokens": self.tokens} | ({"reason": self.reason} if self.reason else {})
-        self.folder.write_status(self.job.name, status | self.evaluation.summary())
+        told |= {"tokens": self.tokens} | ({"reason": self.reason} if self.reason else {})
+        self.folder.write_status(self.job.name, told | self.evaluation.summary())
 
 
 def described_data(data: JobData) -> dict[str, object]:

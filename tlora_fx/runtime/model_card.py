@@ -112,6 +112,11 @@ def _evaluation(summary: Mapping[str, Any]) -> str:
 
 
 def _usage(base: str, spec: BaseSpec) -> str:
+    if spec.model is None:
+        return f"""## Use
+
+No checkpoint has this base: tlora-fx drew its weights, from config and seed {spec.seed}. What it
+trains answers by `tlora-fx generate`, and becomes a model of its own by `tlora-fx merge`."""
     kind, extra = "AutoModelForCausalLM", ""
     if spec.is_classifier:
         kind = "AutoModelForSequenceClassification"

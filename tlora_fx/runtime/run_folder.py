@@ -344,11 +344,18 @@ def ask_to_stop(path: Path, job: str) -> None:
     raises    RunFolderError where there is no such job, or it has ended
     """
     folders = {entry.parent.name: entry for entry in path.glob(f"*/{STATUS}")}
+    if not folders:
+        raise RunFolderError(
+            "there is no run in this folder",
+            folder=path,
+            expected="the -o folder of `tlora-fx run` or `train`",
+            found="no job" if path.is_dir() else "no folder of that name",
+        )
     if job not in folders:
         raise RunFolderError(
             "the run has no such job",
             folder=path,
-            expected=", ".join(sorted(folders)) or "a folder of `tlora-fx run` or `train`",
+            expected=", ".join(sorted(folders)),
             found=job,
             nearest=nearest(job, folders),
             help="name the run's -o folder and one of its jobs",

@@ -226,6 +226,8 @@ class Trainer:
             self._save(last=True)
             for run in self.roster.inside():
                 run.load_best()
+                if stopped and self.carried is None and run.status == "running":
+                    run.write_status("stopped")
         if stopped or interrupts.asked:
             raise KeyboardInterrupt(f"stopped after a checkpoint, {self.commits.saved}")
         return self.runs

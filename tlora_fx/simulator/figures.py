@@ -96,7 +96,7 @@ def shown(value: float | None) -> str:
 
 
 WIDTH, HEIGHT = 560, 300
-LEFT, RIGHT, TOP, BOTTOM = 64, 12, 14, 58
+LEFT, RIGHT, TOP, BOTTOM = 64, 24, 14, 58
 #: So many has the style sheet; they are used in turn.
 COLOURS = 9
 Number = float | int | str | None
@@ -326,10 +326,15 @@ def _frame(across: Axis | None, up: Axis, x_label: str, y_label: str) -> str:
 
 def _group_label(x: float, text: str, room: float) -> str:
     base = HEIGHT - BOTTOM + 17
-    # A name that is too long goes on below behind its marks.
-    broken = [part for part in re.split(r"(?<=[-:=])", text) if part]
-    lines = broken if len(text) * 6.5 > room else [text]
-    return "".join(_text(x, base + 14 * row, line, "middle") for row, line in enumerate(lines))
+    # A name that is too long goes on below, behind a mark or a space.
+    lines = [""]
+    for part in re.split(r"(?<=[-:= ])", text):
+        if lines[-1] and len(lines[-1] + part.rstrip()) * 6.5 > room:
+            lines.append("")
+        lines[-1] += part
+    return "".join(
+        _text(x, base + 14 * row, line.strip(), "middle") for row, line in enumerate(lines)
+    )
 
 
 def _text(x: float, y: float, text: str, kind: str) -> str:
