@@ -332,6 +332,8 @@ def _loss_scaling(point: LossPoint, profile: Profile, facts: ModelFacts, gpu: Gp
 SHIPPED = Path(__file__).parent / "profiles"
 FOLDER_VARIABLE = "TLORA_FX_PROFILES"
 ROOFLINE = "roofline:"
+#: How a profile is measured in minutes on a CPU.
+ON_CPU = " --eager --tokens 64,256,1024 --lengths 32"
 
 
 def own_folder() -> Path:
@@ -393,8 +395,8 @@ def profile_for(facts: ModelFacts, gpu: str, *, allow_estimated: bool) -> Profil
             f"there is no measured profile of this model on '{gpu}'",
             base=facts.title,
             found=found.name,
-            help="measure one with `tlora-fx profile jobs.yaml` on that GPU, or plan with "
-            "--allow-estimated; `train --plan auto` asks for what was measured",
+            help=f"measure one with `tlora-fx profile jobs.yaml{ON_CPU * (gpu == 'cpu')}` there, or "
+            "plan with --allow-estimated; `train --plan auto` asks for what was measured",
         )
     return found
 

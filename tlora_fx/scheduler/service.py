@@ -24,7 +24,7 @@ from tlora_fx.cost.load import Demand
 from tlora_fx.cost.memory import device_bytes
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.profile import Profile
-from tlora_fx.cost.profile_sources import covers, profiles_for, require_profile
+from tlora_fx.cost.profile_sources import ON_CPU, covers, profiles_for, require_profile
 from tlora_fx.errors import (
     JobFolderError,
     LedgerError,
@@ -196,11 +196,11 @@ class Estimates:
             )
         others = ", ".join(profile.name for profile in self._given)
         there = f"profiles of other bases: {others}" if others else nearest or "no profile"
-        shorter = " --tokens 64,256,1024 --lengths 32" if self.cluster.gpu == "cpu" else ""
+        how = ON_CPU if self.cluster.gpu == "cpu" else " --eager"
         return ProfileMismatch(
             f"base '{base}' was not measured {where}",
             found=there,
-            help=f"measure it with `tlora-fx profile JOBS.yaml --eager{shorter}`, then start anew "
+            help=f"measure it with `tlora-fx profile JOBS.yaml{how}`, then start anew "
             "with --profile FILE",
         )
 
