@@ -395,8 +395,8 @@ def profile_for(facts: ModelFacts, gpu: str, *, allow_estimated: bool) -> Profil
             f"there is no measured profile of this model on '{gpu}'",
             base=facts.title,
             found=found.name,
-            help=f"measure one with `tlora-fx profile jobs.yaml{ON_CPU * (gpu == 'cpu')}` there, or "
-            "plan with --allow-estimated; `train --plan auto` asks for what was measured",
+            help=f"measure one there with `tlora-fx profile jobs.yaml{ON_CPU * (gpu == 'cpu')}`, "
+            "or plan with --allow-estimated; `train --plan auto` asks for what was measured",
         )
     return found
 
