@@ -74,10 +74,12 @@ def stirred(tensors: Sequence[Tensor]) -> Iterator[None]:
     with torch.no_grad():
         for tensor in tensors:
             tensor.normal_(std=STIRRED)
-    yield
-    with torch.no_grad():
-        for tensor, value in zip(tensors, before, strict=True):
-            tensor.copy_(value)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
 
 
 def seconds_of(device: str, run: Callable[[], object], count: int) -> float:

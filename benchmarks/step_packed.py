@@ -145,7 +145,8 @@ class Packed:
         self.row: dict[str, Any] = {}
         self.ids = torch.empty(0)
         self.graph: torch.cuda.CUDAGraph | None = None
-        self.embedded = torch.empty(0)
+        # As run last, and as captured.
+        self.embedded = self.captured = torch.empty(0)
 
     def load(self, mix: Mix) -> None:
         """Take the tokens of a mix."""
@@ -178,7 +179,8 @@ class Packed:
         return self._gathered()
 
     def _gathered(self) -> list[Tensor]:
-        tensors = self.trained if self.sites else [self.embedded]
+        embedded = self.embedded if self.graph is None else self.captured
+        tensors = self.trained if self.sites else [embedded]
         return [tensor.grad.clone() for tensor in tensors if tensor.grad is not None]
 
     def step(self) -> None:
@@ -199,7 +201,7 @@ class Packed:
         with torch.cuda.graph(graph, pool=pool):
             self._gather()
             self._update()
-        self.graph = graph
+        self.graph, self.captured = graph, self.embedded
 
     def _gather(self) -> None:
         self.model.zero_grad(set_to_none=False)

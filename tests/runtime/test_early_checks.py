@@ -139,7 +139,7 @@ def test_a_folder_with_more_than_a_status_is_in_use(tmp_path):
     RunFolder(tmp_path).announce(["a"])
     (tmp_path / "a" / "metrics.jsonl").write_text("")
 
-    with pytest.raises(RunFolderError, match="in use"):
+    with pytest.raises(RunFolderError, match="holds something already"):
         require_new(tmp_path)
 
 

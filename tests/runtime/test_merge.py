@@ -124,5 +124,5 @@ def test_a_folder_in_use_is_not_overwritten(run, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine.txt").write_text("x")
 
-    with pytest.raises(RunFolderError, match="in use"):
+    with pytest.raises(RunFolderError, match="holds something already"):
         merge(run / "a", tmp_path / "out")

@@ -300,7 +300,7 @@ def test_a_folder_in_use_is_not_overwritten(base, tmp_path):
     jobs = [make_job(base, "a", max_steps=1)]
     train(jobs, tmp_path / "run")
 
-    with pytest.raises(RunFolderError, match="in use"):
+    with pytest.raises(RunFolderError, match="holds something already"):
         train(jobs, tmp_path / "run")
 
 

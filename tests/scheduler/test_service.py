@@ -213,6 +213,24 @@ def test_a_refused_job_is_tried_again_when_its_file_changes_or_the_run_starts_an
     assert records(tmp_path / "run")["mended"].status == "done"
 
 
+def test_a_job_that_began_and_was_refused_later_goes_on_where_it_was(tmp_path):
+    """As where a run was started again with too few GPUs, and then with enough."""
+    write_job(tmp_path / "jobs", "a", 60)
+    run(
+        tmp_path / "jobs", tmp_path / "run",
+        until=lambda it: any(record.steps > 5 for record in it.ledger.jobs()),
+    )  # fmt: skip
+    ledger = Ledger(tmp_path / "run" / "ledger.sqlite")
+    [record] = ledger.jobs()
+    ledger.refuse(record.request, "it asks for 9 GPUs", record.spec)
+    assert ledger.jobs()[0].status == "refused"
+    ledger.close()
+
+    run(tmp_path / "jobs", tmp_path / "run")
+
+    require_trained_once(tmp_path / "run", {"a": 60})
+
+
 def _unmeasured(prepared, job, base, shape):
     if job == "measured-later":
         raise ProfileMismatch("base 'base' was not measured")

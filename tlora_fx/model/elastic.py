@@ -153,15 +153,16 @@ class Membership:
                 )  # fmt: skip
         return sites
 
-    def bytes_needed(self, job: Job, *, may_grow: bool) -> int:
+    def bytes_needed(self, job: Job, *, may_grow: bool, crowded: bool = False) -> int:
         """Of a job's optimizer state, at two numbers a parameter, and of larger banks.
 
         may_grow  banks double where nothing else fits
+        crowded   the room that there is may be another's
         """
         sites = self.fitting(job)
         rows = {path: self._row_bytes(path) for path in self.banks}
         state = sum(2 * site.rank * rows[path] for path, site in sites.items())
-        if not may_grow or self.grown or self._room(sites) is not None:
+        if not may_grow or self.grown or not (crowded or self._room(sites) is None):
             return state
         # Parameters and gradients; the old ones are let go of bank by bank.
         return state + sum(2 * len(self.banks[path].a) * size for path, size in rows.items())

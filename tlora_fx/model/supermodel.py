@@ -114,9 +114,12 @@ class SuperModel(nn.Module):
         """
         self._opened().fitting(job)
 
-    def bytes_needed(self, job: Job, *, may_grow: bool = True) -> int:
-        """Memory that a job would take in an open model, its activations not counted."""
-        return self._opened().bytes_needed(job, may_grow=may_grow)
+    def bytes_needed(self, job: Job, *, may_grow: bool = True, crowded: bool = False) -> int:
+        """Memory that a job would take in an open model, its activations not counted.
+
+        crowded   others come before it, and may take the room that there is
+        """
+        return self._opened().bytes_needed(job, may_grow=may_grow, crowded=crowded)
 
     def release(self, name: str) -> None:
         """Let a job leave an open model, between two rounds; its rows are zeros then.

@@ -144,9 +144,10 @@ class Roster:
         require_data_starts(self.model, [job])
         require_trainable(job, data.steps)
         needed = self.model.bytes_needed(job, may_grow=False)
-        growth = self.model.bytes_needed(job, may_grow=may_grow) - needed
-        # Those who wait will be there first; banks grow once for all.
+        # Those who wait will be there first, and may leave no room; banks grow once for all.
         others = self.changes.coming
+        whole = self.model.bytes_needed(job, may_grow=may_grow, crowded=bool(others))
+        growth = whole - needed
         together = needed + sum(other.needed for other in others)
         together += max([growth, *(other.growth for other in others)])
         tokens = [_step_tokens(*each) for each in ((job, data), *((o.job, o.data) for o in others))]

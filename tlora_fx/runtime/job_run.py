@@ -214,6 +214,7 @@ class JobRun:
         report = StepReport(
             self.job.name, ahead.step, outcome.loss, outcome.norm, ahead.rate, ahead.tokens, seconds
         )
+        self.still = self.still + 1 if outcome.norm == 0 else 0
         self._append(report)
         self.loss = outcome.loss
         self.evaluation.add_loss(outcome.loss)

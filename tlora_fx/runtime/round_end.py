@@ -75,7 +75,7 @@ class RoundEnd:
 
     def forget(self) -> None:
         """What jobs train may lie elsewhere from now on."""
-        self._served = []
+        self._served, self._update = [], None
 
     def step(
         self, losses: Tensor, runs: Sequence[JobRun], batches: Mapping[int, MicroBatches]
@@ -89,7 +89,7 @@ class RoundEnd:
         update = self._update_of(runs)
         served = frozenset(() if update is None else update.places)
         apart = [run for run in runs if run.index not in served]
-        waits = bool(apart) or self.mesh.size > 1
+        waits = update is None or bool(apart) or self.mesh.size > 1
         outside = self.settle() if waits else {}
         squares = self._squares(update, apart)
         before = self._ahead

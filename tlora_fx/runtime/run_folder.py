@@ -383,7 +383,7 @@ def ask_to_stop(path: Path, job: str) -> None:
 #: What `tlora-fx run` keeps of its jobs.
 LEDGER = "ledger.sqlite"
 #: What it may have left before it kept anything.
-RUNS_OWN = frozenset({".workers.lock", "workers.log", "admission"})
+RUNS_OWN = frozenset({".workers.lock"})
 
 
 def require_new(path: Path, *, among: Collection[str] = ()) -> None:

@@ -229,12 +229,14 @@ class JobFolder:
     a file is remembered in the ledger, so that a run that goes on does it no second time. A file is
     opened here and no more: its content is for a process that may be killed.
 
-    specs   by name, what is known of each job
+    specs     by name, what is known of each job
+    retries   a file that could not be read is read again by the next process
     """
 
     path: Path
     ledger: Ledger
     specs: dict[str, Mapping[str, Any]]
+    retries: bool = True
     _seen: dict[Path, tuple[int, int]] = field(default_factory=dict)
     _read: dict[Path, tuple[int, int]] = field(default_factory=dict)
 
@@ -262,8 +264,8 @@ class JobFolder:
         content = ""
         try:
             content = hashlib.sha256(read_bounded(path)).hexdigest()
-            known = self.ledger.files().get(key_of(path))
-            if known == (content, TAKEN):
+            read, told = self.ledger.files().get(key_of(path), ("", ""))
+            if read == content and (told == TAKEN or not self.retries):
                 return []
             str(path).encode()
         except UnicodeEncodeError:
@@ -417,6 +419,8 @@ def opened(
         ledger = Ledger(output / LEDGER)
         started = float(ledger.fact("started", repr(time.time())))
         recover(ledger, output, time.time() - started)
+        if options.retries:
+            ledger.retry()
         records = ledger.jobs()
         unknown = {"cancelled", *({"refused"} if options.retries else ())}
         specs = {record.name: record.spec for record in records if record.status not in unknown}
@@ -439,7 +443,7 @@ def opened(
                 callback=callback,
                 layout_of=options.layout_of,
             )
-            files = JobFolder(jobs, ledger, specs)
+            files = JobFolder(jobs, ledger, specs, retries=options.retries)
             running = SchedulerService(
                 files, loop, executor, ledger, admission, estimates, callback, options, specs,
                 folder,
@@ -698,7 +702,10 @@ class SchedulerService:
             return
         restored, self._left, self._restored = self._restored, {}, []
         for record in restored:
-            self.loop.submit(record.request, steps_done=record.steps, credit=record.credit)
+            request, steps, credit = record.request, record.steps, record.credit
+            refused = self.loop.submit(request, steps_done=steps, credit=credit) is not None
+            if refused and record.first_started is None:
+                self._forget_refused(record.name)
 
     def _look_for_removed(self, now: float) -> None:
         """Cancel the jobs of removed files that have not begun, and tell of the others, once."""

@@ -312,6 +312,14 @@ class Ledger:
         with self._transition() as base:
             _settle(base, job, "failed", reason, time)
 
+    def retry(self) -> None:
+        """Jobs that were refused although they had begun are queued: they may go on now."""
+        with self._transition() as base:
+            base.execute(
+                "UPDATE jobs SET status = 'queued', reason = '' "
+                "WHERE status = 'refused' AND first_started IS NOT NULL"
+            )
+
     def cancel(self, job: str, reason: str, time: float, *, begun: bool = False) -> bool:
         """A job that is queued is taken back; whether it was.
 
