@@ -22,8 +22,10 @@ from tests.runtime.test_trainer import (  # noqa: F401
 )
 from tests.runtime.update_by_torch import updates_on_the_cpu
 from tlora_fx.compiler import compile
+from tlora_fx.errors import MetricsError
 from tlora_fx.runtime import group_update
 from tlora_fx.runtime.group_update import GroupUpdate, PendingOutcomes
+from tlora_fx.runtime.run_folder import MetricsLog
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 
 
@@ -158,6 +160,26 @@ def test_jobs_with_another_optimizer_do_their_own_step_and_others_theirs_at_once
 def test_a_broken_part_ends_its_job_and_no_other(base, tmp_path, part):
     """As where each job's optimizer does its own step, which here none does."""
     broken(base, tmp_path, part)
+
+
+def test_a_full_disk_at_a_jobs_last_step_is_told_of_and_ends_nothing(base, tmp_path):
+    """It has done all its steps: only the line is missing."""
+    jobs, broken_one = jobs_of(base, steps=3), Break("")
+    warnings, plain = broken_one.warnings, MetricsLog.append
+
+    def full(log, **line):
+        if line["step"] == 3 and log.path.parent.name == "a":
+            raise MetricsError("a metrics file could not be written", reason="disk full")
+        plain(log, **line)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(MetricsLog, "append", full)
+        train(jobs, tmp_path / "run", broken_one)
+
+    assert {run.status for run in broken_one.runs.values()} == {"done"}
+    assert [text for text in warnings if "disk full" in text]
+    assert [len(losses) for losses in losses_of(tmp_path / "run", jobs).values()] == [2, 5, 5]
+    assert (tmp_path / "run" / "a" / "adapter_model.safetensors").exists()
 
 
 def test_a_full_disk_costs_lines_of_metrics_and_no_step(base, tmp_path):

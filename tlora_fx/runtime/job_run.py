@@ -215,11 +215,12 @@ class JobRun:
             self.job.name, ahead.step, outcome.loss, outcome.norm, ahead.rate, ahead.tokens, seconds
         )
         self.still = self.still + 1 if outcome.norm == 0 else 0
-        self._append(report)
         self.loss = outcome.loss
         self.evaluation.add_loss(outcome.loss)
         if ahead.step >= self.data.steps:
             self.status = "done"
+        # Last: other processes, which write no file, are as far.
+        self._append(report)
         return report
 
     @property

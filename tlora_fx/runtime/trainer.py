@@ -680,6 +680,10 @@ class Trainer:
         changed = self._tell_of_changes()
         for run in active:
             if run.status != "running":
+                if run.fault:
+                    # It has done all its steps.
+                    self.callback.warned(f"job '{run.job.name}': {run.fault}")
+                    run.fault = ""
                 self._conclude(run)
                 changed.add(run.job.name)
             due = due or run.step % run.job.save_steps == 0
