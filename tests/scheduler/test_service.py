@@ -438,7 +438,9 @@ def test_a_run_whose_folder_is_removed_ends_with_an_error(tmp_path):
 def killed_at_random(tmp_path, points, seed, *, gap=2.0, **changed):
     """A run that is killed so often before its end; sometimes with all its workers."""
     chance = random.Random(seed)
-    steps = {f"job-{n}": points * chance.randint(100, 200) for n in range(6)}
+    # More than a machine with nothing else to do trains between the kills.
+    most = round(100 * gap)
+    steps = {f"job-{n}": points * chance.randint(most // 2, most) for n in range(6)}
     jobs, output = tmp_path / "jobs", tmp_path / "run"
     for name in list(steps)[:3]:
         write_job(jobs, name, steps[name], schedule={"max_slowdown": 3.0})
