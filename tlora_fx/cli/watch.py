@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 BLOCKS = "▁▂▃▄▅▆▇█"
 #: Characters of a curve, and of all that stands beside it but the jobs' names.
 CURVE, BESIDE = 24, 64
+#: How jobs stand that nobody trains any more.
 ENDED = ("done", "failed", "stopped", "refused", "cancelled")
 
 

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Literal
 
@@ -346,11 +346,9 @@ def own_folder() -> Path:
 def own_file(profile: Profile) -> Path:
     """Where the user's profile of its base on its GPU lies; one of another base stays beside it."""
     name = name_of(profile.shape.title, profile.hardware.gpu)
-    for number in count(1):
-        path = own_folder() / f"{name}{f'-{number}' * (number > 1)}.json"
-        if not path.exists() or _is_replaced(path, profile):
-            return path
-    raise AssertionError("there are as many numbers as it takes")
+    names = chain([name], (f"{name}-{number}" for number in count(2)))
+    paths = (own_folder() / f"{each}.json" for each in names)
+    return next(path for path in paths if not path.exists() or _is_replaced(path, profile))
 
 
 def _is_replaced(path: Path, profile: Profile) -> bool:

@@ -681,7 +681,7 @@ class Trainer:
         for run in active:
             if run.status != "running":
                 if run.fault:
-                    # It has done all its steps.
+                    # Met at the step that ended it, such as a line that no disk took.
                     self.callback.warned(f"job '{run.job.name}': {run.fault}")
                     run.fault = ""
                 self._conclude(run)

@@ -458,10 +458,11 @@ class Loop:
         raises       SubmittedTwice
         """
         name = request.name
-        if not self.ended.get(name, REFUSED).startswith(REFUSED):
+        ended = self.ended.get(name)
+        if ended is not None and not ended.startswith(REFUSED):
             raise SubmittedTwice(
                 f"job '{name}' was submitted before",
-                found=self.ended[name] or "it is active",
+                found=ended or "it is active",
                 help="give each job a name of its own",
             )
         solo, reason = self._solo(request)
@@ -617,7 +618,7 @@ class Loop:
 
 #: A bound that no group of two or more can keep.
 ALONE = 1e-9
-#: How it begins that a job never ran; it may come again.
+#: How `Loop.ended` begins of a job that never ran; it may be submitted again.
 REFUSED = "refused: "
 
 

@@ -1,6 +1,7 @@
 """The end of a round on a GPU: norms, clipping and Adam of all jobs, in three launches.
 
-Where processes hold parts of a job its squares are added up between them, before the last two.
+Where processes hold parts of a job there is a launch more, for the squares that they add up before
+the last two.
 
 What jobs train are hundreds of short runs of memory each. A table lists them in chunks, with the
 addresses of parameter, gradient and moments; every chunk is one job's. Nothing is read on the
