@@ -9,9 +9,26 @@ from typing import Any
 import pytest
 
 from tests.parallel.processes import run_processes
-from tests.parallel.training import evaluations_part, mixed_jobs, parting, train_all, write_base
+from tests.parallel.training import (
+    evaluations_part,
+    mixed_jobs,
+    parting,
+    quiet_jobs,
+    train_all,
+    write_base,
+)
 
 SHORT = {"max_steps": 2, "save_steps": 1}
+LATER: dict[str, Any] = {"jobs": quiet_jobs, "at_once": True, "later": True}
+#: Nobody waits for the rounds of these.
+LOOKED_AT_LATER: dict[str, dict[str, Any]] = {
+    "later-replicated": {"planner": "replicated", "mesh": "dp=2", **LATER},
+    "later-cut": {"planner": "tensor", "mesh": "tp=2", **LATER},
+    "later-staged": {
+        "planner": "pipeline", "mesh": "pp=2", "options": {"micro_batches": 2}, **LATER,
+    },
+    "later-faulty": {"planner": "fsdp", "mesh": "dp=2", "fault": "calm", **LATER},
+}  # fmt: skip
 #: `at_once`: rounds end as on GPUs. Of a pipeline the first stage has nothing of two jobs.
 ON_TWO: dict[str, dict[str, Any]] = {
     "replicated": {"planner": "replicated", "mesh": "dp=2"},
@@ -31,7 +48,7 @@ ON_TWO: dict[str, dict[str, Any]] = {
     },
     "faulty": {"planner": "tensor", "mesh": "tp=2", "fault": "slow"},
     "parted": {"planner": "replicated", "mesh": "dp=2", "other_data": True},
-}  # fmt: skip
+} | LOOKED_AT_LATER  # fmt: skip
 COMPILED: dict[str, dict[str, Any]] = {
     "recomputed": {
         "planner": "fsdp", "mesh": "dp=2", "options": {"recompute": True, "keep_gathered": True},
@@ -71,7 +88,11 @@ MOVED: dict[str, dict[str, Any]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("plans")
     write_base(made)
-    cases = {"alone": {"planner": "single"}, "begun-alone": {"planner": "single", "fields": SHORT}}
+    cases: dict[str, dict[str, Any]] = {
+        "alone": {"planner": "single"},
+        "begun-alone": {"planner": "single", "fields": SHORT},
+        "later-alone": {"planner": "single", "jobs": quiet_jobs},
+    }
     train_all(made, cases)
     return made
 
@@ -140,6 +161,26 @@ def test_what_breaks_a_job_on_one_process_ends_it_on_all(folder: Path, two: list
     assert status["status"] == "failed", two[0]["faulty"]
     assert "ValueError: a callback that is broken" in status["reason"]
     assert max(parting(folder, "alone", "faulty", others)) <= 1e-7
+
+
+@pytest.mark.parametrize("name", list(LOOKED_AT_LATER))
+def test_rounds_that_are_looked_at_later_are_those_that_are_waited_for(
+    folder: Path, two: list[Any], name: str
+) -> None:
+    """A job that breaks itself, or is broken on one process, ends on both, and costs nobody."""
+    fault = LOOKED_AT_LATER[name].get("fault", "")
+    jobs = [job for job in quiet_jobs(folder) if job.name != fault]
+    alone, wild = (
+        json.loads((folder / run / "wild" / "status.json").read_text())
+        for run in ("later-alone", name)
+    )
+
+    assert max(parting(folder, "later-alone", name, jobs)) <= 1e-7, two[0][name]
+    assert wild["status"] == alone["status"] == "failed"
+    assert (wild["step"], wild["reason"][:7]) == (alone["step"], alone["reason"][:7])
+    if fault:
+        broken = json.loads((folder / name / fault / "status.json").read_text())
+        assert "ValueError: a callback that is broken" in broken["reason"]
 
 
 @pytest.mark.slow

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import safetensors.torch
 import torch
@@ -25,6 +26,7 @@ from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.adapters import base_tensors, start_adapters
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
 from tlora_fx.runtime.job_run import StepReport
+from tlora_fx.runtime.round_end import RoundEnd
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
 
 EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -65,6 +67,18 @@ def mixed_jobs(folder: Path, dtype: Any = "float64", **fields: Any) -> list[Job]
     ]  # fmt: skip
 
 
+def quiet_jobs(folder: Path, dtype: Any = "float64") -> list[Job]:
+    """Jobs with nothing to do between their steps, of which one breaks itself at its second."""
+    base = BaseSpec(config=folder / "base", dtype=dtype, seed=7)
+    common: dict[str, Any] = {"lr_scheduler_type": "constant", "max_steps": 6, "save_steps": 100}
+    lora = {"r": 2, "lora_dropout": 0.1, "target_modules": ["q_proj", "down_proj"]}
+    return [
+        make_job(base, "calm", lora=lora, seed=3, **common),
+        make_job(base, "wild", lora=lora | {"lora_alpha": 10**120}, **common),
+        make_job(base, "steady", lora=lora | {"r": 4}, weight_decay=0.1, **common),
+    ]
+
+
 def sharded(
     folder: Path, processes: int, options: Mapping[str, Any]
 ) -> tuple[SuperModel, StepRunner]:
@@ -98,7 +112,8 @@ def train(folder: Path, name: str, case: Case) -> list[tuple[str, float]]:
 
     case      planner, mesh, options of the planner, fields of the jobs, resume, row_tokens; jobs,
               a function that makes others than `mixed_jobs`; fault, a job that breaks on the
-              leader; at_once, whether jobs are updated as on a GPU
+              leader; at_once, whether jobs are updated as on a GPU; later, whether most rounds
+              are looked at when the next one is on its way
     returns   each job's last loss as text, and a sum over the parameters that this process holds
     """
     make = case.get("jobs", mixed_jobs)
@@ -121,13 +136,32 @@ def train(folder: Path, name: str, case: Case) -> list[tuple[str, float]]:
         # True: as Dynamo sees it, without compiling.
         backend = "eager" if case["compiled"] is True else case["compiled"]
         trainer.model.compile(backend=backend)
-    with updates_on_the_cpu() if case.get("at_once") else nullcontext([1]) as launched:
+    with (
+        updates_on_the_cpu() if case.get("at_once") else nullcontext([1]) as launched,
+        _ahead() as ahead,
+    ):
         runs = trainer.run()
     assert launched, "nobody was updated at once"
+    assert not case.get("later") or sum(ahead) > len(ahead) / 2, ahead
     return [
         (repr(run.loss), sum(float(p.detach().sum()) for p in run.parameters.values()))
         for run in runs
     ]
+
+
+@contextmanager
+def _ahead() -> Iterator[list[bool]]:
+    """Yields of each round whether its update was launched and not looked at."""
+    found: list[bool] = []
+    step = RoundEnd.step
+
+    def recorded(self: RoundEnd, *arguments: Any, **options: Any) -> Any:
+        outside = step(self, *arguments, **options)
+        found.append(bool(self.ahead))
+        return outside
+
+    with mock.patch.object(RoundEnd, "step", recorded):
+        yield found
 
 
 def train_all(folder: Path, cases: Mapping[str, Case]) -> dict[str, Any]:

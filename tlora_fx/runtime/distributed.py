@@ -43,6 +43,7 @@ class RoundNotice(NamedTuple):
     due           a checkpoint is due on this process
     fault         1 + the index of a job that cannot go on, on this process; 0: none
     changes       jobs that come or go before this round, as the leader was asked
+    waits         the process has to look at this round before the next one
     """
 
     table: int
@@ -52,6 +53,7 @@ class RoundNotice(NamedTuple):
     due: int = 0
     fault: int = 0
     changes: int = 0
+    waits: int = 0
 
 
 class Ranks:
@@ -63,8 +65,8 @@ class Ranks:
     def agree(self, notice: RoundNotice) -> RoundNotice:
         """Tell all processes of the round to come, and hear of theirs.
 
-        returns   the same on every process: whether any was asked to stop, the slowest one's time,
-                  a job that cannot go on; all else is the leader's
+        returns   the same on every process: whether any was asked to stop, or has to wait, the
+                  slowest one's time, a job that cannot go on; all else is the leader's
         raises    RanksParted, on every process, where one has other rows
         """
         if self.mesh.world is None:
@@ -78,6 +80,7 @@ class Ranks:
             asked=max(notice.asked for notice in notices),
             step_micros=max(notice.step_micros for notice in notices),
             fault=max(notice.fault for notice in notices),
+            waits=max(notice.waits for notice in notices),
         )
 
     def together(self, action: Callable[[], T]) -> T:

@@ -1,8 +1,9 @@
 """The end of a round: every job's optimizer step, and what it came to.
 
-Where one update serves all jobs of one process nobody waits for it: what it came to is looked at
-when the next round is on its way, so that the GPU never waits for the host in between. Jobs with
-another optimizer are waited for, and so are processes that have to agree.
+Where one update serves all jobs nobody waits for it: what it came to is looked at when the next
+round is on its way, so that the GPU never waits for the host in between. Jobs with another
+optimizer are waited for. Processes that train together look at the same round, for else some would
+know that a job has failed, and others not.
 """
 
 from __future__ import annotations
@@ -77,19 +78,30 @@ class RoundEnd:
         """What jobs train may lie elsewhere from now on."""
         self._served, self._update = [], None
 
+    def waits(self, runs: Sequence[JobRun]) -> bool:
+        """Whether this process has to wait for a round of these jobs."""
+        update = self._update_of(runs)
+        return update is None or len(update.places) < len(runs)
+
     def step(
-        self, losses: Tensor, runs: Sequence[JobRun], batches: Mapping[int, MicroBatches]
+        self,
+        losses: Tensor,
+        runs: Sequence[JobRun],
+        batches: Mapping[int, MicroBatches],
+        *,
+        waits: bool = False,
     ) -> Outside:
         """An optimizer step of each job: all in one, to be looked at later, or one by one.
 
         losses    [J] on the device
         batches   by the jobs' indices
+        waits     the round is looked at now, for another process has to
         returns   of the round before, where this one is to be looked at later
         """
         update = self._update_of(runs)
         served = frozenset(() if update is None else update.places)
         apart = [run for run in runs if run.index not in served]
-        waits = update is None or bool(apart) or self.mesh.size > 1
+        waits = waits or update is None or bool(apart)
         outside = self.settle() if waits else {}
         squares = self._squares(update, apart)
         before = self._ahead

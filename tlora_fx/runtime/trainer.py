@@ -534,10 +534,12 @@ class Trainer:
         rows = self._rows(batches)
         table = table_hash(rows) if self.mesh.size > 1 else 0
         micros = int(self._end.seconds * 1e6)
-        fault = next((run.index + 1 for run in self._active() if run.fault), 0)
+        active = self._active()
+        fault = next((run.index + 1 for run in active if run.fault), 0)
+        waits = self.mesh.size > 1 and self._end.waits(active)
         note = RoundNotice(
             table, int(interrupts.asked), self._choice, micros, int(self._save_due()), fault,
-            int(self.roster.is_due()),
+            int(self.roster.is_due()), int(waits),
         )  # fmt: skip
         agreed = self.ranks.agree(note)
         if agreed.fault or agreed.asked:
@@ -554,7 +556,8 @@ class Trainer:
         self._choose(agreed, rows)
         losses, ran = self._run_isolated(rows, batches)
         self.rounds += 1
-        self._finish(losses, {index: batches[index] for index in ran}, due=bool(agreed.due))
+        ran_batches = {index: batches[index] for index in ran}
+        self._finish(losses, ran_batches, due=bool(agreed.due), waits=bool(agreed.waits))
         if not self._limited:
             limit_waits(self.mesh, self.options.longest_wait)
             self._limited = True
@@ -643,10 +646,12 @@ class Trainer:
         self._end.step(known.to(self.device), runs, batches)
         self._end.settle()
 
-    def _finish(self, losses: Tensor, batches: Mapping[int, MicroBatches], *, due: bool) -> None:
+    def _finish(
+        self, losses: Tensor, batches: Mapping[int, MicroBatches], *, due: bool, waits: bool
+    ) -> None:
         """Update the jobs that ran; what that came to is looked at now, or a round later."""
         active = [self.roster.at(index) for index in batches]
-        outside = self._end.step(losses, active, batches)
+        outside = self._end.step(losses, active, batches, waits=waits)
         if (
             due
             or self._to_tell
