@@ -169,10 +169,10 @@ def test_a_base_that_is_sharded_over_nodes_is_launched(profile, plain, facts):
 
 @pytest.mark.parametrize(
     ("gpu", "mesh", "hides"),
-    [("NVIDIA H200", MeshShape(), True), ("NVIDIA H200", MeshShape(dp=2), False),
+    [("NVIDIA H200", MeshShape(), True), ("NVIDIA H200", MeshShape(dp=2), True),
      ("cpu", MeshShape(), False)],
 )  # fmt: skip
-def test_one_process_packs_while_its_gpu_runs_the_round_before(profile, facts, gpu, mesh, hides):
+def test_rows_are_packed_while_gpus_run_the_round_before(profile, facts, gpu, mesh, hides):
     """Cores that compute have no time left; beyond the round, packing is waited for everywhere."""
     hardware = profile.hardware.model_copy(update={"gpu": gpu})
     plan = Plan(planner="replicated" if mesh.dp > 1 else "single", mesh=mesh)

@@ -309,8 +309,7 @@ class Base:
             ),
         }
         packing = self.cost.ends.host_ms(pairs.groups.column("tokens"))[pairs.rows.load]
-        alone = layouts.used[pairs.layout] == 1
-        return {"host": self.cost.ends.waits_ms(packing, total(terms), alone), **terms}
+        return {"host": self.cost.ends.waits_ms(packing, total(terms)), **terms}
 
     def memory(self, pairs: Pairs, *, sharded: bool = False) -> Terms:
         """Bytes of the fullest process by name [m]; they add up."""

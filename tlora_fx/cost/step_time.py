@@ -185,7 +185,7 @@ class Ends:
     loss_saved   what head and loss leave, and what they take at most beside it, of targets
     loss_peak
     host_ms      packing rows, of a round's tokens
-    overlaps     whether one process packs rows while its device runs the round before
+    overlaps     whether rows are packed while the device runs the round before
     """
 
     def __init__(self, profile: Profile) -> None:
@@ -205,19 +205,16 @@ class Ends:
         values = np.array([one.ms for one in points])
         self._optimizer = fit_nonnegative(rows, values) if points else np.zeros(3)
 
-    def waits_ms(self, packing: Array, rest: Array | float, alone: Mask | bool) -> Array:
+    def waits_ms(self, packing: Array, rest: Array | float) -> Array:
         """What rounds wait for their rows to be packed [m].
 
-        Processes that train together look at each round's end before they begin the next. So does
-        one process whose jobs are not updated in one step (see `RoundEnd`), of which nothing is
-        known here.
+        Where a process has jobs that are not updated in one step (see `RoundEnd`), each round's end
+        is looked at before the next one begins; nothing is known of that here.
 
         packing   what that takes, by `host_ms`
         rest      what else rounds take
-        alone     whether one process runs them
         """
-        hidden = np.logical_and(alone, self.overlaps)
-        return np.where(hidden, np.maximum(packing - rest, 0.0), packing)
+        return np.maximum(packing - rest, 0.0) if self.overlaps else packing
 
     def root_ms(self, tokens: Array, launched: Mask) -> Array:
         """Embedding, positions and last norm, forward and backward [m]."""
@@ -543,7 +540,7 @@ def step_time(cost: CostModel, plan: Plan, work: Round) -> StepTime:
     reduce = max(float(links.reduce(n.sum() * facts.trained_bytes)) for n in trained)
     rest = compute + bubble + reduce + max(ends)
     packing = cost.ends.host_ms(work.load.total)
-    host = float(cost.ends.waits_ms(packing, rest, mesh.size == 1))
+    host = float(cost.ends.waits_ms(packing, rest))
     return StepTime(host, compute, bubble, reduce, optimizer=max(ends))
 
 
