@@ -24,17 +24,22 @@ SERVED = ["tests.parallel.warm"]
 
 
 def run_processes(
-    count: int, function: Callable[..., Any], *arguments: Any, gpus: bool = False
+    count: int,
+    function: Callable[..., Any],
+    *arguments: Any,
+    gpus: bool = False,
+    own_hashes: bool = False,
 ) -> list[Any]:
     """Call `function(*arguments)` in each of `count` processes of one group.
 
     function   found by its name: at the top of a module
     gpus       each process has a GPU of its own, and the group NCCL beside gloo
+    own_hashes each process has its own order of sets, as under torchrun; takes longer
     returns    what each process returned, by rank; whatever can be pickled
     raises     RuntimeError with the traceback of the first rank that failed
     """
     # CUDA does not survive a fork, so processes with GPUs import for themselves.
-    context: Any = multiprocessing.get_context("spawn" if gpus else "forkserver")
+    context: Any = multiprocessing.get_context("spawn" if gpus or own_hashes else "forkserver")
     context.set_forkserver_preload(SERVED)
     results = context.SimpleQueue()
     # The store is this process's, as under torchrun: rank 0 may end while others still begin.

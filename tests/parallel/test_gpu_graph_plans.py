@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,8 +89,18 @@ def test_stages_are_replayed_in_one_process(tmp_path, compiled):
 def test_a_trainer_captures_rows_under_plans(tmp_path):
     """Processes part in peace when their graphs are let go of; losses stay near."""
     _needs(2)
-    cases = {name: ON_TWO[name] for name in TRAINED}
-    for told in run_processes(2, train_all_graphs, tmp_path, cases, gpus=True):
+    _require_near(tmp_path, 2, {name: ON_TWO[name] for name in TRAINED})
+
+
+def test_a_trainer_captures_stages_that_are_cut(tmp_path):
+    """Of a pipeline over a tensor plan's pieces, and rows of replicas of such pieces."""
+    _needs(4)
+    cut = {"planner": "tensor", "mesh": "dp=2,tp=2"}
+    _require_near(tmp_path, 4, {"stages": _staged() | {"mesh": "pp=2,tp=2"}, "replicas": cut})
+
+
+def _require_near(folder: Path, processes: int, cases: dict[str, dict[str, Any]]) -> None:
+    for told in run_processes(processes, train_all_graphs, folder, cases, gpus=True):
         for name, one in told.items():
             assert one["forms"] > 0, name
             for loss, other in zip(one["graphs"], one["launched"], strict=True):

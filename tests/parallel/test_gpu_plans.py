@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.parallel.processes import run_processes
-from tests.parallel.training import mixed_jobs, parting, train_all, write_base
+from tests.parallel.training import mixed_jobs, parting, quiet_jobs, train_all, write_base
 
 pytestmark = pytest.mark.gpu
 
@@ -59,7 +59,9 @@ def _needs(count: int) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("plans")
     write_base(made)
-    run_processes(1, train_all, made, {"alone": {"planner": "single"}}, gpus=True)
+    alone: dict[str, Any] = {"planner": "single"}
+    cases = {"alone": alone, "quiet alone": alone | {"jobs": quiet_jobs, "later": True}}
+    run_processes(1, train_all, made, cases, gpus=True)
     return made
 
 
@@ -67,6 +69,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_gpus_train_what_one_trains(folder: Path, name: str) -> None:
     """With dropout, accumulation, an early end, and a branch that runs as it is."""
     _trains(folder, 2, name, ON_TWO[name])
+
+
+@pytest.mark.parametrize("name", ["replicated", "sharded", "tensor", "pipeline"])
+def test_two_gpus_look_at_rounds_later(folder: Path, name: str) -> None:
+    """A job that breaks itself ends at the same step, and the others train on as alone."""
+    _needs(2)
+    case = ON_TWO[name] | {"jobs": quiet_jobs, "later": True}
+    found = run_processes(2, train_all, folder, {f"quiet {name}": case}, gpus=True)
+    assert not isinstance(found[0][f"quiet {name}"], str), found[0]
+    assert max(parting(folder, "quiet alone", f"quiet {name}", quiet_jobs(folder))) <= 1e-7
 
 
 @pytest.mark.parametrize("name", list(ON_FOUR))

@@ -163,6 +163,14 @@ def test_what_breaks_a_job_on_one_process_ends_it_on_all(folder: Path, two: list
     assert max(parting(folder, "alone", "faulty", others)) <= 1e-7
 
 
+def test_no_order_of_a_set_parts_processes(folder: Path) -> None:
+    """Weights of a sharded base are gathered in one order everywhere, as for DoRA's magnitudes."""
+    case = {"own-hashes": ON_TWO["sharded"] | {"at_once": False}}
+    told = run_processes(2, train_all, folder, case, own_hashes=True)
+
+    assert max(apart(folder, "own-hashes")) <= 1e-7, told[0]
+
+
 @pytest.mark.parametrize("name", list(LOOKED_AT_LATER))
 def test_rounds_that_are_looked_at_later_are_those_that_are_waited_for(
     folder: Path, two: list[Any], name: str

@@ -328,8 +328,10 @@ def start_adapter(model: SuperModel, job: Job, start: Mapping[str, Tensor] | Non
         rest.discard(name)
     if starter.is_computed:
         rest -= starter.start_by_peft(parameters)
-    # Magnitudes read A and B, so they come last.
-    for name in sorted(rest, key=lambda name: "magnitude" in name):
+    # Magnitudes read A and B, so they come last. The order of the parameters is that of all
+    # processes, which gather weights of a sharded base in it; that of a set is not.
+    left = [name for name in parameters if name in rest]
+    for name in sorted(left, key=lambda name: "magnitude" in name):
         value = starter.value(name, parameters, shards[name])
         with torch.no_grad():
             parameters[name].copy_(value)
