@@ -1,11 +1,12 @@
-"""Attention of packed rows, FlashAttention-2 and ours: `python -m benchmarks.attention`.
+"""Attention of packed rows, FlashAttention-2, cuDNN and ours: `python -m benchmarks.attention`.
 
     python -m benchmarks.attention                                              # on a GPU
     TRITON_INTERPRET=1 python -m benchmarks.attention --device cpu --cases tiny  # tries the code
 
-`flash` is torch's kernel for rows of sequences, which `packed_attention` takes where ours was not
-measured to win; `forward`, `dq` and `dkv` are our three kernels, each with several tiles, written
-as rows,keys,warps,stages. Its backward is `dq` and `dkv` one after the other.
+`flash` is torch's kernel for rows of sequences, which `packed_attention` takes where neither ours
+nor cuDNN's was measured to win; `batch` is cuDNN's, which takes rows of sequences that are equally
+long. `forward`, `dq` and `dkv` are our three kernels, each with several tiles, written as
+rows,keys,warps,stages. Our backward is `dq` and `dkv` one after the other.
 
 Before anything is timed, results and gradients of the first and last sequence are compared with
 float64, the last sequence alone must give the bits that it gives in its row, and a second run must
@@ -30,7 +31,7 @@ from torch import Tensor
 from benchmarks.interleaved import Runner, Spread, captured, eager, interleave
 from benchmarks.results_file import RESULTS, console, described, write
 from tlora_fx.codegen.spec import Tile
-from tlora_fx.ops.attention import AttentionRule, row_backward, row_forward
+from tlora_fx.ops.attention import AttentionRule, RowKernel, is_batch, row_backward, row_forward
 from tlora_fx.ops.kernels import short_attention as ours
 
 #: Bytes a second of a copy on an H200: the floor of reading and writing.
@@ -51,6 +52,12 @@ SMALL = {
         (128, 32, 4, 2), (128, 16, 4, 2), (64, 32, 8, 2),
     ),
 }  # fmt: skip
+#: Of heads beside those of Llama-3-8B: the best there, and the best of the first tries.
+OTHERS = {
+    "forward": ((64, 64, 4, 3), (128, 64, 8, 3)),
+    "dq": ((64, 64, 4, 2), (128, 64, 8, 2)),
+    "dkv": ((32, 64, 4, 3), (64, 64, 8, 2), (32, 64, 4, 2)),
+}
 TRIED = dict.fromkeys(TILES, ((16, 16, 4, 1),))
 
 Figures = dict[str, Any]
@@ -64,8 +71,7 @@ class Case:
     heads     of queries, of keys
     window    0: none
     longest   as the tables of a row have it, where that is more than the longest sequence
-    few       whether only the first tiles are tried
-    small     whether the tiles of few sequences are
+    tiles     those of our kernels that are tried; none: only what others ship is timed
     """
 
     lengths: tuple[int, ...]
@@ -73,8 +79,7 @@ class Case:
     width: int = 128
     window: int = 0
     longest: int = 0
-    few: bool = False
-    small: bool = False
+    tiles: str = "all"
 
     @property
     def most(self) -> int:
@@ -106,13 +111,41 @@ CASES = {
     "32 x 512": Case((512,) * 32),
     "8 x 1,024": Case((1024,) * 8),
     "1 x 4,096": Case((4096,)),
-    "64 x 256, window 128": Case((256,) * 64, window=128, few=True),
-    "64 x 256, 32:32 heads": Case((256,) * 64, heads=(32, 32), few=True),
-    "64 x 256, width 64": Case((256,) * 64, width=64, few=True),
-    "1 x 160, captured": Case((160,), longest=256, small=True),
-    "2 x 160, captured": Case((160,) * 2, longest=256, small=True),
-    "1 x 1,024": Case((1024,), small=True),
+    "64 x 256, window 128": Case((256,) * 64, window=128, tiles="others"),
+    "64 x 256, 32:32 heads": Case((256,) * 64, heads=(32, 32), tiles="others"),
+    "64 x 256, width 64": Case((256,) * 64, width=64, tiles="others"),
+    "1 x 160, captured": Case((160,), longest=256, tiles="small"),
+    "2 x 160, captured": Case((160,) * 2, longest=256, tiles="small"),
+    "1 x 1,024": Case((1024,), tiles="small"),
     "tiny": Case((20, 1, 33), heads=(4, 1), width=64, window=9),
+}
+#: Query and key heads, and their width.
+HEADS = {
+    "Llama-3-8B": ((32, 8), 128),
+    "Llama-2-7B": ((32, 32), 128),
+    "Llama-3.2-1B": ((32, 8), 64),
+    "Llama-3.2-3B": ((24, 8), 128),
+    "Qwen2.5-0.5B": ((14, 2), 64),
+    "Qwen2.5-1.5B": ((12, 2), 128),
+    "Qwen2.5-7B": ((28, 4), 128),
+    "Qwen3-0.6B": ((16, 8), 128),
+    "Qwen3-30B-A3B": ((32, 4), 128),
+    "Gemma-2-9B": ((16, 8), 256),
+}
+SHAPES = {
+    "30 x 160": (160,) * 30,
+    "64 x 256": (256,) * 64,
+    "16 x 512": (512,) * 16,
+    "8 x 1,024": (1024,) * 8,
+    "2 x 4,096": (4096,) * 2,
+    "mixed to 1,500": (1412, 640, 980, 512, 1333, 777, 1500, 601),
+    "mixed to 8,192": (8192, 130, 3000, 1, 700),
+    "mixed to 32,768": (32768, 130, 3000, 1, 700),
+}
+CASES |= {
+    f"{name}: {row}": Case(lengths, heads, width, tiles="others" if width <= 128 else "none")
+    for name, (heads, width) in HEADS.items()
+    for row, lengths in SHAPES.items()
 }
 
 
@@ -139,7 +172,8 @@ def main() -> None:
     given = _arguments()
     out, found = console(), described("attention", given.device) | {"cases": {}}
     path = given.out / f"attention-{found['date']}.json"
-    for name in given.cases:
+    heads = [name for name in CASES if _model(name) in given.models]
+    for name in heads or given.cases:
         figures = measured(CASES[name], given)
         found["cases"][name] = figures
         out.print(name, figures["error over flash"], figures["us"], highlight=False)
@@ -150,11 +184,7 @@ def main() -> None:
 def measured(case: Case, given: argparse.Namespace) -> Figures:
     """Microseconds of every arm, the best of ours, and how far from float64 both are."""
     cuda = given.device == "cuda"
-    tiles: dict[str, tuple[tuple[int, ...], ...]] = dict(TILES if cuda else TRIED)
-    if case.small and cuda:
-        tiles = dict(SMALL)
-    if case.few:
-        tiles = {kind: each[:2] for kind, each in tiles.items()}
+    tiles = _TILES[case.tiles] if cuda else TRIED
     sets = [_inputs(case, seed, given.device) for seed in range(2 if cuda else 1)]
     arms = dict(_arms(case, sets, tiles, cuda))
     difference = compared(case, sets[0], tiles, cuda)
@@ -162,19 +192,17 @@ def measured(case: Case, given: argparse.Namespace) -> Figures:
     runners = {name: make(work, len(sets)) for name, work in arms.items()}
     times = interleave(runners, given.device, given.rounds)
     us = {name: round(Spread.of(each).median * 1e3, 1) for name, each in times.items()}
-    best = {kind: _least(us, kind) for kind in tiles}
-    floors = _floors(case)
-    return {
-        "tokens": sum(case.lengths),
-        "us": us,
-        "best": best,
-        "ours us": {
-            "forward": us[best["forward"]],
-            "backward": round(us[best["dq"]] + us[best["dkv"]], 1),
-        },
-        "floor us": floors,
-        "error over flash": difference,
-    }
+    found: Figures = {"tokens": sum(case.lengths), "us": us, "floor us": _floors(case)}
+    if tiles:
+        best = {kind: _least(us, kind) for kind in tiles}
+        backward = round(us[best["dq"]] + us[best["dkv"]], 1)
+        found["best"] = best
+        found["ours us"] = {"forward": us[best["forward"]], "backward": backward}
+    return found | {"error over flash": difference}
+
+
+def _model(case: str) -> str:
+    return case.partition(":")[0]
 
 
 def _least(us: dict[str, float], kind: str) -> str:
@@ -192,9 +220,14 @@ def _inputs(case: Case, seed: int, device: str) -> Inputs:
 
     q, k, v, dout = normal(many), normal(few), normal(few), normal(many)
     bounds = torch.tensor(case.bounds, dtype=torch.int32, device=device)
-    tile = Tile(*_tile(TILES["forward"][0] if device == "cuda" else TRIED["forward"][0]))
-    out, lse = ours.forward(q, k, v, bounds, _rule(case), tile)
+    if device == "cuda":
+        out, lse = row_forward(q, k, v, bounds, case.most, case.rule)
+    else:
+        out, lse = ours.forward(q, k, v, bounds, _rule(case), Tile(*_tile(TRIED["forward"][0])))
     return Inputs(q, k, v, dout, out, lse, bounds)
+
+
+_TILES = {"all": TILES, "small": SMALL, "others": OTHERS, "none": {}}
 
 
 def _tile(numbers: tuple[int, ...]) -> tuple[int, int, int, int, int]:
@@ -210,13 +243,34 @@ def _arms(
     case: Case, sets: list[Inputs], tiles: dict[str, Any], cuda: bool
 ) -> Iterator[tuple[str, Callable[[int], object]]]:
     """Every arm by name: work on the set of a number."""
-    if cuda:
-        yield "flash forward", lambda i: _flash_forward(case, sets[i])
-        yield "flash backward", lambda i: _flash_backward(case, sets[i], *sets[i].saved[3:])
+    for kernel in _shipped(case, sets[0]) if cuda else ():
+        yield f"{kernel} forward", partial(_their_forward, case, sets, kernel)
+        yield f"{kernel} backward", partial(_their_backward, case, sets, kernel)
     for kind, run in (("forward", _forward), ("dq", _dq), ("dkv", _dkv)):
-        for numbers in tiles[kind]:
+        for numbers in tiles.get(kind, ()):
             name = f"{kind} {','.join(map(str, numbers))}"
             yield name, partial(run, case, sets, Tile(*_tile(numbers)))
+
+
+def _shipped(case: Case, one: Inputs) -> list[RowKernel]:
+    """The kernels of others that can take the row."""
+    batch = is_batch(one.q, one.bounds, case.most, case.rule)
+    return ["flash", "batch"] if batch else ["flash"]
+
+
+def _their_forward(
+    case: Case, sets: list[Inputs], kernel: RowKernel, index: int
+) -> tuple[Tensor, ...]:
+    one = sets[index]
+    return row_forward(one.q, one.k, one.v, one.bounds, case.most, case.rule, kernel)
+
+
+def _their_backward(
+    case: Case, sets: list[Inputs], kernel: RowKernel, index: int
+) -> tuple[Tensor, ...]:
+    one = sets[index]
+    given = one.dout, one.q, one.k, one.v, one.out, one.lse
+    return row_backward(*given, one.bounds, case.most, case.rule, kernel)
 
 
 def _forward(case: Case, sets: list[Inputs], tile: Tile, index: int) -> tuple[Tensor, ...]:
@@ -236,16 +290,22 @@ def _dkv(case: Case, sets: list[Inputs], tile: Tile, index: int) -> tuple[Tensor
 
 
 def compared(case: Case, one: Inputs, tiles: dict[str, Any], cuda: bool) -> dict[str, float]:
-    """The error of ours over FlashAttention-2's by result, the worst of all tiles.
+    """The error of ours and cuDNN's over FlashAttention-2's by result, the worst of all tiles.
 
-    raises   RuntimeError where one is over the bound, or bits depend on neighbours or on the run
+    raises   RuntimeError where one is over the bound, or bits of ours depend on neighbours or on
+             the run
     """
     combinations = itertools.zip_longest(*tiles.values())
     worst: dict[str, float] = {}
     last = max(index for index, length in enumerate(case.lengths) if length)
     spans = [case.alone(0), case.alone(last)]
     expected = [_reference(case, one, span) for span in spans]
-    theirs = _errors(_flash(case, one), spans, expected) if cuda else dict.fromkeys(_NAMES, 1e-6)
+    theirs = dict.fromkeys(_NAMES, 1e-6)
+    if cuda:
+        theirs = _errors(_theirs(case, one, "flash"), spans, expected)
+    if cuda and "batch" in _shipped(case, one):
+        errors = _errors(_theirs(case, one, "batch"), spans, expected)
+        worst = {f"batch {name}": round(errors[name] / theirs[name], 3) for name in _NAMES}
     for numbers in combinations:
         parts = [n or tiles[kind][0] for n, kind in zip(numbers, tiles, strict=True)]
         cut = ours.Tiles(*(Tile(*_tile(each)) for each in parts))
@@ -258,7 +318,7 @@ def compared(case: Case, one: Inputs, tiles: dict[str, Any], cuda: bool) -> dict
         for name, error in _errors(results, spans, expected).items():
             worst[name] = max(worst.get(name, 0.0), round(error / theirs[name], 3))
     if over := {name: value for name, value in worst.items() if not value <= BOUND}:
-        raise RuntimeError(f"ours over FlashAttention-2 against float64: {over}, at most {BOUND}")
+        raise RuntimeError(f"over FlashAttention-2 against float64: {over}, at most {BOUND}")
     return worst
 
 
@@ -279,18 +339,11 @@ def _ours(case: Case, one: Inputs, tiles: ours.Tiles) -> list[Tensor]:
     return [out, lse.t(), *ours.backward(one.dout, saved, one.bounds, rule, tiles)]
 
 
-def _flash(case: Case, one: Inputs) -> list[Tensor]:
-    out, lse = _flash_forward(case, one)
-    return [out, lse.t(), *_flash_backward(case, one, out, lse)]
-
-
-def _flash_forward(case: Case, one: Inputs) -> tuple[Tensor, ...]:
-    return row_forward(one.q, one.k, one.v, one.bounds, case.most, case.rule)
-
-
-def _flash_backward(case: Case, one: Inputs, out: Tensor, lse: Tensor) -> tuple[Tensor, ...]:
+def _theirs(case: Case, one: Inputs, kernel: RowKernel) -> list[Tensor]:
+    out, lse = row_forward(one.q, one.k, one.v, one.bounds, case.most, case.rule, kernel)
     given = one.dout, one.q, one.k, one.v, out, lse
-    return row_backward(*given, one.bounds, case.most, case.rule)
+    grads = row_backward(*given, one.bounds, case.most, case.rule, kernel)
+    return [out, lse.t(), *grads]
 
 
 def _require_bits(found: Sequence[Tensor], expected: Sequence[Tensor], what: str) -> None:
@@ -346,15 +399,17 @@ def _floors(case: Case) -> dict[str, float]:
 
 def show(found: Figures) -> None:
     """A line a case."""
-    words = ("flash forward", "ours", "floor", "flash backward", "ours", "floor", "tiles")
-    table = Table("case", *words, box=None)
+    words = ("flash", "cuDNN", "ours", "floor")
+    table = Table("case", *words, *(f"{word} back" for word in words), "tiles", box=None)
     for name, one in found["cases"].items():
         numbers = []
         for way in ("forward", "backward"):
-            flash = one["us"].get(f"flash {way}", math.nan)
-            numbers += [flash, one["ours us"][way], one["floor us"][way]]
-        tiles = "; ".join(one["best"].values())
-        table.add_row(name, *(f"{number:.0f}" for number in numbers), tiles)
+            theirs = [one["us"].get(f"{kernel} {way}", math.nan) for kernel in ("flash", "batch")]
+            ours_us = one.get("ours us", {}).get(way, math.nan)
+            numbers += [*theirs, ours_us, one["floor us"][way]]
+        tiles = "; ".join(one.get("best", {}).values())
+        cells = ("-" if math.isnan(number) else f"{number:.0f}" for number in numbers)
+        table.add_row(name, *cells, tiles)
     console().print(table)
 
 
@@ -362,8 +417,9 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    usual = [name for name in CASES if name != "tiny"]
+    usual = [name for name in CASES if name != "tiny" and _model(name) not in HEADS]
     parser.add_argument("--cases", nargs="+", default=usual, choices=CASES)
+    parser.add_argument("--models", nargs="+", default=[], choices=HEADS, help="their heads")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")

@@ -1,4 +1,4 @@
-"""Our attention of short sequences on CUDA, against float64 and the kernel that torch ships."""
+"""Attention of rows on CUDA, ours and cuDNN's, against float64 and FlashAttention-2."""
 
 import pytest
 import torch
@@ -34,8 +34,9 @@ def measured_here(monkeypatch):
     """Also on a GPU, and for heads, where nothing was measured."""
     arch = operator.support.arch_of(torch.device("cuda"))
     tiles = short_attention.FORMS[90, torch.bfloat16, 4, 128].tiles
+    monkeypatch.setattr(short_attention, "LONGEST", 512)
     for group, width in ((4, 128), (1, 64), (6, 80)):
-        form = short_attention.Form(512, tiles, windowed=512)
+        form = short_attention.Form(tiles, longest=512, windowed=512)
         monkeypatch.setitem(short_attention.FORMS, (arch, torch.bfloat16, group, width), form)
 
 
@@ -45,6 +46,14 @@ def results(row, leaves=None):
     out, lse = packed_attention(*row.arguments(**dict(zip("qkv", leaves, strict=True))))
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     return dout, [out.detach(), lse.t(), *torch.autograd.grad(out, leaves, dout)]
+
+
+def kinds(row, longest=None, rule=None):
+    """Which kernels take the row, forward and backward."""
+    rule = AttentionRule(row.scale, True, row.window, 0.0, 0.0) if rule is None else rule
+    bounds, longest = row.arguments()[3], longest or max(row.sequences)
+    found = operator.row_kernels(row.q, row.k, bounds, longest, rule)
+    return [kernel if isinstance(kernel, str) else "ours" for kernel in found]
 
 
 def by_flash(row, dout):
@@ -152,17 +161,17 @@ def test_strict_mode_takes_them_at_any_length(made, monkeypatch):
     row = made(((40,), (600,)))
     rule = AttentionRule(row.scale, True, -1, 0.0, 0.0)
 
-    assert not operator.short_tiles(row.q, row.k, row.arguments()[3], 600, rule)
-    assert operator.short_tiles(row.q, row.k, row.arguments()[3], 512, rule)
+    assert kinds(row, 600, rule) == ["flash", "flash"]
+    assert kinds(row, 512, rule) == ["ours", "ours"]
     with strict():
         _, beside = results(row)
         alone = made(((40,),))
         alone.q, alone.k, alone.v = (x[:40].clone() for x in (row.q, row.k, row.v))
-        assert operator.short_tiles(row.q, row.k, row.arguments()[3], 600, rule)
+        assert kinds(row, 600, rule) == ["ours", "ours"]
         out, _ = packed_attention(*alone.arguments())
     assert torch.equal(beside[0][:40], out)
     monkeypatch.setenv("TLORA_FX_KERNELS", "off")
-    assert not operator.short_tiles(row.q, row.k, row.arguments()[3], 512, rule)
+    assert kinds(row, 512, rule) == ["flash", "flash"]
 
 
 def test_strided_heads_are_read(made):
@@ -177,3 +186,120 @@ def test_strided_heads_are_read(made):
 
     assert not leaves[0].is_contiguous()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+EQUAL = ((256, 256), (256,))
+
+
+@pytest.fixture
+def batches(monkeypatch):
+    """Rows of equal sequences go to cuDNN, whatever was measured, on any GPU that has it."""
+    if not torch.backends.cudnn.is_available():
+        pytest.skip("needs cuDNN")
+    monkeypatch.setattr(operator, "_batches_pay", lambda q: True)
+    monkeypatch.setattr(short_attention, "FORMS", {})
+
+
+@pytest.mark.usefixtures("batches")
+@pytest.mark.parametrize(
+    ("heads", "width"),
+    [(HEADS, WIDTH), ((4, 4), 64), ((7, 1), 80), ((6, 2), 96), ((4, 2), 192), ((4, 2), 256)],
+)
+@pytest.mark.parametrize("jobs", [EQUAL, ((300,),), ((128,), (), (128,))], ids=str)
+def test_a_batch_errs_no_more_than_flash(made, heads, width, jobs):
+    """One sequence too, lengths that fill no tile, an empty job; at most 1.5 times."""
+    row = made(jobs, heads, width)
+    row.sequences = tuple(length for length in row.sequences if length)
+    assert kinds(row) == ["batch", "batch"]
+    dout, found = results(row)
+    theirs, expected = by_flash(row, dout), in_float64(row, dout)
+
+    assert all(x.is_contiguous() for x in (found[0], found[1].t(), *found[2:]))
+    for mine, other, wanted in zip(found, theirs, expected, strict=True):
+        bound = max(1.5 * float((other.double() - wanted).norm()), 1e-6 * float(wanted.norm()))
+        assert float((mine.double() - wanted).norm()) <= bound
+
+
+@pytest.mark.usefixtures("batches")
+def test_a_nan_stays_in_its_sequence_of_a_batch(made):
+    """Forward, statistics and dk, dv keep their bits; dq is summed in no fixed order."""
+    row = made(EQUAL)
+
+    def run(poison):
+        leaves = row.leaves()
+        for leaf in leaves if poison else ():
+            leaf.detach()[256:512] = float("nan")
+        return results(row, leaves)[1]
+
+    clean, beside = run(False), run(True)
+    for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), clean, beside, strict=True):
+        assert other[256:512].isnan().any()
+        for span in (slice(256), slice(512, None)):
+            if name != "dq":
+                assert torch.equal(one[span], other[span])
+            torch.testing.assert_close(one[span], other[span])
+
+
+@pytest.mark.usefixtures("batches")
+@pytest.mark.parametrize("offset", [0, 8, 4])
+def test_a_batch_reads_views(made, offset):
+    """Of one projection, also where an address is no multiple of 16 bytes, and heads outermost."""
+    row = made(EQUAL)
+    _, expected = results(row)
+    many, few = HEADS
+    joined = torch.zeros(len(row.q), (many + 2 * few) * WIDTH + 64 + offset, device="cuda")
+    joined = joined.to(torch.bfloat16)
+    joined[:, offset:][:, : many * WIDTH] = row.q.flatten(1)
+    joined[:, offset:][:, many * WIDTH : (many + few) * WIDTH] = row.k.flatten(1)
+    row.q = joined[:, offset:][:, : many * WIDTH].unflatten(1, (many, WIDTH))
+    row.k = joined[:, offset:][:, many * WIDTH : (many + few) * WIDTH].unflatten(1, (few, WIDTH))
+    row.v = row.v.transpose(0, 1).contiguous().transpose(0, 1)
+    leaves = [x.detach().requires_grad_() for x in (row.q, row.k, row.v)]
+    _, found = results(row, leaves)
+
+    assert not leaves[0].is_contiguous()
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.usefixtures("batches")
+def test_a_batch_is_captured(made):
+    """A replay on other values equals a launched run."""
+    first, second = made(EQUAL), made(EQUAL)
+    kept = [x.detach().clone() for x in (first.q, first.k, first.v)]
+    rest = first.arguments()[3:]
+
+    def run():
+        leaves = [x.requires_grad_() for x in kept]
+        out, lse = packed_attention(*leaves, *rest)
+        return [out, lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for row in (first, second):
+        for mine, other in zip(kept, (row.q, row.k, row.v), strict=True):
+            mine.detach().copy_(other.flip(0))
+        graph.replay()
+        for one, other in zip(captured, run(), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+@pytest.mark.usefixtures("batches")
+def test_a_batch_and_our_kernels_read_each_others_results(made):
+    """Forwards by one, backwards by the other: out and lse mean the same."""
+    row = made(EQUAL)
+    bounds, rule = row.arguments()[3], AttentionRule(row.scale, True, -1, 0.0, 0.0)
+    tiles = short_attention.Tiles(*(short_attention._tile(64, 64, 4, 2),) * 3)
+    q, k, v = row.q, row.k, row.v
+    dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q)
+    expected = in_float64(row, dout)[2:]
+    for first, then in ((tiles, "batch"), ("batch", tiles), ("batch", "flash")):
+        out, lse = row_forward(q, k, v, bounds, 256, rule, first)
+        grads = row_backward(dout, q, k, v, out, lse, bounds, 256, rule, then)
+        for one, wanted in zip(grads, expected, strict=True):
+            assert float((one.double() - wanted).norm()) <= 1e-2 * float(wanted.norm())

@@ -1,4 +1,4 @@
-"""When rows of short sequences go through our own kernels, and what those compile to."""
+"""Which kernels rows go through on CUDA, and what ours compile to."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from tlora_fx.codegen.compiled_check import MOST_REGISTERS, needs_of
 from tlora_fx.codegen.spec import SHARED_BYTES
-from tlora_fx.ops.attention import AttentionRule, short_tiles
+from tlora_fx.ops.attention import AttentionRule, row_kernels
 from tlora_fx.ops.kernels import strict
 
 BOUNDS = torch.tensor([0, 2], dtype=torch.int32)
@@ -22,21 +22,93 @@ def heads(many=32, few=8, width=128, dtype=torch.bfloat16):
     return *(torch.zeros(2, count, width, dtype=dtype) for count in (many, few)), BOUNDS
 
 
+def goes_short(q, k, bounds, longest, rule=CAUSAL):
+    """Whether our kernels take both directions of a row; False: neither."""
+    forward, backward = (
+        not isinstance(kernel, str) for kernel in row_kernels(q, k, bounds, longest, rule)
+    )
+    assert forward == backward
+    return forward
+
+
 def test_rows_go_short_only_where_that_was_measured(monkeypatch):
     """By type, heads, width and longest sequence; on the CPU as on Hopper."""
     pytest.importorskip("triton")
     monkeypatch.delenv("TLORA_FX_KERNELS", raising=False)
 
-    assert short_tiles(*heads(), 4096, CAUSAL)
-    assert not short_tiles(*heads(), 4097, CAUSAL)
-    assert not short_tiles(*heads(few=32), 257, CAUSAL)
-    assert not short_tiles(*heads()[:2], torch.zeros(65536), 100, CAUSAL)
-    assert not short_tiles(*heads(), 600, AttentionRule(0.1, True, 512, 0.0, 0.0))
-    assert short_tiles(*heads(), 512, AttentionRule(0.1, True, 512, 0.0, 0.0))
-    assert not short_tiles(*heads(width=256), 100, CAUSAL)
-    assert not short_tiles(*heads(few=16), 100, CAUSAL)
-    assert not short_tiles(*heads(dtype=torch.float16), 100, CAUSAL)
-    assert not short_tiles(*heads(), 100, AttentionRule(0.1, False, -1, 0.0, 0.0))
+    assert goes_short(*heads(), 8192)
+    assert not goes_short(*heads(), 8193)
+    assert goes_short(*heads(many=28, few=4), 1024)
+    assert kinds(*heads(many=28, few=4), 1025, CAUSAL) == ("ours", "flash")
+    assert not goes_short(*heads()[:2], torch.zeros(65536), 100)
+    assert not goes_short(*heads(), 600, AttentionRule(0.1, True, 512, 0.0, 0.0))
+    assert goes_short(*heads(), 512, AttentionRule(0.1, True, 512, 0.0, 0.0))
+    assert not goes_short(*heads(width=256), 100)
+    assert not goes_short(*heads(few=2), 100)
+    assert not goes_short(*heads(), 300, AttentionRule(0.1, True, 280, 0.0, 0.0))
+    assert not goes_short(*heads(dtype=torch.float16), 100)
+    assert not goes_short(*heads(), 100, AttentionRule(0.1, False, -1, 0.0, 0.0))
+
+
+@pytest.fixture
+def with_cudnn(monkeypatch):
+    """As on a machine that has it."""
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TLORA_FX_KERNELS", raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91900)
+
+
+def equal_row(sequences, longest, tokens=None, **given):
+    """The arguments of a row of equal sequences, of which the tables promise no more than that."""
+    many, few, _ = heads(**given)
+    tokens = sequences * longest if tokens is None else tokens
+    q, k = (x[:1].expand(tokens, -1, -1) for x in (many, few))
+    return q, k, torch.zeros(sequences + 1, dtype=torch.int32), longest
+
+
+def kinds(*row):
+    """The names of both directions' kernels."""
+    found = row_kernels(*row)
+    return tuple(kernel if isinstance(kernel, str) else "ours" for kernel in found)
+
+
+@pytest.mark.usefixtures("with_cudnn")
+def test_rows_of_equal_sequences_are_a_batch():
+    """Where that was measured to be faster, forwards and backwards by themselves."""
+    assert kinds(*equal_row(2, 4096), CAUSAL) == ("batch", "batch")
+    assert kinds(*equal_row(4, 256), CAUSAL) == ("batch", "ours")
+    assert kinds(*equal_row(4, 160), CAUSAL) == ("ours", "ours")
+    assert kinds(*equal_row(1, 9000), CAUSAL) == ("batch", "batch")
+    assert kinds(*equal_row(8, 1024, width=64), CAUSAL) == ("batch", "ours")
+    assert kinds(*equal_row(4, 160, width=256), CAUSAL) == ("batch", "batch")
+    assert kinds(*equal_row(4, 100, width=256), CAUSAL) == ("flash", "flash")
+    assert kinds(*equal_row(2, 1024), AttentionRule(0.1, False, -1, 0.0, 0.0)) == ("batch",) * 2
+    assert kinds(*equal_row(2, 1024), AttentionRule(0.1, True, 512, 0.0, 0.0)) == ("flash",) * 2
+    assert kinds(*equal_row(2, 1024), AttentionRule(0.1, True, 1024, 0.0, 0.0)) == ("batch",) * 2
+
+
+@pytest.mark.usefixtures("with_cudnn")
+def test_a_row_is_a_batch_only_if_no_sequence_can_be_shorter():
+    """One token less than there is room for, or a bound above the longest: some may differ."""
+    assert kinds(*equal_row(2, 4096, tokens=8191), CAUSAL) == ("ours", "ours")
+    assert kinds(*equal_row(2, 2048, tokens=2048), CAUSAL) == ("ours", "ours")
+
+
+@pytest.mark.usefixtures("with_cudnn")
+def test_batches_need_a_cudnn_that_is_wanted(monkeypatch):
+    """Not in strict mode, where neighbours' lengths must not decide; torch's switch is heeded."""
+    with strict():
+        assert kinds(*equal_row(2, 4096), CAUSAL) == ("ours", "ours")
+    monkeypatch.setenv("TLORA_FX_KERNELS", "off")
+    assert kinds(*equal_row(2, 256), CAUSAL) == ("batch", "batch")
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        assert kinds(*equal_row(2, 4096), CAUSAL) == ("flash", "flash")
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(True)
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 8900)
+    assert kinds(*equal_row(2, 4096), CAUSAL) == ("flash", "flash")
 
 
 def test_in_strict_mode_length_does_not_decide(monkeypatch):
@@ -44,10 +116,10 @@ def test_in_strict_mode_length_does_not_decide(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.delenv("TLORA_FX_KERNELS", raising=False)
     with strict():
-        assert short_tiles(*heads(), 9000, CAUSAL)
-        assert not short_tiles(*heads(width=256), 100, CAUSAL)
+        assert goes_short(*heads(), 9000)
+        assert not goes_short(*heads(width=256), 100)
         monkeypatch.setenv("TLORA_FX_KERNELS", "off")
-        assert not short_tiles(*heads(), 100, CAUSAL)
+        assert not goes_short(*heads(), 100)
 
 
 def test_few_programs_take_fewer_keys_each(monkeypatch):
@@ -58,7 +130,7 @@ def test_few_programs_take_fewer_keys_each(monkeypatch):
 
     def keys(sequences, longest):
         bounds = torch.zeros(sequences + 1, dtype=torch.int32)
-        return short_tiles(q, k, bounds, longest, CAUSAL).key_gradient.columns
+        return row_kernels(q, k, bounds, longest, CAUSAL)[1].key_gradient.columns
 
     assert [keys(1, 256), keys(2, 256), keys(1, 1024)] == [16, 64, 64]
     with strict():

@@ -1,11 +1,11 @@
 """`tlora_fx::packed_attention`: attention inside each sequence of a packed row.
 
-Kernels that torch ships serve what they can: a whole row on CUDA, a sequence on the CPU. Rows go
-through our own where those were measured to be faster, and there in strict mode at any length, for
-they give the same bits in every company and in every run. All else is written out, one sequence
-after the other. There scores are taken in float32 at least, block of queries by block, so that they
-never exist whole; block sizes depend on the sequence alone, so a neighbour cannot change a job's
-rounding.
+Kernels that torch ships serve what they can: a whole row on CUDA, a sequence on the CPU. A row is a
+batch to cuDNN where all its sequences are as long, and goes through our own kernels where those
+were measured to be faster, and there in strict mode at any length, for they give the same bits in
+every company and in every run. All else is written out, one sequence after the other. There scores
+are taken in float32 at least, block of queries by block, so that they never exist whole; block
+sizes depend on the sequence alone, so a neighbour cannot change a job's rounding.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +27,10 @@ from tlora_fx.ops.philox import sixteens
 from tlora_fx.ops.tables import INTEGERS, check_rate
 
 if TYPE_CHECKING:
-    from tlora_fx.ops.kernels.short_attention import Tiles
+    from tlora_fx.ops.kernels.short_attention import Form, Tiles
+
+#: What computes a row: torch's varlen kernel, cuDNN on a batch of equal sequences, or our kernels.
+RowKernel: TypeAlias = "Tiles | Literal['flash', 'batch']"
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +328,8 @@ def _shift(part: slice, offset: int) -> slice:
 _HALVES = (torch.float16, torch.bfloat16)
 # A sequence is a place in a grid's last dimension, which CUDA bounds.
 _MOST_SEQUENCES = 65535
+# What was measured was 9.19; widths up to 256 came before.
+_OLDEST_CUDNN = 91000
 
 
 def flash_fits_row(q: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRule) -> bool:
@@ -340,13 +345,33 @@ def has_row_kernel(q: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRu
     return q.dtype in _HALVES and bare and fits
 
 
-def short_tiles(
+def row_kernels(
     q: Tensor, k: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule
-) -> Tiles | None:
-    """How our kernels cut a row that the varlen kernel can do too; None: that one takes it.
+) -> tuple[RowKernel, RowKernel]:
+    """Which kernels take a row that the varlen kernel can do: forward, and backward.
 
     In strict mode neither the longest sequence nor their number decides: neighbours have both.
     """
+    form = _short_form(q, k, cu_seqlens, rule)
+    if select.is_strict():
+        own: RowKernel = "flash" if form is None else form.tiles
+        return own, own
+    batch = is_batch(q, cu_seqlens, longest, rule)
+    if form is None:
+        return ("batch", "batch") if batch else ("flash", "flash")
+    own = form.tiles_for(k.shape[1] * (len(cu_seqlens) - 1), longest)
+
+    def kernel(most: int, least: int) -> RowKernel:
+        if batch and longest >= least:
+            return "batch"
+        return own if longest <= most else "flash"
+
+    forward, backward = form.bounds(windowed=0 < rule.window < longest)
+    return kernel(*forward), kernel(*backward)
+
+
+def _short_form(q: Tensor, k: Tensor, cu_seqlens: Tensor, rule: AttentionRule) -> Form | None:
+    """What was measured of our kernels for such heads."""
     many = len(cu_seqlens) > _MOST_SEQUENCES
     if many or not rule.causal or not support.has_triton() or support.mode() == "off":
         return None
@@ -354,14 +379,34 @@ def short_tiles(
     from tlora_fx.ops.kernels.short_attention import FORMS
 
     arch, group = support.arch_of(q.device), q.shape[1] // k.shape[1]
-    form = FORMS.get((arch, q.dtype, group, q.shape[2]))
-    if form is None:
-        return None
-    most = form.windowed if 0 < rule.window < longest else form.longest
-    if select.is_strict():
-        return form.tiles
-    heads = k.shape[1] * (len(cu_seqlens) - 1)
-    return form.tiles_for(heads, longest) if longest <= most else None
+    return FORMS.get((arch, q.dtype, group, q.shape[2]))
+
+
+#: Tokens of each sequence; shorter ones were not tried.
+SHORTEST_BATCH = 128
+
+
+def is_batch(q: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule) -> bool:
+    """Whether cuDNN can take a row that the varlen kernel can do, as a batch of equal sequences.
+
+    Where so many sequences of at most `longest` tokens have that many together, all have. The host
+    knows that without a look at the bounds, and in a captured graph it stays so.
+    """
+    equal = q.shape[0] == (len(cu_seqlens) - 1) * longest
+    return equal and longest >= SHORTEST_BATCH and rule.is_plain(longest) and _batches_pay(q)
+
+
+def _batches_pay(q: Tensor) -> bool:
+    """Whether cuDNN was measured to be faster than the varlen kernel here, and is wanted."""
+    wanted: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    if support.arch_of(q.device) != 90 or not wanted:
+        return False
+    return _cudnn_version() >= _OLDEST_CUDNN
+
+
+def _cudnn_version() -> int:
+    cudnn: Any = torch.backends.cudnn
+    return int(cudnn.version()) if cudnn.is_available() else 0
 
 
 def flash_fits_sequence(
@@ -395,18 +440,20 @@ def row_forward(
     cu_seqlens: Tensor,
     longest: int,
     rule: AttentionRule,
-    tiles: Tiles | None = None,
+    kernel: RowKernel = "flash",
 ) -> tuple[Tensor, Tensor]:
     """All sequences of a row on CUDA: out [T, H, D] and lse float32 [H, T].
 
-    tiles   for our own kernel; None: the varlen kernel
+    kernel   "batch": only where `is_batch`
     """
+    if kernel == "batch":
+        return _batch_forward(q, k, v, longest, rule)
     bounds = cu_seqlens.to(torch.int32)
-    if tiles is not None:
+    if kernel != "flash":
         from tlora_fx.ops.kernels import short_attention as short
 
         numbers = short.Rule(longest, rule.scale, rule.window)
-        return short.forward(_dense(q), _dense(k), _dense(v), bounds, numbers, tiles.forward)
+        return short.forward(_dense(q), _dense(k), _dense(v), bounds, numbers, kernel.forward)
     out, lse, *_ = torch.ops.aten._flash_attention_forward(
         *(_near(q), _near(k), _near(v)),
         *(bounds, bounds, _longest(longest), _longest(longest)),
@@ -427,16 +474,18 @@ def row_backward(
     cu_seqlens: Tensor,
     longest: int,
     rule: AttentionRule,
-    tiles: Tiles | None = None,
+    kernel: RowKernel = "flash",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of `row_forward`: dq, dk, dv."""
+    """The gradients of `row_forward`, by whichever kernel: dq, dk, dv."""
+    if kernel == "batch":
+        return _batch_backward(dout, q, k, v, out, lse, longest, rule)
     bounds, dout, lse = cu_seqlens.to(torch.int32), dout.contiguous(), lse.contiguous()
-    if tiles is not None:
+    if kernel != "flash":
         from tlora_fx.ops.kernels import short_attention as short
 
         numbers = short.Rule(longest, rule.scale, rule.window)
         saved = _dense(q), _dense(k), _dense(v), out, lse
-        return short.backward(dout, saved, bounds, numbers, tiles)
+        return short.backward(dout, saved, bounds, numbers, kernel)
     no_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *(dout, _near(q), _near(k), _near(v), out, lse),
@@ -445,6 +494,49 @@ def row_backward(
         **_windows(rule),
     )
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _batch_forward(
+    q: Tensor, k: Tensor, v: Tensor, longest: int, rule: AttentionRule
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._cudnn_attention_forward(
+        *(_batch(x, longest) for x in (q, k, v)), None, None, None,
+        *(longest, longest, True, 0.0, rule.causal, False),
+        scale=rule.scale,
+    )  # fmt: skip
+    return _unbatched(out), lse.squeeze(-1).transpose(0, 1).flatten(1)
+
+
+def _batch_backward(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    longest: int, rule: AttentionRule,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    lse = torch.unflatten(lse, 1, (-1, longest)).transpose(0, 1).contiguous().unsqueeze(-1)
+    no_state = q.new_empty((), dtype=torch.int64)
+    grads = torch.ops.aten._cudnn_attention_backward(
+        *(_batch(x, longest) for x in (dout, q, k, v, out)), lse, no_state, no_state,
+        *(None, None, None, longest, longest, 0.0, rule.causal),
+        scale=rule.scale,
+    )  # fmt: skip
+    dq, dk, dv = map(_unbatched, grads)
+    return dq, dk, dv
+
+
+#: Elements of two bytes: cuDNN reads from addresses that are multiples of 16 bytes.
+_ALIGNED = 8
+
+
+def _batch(x: Tensor, longest: int) -> Tensor:
+    """Rows of heads as sequences of heads, [S, H, L, D]; a view where cuDNN can read it."""
+    steps = (*x.stride()[:2], x.storage_offset())
+    if x.stride(-1) != 1 or any(step % _ALIGNED for step in steps):
+        x = x.contiguous()
+    return torch.unflatten(x, 0, (-1, longest)).transpose(1, 2)
+
+
+def _unbatched(x: Tensor) -> Tensor:
+    """The way back: [S, H, L, D] as [T, H, D], contiguous; a view of what cuDNN writes."""
+    return x.transpose(1, 2).flatten(0, 1).contiguous()
 
 
 def _longest(longest: int) -> int:
@@ -534,8 +626,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tenso
     rule.check()
     if len(q) and flash_fits_row(q, v, sinks, rule):
         longest = int(tables.max_seqlen)
-        row = q, k, v, tables.cu_seqlens, longest, rule
-        return row_forward(*row, short_tiles(q, k, tables.cu_seqlens, longest, rule))
+        kernel, _ = row_kernels(q, k, tables.cu_seqlens, longest, rule)
+        return row_forward(q, k, v, tables.cu_seqlens, longest, rule, kernel)
     rows = Sequences.read(tables, len(q))
     out, lse = _outputs(q, v)
     for start, stop in rows.spans:
@@ -583,8 +675,9 @@ def packed_attention_backward(
     rule.check()
     if len(q) and flash_fits_row(q, v, sinks, rule):
         longest = int(tables.max_seqlen)
-        row = dout, q, k, v, out, lse, tables.cu_seqlens, longest, rule
-        return row_backward(*row, short_tiles(q, k, tables.cu_seqlens, longest, rule))
+        _, kernel = row_kernels(q, k, tables.cu_seqlens, longest, rule)
+        saved = dout, q, k, v, out, lse
+        return row_backward(*saved, tables.cu_seqlens, longest, rule, kernel)
     rows = Sequences.read(tables, len(q))
     grads = _like(q), _like(k), _like(v)
     for start, stop in rows.spans:

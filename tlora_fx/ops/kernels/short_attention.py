@@ -1,4 +1,4 @@
-"""Causal attention of many short sequences on a GPU: forward, and backward in two kernels.
+"""Causal attention of packed sequences on a GPU: forward, and backward in two kernels.
 
 A program takes some tokens of one sequence and one key head with all query heads that share it:
 row r of its tile is query head r % GROUP of token r // GROUP. Where four heads share a key, a tile
@@ -211,18 +211,28 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Where these kernels were measured to be faster than FlashAttention-2.
+    """Where these kernels were measured to be faster than FlashAttention-2, and than cuDNN.
 
-    longest    tokens of the longest sequence
-    tiles      the fastest of those that were tried
-    windowed   as `longest`, where a window hides keys
-    few        of the key gradient, where all programs run at once
+    tiles            the fastest of those that were tried
+    longest          tokens of the longest sequence, backwards; forwards `LONGEST` is the bound
+    windowed         as `longest`, both ways, where a window hides keys
+    few              of the key gradient, where all programs run at once
+    batch            from so many tokens a sequence on cuDNN is faster backwards, where all have as
+                     many; forwards it is from `BATCH` on
     """
 
-    longest: int
     tiles: Tiles
+    longest: int = 8192
     windowed: int = 0
     few: Tile | None = None
+    batch: int = 1024
+
+    def bounds(self, *, windowed: bool) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Of forward and backward: the longest sequence, and each one's tokens for cuDNN."""
+        forward, backward = LONGEST, self.longest
+        if windowed:
+            forward = backward = self.windowed
+        return (forward, BATCH), (backward, self.batch)
 
     def tiles_for(self, heads: int, longest: int) -> Tiles:
         """The tiles of so many key heads of all sequences: of few, a program's own time decides."""
@@ -235,20 +245,25 @@ def _tile(rows: int, keys: int, warps: int, stages: int) -> Tile:
     return Tile(rows, keys, 0, warps, stages)
 
 
-_FEW_TRIED = Tiles(_tile(128, 64, 8, 3), _tile(64, 64, 4, 2), _tile(32, 64, 4, 2))
-#: Of an H200.
+_DEEP = Tiles(_tile(64, 64, 4, 3), _tile(64, 64, 4, 2), _tile(32, 64, 4, 3))
+_FLAT = replace(_DEEP, key_gradient=_tile(32, 64, 4, 2))
+#: Of an H200, and of an H100.
 PROCESSORS = 132
-#: By compute capability, type, query heads a key head, and width; the times of an H200 are in
-#: benchmarks/results/attention-2026-11-23.json, of few sequences in attention-2026-11-26.json.
+#: Tokens of the longest sequence forwards, and of each from which on cuDNN is faster there.
+LONGEST, BATCH = 8192, 256
+#: By compute capability, type, query heads a key head, and width. The times are of an H100, in
+#: benchmarks/results/attention-heads-2026-11-27.json; of windows and of few sequences of an H200,
+#: in attention-2026-11-23.json and attention-2026-11-26.json.
 FORMS = {
-    (90, torch.bfloat16, 4, 128): Form(
-        4096,
-        Tiles(_tile(64, 64, 4, 3), _tile(64, 64, 4, 2), _tile(32, 64, 4, 3)),
-        windowed=256,
-        few=_tile(128, 16, 4, 2),
-    ),
-    (90, torch.bfloat16, 1, 128): Form(256, _FEW_TRIED),
-    (90, torch.bfloat16, 4, 64): Form(256, _FEW_TRIED),
+    (90, torch.bfloat16, 1, 128): Form(_FLAT),
+    (90, torch.bfloat16, 2, 128): Form(_DEEP),
+    (90, torch.bfloat16, 3, 128): Form(_FLAT),
+    (90, torch.bfloat16, 4, 128): Form(_DEEP, windowed=256, few=_tile(128, 16, 4, 2)),
+    (90, torch.bfloat16, 6, 128): Form(_DEEP, longest=512, batch=512),
+    (90, torch.bfloat16, 7, 128): Form(_DEEP, longest=1024, batch=512),
+    (90, torch.bfloat16, 8, 128): Form(_DEEP),
+    (90, torch.bfloat16, 4, 64): Form(_FLAT, batch=2048),
+    (90, torch.bfloat16, 7, 64): Form(_DEEP, longest=512, batch=512),
 }
 
 
