@@ -123,10 +123,11 @@ def test_numbers_are_those_without_room(seen, block, given, expected):
 
 
 @pytest.mark.parametrize("drops", [False, True], ids=["plain", "dropout"])
-def test_joined_weights_have_their_gradients_side_by_side(seen, lora, drops):
+@pytest.mark.parametrize("outers", [(32, 16), (96, 48)], ids=["narrow", "wide"])
+def test_joined_weights_have_their_gradients_side_by_side(seen, lora, drops, outers):
     """All y are one tensor in a traced graph, and so are all dy, with room behind them."""
     rates = (0.3, 0.0) if drops else (0.0, 0.0)
-    made = [lora((6, 5), (3, 2), rates, features=(WIDTH, n), dtype=torch.float32) for n in (32, 16)]
+    made = [lora((6, 5), (3, 2), rates, features=(WIDTH, n), dtype=torch.float32) for n in outers]
     lists = [list(column) for column in zip(*(one.arguments() for one in made), strict=True)]
     plain, joined = lists[1], packed.join(lists[1], ROOM)
     row = [column[0] for column in lists[8:11]]
@@ -151,7 +152,8 @@ def test_joined_weights_have_their_gradients_side_by_side(seen, lora, drops):
     found = step(compiled, leaves)
 
     width = 0 if drops else 2 * ROOM
-    assert seen == [("x", WIDTH, 2 * ROOM), ("dy", 32, 16 + width), ("dy", 16, 32 + width)]
+    one, other = outers
+    assert seen == [("x", WIDTH, 2 * ROOM), ("dy", one, other + width), ("dy", other, one + width)]
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
 
@@ -182,11 +184,13 @@ def test_inductors_code_puts_parts_beside_each_other(room):
     ("shapes", "rows", "expected"),
     [
         (((32, 32), (16, 32), (16, 32)), (9, 9, 9), True),
-        (((48, 32), (48, 32)), (9, 9), False),
+        (((48, 32), (48, 32)), (9, 9), True),
+        (((48, 32), (16, 32)), (9, 9), False),
         (((32, 32), (16, 32), (16, 32)), (70, 9, 9), False),
+        (((48, 32), (48, 32)), (70, 70), False),
         (((32, 32),), (9,), False),
     ],
-    ids=["narrow", "wide", "many rows", "alone"],
+    ids=["narrow", "wide", "wide and narrow", "many rows", "many rows of wide", "alone"],
 )
 def test_weights_are_joined_where_sums_are_short(monkeypatch, shapes, rows, expected):
     """As q, k and v are; numbers stay."""

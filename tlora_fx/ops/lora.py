@@ -320,9 +320,11 @@ class _Differentiable(torch.autograd.Function):
         ctx.settings, ctx.count, ctx.room, ctx.frozen = shared[-3:], count, room, frozen
         ctx.joined = joined
         if joined:
+            ys = _each(ys, weights)
             # A backward that keeps one, as attention's does v, would keep all. What reads them in
-            # generated code reads them where they are.
-            ys = [y.contiguous() for y in _each(ys, weights)]
+            # generated code reads them where they are. All of gate and up are kept anyway.
+            if not packed.is_wide(weights[0]):
+                ys = [y.contiguous() for y in ys]
         return (*ys, *rest)
 
     @staticmethod

@@ -22,7 +22,7 @@ Weights that read one x, such as q, k and v, can stand in one buffer (`join`), o
 
 Then [x | S_q S_k S_v] times its upper rows gives all y side by side in one product, and the dys,
 side by side with all dS behind them, times its left columns give dx in another: no sum of three is
-written three times, and narrow outputs leave no GPU half empty.
+written three times, and narrow outputs leave no GPU half empty. Gate and up stand so too.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ from tlora_fx.ops.tables import SiteGroup
 Key = tuple[object, ...]
 # Wider tails cost more multiplications than the other plans cost writes.
 WIDEST_TAIL = 128
-# The same of the tails of joined weights, all of which each product sums over.
+# The same of the tails of joined weights, all of which each product sums over, and of wide ones.
 WIDEST_JOINED_TAIL = 256
+WIDEST_TAIL_OF_WIDE = 128
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -260,16 +261,21 @@ def roomy_weight(weight: Tensor, adapter_rows: int) -> Tensor:
 def roomy_weights(weights: Sequence[Tensor], adapter_rows: Sequence[int]) -> list[Tensor]:
     """`roomy_weight` of linears that read one x, joined where that pays.
 
-    Short sums are where a product of its own costs most, so q, k and v are joined. Not gate and up:
-    side by side, the code that makes their dys would read twice what it makes both of.
+    Narrow ones, such as q, k and v, or wide ones, such as gate and up. Not both: autograd would
+    keep narrow ones' y by keeping all, or have wide ones copied.
     """
     tails = [_tail_behind(*pair) for pair in zip(weights, adapter_rows, strict=True)]
-    narrow = all(weight.shape[0] <= weight.shape[1] for weight in weights)
-    alike = len({(weight.dtype, weight.shape[1], weight.device) for weight in weights}) == 1
-    fits = all(tails) and max(tails) * len(tails) <= WIDEST_JOINED_TAIL
-    if len(weights) > 1 and narrow and alike and fits:
+    kinds = {(w.dtype, w.shape[1], w.device, is_wide(w)) for w in weights}
+    most = WIDEST_TAIL_OF_WIDE if is_wide(weights[0]) else WIDEST_JOINED_TAIL
+    fits = all(tails) and max(tails) * len(tails) <= most
+    if len(weights) > 1 and len(kinds) == 1 and fits:
         return join(weights, max(tails))
     return [roomy_weight(*pair) for pair in zip(weights, adapter_rows, strict=True)]
+
+
+def is_wide(weight: Tensor) -> bool:
+    """Whether a linear has more outputs than inputs."""
+    return weight.shape[0] > weight.shape[1]
 
 
 def _tail_behind(weight: Tensor, adapter_rows: int) -> int:
