@@ -13,7 +13,7 @@ against float32.
 `ours-float8-*` have products in float8 of the frozen layers, and the name says how they find dX.
 
 `ours-dora` and `ours-dropout` are `ours-compiled` whose jobs have DoRA, or drop 5 % of what their
-adapters read.
+adapters read; `ours-apart` is it with gate and up in buffers of their own.
 
 `--base qwen3-8b` takes Qwen3-8B's shape instead, `qwen3-moe` Qwen3-30B-A3B's with half its layers
 and adapters on attention; with `--adapt-experts` ours and PEFT's adapt all experts too, at the
@@ -52,6 +52,7 @@ OF_MIXTURES = "frozen-compiled,ours-compiled,peft"
 PROFILED = (
     "frozen-graph",
     "ours",
+    "ours-apart",
     "ours-compiled",
     "ours-dora",
     "ours-dropout",

@@ -22,6 +22,7 @@ from benchmarks.step_mixes import ALPHA, SEED, Mix, Shape
 from benchmarks.step_packed import ATTENTION, RATE, Packed, llama, stack_adapters
 from tlora_fx.compiler import resolve_pipeline
 from tlora_fx.ops.float8 import BACKWARDS
+from tlora_fx.ops.kernels import packed
 from tlora_fx.runtime.data import DataReport, JobData, Sample
 from tlora_fx.runtime.interrupts import Interrupts
 
@@ -454,6 +455,11 @@ def _compiled(made: Made, name: str, **more: Any) -> Ours:
     return Ours(made.base, made, made.folder / name, compiled=True, **more)
 
 
+def _gate_and_up_apart(made: Made) -> Ours:
+    with mock.patch.object(packed, "WIDEST_TAIL_OF_WIDE", 0):
+        return _compiled(made, "ours-apart")
+
+
 ARMS: dict[str, Callable[[Made], Arm]] = {
     "alone-graph": Alone,
     "frozen": lambda made: PackedArm(made, stacked=False),
@@ -461,6 +467,7 @@ ARMS: dict[str, Callable[[Made], Arm]] = {
     "frozen-graph": lambda made: PackedArm(made, stacked=False, graph=True),
     "ours": lambda made: Ours(made.base, made, made.folder / "ours"),
     "ours-compiled": partial(_compiled, name="ours-compiled"),
+    "ours-apart": _gate_and_up_apart,
     "ours-dora": partial(_compiled, name="ours-dora", use_dora=True),
     "ours-dropout": partial(_compiled, name="ours-dropout", lora_dropout=0.05),
     **{

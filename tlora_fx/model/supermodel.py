@@ -263,8 +263,8 @@ class SuperModel(nn.Module):
         columns more, where adapters can stand (see ops/kernels/packed.py); a weight that two
         modules share stays where it is, as all do where a site's adapters need more. Those that
         read one input, such as those of q, k and v, or of gate and up, move into one buffer, so
-        that their products are one. Values, names and shapes stay; the buffers of a weight [4096, 4096] are
-        3 % larger, or 6 %.
+        that their products are one. Values, names and shapes stay; the buffers of a weight
+        [4096, 4096] are 3 % larger, or 6 %.
 
         fullgraph, dynamic, options   as of `torch.compile`; `dynamic=False` compiles anew for each
                                       number of tokens
