@@ -140,7 +140,6 @@ SHAPES = {
     "2 x 4,096": (4096,) * 2,
     "mixed to 1,500": (1412, 640, 980, 512, 1333, 777, 1500, 601),
     "mixed to 8,192": (8192, 130, 3000, 1, 700),
-    "mixed to 32,768": (32768, 130, 3000, 1, 700),
 }
 CASES |= {
     f"{name}: {row}": Case(lengths, heads, width, tiles="others" if width <= 128 else "none")
