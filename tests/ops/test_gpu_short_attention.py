@@ -48,6 +48,18 @@ def results(row, leaves=None):
     return dout, [out.detach(), lse.t(), *torch.autograd.grad(out, leaves, dout)]
 
 
+def capture(run):
+    """A CUDA graph of what was run before, and the results that a replay fills."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        run()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        filled = run()
+    return graph, filled
+
+
 def kinds(row, longest=None, rule=None):
     """Which kernels take the row, forward and backward."""
     rule = AttentionRule(row.scale, True, row.window, 0.0, 0.0) if rule is None else rule
@@ -141,13 +153,7 @@ def test_a_captured_row_serves_other_lengths(made):
         bounds[len(own) :].fill_(len(kept[0]))
 
     fill(first)
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, captured = capture(run)
     for row in (first, second):
         assert len(row.q) <= len(kept[0])
         fill(row)
@@ -274,13 +280,7 @@ def test_a_batch_is_captured(made):
         out, lse = packed_attention(*leaves, *rest)
         return [out, lse, *torch.autograd.grad(out, leaves, torch.ones_like(out))]
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        run()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, captured = capture(run)
     for row in (first, second):
         for mine, other in zip(kept, (row.q, row.k, row.v), strict=True):
             mine.detach().copy_(other.flip(0))
