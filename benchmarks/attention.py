@@ -1,12 +1,14 @@
 """Attention of packed rows, FlashAttention-2, cuDNN and ours: `python -m benchmarks.attention`.
 
     python -m benchmarks.attention                                              # on a GPU
+    python -m benchmarks.attention --read benchmarks/results/attention-heads-2026-11-27.json
     TRITON_INTERPRET=1 python -m benchmarks.attention --device cpu --cases tiny  # tries the code
 
 `flash` is torch's kernel for rows of sequences, which `packed_attention` takes where neither ours
 nor cuDNN's was measured to win; `batch` is cuDNN's, which takes rows of sequences that are equally
 long. `forward`, `dq` and `dkv` are our three kernels, each with several tiles, written as
-rows,keys,warps,stages. Our backward is `dq` and `dkv` one after the other.
+rows,keys,warps,stages. Our backward is `dq` and `dkv` one after the other. `gain` is how many times
+as fast as `flash` the kernels are that `packed_attention` chooses on Hopper.
 
 Before anything is timed, results and gradients of the first and last sequence are compared with
 float64, the last sequence alone must give the bits that it gives in its row, and a second run must
@@ -17,12 +19,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from rich.table import Table
@@ -31,6 +35,7 @@ from torch import Tensor
 from benchmarks.interleaved import Runner, Spread, captured, eager, interleave
 from benchmarks.results_file import RESULTS, console, described, write
 from tlora_fx.codegen.spec import Tile
+from tlora_fx.ops import attention
 from tlora_fx.ops.attention import AttentionRule, RowKernel, is_batch, row_backward, row_forward
 from tlora_fx.ops.kernels import short_attention as ours
 
@@ -59,6 +64,7 @@ OTHERS = {
     "dkv": ((32, 64, 4, 3), (64, 64, 8, 2), (32, 64, 4, 2)),
 }
 TRIED = dict.fromkeys(TILES, ((16, 16, 4, 1),))
+SETS = {"all": TILES, "small": SMALL, "others": OTHERS, "none": {}}
 
 Figures = dict[str, Any]
 
@@ -71,7 +77,7 @@ class Case:
     heads     of queries, of keys
     window    0: none
     longest   as the tables of a row have it, where that is more than the longest sequence
-    tiles     those of our kernels that are tried; none: only what others ship is timed
+    tiles     of `SETS`, which of our kernels are tried; none: only what others ship is timed
     """
 
     lengths: tuple[int, ...]
@@ -169,6 +175,10 @@ class Inputs:
 def main() -> None:
     """Measure, print and write."""
     given = _arguments()
+    if given.read:
+        for file in given.read:
+            show(json.loads(file.read_text("utf-8")))
+        return
     out, found = console(), described("attention", given.device) | {"cases": {}}
     path = given.out / f"attention-{found['date']}.json"
     heads = [name for name in CASES if _model(name) in given.models]
@@ -183,7 +193,7 @@ def main() -> None:
 def measured(case: Case, given: argparse.Namespace) -> Figures:
     """Microseconds of every arm, the best of ours, and how far from float64 both are."""
     cuda = given.device == "cuda"
-    tiles = _TILES[case.tiles] if cuda else TRIED
+    tiles = SETS[case.tiles] if cuda else TRIED
     sets = [_inputs(case, seed, given.device) for seed in range(2 if cuda else 1)]
     arms = dict(_arms(case, sets, tiles, cuda))
     difference = compared(case, sets[0], tiles, cuda)
@@ -224,9 +234,6 @@ def _inputs(case: Case, seed: int, device: str) -> Inputs:
     else:
         out, lse = ours.forward(q, k, v, bounds, _rule(case), Tile(*_tile(TRIED["forward"][0])))
     return Inputs(q, k, v, dout, out, lse, bounds)
-
-
-_TILES = {"all": TILES, "small": SMALL, "others": OTHERS, "none": {}}
 
 
 def _tile(numbers: tuple[int, ...]) -> tuple[int, int, int, int, int]:
@@ -398,18 +405,49 @@ def _floors(case: Case) -> dict[str, float]:
 
 def show(found: Figures) -> None:
     """A line a case."""
-    words = ("flash", "cuDNN", "ours", "floor")
+    words = ("flash", "cuDNN", "ours", "gain", "floor")
     table = Table("case", *words, *(f"{word} back" for word in words), "tiles", box=None)
     for name, one in found["cases"].items():
         numbers = []
         for way in ("forward", "backward"):
             theirs = [one["us"].get(f"{kernel} {way}", math.nan) for kernel in ("flash", "batch")]
             ours_us = one.get("ours us", {}).get(way, math.nan)
-            numbers += [*theirs, ours_us, one["floor us"][way]]
+            gain = theirs[0] / _chosen(CASES[name], one["us"], way)
+            numbers += [
+                *map(_cell, (*theirs, ours_us)),
+                _cell(gain, 2),
+                _cell(one["floor us"][way]),
+            ]
         tiles = "; ".join(one.get("best", {}).values())
-        cells = ("-" if math.isnan(number) else f"{number:.0f}" for number in numbers)
-        table.add_row(name, *cells, tiles)
+        table.add_row(name, *numbers, tiles)
     console().print(table)
+
+
+def _cell(number: float, places: int = 0) -> str:
+    return "-" if math.isnan(number) else f"{number:.{places}f}"
+
+
+def _chosen(case: Case, us: dict[str, float], way: str) -> float:
+    """Microseconds of what the operator chooses on Hopper, in bfloat16 and with cuDNN."""
+    many, few = case.heads
+    q, k = (
+        torch.empty(sum(case.lengths), heads, case.width, dtype=torch.bfloat16, device="meta")
+        for heads in (many, few)
+    )
+    bounds = torch.empty(len(case.lengths) + 1, device="meta")
+    with mock.patch.object(attention, "_batches_pay", return_value=True):
+        forward, backward = attention.row_kernels(q, k, bounds, case.most, case.rule)
+    kernel = forward if way == "forward" else backward
+    if isinstance(kernel, str):
+        return us.get(f"{kernel} {way}", math.nan)
+    cuts = {"forward": kernel.forward, "dq": kernel.query_gradient, "dkv": kernel.key_gradient}
+    kinds = ("forward",) if way == "forward" else ("dq", "dkv")
+    names = (f"{kind} {_numbers(cuts[kind])}" for kind in kinds)
+    return sum(us.get(name, math.nan) for name in names)
+
+
+def _numbers(tile: Tile) -> str:
+    return f"{tile.rows},{tile.columns},{tile.warps},{tile.stages}"
 
 
 def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -417,8 +455,10 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     usual = [name for name in CASES if name != "tiny" and _model(name) not in HEADS]
-    parser.add_argument("--cases", nargs="+", default=usual, choices=CASES)
-    parser.add_argument("--models", nargs="+", default=[], choices=HEADS, help="their heads")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--cases", nargs="+", default=usual, choices=CASES)
+    what.add_argument("--models", nargs="+", default=[], choices=HEADS, help="their heads")
+    what.add_argument("--read", nargs="+", default=[], type=Path, help="print earlier files' times")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")

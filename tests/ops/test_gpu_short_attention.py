@@ -34,9 +34,9 @@ def measured_here(monkeypatch):
     """Also on a GPU, and for heads, where nothing was measured."""
     arch = operator.support.arch_of(torch.device("cuda"))
     tiles = short_attention.FORMS[90, torch.bfloat16, 4, 128].tiles
-    monkeypatch.setattr(short_attention, "LONGEST", 512)
+    monkeypatch.setattr(short_attention, "LONGEST_FORWARD", 512)
     for group, width in ((4, 128), (1, 64), (6, 80)):
-        form = short_attention.Form(tiles, longest=512, windowed=512)
+        form = short_attention.Form(tiles, longest_backward=512, windowed=512)
         monkeypatch.setitem(short_attention.FORMS, (arch, torch.bfloat16, group, width), form)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from tlora_fx.codegen.compiled_check import MOST_REGISTERS, needs_of
 from tlora_fx.codegen.spec import SHARED_BYTES
+from tlora_fx.ops import attention
 from tlora_fx.ops.attention import AttentionRule, row_kernels
 from tlora_fx.ops.kernels import strict
 
@@ -83,7 +84,9 @@ def test_rows_of_equal_sequences_are_a_batch():
     assert kinds(*equal_row(8, 1024, width=64), CAUSAL) == ("batch", "ours")
     assert kinds(*equal_row(4, 160, width=256), CAUSAL) == ("batch", "batch")
     assert kinds(*equal_row(4, 100, width=256), CAUSAL) == ("flash", "flash")
-    assert kinds(*equal_row(2, 1024), AttentionRule(0.1, False, -1, 0.0, 0.0)) == ("batch",) * 2
+    assert kinds(*equal_row(2, 1024), AttentionRule(0.1, False, -1, 0.0, 0.0)) == ("flash",) * 2
+    assert kinds(*equal_row(2, 1024, dtype=torch.float16), CAUSAL) == ("flash",) * 2
+    assert kinds(*equal_row(2, 1024, width=32), CAUSAL) == ("flash",) * 2
     assert kinds(*equal_row(2, 1024), AttentionRule(0.1, True, 512, 0.0, 0.0)) == ("flash",) * 2
     assert kinds(*equal_row(2, 1024), AttentionRule(0.1, True, 1024, 0.0, 0.0)) == ("batch",) * 2
 
@@ -93,6 +96,19 @@ def test_a_row_is_a_batch_only_if_no_sequence_can_be_shorter():
     """One token less than there is room for, or a bound above the longest: some may differ."""
     assert kinds(*equal_row(2, 4096, tokens=8191), CAUSAL) == ("ours", "ours")
     assert kinds(*equal_row(2, 2048, tokens=2048), CAUSAL) == ("ours", "ours")
+
+
+@pytest.mark.usefixtures("with_cudnn")
+def test_the_log_says_once_which_kernels_serve(caplog):
+    """By heads, width and direction."""
+    attention._say.cache_clear()
+    with caplog.at_level("INFO", logger="tlora_fx.kernels"):
+        for _ in range(2):
+            row_kernels(*equal_row(4, 256), CAUSAL)
+
+    assert caplog.messages == [
+        "attention of 32 heads, 8 key heads, width 128: forward cuDNN, backward ours"
+    ]
 
 
 @pytest.mark.usefixtures("with_cudnn")

@@ -1,7 +1,7 @@
 """`tlora_fx::packed_attention`: attention inside each sequence of a packed row.
 
 Kernels that torch ships serve what they can: a whole row on CUDA, a sequence on the CPU. A row is a
-batch to cuDNN where all its sequences are as long, and goes through our own kernels where those
+batch to cuDNN where its sequences are equally long, and goes through our own kernels where those
 were measured to be faster, and there in strict mode at any length, for they give the same bits in
 every company and in every run. All else is written out, one sequence after the other. There scores
 are taken in float32 at least, block of queries by block, so that they never exist whole; block
@@ -11,10 +11,12 @@ sizes depend on the sequence alone, so a neighbour cannot change a job's roundin
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -28,6 +30,8 @@ from tlora_fx.ops.tables import INTEGERS, check_rate
 
 if TYPE_CHECKING:
     from tlora_fx.ops.kernels.short_attention import Form, Tiles
+
+logger = logging.getLogger("tlora_fx.kernels")
 
 #: What computes a row: torch's varlen kernel, cuDNN on a batch of equal sequences, or our kernels.
 RowKernel: TypeAlias = "Tiles | Literal['flash', 'batch']"
@@ -352,6 +356,14 @@ def row_kernels(
 
     In strict mode neither the longest sequence nor their number decides: neighbours have both.
     """
+    forward, backward = _chosen(q, k, cu_seqlens, longest, rule)
+    _say(q.shape[1], k.shape[1], q.shape[2], _named(forward), _named(backward))
+    return forward, backward
+
+
+def _chosen(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule
+) -> tuple[RowKernel, RowKernel]:
     form = _short_form(q, k, cu_seqlens, rule)
     if select.is_strict():
         own: RowKernel = "flash" if form is None else form.tiles
@@ -368,6 +380,21 @@ def row_kernels(
 
     forward, backward = form.bounds(windowed=0 < rule.window < longest)
     return kernel(*forward), kernel(*backward)
+
+
+def _named(kernel: RowKernel) -> str:
+    if kernel == "flash":
+        return "FlashAttention-2"
+    return "cuDNN" if kernel == "batch" else "ours"
+
+
+@lru_cache(maxsize=256)
+def _say(heads: int, key_heads: int, width: int, forward: str, backward: str) -> None:
+    """Log once what such heads go through."""
+    logger.info(
+        "attention of %d heads, %d key heads, width %d: forward %s, backward %s",
+        *(heads, key_heads, width, forward, backward),
+    )
 
 
 def _short_form(q: Tensor, k: Tensor, cu_seqlens: Tensor, rule: AttentionRule) -> Form | None:
@@ -390,10 +417,12 @@ def is_batch(q: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule) -
     """Whether cuDNN can take a row that the varlen kernel can do, as a batch of equal sequences.
 
     Where so many sequences of at most `longest` tokens have that many together, all have. The host
-    knows that without a look at the bounds, and in a captured graph it stays so.
+    knows that without a look at the bounds, and in a captured graph it stays so. Other types,
+    widths and masks than these were not tried.
     """
-    equal = q.shape[0] == (len(cu_seqlens) - 1) * longest
-    return equal and longest >= SHORTEST_BATCH and rule.is_plain(longest) and _batches_pay(q)
+    equal = q.shape[0] == (len(cu_seqlens) - 1) * longest and longest >= SHORTEST_BATCH
+    tried = q.dtype == torch.bfloat16 and q.shape[2] >= 64 and rule.causal
+    return equal and tried and rule.is_plain(longest) and _batches_pay(q)
 
 
 def _batches_pay(q: Tensor) -> bool:

@@ -213,26 +213,26 @@ class Tiles:
 class Form:
     """Where these kernels were measured to be faster than FlashAttention-2, and than cuDNN.
 
-    tiles            the fastest of those that were tried
-    longest          tokens of the longest sequence, backwards; forwards `LONGEST` is the bound
-    windowed         as `longest`, both ways, where a window hides keys
-    few              of the key gradient, where all programs run at once
-    batch            from so many tokens a sequence on cuDNN is faster backwards, where all have as
-                     many; forwards it is from `BATCH` on
+    tiles              the fastest of those that were tried
+    longest_backward   tokens of the longest sequence backwards; forwards `LONGEST_FORWARD`
+    windowed           the same, both ways, where a window hides keys
+    few                of the key gradient, where all programs run at once
+    batch_backward     from so many tokens a sequence on cuDNN is faster backwards, where all have
+                       as many; forwards from `BATCH_FORWARD` on
     """
 
     tiles: Tiles
-    longest: int = 8192
+    longest_backward: int = 8192
     windowed: int = 0
     few: Tile | None = None
-    batch: int = 1024
+    batch_backward: int = 1024
 
     def bounds(self, *, windowed: bool) -> tuple[tuple[int, int], tuple[int, int]]:
         """Of forward and backward: the longest sequence, and each one's tokens for cuDNN."""
-        forward, backward = LONGEST, self.longest
+        forward, backward = LONGEST_FORWARD, self.longest_backward
         if windowed:
             forward = backward = self.windowed
-        return (forward, BATCH), (backward, self.batch)
+        return (forward, BATCH_FORWARD), (backward, self.batch_backward)
 
     def tiles_for(self, heads: int, longest: int) -> Tiles:
         """The tiles of so many key heads of all sequences: of few, a program's own time decides."""
@@ -250,7 +250,7 @@ _FLAT = replace(_DEEP, key_gradient=_tile(32, 64, 4, 2))
 #: Of an H200, and of an H100.
 PROCESSORS = 132
 #: Tokens of the longest sequence forwards, and of each from which on cuDNN is faster there.
-LONGEST, BATCH = 8192, 256
+LONGEST_FORWARD, BATCH_FORWARD = 8192, 256
 #: By compute capability, type, query heads a key head, and width. The times are of an H100, in
 #: benchmarks/results/attention-heads-2026-11-27.json; of windows and of few sequences of an H200,
 #: in attention-2026-11-23.json and attention-2026-11-26.json.
@@ -259,11 +259,11 @@ FORMS = {
     (90, torch.bfloat16, 2, 128): Form(_DEEP),
     (90, torch.bfloat16, 3, 128): Form(_FLAT),
     (90, torch.bfloat16, 4, 128): Form(_DEEP, windowed=256, few=_tile(128, 16, 4, 2)),
-    (90, torch.bfloat16, 6, 128): Form(_DEEP, longest=512, batch=512),
-    (90, torch.bfloat16, 7, 128): Form(_DEEP, longest=1024, batch=512),
+    (90, torch.bfloat16, 6, 128): Form(_DEEP, longest_backward=512, batch_backward=512),
+    (90, torch.bfloat16, 7, 128): Form(_DEEP, longest_backward=1024, batch_backward=512),
     (90, torch.bfloat16, 8, 128): Form(_DEEP),
-    (90, torch.bfloat16, 4, 64): Form(_FLAT, batch=2048),
-    (90, torch.bfloat16, 7, 64): Form(_DEEP, longest=512, batch=512),
+    (90, torch.bfloat16, 4, 64): Form(_FLAT, batch_backward=2048),
+    (90, torch.bfloat16, 7, 64): Form(_DEEP, longest_backward=512, batch_backward=512),
 }
 
 
