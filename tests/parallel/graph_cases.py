@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.parallel.test_row_graphs import row_of
 from tests.runtime.groups import make_data, make_job, tiny_base
 from tlora_fx import compile
-from tlora_fx.config.job import Job
+from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.batch import repeating_form
@@ -35,10 +36,22 @@ Case = dict[str, Any]
 
 def half_jobs(folder: Path, layers: int = 2, **fields: Any) -> list[Job]:
     """Three jobs in bfloat16 with dropout, all of whose operators can be captured."""
-    base = tiny_base(folder / "half-base", "bfloat16", num_hidden_layers=layers, **WIDE)
+    base = _half_base(folder / "half-base", layers)
     lora = {"r": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
     common = {"learning_rate": 1e-3} | fields
     return [make_job(base, name, seed=n, lora=lora, **common) for n, name in enumerate("abc")]
+
+
+def _half_base(folder: Path, layers: int) -> BaseSpec:
+    """Written by one process while no other reads it."""
+    together = dist.is_initialized()
+    if together:
+        dist.barrier()
+    if not together or dist.get_rank() == 0:
+        tiny_base(folder, num_hidden_layers=layers, **WIDE)
+    if together:
+        dist.barrier()
+    return BaseSpec(config=folder, dtype="bfloat16", seed=7)
 
 
 def replay_rounds(folder: Path, case: Case) -> dict[str, Any]:
