@@ -48,6 +48,11 @@ def stop_at_work(it):
         it.stop()
 
 
+def status_of(output, name):
+    """How a job's folder says that it stands."""
+    return json.loads((output / name / "status.json").read_text())
+
+
 def require_trained_once(output, steps):
     """Every job is done, was trained from its last commit on each time, and has its adapter."""
     done = {name: (record.status, record.steps) for name, record in records(output).items()}
@@ -242,8 +247,7 @@ def test_a_job_has_a_status_before_its_group_begins(tmp_path):
 
     run(tmp_path / "jobs", tmp_path / "run", until=lambda it: "a" in it.specs)
 
-    status = json.loads((tmp_path / "run" / "a" / "status.json").read_text())
-    assert status == {"status": "queued", "step": 0}
+    assert status_of(tmp_path / "run", "a") == {"status": "queued", "step": 0}
 
 
 def test_what_goes_wrong_in_a_group_is_told(tmp_path):
@@ -391,9 +395,17 @@ def test_a_stopped_run_goes_on(tmp_path):
         write_job(tmp_path / "jobs", name, 60)
     run(tmp_path / "jobs", tmp_path / "run", until=stop_at_work)
     before = records(tmp_path / "run")
-    heard = run(tmp_path / "jobs", tmp_path / "run")
+    stopped = [status_of(tmp_path / "run", name) for name in "ab"]
+    waiting = []
+
+    def look(it):
+        waiting[:] = waiting or [status_of(tmp_path / "run", name) for name in "ab"]
+
+    heard = run(tmp_path / "jobs", tmp_path / "run", until=look)
 
     assert {record.status for record in before.values()} == {"queued"}
+    assert stopped == [{"step": 0, "status": "stopped"}] * 2
+    assert waiting == [{"step": 0, "status": "queued"}] * 2
     assert ("went on", 2, 0) in heard.said
     assert not [said for said in heard.said if said[0] == "took"]
     require_trained_once(tmp_path / "run", {"a": 60, "b": 60})

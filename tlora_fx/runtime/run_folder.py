@@ -301,6 +301,15 @@ class RunFolder:
         folder.mkdir(parents=True, exist_ok=True)
         replace_file(folder / STATUS, (json.dumps(status, indent=2) + "\n").encode())
 
+    def restate(self, job: str, status: str) -> None:
+        """Say anew how a job stands, beside what else was said of it."""
+        try:
+            told = json.loads((self.job(job) / STATUS).read_bytes())
+        except (OSError, ValueError):
+            told = None
+        rest = told if isinstance(told, dict) else {"step": 0}
+        self.write_status(job, {**rest, "status": status})
+
     def announce(self, jobs: Sequence[str]) -> None:
         """Say that jobs start, before anything is loaded; a folder that holds no more is new.
 

@@ -317,6 +317,8 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 LOOK_SECONDS = 1.0
+#: How jobs stand that have not ended.
+LEFT = ("queued", "running")
 #: Jobs that come together are decided upon together, if their files' others take no longer.
 GATHER_SECONDS = 5.0
 
@@ -500,9 +502,10 @@ class SchedulerService:
     def go_on(self, records: list[JobRecord]) -> None:
         """Take up what an earlier process left, once it is known that it can go on."""
         self._busy = self.executor.now()
-        left = [record for record in records if record.status in ("queued", "running")]
+        left = [record for record in records if record.status in LEFT]
         if records:
             self.callback.resumed(len(records), len(records) - len(left))
+            self._restate_left("queued")
         self._left = {record.name: record for record in left}
         self._origins = self.ledger.origins()
         for record in records if self.options.retries else ():
@@ -519,11 +522,14 @@ class SchedulerService:
         raises   RunFolderError where the output folder is gone; LedgerError
         """
         try:
-            return self._turn()
+            goes_on = self._turn()
         except (LedgerError, OSError):
             # Whatever could not be written: that the folder is gone says more.
             self.folder.require_there()
             raise
+        if self.stopping and not goes_on:
+            self._restate_left("stopped")
+        return goes_on
 
     def _turn(self) -> bool:
         now = self.executor.now()
@@ -665,6 +671,14 @@ class SchedulerService:
             with suppress(OSError, TloraError):
                 folder = RunFolder(self.folder.path)
                 folder.write_status(job, {"status": status, "step": 0} | more)
+
+    def _restate_left(self, status: str) -> None:
+        """Say in their folders how jobs stand whom no group trains; a full disk stops no run."""
+        folder = RunFolder(self.folder.path)
+        for record in self.ledger.jobs():
+            if record.status in LEFT:
+                with suppress(OSError, TloraError):
+                    folder.restate(record.name, status)
 
     def _submitted(self, name: str) -> None:
         """What is to be known of a job is in the ledger."""
