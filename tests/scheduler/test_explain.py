@@ -95,6 +95,25 @@ def test_a_job_waits_with_others_and_not_with_itself():
     assert all(reason.job not in reason.others for reason in decision.reasons)
 
 
+def test_who_waits_for_a_group_that_is_new_is_told_so():
+    """And the group's own jobs for how long nobody joins them."""
+    jobs = [replace(one, gpus=1, max_slowdown=99.0) for one in drawn(2, seed=2)]
+    moment = state(jobs, 1)
+    first, second = moment.jobs
+    alone = Group((first,), 1, (0,), 1.0, moment.now - 20.0)
+    moment = replace(moment, groups=(alone,))
+    decision = find_policy("tlora").decide(moment, explain=True)
+    later = replace(moment, groups=(replace(alone, formed=moment.now - 70.0),))
+    joined = find_policy("tlora").decide(later, explain=True)
+
+    assert [str(explain(moment, decision, name)).splitlines()[-1] for name in (first, second)] == [
+        "  left alone (its group is new: for 40 s yet)",
+        f"  waits (needs 1 free GPU of one place; too new to be joined: {first})",
+    ]
+    assert [group.jobs for group in joined.groups] == [(first, second)]
+    assert not any(reason.verdict == "left alone" for reason in joined.reasons)
+
+
 def test_it_prints_as_text_and_as_a_table(asked):
     """Both show the same rows."""
     moment, decision = asked

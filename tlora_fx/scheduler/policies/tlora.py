@@ -39,6 +39,8 @@ from tlora_fx.scheduler.state import Decision, Group, Reason, SchedulerState, br
 HOSTS = 12
 #: What the calls of one search take, in evaluations.
 CALLS = 5000
+#: Jobs that a reason names.
+MOST_NAMED = 3
 
 
 @dataclass(slots=True)
@@ -122,10 +124,22 @@ def net_worth(
 
 
 def reasons_of(
-    state: SchedulerState, search_round: SearchRound, result: SearchResult, placed: Placed
+    state: SchedulerState,
+    search_round: SearchRound,
+    result: SearchResult,
+    placed: Placed,
+    dwell: float,
 ) -> tuple[Reason, ...]:
-    """Why: one or more for every job that something was decided about."""
+    """Why: one or more for every job that something was decided about.
+
+    dwell   seconds for which a new group is left alone
+    """
+    new = [unit for unit in search_round.units if unit.held]
     reasons = []
+    for unit in new:
+        seconds = unit.homes[0].formed + dwell - state.now
+        detail = f"its group is new: for {seconds:.0f} s yet"
+        reasons += [Reason(name, "left alone", detail=detail) for name in unit.jobs]
     for merge in result.merger.merges if result.merger else ():
         for members, others in ((merge.jobs, merge.others), (merge.others, merge.jobs)):
             reasons += [Reason(name, "merged", others, merge.gain) for name in members]
@@ -147,19 +161,24 @@ def reasons_of(
         if less:
             others = tuple(other for other in unit.jobs if other != name)
             detail = f"{unit.gpus} of the {unit.asked} GPUs that its jobs asked for"
-            reasons.append(Reason(name, f"released {less} GPUs", others, detail=detail))
-    reasons += _waiting(placed)
+            reasons.append(
+                Reason(name, f"released {less} GPU{'s' * (less > 1)}", others, detail=detail)
+            )
+    reasons += _waiting(placed, new)
     order = {name: index for index, name in enumerate(state.jobs)}
     return tuple(sorted(reasons, key=lambda reason: order[reason.job]))
 
 
-def _waiting(placed: Placed) -> Iterator[Reason]:
-    """Why jobs wait, and with whom."""
+def _waiting(placed: Placed, new: Sequence[CandidateGroup]) -> Iterator[Reason]:
+    """Why jobs wait, and with whom; nobody may join what is new."""
     aside = len(placed.reserved)
     for unit in placed.waiting:
         detail = f"needs {unit.gpus} free GPU{'s' * (unit.gpus > 1)} of one place"
         if aside:
             detail += f"; {aside} nodes are set aside for the first that waits"
+        if barred := [name for other in new if other.base == unit.base for name in other.jobs]:
+            more = f" and {len(barred) - MOST_NAMED} more" if barred[MOST_NAMED:] else ""
+            detail += f"; too new to be joined: {', '.join(barred[:MOST_NAMED])}{more}"
         for name in unit.jobs:
             others = tuple(other for other in unit.jobs if other != name)
             yield Reason(name, "waits", others, detail=detail)
@@ -257,7 +276,8 @@ class Tlora:
         if not due and not explain and (last := self._unchanged.answer(state)) is not None:
             return last
         collector = CandidateCollector(state, self._memory, lending=self.lending)
-        search_round = collector.round(self._dwell(state))
+        dwell = self._dwell(state)
+        search_round = collector.round(dwell)
         if not due and not explain and all(unit.settled for unit in search_round.units):
             return self._keep(state, search_round)
         valuation = self._valuation(state, collector, search_round)
@@ -272,7 +292,7 @@ class Tlora:
         placed = self._place(state, collector, search_round, result, valuation)
         answer = self._answer(state, placed)
         if explain:
-            reasons = reasons_of(state, search_round, result, placed)
+            reasons = reasons_of(state, search_round, result, placed, dwell)
             answer = Decision(answer.groups, answer.waiting, reasons)
         self._unchanged.keep(state, answer)
         return answer
