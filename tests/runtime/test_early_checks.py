@@ -120,6 +120,21 @@ def test_a_job_that_starts_says_so_in_a_folder_that_is_still_new(tmp_path):
     assert said == {"status": "starting", "step": 0}
 
 
+def test_a_job_is_restated_where_something_was_said_of_it(tmp_path):
+    """The rest stays; neither a folder that is gone comes back, nor is damage written over."""
+    folder = RunFolder(tmp_path / "run")
+    folder.write_status("a", {"status": "running", "step": 3, "steps": 9})
+    folder.write_status("b", {"status": "running", "step": 3})
+    (tmp_path / "run/b/status.json").write_text("{")
+    for name in ("a", "b", "gone"):
+        folder.restate(name, "stopped")
+
+    said = json.loads((tmp_path / "run/a/status.json").read_text())
+    assert said == {"status": "stopped", "step": 3, "steps": 9}
+    assert (tmp_path / "run/b/status.json").read_text() == "{"
+    assert not (tmp_path / "run/gone").exists()
+
+
 def test_a_run_that_is_refused_leaves_nothing_but_what_has_begun(tmp_path):
     """Of two jobs one has done steps."""
     folder = RunFolder(tmp_path / "run")

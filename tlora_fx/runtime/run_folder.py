@@ -302,13 +302,13 @@ class RunFolder:
         replace_file(folder / STATUS, (json.dumps(status, indent=2) + "\n").encode())
 
     def restate(self, job: str, status: str) -> None:
-        """Say anew how a job stands, beside what else was said of it."""
+        """Say anew how a job stands, where something was said of it; the rest of that stays."""
         try:
             told = json.loads((self.job(job) / STATUS).read_bytes())
         except (OSError, ValueError):
-            told = None
-        rest = told if isinstance(told, dict) else {"step": 0}
-        self.write_status(job, {**rest, "status": status})
+            return
+        if isinstance(told, dict):
+            self.write_status(job, {**told, "status": status})
 
     def announce(self, jobs: Sequence[str]) -> None:
         """Say that jobs start, before anything is loaded; a folder that holds no more is new.

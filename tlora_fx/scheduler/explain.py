@@ -301,7 +301,7 @@ def explained(
     """
     record = history.jobs.get(job) if history else None
     active = snapshot.state.jobs if snapshot else {}
-    ended = record is not None and record.status not in ("queued", "running")
+    ended = record is not None and not record.is_active
     if record is None and job not in active:
         raise _unknown(job, [*active, *(history.jobs if history else {})])
     lines: list[str] = []

@@ -317,8 +317,6 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 LOOK_SECONDS = 1.0
-#: How jobs stand that have not ended.
-LEFT = ("queued", "running")
 #: Jobs that come together are decided upon together, if their files' others take no longer.
 GATHER_SECONDS = 5.0
 
@@ -502,10 +500,10 @@ class SchedulerService:
     def go_on(self, records: list[JobRecord]) -> None:
         """Take up what an earlier process left, once it is known that it can go on."""
         self._busy = self.executor.now()
-        left = [record for record in records if record.status in LEFT]
+        left = [record for record in records if record.is_active]
         if records:
             self.callback.resumed(len(records), len(records) - len(left))
-            self._restate_left("queued")
+            self._restate_active("queued")
         self._left = {record.name: record for record in left}
         self._origins = self.ledger.origins()
         for record in records if self.options.retries else ():
@@ -528,7 +526,7 @@ class SchedulerService:
             self.folder.require_there()
             raise
         if self.stopping and not goes_on:
-            self._restate_left("stopped")
+            self._restate_active("stopped")
         return goes_on
 
     def _turn(self) -> bool:
@@ -672,11 +670,11 @@ class SchedulerService:
                 folder = RunFolder(self.folder.path)
                 folder.write_status(job, {"status": status, "step": 0} | more)
 
-    def _restate_left(self, status: str) -> None:
-        """Say in their folders how jobs stand whom no group trains; a full disk stops no run."""
+    def _restate_active(self, status: str) -> None:
+        """Say how jobs that have not ended stand, if no group trains; a full disk stops no run."""
         folder = RunFolder(self.folder.path)
         for record in self.ledger.jobs():
-            if record.status in LEFT:
+            if record.is_active:
                 with suppress(OSError, TloraError):
                     folder.restate(record.name, status)
 

@@ -75,6 +75,11 @@ class JobRecord:
         """The job's name."""
         return self.request.name
 
+    @property
+    def is_active(self) -> bool:
+        """Whether it has not ended."""
+        return self.status in ("queued", "running")
+
 
 @dataclass(frozen=True, slots=True)
 class EpochRecord:

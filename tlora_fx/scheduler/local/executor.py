@@ -856,5 +856,5 @@ def sources(ledger: Ledger) -> dict[str, CheckpointSource]:
     return {
         record.name: CheckpointSource(Path(record.path), record.steps)
         for record in ledger.jobs()
-        if record.path and record.status in ("queued", "running")
+        if record.path and record.is_active
     }
