@@ -13,7 +13,8 @@ against float32.
 `ours-float8-*` have products in float8 of the frozen layers, and the name says how they find dX.
 
 `ours-dora` and `ours-dropout` are `ours-compiled` whose jobs have DoRA, or drop 5 % of what their
-adapters read; `ours-apart` is it with gate and up in buffers of their own.
+adapters read; `ours-apart` is it with gate and up in buffers of their own, `ours-ungated` with
+gated activations in kernels of their own.
 
 `--base qwen3-8b` takes Qwen3-8B's shape instead, `qwen3-moe` Qwen3-30B-A3B's with half its layers
 and adapters on attention; with `--adapt-experts` ours and PEFT's adapt all experts too, at the
@@ -57,6 +58,7 @@ PROFILED = (
     "ours-dora",
     "ours-dropout",
     "ours-float8-copy",
+    "ours-ungated",
     "stacked-graph",
 )
 WARM_UP = 3

@@ -21,6 +21,7 @@ import tlora_fx
 from benchmarks.step_mixes import ALPHA, SEED, Mix, Shape
 from benchmarks.step_packed import ATTENTION, RATE, Packed, llama, stack_adapters
 from tlora_fx.compiler import resolve_pipeline
+from tlora_fx.model import source
 from tlora_fx.ops.float8 import BACKWARDS
 from tlora_fx.ops.kernels import packed
 from tlora_fx.runtime.data import DataReport, JobData, Sample
@@ -460,6 +461,11 @@ def _gate_and_up_apart(made: Made) -> Ours:
         return _compiled(made, "ours-apart")
 
 
+def _activation_apart(made: Made) -> Ours:
+    with mock.patch.object(source, "ACTIVATIONS", {}):
+        return _compiled(made, "ours-ungated")
+
+
 ARMS: dict[str, Callable[[Made], Arm]] = {
     "alone-graph": Alone,
     "frozen": lambda made: PackedArm(made, stacked=False),
@@ -468,6 +474,7 @@ ARMS: dict[str, Callable[[Made], Arm]] = {
     "ours": lambda made: Ours(made.base, made, made.folder / "ours"),
     "ours-compiled": partial(_compiled, name="ours-compiled"),
     "ours-apart": _gate_and_up_apart,
+    "ours-ungated": _activation_apart,
     "ours-dora": partial(_compiled, name="ours-dora", use_dora=True),
     "ours-dropout": partial(_compiled, name="ours-dropout", lora_dropout=0.05),
     **{

@@ -46,7 +46,13 @@ _JOINED: dict[str, object] = {"sites": 3, "beside": (1024, 1024)}
 #: By kind, what else a spec may be besides plain: each entry is one spec.
 _FORMS: dict[Kind, tuple[dict[str, object], ...]] = {
     "pack": ({"extend": "tail"}, {"rank_block": 64}, {"extend": "tail", **_JOINED}),
-    "shrink": ({"dropout": True}, {"rank_block": 64}, {"sites": 3, "dropout": True}),
+    "shrink": (
+        {"dropout": True},
+        {"rank_block": 64},
+        {"sites": 3, "dropout": True},
+        {"gated": "silu", "extend": "tail"},
+        {"gated": "gelu_tanh", "extend": "tail", "dropout": True},
+    ),
     "forward": ({"bias": True}, {"rank_block": 64}, {"weight_layout": "in_out"}),
     "input_gradient": (
         {"dropout": True},

@@ -33,6 +33,19 @@ def await_previous(OVERLAP: tl.constexpr):
 
 
 @triton.jit
+def computed_once(tile, COMPILED: tl.constexpr):
+    """The same tile of a 2-byte type; who stores it and multiplies it does not compute it twice.
+
+    The compiler would make it in the layout of each reader, from the loads on: activations too.
+    """
+    if COMPILED:
+        tile = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [tile], dtype=tile.dtype, is_pure=False, pack=2
+        )
+    return tile
+
+
+@triton.jit
 def job_of(row, bounds, jobs, JOBS: tl.constexpr):
     """The job that owns `row`: the number of jobs that end at or before it; `jobs` if none does.
 

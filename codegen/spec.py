@@ -25,6 +25,7 @@ Kind = Literal[
 Dtype = Literal["bfloat16", "float16", "float32", "float64"]
 Layout = Literal["out_in", "in_out"]
 Extend = Literal["", "tail", "copy"]
+Gated = Literal["", "silu", "gelu_tanh"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
@@ -78,6 +79,7 @@ class KernelSpec:
     beside          O of the second and later sites; (): all are as wide as the first
     extend          concat-K: "" not, "tail" writes behind existing rows, "copy" copies them too
     whole           no job has more than a chunk of tokens: gradients leave whole, not as shares
+    gated           x is this activation of a gate, times a value beside it, and is made here
     job_capacity    a power of two, at least the number of jobs of any row
     arch            compute capability, 90 for Hopper
     tile            None: the kind's rule for this spec
@@ -99,6 +101,7 @@ class KernelSpec:
     beside: tuple[int, ...] = ()
     extend: Extend = ""
     whole: bool = False
+    gated: Gated = ""
     job_capacity: int = 64
     arch: int = 90
     tile: Tile | None = None
@@ -114,6 +117,14 @@ class KernelSpec:
         _need(self, "adapter_dtype", self.adapter_dtype in DTYPES, "one of " + ", ".join(DTYPES))
         _need(self, "weight_layout", self.weight_layout in get_args(Layout), "out_in or in_out")
         _need(self, "extend", self.extend in get_args(Extend), "'', tail or copy")
+        _need(self, "gated", self.gated in get_args(Gated), "'', silu or gelu_tanh")
+        alone = not self.gated or (self.kind, self.sites) == ("shrink", 1)
+        _need(
+            self,
+            "gated",
+            alone and not (self.gated and self.extend == "copy"),
+            "'' but for shrink of one site that need not copy x",
+        )
         _need(self, "inner", self.inner >= 1, "at least 1")
         _need(self, "outer", self.outer >= 1, "at least 1")
         _need(self, "sites", 1 <= self.sites <= MOST_SITES, f"1 to {MOST_SITES}")

@@ -26,7 +26,7 @@ _SITE = re.compile(r"_\d+$")
 _TABLES = ("segments", "slots", "ranks", "keys", "thresholds", "token_index")
 _POINTERS = dict.fromkeys(_TABLES, "*i32") | {"flags": "*fp32", "scales": "*fp32", "bits": "*u8"}
 _VALUES = (
-    *("x", "dy", "y", "before", "dx", "s", "ds", "a", "b"),
+    *("x", "dy", "y", "before", "dx", "s", "ds", "a", "b", "gate", "up"),
     *("a_packed", "b_packed", "weight", "bias", "extended"),
 )
 _SHARES = ("ds_parts", "da_parts", "db_parts")
@@ -141,6 +141,7 @@ def common_values(spec: KernelSpec) -> dict[str, object]:
         "whole": spec.whole,
         "extend": spec.extend,
         "copy": spec.extend == "copy",
+        "gated": spec.gated,
         "overlap": overlaps(spec),
     }
 

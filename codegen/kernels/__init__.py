@@ -112,6 +112,7 @@ def stem(spec: KernelSpec) -> str:
     parts += [f"x{spec.sites}"] if spec.sites > 1 else []
     parts += [spec.extend] if spec.extend else []
     parts += ["whole"] if spec.whole else []
+    parts += [spec.gated] if spec.gated else []
     parts += [f"j{spec.job_capacity}"] if spec.job_capacity != 64 else []
     return "_".join([*parts, f"sm{spec.arch}"])
 

@@ -16,6 +16,7 @@ SPECS = [
     KernelSpec("shrink", 4096, 4096, dropout=True),
     KernelSpec("shrink", 4096, 4096, sites=2),
     KernelSpec("shrink", 4096, 4096, tile=Tile(32, 16, 128, 4, 5, slab=512)),
+    KernelSpec("shrink", 14336, 4096, gated="silu", tile=Tile(16, 16, 128, 4, 4, slab=2048)),
     KernelSpec("forward", 4096, 14336),
     KernelSpec("forward", 768, 2304, dtype="float16", bias=True, weight_layout="in_out"),
     KernelSpec("input_gradient", 4096, 14336, dropout=True),

@@ -30,6 +30,8 @@ from tests.models import (
 )
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
+from tlora_fx.ir.graph import HEAD
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.adapters import base_tensors
 from tlora_fx.runtime.trainer import Trainer
 
@@ -128,6 +130,36 @@ def test_a_process_compiles_any_number_of_models(base):
         for _ in range(4):
             first, _ = compiled_count(ready(of_kinds(base, {})), rows)
             assert first
+
+
+@pytest.mark.parametrize(
+    ("family", "activation"), [("llama", "silu"), ("gemma2", "gelu_tanh"), ("phi3", "silu")]
+)
+def test_gated_activations_stand_in_the_linears_behind_them(tmp_path, family, activation):
+    """In the code that is compiled, once a structure; its numbers are the plain code's."""
+    base = base_of(tmp_path, family)
+    model = ready([job("all", base, r=4, target_modules="all-linear", lora_dropout=0.5)])
+    opened = re.findall(r"gated_linear\.default\([^']*'(\w+)'", model.compiled_source)
+    layers = [block for block in model.group.blocks.values() if block.name != HEAD]
+
+    assert opened == [activation] * len(layers)
+    assert "gated_linear" not in model.source
+    assert len(model.compiled_source) < len(model.source)
+    found = compiled_count(model, [[tokens([10])], [tokens([5, 4])]], 1e-5)
+    assert found[0] == found[1]
+
+
+def test_a_gate_with_other_readers_stays(tmp_path):
+    """So do one whose linear nobody adapts, and code that somebody gave."""
+    base = base_of(tmp_path, "llama")
+    few = compile([job("few", base, r=4, target_modules=["gate_proj", "up_proj"])])
+    every = compile([job("all", base, r=4, target_modules="all-linear")])
+    edited = f"{every.source}\n# mine\n"
+    given = SuperModel(every.group, every.backbone, every.jobs, source=edited)
+
+    assert few.compiled_source == few.source
+    assert "gated" in every.compiled_source
+    assert given.compiled_source == edited
 
 
 def test_each_structure_compiles_for_itself(tmp_path):

@@ -60,6 +60,9 @@ class KernelOptions:
         ""
     )
     extend: Annotated[str, typer.Option(help="For concat-K: tail or copy.")] = ""
+    gated: Annotated[
+        str, typer.Option(help="Activation of a gate that makes x: silu or gelu_tanh.")
+    ] = ""
     whole: Annotated[bool, typer.Option("--whole", help="No job has more than a chunk.")] = False
     job_capacity: Annotated[int, typer.Option(help="Most jobs of a row.")] = 64
     arch: Annotated[int, typer.Option(help="Compute capability: 80, 90, 100.")] = 90

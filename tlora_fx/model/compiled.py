@@ -66,22 +66,28 @@ class CompiledMethod:
 
 
 def compile_method(
-    owners: Sequence[nn.Module], name: str, dynamic: Sizes, options: dict[str, Any]
+    owners: Sequence[nn.Module],
+    name: str,
+    dynamic: Sizes,
+    options: dict[str, Any],
+    form: Callable[..., Any] | None = None,
 ) -> None:
     """Compile a method of one class once, and let these instances run it.
 
     dynamic   for each argument the dimensions whose size depends on the row
     options   of `torch.compile`; with `dynamic=False` no size is marked
+    form      the same method in a form that is better compiled; None: as the class has it
     """
     mark_compile_caches()
     allow_empty_grids()
     # torch.compile takes some of its inner options out of the mapping that it is given.
     options = {k: dict(v) if isinstance(v, dict) else v for k, v in options.items()}
     plain = getattr(type(owners[0]), name)
-    inner = getattr(plain, "inner", None)
+    form = plain if form is None else form
+    inner = getattr(form, "inner", None)
     # What is computed again is the compiled code as a whole.
     code = (
-        torch.compile(_own_code(plain), **options)
+        torch.compile(_own_code(form), **options)
         if inner is None
         else recomputed(torch.compile(_own_code(inner), **options))
     )

@@ -104,7 +104,7 @@ class ModuleLayout:
 
 def build_module(group: GroupGraph, source: str) -> ModuleLayout:
     """Modules of the classes in `source`, with all tensors of the group's graphs on meta."""
-    classes = _run_source(source)
+    classes = run_source(source)
     root = cast(nn.Module, classes["Root"]())
     builder = _TensorBuilder(group, ModuleLayout(root, own={name: {} for name in group.job_names}))
     builder.add_tensors(root, group.root, "")
@@ -289,7 +289,7 @@ def _add_module(root: nn.Module, path: str, module: nn.Module) -> None:
 _SOURCES = itertools.count(1)
 
 
-def _run_source(text: str) -> dict[str, Any]:
+def run_source(text: str) -> dict[str, Any]:
     """Execute generated source under a name of its own, so that tracebacks show its lines."""
     file = f"<tlora_fx ssm {next(_SOURCES)}>"
     linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)

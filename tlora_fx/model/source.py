@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,6 +55,13 @@ SHORT = {
     "int64": "i64", "int32": "i32", "bool": "b8",
 }  # fmt: skip
 END = 2**63 - 1
+#: In code that is to be compiled it stands for a lowered linear and the gated activation before it.
+GATED = torch.ops.tlora_fx.multi_lora_gated_linear.default
+#: What multi_lora_gated_linear calls an activation: of which operator, with which options.
+ACTIVATIONS: Mapping[str, tuple[Any, dict[str, Any]]] = {
+    "silu": (torch.ops.aten.silu.default, {}),
+    "gelu_tanh": (torch.ops.aten.gelu.default, {"approximate": "tanh"}),
+}
 INFIX = {operator.mul: "*", operator.add: "+", operator.sub: "-", operator.floordiv: "//"}
 
 
@@ -63,15 +70,19 @@ def class_name(block: Block) -> str:
     return block.name[0].upper() + block.name[1:]
 
 
-def group_source(group: GroupGraph, base: str) -> str:
-    """The whole fused model as one Python module with a class for each graph."""
+def group_source(group: GroupGraph, base: str, *, compiled: bool = False) -> str:
+    """The whole fused model as one Python module with a class for each graph.
+
+    compiled   as `SuperModel.compile` compiles it (see `gated`)
+    """
     # The title is whatever a user called a folder: it must stay inside the docstring.
     title = " ".join(base.replace("\\", "/").replace('"', "'").split())
     required = requirements(group.graphs())
     needs = ", ".join(["torch", "tlora_fx", *(item.module for item in required)])
     head = {"needs": needs, "imports": "".join(map(_import, required))}
     parts = [HEADER.format(jobs=f"{len(group.jobs)} jobs", base=title, **head)]
-    parts.extend(_classes(group, "from token ids to each job's loss sum"))
+    told = "from token ids to each job's loss sum"
+    parts.extend(_classes(group, told, compiled=compiled))
     needed = [name for name in ("math", "operator") if re.search(rf"[( ]{name}\.", "".join(parts))]
     imports = "".join(f"import {name}\n" for name in needed)
     if any(block.recompute for block in group.blocks.values()):
@@ -95,13 +106,67 @@ def graphs_source(graphs: JobGraph | GroupGraph) -> str:
     return "\n\n".join(_classes(graphs, f"the root of {whose}"))
 
 
-def _classes(graphs: JobGraph | GroupGraph, told_root: str) -> Iterator[str]:
+def gated(graph: fx.Graph) -> fx.Graph:
+    """A graph in which a lowered linear makes the gated activation that it alone reads.
+
+    So its kernel makes, stores and shrinks what else would be read back. Passes, dumps and costs
+    see the model's own operators; returns the graph itself where there is no such linear.
+    """
+    found = {node: parts for node in graph.nodes if (parts := _gated_parts(node)) is not None}
+    if not found:
+        return graph
+    copied, known = fx.Graph(graph.owning_module), dict[fx.Node, fx.Node]()
+    for node in graph.nodes:
+        new = known[node] = copied.node_copy(node, known.__getitem__)
+        if node in found:
+            activation, gate, up = found[node]
+            new.target = GATED
+            new.args = (known[gate], known[up], activation, *new.args[1:])
+    for node in found:
+        product = known[node.args[0]]
+        made = [product, *product.all_input_nodes]
+        for one in made:
+            if not one.users:
+                copied.erase_node(one)
+    return copied
+
+
+def _gated_parts(node: fx.Node) -> tuple[str, fx.Node, fx.Node] | None:
+    """Of a lowered linear that alone reads a gated activation: which one, its gate, and up."""
+    product = node.args[0] if is_call(node, ONE) else None
+    if not isinstance(product, fx.Node) or not is_call(product, torch.ops.aten.mul.Tensor):
+        return None
+    left, right = product.args
+    for opened, up in ((left, right), (right, left)):
+        activation = _activation(opened)
+        if activation is None or not isinstance(up, fx.Node):
+            continue
+        gate: Any = opened.args[0]  # type: ignore[union-attr]
+        values = [each.meta["val"] for each in (gate, up, product)]
+        kinds = {(value.dtype, tuple(map(str, value.shape))) for value in values}
+        if len(kinds) == len(product.users) == len(opened.users) == 1:  # type: ignore[union-attr]
+            return activation, gate, up
+    return None
+
+
+def _activation(node: object) -> str | None:
+    """What a node's operator is called where it may open a gate."""
+    for name, (operator_, options) in ACTIVATIONS.items():
+        if isinstance(node, fx.Node) and is_call(node, operator_) and len(node.args) == 1:
+            return name if dict(node.kwargs) == options else None
+    return None
+
+
+def _classes(
+    graphs: JobGraph | GroupGraph, told_root: str, *, compiled: bool = False
+) -> Iterator[str]:
     names = size_names(graphs)
     for block in graphs.blocks.values():
         docstring = block.instances[0]
+        graph = gated(block.graph) if compiled else block.graph
         if len(block.instances) > 1:
             docstring += f" to {block.instances[-1]}, {len(block.instances)} layers"
-        code = class_source(class_name(block), docstring, block.graph, names)
+        code = class_source(class_name(block), docstring, graph, names)
         yield (
             code.replace(FORWARD, f"{INDENT}@recomputed\n{FORWARD}", 1) if block.recompute else code
         )
@@ -243,11 +308,15 @@ def _place(node: fx.Node) -> str:
     jobs = node.meta.get("jobs") or ()
     if is_call(node, torch.ops.aten.sym_size.int):
         return ""
-    if node.meta.get("role") != "adapter" or is_lowered(node) or not jobs:
+    if node.meta.get("role") != "adapter" or _is_lowered(node) or not jobs:
         return str(node.meta.get("path") or "between modules")
     users = (user.meta.get("site") for user in node.users)
     site = node.meta.get("site") or next(filter(None, users), "")
     return f"{site}, job {jobs[0]} alone"
+
+
+def _is_lowered(node: fx.Node) -> bool:
+    return is_lowered(node) or is_call(node, GATED)
 
 
 def _site_of(node: fx.Node) -> str:
@@ -256,7 +325,7 @@ def _site_of(node: fx.Node) -> str:
         path = str(node.meta.get("path") or "")
         banks = lowered_arguments(node)["a"]
         return path if path and all(under(str(bank.target), path) for bank in banks) else ""
-    if not is_call(node, ONE, ADD, SCALE):
+    if not is_call(node, ONE, ADD, SCALE, GATED):
         return ""
     bank: Any = lowered_arguments(node)["a"]
     return str(bank.target).removesuffix(".lora.a") if bank.op == "get_attr" else ""

@@ -26,9 +26,9 @@ from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.compiled import compile_method, export_net, row_sizes
 from tlora_fx.model.elastic import Admission, Membership, Resolve
 from tlora_fx.model.loss import ChunkedLoss
-from tlora_fx.model.module_builder import Reformed, TensorLocation, build_module
+from tlora_fx.model.module_builder import Reformed, TensorLocation, build_module, run_source
 from tlora_fx.model.preference import with_base
-from tlora_fx.model.source import group_source
+from tlora_fx.model.source import class_name, group_source
 from tlora_fx.ops import norms_kept, without_dropout
 from tlora_fx.ops.kernels.packed import roomy_weights
 
@@ -280,11 +280,33 @@ class SuperModel(nn.Module):
         if not layers:
             compile_method([self], "_run", list(row_sizes(self.group.root).values()), options)
             return
+        forms = self._forms()
         for block in layers:
             modules = [self.net.get_submodule(path) for path in block.instances]
-            compile_method(modules, "forward", list(row_sizes(block.graph).values()), options)
+            sizes, form = list(row_sizes(block.graph).values()), forms.get(block.name)
+            compile_method(modules, "forward", sizes, options, form)
         loss = self._loss()
         compile_method([loss], "chunk", loss.chunk_sizes(), options)
+
+    @property
+    def compiled_source(self) -> str:
+        """The code that `compile` hands to torch: `source`, with gated activations in the linears.
+
+        Where somebody gave the code that runs, it is that.
+        """
+        if self.source != group_source(self.group, self.backbone.title):
+            return self.source
+        return group_source(self.group, self.backbone.title, compiled=True)
+
+    def _forms(self) -> dict[str, Callable[..., Any]]:
+        """By block the forward that is compiled, where it is another one than runs uncompiled."""
+        text = self.compiled_source
+        if text == self.source:
+            return {}
+        classes = run_source(text)
+        return {
+            block.name: classes[class_name(block)].forward for block in self.group.blocks.values()
+        }
 
     @contextmanager
     def evaluating(self) -> Iterator[list[Tensor]]:

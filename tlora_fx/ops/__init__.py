@@ -7,6 +7,7 @@ from tlora_fx.ops.dropout import keep_mask, keep_scale, keyed_dropout, token_sca
 from tlora_fx.ops.expert_lora import multi_lora_experts
 from tlora_fx.ops.experts import expert_linear, expert_outer
 from tlora_fx.ops.float8 import float8_input_gradient, float8_linear, float8_rows
+from tlora_fx.ops.gated import multi_lora_gated_linear
 from tlora_fx.ops.lora import multi_lora_add, multi_lora_linear, multi_lora_linears
 from tlora_fx.ops.parallel import (
     forget_groups,
@@ -45,6 +46,7 @@ __all__ = [
     "keyed_dropout",
     "multi_lora_add",
     "multi_lora_experts",
+    "multi_lora_gated_linear",
     "multi_lora_linear",
     "multi_lora_linears",
     "nano_join",

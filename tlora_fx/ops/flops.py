@@ -16,6 +16,7 @@ import tlora_fx.ops.attention
 import tlora_fx.ops.dora
 import tlora_fx.ops.experts
 import tlora_fx.ops.float8
+import tlora_fx.ops.gated
 import tlora_fx.ops.parallel
 import tlora_fx.ops.quantized  # noqa: F401  (these define what is named below)
 from tlora_fx.ops.expert_lora import Call
@@ -81,6 +82,23 @@ def multi_lora_forward_flops(
 ) -> int:
     """The frozen products and each job's two low-rank products."""
     return _forward(x, SiteGroup(weights, *rest[:_PART_TABLES]))
+
+
+@register_flop_formula(ops.multi_lora_gated_linear, get_raw=True)
+def multi_lora_gated_linear_flops(
+    gate: Tensor, up: Tensor, activation: str, weight: Tensor, bias: Any, *rest: Any, **out: Any
+) -> int:
+    """`multi_lora_linear_flops` of what the activation makes."""
+    return multi_lora_linear_flops(gate, weight, bias, *rest)
+
+
+@register_flop_formula(ops.multi_lora_gated_forward, get_raw=True)
+def multi_lora_gated_forward_flops(
+    gate: Tensor, up: Tensor, activation: str, weights: list[Tensor], biases: Any, *rest: Any,
+    **out: Any,
+) -> int:  # fmt: skip
+    """`multi_lora_forward_flops` of what the activation makes."""
+    return multi_lora_forward_flops(gate, weights, biases, *rest)
 
 
 @register_flop_formula(ops.multi_lora_input_gradient, get_raw=True)

@@ -58,9 +58,10 @@ def _one_by_one(arguments: Mapping[str, Any]) -> bool:
     asked = support.mode()
     if asked == "off":
         return True
+    x = arguments["gate"] if "gate" in arguments else arguments["x"]
     lists: dict[str, Any] = {name: _list(arguments, singular) for singular, name in LISTS.items()}
     group = SiteGroup(**lists, **{name: arguments[name] for name in SHARED})
-    return bool(support.why_no_kernel(arguments["x"], group, "on" if asked == "on" else "auto"))
+    return bool(support.why_no_kernel(x, group, "on" if asked == "on" else "auto"))
 
 
 def _without_kernels(arguments: Mapping[str, Any]) -> bool:
@@ -91,6 +92,7 @@ RULES: Mapping[str, Rule] = {
     "packed_attention": _written_out,
     "multi_lora_linear": _one_by_one,
     "multi_lora_linears": _one_by_one,
+    "multi_lora_gated_linear": _one_by_one,
     "multi_lora_add": _one_by_one,
     "multi_lora_experts": _without_kernels,
     "dora_scale": _scaled_by_torch,
@@ -101,6 +103,7 @@ RULES: Mapping[str, Rule] = {
 PARTS = frozenset(
     {
         "multi_lora_forward",
+        "multi_lora_gated_forward",
         "multi_lora_input_gradient",
         "multi_lora_adapter_gradients",
         "multi_lora_add_forward",

@@ -188,7 +188,7 @@ def multi_lora_forward(
     if kernels is None:
         ys = loop_forward(inputs, biases, group)
         ys = [torch.cat(ys, -1)] if joined else ys
-        return [*ys, *_nothing(x, 2 * len(weights))]
+        return [*ys, *nothing(x, 2 * len(weights))]
     return dispatch.forward(x, biases, group, kernels, room, joined)
 
 
@@ -211,7 +211,7 @@ def _forward_fake(
     ys = [x.new_empty(*x.shape[:-1], outer) for outer in ([sum(outers)] if joined else outers)]
     kernels = support.kernel_group(inputs, group)
     if kernels is None:
-        return [*ys, *_nothing(x, 2 * len(weights))]
+        return [*ys, *nothing(x, 2 * len(weights))]
     return [*ys, *kernels.low_rank_rows(x), *kernels.bits(x)]
 
 
@@ -230,7 +230,7 @@ def multi_lora_input_gradient(dys: list[Tensor], weights: list[Tensor], *rest: A
         return dispatch.input_gradient(dys, group, s, bits, need_dx, room)
     each = _each([packed.narrow(dy, room) for dy in dys], weights)
     dx, ds = loop_input_gradient(each, group, need_dx)
-    return [dx, *ds, *_nothing(dx, len(weights))]
+    return [dx, *ds, *nothing(dx, len(weights))]
 
 
 def _each(values: list[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
@@ -257,7 +257,7 @@ def _input_gradient_fake(dys: list[Tensor], weights: list[Tensor], *rest: Any) -
         first.new_empty(tokens, group.capacity(site), dtype=group.compute_dtype)
         for site in range(len(weights))
     ]
-    return [dx, *ds, *_nothing(dx, len(weights))]
+    return [dx, *ds, *nothing(dx, len(weights))]
 
 
 def multi_lora_adapter_gradients(
@@ -287,7 +287,8 @@ def _adapter_gradients_fake(
     return [leaf.new_empty(leaf.shape) for leaf in (*group.a, *group.b)]
 
 
-def _nothing(like: Tensor, count: int) -> list[Tensor]:
+def nothing(like: Tensor, count: int) -> list[Tensor]:
+    """What stands for so many S, bits or parts where no kernel made them."""
     return [like.new_empty(0) for _ in range(count)]
 
 
@@ -310,15 +311,7 @@ class _Differentiable(torch.autograd.Function):
         results = _redispatch(keyset, x, weights, biases, *shared, room, joined)
         ys, rest = results[: -2 * count], results[-2 * count :]
         ctx.mark_non_differentiable(*rest)
-        ctx.set_materialize_grads(False)
-        *tables, segments, keys, token_index, sites, _, _, _ = shared
-        lists = (weights, *tables, sites)
-        ctx.save_for_backward(
-            x, segments, keys, token_index, *(item for part in lists for item in part),
-            *rest,
-        )  # fmt: skip
-        ctx.settings, ctx.count, ctx.room, ctx.frozen = shared[-3:], count, room, frozen
-        ctx.joined = joined
+        keep(ctx, x, room, weights, shared, rest, frozen=frozen, joined=joined)
         if joined:
             ys = _each(ys, weights)
             # A backward that keeps one, as attention's does v, would keep all. What reads them in
@@ -329,33 +322,78 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if not ctx.frozen:
-            raise FrozenGradientError(
-                "multi_lora_linear gives no gradient for its weight and bias",
-                help="freeze them, or leave this layer to run as it is on its job's segment",
-            )
-        count, needs = ctx.count, ctx.needs_input_grad
-        x, segments, keys, token_index, *flat = ctx.saved_tensors
-        parts = [flat[start : start + count] for start in range(0, len(flat), count)]
-        weights, *tables, sites, s, bits = parts
-        shared = (*tables, segments, keys, token_index, sites, *ctx.settings)
-        x = packed.narrow(x, ctx.room)
-        dys = [
-            x.new_zeros(*x.shape[:-1], weight.shape[0]) if dy is None else dy
-            for dy, weight in zip(grads[:count], weights, strict=True)
-        ]
-        room = packed.behind_dy(dys[0], SiteGroup(weights, *shared), ctx.joined) if needs[1] else 0
-        wide = [packed.widen(part, room) for part in ([dys] if ctx.joined else [[d] for d in dys])]
-        direct = _is_plain(x, *dys)
-        input_gradient = multi_lora_input_gradient if direct else _input_gradient
-        dx, *rest = input_gradient(wide, weights, *shared, s, bits, needs[1], room)
-        leaves: list[Tensor | None] = [None] * (2 * count)
-        if any(needs[2:]):
-            # Views of what is there: dy itself would be written once more.
-            dys = [packed.narrow(dy, room) for dy in wide]
-            gradients = multi_lora_adapter_gradients if direct else _adapter_gradients
-            leaves = [*gradients(dys, x, weights, *shared, s, bits, rest[:count], rest[count:])]
-        return (None, dx if needs[1] else None, *leaves)
+        _, need_dx, *learning = ctx.needs_input_grad
+        dx, leaves, _ = gradients(ctx, grads, need_dx=need_dx, need_leaves=any(learning))
+        return (None, dx, *leaves)
+
+
+#: Lists that `keep` saves, an item a site each.
+_KEPT_LISTS = 9
+
+
+def keep(
+    ctx: Any,
+    x: Tensor,
+    room: int,
+    weights: list[Tensor],
+    shared: Sequence[Any],
+    rest: Sequence[Tensor],
+    *more: Tensor,
+    frozen: bool,
+    joined: bool = False,
+) -> None:
+    """Keep what `gradients` reads.
+
+    x        with its room
+    shared   what `PART_SCHEMA` names
+    rest     S and the bits of each site
+    more     handed on
+    """
+    ctx.set_materialize_grads(False)
+    *tables, segments, keys, token_index, sites, _, _, _ = shared
+    lists = (weights, *tables, sites)
+    ctx.save_for_backward(
+        x, segments, keys, token_index, *(item for part in lists for item in part), *rest, *more
+    )
+    ctx.settings, ctx.count, ctx.room, ctx.frozen = shared[-3:], len(weights), room, frozen
+    ctx.joined = joined
+
+
+def gradients(
+    ctx: Any, grads: Sequence[Tensor | None], *, need_dx: bool, need_leaves: bool
+) -> tuple[Tensor | None, list[Tensor | None], list[Tensor]]:
+    """dx; da and db of each site; and what more was kept.
+
+    raises   FrozenGradientError
+    """
+    if not ctx.frozen:
+        raise FrozenGradientError(
+            "multi_lora_linear gives no gradient for its weight and bias",
+            help="freeze them, or leave this layer to run as it is on its job's segment",
+        )
+    count: int = ctx.count
+    x, segments, keys, token_index, *flat = ctx.saved_tensors
+    more = flat[_KEPT_LISTS * count :]
+    parts = [flat[start * count : (start + 1) * count] for start in range(_KEPT_LISTS)]
+    weights, *tables, sites, s, bits = parts
+    shared = (*tables, segments, keys, token_index, sites, *ctx.settings)
+    x = packed.narrow(x, ctx.room)
+    dys = [
+        x.new_zeros(*x.shape[:-1], weight.shape[0]) if dy is None else dy
+        for dy, weight in zip(grads[:count], weights, strict=True)
+    ]
+    room = packed.behind_dy(dys[0], SiteGroup(weights, *shared), ctx.joined) if need_dx else 0
+    wide = [packed.widen(part, room) for part in ([dys] if ctx.joined else [[d] for d in dys])]
+    direct = _is_plain(x, *dys)
+    input_gradient = multi_lora_input_gradient if direct else _input_gradient
+    dx, *rest = input_gradient(wide, weights, *shared, s, bits, need_dx, room)
+    leaves: list[Tensor | None] = [None] * (2 * count)
+    if need_leaves:
+        # Views of what is there: dy itself would be written once more.
+        dys = [packed.narrow(dy, room) for dy in wide]
+        adapters = multi_lora_adapter_gradients if direct else _adapter_gradients
+        leaves = [*adapters(dys, x, weights, *shared, s, bits, rest[:count], rest[count:])]
+    return dx if need_dx else None, leaves, more
 
 
 ops = torch.ops.tlora_fx
@@ -406,8 +444,8 @@ def _autograd(
     keyset: Any, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *rest: Any
 ) -> list[Tensor]:
     *shared, room, joined = _with_joined(rest)
-    frozen, learning = not _need_gradients(*weights, *biases), [*shared[0], *shared[1]]
-    if not torch.is_grad_enabled() or (frozen and not _need_gradients(x, *learning)):
+    frozen, learning = not need_gradients(*weights, *biases), [*shared[0], *shared[1]]
+    if not torch.is_grad_enabled() or (frozen and not need_gradients(x, *learning)):
         if not room:
             room = packed.behind_x(x, SiteGroup(weights, *shared))
             x = packed.widen([x], room)
@@ -419,7 +457,8 @@ def _autograd(
     return list(results)
 
 
-def _need_gradients(*tensors: Tensor | None) -> bool:
+def need_gradients(*tensors: Tensor | None) -> bool:
+    """Whether autograd is asked for the gradient of any."""
     return any(tensor.requires_grad for tensor in tensors if tensor is not None)
 
 

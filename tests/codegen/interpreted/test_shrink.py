@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.codegen.problems import BOUNDS, error, nans
+from tests.sampled import sampled
 from tlora_fx.codegen.kernels import shrink
 from tlora_fx.codegen.loading import load
 from tlora_fx.codegen.spec import KernelSpec, Tile
+from tlora_fx.errors import KernelSpecError
 from tlora_fx.ops.dropout import keep_rows
 
 TILE = Tile(rows=16, columns=32, depth=32, warps=4, stages=2)
@@ -255,3 +261,92 @@ def test_shares_of_columns_add_up_to_s(problem, dtype, extend):
         stacked = torch.zeros(own.stop - own.start, 64, dtype=dtype)
         stacked[:, ranks] = s[own, : ranks.stop - ranks.start]
         assert extend == "" or torch.equal(extended[own, 80:].nan_to_num(7), stacked.nan_to_num(7))
+
+
+ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+
+def gates(site, activation):
+    """A gate and a value beside it, in rows that hold both and more; x is nowhere yet."""
+    drawn = torch.randn(
+        site.tokens, 2 * site.inner + 16, generator=torch.Generator().manual_seed(5)
+    )
+    both = drawn.to(site.dtype)
+    gate, up = both[:, : site.inner], both[:, site.inner : 2 * site.inner]
+    return gate, up, ACTIVATIONS[activation](gate.double()) * up.double()
+
+
+@pytest.mark.parametrize("slab", [0, 32], ids=["whole", "shares"])
+@pytest.mark.parametrize("extend", ["", "tail"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("activation", sampled(ACTIVATIONS))
+def test_a_gated_x_is_made_on_the_way(problem, activation, dtype, extend, slab):
+    """For all jobs' rows, wide ranks and none, masks and flags; S is that of the x it wrote."""
+    site = problem(
+        (20, 5, 9, 0, 3), (40, 8, 3, 8, 0), (0.25, 0.0, 0.05, 0.1, 0.1), inner=80, dtype=dtype
+    )
+    gate, up, x64 = gates(site, activation)
+    site.x = x64.to(dtype)  # its S and masks are the reference
+    tile = Tile(16, 16, 32, 4, 2, slab=slab)
+    spec = spec_of(site, extend=extend, gated=activation, tile=tile)
+    extended = nans(site.tokens, 80 + 64, dtype=dtype)
+    s = nans(site.tokens, site.width, dtype=dtype)
+    shares = nans(3, site.tokens, site.width, dtype=torch.promote_types(dtype, torch.float32))
+    bits = torch.full((site.tokens, 10), 0xA5, dtype=torch.uint8)
+    behind = ([site.ranks], [0], [64])
+
+    load(spec).launch(
+        extended[:, :80], [site.a_packed], [site.flags], site.segments, site.keys, site.token_index,
+        [site.slots], [site.scales], [site.thresholds], [site.site], site.jobs,
+        [shares if slab else s], [bits], extended, *behind, gate=gate, up=up,
+    )  # fmt: skip
+    if slab:
+        load(shrink.finish(spec)).launch(
+            [shares], [site.flags], site.segments, [site.slots], [site.scales], site.jobs, [s],
+            [site.ranks], [extended], [80], [64],
+        )  # fmt: skip
+
+    # A rounding of the compute type away, where sums round otherwise.
+    assert error(extended[:, :80], x64) < BOUNDS[dtype]
+    assert error(s, site.s64) < 2 * BOUNDS[dtype]
+    for job in (0, 2, 3):
+        assert torch.equal(bits[rows_of(site, job)], site.bits[rows_of(site, job)])
+    for _, own, ranks, _ in site.parts():
+        stacked = torch.zeros(own.stop - own.start, 64, dtype=dtype)
+        stacked[:, ranks] = s[own, : ranks.stop - ranks.start]
+        assert extend == "" or torch.equal(extended[own, 80:], stacked)
+
+
+def test_a_gated_job_is_bitwise_the_same_alone(problem):
+    """NaN in neighbours' gates changes nothing, nor does the neighbours' absence."""
+    site = problem((21, 35, 2), (8, 20, 4), inner=64)
+    own, slots = rows_of(site, 1), site.slots[1:3]
+    gate, up, _ = gates(site, "silu")
+    gate[: own.start] = float("nan")
+    up[own.stop :] = float("nan")
+    alone = problem((35,), (20,), inner=64)
+    alone.scales, alone.a_packed = site.scales[1:2], site.a_packed[slice(*slots.tolist())]
+    spec, made = spec_of(site, gated="silu"), []
+    for one, rows in ((site, slice(None)), (alone, own)):
+        one.x = nans(one.tokens, 64, dtype=one.dtype)
+        (s,), _ = shrunk(spec, [one], gate=gate[rows], up=up[rows])
+        made.append((one.x, s))
+
+    for together, by_itself in zip(*made, strict=True):
+        assert torch.equal(together[own], by_itself)
+
+
+@pytest.mark.parametrize(
+    ("changed", "found"),
+    [
+        ({"gated": "relu"}, "relu"),
+        ({"gated": "silu", "sites": 2}, "silu"),
+        ({"gated": "silu", "extend": "copy"}, "silu"),
+        ({"gated": "silu", "kind": "expand"}, "silu"),
+    ],
+    ids=["activation", "sites", "copy", "kind"],
+)
+def test_what_cannot_be_gated_is_refused(changed, found):
+    """Only x of one site that is made where it stands."""
+    with pytest.raises(KernelSpecError, match=found):
+        replace(KernelSpec("shrink", 32, 32), **changed)

@@ -8,7 +8,7 @@
 # bytes      2 M I + 2 (M W + P I) + M I / 8
 # again      tlora-fx kernels show shrink --in 4096 --out 4096 --dropout --tile 32,32,64,4,6,0,0
 #
-# sha256 of what follows: 2d43db8b7e517e7f5aa9e31d95cc5567c6494bf519e16fb33c4d1a535bdda7da
+# sha256 of what follows: aef8cdbd2c1b3672124a577912a454267ad6a5568e350b5010a82d24cc197e53
 
 import triton
 import triton.language as tl
@@ -91,7 +91,8 @@ def project(
     for column in range(0, INNER, DEPTH):
         columns = column + tl.arange(0, DEPTH)
         here = inside[:, None]
-        tile = tl.load(x + row[:, None] * x_stride + columns[None, :], mask=here, other=0.0)
+        at_x = x + row[:, None] * x_stride + columns[None, :]
+        tile = tl.load(at_x, mask=here, other=0.0)
         longer = ()
         for k in tl.static_range(SITES):
             where = (first[k] + ranks).to(tl.int64)[:, None] * INNER + columns[None, :]
@@ -252,6 +253,8 @@ def launch(
     ranks=None,
     tail_offsets=None,
     tail_widths=None,
+    gate=None,
+    up=None,
 ):
     """Fill s and bits of one site.
 
@@ -273,6 +276,7 @@ def launch(
     tail_offsets  per site its tail's first column, counted from column 4096; multiples of 16
                   spare a compilation; not read
     tail_widths   per site its tail's columns, written whole; alike; not read
+    gate, up      not read
     """
     tokens = x.shape[0]
     grid = (triton.cdiv(tokens, 32) + jobs, 1)

@@ -8,7 +8,7 @@
 # bytes      2 M I + 2 (M W + P I)
 # again      tlora-fx kernels show shrink --in 4096 --out 4096 --tile 32,16,128,4,5,0,512
 #
-# sha256 of what follows: cdf468eb662c2e27ad916eecf7e2fcc5b3864ea85ed6d9aac647f176d78c6556
+# sha256 of what follows: a2be261d4cc09086d53939c11f9fc5ef68f47386db2f5d8046e4f2de9cf2a80a
 
 import triton
 import triton.language as tl
@@ -71,7 +71,8 @@ def project(
         column = share + place
         columns = column + tl.arange(0, DEPTH)
         here = inside[:, None]
-        tile = tl.load(x + row[:, None] * x_stride + columns[None, :], mask=here, other=0.0)
+        at_x = x + row[:, None] * x_stride + columns[None, :]
+        tile = tl.load(at_x, mask=here, other=0.0)
         longer = ()
         for k in tl.static_range(SITES):
             where = (first[k] + ranks).to(tl.int64)[:, None] * INNER + columns[None, :]
@@ -173,6 +174,8 @@ def launch(
     ranks=None,
     tail_offsets=None,
     tail_widths=None,
+    gate=None,
+    up=None,
 ):
     """Fill the shares of s of one site.
 
@@ -195,6 +198,7 @@ def launch(
     tail_offsets  per site its tail's first column, counted from column 4096; multiples of 16
                   spare a compilation; not read
     tail_widths   per site its tail's columns, written whole; alike; not read
+    gate, up      not read
     """
     tokens = x.shape[0]
     grid = (triton.cdiv(tokens, 32) + jobs, 8)

@@ -8,7 +8,7 @@
 # bytes      2 M I + 4 (M W + P I)
 # again      tlora-fx kernels show shrink --in 4096 --out 4096 --sites 2 --tile 64,32,64,4,4,0,0
 #
-# sha256 of what follows: d92a9aa78bb586bd3ecab2301bdfbe6ca8556c0e9becc9ce0b0b1776aeac98c6
+# sha256 of what follows: aae5d1a7a1528577eecf606190de4c793d38526d68a9778d282c0f288131b585
 
 import triton
 import triton.language as tl
@@ -81,7 +81,8 @@ def project(
     for column in range(0, INNER, DEPTH):
         columns = column + tl.arange(0, DEPTH)
         here = inside[:, None]
-        tile = tl.load(x + row[:, None] * x_stride + columns[None, :], mask=here, other=0.0)
+        at_x = x + row[:, None] * x_stride + columns[None, :]
+        tile = tl.load(at_x, mask=here, other=0.0)
         longer = ()
         for k in tl.static_range(SITES):
             where = (first[k] + ranks).to(tl.int64)[:, None] * INNER + columns[None, :]
@@ -210,6 +211,8 @@ def launch(
     ranks=None,
     tail_offsets=None,
     tail_widths=None,
+    gate=None,
+    up=None,
 ):
     """Fill s of 2 sites that read x.
 
@@ -231,6 +234,7 @@ def launch(
     tail_offsets  per site its tail's first column, counted from column 4096; multiples of 16
                   spare a compilation; not read
     tail_widths   per site its tail's columns, written whole; alike; not read
+    gate, up      not read
     """
     tokens = x.shape[0]
     grid = (triton.cdiv(tokens, 64) + jobs, 1)

@@ -19,7 +19,7 @@ product: shrink, and expand into what is there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tlora_fx.codegen.spec import MOST_SITES
 from tlora_fx.ops.kernels import select
-from tlora_fx.ops.kernels.launch import Run
+from tlora_fx.ops.kernels.launch import Gate, Run
 from tlora_fx.ops.kernels.packed import Packed, WeightRoom, room_of, stored_form
 from tlora_fx.ops.kernels.select import Choice, Plan
 from tlora_fx.ops.kernels.support import KernelGroup, Site
@@ -65,6 +65,34 @@ def forward(
     return [*(y.view(shape) for y, shape in zip(wide, shapes, strict=True)), *s, *bits]
 
 
+def gated_forward(
+    gate: Tensor, up: Tensor, activation: str, opened: Callable[[Tensor], Tensor],
+    biases: list[Tensor | None], group: SiteGroup, kernels: KernelGroup, room: int,
+) -> list[Tensor]:  # fmt: skip
+    """y of one site, S and the dropout bits, and x = activation(gate) * up, [..., in + room].
+
+    opened   the same activation for torch, where no kernel makes x
+    """
+    rows, beside = plain(gate), plain(up)
+    run, tokens = Run.open(kernels, group, len(rows), gate.device), len(rows)
+    (site,) = kernels.sites
+    whole = run.empty(tokens, group.inner + room, dtype=gate.dtype)
+    y = run.empty(tokens, site.outer, dtype=gate.dtype)
+    s, bits = kernels.low_rank_rows(gate, run.empty), kernels.bits(gate, run.empty)
+    x = whole[:, : group.inner]
+    with run.on_device():
+        made = has_room(whole, room, site.tail) and not (run.is_vacant or select.is_strict())
+        if not made:
+            torch.mul(opened(rows), beside, out=x)
+        if tokens and run.is_vacant:
+            _product(x, group.weights[0].t(), biases[0], y)
+        elif tokens:
+            parts = (activation, [rows, beside]) if made else ("", None)
+            run.serve(_forward, whole, room, biases, None, [y], s, bits, *parts)
+    shape = gate.shape[:-1]
+    return [y.view(*shape, site.outer), *s, *bits, whole.view(*shape, group.inner + room)]
+
+
 def _forward(
     run: Run,
     whole: Tensor,
@@ -74,6 +102,8 @@ def _forward(
     wide: list[Tensor],
     s: list[Tensor],
     bits: list[Tensor],
+    activation: str = "",
+    gated: list[Tensor] | None = None,
 ) -> None:
     sites, rows = run.kernel_group.sites, whole[:, : run.group.inner]
     step = max(site.tail for site in sites)
@@ -100,7 +130,8 @@ def _forward(
     extended = None
     if any(choice.plan == "concat" for choice in choices):
         extended = whole if behind else run.empty(len(rows), rows.shape[1] + step, dtype=rows.dtype)
-    run.shrink(rows, packed, s, bits, extended, step, copies=not behind)
+    gate = Gate(activation, *gated) if gated else None
+    run.shrink(rows, packed, s, bits, extended, step, copies=not behind, gate=gate)
     for index, (choice, y) in enumerate(zip(choices, wide, strict=True)):
         bias, weight = biases[index], run.group.weights[index]
         if choice.plan == "fused":

@@ -52,6 +52,15 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device)
 
 
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What x is made of: activation(gate) * up, both [tokens, in]."""
+
+    activation: str
+    gate: Tensor
+    up: Tensor
+
+
 @dataclass(slots=True)
 class Run:
     """One call on a group of sites.
@@ -270,16 +279,22 @@ class Run:
         extended: Tensor | None = None,
         step: int = 0,
         copies: bool = True,
+        gate: Gate | None = None,
     ) -> None:
         """S and the bits of all sites; in `extended` also x and S side by side.
 
         step     columns from one site's S to the next one's there, all of them written
         copies   whether x is not there yet
+        gate     what x is made of, on the way; then of one site, and not to be copied
         """
         for indices in self.together():
             first = self.kernel_group.sites[indices[0]]
             fields: dict[str, Any] = {"dropout": first.drops, "sites": len(indices)}
             tail: dict[str, Any] = {}
+            made: dict[str, Any] = {}
+            if gate is not None:
+                fields["gated"] = gate.activation
+                made = {"gate": gate.gate, "up": gate.up}
             if extended is not None:
                 fields["extend"] = "copy" if copies else "tail"
                 tail = {
@@ -290,7 +305,7 @@ class Run:
                 }
             width = max(self.kernel_group.sites[index].width for index in indices)
             spec = spec_of("shrink", first, None, **fields)
-            tile = self.tile("shrink", first, len(indices))
+            tile = self.tile("shrink", first, len(indices)) if gate is None else None
             if tile is None and not select.is_strict():
                 # Few programs of a whole row each would wait long: they leave shares of S.
                 tile = shrink.tile_for(spec, self.tokens, width)
@@ -316,6 +331,7 @@ class Run:
                 sums,
                 [bits[index] for index in indices],
                 **tail,
+                **made,
             )
             if slabs:
                 whole = replace(spec, tile=tile, **self.beside(indices))
