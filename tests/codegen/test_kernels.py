@@ -48,7 +48,7 @@ def test_a_kernel_waits_for_the_one_before_ahead_of_all_but_tables(spec):
     head, told, _ = waiting[0].partition("    await_previous(OVERLAP)\n")
     head += kernel.partition("    await_previous(OVERLAP)\n")[0]
     read = set(re.findall(r"tl\.load\((\w+)", head))
-    tables = {"segments", "slots", "ranks", "scales", "thresholds", "keys"}
+    tables = {"segments", "slots", "ranks", "bounds", "scales", "thresholds", "keys"}
 
     assert told
     assert len(waiting) == 1

@@ -151,8 +151,8 @@ def _gated_parts(node: fx.Node) -> tuple[str, fx.Node, fx.Node] | None:
 
 def _activation(node: object) -> str | None:
     """What a node's operator is called where it may open a gate."""
-    for name, (operator_, options) in ACTIVATIONS.items():
-        if isinstance(node, fx.Node) and is_call(node, operator_) and len(node.args) == 1:
+    for name, (target, options) in ACTIVATIONS.items():
+        if isinstance(node, fx.Node) and is_call(node, target) and len(node.args) == 1:
             return name if dict(node.kwargs) == options else None
     return None
 

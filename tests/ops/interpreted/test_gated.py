@@ -11,7 +11,7 @@ from tlora_fx.ops import multi_lora_gated_linear
 from tlora_fx.ops.kernels import launch, packed, select, with_room
 
 BOUND = 1e-5
-INNER, OUTER, ROOM = 32, 48, 64
+INNER, OUTER, ROOM = 64, 80, 64  # of no other test: calls of equal shapes share recipes
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 RATES = {"keep": (0.0,) * 3, "drop": (0.3, 0.0, 0.2)}
 
@@ -90,7 +90,7 @@ def test_a_kernel_makes_x_under_every_plan(site, traced, plan, activation, name)
 
 def test_recipes_start_the_same(site, traced):
     """The second call of a kind is written down, the third started from that, on other tensors."""
-    own, leaves = site()
+    own, leaves = site(lengths=(11, 2, 6))
     for seed in range(3):
         both = torch.randn(leaves[0].shape, generator=torch.Generator().manual_seed(seed))
         now = (both.requires_grad_(), *leaves[1:])
