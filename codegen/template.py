@@ -60,6 +60,9 @@ def module(
     if overlaps(spec):
         lines += ["# Triton's interpreter runs one kernel after the other."]
         lines += ["OVERLAP = tl.constexpr(not triton.knobs.runtime.interpret)"]
+    if "COMPILED" in body:
+        lines += ["# Triton's interpreter knows no assembly."]
+        lines += ["COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)"]
     signature = _signature(spec, body, types).items()
     lines += ["", "SIGNATURE = {", *(f'    "{name}": "{kind}",' for name, kind in signature), "}"]
     lines += [f"META = {json.dumps(meta)}"]

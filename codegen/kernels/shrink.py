@@ -26,15 +26,7 @@ from textwrap import indent
 
 from tlora_fx.codegen.kernels import sums
 from tlora_fx.codegen.spec import Extend, KernelSpec, Tile
-from tlora_fx.codegen.template import (
-    common_values,
-    constants_of,
-    fill,
-    module,
-    overlaps,
-    part_type,
-    size,
-)
+from tlora_fx.codegen.template import common_values, constants_of, fill, module, part_type, size
 from tlora_fx.errors import KernelSpecError
 
 # Tokens up to which tiles of all columns are too few for an H200; drawing masks takes longer.
@@ -103,7 +95,7 @@ def project(
         exponent = -g  #? silu
         exponent = -1.5957691216057308 * (g + 0.044715 * g * g * g)  #? not silu
         tile = (g / (1 + tl.exp(exponent)) * u).to(tl.$dtype)
-        tile = computed_once(tile, OVERLAP)  #? overlap and short
+        tile = computed_once(tile, COMPILED)  #? short
         tl.store(at_x, tile, mask=here & (begin == 0))
         #]
         #? copy [
@@ -466,6 +458,8 @@ def default_tile(spec: KernelSpec) -> Tile:
     more values at once gets more warps or fewer rows, so that all stays in registers: masks, sums
     of several sites, wide panels, the copy of x.
     """
+    if spec.gated and _is_short(spec):
+        return _gated_tile(spec, 2 * spec.rank_block, 2 * _FEW)
     wide, several, copy = spec.rank_block > 16, spec.sites > 1, spec.extend == "copy"
     crowded = (wide, several, spec.dropout, copy).count(True)
     single = wide and spec.sites > 2 and (spec.dropout or copy)
@@ -490,7 +484,7 @@ def tile_for(spec: KernelSpec, tokens: int, width: int) -> Tile:
     """The rule for a row of so many tokens whose S has so many columns; the slab may be set."""
     rule = default_tile(spec)
     columns = spec.rank_block if width <= spec.rank_block else rule.columns
-    if spec.gated and size(spec.dtype) <= 2:
+    if spec.gated and _is_short(spec):
         return _gated_tile(spec, columns, tokens)
     if tokens > few_tokens(spec) or size(spec.dtype) > 2:
         return replace(rule, columns=columns)
@@ -578,7 +572,7 @@ def source(spec: KernelSpec) -> str:
     names = "INNER BYTES ROWS DEPTH RANK_BLOCK PANEL JOBS SITES" + " SLAB" * (tile.slab > 0)
     shared = ["segment_tile"] + ["fault_flags"] * (not tile.slab)
     shared += ["draw_bits", "spread_bits"] * spec.dropout
-    shared += ["computed_once"] * (bool(spec.gated) and overlaps(spec) and _is_short(spec))
+    shared += ["computed_once"] * (bool(spec.gated) and _is_short(spec))
     values = _values(spec)
     return module(
         spec,

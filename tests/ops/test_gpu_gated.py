@@ -6,8 +6,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tlora_fx.codegen.kernels import shrink
-from tlora_fx.codegen.spec import KernelSpec
 from tlora_fx.ops import keep_mask, multi_lora_gated_linear, token_scale
 from tlora_fx.ops.kernels import launch, with_room
 
@@ -138,10 +136,3 @@ def test_jobs_stay_apart(site, name):
     rows = [*range(16), *range(17, len(da))]
     for one, other in zip((da, db), spoilt[2:], strict=True):
         assert torch.equal(one[rows], other[rows])
-
-
-def test_tiles_are_slabs_at_any_number_of_tokens():
-    """What a program does with activations takes longer than a whole row may."""
-    spec = KernelSpec("shrink", 14336, 4096, gated="silu", extend="tail")
-    for tokens in (1, 160, 2048, 4800, 16384):
-        assert 0 < shrink.tile_for(spec, tokens, 16).slab < spec.inner

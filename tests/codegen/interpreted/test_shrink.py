@@ -336,6 +336,14 @@ def test_a_gated_job_is_bitwise_the_same_alone(problem):
         assert torch.equal(together[own], by_itself)
 
 
+def test_its_rule_takes_slabs_of_a_wide_x():
+    """What a program does with activations takes longer than a whole row may."""
+    spec = KernelSpec("shrink", 14336, 4096, gated="silu", extend="tail")
+    for tokens in (1, 160, 2048, 4800, 16384):
+        assert 0 < shrink.tile_for(spec, tokens, 16).slab < spec.inner
+    assert shrink.default_tile(spec) == shrink.tile_for(spec, 8192, 32)
+
+
 @pytest.mark.parametrize(
     ("changed", "found"),
     [
