@@ -458,11 +458,20 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--cases", nargs="+", default=usual, choices=CASES)
     what.add_argument("--models", nargs="+", default=[], choices=HEADS, help="their heads")
-    what.add_argument("--read", nargs="+", default=[], type=Path, help="print earlier files' times")
+    what.add_argument(
+        "--read", nargs="+", default=[], type=_file, help="print earlier files' times"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     return parser.parse_args(arguments)
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {path}; see benchmarks/results")
+    return path
 
 
 if __name__ == "__main__":

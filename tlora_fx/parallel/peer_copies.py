@@ -8,6 +8,7 @@ whose devices reach each other do so; elsewhere FSDP2 gathers by its own collect
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from tlora_fx.cost.hardware import wants_peer_copies
 from tlora_fx.parallel.mesh import Mesh
 
+logger = logging.getLogger("tlora_fx.planners")
 # Copies under way at once (two H200: two are faster than one, more are not), and bytes of one.
 LANES, PIECE = 2, 2**25
 # FSDP2 asks for the signature of what a shard brings along at every gather.
@@ -253,7 +255,8 @@ def _offer(shards: Sequence[Sequence[Tensor]], device: torch.device) -> Any:
     """What another process needs to open these shards; None where they cannot be opened."""
     try:
         handles = [[_handle(shard) for shard in module] for module in shards]
-    except RuntimeError:
+    except RuntimeError as error:
+        logger.warning("weights are gathered by collectives: they cannot be shared: %s", error)
         return None
     return socket.gethostname(), _identity(device), handles
 
@@ -280,7 +283,8 @@ def _opened(offers: Sequence[Any], mesh: Mesh) -> list[list[list[Tensor]] | None
                                       for module in handles]
             for rank, (_, _, handles) in enumerate(offers)
         ]  # fmt: skip
-    except RuntimeError:
+    except RuntimeError as error:
+        logger.warning("weights are gathered by collectives: neighbours' do not open: %s", error)
         return None
 
 
