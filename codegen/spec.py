@@ -123,7 +123,7 @@ class KernelSpec:
             self,
             "gated",
             alone and not (self.gated and self.extend == "copy"),
-            "'' but for shrink of one site that need not copy x",
+            "'', except for a shrink of one site whose x is not copied",
         )
         _need(self, "inner", self.inner >= 1, "at least 1")
         _need(self, "outer", self.outer >= 1, "at least 1")

@@ -125,6 +125,22 @@ def test_exchanged_shards_are_noticed() -> None:
         gather(torch.zeros(6), torch.zeros(3), group)
 
 
+def test_the_log_says_why_weights_cannot_be_shared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Collectives serve then, which take longer."""
+
+    def refused(tensor: torch.Tensor) -> None:
+        raise RuntimeError("no room in shared memory")
+
+    monkeypatch.setattr(peer_copies, "_handle", refused)
+    with caplog.at_level("WARNING", logger="tlora_fx.planners"):
+        offer = peer_copies._offer([[torch.zeros(2)]], torch.device("cpu"))
+
+    assert offer is None
+    assert "cannot be shared: no room in shared memory" in caplog.text
+
+
 def test_a_module_without_shards_offers_none() -> None:
     """Plain parameters are no shards."""
     assert _sharded_leaves(nn.Linear(2, 2)) == []

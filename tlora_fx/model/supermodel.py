@@ -255,6 +255,8 @@ class SuperModel(nn.Module):
     ) -> None:
         """Compile layer by layer, in place: each structure of layers once, whatever their number.
 
+        Torch gets `compiled_source`.
+
         The loss's chunks are compiled too; embeddings and the last norm run as they are. A model
         that was compiled without layers is compiled as a whole. Rows of any size run the same
         code. `torch.compile(model)` compiles everything as one graph instead.

@@ -170,11 +170,11 @@ class _Differentiable(torch.autograd.Function):
         )
         if dx is None:
             return (None, None, None, *leaves)
-        dgate, dup = _opened(ctx.activation, gate, up, dx)
+        dgate, dup = _gate_gradients(ctx.activation, gate, up, dx)
         return (None, dgate if need_gate else None, dup if need_up else None, *leaves)
 
 
-def _opened(activation: str, gate: Tensor, up: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
+def _gate_gradients(activation: str, gate: Tensor, up: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of gate and up, rounded once.
 
     Both activations are g sigmoid(z), with z = g, or z = c (g + d g³).

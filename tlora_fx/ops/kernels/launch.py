@@ -305,12 +305,7 @@ class Run:
                 }
             width = max(self.kernel_group.sites[index].width for index in indices)
             spec = spec_of("shrink", first, None, **fields)
-            tile = self.tile("shrink", first, len(indices)) if gate is None else None
-            if tile is None and not select.is_strict():
-                # Few programs of a whole row each would wait long: they leave shares of S.
-                tile = shrink.tile_for(spec, self.tokens, width)
-            if tile is not None and tile.slab >= first.inner:
-                tile = replace(tile, slab=0)
+            tile = self._shrink_tile(spec, first, width)
             slabs = -(-first.inner // tile.slab) if tile and tile.slab else 0
             wide = torch.promote_types(torch.float32, rows.dtype)
             sums = [s[index] for index in indices]
@@ -336,6 +331,19 @@ class Run:
             if slabs:
                 whole = replace(spec, tile=tile, **self.beside(indices))
                 self._finish(indices, whole, sums, packed, s, tail)
+
+    def _shrink_tile(self, spec: KernelSpec, first: Site, width: int) -> Tile | None:
+        """How `shrink` cuts its work; measured where x is read, the rule's where it is made.
+
+        width   columns of S, of the widest site
+        """
+        tile = None if spec.gated else self.tile("shrink", first, spec.sites)
+        if tile is None and not select.is_strict():
+            # Few programs of a whole row each would wait long: they leave shares of S.
+            tile = shrink.tile_for(spec, self.tokens, width)
+        if tile is not None and tile.slab >= spec.inner:
+            tile = replace(tile, slab=0)
+        return tile
 
     def _finish(
         self, indices: Sequence[int], spec: KernelSpec, parts: Sequence[Tensor],
