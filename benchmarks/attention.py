@@ -1,14 +1,16 @@
-"""Attention of packed rows, FlashAttention-2, cuDNN and ours: `python -m benchmarks.attention`.
+"""Attention of packed rows by four kernels: `python -m benchmarks.attention`.
 
     python -m benchmarks.attention                                              # on a GPU
+    python -m benchmarks.attention --models Llama-3-8B --tiles chosen
     python -m benchmarks.attention --read benchmarks/results/attention-heads-2026-11-27.json
     TRITON_INTERPRET=1 python -m benchmarks.attention --device cpu --cases tiny  # tries the code
 
 `flash` is torch's kernel for rows of sequences, which `packed_attention` takes where neither ours
 nor cuDNN's was measured to win; `batch` is cuDNN's, which takes rows of sequences that are equally
-long. `forward`, `dq` and `dkv` are our three kernels, each with several tiles, written as
-rows,keys,warps,stages. Our backward is `dq` and `dkv` one after the other. `gain` is how many times
-as fast as `flash` the kernels are that `packed_attention` chooses on Hopper.
+long; `flash4` is FlashAttention-4, where it is installed, and `apart` is it with a call for each
+sequence. `forward`, `dq` and `dkv` are our three kernels, each with several tiles, written as
+rows,keys,warps,stages; our backward is `dq` and `dkv` one after the other. `gain` is how many times
+as fast as `flash` the kernels are that `packed_attention` chooses on Hopper for a row of one job.
 
 Before anything is timed, results and gradients of the first and last sequence are compared with
 float64, the last sequence alone must give the bits that it gives in its row, and a second run must
@@ -37,7 +39,9 @@ from benchmarks.results_file import RESULTS, console, described, write
 from tlora_fx.codegen.spec import Tile
 from tlora_fx.ops import attention
 from tlora_fx.ops.attention import AttentionRule, RowKernel, is_batch, row_backward, row_forward
+from tlora_fx.ops.kernels import flash_attention_4
 from tlora_fx.ops.kernels import short_attention as ours
+from tlora_fx.ops.kernels.flash_attention_4 import Parts
 
 #: Bytes a second of a copy on an H200: the floor of reading and writing.
 BYTES = 4.27e12
@@ -143,8 +147,10 @@ SHAPES = {
     "64 x 256": (256,) * 64,
     "16 x 512": (512,) * 16,
     "8 x 1,024": (1024,) * 8,
+    "4 x 2,048": (2048,) * 4,
     "2 x 4,096": (4096,) * 2,
     "mixed to 1,500": (1412, 640, 980, 512, 1333, 777, 1500, 601),
+    "mixed to 3,000": (2900, 640, 1333, 2210, 3000, 12, 1777),
     "mixed to 8,192": (8192, 130, 3000, 1, 700),
 }
 CASES |= {
@@ -193,7 +199,7 @@ def main() -> None:
 def measured(case: Case, given: argparse.Namespace) -> Figures:
     """Microseconds of every arm, the best of ours, and how far from float64 both are."""
     cuda = given.device == "cuda"
-    tiles = SETS[case.tiles] if cuda else TRIED
+    tiles = _tiles(case, given.tiles) if cuda else TRIED
     sets = [_inputs(case, seed, given.device) for seed in range(2 if cuda else 1)]
     arms = dict(_arms(case, sets, tiles, cuda))
     difference = compared(case, sets[0], tiles, cuda)
@@ -208,6 +214,19 @@ def measured(case: Case, given: argparse.Namespace) -> Figures:
         found["best"] = best
         found["ours us"] = {"forward": us[best["forward"]], "backward": backward}
     return found | {"error over flash": difference}
+
+
+def _tiles(case: Case, asked: str) -> dict[str, Any]:
+    """What to try of our kernels: what was asked for, or what the case has."""
+    if asked != "chosen":
+        return SETS[asked or case.tiles]
+    form = ours.FORMS.get((90, torch.bfloat16, case.heads[0] // case.heads[1], case.width))
+    return {} if form is None else {kind: (cut,) for kind, cut in _cuts(form.tiles).items()}
+
+
+def _cuts(tiles: ours.Tiles) -> dict[str, tuple[int, ...]]:
+    kinds = {"forward": tiles.forward, "dq": tiles.query_gradient, "dkv": tiles.key_gradient}
+    return {kind: (t.rows, t.columns, t.warps, t.stages) for kind, t in kinds.items()}
 
 
 def _model(case: str) -> str:
@@ -249,19 +268,26 @@ def _arms(
     case: Case, sets: list[Inputs], tiles: dict[str, Any], cuda: bool
 ) -> Iterator[tuple[str, Callable[[int], object]]]:
     """Every arm by name: work on the set of a number."""
-    for kernel in _shipped(case, sets[0]) if cuda else ():
-        yield f"{kernel} forward", partial(_their_forward, case, sets, kernel)
-        yield f"{kernel} backward", partial(_their_backward, case, sets, kernel)
+    for name, kernel in _shipped(case, sets[0]).items() if cuda else ():
+        yield f"{name} forward", partial(_their_forward, case, sets, kernel)
+        yield f"{name} backward", partial(_their_backward, case, sets, kernel)
     for kind, run in (("forward", _forward), ("dq", _dq), ("dkv", _dkv)):
         for numbers in tiles.get(kind, ()):
             name = f"{kind} {','.join(map(str, numbers))}"
             yield name, partial(run, case, sets, Tile(*_tile(numbers)))
 
 
-def _shipped(case: Case, one: Inputs) -> list[RowKernel]:
-    """The kernels of others that can take the row."""
-    batch = is_batch(one.q, one.bounds, case.most, case.rule)
-    return ["flash", "batch"] if batch else ["flash"]
+def _shipped(case: Case, one: Inputs) -> dict[str, RowKernel]:
+    """The kernels of others that can take the row, were it one job's."""
+    found: dict[str, RowKernel] = {"flash": "flash"}
+    if is_batch(one.q, one.bounds, case.most, case.rule):
+        found["batch"] = "batch"
+    if not case.window and flash_attention_4.is_installed():
+        equal = len(set(case.lengths)) == 1
+        found["flash4"] = Parts(() if equal else (0, case.bounds[-1]))
+        if not equal:
+            found["apart"] = Parts(tuple(case.bounds))
+    return found
 
 
 def _their_forward(
@@ -296,7 +322,7 @@ def _dkv(case: Case, sets: list[Inputs], tile: Tile, index: int) -> tuple[Tensor
 
 
 def compared(case: Case, one: Inputs, tiles: dict[str, Any], cuda: bool) -> dict[str, float]:
-    """The error of ours and cuDNN's over FlashAttention-2's by result, the worst of all tiles.
+    """The error of ours and of others over FlashAttention-2's by result, the worst of all tiles.
 
     raises   RuntimeError where one is over the bound, or bits of ours depend on neighbours or on
              the run
@@ -309,9 +335,10 @@ def compared(case: Case, one: Inputs, tiles: dict[str, Any], cuda: bool) -> dict
     theirs = dict.fromkeys(_NAMES, 1e-6)
     if cuda:
         theirs = _errors(_theirs(case, one, "flash"), spans, expected)
-    if cuda and "batch" in _shipped(case, one):
-        errors = _errors(_theirs(case, one, "batch"), spans, expected)
-        worst = {f"batch {name}": round(errors[name] / theirs[name], 3) for name in _NAMES}
+    others = _shipped(case, one) if cuda else {}
+    for kernel in others.keys() - {"flash"}:
+        errors = _errors(_theirs(case, one, others[kernel]), spans, expected)
+        worst |= {f"{kernel} {name}": round(errors[name] / theirs[name], 3) for name in _NAMES}
     for numbers in combinations:
         parts = [n or tiles[kind][0] for n, kind in zip(numbers, tiles, strict=True)]
         cut = ours.Tiles(*(Tile(*_tile(each)) for each in parts))
@@ -405,12 +432,13 @@ def _floors(case: Case) -> dict[str, float]:
 
 def show(found: Figures) -> None:
     """A line a case."""
-    words = ("flash", "cuDNN", "ours", "gain", "floor")
+    words = ("FA2", "cuDNN", "FA4", "apart", "ours", "gain", "floor")
     table = Table("case", *words, *(f"{word} back" for word in words), "tiles", box=None)
     for name, one in found["cases"].items():
         numbers = []
         for way in ("forward", "backward"):
-            theirs = [one["us"].get(f"{kernel} {way}", math.nan) for kernel in ("flash", "batch")]
+            kernels = ("flash", "batch", "flash4", "apart")
+            theirs = [one["us"].get(f"{kernel} {way}", math.nan) for kernel in kernels]
             ours_us = one.get("ours us", {}).get(way, math.nan)
             gain = theirs[0] / _chosen(CASES[name], one["us"], way)
             numbers += [
@@ -428,26 +456,29 @@ def _cell(number: float, places: int = 0) -> str:
 
 
 def _chosen(case: Case, us: dict[str, float], way: str) -> float:
-    """Microseconds of what the operator chooses on Hopper, in bfloat16 and with cuDNN."""
+    """Microseconds of what the operator chooses on Hopper, in bfloat16 and with all packages."""
     many, few = case.heads
     q, k = (
         torch.empty(sum(case.lengths), heads, case.width, dtype=torch.bfloat16, device="meta")
         for heads in (many, few)
     )
     bounds = torch.empty(len(case.lengths) + 1, device="meta")
-    with mock.patch.object(attention, "_batches_pay", return_value=True):
-        forward, backward = attention.row_kernels(q, k, bounds, case.most, case.rule)
-    kernel = forward if way == "forward" else backward
+    installed = any(name.startswith("flash4") for name in us)
+    with (
+        mock.patch.object(attention, "_batches_pay", return_value=True),
+        mock.patch.object(flash_attention_4, "is_installed", return_value=installed),
+    ):
+        one_job = torch.tensor([0, len(q)])
+        pair = attention.row_kernels(q, k, bounds, case.most, case.rule, one_job)
+    kernel = pair[way == "backward"]
+    if isinstance(kernel, Parts):
+        return us.get(f"flash4 {way}", math.nan)
     if isinstance(kernel, str):
         return us.get(f"{kernel} {way}", math.nan)
-    cuts = {"forward": kernel.forward, "dq": kernel.query_gradient, "dkv": kernel.key_gradient}
+    cuts = _cuts(kernel)
     kinds = ("forward",) if way == "forward" else ("dq", "dkv")
-    names = (f"{kind} {_numbers(cuts[kind])}" for kind in kinds)
+    names = (f"{kind} {','.join(map(str, cuts[kind]))}" for kind in kinds)
     return sum(us.get(name, math.nan) for name in names)
-
-
-def _numbers(tile: Tile) -> str:
-    return f"{tile.rows},{tile.columns},{tile.warps},{tile.stages}"
 
 
 def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -460,6 +491,9 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     what.add_argument("--models", nargs="+", default=[], choices=HEADS, help="their heads")
     what.add_argument(
         "--read", nargs="+", default=[], type=_file, help="print earlier files' times"
+    )
+    parser.add_argument(
+        "--tiles", choices=(*SETS, "chosen"), help="of ours, in place of the case's own"
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -14,7 +14,8 @@ against float32.
 
 `ours-dora` and `ours-dropout` are `ours-compiled` whose jobs have DoRA, or drop 5 % of what their
 adapters read; `ours-apart` is it with gate and up in buffers of their own, `ours-ungated` with
-gated activations in kernels of their own.
+gated activations in kernels of their own, `ours-without-flash4` as where FlashAttention-4 is not
+installed.
 
 `--base qwen3-8b` takes Qwen3-8B's shape instead, `qwen3-moe` Qwen3-30B-A3B's with half its layers
 and adapters on attention; with `--adapt-experts` ours and PEFT's adapt all experts too, at the
@@ -43,7 +44,7 @@ from rich.table import Table
 from benchmarks.interleaved import Spread
 from benchmarks.kernel_times import busy, profiled, table
 from benchmarks.results_file import RESULTS, console, described, write
-from benchmarks.step_arms import ARMS, Arm, Made, require_gradients
+from benchmarks.step_arms import ARMS, Arm, Made, Ours, require_gradients
 from benchmarks.step_mixes import EXPERTS, MIXES, RANKS, Mix, Mixture, Qwen3, Shape
 from benchmarks.step_profile import CLASSES, classes
 
@@ -59,6 +60,7 @@ PROFILED = (
     "ours-dropout",
     "ours-float8-copy",
     "ours-ungated",
+    "ours-without-flash4",
     "stacked-graph",
 )
 WARM_UP = 3
@@ -136,6 +138,8 @@ class Bench:
 
     def _prepare(self, name: str, mix: Mix, found: Found) -> None:
         started, arm = time.perf_counter(), self.arms[name]
+        if mix.uneven and not isinstance(arm, Ours):
+            raise RuntimeError("it takes sequences of one length")
         on_gpu = self.made.device == "cuda"
         before = torch.cuda.memory_allocated() if on_gpu else 0
         if on_gpu:
@@ -266,7 +270,8 @@ def mixes_of(given: argparse.Namespace) -> list[Mix]:
     """What the arms train, one after the other."""
     if given.batch:
         count, length = len(given.ranks), given.length or 160
-        return [Mix(f"equal {count * given.batch}x{length}", (given.batch,) * count, length)]
+        name = f"{'uneven' if given.uneven else 'equal'} {count * given.batch}x{length}"
+        return [Mix(name, (given.batch,) * count, length, given.uneven)]
     chosen = [MIXES[name] for name in given.mixes]
     if not given.length:
         return chosen
@@ -286,6 +291,7 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=["gsm8k", "ones"])
     parser.add_argument("--batch", type=int, default=0, help="of each job, in place of the mixes")
     parser.add_argument("--length", type=int, default=0, help="of a sequence; 0: the mix's own")
+    parser.add_argument("--uneven", action="store_true", help="with --batch: that or shorter")
     parser.add_argument("--ranks", type=int, nargs="*", default=RANKS, help="one a job")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--dropout", type=float, default=0.0, help="of ours and of PEFT's adapters")

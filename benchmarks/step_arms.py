@@ -23,7 +23,7 @@ from benchmarks.step_packed import ATTENTION, RATE, Packed, llama, stack_adapter
 from tlora_fx.compiler import resolve_pipeline
 from tlora_fx.model import source
 from tlora_fx.ops.float8 import BACKWARDS
-from tlora_fx.ops.kernels import packed
+from tlora_fx.ops.kernels import flash_attention_4, packed
 from tlora_fx.runtime.data import DataReport, JobData, Sample
 from tlora_fx.runtime.interrupts import Interrupts
 
@@ -101,6 +101,7 @@ class Ours:
 
     compiled   layer by layer, by `SuperModel.compile`
     float8     how products in float8 find dx, "" for none
+    within     what its steps run in
     lora       what all jobs' adapters have besides, as PEFT names it
     """
 
@@ -112,8 +113,10 @@ class Ours:
         *,
         compiled: bool = False,
         float8: str = "",
+        within: Callable[[], AbstractContextManager[object]] = nullcontext,
         **lora: Any,
     ) -> None:
+        self.within = within
         self.shape, self.device, self.float8, self.made = made.shape, made.device, float8, made
         ranks = range(len(made.shape.ranks))
         self.jobs = [_job(base, place, made.shape, lora) for place in ranks]
@@ -130,8 +133,10 @@ class Ours:
     def load(self, mix: Mix) -> None:
         """Take a mix as samples, each job's in one micro-batch."""
         self.mix, data = mix, dict[str, JobData]()
+        lengths = mix.lengths()
         for index, ids in enumerate(mix.ids(self.shape, "cpu")):
-            rows = [Sample(tuple(row), tuple(row)) for row in ids.tolist()]
+            cut = zip(ids.tolist(), lengths[index], strict=True)
+            rows = [Sample(tuple(row[:length]), tuple(row[:length])) for row, length in cut]
             self.batches[index] = [rows]
             data[self.jobs[index].name] = JobData(self.jobs[index], rows, DataReport())
         if self.trainer is not None and self.trainer.graphs is not None:
@@ -150,6 +155,7 @@ class Ours:
     def gradients(self, *, eager: bool = False) -> list[Tensor]:
         """Of all jobs' parameters; a row is captured when it comes again, and then replayed."""
         with ExitStack() as stack:
+            stack.enter_context(self.within())
             if eager:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
                 stack.enter_context(self.launched())
@@ -178,7 +184,7 @@ class Ours:
     def step(self, count: int = 1) -> float:
         """A round of the trainer each."""
         before = self.trainer.rounds
-        with Interrupts() as interrupts:
+        with self.within(), Interrupts() as interrupts:
             seconds = seconds_of(self.device, lambda: self.trainer._round(interrupts), count)
         if self.trainer.rounds != before + count:
             raise RuntimeError(f"{self.trainer.rounds - before} of {count} rounds trained")
@@ -466,6 +472,13 @@ def _activation_apart(made: Made) -> Ours:
         return _compiled(made, "ours-ungated")
 
 
+def _without_flash_attention_4(made: Made) -> Ours:
+    def absent() -> AbstractContextManager[object]:
+        return mock.patch.object(flash_attention_4, "is_installed", return_value=False)
+
+    return _compiled(made, "ours-without-flash4", within=absent)
+
+
 ARMS: dict[str, Callable[[Made], Arm]] = {
     "alone-graph": Alone,
     "frozen": lambda made: PackedArm(made, stacked=False),
@@ -475,6 +488,7 @@ ARMS: dict[str, Callable[[Made], Arm]] = {
     "ours-compiled": partial(_compiled, name="ours-compiled"),
     "ours-apart": _gate_and_up_apart,
     "ours-ungated": _activation_apart,
+    "ours-without-flash4": _without_flash_attention_4,
     "ours-dora": partial(_compiled, name="ours-dora", use_dora=True),
     "ours-dropout": partial(_compiled, name="ours-dropout", lora_dropout=0.05),
     **{

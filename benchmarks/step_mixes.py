@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, cycle
 from typing import Any
 
 import torch
@@ -141,21 +141,35 @@ class Mixture(Shape):
         return self.layers * self.hidden * (2 * width + routed) + self.hidden * self.vocabulary
 
 
+#: What parts of the longest sequence the sequences of an uneven mix have, in turns.
+PARTS = (1.0, 0.35, 0.7, 0.2, 0.9, 0.5)
+
+
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Sequences of each job in one step, all of one length."""
+    """Sequences of each job in one step.
+
+    length   of all sequences
+    uneven   it is the longest one's; arms of others take sequences of one length alone
+    """
 
     name: str
     batches: tuple[int, ...]
     length: int = 160
+    uneven: bool = False
+
+    def lengths(self) -> list[list[int]]:
+        """Of each job's sequences."""
+        parts = cycle(PARTS if self.uneven else (1.0,))
+        return [[round(next(parts) * self.length) for _ in range(n)] for n in self.batches]
 
     @property
     def tokens(self) -> int:
         """Of all jobs."""
-        return sum(self.batches) * self.length
+        return sum(map(sum, self.lengths()))
 
     def ids(self, shape: Shape, device: str) -> list[Tensor]:
-        """Random token ids, int64 [batch, length] for each job."""
+        """Random token ids, int64 [batch, length] for each job; uneven ones are cut from these."""
         generator = torch.Generator().manual_seed(SEED)
         drawn = [
             torch.randint(0, shape.vocabulary, (batch, self.length), generator=generator)

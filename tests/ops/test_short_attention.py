@@ -13,9 +13,11 @@ from tlora_fx.codegen.spec import SHARED_BYTES
 from tlora_fx.ops import attention
 from tlora_fx.ops.attention import AttentionRule, row_kernels
 from tlora_fx.ops.kernels import strict
+from tlora_fx.ops.kernels.select import by_jobs
 
 BOUNDS = torch.tensor([0, 2], dtype=torch.int32)
 CAUSAL = AttentionRule(0.1, True, -1, 0.0, 0.0)
+ONE_JOB, TWO_JOBS = (torch.arange(jobs + 1, dtype=torch.int32) for jobs in (1, 2))
 
 
 def heads(many=32, few=8, width=128, dtype=torch.bfloat16):
@@ -26,7 +28,7 @@ def heads(many=32, few=8, width=128, dtype=torch.bfloat16):
 def goes_short(q, k, bounds, longest, rule=CAUSAL):
     """Whether our kernels take both directions of a row; False: neither."""
     forward, backward = (
-        not isinstance(kernel, str) for kernel in row_kernels(q, k, bounds, longest, rule)
+        not isinstance(kernel, str) for kernel in row_kernels(q, k, bounds, longest, rule, TWO_JOBS)
     )
     assert forward == backward
     return forward
@@ -68,10 +70,10 @@ def equal_row(sequences, longest, tokens=None, **given):
     return q, k, torch.zeros(sequences + 1, dtype=torch.int32), longest
 
 
-def kinds(*row):
+def kinds(*row, segments=TWO_JOBS):
     """The names of both directions' kernels."""
-    found = row_kernels(*row)
-    return tuple(kernel if isinstance(kernel, str) else "ours" for kernel in found)
+    names = {"str": str, "Tiles": lambda _: "ours", "Parts": lambda _: "flash4"}
+    return tuple(names[type(one).__name__](one) for one in row_kernels(*row, segments))
 
 
 @pytest.mark.usefixtures("with_cudnn")
@@ -104,7 +106,7 @@ def test_the_log_says_once_which_kernels_serve(caplog):
     attention._say.cache_clear()
     with caplog.at_level("INFO", logger="tlora_fx.kernels"):
         for _ in range(2):
-            row_kernels(*equal_row(4, 256), CAUSAL)
+            row_kernels(*equal_row(4, 256), CAUSAL, TWO_JOBS)
 
     assert caplog.messages == [
         "attention of 32 heads, 8 key heads, width 128: forward cuDNN, backward ours"
@@ -127,6 +129,35 @@ def test_batches_need_a_cudnn_that_is_wanted(monkeypatch):
     assert kinds(*equal_row(2, 4096), CAUSAL) == ("flash", "flash")
 
 
+@pytest.mark.usefixtures("with_cudnn")
+def test_rows_of_long_sequences_go_to_flash_attention_4(monkeypatch):
+    """Where it is installed: batches, the sequences of one job, and rows that no graph holds."""
+    installed = "tlora_fx.ops.kernels.flash_attention_4.is_installed"
+    uneven = equal_row(3, 3000, tokens=8000)
+    assert kinds(*uneven, CAUSAL, segments=ONE_JOB) == ("ours", "ours")
+    monkeypatch.setattr(installed, lambda: True)
+
+    assert kinds(*equal_row(2, 4096), CAUSAL) == ("flash4",) * 2
+    assert kinds(*equal_row(8, 1024), CAUSAL) == ("batch", "flash4")
+    assert kinds(*equal_row(8, 1024, width=256), CAUSAL) == ("flash4", "batch")
+    assert kinds(*equal_row(16, 512), CAUSAL) == ("batch", "ours")
+    assert kinds(*uneven, CAUSAL, segments=ONE_JOB) == ("flash4",) * 2
+    assert kinds(*equal_row(9, 1000, tokens=8000), CAUSAL, segments=ONE_JOB) == ("ours",) * 2
+    assert kinds(*uneven, CAUSAL) == ("ours", "ours")
+    with by_jobs():
+        assert kinds(*uneven, CAUSAL) == ("flash4",) * 2
+        assert kinds(*uneven, CAUSAL, segments=torch.arange(5)) == ("ours", "ours")
+        assert kinds(*equal_row(9, 2000, tokens=8000), CAUSAL) == ("ours",) * 2
+    for other in ({"width": 96}, {"dtype": torch.float16}):
+        assert "flash4" not in kinds(*equal_row(2, 4096, **other), CAUSAL)
+    for rule in (
+        AttentionRule(0.1, False, -1, 0.0, 0.0), AttentionRule(0.1, True, 512, 0.0, 0.0),
+    ):  # fmt: skip
+        assert "flash4" not in kinds(*equal_row(2, 4096), rule)
+    with strict():
+        assert kinds(*equal_row(2, 4096), CAUSAL) == ("ours", "ours")
+
+
 def test_in_strict_mode_length_does_not_decide(monkeypatch):
     """A long neighbour would change a job's bits; TLORA_FX_KERNELS=off does decide."""
     pytest.importorskip("triton")
@@ -146,7 +177,7 @@ def test_few_programs_take_fewer_keys_each(monkeypatch):
 
     def keys(sequences, longest):
         bounds = torch.zeros(sequences + 1, dtype=torch.int32)
-        return row_kernels(q, k, bounds, longest, CAUSAL)[1].key_gradient.columns
+        return row_kernels(q, k, bounds, longest, CAUSAL, TWO_JOBS)[1].key_gradient.columns
 
     assert [keys(1, 256), keys(2, 256), keys(1, 1024)] == [16, 64, 64]
     with strict():

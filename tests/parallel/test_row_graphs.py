@@ -18,6 +18,7 @@ from tlora_fx.errors import PlanNotRunnable, TableNotOnDevice
 from tlora_fx.model.batch import IGNORED, JobTokens, pack, repeating_form
 from tlora_fx.ops import dora, segment_read, segment_sum, tables
 from tlora_fx.ops.dora import Norms
+from tlora_fx.ops.kernels.select import may_cut_by_jobs
 from tlora_fx.parallel import apply as apply_module
 from tlora_fx.parallel import cuda_graphs
 from tlora_fx.parallel.apply import apply, load
@@ -346,3 +347,15 @@ def test_norms_are_computed_at_once_for_rows_too_large_to_be_captured():
             seen.append((dora._lengths is graphs._lengths, dora._at_once is graphs.norms))
 
     assert seen == [(True, False), (True, True), (True, False)]
+
+
+def test_rows_are_cut_by_jobs_only_where_no_graph_will_hold_them():
+    """What is launched before a capture must be what is captured: a capture loads no kernel."""
+    graphs, row = RowGraphs(None, torch.device("cpu"), 0), row_of(1)
+    seen = []
+    for graphs.most, graphs.refused in ((10**6, ""), (1, ""), (10**6, "read on the host")):
+        with graphs.launching(row):
+            seen.append(may_cut_by_jobs())
+
+    assert seen == [False, True, True]
+    assert not may_cut_by_jobs()

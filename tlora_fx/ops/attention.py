@@ -3,7 +3,8 @@
 Kernels that torch ships serve what they can: a whole row on CUDA, a sequence on the CPU. A row is a
 batch to cuDNN where its sequences are equally long, and goes through our own kernels where those
 were measured to be faster, and there in strict mode at any length, for they give the same bits in
-every company and in every run. All else is written out, one sequence after the other. There scores
+every company and in every run. FlashAttention-4, where it is installed, takes rows of long
+sequences. All else is written out, one sequence after the other. There scores
 are taken in float32 at least, block of queries by block, so that they never exist whole; block
 sizes depend on the sequence alone, so a neighbour cannot change a job's rounding.
 """
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from tlora_fx.errors import AttentionShapeError, MaskKeyError, SegmentError
 from tlora_fx.ops.dropout import JobMasks, keep_scale, threshold_of
-from tlora_fx.ops.kernels import select, support
+from tlora_fx.ops.kernels import flash_attention_4, select, support
 from tlora_fx.ops.philox import sixteens
 from tlora_fx.ops.tables import INTEGERS, check_rate
 
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("tlora_fx.kernels")
 
-#: What computes a row: torch's varlen kernel, cuDNN on a batch of equal sequences, or our kernels.
-RowKernel: TypeAlias = "Tiles | Literal['flash', 'batch']"
+#: What computes a row: our kernels, FlashAttention-4, torch's varlen kernel, or cuDNN on a batch of
+#: equal sequences.
+RowKernel: TypeAlias = "Tiles | flash_attention_4.Parts | Literal['flash', 'batch']"
 
 
 @dataclass(frozen=True, slots=True)
@@ -350,24 +352,36 @@ def has_row_kernel(q: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRu
 
 
 def row_kernels(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule, segments: Tensor
 ) -> tuple[RowKernel, RowKernel]:
     """Which kernels take a row that the varlen kernel can do: forward, and backward.
 
     In strict mode neither the longest sequence nor their number decides: neighbours have both.
     """
-    forward, backward = _chosen(q, k, cu_seqlens, longest, rule)
+    forward, backward = _chosen(q, k, cu_seqlens, longest, rule, segments)
     _say(q.shape[1], k.shape[1], q.shape[2], _named(forward), _named(backward))
     return forward, backward
 
 
 def _chosen(
-    q: Tensor, k: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule, segments: Tensor
 ) -> tuple[RowKernel, RowKernel]:
     form = _short_form(q, k, cu_seqlens, rule)
     if select.is_strict():
         own: RowKernel = "flash" if form is None else form.tiles
         return own, own
+    forward, backward = _without_four(q, k, cu_seqlens, longest, rule, form)
+    if not _is_plain(q, longest, rule) or support.arch_of(q.device) != 90:
+        return forward, backward
+    equal = _are_equal(q, cu_seqlens, longest)
+    first, then = flash_attention_4.parts_of(len(q), q.shape[2], longest, segments, equal=equal)
+    return first or forward, then or backward
+
+
+def _without_four(
+    q: Tensor, k: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule, form: Form | None
+) -> tuple[RowKernel, RowKernel]:
+    """What serves where FlashAttention-4 does not."""
     batch = is_batch(q, cu_seqlens, longest, rule)
     if form is None:
         return ("batch", "batch") if batch else ("flash", "flash")
@@ -383,6 +397,8 @@ def _chosen(
 
 
 def _named(kernel: RowKernel) -> str:
+    if isinstance(kernel, flash_attention_4.Parts):
+        return "FlashAttention-4"
     if kernel == "flash":
         return "FlashAttention-2"
     return "cuDNN" if kernel == "batch" else "ours"
@@ -420,9 +436,18 @@ def is_batch(q: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule) -
     knows that without a look at the bounds, and in a captured graph it stays so. Other types,
     widths and masks than these were not tried.
     """
-    equal = q.shape[0] == (len(cu_seqlens) - 1) * longest and longest >= SHORTEST_BATCH
-    tried = q.dtype == torch.bfloat16 and q.shape[2] >= 64 and rule.causal
-    return equal and tried and rule.is_plain(longest) and _batches_pay(q)
+    tried = longest >= SHORTEST_BATCH and q.shape[2] >= 64 and _is_plain(q, longest, rule)
+    return tried and _are_equal(q, cu_seqlens, longest) and _batches_pay(q)
+
+
+def _is_plain(q: Tensor, longest: int, rule: AttentionRule) -> bool:
+    """Whether a row has the type and the mask that kernels of others were tried with."""
+    return q.dtype == torch.bfloat16 and rule.causal and rule.is_plain(longest)
+
+
+def _are_equal(q: Tensor, cu_seqlens: Tensor, longest: int) -> bool:
+    """Whether all sequences have `longest` tokens, as their number tells."""
+    return len(q) == (len(cu_seqlens) - 1) * longest
 
 
 def _batches_pay(q: Tensor) -> bool:
@@ -478,6 +503,8 @@ def row_forward(
     if kernel == "batch":
         return _batch_forward(q, k, v, longest, rule)
     bounds = cu_seqlens.to(torch.int32)
+    if isinstance(kernel, flash_attention_4.Parts):
+        return flash_attention_4.forward(q, k, v, bounds, longest, rule.scale, kernel)
     if kernel != "flash":
         from tlora_fx.ops.kernels import short_attention as short
 
@@ -509,12 +536,15 @@ def row_backward(
     if kernel == "batch":
         return _batch_backward(dout, q, k, v, out, lse, longest, rule)
     bounds, dout, lse = cu_seqlens.to(torch.int32), dout.contiguous(), lse.contiguous()
+    if isinstance(kernel, flash_attention_4.Parts):
+        saved = q, k, v, out, lse
+        return flash_attention_4.backward(dout, saved, bounds, longest, rule.scale, kernel)
     if kernel != "flash":
         from tlora_fx.ops.kernels import short_attention as short
 
         numbers = short.Rule(longest, rule.scale, rule.window)
-        saved = _dense(q), _dense(k), _dense(v), out, lse
-        return short.backward(dout, saved, bounds, numbers, kernel)
+        dense = _dense(q), _dense(k), _dense(v), out, lse
+        return short.backward(dout, dense, bounds, numbers, kernel)
     no_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
         *(dout, _near(q), _near(k), _near(v), out, lse),
@@ -655,7 +685,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tenso
     rule.check()
     if len(q) and flash_fits_row(q, v, sinks, rule):
         longest = int(tables.max_seqlen)
-        kernel, _ = row_kernels(q, k, tables.cu_seqlens, longest, rule)
+        kernel, _ = row_kernels(q, k, tables.cu_seqlens, longest, rule, tables.segments)
         return row_forward(q, k, v, tables.cu_seqlens, longest, rule, kernel)
     rows = Sequences.read(tables, len(q))
     out, lse = _outputs(q, v)
@@ -704,7 +734,7 @@ def packed_attention_backward(
     rule.check()
     if len(q) and flash_fits_row(q, v, sinks, rule):
         longest = int(tables.max_seqlen)
-        _, kernel = row_kernels(q, k, tables.cu_seqlens, longest, rule)
+        _, kernel = row_kernels(q, k, tables.cu_seqlens, longest, rule, tables.segments)
         saved = dout, q, k, v, out, lse
         return row_backward(*saved, tables.cu_seqlens, longest, rule, kernel)
     rows = Sequences.read(tables, len(q))

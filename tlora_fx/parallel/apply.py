@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -22,8 +21,9 @@ from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import use_group
+from tlora_fx.ops.kernels.select import by_jobs
 from tlora_fx.ops.parallel import GROUP
-from tlora_fx.parallel.cuda_graphs import RowGraphs
+from tlora_fx.parallel.cuda_graphs import RowGraphs, add_gradients
 from tlora_fx.parallel.fsdp import Sharded, gathered_bytes, shard_base, shard_layer
 from tlora_fx.parallel.mesh import Mesh, open_mesh
 from tlora_fx.parallel.nano_batches import NanoModel
@@ -282,7 +282,7 @@ class RowRunner:
         """Forward of this replica's rows; see `StepRunner`."""
         mine = range(self.mesh.dp_rank, len(rows), self.mesh.shape.dp)
         total = torch.zeros(len(self.model.jobs), dtype=torch.float64, device=self.mesh.device)
-        with self.model.evaluating() as predicted:
+        with by_jobs(), self.model.evaluating() as predicted:
             for index in mine:
                 total += self.model(self._moved(rows[index]))
         tokens = (part.cpu() for part in predicted)
@@ -293,11 +293,12 @@ class RowRunner:
         if self.mesh.device.type == "cuda" and alone:
             start = partial(start_nothing, self.model, row, weights)
             ahead.try_once("row", self.model, start)
-        with nullcontext() if self.graphs is None else self.graphs.launching(row):
+        with by_jobs() if self.graphs is None else self.graphs.launching(row):
+            before = _allocated(self.mesh.device)
             losses = self.model.weighted(self._moved(row), weights)
-            # An empty row of jobs that adapt the head alone has nothing to learn from.
-            if losses.requires_grad:
-                losses.sum().backward()  # type: ignore[no-untyped-call]
+            # Where processes sum gradients they do it as those come.
+            kept = _allocated(self.mesh.device) - before if alone else 0
+            add_gradients(losses, self.model, kept)
         return losses.detach()
 
     def _captured(self, row: PackedBatch, weights: Tensor) -> Tensor | None:
@@ -309,6 +310,11 @@ class RowRunner:
     def _moved(self, row: PackedBatch) -> PackedBatch:
         device = self.mesh.device
         return row.to(device) if self.nano is None else self.nano.moved(row, device)
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes of tensors on a GPU; 0 on a CPU."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
 
 def start_nothing(model: SuperModel, row: PackedBatch, weights: Tensor) -> None:

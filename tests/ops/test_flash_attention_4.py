@@ -1,0 +1,142 @@
+"""What FlashAttention-4 is called with, by functions of its signature in plain torch."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tlora_fx.ops.attention import AttentionRule, row_backward, row_forward
+from tlora_fx.ops.kernels import flash_attention_4
+from tlora_fx.ops.kernels.flash_attention_4 import Parts
+
+RULE = AttentionRule(0.3, True, -1, 0.0, 0.0)
+HEADS, KEY_HEADS, WIDTH = 4, 2, 8
+
+
+def attend(q, k, v, scale):
+    """out [L, H, D] and lse [H, L] of one sequence."""
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
+    hidden = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+    scores = (q @ k.mT * scale).masked_fill(hidden, -torch.inf)
+    return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1)
+
+
+def spans(tensor, told):
+    """The sequences that it is told of."""
+    if (bounds := told.get("cu_seqlens_q")) is None:
+        return range(len(tensor))
+    assert told["cu_seqlens_k"] is bounds
+    assert bounds.dtype == torch.int32
+    lengths = bounds.diff()
+    assert (lengths >= 0).all()
+    assert (bounds[0], bounds[-1]) == (0, len(tensor))
+    assert lengths.max() <= told["max_seqlen_q"] == told["max_seqlen_k"] <= len(tensor)
+    return [slice(a, b) for a, b in itertools.pairwise(bounds.tolist()) if a < b]
+
+
+def fake_forward(q, k, v, *, softmax_scale, causal, return_lse, out=None, **told):
+    """Writes to `out`, and returns it with lse [H, T], or [B, H, L]."""
+    assert causal
+    assert return_lse
+    out = torch.empty_like(q) if out is None else out
+    batch = q.dim() == 4
+    lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]) if batch else (q.shape[1], q.shape[0]))
+    for span in spans(q, told):
+        found, total = attend(q[span], k[span], v[span], softmax_scale)
+        out[span] = found
+        lse[span if batch else (slice(None), span)] = total
+    return out, lse, None, None
+
+
+def fake_backward(q, k, v, out, dout, lse, *, softmax_scale, causal, **told):
+    """Gradients, written where it is told."""
+    assert causal
+    assert lse.is_contiguous()
+    grads = [told.pop(name, torch.empty_like(x)) for name, x in (("dq", q), ("dk", k), ("dv", v))]
+    for span in spans(q, told):
+        leaves = [x[span].detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            found, total = attend(*leaves, softmax_scale)
+            parts = torch.autograd.grad(found, leaves, dout[span])
+        torch.testing.assert_close(found.detach(), out[span])
+        own = lse[span] if q.dim() == 4 else lse[:, span]
+        torch.testing.assert_close(total.detach(), own)
+        for grad, part in zip(grads, parts, strict=True):
+            grad[span] = part
+    return (*grads, None)
+
+
+@pytest.fixture
+def fake_package(monkeypatch):
+    """A package of its name, with these functions."""
+    module = ModuleType(flash_attention_4.MODULE)
+    module._flash_attn_fwd, module._flash_attn_bwd = fake_forward, fake_backward
+    for name in ("flash_attn", "flash_attn.cute"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, flash_attention_4.MODULE, module)
+    flash_attention_4._interface.cache_clear()
+    yield module
+    flash_attention_4._interface.cache_clear()
+
+
+@pytest.mark.usefixtures("fake_package")
+@pytest.mark.parametrize(
+    ("lengths", "bounds"),
+    [
+        ((6, 6, 6), ()),
+        ((5, 1, 9), (0, 15)),
+        ((5, 1, 9, 3), (0, 6, 6, 15, 18)),
+        ((2, 7, 4), (0, 2, 9, 13)),
+    ],
+    ids=["a batch", "one job", "jobs, an empty one, and padding", "a sequence each"],
+)
+def test_it_is_called_for_the_parts_of_a_row(lengths, bounds):
+    """Results and gradients are those of each sequence by itself, and lse has heads first."""
+    tokens, longest = sum(lengths), max(lengths)
+    torch.manual_seed(0)
+    q, dout = torch.randn(2, tokens, HEADS, WIDTH)
+    k, v = torch.randn(2, tokens, KEY_HEADS, WIDTH)
+    cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    cuts = itertools.pairwise(cu_seqlens.tolist())
+    pieces = [attend(*(x[a:b] for x in leaves), RULE.scale) for a, b in cuts]
+    expected = torch.cat([out for out, _ in pieces])
+    expected.backward(dout)
+
+    out, lse = row_forward(q, k, v, cu_seqlens, longest, RULE, Parts(bounds))
+    saved = q, k, v, out, lse
+    grads = row_backward(dout, *saved, cu_seqlens, longest, RULE, Parts(bounds))
+
+    torch.testing.assert_close(out, expected.detach())
+    torch.testing.assert_close(lse, torch.cat([total for _, total in pieces], 1).detach())
+    for found, leaf in zip(grads, leaves, strict=True):
+        torch.testing.assert_close(found, leaf.grad)
+    assert all(x.is_contiguous() for x in (out, lse, *grads))
+
+
+@pytest.mark.parametrize("lost", ["_flash_attn_fwd", "_flash_attn_bwd"])
+def test_a_package_that_is_another_is_not_used(fake_package, lost, caplog, monkeypatch):
+    """The log says why; without one there is nothing to say."""
+    monkeypatch.setattr(flash_attention_4, "find_spec", lambda name: name)
+    assert flash_attention_4.is_installed()
+    delattr(fake_package, lost)
+    flash_attention_4._interface.cache_clear()
+    assert not flash_attention_4.is_installed()
+    assert lost in caplog.text
+    monkeypatch.setattr(flash_attention_4, "find_spec", lambda _: None)
+    assert not flash_attention_4.is_installed()
+
+
+def test_the_reference_is_torchs():
+    """What the functions above compute is scaled dot product attention."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(7, heads, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
+    rows = (x.transpose(0, 1)[None] for x in (q, k, v))
+    expected = F.scaled_dot_product_attention(*rows, is_causal=True, scale=0.3, enable_gqa=True)
+    torch.testing.assert_close(attend(q, k, v, 0.3)[0], expected[0].transpose(0, 1))
