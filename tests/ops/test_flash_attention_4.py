@@ -121,16 +121,28 @@ def test_it_is_called_for_the_parts_of_a_row(lengths, bounds):
 
 
 @pytest.mark.parametrize("lost", ["_flash_attn_fwd", "_flash_attn_bwd"])
-def test_a_package_that_is_another_is_not_used(fake_package, lost, caplog, monkeypatch):
-    """The log says why; without one there is nothing to say."""
-    monkeypatch.setattr(flash_attention_4, "find_spec", lambda name: name)
+def test_a_package_that_is_another_is_not_used(fake_package, lost, caplog):
+    """The log says why."""
     assert flash_attention_4.is_installed()
     delattr(fake_package, lost)
     flash_attention_4._interface.cache_clear()
+
     assert not flash_attention_4.is_installed()
     assert lost in caplog.text
-    monkeypatch.setattr(flash_attention_4, "find_spec", lambda _: None)
+
+
+@pytest.mark.usefixtures("fake_package")
+@pytest.mark.parametrize("name", ["flash_attn", "flash_attn.cute", "cutlass"])
+def test_a_package_that_is_missing_is_not_used(name, caplog, monkeypatch):
+    """There is nothing to say, unless it is one that FlashAttention-4 needs."""
+
+    def missing(_):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(flash_attention_4, "import_module", missing)
+
     assert not flash_attention_4.is_installed()
+    assert (name in caplog.text) == (name == "cutlass")
 
 
 def test_the_reference_is_torchs():

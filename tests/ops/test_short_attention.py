@@ -15,9 +15,16 @@ from tlora_fx.ops.attention import AttentionRule, row_kernels
 from tlora_fx.ops.kernels import strict
 from tlora_fx.ops.kernels.select import by_jobs
 
+INSTALLED = "tlora_fx.ops.kernels.flash_attention_4.is_installed"
 BOUNDS = torch.tensor([0, 2], dtype=torch.int32)
 CAUSAL = AttentionRule(0.1, True, -1, 0.0, 0.0)
 ONE_JOB, TWO_JOBS = (torch.arange(jobs + 1, dtype=torch.int32) for jobs in (1, 2))
+
+
+@pytest.fixture(autouse=True)
+def without_flash_attention_4(monkeypatch):
+    """As on a machine that does not have it."""
+    monkeypatch.setattr(INSTALLED, lambda: False)
 
 
 def heads(many=32, few=8, width=128, dtype=torch.bfloat16):
@@ -132,10 +139,9 @@ def test_batches_need_a_cudnn_that_is_wanted(monkeypatch):
 @pytest.mark.usefixtures("with_cudnn")
 def test_rows_of_long_sequences_go_to_flash_attention_4(monkeypatch):
     """Where it is installed: batches, the sequences of one job, and rows that no graph holds."""
-    installed = "tlora_fx.ops.kernels.flash_attention_4.is_installed"
     uneven = equal_row(3, 3000, tokens=8000)
     assert kinds(*uneven, CAUSAL, segments=ONE_JOB) == ("ours", "ours")
-    monkeypatch.setattr(installed, lambda: True)
+    monkeypatch.setattr(INSTALLED, lambda: True)
 
     assert kinds(*equal_row(2, 4096), CAUSAL) == ("flash4",) * 2
     assert kinds(*equal_row(8, 1024), CAUSAL) == ("batch", "flash4")

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from tlora_fx.ops.kernels import select
 
 logger = logging.getLogger("tlora_fx.kernels")
 
-PACKAGE, MODULE = "flash_attn", "flash_attn.cute.interface"
+MODULE = "flash_attn.cute.interface"
 #: By the width of heads, forwards and backwards: tokens of each sequence of a batch from which it
 #: is faster than cuDNN (benchmarks/results/attention-flash4-2026-11-27.json).
 BATCH = {64: (2048, 1024), 128: (2048, 1024), 256: (1024, math.inf)}
@@ -76,17 +75,18 @@ def parts_of(
 
 def is_installed() -> bool:
     """Whether its functions can be called; FlashAttention-2 is a package of the same name."""
-    return find_spec(PACKAGE) is not None and _interface() is not None
+    return _interface() is not None
 
 
 @lru_cache(maxsize=1)
 def _interface() -> Any:
+    """Its forward and its backward."""
     try:
         found = import_module(MODULE)
         return found._flash_attn_fwd, found._flash_attn_bwd
-    except ModuleNotFoundError:
-        return None
     except (AttributeError, ImportError, OSError, RuntimeError) as error:
+        if isinstance(error, ModuleNotFoundError) and MODULE.startswith(str(error.name)):
+            return None
         logger.warning("FlashAttention-4 is not used: %s", error)
         return None
 
