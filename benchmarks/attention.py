@@ -41,7 +41,7 @@ from tlora_fx.ops import attention
 from tlora_fx.ops.attention import AttentionRule, RowKernel, is_batch, row_backward, row_forward
 from tlora_fx.ops.kernels import flash_attention_4
 from tlora_fx.ops.kernels import short_attention as ours
-from tlora_fx.ops.kernels.flash_attention_4 import Parts
+from tlora_fx.ops.kernels.flash_attention_4 import JobSpans
 
 #: Bytes a second of a copy on an H200: the floor of reading and writing.
 BYTES = 4.27e12
@@ -283,10 +283,10 @@ def _shipped(case: Case, one: Inputs) -> dict[str, RowKernel]:
     if is_batch(one.q, one.bounds, case.most, case.rule):
         found["batch"] = "batch"
     if not case.window and flash_attention_4.is_installed():
-        equal = len(set(case.lengths)) == 1
-        found["flash4"] = Parts(() if equal else (0, case.bounds[-1]))
+        equal = sum(case.lengths) == len(case.lengths) * case.most
+        found["flash4"] = JobSpans(() if equal else (0, case.bounds[-1]))
         if not equal:
-            found["apart"] = Parts(tuple(case.bounds))
+            found["apart"] = JobSpans(tuple(case.bounds))
     return found
 
 
@@ -471,7 +471,7 @@ def _chosen(case: Case, us: dict[str, float], way: str) -> float:
         one_job = torch.tensor([0, len(q)])
         pair = attention.row_kernels(q, k, bounds, case.most, case.rule, one_job)
     kernel = pair[way == "backward"]
-    if isinstance(kernel, Parts):
+    if isinstance(kernel, JobSpans):
         return us.get(f"flash4 {way}", math.nan)
     if isinstance(kernel, str):
         return us.get(f"{kernel} {way}", math.nan)

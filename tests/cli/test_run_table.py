@@ -30,7 +30,10 @@ def test_the_table_says_where_each_job_is(tmp_path):
                 write_job(tmp_path / "jobs", name, steps=100_000)
         if running.loop.runs and "long" in states:
             seen.append(printed(table(running.ledger.jobs(), running.loop)))
-            seen.append(printed(summary(running.ledger.jobs(), tmp_path / "run")))
+            records = running.ledger.jobs()
+            seen.extend(
+                printed(summary(records, tmp_path / "run", stopped=it)) for it in (False, True)
+            )
         return bool(seen)
 
     run(tmp_path / "jobs", tmp_path / "run", until=look, linger=120.0)
@@ -42,6 +45,9 @@ def test_the_table_says_where_each_job_is(tmp_path):
     training = [row for row in rows.values() if row[0] == "trains"]
     assert all(row[2] == "on" and float(row[-1]) > 0 for row in training)
     assert str(tmp_path / "run" / "quick") in seen[1]
+    ends = [{line.split()[0]: line.split()[1] for line in text.splitlines()} for text in seen[1:]]
+    assert ends[0]["long"] in ("running", "queued")
+    assert (ends[1]["long"], ends[1]["quick"]) == ("stopped", "done")
 
 
 def test_the_table_says_who_joins_and_who_leaves():

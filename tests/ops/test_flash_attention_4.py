@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from tlora_fx.ops.attention import AttentionRule, row_backward, row_forward
 from tlora_fx.ops.kernels import flash_attention_4
-from tlora_fx.ops.kernels.flash_attention_4 import Parts
+from tlora_fx.ops.kernels.flash_attention_4 import JobSpans
 
 RULE = AttentionRule(0.3, True, -1, 0.0, 0.0)
 HEADS, KEY_HEADS, WIDTH = 4, 2, 8
@@ -27,39 +27,49 @@ def attend(q, k, v, scale):
     return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1)
 
 
-def spans(tensor, told):
-    """The sequences that it is told of."""
-    if (bounds := told.get("cu_seqlens_q")) is None:
+def sequences(tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    """What stands beside each other in a row, or a batch."""
+    bounds = cu_seqlens_q
+    if bounds is None:
         return range(len(tensor))
-    assert told["cu_seqlens_k"] is bounds
+    assert cu_seqlens_k is bounds
     assert bounds.dtype == torch.int32
     lengths = bounds.diff()
     assert (lengths >= 0).all()
     assert (bounds[0], bounds[-1]) == (0, len(tensor))
-    assert lengths.max() <= told["max_seqlen_q"] == told["max_seqlen_k"] <= len(tensor)
+    assert lengths.max() <= max_seqlen_q == max_seqlen_k <= len(tensor)
     return [slice(a, b) for a, b in itertools.pairwise(bounds.tolist()) if a < b]
 
 
-def fake_forward(q, k, v, *, softmax_scale, causal, return_lse, out=None, **told):
+def fake_forward(
+    q, k, v, *, softmax_scale, causal, return_lse, out=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+):  # fmt: skip
     """Writes to `out`, and returns it with lse [H, T], or [B, H, L]."""
     assert causal
     assert return_lse
     out = torch.empty_like(q) if out is None else out
+    varlen = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     batch = q.dim() == 4
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]) if batch else (q.shape[1], q.shape[0]))
-    for span in spans(q, told):
+    for span in sequences(q, *varlen):
         found, total = attend(q[span], k[span], v[span], softmax_scale)
         out[span] = found
         lse[span if batch else (slice(None), span)] = total
     return out, lse, None, None
 
 
-def fake_backward(q, k, v, out, dout, lse, *, softmax_scale, causal, **told):
-    """Gradients, written where it is told."""
+def fake_backward(
+    q, k, v, out, dout, lse, *, softmax_scale, causal, dq=None, dk=None, dv=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+):  # fmt: skip
+    """Gradients, written where they shall be, else with the strides of q, k and v."""
     assert causal
     assert lse.is_contiguous()
-    grads = [told.pop(name, torch.empty_like(x)) for name, x in (("dq", q), ("dk", k), ("dv", v))]
-    for span in spans(q, told):
+    varlen = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    given = zip((dq, dk, dv), (q, k, v), strict=True)
+    grads = [torch.empty_like(x) if grad is None else grad for grad, x in given]
+    for span in sequences(q, *varlen):
         leaves = [x[span].detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
             found, total = attend(*leaves, softmax_scale)
@@ -80,12 +90,13 @@ def fake_package(monkeypatch):
     for name in ("flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, flash_attention_4.MODULE, module)
-    flash_attention_4._interface.cache_clear()
+    flash_attention_4._functions.cache_clear()
     yield module
-    flash_attention_4._interface.cache_clear()
+    flash_attention_4._functions.cache_clear()
 
 
 @pytest.mark.usefixtures("fake_package")
+@pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize(
     ("lengths", "bounds"),
     [
@@ -96,12 +107,14 @@ def fake_package(monkeypatch):
     ],
     ids=["a batch", "one job", "jobs, an empty one, and padding", "a sequence each"],
 )
-def test_it_is_called_for_the_parts_of_a_row(lengths, bounds):
-    """Results and gradients are those of each sequence by itself, and lse has heads first."""
+def test_it_is_called_for_the_parts_of_a_row(lengths, bounds, heads_first):
+    """Results and gradients are those of each sequence by itself, and contiguous."""
     tokens, longest = sum(lengths), max(lengths)
     torch.manual_seed(0)
     q, dout = torch.randn(2, tokens, HEADS, WIDTH)
     k, v = torch.randn(2, tokens, KEY_HEADS, WIDTH)
+    if heads_first:
+        q, k, v, dout = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k, v, dout))
     cu_seqlens = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     cuts = itertools.pairwise(cu_seqlens.tolist())
@@ -109,9 +122,9 @@ def test_it_is_called_for_the_parts_of_a_row(lengths, bounds):
     expected = torch.cat([out for out, _ in pieces])
     expected.backward(dout)
 
-    out, lse = row_forward(q, k, v, cu_seqlens, longest, RULE, Parts(bounds))
+    out, lse = row_forward(q, k, v, cu_seqlens, longest, RULE, JobSpans(bounds))
     saved = q, k, v, out, lse
-    grads = row_backward(dout, *saved, cu_seqlens, longest, RULE, Parts(bounds))
+    grads = row_backward(dout, *saved, cu_seqlens, longest, RULE, JobSpans(bounds))
 
     torch.testing.assert_close(out, expected.detach())
     torch.testing.assert_close(lse, torch.cat([total for _, total in pieces], 1).detach())
@@ -121,14 +134,27 @@ def test_it_is_called_for_the_parts_of_a_row(lengths, bounds):
 
 
 @pytest.mark.parametrize("lost", ["_flash_attn_fwd", "_flash_attn_bwd"])
-def test_a_package_that_is_another_is_not_used(fake_package, lost, caplog):
-    """The log says why."""
+def test_a_package_of_another_version_is_not_used(fake_package, lost, caplog, monkeypatch):
+    """The log says what it lacks."""
     assert flash_attention_4.is_installed()
-    delattr(fake_package, lost)
-    flash_attention_4._interface.cache_clear()
+    monkeypatch.setattr(fake_package, lost, changed := lambda q, k: None)
+    changed.__name__ = lost
+    flash_attention_4._functions.cache_clear()
 
     assert not flash_attention_4.is_installed()
-    assert lost in caplog.text
+    assert f"{lost} of this version takes no causal" in caplog.text
+    monkeypatch.delattr(fake_package, lost)
+    flash_attention_4._functions.cache_clear()
+    assert not flash_attention_4.is_installed()
+    assert f"no attribute '{lost}'" in caplog.text
+
+
+@pytest.mark.usefixtures("fake_package")
+def test_a_switch_leaves_it_out(monkeypatch):
+    """Wherever it does not run."""
+    monkeypatch.setenv("TLORA_FX_FLASH4", "0")
+
+    assert not flash_attention_4.is_installed()
 
 
 @pytest.mark.usefixtures("fake_package")

@@ -7,7 +7,7 @@ from tlora_fx.ops import attention as operator
 from tlora_fx.ops import packed_attention
 from tlora_fx.ops.attention import AttentionRule, row_backward, row_forward
 from tlora_fx.ops.kernels import flash_attention_4, short_attention, strict
-from tlora_fx.ops.kernels.select import by_jobs
+from tlora_fx.ops.kernels.select import cut_by_jobs
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,7 +66,7 @@ def kinds(row, longest=None, rule=None):
     rule = AttentionRule(row.scale, True, row.window, 0.0, 0.0) if rule is None else rule
     bounds, longest = row.arguments()[3], longest or max(row.sequences)
     found = operator.row_kernels(row.q, row.k, bounds, longest, rule, row.arguments()[5])
-    named = {"Tiles": "ours", "Parts": "flash4"}
+    named = {"Tiles": "ours", "JobSpans": "flash4"}
     return [named.get(type(kernel).__name__, kernel) for kernel in found]
 
 
@@ -203,8 +203,8 @@ def by_four(monkeypatch):
         pytest.skip("needs flash-attn-4 and a Hopper GPU")
     widths = (64, 96, 128, 192, 256)
     monkeypatch.setattr(flash_attention_4, "BATCH", dict.fromkeys(widths, (1, 1)))
-    monkeypatch.setattr(flash_attention_4, "ONE_JOB", 1)
-    monkeypatch.setattr(flash_attention_4, "SEVERAL_JOBS", 1)
+    for name in ("ONE_JOB", "ONE_JOB_MEAN", "SEVERAL_JOBS"):
+        monkeypatch.setattr(flash_attention_4, name, 1)
     return "flash4"
 
 
@@ -241,21 +241,22 @@ def test_a_batch_errs_no_more_than_flash(made, batches, heads, width, jobs):
         assert float((mine.double() - wanted).norm()) <= bound
 
 
-def test_a_nan_stays_in_its_sequence_of_a_batch(made, batches):
+@pytest.mark.parametrize("length", [256, 300])
+def test_a_nan_stays_in_its_sequence_of_a_batch(made, batches, length):
     """The forward keeps its bits; gradients are summed in no fixed order, of cuDNN's dq alone."""
-    row = made(EQUAL)
+    row = made(((length,) * 2, (length,)))
 
     def run(poison):
         leaves = row.leaves()
         for leaf in leaves if poison else ():
-            leaf.detach()[256:512] = float("nan")
+            leaf.detach()[length : 2 * length] = float("nan")
         return results(row, leaves)[1]
 
     clean, beside = run(False), run(True)
     for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), clean, beside, strict=True):
         # FlashAttention-4 says -inf of lse.
-        assert not other[256:512].isfinite().all()
-        for span in (slice(256), slice(512, None)):
+        assert not other[length : 2 * length].isfinite().all()
+        for span in (slice(length), slice(2 * length, None)):
             if name in ("out", "lse") or (name != "dq" and batches == "batch"):
                 assert torch.equal(one[span], other[span])
             torch.testing.assert_close(one[span], other[span])
@@ -312,7 +313,7 @@ def test_a_batch_and_our_kernels_read_each_others_results(made, batches):
     q, k, v = row.q, row.k, row.v
     dout = torch.randn(q.shape, generator=torch.Generator().manual_seed(1)).to(q)
     expected = in_float64(row, dout)[2:]
-    other = flash_attention_4.Parts() if batches == "flash4" else batches
+    other = flash_attention_4.JobSpans() if batches == "flash4" else batches
     for first, then in (
         (tiles, other), (tiles, "flash"), (other, tiles), (other, "flash"),
     ):  # fmt: skip
@@ -350,7 +351,7 @@ def test_a_nan_stays_in_its_job(made, by_four):
         leaves = row.leaves()
         for leaf in leaves if poison else ():
             leaf.detach()[270:399] = float("nan")
-        with by_jobs():
+        with cut_by_jobs():
             assert kinds(row) == [by_four] * 2
             return results(row, leaves)
 

@@ -13,7 +13,7 @@ from tlora_fx.codegen.spec import SHARED_BYTES
 from tlora_fx.ops import attention
 from tlora_fx.ops.attention import AttentionRule, row_kernels
 from tlora_fx.ops.kernels import strict
-from tlora_fx.ops.kernels.select import by_jobs
+from tlora_fx.ops.kernels.select import cut_by_jobs
 
 INSTALLED = "tlora_fx.ops.kernels.flash_attention_4.is_installed"
 BOUNDS = torch.tensor([0, 2], dtype=torch.int32)
@@ -79,7 +79,7 @@ def equal_row(sequences, longest, tokens=None, **given):
 
 def kinds(*row, segments=TWO_JOBS):
     """The names of both directions' kernels."""
-    names = {"str": str, "Tiles": lambda _: "ours", "Parts": lambda _: "flash4"}
+    names = {"str": str, "Tiles": lambda _: "ours", "JobSpans": lambda _: "flash4"}
     return tuple(names[type(one).__name__](one) for one in row_kernels(*row, segments))
 
 
@@ -139,7 +139,7 @@ def test_batches_need_a_cudnn_that_is_wanted(monkeypatch):
 @pytest.mark.usefixtures("with_cudnn")
 def test_rows_of_long_sequences_go_to_flash_attention_4(monkeypatch):
     """Where it is installed: batches, the sequences of one job, and rows that no graph holds."""
-    uneven = equal_row(3, 3000, tokens=8000)
+    uneven, segments = equal_row(3, 3000, tokens=8000), torch.tensor([0, 3000, 3000, 8000])
     assert kinds(*uneven, CAUSAL, segments=ONE_JOB) == ("ours", "ours")
     monkeypatch.setattr(INSTALLED, lambda: True)
 
@@ -148,12 +148,17 @@ def test_rows_of_long_sequences_go_to_flash_attention_4(monkeypatch):
     assert kinds(*equal_row(8, 1024, width=256), CAUSAL) == ("flash4", "batch")
     assert kinds(*equal_row(16, 512), CAUSAL) == ("batch", "ours")
     assert kinds(*uneven, CAUSAL, segments=ONE_JOB) == ("flash4",) * 2
-    assert kinds(*equal_row(9, 1000, tokens=8000), CAUSAL, segments=ONE_JOB) == ("ours",) * 2
-    assert kinds(*uneven, CAUSAL) == ("ours", "ours")
-    with by_jobs():
-        assert kinds(*uneven, CAUSAL) == ("flash4",) * 2
+    for sequences, longest in ((9, 1024), (40, 3000)):
+        row = equal_row(sequences, longest, tokens=8000)
+        assert kinds(*row, CAUSAL, segments=ONE_JOB) == ("ours",) * 2
+    assert kinds(*uneven, CAUSAL, segments=segments) == ("ours", "ours")
+    with cut_by_jobs():
+        assert kinds(*uneven, CAUSAL, segments=segments) == ("flash4",) * 2
         assert kinds(*uneven, CAUSAL, segments=torch.arange(5)) == ("ours", "ours")
-        assert kinds(*equal_row(9, 2000, tokens=8000), CAUSAL) == ("ours",) * 2
+        short = equal_row(9, 2000, tokens=8000)
+        assert kinds(*short, CAUSAL, segments=segments) == ("ours",) * 2
+        narrow = equal_row(3, 3000, tokens=8000, width=64)
+        assert kinds(*narrow, CAUSAL, segments=segments) == ("ours",) * 2
     for other in ({"width": 96}, {"dtype": torch.float16}):
         assert "flash4" not in kinds(*equal_row(2, 4096, **other), CAUSAL)
     for rule in (
@@ -162,6 +167,22 @@ def test_rows_of_long_sequences_go_to_flash_attention_4(monkeypatch):
         assert "flash4" not in kinds(*equal_row(2, 4096), rule)
     with strict():
         assert kinds(*equal_row(2, 4096), CAUSAL) == ("ours", "ours")
+
+
+@pytest.mark.usefixtures("with_cudnn")
+def test_flash_attention_4_sees_no_job_beside_another(monkeypatch):
+    """Its tiles read on behind what it is called for: a batch, or the tokens of a job."""
+    monkeypatch.setattr(INSTALLED, lambda: True)
+    segments = torch.tensor([0, 3000, 3000, 8000], dtype=torch.int32)
+    uneven = equal_row(3, 3000, tokens=8000)
+    with cut_by_jobs():
+        several, _ = row_kernels(*uneven, CAUSAL, segments)
+        one, _ = row_kernels(*uneven, CAUSAL, ONE_JOB)
+        batch, _ = row_kernels(*equal_row(2, 4096), CAUSAL, segments)
+
+    assert list(several.slices()) == [slice(0, 3000), slice(3000, 8000)]
+    assert list(one.slices()) == [slice(0, 8000)]
+    assert batch.bounds == ()
 
 
 def test_in_strict_mode_length_does_not_decide(monkeypatch):

@@ -349,6 +349,30 @@ def test_norms_are_computed_at_once_for_rows_too_large_to_be_captured():
     assert seen == [(True, False), (True, True), (True, False)]
 
 
+def test_rows_that_are_launched_are_cut_by_jobs_and_add_gradients_at_once(tmp_path, monkeypatch):
+    """Told how many bytes the forward kept; evaluation is no graph's either."""
+    base = tiny_base(tmp_path)
+    model, plan, mesh = compile([make_job(base, "a")]), Plan(planner="single"), Mesh.alone("cpu")
+    load(model, plan, mesh, base_tensors(model.backbone, mesh.device))
+    start_adapters(model)
+    runner, weights = apply(model, plan, mesh), torch.ones(1, dtype=torch.float64)
+    added, cut, bytes_allocated = [], [], iter((100, 350))
+    monkeypatch.setattr(apply_module, "_allocated", lambda _: next(bytes_allocated))
+    monkeypatch.setattr(apply_module, "add_gradients", lambda *call: added.append(call[1:]))
+    weighted, forward = model.weighted, model.forward
+    monkeypatch.setattr(
+        model, "weighted", lambda *call: cut.append(may_cut_by_jobs()) or weighted(*call)
+    )
+    runner.run([row_of(1, (2,))], weights)
+    monkeypatch.setattr(
+        model, "forward", lambda *call: cut.append(may_cut_by_jobs()) or forward(*call)
+    )
+    runner.evaluate([row_of(2, (2,))])
+
+    assert added == [(model, 250)]
+    assert cut == [True, True]
+
+
 def test_rows_are_cut_by_jobs_only_where_no_graph_will_hold_them():
     """What is launched before a capture must be what is captured: a capture loads no kernel."""
     graphs, row = RowGraphs(None, torch.device("cpu"), 0), row_of(1)

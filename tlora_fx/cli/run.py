@@ -331,7 +331,7 @@ class StopSignals:
 
 def _end(records: list[JobRecord], output: Path, *, stopped: bool, mistaken: bool) -> None:
     """Say what came out; the exit code is that of `train`."""
-    Console(soft_wrap=True).print(summary(records, output))
+    Console(soft_wrap=True).print(summary(records, output, stopped=stopped))
     if stopped:
         raise KeyboardInterrupt(f"every group is safe; go on with -o {output}")
     if mistaken or any(record.status in ("failed", "refused") for record in records):
@@ -479,8 +479,8 @@ def _place(run: Formation) -> str:
     return ",".join(map(str, run.group.place))
 
 
-def summary(records: Iterable[JobRecord], output: Path) -> Table:
-    """What came out."""
+def summary(records: Iterable[JobRecord], output: Path, *, stopped: bool = False) -> Table:
+    """What came out; jobs that have not ended are `stopped` with their run."""
     output_table = Table(box=None, pad_edge=False)
     for title in ("job", "status", "steps", "queued s", "run s", "adapter"):
         right = title in ("steps", "queued s", "run s")
@@ -491,5 +491,6 @@ def summary(records: Iterable[JobRecord], output: Path) -> Table:
         queued = "" if started is None else f"{started - submitted:.1f}"
         ran = "" if started is None or ended is None else f"{ended - started:.1f}"
         folder = str(output / record.name) if record.status == "done" else ""
-        output_table.add_row(record.name, record.status, f"{record.steps:.0f}", queued, ran, folder)
+        status = "stopped" if stopped and record.is_active else record.status
+        output_table.add_row(record.name, status, f"{record.steps:.0f}", queued, ran, folder)
     return output_table

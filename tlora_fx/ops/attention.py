@@ -36,7 +36,7 @@ logger = logging.getLogger("tlora_fx.kernels")
 
 #: What computes a row: our kernels, FlashAttention-4, torch's varlen kernel, or cuDNN on a batch of
 #: equal sequences.
-RowKernel: TypeAlias = "Tiles | flash_attention_4.Parts | Literal['flash', 'batch']"
+RowKernel: TypeAlias = "Tiles | flash_attention_4.JobSpans | Literal['flash', 'batch']"
 
 
 @dataclass(frozen=True, slots=True)
@@ -370,15 +370,15 @@ def _chosen(
     if select.is_strict():
         own: RowKernel = "flash" if form is None else form.tiles
         return own, own
-    forward, backward = _without_four(q, k, cu_seqlens, longest, rule, form)
-    if not _is_plain(q, longest, rule) or support.arch_of(q.device) != 90:
-        return forward, backward
-    equal = _are_equal(q, cu_seqlens, longest)
-    first, then = flash_attention_4.parts_of(len(q), q.shape[2], longest, segments, equal=equal)
-    return first or forward, then or backward
+    forward, backward = _other_kernels(q, k, cu_seqlens, longest, rule, form)
+    if _is_plain(q, longest, rule) and support.arch_of(q.device) == 90:
+        sizes = len(q), q.shape[2], len(cu_seqlens) - 1, longest
+        forward_spans, backward_spans = flash_attention_4.job_spans(*sizes, segments)
+        forward, backward = forward_spans or forward, backward_spans or backward
+    return forward, backward
 
 
-def _without_four(
+def _other_kernels(
     q: Tensor, k: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule, form: Form | None
 ) -> tuple[RowKernel, RowKernel]:
     """What serves where FlashAttention-4 does not."""
@@ -397,7 +397,7 @@ def _without_four(
 
 
 def _named(kernel: RowKernel) -> str:
-    if isinstance(kernel, flash_attention_4.Parts):
+    if isinstance(kernel, flash_attention_4.JobSpans):
         return "FlashAttention-4"
     if kernel == "flash":
         return "FlashAttention-2"
@@ -503,7 +503,7 @@ def row_forward(
     if kernel == "batch":
         return _batch_forward(q, k, v, longest, rule)
     bounds = cu_seqlens.to(torch.int32)
-    if isinstance(kernel, flash_attention_4.Parts):
+    if isinstance(kernel, flash_attention_4.JobSpans):
         return flash_attention_4.forward(q, k, v, bounds, longest, rule.scale, kernel)
     if kernel != "flash":
         from tlora_fx.ops.kernels import short_attention as short
@@ -536,7 +536,7 @@ def row_backward(
     if kernel == "batch":
         return _batch_backward(dout, q, k, v, out, lse, longest, rule)
     bounds, dout, lse = cu_seqlens.to(torch.int32), dout.contiguous(), lse.contiguous()
-    if isinstance(kernel, flash_attention_4.Parts):
+    if isinstance(kernel, flash_attention_4.JobSpans):
         saved = q, k, v, out, lse
         return flash_attention_4.backward(dout, saved, bounds, longest, rule.scale, kernel)
     if kernel != "flash":

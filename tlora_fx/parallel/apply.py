@@ -21,7 +21,7 @@ from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import use_group
-from tlora_fx.ops.kernels.select import by_jobs
+from tlora_fx.ops.kernels.select import cut_by_jobs
 from tlora_fx.ops.parallel import GROUP
 from tlora_fx.parallel.cuda_graphs import RowGraphs, add_gradients
 from tlora_fx.parallel.fsdp import Sharded, gathered_bytes, shard_base, shard_layer
@@ -282,7 +282,7 @@ class RowRunner:
         """Forward of this replica's rows; see `StepRunner`."""
         mine = range(self.mesh.dp_rank, len(rows), self.mesh.shape.dp)
         total = torch.zeros(len(self.model.jobs), dtype=torch.float64, device=self.mesh.device)
-        with by_jobs(), self.model.evaluating() as predicted:
+        with cut_by_jobs(), self.model.evaluating() as predicted:
             for index in mine:
                 total += self.model(self._moved(rows[index]))
         tokens = (part.cpu() for part in predicted)
@@ -293,7 +293,7 @@ class RowRunner:
         if self.mesh.device.type == "cuda" and alone:
             start = partial(start_nothing, self.model, row, weights)
             ahead.try_once("row", self.model, start)
-        with by_jobs() if self.graphs is None else self.graphs.launching(row):
+        with cut_by_jobs() if self.graphs is None else self.graphs.launching(row):
             before = _allocated(self.mesh.device)
             losses = self.model.weighted(self._moved(row), weights)
             # Where processes sum gradients they do it as those come.

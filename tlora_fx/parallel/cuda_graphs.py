@@ -33,7 +33,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.dora import Lengths, Norms, lengths_kept, norms_at_once
 from tlora_fx.ops.kernels import refresh, release
 from tlora_fx.ops.kernels.pack_together import Packing, noting, serving
-from tlora_fx.ops.kernels.select import by_jobs
+from tlora_fx.ops.kernels.select import cut_by_jobs
 from tlora_fx.parallel.peer_copies import SideStreams
 
 logger = logging.getLogger("tlora_fx.planners")
@@ -139,7 +139,7 @@ class RowGraphs:
         """Within it a row is run as it is, by what is kept of weights, as in graphs."""
         too_large = not self.refused and row.input_ids.numel() > self.most
         with (
-            by_jobs(too_large or bool(self.refused)),
+            cut_by_jobs(too_large or bool(self.refused)),
             lengths_kept(self._lengths),
             norms_at_once(self.norms if too_large else None),
         ):

@@ -1,16 +1,18 @@
 """FlashAttention-4, where its package is installed: rows of long sequences on Hopper.
 
 Its tiles read on behind a sequence, and weights of 0 do not hide the NaN of a neighbour. So it is
-called for each job, or for a batch, whose sequences end where its tensors do.
+called for each job, or for a batch, whose sequences end where their tensors do.
 
 source   flash-attn-4 (`pip install "tlora-fx[flash]"`), its kernels in CuTe DSL for Hopper
 """
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,121 +23,150 @@ import torch
 from torch import Tensor
 
 from tlora_fx.ops.kernels import select
+from tlora_fx.ops.tables import token_bounds
 
 logger = logging.getLogger("tlora_fx.kernels")
 
 MODULE = "flash_attn.cute.interface"
-#: By the width of heads, forwards and backwards: tokens of each sequence of a batch from which it
-#: is faster than cuDNN (benchmarks/results/attention-flash4-2026-11-27.json).
+_VARLEN = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+_BOTH = {"q", "k", "v", "softmax_scale", "causal", *_VARLEN}
+#: Its functions, and the parameters that they are called with.
+FUNCTIONS = {
+    "_flash_attn_fwd": _BOTH | {"return_lse", "out"},
+    "_flash_attn_bwd": _BOTH | {"out", "dout", "lse", "dq", "dk", "dv"},
+}
+#: By the width of heads, forward and backward: from how many tokens of each sequence of a batch on
+#: it is faster than cuDNN and ours (benchmarks/results/attention-flash4-2026-11-27.json; widths 64
+#: and 256 in attention-flash4-widths-2026-11-27.json).
 BATCH = {64: (2048, 1024), 128: (2048, 1024), 256: (1024, math.inf)}
-#: Tokens of one job's longest sequence from which it is faster than ours.
-ONE_JOB = 1024
-#: The same of several jobs, and what they have on average: calls for small ones take longer.
+#: Where uneven sequences of one job were faster: the longest has more tokens, on average as many.
+ONE_JOB, ONE_JOB_MEAN = 1024, 256
+#: The same of several jobs, and tokens of a job on average: each call takes a while to start.
 SEVERAL_JOBS = 2048
+SEVERAL_JOBS_WIDTHS = (128,)
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What it is called for.
+class JobSpans:
+    """What parts of a row it is called for.
 
-    bounds   of the jobs, from 0 to the number of tokens; none: a batch of equal sequences
+    bounds   of the jobs, from 0 to the number of tokens; empty: a batch of equal sequences
     """
 
     bounds: tuple[int, ...] = ()
 
-    def spans(self) -> Iterator[slice]:
+    def slices(self) -> Iterator[slice]:
         """The tokens of each job that has any."""
         for start, stop in itertools.pairwise(self.bounds):
             if start < stop:
                 yield slice(start, stop)
 
 
-def parts_of(
-    tokens: int, width: int, longest: int, segments: Tensor, *, equal: bool
-) -> tuple[Parts | None, Parts | None]:
-    """How it serves a row forwards and backwards, None where another kernel shall.
+def job_spans(
+    tokens: int, width: int, sequences: int, longest: int, segments: Tensor
+) -> tuple[JobSpans | None, JobSpans | None]:
+    """How it serves a row forward and backward, None where another kernel is faster.
 
-    longest    sequence of the row, in tokens
-    segments   int32 [J + 1] on the CPU, where jobs begin
-    equal      all sequences have as many tokens
+    tokens      of the row
+    width       of a head
+    sequences   of the row, empty ones too
+    longest     sequence, in tokens
+    segments    int32 [J + 1] on the CPU, where jobs begin
     """
-    none, least = math.inf, BATCH.get(width, (math.inf, math.inf))
-    jobs = segments.numel() - 1
-    if not equal and width in BATCH:
-        many = select.may_cut_by_jobs() and tokens >= jobs * SEVERAL_JOBS
-        least = (ONE_JOB if jobs == 1 else SEVERAL_JOBS if many else none,) * 2
-    if longest < min(least) or not is_installed():
+    if width not in BATCH or longest < ONE_JOB or not is_installed():
         return None, None
-    bounds: tuple[int, ...] = ()
-    if not equal:
-        bounds = (0, tokens) if jobs == 1 else (*segments.tolist(), tokens)
-    forward, backward = (Parts(bounds) if longest >= one else None for one in least)
-    return forward, backward
+    if tokens == sequences * longest:
+        forward, backward = (JobSpans() if longest >= least else None for least in BATCH[width])
+        return forward, backward
+    jobs = segments.numel() - 1
+    if jobs == 1:
+        pays = longest > ONE_JOB and tokens >= sequences * ONE_JOB_MEAN
+        spans = JobSpans((0, tokens)) if pays else None
+    else:
+        pays = longest >= SEVERAL_JOBS and tokens >= jobs * SEVERAL_JOBS
+        may = select.may_cut_by_jobs() and width in SEVERAL_JOBS_WIDTHS
+        spans = JobSpans(tuple(token_bounds(segments, tokens))) if pays and may else None
+    return spans, spans
 
 
 def is_installed() -> bool:
-    """Whether its functions can be called; FlashAttention-2 is a package of the same name."""
-    return _interface() is not None
+    """Whether it can be called: `TLORA_FX_FLASH4=0` leaves it out.
+
+    FlashAttention-2 is a package of the same name.
+    """
+    return os.environ.get("TLORA_FX_FLASH4") != "0" and _functions() is not None
 
 
 @lru_cache(maxsize=1)
-def _interface() -> Any:
+def _functions() -> Any:
     """Its forward and its backward."""
     try:
-        found = import_module(MODULE)
-        return found._flash_attn_fwd, found._flash_attn_bwd
+        module = import_module(MODULE)
+        functions = [getattr(module, name) for name in FUNCTIONS]
     except (AttributeError, ImportError, OSError, RuntimeError) as error:
         if isinstance(error, ModuleNotFoundError) and MODULE.startswith(str(error.name)):
             return None
         logger.warning("FlashAttention-4 is not used: %s", error)
         return None
+    for function, parameters in zip(functions, FUNCTIONS.values(), strict=True):
+        if missing := sorted(parameters - inspect.signature(function).parameters.keys()):
+            logger.warning(
+                "FlashAttention-4 is not used: %s of this version takes no %s; the extra `flash` "
+                "installs the version that was tested",
+                *(function.__name__, ", ".join(missing)),
+            )
+            return None
+    return tuple(functions)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, longest: int, scale: float, parts: Parts
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, scale: float,
+    spans: JobSpans,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Causal attention inside each sequence of a row.
 
-    q, k, v   [T, H, D], and [T, Hkv, D] twice, of halves on CUDA
-    bounds    int32 [S + 1], where sequences begin
-    returns   out [T, H, D] in q's type, lse float32 [H, T]
+    q, k, v      [T, H, D], and [T, Hkv, D] twice, of halves on CUDA
+    cu_seqlens   int32 [S + 1], where sequences begin
+    longest      sequence, in tokens
+    returns      out [T, H, D] in q's type, lse float32 [H, T]
     """
-    run, _ = _interface()
-    told: dict[str, Any] = {"softmax_scale": scale, "causal": True, "return_lse": True}
-    if not parts.bounds:
-        out, lse, *_ = run(*(_batch(x, longest) for x in (q, k, v)), **told)
-        return out.flatten(0, 1), lse.transpose(0, 1).flatten(1)
+    function, _ = _functions()
+    options: dict[str, Any] = {"softmax_scale": scale, "causal": True, "return_lse": True}
     out = q.new_empty(q.shape)
+    if not spans.bounds:
+        batch = (_batch(x, longest) for x in (q, k, v))
+        _, lse, *_ = function(*batch, out=_batch(out, longest), **options)
+        return out, lse.transpose(0, 1).flatten(1)
     lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-    for span in parts.spans():
-        cut = _sequences(bounds, longest, span)
-        _, found, *_ = run(q[span], k[span], v[span], out=out[span], **cut, **told)
-        lse[:, span] = found
+    for span in spans.slices():
+        options |= _varlen(cu_seqlens, longest, span)
+        _, part, *_ = function(q[span], k[span], v[span], out=out[span], **options)
+        lse[:, span] = part
     return out, lse
 
 
 def backward(
-    dout: Tensor, saved: tuple[Tensor, ...], bounds: Tensor, longest: int, scale: float,
-    parts: Parts,
+    dout: Tensor, saved: tuple[Tensor, ...], cu_seqlens: Tensor, longest: int, scale: float,
+    spans: JobSpans,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of `forward`: dq, dk, dv.
 
     saved   q, k, v, out and lse of `forward`
     """
-    _, run = _interface()
-    told: dict[str, Any] = {"softmax_scale": scale, "causal": True}
-    q, k, v, out, lse = saved
-    if not parts.bounds:
-        rows = (_batch(x, longest) for x in (q, k, v, out, dout))
-        heads = torch.unflatten(lse, 1, (-1, longest)).transpose(0, 1).contiguous()
-        dq, dk, dv = (x.flatten(0, 1) for x in run(*rows, heads, **told)[:3])
-        return dq, dk, dv
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
-    for span in parts.spans():
-        rows = (x[span] for x in (q, k, v, out, dout))
-        grads = {"dq": dq[span], "dk": dk[span], "dv": dv[span]}
-        cut = _sequences(bounds, longest, span)
-        run(*rows, lse[:, span].contiguous(), **grads, **cut, **told)
+    _, function = _functions()
+    options: dict[str, Any] = {"softmax_scale": scale, "causal": True}
+    *values, lse = (*saved[:4], dout, saved[4])
+    grads = [x.new_empty(x.shape) for x in saved[:3]]
+    names = ("dq", "dk", "dv")
+    if not spans.bounds:
+        lse = torch.unflatten(lse, 1, (-1, longest)).transpose(0, 1).contiguous()
+        outputs = {name: _batch(x, longest) for name, x in zip(names, grads, strict=True)}
+        function(*(_batch(x, longest) for x in values), lse, **outputs, **options)
+    for span in spans.slices():
+        outputs = {name: x[span] for name, x in zip(names, grads, strict=True)}
+        options |= _varlen(cu_seqlens, longest, span)
+        function(*(x[span] for x in values), lse[:, span].contiguous(), **outputs, **options)
+    dq, dk, dv = grads
     return dq, dk, dv
 
 
@@ -143,8 +174,11 @@ def _batch(x: Tensor, longest: int) -> Tensor:
     return torch.unflatten(x, 0, (-1, longest))
 
 
-def _sequences(bounds: Tensor, longest: int, span: slice) -> dict[str, Any]:
+def _varlen(cu_seqlens: Tensor, longest: int, span: slice) -> dict[str, Any]:
     """Where a job's sequences begin, counted from its first token; others are empty."""
     tokens = span.stop - span.start
-    own, most = (bounds - span.start).clamp_(0, tokens), min(longest, tokens)
-    return {"cu_seqlens_q": own, "cu_seqlens_k": own, "max_seqlen_q": most, "max_seqlen_k": most}
+    starts, most = (cu_seqlens - span.start).clamp_(0, tokens), min(longest, tokens)
+    return {
+        "cu_seqlens_q": starts, "cu_seqlens_k": starts,
+        "max_seqlen_q": most, "max_seqlen_k": most,
+    }  # fmt: skip

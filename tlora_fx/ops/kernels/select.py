@@ -65,7 +65,7 @@ class _Settings:
     forced: Plan | None = None
     strict: bool = False
     copies: bool = False
-    by_jobs: bool = False
+    cut_by_jobs: bool = False
     tiles: dict[Kind, Tile] = field(default_factory=dict)
     read: int = 0
     """How often tables were read anew."""
@@ -113,15 +113,15 @@ def weight_copies(on: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def by_jobs(on: bool = True) -> Iterator[None]:
+def cut_by_jobs(on: bool = True) -> Iterator[None]:
     """Whether rows may be cut by what their tables say on the host: no graph will hold them."""
-    with _set(by_jobs=on):
+    with _set(cut_by_jobs=on):
         yield
 
 
 def may_cut_by_jobs() -> bool:
     """Whether a kernel may be started for each job."""
-    return _settings.by_jobs
+    return _settings.cut_by_jobs
 
 
 def may_copy_weights() -> bool:
