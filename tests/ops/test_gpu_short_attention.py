@@ -86,19 +86,25 @@ def in_float64(row, dout):
     return [out.detach(), lse.detach().t(), *torch.autograd.grad(out, leaves, dout.double())]
 
 
+def require_small_errors(row):
+    """The results by the operator, which err at most 1.5 times as much as FlashAttention-2's."""
+    dout, found = results(row)
+    theirs, expected = by_flash(row, dout), in_float64(row, dout)
+    for mine, other, wanted in zip(found, theirs, expected, strict=True):
+        bound = max(1.5 * float((other.double() - wanted).norm()), 1e-6 * float(wanted.norm()))
+        assert float((mine.double() - wanted).norm()) <= bound
+    return found
+
+
 @pytest.mark.parametrize(
     ("heads", "width", "window"), [(HEADS, WIDTH, -1), ((4, 4), 64, 40), ((6, 1), 80, -1)]
 )
 def test_errors_are_no_larger_than_flashs(made, heads, width, window):
     """At most 1.5 times, of each result; lse is float32."""
     row = made(heads=heads, width=width, window=window)
-    dout, found = results(row)
-    theirs, expected = by_flash(row, dout), in_float64(row, dout)
+    found = require_small_errors(row)
 
     assert found[1].dtype == torch.float32
-    for mine, other, wanted in zip(found, theirs, expected, strict=True):
-        bound = max(1.5 * float((other.double() - wanted).norm()), 1e-6 * float(wanted.norm()))
-        assert float((mine.double() - wanted).norm()) <= bound
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v"])
@@ -232,13 +238,9 @@ def test_a_batch_errs_no_more_than_flash(made, batches, heads, width, jobs):
     if (batches, width) == ("flash4", 80):
         pytest.skip("it serves no such width")
     assert kinds(row) == [batches] * 2
-    dout, found = results(row)
-    theirs, expected = by_flash(row, dout), in_float64(row, dout)
+    found = require_small_errors(row)
 
     assert all(x.is_contiguous() for x in (found[0], found[1].t(), *found[2:]))
-    for mine, other, wanted in zip(found, theirs, expected, strict=True):
-        bound = max(1.5 * float((other.double() - wanted).norm()), 1e-6 * float(wanted.norm()))
-        assert float((mine.double() - wanted).norm()) <= bound
 
 
 @pytest.mark.parametrize("length", [256, 300])
@@ -333,13 +335,9 @@ def test_the_uneven_sequences_of_one_job_go_by_four(made, by_four, heads, width)
     """Errors are at most 1.5 times FlashAttention-2's, and several jobs go elsewhere."""
     row = made(UNEVEN, heads, width)
     assert kinds(row) == [by_four] * 2
-    dout, found = results(row)
-    theirs, expected = by_flash(row, dout), in_float64(row, dout)
+    found = require_small_errors(row)
 
     assert all(x.is_contiguous() for x in (found[0], found[1].t(), *found[2:]))
-    for mine, other, wanted in zip(found, theirs, expected, strict=True):
-        bound = max(1.5 * float((other.double() - wanted).norm()), 1e-6 * float(wanted.norm()))
-        assert float((mine.double() - wanted).norm()) <= bound
 
 
 def test_a_nan_stays_in_its_job(made, by_four):
