@@ -138,6 +138,8 @@ def test_every_site_has_its_kernels_once(files):
     assert "forward_128x128_fp32_r16_sm90" in starts
     assert "shrink_128x128_fp32_r16_drop_x3_sm90" in starts
     assert "shrink_128x352_fp32_r16_drop_x2_sm90" in starts
+    assert "shrink_352x128_fp32_r16_drop_silu_sm90" in starts  # in compiled layers
+    assert "shrink_352x128_fp32_r16_drop_sm90" in starts
     assert "input_gradient_128x64_fp32_r16_drop_add_sm90" in starts
     assert "expand_352x352_fp32_r16_sm90" in starts
 

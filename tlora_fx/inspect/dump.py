@@ -30,6 +30,7 @@ from tlora_fx.inspect.text import render_report, render_text
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.ir.lora_sites import LoweredSite, lowered_sites
 from tlora_fx.model.saved import SavedModel, dumped, saved_model
+from tlora_fx.model.source import gate_of
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.kernels.support import job_capacity, rank_block
 
@@ -206,6 +207,11 @@ def _specs(sites: list[LoweredSite], jobs: int, arch: int) -> Iterator[_Served]:
             read = replace(first.plain, sites=len(part), dropout=first.dropout)
             served = [site for _, site in part]
             yield replace(read, kind="shrink"), served
+            gate = gate_of(served[0].call) if len(served) == 1 else None
+            if gate is not None:
+                # Of compiled layers (`SuperModel.compiled_source`).
+                activation: Any = gate[0]
+                yield replace(read, kind="shrink", gated=activation), served
             yield replace(read, kind="lora_a_backward"), served
             # An expand has one width, that of what it writes.
             wide = replace(read, kind="expand", outer=read.inner, accumulate=start > 0)

@@ -112,7 +112,7 @@ def gated(graph: fx.Graph) -> fx.Graph:
     So its kernel makes, stores and shrinks what else would be read back. Passes, dumps and costs
     see the model's own operators; returns the graph itself where there is no such linear.
     """
-    found = {node: parts for node in graph.nodes if (parts := _gated_parts(node)) is not None}
+    found = {node: parts for node in graph.nodes if (parts := gate_of(node)) is not None}
     if not found:
         return graph
     copied, known = fx.Graph(graph.owning_module), dict[fx.Node, fx.Node]()
@@ -131,7 +131,7 @@ def gated(graph: fx.Graph) -> fx.Graph:
     return copied
 
 
-def _gated_parts(node: fx.Node) -> tuple[str, fx.Node, fx.Node] | None:
+def gate_of(node: fx.Node) -> tuple[str, fx.Node, fx.Node] | None:
     """Of a lowered linear that alone reads a gated activation: which one, its gate, and up."""
     product = node.args[0] if is_call(node, ONE) else None
     if not isinstance(product, fx.Node) or not is_call(product, torch.ops.aten.mul.Tensor):
