@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 from types import ModuleType
@@ -27,66 +28,67 @@ def attend(q, k, v, scale):
     return (scores.softmax(-1) @ v).transpose(0, 1), scores.logsumexp(-1)
 
 
-def sequences(tensor, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+def sequences(tensor, options):
     """What stands beside each other in a row, or a batch."""
-    bounds = cu_seqlens_q
+    bounds = options.get("cu_seqlens_q")
     if bounds is None:
         return range(len(tensor))
-    assert cu_seqlens_k is bounds
+    assert options["cu_seqlens_k"] is bounds
     assert bounds.dtype == torch.int32
     lengths = bounds.diff()
     assert (lengths >= 0).all()
     assert (bounds[0], bounds[-1]) == (0, len(tensor))
-    assert lengths.max() <= max_seqlen_q == max_seqlen_k <= len(tensor)
+    assert lengths.max() <= options["max_seqlen_q"] == options["max_seqlen_k"] <= len(tensor)
     return [slice(a, b) for a, b in itertools.pairwise(bounds.tolist()) if a < b]
 
 
-def fake_forward(
-    q, k, v, *, softmax_scale, causal, return_lse, out=None,
-    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-):  # fmt: skip
+def fake_forward(q, k, v, **options):
     """Writes to `out`, and returns it with lse [H, T], or [B, H, L]."""
-    assert causal
-    assert return_lse
-    out = torch.empty_like(q) if out is None else out
-    varlen = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    batch = q.dim() == 4
+    assert options["causal"]
+    assert options["return_lse"]
+    out, batch = options.get("out", torch.empty_like(q)), q.dim() == 4
     lse = torch.empty((q.shape[0], q.shape[2], q.shape[1]) if batch else (q.shape[1], q.shape[0]))
-    for span in sequences(q, *varlen):
-        found, total = attend(q[span], k[span], v[span], softmax_scale)
-        out[span] = found
+    for span in sequences(q, options):
+        out[span], total = attend(q[span], k[span], v[span], options["softmax_scale"])
         lse[span if batch else (slice(None), span)] = total
     return out, lse, None, None
 
 
-def fake_backward(
-    q, k, v, out, dout, lse, *, softmax_scale, causal, dq=None, dk=None, dv=None,
-    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
-):  # fmt: skip
+def fake_backward(q, k, v, out, dout, lse, **options):
     """Gradients, written where they shall be, else with the strides of q, k and v."""
-    assert causal
+    assert options["causal"]
     assert lse.is_contiguous()
-    varlen = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    given = zip((dq, dk, dv), (q, k, v), strict=True)
-    grads = [torch.empty_like(x) if grad is None else grad for grad, x in given]
-    for span in sequences(q, *varlen):
+    grads = [
+        options.get(name, torch.empty_like(x)) for name, x in (("dq", q), ("dk", k), ("dv", v))
+    ]
+    for span in sequences(q, options):
         leaves = [x[span].detach().requires_grad_() for x in (q, k, v)]
         with torch.enable_grad():
-            found, total = attend(*leaves, softmax_scale)
-            parts = torch.autograd.grad(found, leaves, dout[span])
-        torch.testing.assert_close(found.detach(), out[span])
-        own = lse[span] if q.dim() == 4 else lse[:, span]
-        torch.testing.assert_close(total.detach(), own)
+            result, total = attend(*leaves, options["softmax_scale"])
+            parts = torch.autograd.grad(result, leaves, dout[span])
+        torch.testing.assert_close(result.detach(), out[span])
+        expected = lse[span] if q.dim() == 4 else lse[:, span]
+        torch.testing.assert_close(total.detach(), expected)
         for grad, part in zip(grads, parts, strict=True):
             grad[span] = part
     return (*grads, None)
+
+
+def takes(function, names):
+    """The function with parameters of these names, as the package's have them."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    function.__signature__ = inspect.Signature([inspect.Parameter(n, kind) for n in sorted(names)])
+    return function
 
 
 @pytest.fixture
 def fake_package(monkeypatch):
     """A package of its name, with these functions."""
     module = ModuleType(flash_attention_4.MODULE)
-    module._flash_attn_fwd, module._flash_attn_bwd = fake_forward, fake_backward
+    for function, (name, names) in zip(
+        (fake_forward, fake_backward), flash_attention_4.FUNCTIONS.items(), strict=True
+    ):
+        setattr(module, name, takes(function, names))
     for name in ("flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
     monkeypatch.setitem(sys.modules, flash_attention_4.MODULE, module)
@@ -128,8 +130,8 @@ def test_it_is_called_for_the_parts_of_a_row(lengths, bounds, heads_first):
 
     torch.testing.assert_close(out, expected.detach())
     torch.testing.assert_close(lse, torch.cat([total for _, total in pieces], 1).detach())
-    for found, leaf in zip(grads, leaves, strict=True):
-        torch.testing.assert_close(found, leaf.grad)
+    for grad, leaf in zip(grads, leaves, strict=True):
+        torch.testing.assert_close(grad, leaf.grad)
     assert all(x.is_contiguous() for x in (out, lse, *grads))
 
 

@@ -256,8 +256,10 @@ def test_a_nan_stays_in_its_sequence_of_a_batch(made, batches, length):
 
     clean, beside = run(False), run(True)
     for name, one, other in zip(("out", "lse", "dq", "dk", "dv"), clean, beside, strict=True):
+        poisoned = other[length : 2 * length]
         # FlashAttention-4 says -inf of lse.
-        assert not other[length : 2 * length].isfinite().all()
+        silent = (batches, name) == ("flash4", "lse")
+        assert (poisoned.isneginf() if silent else poisoned.isnan()).any()
         for span in (slice(length), slice(2 * length, None)):
             if name in ("out", "lse") or (name != "dq" and batches == "batch"):
                 assert torch.equal(one[span], other[span])

@@ -76,17 +76,26 @@ def job_spans(
     if width not in BATCH or longest < ONE_JOB or not is_installed():
         return None, None
     if tokens == sequences * longest:
-        forward, backward = (JobSpans() if longest >= least else None for least in BATCH[width])
+        forward, backward = (
+            JobSpans() if longest >= shortest else None for shortest in BATCH[width]
+        )
         return forward, backward
+    spans = _uneven(tokens, width, sequences, longest, segments)
+    return spans, spans
+
+
+def _uneven(
+    tokens: int, width: int, sequences: int, longest: int, segments: Tensor
+) -> JobSpans | None:
+    """The same, both ways, where sequences differ."""
     jobs = segments.numel() - 1
     if jobs == 1:
-        pays = longest > ONE_JOB and tokens >= sequences * ONE_JOB_MEAN
-        spans = JobSpans((0, tokens)) if pays else None
-    else:
-        pays = longest >= SEVERAL_JOBS and tokens >= jobs * SEVERAL_JOBS
-        may = select.may_cut_by_jobs() and width in SEVERAL_JOBS_WIDTHS
-        spans = JobSpans(tuple(token_bounds(segments, tokens))) if pays and may else None
-    return spans, spans
+        is_faster = longest > ONE_JOB and tokens >= sequences * ONE_JOB_MEAN
+        return JobSpans((0, tokens)) if is_faster else None
+    is_faster = longest >= SEVERAL_JOBS and tokens >= jobs * SEVERAL_JOBS
+    if not is_faster or width not in SEVERAL_JOBS_WIDTHS or not select.may_cut_by_jobs():
+        return None
+    return JobSpans(tuple(token_bounds(segments, tokens)))
 
 
 def is_installed() -> bool:
@@ -137,12 +146,12 @@ def forward(
         batch = (_batch(x, longest) for x in (q, k, v))
         _, lse, *_ = function(*batch, out=_batch(out, longest), **options)
         return out, lse.transpose(0, 1).flatten(1)
-    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    lse_parts = []
     for span in spans.slices():
-        options |= _varlen(cu_seqlens, longest, span)
-        _, part, *_ = function(q[span], k[span], v[span], out=out[span], **options)
-        lse[:, span] = part
-    return out, lse
+        options |= _varlen(cu_seqlens, longest, span, len(q))
+        _, lse, *_ = function(q[span], k[span], v[span], out=out[span], **options)
+        lse_parts.append(lse)
+    return out, lse_parts[0] if len(lse_parts) == 1 else torch.cat(lse_parts, 1)
 
 
 def backward(
@@ -164,7 +173,7 @@ def backward(
         function(*(_batch(x, longest) for x in values), lse, **outputs, **options)
     for span in spans.slices():
         outputs = {name: x[span] for name, x in zip(names, grads, strict=True)}
-        options |= _varlen(cu_seqlens, longest, span)
+        options |= _varlen(cu_seqlens, longest, span, len(dout))
         function(*(x[span] for x in values), lse[:, span].contiguous(), **outputs, **options)
     dq, dk, dv = grads
     return dq, dk, dv
@@ -174,11 +183,16 @@ def _batch(x: Tensor, longest: int) -> Tensor:
     return torch.unflatten(x, 0, (-1, longest))
 
 
-def _varlen(cu_seqlens: Tensor, longest: int, span: slice) -> dict[str, Any]:
-    """Where a job's sequences begin, counted from its first token; others are empty."""
-    tokens = span.stop - span.start
-    starts, most = (cu_seqlens - span.start).clamp_(0, tokens), min(longest, tokens)
+def _varlen(cu_seqlens: Tensor, longest: int, span: slice, tokens: int) -> dict[str, Any]:
+    """Where a job's sequences begin, counted from its first token; others are empty.
+
+    tokens   of the row
+    """
+    length = span.stop - span.start
+    if length < tokens:
+        cu_seqlens = (cu_seqlens - span.start).clamp_(0, length)
+    max_seqlen = min(longest, length)
     return {
-        "cu_seqlens_q": starts, "cu_seqlens_k": starts,
-        "max_seqlen_q": most, "max_seqlen_k": most,
+        "cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_seqlen, "max_seqlen_k": max_seqlen,
     }  # fmt: skip
