@@ -150,16 +150,30 @@ def test_gated_activations_stand_in_the_linears_behind_them(tmp_path, family, ac
 
 
 def test_a_gate_with_other_readers_stays(tmp_path):
-    """So do one whose linear nobody adapts, and code that somebody gave."""
+    """So does one whose linear nobody adapts, and code that somebody gave."""
     base = base_of(tmp_path, "llama")
     few = compile([job("few", base, r=4, target_modules=["gate_proj", "up_proj"])])
     every = compile([job("all", base, r=4, target_modules="all-linear")])
     edited = f"{every.source}\n# mine\n"
     given = SuperModel(every.group, every.backbone, every.jobs, source=edited)
 
-    assert few.compiled_source == few.source
+    assert "gated" not in few.compiled_source
     assert "gated" in every.compiled_source
     assert given.compiled_source == edited
+
+
+def test_chunks_of_the_loss_begin_with_the_last_norm(tmp_path):
+    """In the code that is compiled, where nobody trains it."""
+    base = base_of(tmp_path, "llama")
+    frozen = compile([job("frozen", base, r=4, target_modules=["q_proj"])])
+    trained = compile([job("norm", base, r=4, target_modules=["q_proj"], modules_to_save=["norm"])])
+
+    root = frozen.compiled_source.partition("class Root")[2]
+    forward, _, finish = root.partition("def finish(self, hidden_2):")
+    assert "finish=self.finish" in forward
+    assert "norm.weight" not in forward
+    assert "self.model.norm.weight" in finish
+    assert "finish" not in frozen.source + trained.compiled_source
 
 
 def test_each_structure_compiles_for_itself(tmp_path):

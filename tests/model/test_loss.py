@@ -71,6 +71,49 @@ def test_a_gradient_taken_ahead_has_the_bits_of_one_that_is_not(head):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("chunk", [3, 100])
+def test_rows_that_fill_up_change_no_gradient(head, frozen, chunk):
+    """A captured row names its last target's row again, without the label."""
+    loss = ChunkedLoss(head.requires_grad_(not frozen), WORDS, (), frozen=frozen)
+    loss.chunk_rows = chunk
+    hidden, rows, targets, segments = inputs(lines=False)
+    filled = torch.cat([rows, rows[-1:].expand(5)]), F.pad(targets, (0, 5), value=-100)
+    more = segments + torch.tensor([0, 0, 0, 5], dtype=torch.int32)
+    found = []
+    for row in ((rows, targets, segments), (*filled, more)):
+        hidden.grad = None
+        sums = loss(hidden, *row)
+        sums.sum().backward()
+        found.append((sums.detach(), hidden.grad))
+
+    for mine, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("lines", [False, True])
+def test_what_chunks_begin_with_is_done_to_every_row(head, lines, frozen):
+    """As if the hidden states had come so; when a model is evaluated, too."""
+    loss = ChunkedLoss(head.requires_grad_(not frozen), WORDS, (), lines=lines, frozen=frozen)
+    loss.chunk_rows = 3
+    norm = nn.RMSNorm(HIDDEN).double().requires_grad_(False)
+    hidden, *rest = inputs(lines)
+    found = []
+    for begun in (False, True):
+        hidden.grad = None
+        sums = loss(hidden, *rest, finish=norm) if begun else loss(norm(hidden), *rest)
+        sums.sum().backward()
+        loss.predicted = []
+        with torch.no_grad():
+            loss(hidden, *rest, finish=norm) if begun else loss(norm(hidden), *rest)
+        found.append((sums.detach(), hidden.grad, *loss.predicted))
+        loss.predicted = None
+
+    for mine, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(mine, wanted)
+
+
 @pytest.mark.parametrize(("frozen", "products"), [(False, 4), (True, 2)])
 def test_a_frozen_head_computes_no_logits_twice(head, frozen, products):
     """One product for the logits and one for the hidden states' gradient."""

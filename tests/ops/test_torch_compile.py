@@ -5,10 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import sympy
 import torch.compiler.config as settings
+from torch._inductor import config
+from torch._inductor.choices import InductorChoices
 from torch._inductor.runtime import triton_heuristics
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.sizevars import SizeVarAllocator
+from torch._inductor.virtualized import V
 
-from tlora_fx.ops.torch_compile import mark_compile_caches, mend
+from tlora_fx.ops.torch_compile import HELD, mark_compile_caches, mend, widen
 
 
 @pytest.fixture
@@ -108,3 +114,33 @@ def test_torchs_own_class_launches_nothing_without_rows():
 
     assert layers_and_blocks(SimpleNamespace(prefix=grid.prefix, y_grid=grid.y_grid), 0) == (0, 0)
     assert layers_and_blocks(grid, 9)[1] == 3
+
+
+@pytest.mark.parametrize(
+    ("numbers", "hint", "cooperative", "held"),
+    [
+        (512, ReductionHint.INNER, False, True),
+        (4096, ReductionHint.INNER, False, True),
+        (HELD, ReductionHint.INNER, False, True),
+        (HELD + 1, ReductionHint.INNER, False, False),
+        (4096, ReductionHint.OUTER, False, False),
+        (4096, ReductionHint.INNER, True, False),
+    ],
+)
+def test_rows_are_summed_in_one_read(numbers, hint, cooperative, held):
+    """Up to a width, and only where a row's numbers lie side by side; torch's own answers stay."""
+
+    class Choices(InductorChoices):
+        pass
+
+    features = SimpleNamespace(
+        reduction_numel=sympy.Integer(numbers),
+        numel=sympy.Integer(1 << 20),
+        get_reduction_hint=lambda: hint,
+    )
+    widen(Choices)
+    widen(Choices)
+    with V.set_graph_handler(SimpleNamespace(sizevars=SizeVarAllocator())):
+        assert Choices.should_use_persistent_reduction(features, cooperative) == held
+        with config.patch({"triton.persistent_reductions": False}):
+            assert not Choices.should_use_persistent_reduction(features, cooperative)

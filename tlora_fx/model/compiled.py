@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from tlora_fx.ir.graph import GroupGraph, placeholders
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
 from tlora_fx.model.loss import ChunkedLoss
-from tlora_fx.ops.torch_compile import allow_empty_grids, mark_compile_caches
+from tlora_fx.ops.torch_compile import allow_empty_grids, hold_rows, mark_compile_caches
 
 # Sizes below it are constants to torch: it would make code for each.
 SMALLEST_DYNAMIC = 2
@@ -48,7 +48,7 @@ class CompiledMethod:
     ) -> None:
         self.plain, self.code, self.owner, self.dynamic = plain, code, owner, dynamic
 
-    def __call__(self, *args: Tensor) -> Any:
+    def __call__(self, *args: Any) -> Any:
         """Run compiled; inside another compilation, and where a size is 0 or 1, run as it is."""
         if torch.compiler.is_compiling() or self._is_small(args):
             return self.plain(self.owner, *args)
@@ -57,7 +57,7 @@ class CompiledMethod:
                 torch._dynamo.mark_dynamic(value, dimension)
         return self.code(self.owner, *args)
 
-    def _is_small(self, args: Sequence[Tensor]) -> bool:
+    def _is_small(self, args: Sequence[Any]) -> bool:
         return any(
             value.shape[dimension] < SMALLEST_DYNAMIC
             for value, dimensions in zip(args, self.dynamic, strict=True)
@@ -80,6 +80,7 @@ def compile_method(
     """
     mark_compile_caches()
     allow_empty_grids()
+    hold_rows()
     # torch.compile takes some of its inner options out of the mapping that it is given.
     options = {k: dict(v) if isinstance(v, dict) else v for k, v in options.items()}
     plain = getattr(type(owners[0]), name)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from typing import Any, cast
+from typing import Any, TypeAlias, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,15 @@ from torch.utils.checkpoint import checkpoint
 from tlora_fx.config.job import Objective
 from tlora_fx.model.batch import IGNORED
 from tlora_fx.model.preference import Pairs, with_preferences
-from tlora_fx.ops import segment_spread, segment_sum, tp_argmax, tp_cross_entropy
+from tlora_fx.ops import cross_entropy, segment_spread, segment_sum, tp_argmax, tp_cross_entropy
 from tlora_fx.ops.parallel import GROUP
 
 CHUNK_BYTES = 256 * 2**20
+
+#: From a chunk's hidden states, targets and tables to the loss of each row.
+Chunk: TypeAlias = Callable[..., Tensor]
+#: What is done to hidden states, each by itself.
+Finish: TypeAlias = Callable[[Tensor], Tensor]
 
 
 class ChunkedLoss(nn.Module):
@@ -77,6 +82,7 @@ class ChunkedLoss(nn.Module):
         targets: Tensor,
         target_segments: Tensor,
         *tables: Tensor,
+        finish: Finish | None = None,
     ) -> Tensor:
         """The loss sum of each job.
 
@@ -85,11 +91,13 @@ class ChunkedLoss(nn.Module):
         targets           int64 [N]
         target_segments   int32 [J + 1] on the CPU
         tables            the row's tables, as named by `tables`
+        finish            done to each hidden state before the head: a norm that is compiled with it
         returns           [J], float32, or wider where the logits are
         """
+        chunk: Chunk = self.chunk if finish is None else partial(self.finished_chunk, finish)
         if self.pieces is not None:
             row = (hidden, target_rows, targets, target_segments)
-            return self._in_pieces(self.pieces, *row, *tables)
+            return self._in_pieces(chunk, self.pieces, *row, *tables)
         row_tables = dict(zip(self.tables, tables, strict=True))
         flat = hidden.reshape(-1, hidden.shape[-1])
         if target_rows.shape[0] == 0:
@@ -97,14 +105,15 @@ class ChunkedLoss(nn.Module):
             if self.predicted is not None:
                 self.predicted.append(target_rows)
             return flat[:0].sum().to(wide).expand(target_segments.shape[0] - 1)
-        chunks = self._chunks(flat, target_rows, targets, target_segments, row_tables)
+        shared = (target_rows, targets, target_segments, row_tables)
         if self.predicted is not None:
-            losses = self._scored(chunks)
+            losses = self._scored(self._chunks(flat, *shared), finish)
         elif self._is_taken_ahead():
             weights = self._row_weights(flat, target_segments, target_rows.shape[0])
-            losses = torch.cat(self._losses_ahead(chunks, weights))
+            losses = self._losses_ahead(chunk, flat, weights, *shared)
         else:
-            losses = torch.cat([self._losses(args) for args in chunks])
+            chunks = self._chunks(flat, *shared)
+            losses = torch.cat([self._losses(chunk, args) for args in chunks])
         if self.token_losses is not None:
             self.token_losses.append(losses)
         sums = cast(Tensor, segment_sum(losses, target_segments))
@@ -160,9 +169,9 @@ class ChunkedLoss(nn.Module):
                 *self._tables_of(row_tables, rows, target_segments, start, stop),
             )
 
-    def _losses(self, args: tuple[Tensor, ...]) -> Tensor:
+    def _losses(self, chunk: Chunk, args: tuple[Tensor, ...]) -> Tensor:
         """The losses of one chunk's rows; its logits are computed again in the backward."""
-        losses = checkpoint(self.chunk, *args, use_reentrant=False, preserve_rng_state=False)
+        losses = checkpoint(chunk, *args, use_reentrant=False, preserve_rng_state=False)
         return cast(Tensor, losses)
 
     def _is_taken_ahead(self) -> bool:
@@ -174,20 +183,21 @@ class ChunkedLoss(nn.Module):
         still = torch.compiler.is_compiling() or bool(self._pairs)
         return self.frozen and torch.is_grad_enabled() and not still
 
-    def _losses_ahead(self, chunks: Iterator[tuple[Tensor, ...]], weights: Tensor) -> list[Tensor]:
-        """The losses of all chunks' rows, which know their gradients."""
+    def _losses_ahead(
+        self,
+        chunk: Chunk,
+        flat: Tensor,
+        weights: Tensor,
+        target_rows: Tensor,
+        targets: Tensor,
+        *rest: Any,
+    ) -> Tensor:
+        """The losses of all rows, which know their gradients; `rest` as `_chunks` takes it."""
         ahead: Any = _LossAhead.apply
-        losses: list[Tensor] = []
-        start = 0
-        for hidden, targets, *tables in chunks:
-            own = weights[start : start + len(targets)]
-            losses.append(ahead(hidden, own, partial(self._chunk_of, targets, *tables)))
-            start += len(targets)
-        return losses
-
-    def _chunk_of(self, targets: Tensor, *rest: Tensor) -> Tensor:
-        *tables, hidden = rest
-        return self.chunk(hidden, targets, *tables)
+        chunks = self._chunks(flat.detach(), target_rows, targets, *rest)
+        # Rows that fill up a captured row name its last one again: they go behind all others.
+        places = torch.where(targets == IGNORED, flat.shape[0], target_rows)
+        return cast(Tensor, ahead(flat, places, weights, chunks, chunk))
 
     def _row_weights(self, hidden: Tensor, target_segments: Tensor, rows: int) -> Tensor:
         """What each row's loss is going to be multiplied with, as far as that is known, [rows]."""
@@ -198,15 +208,19 @@ class ChunkedLoss(nn.Module):
         own = torch.where(self.weights == 0, 1, self.weights).to(dtype)
         return cast(Tensor, segment_spread(own, target_segments, rows))
 
-    def _scored(self, chunks: Iterator[tuple[Tensor, ...]]) -> Tensor:
+    def _scored(self, chunks: Iterator[tuple[Tensor, ...]], finish: Finish | None) -> Tensor:
         """The losses of all rows, [N]; what is predicted there is kept."""
         assert self.predicted is not None
-        scored = [self._chunk_scores(*args) for args in chunks]
+        scored = [
+            self._chunk_scores(hidden if finish is None else finish(hidden), *rest)
+            for hidden, *rest in chunks
+        ]
         self.predicted.append(torch.cat([tokens for _, tokens in scored]))
         return torch.cat([losses for losses, _ in scored])
 
     def _in_pieces(
         self,
+        chunk: Chunk,
         pieces: int,
         hidden: Tensor,
         target_rows: Tensor,
@@ -232,7 +246,7 @@ class ChunkedLoss(nn.Module):
             row_tables["token_index"] = F.pad(index, (0, padding))
         every = torch.arange(pieces * size, device=flat.device)
         losses = [
-            self.chunk(
+            chunk(
                 flat[start : start + size].unsqueeze(self.width_dim),
                 wanted[start : start + size],
                 *self._tables_of(
@@ -270,23 +284,38 @@ class ChunkedLoss(nn.Module):
         """
         return self._token_losses(self._logits(hidden, tables), targets)
 
+    def finished_chunk(
+        self, finish: Finish, hidden: Tensor, targets: Tensor, *tables: Tensor
+    ) -> Tensor:
+        """The loss of each of n rows whose hidden states are to be finished; as `chunk`."""
+        return self.chunk(finish(hidden), targets, *tables)
+
     def _chunk_scores(
         self, hidden: Tensor, targets: Tensor, *tables: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The loss of each of n rows and its most likely token, int64 [n]; as `chunk`."""
-        logits = self._logits(hidden, tables)
+        logits = _wide(self._logits(hidden, tables))
         tokens = tp_argmax(logits, GROUP) if self.shards > 1 else predicted(logits, self.objective)
         return self._token_losses(logits, targets), tokens
 
     def _logits(self, hidden: Tensor, tables: tuple[Tensor, ...]) -> Tensor:
-        """The logits of n rows, [n, V], float32 or wider."""
+        """The logits of n rows, [n, V]."""
         logits: Tensor = self.head(hidden, *tables).squeeze(self.width_dim)
-        return logits.to(torch.promote_types(torch.float32, logits.dtype))
+        return logits
 
     def _token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         if self.shards > 1:
-            return tp_cross_entropy(logits, targets, GROUP)
-        return row_losses(logits, targets, self.objective)
+            return tp_cross_entropy(_wide(logits), targets, GROUP)
+        # What is exported holds operators that others know; a CPU's compiler fuses torch's own.
+        if self.objective == "tokens" and logits.is_cuda and self.pieces is None:
+            losses, _ = cross_entropy(logits, targets)
+            return cast(Tensor, losses)
+        return row_losses(_wide(logits), targets, self.objective)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """Logits in float32 or wider."""
+    return logits.to(torch.promote_types(torch.float32, logits.dtype))
 
 
 def row_losses(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
@@ -327,25 +356,57 @@ class _LossAhead(torch.autograd.Function):
 
     A row's gradient is linear in the weight of its loss, so the backward multiplies by what the
     weight turned out to be over what was said, which is 1 to the bit where it was known.
+
+    All chunks are one function: their gradients meet in one buffer. Were each chunk's rows taken
+    out of the hidden states by autograd, every chunk would fill and add a gradient of all rows.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weights: Tensor, losses_of: Callable[[Tensor], Tensor]
+        ctx: Any,
+        flat: Tensor,
+        places: Tensor,
+        weights: Tensor,
+        chunks: Iterator[tuple[Tensor, ...]],
+        losses_of: Chunk,
     ) -> Tensor:
-        """The losses, [n], of hidden states [1, n, H] or [n, 1, H], to be weighted by [n]."""
-        with torch.enable_grad():
-            leaf = hidden.detach().requires_grad_()
-            losses = losses_of(leaf)
-            # Not autograd.grad, under which module hooks such as a FLOP counter's do not work.
-            (losses * weights).sum().backward()  # type: ignore[no-untyped-call]
-        assert leaf.grad is not None
-        ctx.save_for_backward(leaf.grad, weights)
-        return losses.detach()
+        """The losses, [N], of rows of hidden states.
+
+        flat        [T, H]
+        places      int64 [N], where a row's gradient belongs, each once; T: nowhere
+        weights     [N], what each loss is going to be multiplied with
+        chunks      as `ChunkedLoss._chunks` makes them
+        losses_of   a chunk's losses, as `ChunkedLoss.chunk`
+        """
+        gradients: list[Tensor] = []
+        losses: list[Tensor] = []
+        start = 0
+        for hidden, targets, *tables in chunks:
+            stop = start + len(targets)
+            with torch.enable_grad():
+                leaf = hidden.requires_grad_()
+                own = losses_of(leaf, targets, *tables)
+                # Not autograd.grad, under which hooks such as a FLOP counter's do not work.
+                own.backward(weights[start:stop].to(own.dtype))  # type: ignore[no-untyped-call]
+            assert leaf.grad is not None
+            gradients.append(leaf.grad)
+            losses.append(own.detach())
+            start = stop
+        ctx.size = flat.shape
+        ctx.save_for_backward(places, weights, *gradients)
+        return torch.cat(losses)
 
     @staticmethod
-    def backward(ctx: Any, *found: Tensor) -> tuple[Tensor, None, None]:
-        """The hidden states' gradient, in their dtype."""
-        gradient, weights = ctx.saved_tensors
-        rows = (found[0] / weights).reshape(*gradient.shape[:2], 1)
-        return (gradient * rows).to(gradient.dtype), None, None
+    def backward(ctx: Any, *found: Tensor) -> tuple[Tensor | None, ...]:
+        """The hidden states' gradient, in their dtype; zeros in rows without a target."""
+        places, weights, *gradients = ctx.saved_tensors
+        factors = (found[0] / weights).unsqueeze(1)
+        tokens, width = ctx.size
+        rows = gradients[0].new_empty(len(places), width)
+        start = 0
+        for gradient in gradients:
+            part = slice(start, start := start + gradient.shape[0] * gradient.shape[1])
+            # The product is rounded where it is written: no float32 of all rows exists.
+            torch.mul(gradient.reshape(-1, width), factors[part], out=rows[part])
+        whole = rows.new_zeros(tokens + 1, width).index_copy_(0, places, rows)
+        return whole[:tokens], None, None, None, None

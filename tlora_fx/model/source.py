@@ -8,13 +8,23 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from tlora_fx.ir.graph import Block, GroupGraph, JobGraph, is_call, placeholders, under
+from tlora_fx.ir.graph import (
+    HEAD,
+    LOSS,
+    Block,
+    GroupGraph,
+    JobGraph,
+    is_call,
+    placeholders,
+    under,
+)
 from tlora_fx.ir.lora_sites import (
     ADD,
     ONE,
@@ -62,6 +72,11 @@ ACTIVATIONS: Mapping[str, tuple[Any, dict[str, Any]]] = {
     "silu": (torch.ops.aten.silu.default, {}),
     "gelu_tanh": (torch.ops.aten.gelu.default, {"approximate": "tanh"}),
 }
+#: In code that is to be compiled, the root's method with which the loss's chunks begin.
+FINISH = "finish"
+#: What does the same to every row, beside operators that torch calls pointwise.
+_CASTS = (torch.ops.aten.to.dtype, torch.ops.aten.type_as.default)
+_NORMS = (torch.ops.aten.layer_norm.default, torch.ops.aten.rms_norm.default)
 INFIX = {operator.mul: "*", operator.add: "+", operator.sub: "-", operator.floordiv: "//"}
 
 
@@ -73,7 +88,7 @@ def class_name(block: Block) -> str:
 def group_source(group: GroupGraph, base: str, *, compiled: bool = False) -> str:
     """The whole fused model as one Python module with a class for each graph.
 
-    compiled   as `SuperModel.compile` compiles it (see `gated`)
+    compiled   as `SuperModel.compile` compiles it (see `gated` and `ending_of`)
     """
     # The title is whatever a user called a folder: it must stay inside the docstring.
     title = " ".join(base.replace("\\", "/").replace('"', "'").split())
@@ -149,6 +164,65 @@ def gate_of(node: fx.Node) -> tuple[str, fx.Node, fx.Node] | None:
     return None
 
 
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What a root does to each row between its last layer and the loss, commonly a norm.
+
+    first   what it begins with, commonly the layer's result
+    nodes   what is made of it, and of frozen tensors
+    last    what the loss reads
+    """
+
+    first: fx.Node
+    nodes: frozenset[fx.Node]
+    last: fx.Node
+
+
+def ending_of(graphs: JobGraph | GroupGraph) -> Ending | None:
+    """The end of a root with layers, None where there is none that chunks of rows could do.
+
+    Not where jobs train something there, and not what reads more than one value.
+    """
+    root = graphs.root
+    loss = next((n for n in root.nodes if n.op == "call_module" and n.target == LOSS), None)
+    if HEAD not in graphs.blocks or loss is None:
+        return None
+    last: Any = loss.args[0]
+    nodes, firsts, left = set[fx.Node](), set[fx.Node](), [last]
+    while left:
+        node = left.pop()
+        if node in nodes or _is_vector_of_base(node):
+            continue
+        if _is_rowwise(node):
+            nodes.add(node)
+            left.extend(node.all_input_nodes)
+        else:
+            firsts.add(node)
+    inner = all(user in nodes for node in nodes - {last} for user in node.users)
+    if not nodes or len(firsts) != 1 or not inner or len(last.users) > 1:
+        return None
+    (first,) = firsts
+    shapes = [getattr(node.meta.get("val"), "shape", None) for node in (first, last)]
+    return Ending(first, frozenset(nodes), last) if shapes[0] == shapes[1] else None
+
+
+def _is_vector_of_base(node: fx.Node) -> bool:
+    """Whether a node reads a frozen vector or number."""
+    ref = node.meta.get("tensor") if node.op == "get_attr" else None
+    return ref is not None and ref.owner in ("base", "constant") and len(ref.shape) < 2
+
+
+def _is_rowwise(node: fx.Node) -> bool:
+    """Whether an operator does the same to every row, whatever rows stand beside it."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if is_call(node, torch.ops.aten.mean.dim):
+        return list(node.args[1:]) == [[-1], True]
+    if is_call(node, *_NORMS):
+        return len(node.args[1]) == 1  # type: ignore[arg-type]
+    return torch.Tag.pointwise in node.target.tags or is_call(node, *_CASTS)
+
+
 def _activation(node: object) -> str | None:
     """What a node's operator is called where it may open a gate."""
     for name, (target, options) in ACTIVATIONS.items():
@@ -170,19 +244,34 @@ def _classes(
         yield (
             code.replace(FORWARD, f"{INDENT}@recomputed\n{FORWARD}", 1) if block.recompute else code
         )
-    yield class_source("Root", told_root, graphs.root, names)
+    ending = ending_of(graphs) if compiled else None
+    yield class_source("Root", told_root, graphs.root, names, ending)
 
 
-def class_source(name: str, docstring: str, graph: fx.Graph, sizes: dict[str, str]) -> str:
+def class_source(
+    name: str,
+    docstring: str,
+    graph: fx.Graph,
+    sizes: dict[str, str],
+    ending: Ending | None = None,
+) -> str:
     """One graph as a class with a forward.
 
     sizes    what the sizes of a row are called (see size_names)
+    ending   becomes a method, FINISH, for the loss to call on its chunks
     """
-    printer = _Printer(graph, sizes)
+    printer = _Printer(graph, sizes, ending)
     parameters = ["self", *(node.name for node in placeholders(graph).values())]
     head = _filled(FORWARD, parameters, "):")
     lines = [f"class {name}(nn.Module):", f'{INDENT}"""{docstring}"""', "", *head]
     lines.extend(BODY + line for line in printer.lines())
+    if ending is not None:
+        printer = _Printer(graph, sizes)
+        printer.device = f"{ending.first.name}.device"
+        lines += ["", f"{INDENT}def {FINISH}(self, {ending.first.name}):"]
+        nodes = [node for node in graph.nodes if node in ending.nodes]
+        lines.extend(BODY + line for line in printer.statements(nodes))
+        lines.append(f"{BODY}return {ending.last.name}")
     return "\n".join(lines) + "\n"
 
 
@@ -224,18 +313,25 @@ def describe(value: Any, sizes: dict[str, str]) -> str:
 
 
 class _Printer:
-    """Prints a graph's statements."""
+    """Prints a graph's statements, those of an ending left out."""
 
-    def __init__(self, graph: fx.Graph, sizes: dict[str, str]) -> None:
-        self.graph, self.sizes = graph, sizes
+    def __init__(
+        self, graph: fx.Graph, sizes: dict[str, str], ending: Ending | None = None
+    ) -> None:
+        self.graph, self.sizes, self.ending = graph, sizes, ending
         first = next((n for n in graph.nodes if n.op == "placeholder"), None)
         self.device = f"{first.name}.device" if first is not None else "self.device"
         self.site = ""
 
     def lines(self) -> Iterator[str]:
         """The statements of forward, each with the shape of what it makes."""
+        left_out = frozenset() if self.ending is None else self.ending.nodes
+        yield from self.statements(node for node in self.graph.nodes if node not in left_out)
+
+    def statements(self, nodes: Iterable[fx.Node]) -> Iterator[str]:
+        """The statements of some nodes, with a line where they come from another module."""
         above = ""
-        for node in self.graph.nodes:
+        for node in nodes:
             here = _place(node)
             if here and here != above and node.op == "call_function":
                 above = here
@@ -262,11 +358,15 @@ class _Printer:
             return [f"{target} = {self._expression(node)}{note}"]
         args = [self.show(arg) for arg in node.args]
         args += [f"{name}={self.show(value)}" for name, value in node.kwargs.items()]
+        if self.ending is not None and self.ending.last in node.args:
+            args.append(f"{FINISH}=self.{FINISH}")
         return _filled(f"{target} = {call}(", args, ")", note, len(BODY))
 
     def show(self, value: Any) -> str:
         """A value as an expression."""
         if isinstance(value, fx.Node):
+            if self.ending is not None and value is self.ending.last:
+                return self.ending.first.name
             return self._tensor(str(value.target)) if value.op == "get_attr" else value.name
         if isinstance(value, (list, tuple)):
             inner = ", ".join(self.show(item) for item in value)

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -25,10 +26,10 @@ from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.compiled import compile_method, export_net, row_sizes
 from tlora_fx.model.elastic import Admission, Membership, Resolve
-from tlora_fx.model.loss import ChunkedLoss
+from tlora_fx.model.loss import ChunkedLoss, Finish
 from tlora_fx.model.module_builder import Reformed, TensorLocation, build_module, run_source
 from tlora_fx.model.preference import with_base
-from tlora_fx.model.source import class_name, group_source
+from tlora_fx.model.source import FINISH, class_name, group_source
 from tlora_fx.ops import norms_kept, without_dropout
 from tlora_fx.ops.kernels.packed import roomy_weights
 
@@ -257,9 +258,9 @@ class SuperModel(nn.Module):
 
         Torch gets `compiled_source`.
 
-        The loss's chunks are compiled too; embeddings and the last norm run as they are. A model
-        that was compiled without layers is compiled as a whole. Rows of any size run the same
-        code. `torch.compile(model)` compiles everything as one graph instead.
+        The loss's chunks are compiled too, and begin with a last norm that is frozen; embeddings
+        run as they are. A model that was compiled without layers is compiled as a whole. Rows of
+        any size run the same code. `torch.compile(model)` compiles everything as one graph instead.
 
         On CUDA the frozen weights of sites with adapters move into buffers with 64 or 128 rows and
         columns more, where adapters can stand (see ops/kernels/packed.py); a weight that two
@@ -282,33 +283,42 @@ class SuperModel(nn.Module):
         if not layers:
             compile_method([self], "_run", list(row_sizes(self.group.root).values()), options)
             return
-        forms = self._forms()
+        classes = self._classes_to_compile()
         for block in layers:
             modules = [self.net.get_submodule(path) for path in block.instances]
-            sizes, form = list(row_sizes(block.graph).values()), forms.get(block.name)
+            sizes = list(row_sizes(block.graph).values())
+            form = classes[class_name(block)].forward if classes else None
             compile_method(modules, "forward", sizes, options, form)
         loss = self._loss()
+        root: Any = classes.get("Root")
+        for name in ("forward", FINISH):  # Of a compilation before.
+            self.net.__dict__.pop(name, None)
+        if hasattr(root, FINISH):
+            for name in ("forward", FINISH):
+                self.net.__dict__[name] = MethodType(getattr(root, name), self.net)
+            compile_method([loss], "finished_chunk", [(), *loss.chunk_sizes()], options)
         compile_method([loss], "chunk", loss.chunk_sizes(), options)
 
     @property
     def compiled_source(self) -> str:
-        """The code that `compile` hands to torch: `source`, with gated activations in the linears.
+        """The code that `compile` hands to torch: `source`, in the form that it compiles best.
 
-        Where somebody gave the code that runs, it is that.
+        Gated activations stand in the linears that read them, and a frozen last norm in a method
+        that the loss's chunks begin with. Where somebody gave the code that runs, it is that.
         """
         if self.source != group_source(self.group, self.backbone.title):
             return self.source
         return group_source(self.group, self.backbone.title, compiled=True)
 
-    def _forms(self) -> dict[str, Callable[..., Any]]:
-        """By block the forward that is compiled, where it is another one than runs uncompiled."""
+    @property
+    def finish(self) -> Finish | None:
+        """What chunks of the loss begin with in a compiled model, commonly the last norm."""
+        return self.net.__dict__.get(FINISH)
+
+    def _classes_to_compile(self) -> dict[str, Any]:
+        """The classes that are compiled, where they are others than run uncompiled."""
         text = self.compiled_source
-        if text == self.source:
-            return {}
-        classes = run_source(text)
-        return {
-            block.name: classes[class_name(block)].forward for block in self.group.blocks.values()
-        }
+        return {} if text == self.source else run_source(text)
 
     @contextmanager
     def evaluating(self) -> Iterator[list[Tensor]]:

@@ -2,6 +2,7 @@
 
 from tlora_fx.ops import flops as _flops  # noqa: F401  (registers the formulas)
 from tlora_fx.ops.attention import packed_attention, packed_attention_backward
+from tlora_fx.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from tlora_fx.ops.dora import dora_scale, norms_kept
 from tlora_fx.ops.dropout import keep_mask, keep_scale, keyed_dropout, token_scale
 from tlora_fx.ops.expert_lora import multi_lora_experts
@@ -34,6 +35,8 @@ from tlora_fx.ops.tables import site_id, without_dropout
 from tlora_fx.ops.torch_compile import mark_compile_caches
 
 __all__ = [
+    "cross_entropy",
+    "cross_entropy_backward",
     "dora_scale",
     "expert_linear",
     "expert_outer",

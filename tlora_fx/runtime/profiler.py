@@ -554,7 +554,7 @@ def hidden_argument(model: SuperModel) -> int:
 
 
 def _bound(instead: Callable[[str, tuple[Any, ...]], Tensor], path: str) -> Callable[..., Tensor]:
-    return lambda *args: instead(path, args)
+    return lambda *args, **_: instead(path, args)
 
 
 def _restore(module: nn.Module, forward: object) -> None:
@@ -581,7 +581,7 @@ TENSORS = (14, 112, 448)
 def root_points(
     model: SuperModel, rows: Sequence[RowCalls], device: torch.device, rounds: int
 ) -> list[RootPoint]:
-    """Embedding, positions and last norm, forward and backward."""
+    """Embedding, positions, and a last norm that the loss does not begin with."""
     last = model.layer_order()[-1]
     pieces = []
     for called in rows:
@@ -647,14 +647,15 @@ def _root_piece(model: SuperModel, called: RowCalls, instead: Any) -> TimedPass:
 def loss_points(
     model: SuperModel, rows: Sequence[RowCalls], device: torch.device, rounds: int
 ) -> list[LossPoint]:
-    """Head and loss by rows with a target."""
+    """Head and loss by rows with a target, and the last norm where chunks begin with it."""
     loss = model.net.get_submodule(LOSS)
     pieces = []
     for called in rows:
         hidden, *tables = called.loss
 
         def forward(hidden: Tensor = hidden, tables: Sequence[Any] = tuple(tables)) -> Tensor:
-            total: Tensor = loss(hidden.detach().requires_grad_(), *tables).sum()
+            leaf = hidden.detach().requires_grad_()
+            total: Tensor = loss(leaf, *tables, finish=model.finish).sum()
             return total
 
         pieces.append(TimedPass(forward, torch.autograd.backward))
