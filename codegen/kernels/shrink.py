@@ -529,9 +529,7 @@ def _streamed(spec: KernelSpec, stages: int) -> Tile:
     where tiles that such times chose took 45.
     """
     rows = 64 if spec.sites < 4 else 32
-    return Tile(
-        rows=rows, columns=spec.rank_block, depth=128, warps=4, stages=stages
-    )
+    return Tile(rows=rows, columns=spec.rank_block, depth=128, warps=4, stages=stages)
 
 
 def _split(spec: KernelSpec, rule: Tile, rows: int, slab: int) -> Tile:
