@@ -6,18 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tlora_fx.ops import cross_entropy
+from tests.ops.losses import losses_and_gradient
 
 pytestmark = pytest.mark.gpu
 IGNORED = -100
-
-
-def losses_and_gradient(logits, targets, weights):
-    """What the operator finds, the gradient for losses that are weighted."""
-    leaf = logits.detach().requires_grad_()
-    losses, _ = cross_entropy(leaf, targets)
-    losses.backward(weights)
-    return losses.detach(), leaf.grad
 
 
 @pytest.mark.parametrize("columns", [100, 32_000, 50_257, 128_256, 151_936, 262_144])

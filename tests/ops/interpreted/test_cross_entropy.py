@@ -6,17 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.ops.losses import losses_and_gradient
 from tlora_fx.ops import cross_entropy
 
 IGNORED = -100
-
-
-def losses_and_gradient(logits, targets, weights):
-    """What the operator finds, the gradient for losses that are weighted."""
-    leaf = logits.detach().requires_grad_()
-    losses, _ = cross_entropy(leaf, targets)
-    losses.backward(weights)
-    return losses.detach(), leaf.grad
 
 
 @pytest.mark.parametrize(
