@@ -25,7 +25,7 @@ from dataclasses import replace
 from textwrap import indent
 
 from tlora_fx.codegen.kernels import sums
-from tlora_fx.codegen.spec import Extend, KernelSpec, Tile
+from tlora_fx.codegen.spec import Extend, KernelSpec, Tile, shared_bytes
 from tlora_fx.codegen.template import common_values, constants_of, fill, module, part_type, size
 from tlora_fx.errors import KernelSpecError
 
@@ -487,8 +487,9 @@ def tile_for(spec: KernelSpec, tokens: int, width: int) -> Tile:
     if spec.gated and _is_short(spec):
         return _gated_tile(spec, columns, tokens)
     if tokens > few_tokens(spec) or size(spec.dtype) > 2:
-        is_narrow = _streams(spec) and columns == spec.rank_block and spec.extend != "copy"
-        return _streamed(spec, 6) if is_narrow else replace(rule, columns=columns)
+        is_narrow = columns == spec.rank_block and spec.extend != "copy"
+        streamed = _streamed(spec) if is_narrow else ()
+        return streamed[0] if streamed else replace(rule, columns=columns)
     small = _draws_narrow(spec) and spec.sites > 2
     slab = 512 if small or tokens <= 1024 else 1024
     return _split(spec, replace(rule, columns=columns), 16 if small else min(rule.rows, 32), slab)
@@ -516,20 +517,25 @@ def _draws_narrow(spec: KernelSpec) -> bool:
     return spec.dropout and spec.rank_block <= 16
 
 
-def _streams(spec: KernelSpec) -> bool:
-    """Whether x alone takes time, and shared memory has room for much of it."""
-    return not spec.dropout and spec.rank_block <= 16 and _is_short(spec) and spec.arch >= 90
-
-
-def _streamed(spec: KernelSpec, stages: int) -> Tile:
+def _streamed(spec: KernelSpec) -> tuple[Tile, ...]:
     """So deep that memory stays busy where products hold the card at its limit of power.
 
     There loads take longer than those of a kernel that is timed after itself: in rounds of 8,192
     tokens (H200) the three kernels of a layer took 27 microseconds each, of one to three sites,
     where tiles that such times chose took 45.
+
+    returns   the deepest first; none where masks take time too, or shared memory has no room
     """
-    rows = 64 if spec.sites < 4 else 32
-    return Tile(rows=rows, columns=spec.rank_block, depth=128, warps=4, stages=stages)
+    if spec.dropout or spec.rank_block > 16 or not _is_short(spec) or spec.arch < 90:
+        return ()
+    rows, columns, depth = 64 if spec.sites < 4 else 32, spec.rank_block, 128
+    step = size(spec.dtype) * depth * (rows + spec.sites * columns)
+    return tuple(
+        Tile(rows=rows, columns=columns, depth=depth, warps=4, stages=stages)
+        for stages in (6, 4)
+        # What leaves takes room too.
+        if (stages + 1) * step <= shared_bytes(spec.arch)
+    )
 
 
 def _split(spec: KernelSpec, rule: Tile, rows: int, slab: int) -> Tile:
@@ -573,7 +579,7 @@ def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
         tiles += [tile] if tile not in tiles and not more else []
     # Where no job has more ranks than one block, its narrower panel leaves room.
     tiles += [replace(tile, columns=spec.rank_block) for tile in tiles]
-    tiles += [_streamed(spec, stages) for stages in (4, 6)] if _streams(spec) else []
+    tiles += _streamed(spec)
     return tuple(dict.fromkeys(tiles))
 
 

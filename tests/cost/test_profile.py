@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cost.facts import small_model, term_at
+from tests.models import base_of, job, ready, tokens
 from tests.parallel.processes import run_processes
 from tests.runtime.groups import make_job, tiny_base
 from tlora_fx.cost import profile_sources
@@ -22,7 +23,15 @@ from tlora_fx.cost.load import Work
 from tlora_fx.cost.profile import CollectivePoint, LayerPoint, LayerProfile, Profile
 from tlora_fx.cost.profile_sources import covers, own_file, profile_for, roofline_profile, scaled
 from tlora_fx.errors import ProfileFileError, ProfileMissing, UnknownGpu
-from tlora_fx.runtime.profiler import ProfileRequest, joined, profile_jobs
+from tlora_fx.ir.graph import LOSS
+from tlora_fx.model.batch import pack
+from tlora_fx.runtime.profiler import (
+    ProfileRequest,
+    calls_of,
+    joined,
+    loss_points,
+    profile_jobs,
+)
 from tlora_fx.runtime.timing import collective_points
 
 AMOUNTS, COUNTS = st.floats(0, 1e6, allow_nan=False), st.integers(0, 100)
@@ -309,3 +318,20 @@ def test_shipped_profiles_were_measured():
     """Nothing invented lies among them."""
     for path in profile_sources.SHIPPED.glob("*.json"):
         assert not Profile.load(path).estimated
+
+
+def test_a_compiled_models_loss_is_timed_with_its_last_norm(tmp_path):
+    """It is called as the root calls it; without the norm it gives something else."""
+    base = base_of(tmp_path, "llama")
+    model = ready([job("one", base, r=4, target_modules=["q_proj"])])
+    row, cpu = pack([tokens([10])]), torch.device("cpu")
+    loss = model.net.get_submodule(LOSS)
+    expected = loss(*calls_of(model, row, cpu).loss)
+    model.compile(backend="eager")
+    called = calls_of(model, row, cpu).loss
+
+    assert model.finish is not None
+    torch.testing.assert_close(loss(*called, finish=model.finish), expected)
+    assert not torch.allclose(loss(*called), expected)
+    (point,) = loss_points(model, [calls_of(model, row, cpu)], cpu, 1)
+    assert point.targets == len(row.targets)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tlora_fx.ops import cross_entropy
+from tlora_fx.ops import cross_entropy, cross_entropy_backward
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -30,5 +30,9 @@ def test_it_is_torchs_where_no_kernel_serves(dtype):
 
 def test_compilers_see_what_it_gives():
     """Shapes, dtypes and gradients, also of sizes that are symbols."""
-    logits = torch.randn(4, 11, requires_grad=True)
-    torch.library.opcheck(cross_entropy, (logits, torch.tensor([0, 10, -100, 2])))
+    targets = torch.tensor([0, 10, -100, 2])
+    for logits in (torch.randn(4, 11), torch.randn(11, 4).t()):
+        _, lse = cross_entropy(logits, targets)
+        torch.library.opcheck(cross_entropy, (logits.requires_grad_(), targets))
+        saved = torch.ones(4), logits.detach(), targets, lse
+        torch.library.opcheck(cross_entropy_backward, saved)

@@ -39,7 +39,7 @@ def test_losses_and_gradients_equal_the_reference(columns, dtype):
 
 
 def test_a_row_has_the_bits_that_it_has_alone():
-    """In a row of many, compiled or not."""
+    """In a row of many."""
     logits = torch.randn(300, 128_256, device="cuda", dtype=torch.bfloat16)
     targets, weights = torch.arange(300, device="cuda"), torch.rand(300, device="cuda")
     every = losses_and_gradient(logits, targets, weights)

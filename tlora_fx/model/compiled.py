@@ -78,9 +78,9 @@ def compile_method(
     options   of `torch.compile`; with `dynamic=False` no size is marked
     form      the same method in a form that is better compiled; None: as the class has it
     """
-    mark_compile_caches()
     allow_empty_grids()
     hold_rows()
+    mark_compile_caches()
     # torch.compile takes some of its inner options out of the mapping that it is given.
     options = {k: dict(v) if isinstance(v, dict) else v for k, v in options.items()}
     plain = getattr(type(owners[0]), name)

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from tlora_fx.config.job import Objective
@@ -196,8 +197,8 @@ class ChunkedLoss(nn.Module):
         ahead: Any = _LossAhead.apply
         chunks = self._chunks(flat.detach(), target_rows, targets, *rest)
         # Rows that fill up a captured row name its last one again: they go behind all others.
-        places = torch.where(targets == IGNORED, flat.shape[0], target_rows)
-        return cast(Tensor, ahead(flat, places, weights, chunks, chunk))
+        row_index = torch.where(targets == IGNORED, flat.shape[0], target_rows)
+        return cast(Tensor, ahead(flat, row_index, weights, chunks, chunk))
 
     def _row_weights(self, hidden: Tensor, target_segments: Tensor, rows: int) -> Tensor:
         """What each row's loss is going to be multiplied with, as far as that is known, [rows]."""
@@ -365,7 +366,7 @@ class _LossAhead(torch.autograd.Function):
     def forward(
         ctx: Any,
         flat: Tensor,
-        places: Tensor,
+        row_index: Tensor,
         weights: Tensor,
         chunks: Iterator[tuple[Tensor, ...]],
         losses_of: Chunk,
@@ -373,7 +374,7 @@ class _LossAhead(torch.autograd.Function):
         """The losses, [N], of rows of hidden states.
 
         flat        [T, H]
-        places      int64 [N], where a row's gradient belongs, each once; T: nowhere
+        row_index      int64 [N], where a row's gradient belongs, each once; T: nowhere
         weights     [N], what each loss is going to be multiplied with
         chunks      as `ChunkedLoss._chunks` makes them
         losses_of   a chunk's losses, as `ChunkedLoss.chunk`
@@ -385,28 +386,29 @@ class _LossAhead(torch.autograd.Function):
             stop = start + len(targets)
             with torch.enable_grad():
                 leaf = hidden.requires_grad_()
-                own = losses_of(leaf, targets, *tables)
+                chunk_losses = losses_of(leaf, targets, *tables)
                 # Not autograd.grad, under which hooks such as a FLOP counter's do not work.
-                own.backward(weights[start:stop].to(own.dtype))  # type: ignore[no-untyped-call]
+                chunk_losses.backward(weights[start:stop].to(chunk_losses.dtype))  # type: ignore[no-untyped-call]
             assert leaf.grad is not None
             gradients.append(leaf.grad)
-            losses.append(own.detach())
+            losses.append(chunk_losses.detach())
             start = stop
         ctx.size = flat.shape
-        ctx.save_for_backward(places, weights, *gradients)
+        ctx.save_for_backward(row_index, weights, *gradients)
         return torch.cat(losses)
 
     @staticmethod
-    def backward(ctx: Any, *found: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
         """The hidden states' gradient, in their dtype; zeros in rows without a target."""
-        places, weights, *gradients = ctx.saved_tensors
-        factors = (found[0] / weights).unsqueeze(1)
+        row_index, weights, *gradients = ctx.saved_tensors
+        factors = (slopes[0] / weights).unsqueeze(1)
         tokens, width = ctx.size
-        rows = gradients[0].new_empty(len(places), width)
+        rows = gradients[0].new_empty(len(row_index), width)
         start = 0
         for gradient in gradients:
             part = slice(start, start := start + gradient.shape[0] * gradient.shape[1])
             # The product is rounded where it is written: no float32 of all rows exists.
             torch.mul(gradient.reshape(-1, width), factors[part], out=rows[part])
-        whole = rows.new_zeros(tokens + 1, width).index_copy_(0, places, rows)
+        whole = rows.new_zeros(tokens + 1, width).index_copy_(0, row_index, rows)
         return whole[:tokens], None, None, None, None

@@ -169,7 +169,7 @@ class Ending:
     """What a root does to each row between its last layer and the loss, commonly a norm.
 
     first   what it begins with, commonly the layer's result
-    nodes   what is made of it, and of frozen tensors
+    nodes   what is computed from it, and from frozen tensors
     last    what the loss reads
     """
 
@@ -202,8 +202,11 @@ def ending_of(graphs: JobGraph | GroupGraph) -> Ending | None:
     if not nodes or len(firsts) != 1 or not inner or len(last.users) > 1:
         return None
     (first,) = firsts
-    shapes = [getattr(node.meta.get("val"), "shape", None) for node in (first, last)]
-    return Ending(first, frozenset(nodes), last) if shapes[0] == shapes[1] else None
+    before, after = first.meta.get("val"), last.meta["val"]
+    if not isinstance(before, torch.Tensor):
+        return None
+    alike = before.shape == after.shape and before.dtype == after.dtype
+    return Ending(first, frozenset(nodes), last) if alike else None
 
 
 def _is_vector_of_base(node: fx.Node) -> bool:
@@ -220,7 +223,10 @@ def _is_rowwise(node: fx.Node) -> bool:
         return list(node.args[1:]) == [[-1], True]
     if is_call(node, *_NORMS):
         return len(node.args[1]) == 1  # type: ignore[arg-type]
-    return torch.Tag.pointwise in node.target.tags or is_call(node, *_CASTS)
+    if node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
+        return False
+    same = isinstance(node.meta.get("val"), torch.Tensor)
+    return same and (torch.Tag.pointwise in node.target.tags or is_call(node, *_CASTS))
 
 
 def _activation(node: object) -> str | None:

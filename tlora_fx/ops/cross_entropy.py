@@ -29,7 +29,7 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
     logits    float [n, V]
     targets   int64 [n], in 0..V - 1, or -100: such a row's loss is 0
-    returns   [n] twice, float32, or wider where logits are
+    returns   [n] twice, float32, or wider where logits are; on a GPU NaN for any other target
     """
     if _is_served(logits):
         from tlora_fx.ops.kernels import cross_entropy as kernels
@@ -56,7 +56,7 @@ def _fake(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def cross_entropy_backward(
     gradient: Tensor, logits: Tensor, targets: Tensor, lse: Tensor
 ) -> Tensor:
-    """The logits' gradient, [n, V] in their dtype, 0 in rows without a loss.
+    """The logits' gradient, [n, V] in their dtype; 0 where the target is -100.
 
     gradient   [n], of the losses
     lse        of `cross_entropy`
@@ -69,7 +69,8 @@ def cross_entropy_backward(
     counted = targets != IGNORED
     shares = (logits.to(lse.dtype) - lse[:, None]).exp()
     shares.scatter_add_(1, targets.where(counted, 0)[:, None], -torch.ones_like(lse)[:, None])
-    return torch.where(counted[:, None], shares * gradient[:, None], 0).to(logits.dtype)
+    slopes = torch.where(counted[:, None], shares * gradient[:, None], 0)
+    return slopes.to(logits.dtype).contiguous()
 
 
 @cross_entropy_backward.register_fake
@@ -78,11 +79,16 @@ def _backward_fake(gradient: Tensor, logits: Tensor, targets: Tensor, lse: Tenso
 
 
 def _is_served(logits: Tensor) -> bool:
-    """Whether the kernels take these logits."""
-    if support.mode() == "off" or not support.has_triton() or logits.dtype not in _SERVED:
+    """Whether the kernels take these logits: on a GPU also float32, which needs no tensor cores."""
+    if not support.has_triton() or logits.dtype not in _SERVED or not logits.numel():
         return False
-    on_gpu = logits.is_cuda and support.mode() != "interpret"
-    return logits.numel() > 0 and (on_gpu or support.mode() == "interpret")
+    if support.mode() == "interpret":
+        return logits.dtype != torch.bfloat16  # which Triton's interpreter gets wrong
+    return (
+        logits.is_cuda
+        and support.mode() != "off"
+        and support.arch_of(logits.device) >= support.OLDEST
+    )
 
 
 def _rows(logits: Tensor) -> Tensor:
@@ -96,8 +102,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None]:
-    found: Tensor = torch.ops.tlora_fx.cross_entropy_backward.default(gradient, *ctx.saved_tensors)
-    return found, None
+    slopes: Tensor = torch.ops.tlora_fx.cross_entropy_backward.default(gradient, *ctx.saved_tensors)
+    return slopes, None
 
 
 cross_entropy.register_autograd(_backward, setup_context=_setup)

@@ -57,7 +57,7 @@ def _cross_entropy(
 
 @triton.jit
 def _cross_entropy_backward(
-    gradient, gradient_step, logits, row_step, targets, lse, found, columns,
+    gradient, gradient_step, logits, row_step, targets, lse, slopes, columns,
     PART: tl.constexpr, IGNORED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -69,18 +69,18 @@ def _cross_entropy_backward(
         logits += row.to(tl.int64) * row_step
         x = tl.load(logits + column, mask=inside, other=0.0).to(tl.float32)
         value = _exp(x - tl.load(lse + row))
-        value = tl.where(column == target, value - 1.0, value) * tl.load(
-            gradient + row * gradient_step
-        )
-    to = found + row.to(tl.int64) * columns + column
-    tl.store(to, value.to(found.dtype.element_ty), mask=inside)
+        value = tl.where(column == target, value - 1.0, value)
+        value = tl.where((target >= 0) & (target < columns), value, float("nan"))
+        value *= tl.load(gradient + row * gradient_step)
+    to = slopes + row.to(tl.int64) * columns + column
+    tl.store(to, value.to(slopes.dtype.element_ty), mask=inside)
 
 
 def forward(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
     """The loss of each row, and the logarithm of its sum of exponentials.
 
     logits    [n, V] of halves or float32, columns contiguous
-    targets   int64 [n], in 0..V - 1, or `ignored`; any other has no loss: NaN
+    targets   int64 [n], in 0..V - 1, or `ignored`; any other gives NaN
     returns   float32 [n], twice
     """
     rows, columns = logits.shape
@@ -101,9 +101,9 @@ def backward(
     lse        of `forward`
     """
     rows, columns = logits.shape
-    found = logits.new_empty(rows, columns)
+    slopes = logits.new_empty(rows, columns)
     _cross_entropy_backward[(rows, triton.cdiv(columns, _PART))](
-        gradient, gradient.stride(0), logits, logits.stride(0), targets, lse, found, columns,
+        gradient, gradient.stride(0), logits, logits.stride(0), targets, lse, slopes, columns,
         PART=_PART, IGNORED=ignored, num_warps=_PART_WARPS,
     )  # fmt: skip
-    return found
+    return slopes

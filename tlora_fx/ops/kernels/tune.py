@@ -55,7 +55,7 @@ DIRECTIONS: tuple[select.Direction, ...] = ("forward", "input_gradient")
 _COMPILING = 0.4
 _RATE = 0.05
 _WARM = 2
-# Products before the first measurement: some 60 ms.
+# Products before the first measurement.
 _HEAT = 150
 # What takes so much longer than the fastest is not timed again.
 _FAR = 1.5
@@ -510,7 +510,7 @@ def microseconds(calls: Sequence[Call], device: torch.device, rounds: int = 5) -
 
     On CUDA each call is captured into a graph first: what is timed is the device, not Python. It
     follows products there, as in a round: they keep the card at its limit of power, where clocks
-    are lower, and leave nothing of the call's tensors in the L2 cache.
+    are lower, and an H200's L2 cache holds what they wrote.
     """
     if device.type == "cuda":
         return _on_cuda(calls, rounds)
@@ -525,7 +525,7 @@ def _by_the_clock(call: Call) -> float:
 
 
 def _products() -> Call:
-    """What writes more than an L2 cache holds, by half a millisecond of tensor cores."""
+    """A product of 8,192 rows that writes 64 MiB."""
     rows = torch.randn(8192, 4096, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     return lambda: torch.mm(rows, weight)
