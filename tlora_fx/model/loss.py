@@ -374,7 +374,7 @@ class _LossAhead(torch.autograd.Function):
         """The losses, [N], of rows of hidden states.
 
         flat        [T, H]
-        row_index      int64 [N], where a row's gradient belongs, each once; T: nowhere
+        row_index   int64 [N], where a row's gradient belongs, each once; T: nowhere
         weights     [N], what each loss is going to be multiplied with
         chunks      as `ChunkedLoss._chunks` makes them
         losses_of   a chunk's losses, as `ChunkedLoss.chunk`
