@@ -399,10 +399,10 @@ class _LossAhead(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *slopes: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         """The hidden states' gradient, in their dtype; zeros in rows without a target."""
         row_index, weights, *gradients = ctx.saved_tensors
-        factors = (slopes[0] / weights).unsqueeze(1)
+        factors = (grad_losses[0] / weights).unsqueeze(1)
         tokens, width = ctx.size
         rows = gradients[0].new_empty(len(row_index), width)
         start = 0

@@ -51,30 +51,30 @@ def _fake(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op(
     "tlora_fx::cross_entropy_backward",
     mutates_args=(),
-    schema="(Tensor gradient, Tensor logits, Tensor targets, Tensor lse) -> Tensor",
+    schema="(Tensor grad_losses, Tensor logits, Tensor targets, Tensor lse) -> Tensor",
 )
 def cross_entropy_backward(
-    gradient: Tensor, logits: Tensor, targets: Tensor, lse: Tensor
+    grad_losses: Tensor, logits: Tensor, targets: Tensor, lse: Tensor
 ) -> Tensor:
     """The logits' gradient, [n, V] in their dtype; 0 where the target is -100.
 
-    gradient   [n], of the losses
-    lse        of `cross_entropy`
+    grad_losses   [n], the gradient of the losses
+    lse           of `cross_entropy`
     """
     if _is_served(logits):
         from tlora_fx.ops.kernels import cross_entropy as kernels
 
         with on_device(logits.device):
-            return kernels.backward(gradient, _rows(logits), targets.contiguous(), lse, IGNORED)
+            return kernels.backward(grad_losses, _rows(logits), targets.contiguous(), lse, IGNORED)
     counted = targets != IGNORED
     shares = (logits.to(lse.dtype) - lse[:, None]).exp()
     shares.scatter_add_(1, targets.where(counted, 0)[:, None], -torch.ones_like(lse)[:, None])
-    slopes = torch.where(counted[:, None], shares * gradient[:, None], 0)
-    return slopes.to(logits.dtype).contiguous()
+    grad_logits = torch.where(counted[:, None], shares * grad_losses[:, None], 0)
+    return grad_logits.to(logits.dtype).contiguous()
 
 
 @cross_entropy_backward.register_fake
-def _backward_fake(gradient: Tensor, logits: Tensor, targets: Tensor, lse: Tensor) -> Tensor:
+def _backward_fake(grad_losses: Tensor, logits: Tensor, targets: Tensor, lse: Tensor) -> Tensor:
     return logits.new_empty(logits.shape)
 
 
@@ -101,9 +101,9 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> 
     ctx.save_for_backward(logits, targets, output[1])
 
 
-def _backward(ctx: Any, gradient: Tensor, _: Any) -> tuple[Tensor, None]:
-    slopes: Tensor = torch.ops.tlora_fx.cross_entropy_backward.default(gradient, *ctx.saved_tensors)
-    return slopes, None
+def _backward(ctx: Any, grad_losses: Tensor, _: Any) -> tuple[Tensor, None]:
+    backward = torch.ops.tlora_fx.cross_entropy_backward.default
+    return backward(grad_losses, *ctx.saved_tensors), None
 
 
 cross_entropy.register_autograd(_backward, setup_context=_setup)

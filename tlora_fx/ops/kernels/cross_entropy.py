@@ -42,22 +42,22 @@ def _cross_entropy(
     for first in range(0, columns, LANES * EACH):
         column = first + places
         x = tl.load(logits + column, mask=column < columns, other=float("-inf")).to(tl.float32)
-        now = tl.maximum(largest, tl.max(x, axis=1))
-        total = total * _exp(largest - now) + tl.sum(_exp(x - now[:, None]), axis=1)
-        largest = now
+        new_largest = tl.maximum(largest, tl.max(x, axis=1))
+        total = total * _exp(largest - new_largest) + tl.sum(_exp(x - new_largest[:, None]), axis=1)
+        largest = new_largest
     top = tl.max(largest, axis=0)
     log_total = tl.log(tl.sum(total * _exp(largest - top), axis=0))
     target = tl.load(targets + row)
     inside = (target >= 0) & (target < columns)
-    wanted = tl.load(logits + tl.where(inside, target, 0)).to(tl.float32)
-    loss = tl.where(inside, log_total + (top - wanted), float("nan"))
+    target_logit = tl.load(logits + tl.where(inside, target, 0)).to(tl.float32)
+    loss = tl.where(inside, log_total + (top - target_logit), float("nan"))
     tl.store(losses + row, tl.where(target == IGNORED, 0.0, loss))
     tl.store(lse + row, top + log_total)
 
 
 @triton.jit
 def _cross_entropy_backward(
-    gradient, gradient_step, logits, row_step, targets, lse, slopes, columns,
+    grad_losses, grad_step, logits, row_step, targets, lse, grad_logits, columns,
     PART: tl.constexpr, IGNORED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -71,9 +71,9 @@ def _cross_entropy_backward(
         value = _exp(x - tl.load(lse + row))
         value = tl.where(column == target, value - 1.0, value)
         value = tl.where((target >= 0) & (target < columns), value, float("nan"))
-        value *= tl.load(gradient + row * gradient_step)
-    to = slopes + row.to(tl.int64) * columns + column
-    tl.store(to, value.to(slopes.dtype.element_ty), mask=inside)
+        value *= tl.load(grad_losses + row * grad_step)
+    to = grad_logits + row.to(tl.int64) * columns + column
+    tl.store(to, value.to(grad_logits.dtype.element_ty), mask=inside)
 
 
 def forward(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
@@ -93,17 +93,17 @@ def forward(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tens
 
 
 def backward(
-    gradient: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignored: int
+    grad_losses: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignored: int
 ) -> Tensor:
     """The logits' gradient, [n, V] in their dtype.
 
-    gradient   float32 [n], of the losses
-    lse        of `forward`
+    grad_losses   float32 [n], the gradient of the losses
+    lse           of `forward`
     """
     rows, columns = logits.shape
-    slopes = logits.new_empty(rows, columns)
+    grad_logits = logits.new_empty(rows, columns)
     _cross_entropy_backward[(rows, triton.cdiv(columns, _PART))](
-        gradient, gradient.stride(0), logits, logits.stride(0), targets, lse, slopes, columns,
-        PART=_PART, IGNORED=ignored, num_warps=_PART_WARPS,
+        grad_losses, grad_losses.stride(0), logits, logits.stride(0), targets, lse, grad_logits,
+        columns, PART=_PART, IGNORED=ignored, num_warps=_PART_WARPS,
     )  # fmt: skip
-    return slopes
+    return grad_logits
