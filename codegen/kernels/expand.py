@@ -93,59 +93,67 @@ def kernel(
     any_$k = width_$k > 0
     s_first_$k = tl.load(s_$k + row * s_stride_$k + ranks[None, :], mask=inside & any_$k, other=0.0)
     #]
-    for step in range(0, SLAB, COLUMNS):
-        column = tl.program_id(1) * SLAB + step
-        columns = column + tl.arange(0, COLUMNS)
-        there = (columns < OUTER)[None, :]  #? ragged
-        # What all products need is asked for ahead of the first one, so that it comes at once; most
-        # jobs have one rank block. Bits of jobs that drop nothing were not written.
-        #? dropout [
-        word = column // BITS + tl.arange(0, COLUMNS // BITS)
-        where = row * WORDS + word[None, :]
-        drawn = inside  #? not ragged
-        drawn = inside & (word < WORDS)[None, :]  #? ragged
-        #* sites [
-        drops = drawn & (threshold_$k > 0)
-        words_$k = tl.load(bits_$k + where, mask=drops, other=$all_set)
-        #]
-        #]
-        #* sites [
-        b_row = (first_$k + ranks).to(tl.int64)[:, None] * OUTER
-        filled = any_$k  #? not ragged
-        filled = any_$k & there  #? ragged
-        b_first_$k = tl.load(b_$k + b_row + columns[None, :], mask=filled, other=0.0)
-        #]
-        total = tl.zeros((ROWS, COLUMNS), $wide)
-        #* sites [
-        total = tl.dot(s_first_$k, b_first_$k, total$precision)  #? not several
-        part = tl.zeros((ROWS, COLUMNS), $wide)  #? several
-        part = tl.dot(s_first_$k, b_first_$k, part$precision)  #? several
-        for rank in tl.range(RANK_BLOCK, width_$k, RANK_BLOCK, num_stages=1):
-            s_tile = tl.load(
-                s_$k + row * s_stride_$k + (rank + ranks)[None, :], mask=inside, other=0.0
-            )
-            b_row = (first_$k + rank + ranks).to(tl.int64)[:, None] * OUTER
-            b_tile = tl.load(b_$k + b_row + columns[None, :])  #? not ragged
-            b_tile = tl.load(b_$k + b_row + columns[None, :], mask=there, other=0.0)  #? ragged
-            total = tl.dot(s_tile, b_tile, total$precision)  #? not several
-            part = tl.dot(s_tile, b_tile, part$precision)  #? several
-        #? dropout [
-        kept = expand_words(words_$k, ROWS, COLUMNS, BITS)
-        total = tl.where(kept, total, 0.0)  #? not several
-        part = tl.where(kept, part, 0.0)  #? several
-        #]
-        total += part  #? several
-        #]
-        total += tl.load(bias + columns[None, :]).to($wide)  #? bias and not ragged
-        total += tl.load(bias + columns[None, :], mask=there).to($wide)  #? bias and ragged
-        to = y + row * y_stride + columns[None, :]
-        here = inside  #? not ragged
-        here = inside & there  #? ragged
-        #? accumulate [
-        read = before + row * before_stride + columns[None, :]
-        total += tl.load(read, mask=here, other=0.0).to($wide)
-        #]
-        tl.store(to, total.to(tl.$dtype), mask=here)
+    widest = $widest
+    # Most jobs have one rank block, and loads are only asked for steps ahead in a loop without
+    # another in it: both forms stand in the code, one runs.
+    for further in tl.static_range(2):
+        if (widest > RANK_BLOCK) == (further == 1):
+            for step in tl.range(0, SLAB, COLUMNS):
+                column = tl.program_id(1) * SLAB + step
+                columns = column + tl.arange(0, COLUMNS)
+                there = (columns < OUTER)[None, :]  #? ragged
+                # What all products need is asked for ahead of the first one, so that it comes at
+                # once. Bits of jobs that drop nothing were not written.
+                #? dropout [
+                word = column // BITS + tl.arange(0, COLUMNS // BITS)
+                where = row * WORDS + word[None, :]
+                drawn = inside  #? not ragged
+                drawn = inside & (word < WORDS)[None, :]  #? ragged
+                #* sites [
+                drops = drawn & (threshold_$k > 0)
+                words_$k = tl.load(bits_$k + where, mask=drops, other=$all_set)
+                #]
+                #]
+                #* sites [
+                b_row = (first_$k + ranks).to(tl.int64)[:, None] * OUTER
+                filled = any_$k  #? not ragged
+                filled = any_$k & there  #? ragged
+                b_first_$k = tl.load(b_$k + b_row + columns[None, :], mask=filled, other=0.0)
+                #]
+                total = tl.zeros((ROWS, COLUMNS), $wide)
+                #* sites [
+                total = tl.dot(s_first_$k, b_first_$k, total$precision)  #? not several
+                part = tl.zeros((ROWS, COLUMNS), $wide)  #? several
+                part = tl.dot(s_first_$k, b_first_$k, part$precision)  #? several
+                if further:
+                    for rank in tl.range(RANK_BLOCK, width_$k, RANK_BLOCK, num_stages=1):
+                        at_s = s_$k + row * s_stride_$k + (rank + ranks)[None, :]
+                        s_tile = tl.load(at_s, mask=inside, other=0.0)
+                        b_row = (first_$k + rank + ranks).to(tl.int64)[:, None] * OUTER
+                        at_b = b_$k + b_row + columns[None, :]
+                        b_tile = tl.load(at_b)  #? not ragged
+                        b_tile = tl.load(at_b, mask=there, other=0.0)  #? ragged
+                        total = tl.dot(s_tile, b_tile, total$precision)  #? not several
+                        part = tl.dot(s_tile, b_tile, part$precision)  #? several
+                #? dropout [
+                kept = expand_words(words_$k, ROWS, COLUMNS, BITS)
+                total = tl.where(kept, total, 0.0)  #? not several
+                part = tl.where(kept, part, 0.0)  #? several
+                #]
+                total += part  #? several
+                #]
+                #? bias [
+                total += tl.load(bias + columns[None, :]).to($wide)  #? not ragged
+                total += tl.load(bias + columns[None, :], mask=there).to($wide)  #? ragged
+                #]
+                to = y + row * y_stride + columns[None, :]
+                here = inside  #? not ragged
+                here = inside & there  #? ragged
+                #? accumulate [
+                read = before + row * before_stride + columns[None, :]
+                total += tl.load(read, mask=here, other=0.0).to($wide)
+                #]
+                tl.store(to, total.to(tl.$dtype), mask=here)
 
 
 def launch(s, b_packed, bias, segments, slots, thresholds, bits, jobs, y):  #? not accumulate
@@ -205,14 +213,14 @@ def launch(s, b_packed, bias, segments, slots, thresholds, bits, jobs, y, before
 
 def default_tile(spec: KernelSpec) -> Tile:
     """Thousands of small programs, of which an SM holds several: each waits for its few loads."""
-    several = spec.sites > 1
-    rows, columns, slab = (64, 64 if several else 128, 512)
-    if spec.dropout:
-        # A thread of a wide tile would hold masks and sums of several sites at once.
-        rows, columns, slab = (64, 64, 256) if several else (32, 128, 512)
+    # A thread of a wide tile would hold masks and sums of several sites at once.
+    columns = 64 if spec.sites > 1 or spec.dropout else 128
     if spec.sites > 3 and spec.rank_block > 16:
         columns = 32  # What four sites ask for ahead leaves few registers.
-    return Tile(rows=rows, columns=columns, depth=0, warps=4, stages=1, slab=slab)
+    # Among products masks of one to three sites, of 4,800 to 8,192 tokens, took 5 to 15 % less so
+    # than without steps ahead (H200).
+    stages = 3 if spec.dropout else 1
+    return Tile(rows=64, columns=columns, depth=0, warps=4, stages=stages, slab=512)
 
 
 def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
@@ -257,6 +265,7 @@ def _values(spec: KernelSpec) -> dict[str, object]:
         "as_words": ".view(torch.int32)" if word == 32 else "",
         "ragged": spec.outer % spec.cut.slab,
         "empty": f"{empty} == 0",
+        "widest": _widest(spec.sites),
         "does": f"y {sign} {parts if spec.dropout else parts.replace('mask∘', '')}"
         + (" + bias" if spec.bias else "")
         + ".",
@@ -264,6 +273,14 @@ def _values(spec: KernelSpec) -> dict[str, object]:
         "bias_doc": f"[{spec.outer}] in {spec.dtype}" if spec.bias else "not read",
         "unread": "" if spec.dropout else "; not read",
     }
+
+
+def _widest(sites: int) -> str:
+    """The most ranks that the tile's job has at any site."""
+    text = "width_0"
+    for site in range(1, sites):
+        text = f"tl.maximum({text}, width_{site})"
+    return text
 
 
 def flops(spec: KernelSpec) -> str:
