@@ -302,6 +302,7 @@ def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
             (128, 64, 4, 4),
             (64, 256, 4, 3),
             (64, 256, 8, 3),
+            *(((32, 128, 4, 3), (32, 256, 4, 3)) if spec.dropout else ()),
         )
     ]
     fitting = (tile for tile in tried if _shared(spec, tile) <= shared_bytes(spec.arch))

@@ -1,11 +1,11 @@
 """S = scale * drop(x) Aᵀ of every job in one read of x, and dropout's bits.
 
-A program takes one tile of rows of one segment and all columns of x, in a fixed order, so a
-token's row of S depends on nothing but its job. For few tokens those are few programs that each
-wait long: with `tile.slab` a program takes so many columns of x and leaves a share of S, which the
-`sum_s` of `finish` adds up, scales and rounds. Tiles are counted from the segment's start; jobs
-without adapters only write zeros. Ranks up to `tile.columns` share one read of x, each further
-`tile.columns` read it again.
+A program takes one tile of rows of one segment and all columns of x, in a fixed order, so a token's
+row of S depends on nothing but its job. For few tokens, and where masks are drawn, those are few
+programs that each wait long: with `tile.slab` a program takes so many columns of x and leaves a
+share of S, which the `sum_s` of `finish` adds up, scales and rounds. Tiles are counted from the
+segment's start; jobs without adapters only write zeros. Ranks up to `tile.columns` share one read
+of x, each further `tile.columns` read it again.
 
 Decisions are drawn here once for every (token, eight columns), applied to x in registers and
 stored as one bit each. Bits of jobs that drop nothing are not written, and readers branch on the
@@ -21,6 +21,7 @@ always take a slab of columns: activations keep a program busy, so a GPU wants m
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from textwrap import indent
 
@@ -29,8 +30,10 @@ from tlora_fx.codegen.spec import Extend, KernelSpec, Tile, shared_bytes
 from tlora_fx.codegen.template import common_values, constants_of, fill, module, part_type, size
 from tlora_fx.errors import KernelSpecError
 
-# Tokens up to which tiles of all columns are too few for an H200; drawing masks takes longer.
-_FEW, _FEW_MASKED = 4096, 6144
+# Tokens up to which tiles of all columns are too few for an H200; those that draw masks always are.
+_FEW, _ANY = 4096, sys.maxsize
+# Tokens from which on programs that draw masks take larger shares.
+_MANY_MASKED = 6144
 # Rows, warps and stages of a tile that tuning tries.
 _TRIED = ((16, 4, 4), (16, 4, 6), (32, 4, 4), (32, 4, 6), (32, 8, 4), (64, 4, 3), (64, 8, 3))
 
@@ -490,6 +493,8 @@ def tile_for(spec: KernelSpec, tokens: int, width: int) -> Tile:
         is_narrow = columns == spec.rank_block and spec.extend != "copy"
         streamed = _streamed(spec) if is_narrow else ()
         return streamed[0] if streamed else replace(rule, columns=columns)
+    if _draws_narrow(spec) and tokens > _MANY_MASKED:
+        return _split(spec, replace(rule, columns=columns), 32, 2048)
     small = _draws_narrow(spec) and spec.sites > 2
     slab = 512 if small or tokens <= 1024 else 1024
     return _split(spec, replace(rule, columns=columns), 16 if small else min(rule.rows, 32), slab)
@@ -510,7 +515,7 @@ def few_tokens(spec: KernelSpec) -> int:
     """Up to how many tokens a tile may leave shares of S; of float32 and float64 none does."""
     if size(spec.dtype) > 2:
         return 0
-    return _FEW_MASKED if _draws_narrow(spec) else _FEW
+    return _ANY if _draws_narrow(spec) else _FEW
 
 
 def _draws_narrow(spec: KernelSpec) -> bool:
@@ -547,6 +552,8 @@ def _split(spec: KernelSpec, rule: Tile, rows: int, slab: int) -> Tile:
     """
     if _draws_narrow(spec):
         depth, warps, stages = (32, 2, 3) if spec.sites > 2 else (64, 4, 4)
+        if slab > 1024 and spec.sites > 1:
+            depth, warps, stages = 64, 2, 3
         return replace(rule, rows=rows, depth=depth, warps=warps, stages=stages, slab=slab)
     most = 4 if spec.rank_block > 16 or spec.sites > 1 else 8
     return replace(rule, rows=rows, slab=slab, stages=min(slab // rule.depth + 1, most))
@@ -565,7 +572,9 @@ def split_candidates(spec: KernelSpec) -> tuple[Tile, ...]:
         if slab < spec.inner and rows <= rule.rows
     ]
     if _draws_narrow(spec):  # Deeper steps of three sites spill registers, and can pay still.
-        tiles += [replace(tile, depth=2 * tile.depth) for tile in tiles]
+        deeper = [replace(tile, depth=2 * tile.depth) for tile in tiles]
+        thin = [replace(tile, depth=d, warps=2, stages=3) for tile in tiles for d in (32, 64)]
+        tiles += [*deeper, *(thin if spec.sites > 1 else ())]
     return tuple(dict.fromkeys(tiles))
 
 

@@ -51,7 +51,7 @@ def test_a_kernel_fits_its_architecture(name, arch):
 
 
 @pytest.mark.parametrize("sites", [1, 2, 3])
-@pytest.mark.parametrize("tokens", sampled([1024, 6144]))
+@pytest.mark.parametrize("tokens", sampled([1024, 6144, 8192]))
 def test_the_shrink_for_few_tokens_fits(tokens, sites):
     """Its tile leaves shares of S."""
     spec = KernelSpec("shrink", 4096, 14336, dropout=True, sites=sites)
