@@ -218,8 +218,9 @@ def default_tile(spec: KernelSpec) -> Tile:
     if spec.sites > 3 and spec.rank_block > 16:
         columns = 32  # What four sites ask for ahead leaves few registers.
     # Among products masks of one to three sites, of 4,800 to 8,192 tokens, took 5 to 15 % less so
-    # than without steps ahead (H200).
-    stages = 3 if spec.dropout else 1
+    # than without steps ahead (H200). Wider blocks and types would spill registers.
+    ahead = spec.dropout and spec.rank_block <= 16 and size(spec.dtype) == 2
+    stages = 3 if ahead else 1
     return Tile(rows=64, columns=columns, depth=0, warps=4, stages=stages, slab=512)
 
 

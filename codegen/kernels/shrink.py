@@ -1,7 +1,7 @@
 """S = scale * drop(x) Aᵀ of every job in one read of x, and dropout's bits.
 
 A program takes one tile of rows of one segment and all columns of x, in a fixed order, so a token's
-row of S depends on nothing but its job. For few tokens, and where masks are drawn, those are few
+row of S depends on nothing but its job. For few tokens, or where masks take time, those are few
 programs that each wait long: with `tile.slab` a program takes so many columns of x and leaves a
 share of S, which the `sum_s` of `finish` adds up, scales and rounds. Tiles are counted from the
 segment's start; jobs without adapters only write zeros. Ranks up to `tile.columns` share one read
@@ -30,10 +30,10 @@ from tlora_fx.codegen.spec import Extend, KernelSpec, Tile, shared_bytes
 from tlora_fx.codegen.template import common_values, constants_of, fill, module, part_type, size
 from tlora_fx.errors import KernelSpecError
 
-# Tokens up to which tiles of all columns are too few for an H200; those that draw masks always are.
-_FEW, _ANY = 4096, sys.maxsize
-# Tokens from which on programs that draw masks take larger shares.
-_MANY_MASKED = 6144
+# Tokens up to which tiles of all columns are too few for an H200; drawing masks takes longer.
+_FEW, _FEW_MASKED = 4096, 6144
+# Columns of the shares that programs with masks leave of more tokens than that.
+_LARGE_SHARE = 2048
 # Rows, warps and stages of a tile that tuning tries.
 _TRIED = ((16, 4, 4), (16, 4, 6), (32, 4, 4), (32, 4, 6), (32, 8, 4), (64, 4, 3), (64, 8, 3))
 
@@ -493,8 +493,8 @@ def tile_for(spec: KernelSpec, tokens: int, width: int) -> Tile:
         is_narrow = columns == spec.rank_block and spec.extend != "copy"
         streamed = _streamed(spec) if is_narrow else ()
         return streamed[0] if streamed else replace(rule, columns=columns)
-    if _draws_narrow(spec) and tokens > _MANY_MASKED:
-        return _split(spec, replace(rule, columns=columns), 32, 2048)
+    if _draws_narrow(spec) and tokens > _FEW_MASKED:
+        return _split(spec, replace(rule, columns=columns), 32, _LARGE_SHARE)
     small = _draws_narrow(spec) and spec.sites > 2
     slab = 512 if small or tokens <= 1024 else 1024
     return _split(spec, replace(rule, columns=columns), 16 if small else min(rule.rows, 32), slab)
@@ -512,10 +512,18 @@ def _gated_tile(spec: KernelSpec, columns: int, tokens: int) -> Tile:
 
 
 def few_tokens(spec: KernelSpec) -> int:
-    """Up to how many tokens a tile may leave shares of S; of float32 and float64 none does."""
+    """Up to how many tokens a tile may leave shares of S; of float32 and float64 none does.
+
+    With masks of narrow ranks and several large shares any number may: among products of 8,192
+    tokens such tiles take an eighth to a quarter less than whole ones (H200).
+    """
     if size(spec.dtype) > 2:
         return 0
-    return _ANY if _draws_narrow(spec) else _FEW
+    if not _draws_narrow(spec):
+        return _FEW
+    # Elsewhere the steps of large shares spill registers.
+    large = spec.arch == 90 and spec.sites < 4 and spec.inner > _LARGE_SHARE
+    return sys.maxsize if large else _FEW_MASKED
 
 
 def _draws_narrow(spec: KernelSpec) -> bool:
@@ -552,15 +560,16 @@ def _split(spec: KernelSpec, rule: Tile, rows: int, slab: int) -> Tile:
     """
     if _draws_narrow(spec):
         depth, warps, stages = (32, 2, 3) if spec.sites > 2 else (64, 4, 4)
-        if slab > 1024 and spec.sites > 1:
-            depth, warps, stages = 64, 2, 3
+        if slab == _LARGE_SHARE and spec.sites == 2:
+            # Deeper steps of wider panels would spill registers.
+            depth, warps, stages = 64 if rule.columns == spec.rank_block else 32, 2, 3
         return replace(rule, rows=rows, depth=depth, warps=warps, stages=stages, slab=slab)
     most = 4 if spec.rank_block > 16 or spec.sites > 1 else 8
     return replace(rule, rows=rows, slab=slab, stages=min(slab // rule.depth + 1, most))
 
 
 def split_candidates(spec: KernelSpec) -> tuple[Tile, ...]:
-    """What tuning tries for few tokens; the caller gives room for shares and starts `finish`."""
+    """What tuning tries of shares; the caller gives room for them and starts `finish`."""
     if not few_tokens(spec):
         return ()
     rule = default_tile(spec)

@@ -120,14 +120,19 @@ def test_an_altered_text_is_not_intact():
         ({}, 4096),
         ({"dropout": True}, 65536),
         ({"dropout": True, "sites": 3}, 65536),
+        ({"dropout": True, "sites": 4}, 6144),
+        ({"dropout": True, "arch": 120}, 6144),
+        ({"dropout": True, "inner": 2048}, 6144),
         ({"dropout": True, "rank_block": 64}, 4096),
         ({"dropout": True, "dtype": "float32"}, 0),
     ],
-    ids=["plain", "masks", "three sites", "wide", "float32"],
-)
+    ids=[
+        "plain", "masks", "three sites", "four sites", "Blackwell", "narrow x", "wide", "float32",
+    ],
+)  # fmt: skip
 def test_few_tokens_leave_shares(fields, most):
-    """Up to a number of tokens, always with masks of narrow ranks; tuning tries them too."""
-    spec = KernelSpec("shrink", 4096, 4096, **fields)
+    """Up to a number of tokens, at most any with masks of narrow ranks; tuning tries them too."""
+    spec = KernelSpec("shrink", **{"inner": 4096, "outer": 4096} | fields)
     shared = [tokens for tokens in (0, 1024, 4096, 5000, 6144, 65536) if is_shared(spec, tokens)]
 
     assert max(shared, default=0) == most
