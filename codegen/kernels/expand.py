@@ -213,15 +213,18 @@ def launch(s, b_packed, bias, segments, slots, thresholds, bits, jobs, y, before
 
 def default_tile(spec: KernelSpec) -> Tile:
     """Thousands of small programs, of which an SM holds several: each waits for its few loads."""
-    # A thread of a wide tile would hold masks and sums of several sites at once.
-    columns = 64 if spec.sites > 1 or spec.dropout else 128
+    several = spec.sites > 1
+    if spec.dropout and spec.rank_block <= 16 and size(spec.dtype) == 2:
+        # Among products masks of one to three sites, of 4,800 to 8,192 tokens, took 5 to 15 % less
+        # so than without loads ahead (H200). Wider blocks and types would spill registers.
+        return Tile(rows=64, columns=64, depth=0, warps=4, stages=3, slab=512)
+    rows, columns, slab = (64, 64 if several else 128, 512)
+    if spec.dropout:
+        # A thread of a wide tile would hold masks and sums of several sites at once.
+        rows, columns, slab = (64, 64, 256) if several else (32, 128, 512)
     if spec.sites > 3 and spec.rank_block > 16:
         columns = 32  # What four sites ask for ahead leaves few registers.
-    # Among products masks of one to three sites, of 4,800 to 8,192 tokens, took 5 to 15 % less so
-    # than without steps ahead (H200). Wider blocks and types would spill registers.
-    ahead = spec.dropout and spec.rank_block <= 16 and size(spec.dtype) == 2
-    stages = 3 if ahead else 1
-    return Tile(rows=64, columns=columns, depth=0, warps=4, stages=stages, slab=512)
+    return Tile(rows=rows, columns=columns, depth=0, warps=4, stages=1, slab=slab)
 
 
 def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
