@@ -582,7 +582,9 @@ def split_candidates(spec: KernelSpec) -> tuple[Tile, ...]:
     ]
     if _draws_narrow(spec):  # Deeper steps of three sites spill registers, and can pay still.
         deeper = [replace(tile, depth=2 * tile.depth) for tile in tiles]
-        thin = [replace(tile, depth=d, warps=2, stages=3) for tile in tiles for d in (32, 64)]
+        thin = [
+            replace(tile, depth=depth, warps=2, stages=3) for tile in tiles for depth in (32, 64)
+        ]
         tiles += [*deeper, *(thin if spec.sites > 1 else ())]
     return tuple(dict.fromkeys(tiles))
 

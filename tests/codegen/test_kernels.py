@@ -131,7 +131,7 @@ def test_an_altered_text_is_not_intact():
     ],
 )  # fmt: skip
 def test_few_tokens_leave_shares(fields, most):
-    """Up to a number of tokens, at most any with masks of narrow ranks; tuning tries them too."""
+    """Up to a number of tokens, or at any number; tuning tries them too."""
     spec = KernelSpec("shrink", **{"inner": 4096, "outer": 4096} | fields)
     shared = [tokens for tokens in (0, 1024, 4096, 5000, 6144, 65536) if is_shared(spec, tokens)]
 

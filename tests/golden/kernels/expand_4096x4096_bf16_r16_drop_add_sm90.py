@@ -9,7 +9,7 @@
 # again      tlora-fx kernels show expand --in 4096 --out 4096 --dropout --accumulate --tile
 #            64,64,0,4,3,0,512
 #
-# sha256 of what follows: cb036ea93e4910edf51f86f0312be7c8cb005548207d7c7349e9c0610ace25f0
+# sha256 of what follows: 89bbd8d842fdc751aa0012be10acb935e2427abf4552164f0e7985bed662e522
 
 import torch
 import triton
@@ -99,8 +99,8 @@ def expand(
     any_0 = width_0 > 0
     s_first_0 = tl.load(s_0 + row * s_stride_0 + ranks[None, :], mask=inside & any_0, other=0.0)
     widest = width_0
-    # Most jobs have one rank block, and loads are only asked for steps ahead in a loop without
-    # another in it: both forms stand in the code, one runs.
+    # Triton loads ahead only in a loop without another in it, and most jobs have one rank block:
+    # both forms stand in the code, one runs.
     for further in tl.static_range(2):
         if (widest > RANK_BLOCK) == (further == 1):
             for step in tl.range(0, SLAB, COLUMNS):
