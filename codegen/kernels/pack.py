@@ -29,7 +29,7 @@ from tlora_fx.errors import KernelSpecError
 
 STRIP = 512  # columns that share a flag; the kernels that read flags rely on it
 _ELEMENTS = 8192  # of one step of a program: at 8 warps 32 a thread, moved 16 bytes at a time
-_WIDEST_TAIL_BLOCK = 64  # the tail's width is a multiple of it
+_WIDEST_TAIL_BLOCK = 64  # tails are multiples of it, or of narrower rank blocks
 
 _BODY = '''
 @triton.jit

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -173,9 +175,24 @@ def test_a_head_with_adapters_gets_the_tables_of_its_chunk(head):
     loss(hidden, rows, targets, bounds, segments, index)
 
     assert recording.seen == [
-        ([0, 3, 3, 3], [100, 102, 103]),
-        ([0, 0, 0, 4], [107, 108, 112, 119]),
+        ([0, 3, 3, 4], [100, 102, 103, 107]),
+        ([0, 0, 0, 3], [108, 112, 119]),
     ]
+
+
+@pytest.mark.parametrize("rows", [1, 17, 1039, 1040, 1041, 4768, 8136, 16280])
+def test_chunks_are_as_few_as_fit_and_begin_where_compiled_code_reads_fast(head, rows):
+    """Of a vocabulary of 128,256 words no chunk's logits take more than 512 MiB in float32."""
+    loss = ChunkedLoss(head, 128_256, ())
+
+    cuts = loss._cuts(rows)
+    sizes = [stop - start for start, stop in pairwise(cuts)]
+
+    assert (cuts[0], cuts[-1]) == (0, rows)
+    assert all(start % 16 == 0 for start in cuts[:-1])
+    assert 0 < min(sizes) <= max(sizes) <= 1040
+    assert max(sizes) - min(sizes) <= 16 * len(sizes)
+    assert len(sizes) == -(-rows // 1040)
 
 
 @pytest.mark.parametrize("lines", [False, True])

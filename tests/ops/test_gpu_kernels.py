@@ -368,8 +368,8 @@ def joined(site):
     """Makes q, k and v on one x, compiled, their weights in one buffer; and as they are alone."""
     torch._dynamo.reset()
 
-    def make(lengths=LENGTHS, rates=(0.0,) * 5, spoil=None):
-        sites = [site(lengths, rates=rates, features=(1024, n)) for n in (1024, 256, 256)]
+    def make(lengths=LENGTHS, rates=(0.0,) * 5, spoil=None, ranks=RANKS):
+        sites = [site(lengths, ranks, rates, features=(1024, n)) for n in (1024, 256, 256)]
         lists = [list(column) for column in zip(*(one.arguments() for one in sites), strict=True)]
         leaves = [sites[0].x, *lists[3], *lists[4]]
         leaves = [leaf.detach().clone().requires_grad_() for leaf in leaves]
@@ -391,7 +391,7 @@ def joined(site):
             return q, k + turned, v
 
         def join():
-            found = packed.join(lists[1], 64)
+            found = packed.join(lists[1], sum(ranks))
             for weight, one in zip(weights, found, strict=True):
                 weight.data = one
 
@@ -407,21 +407,22 @@ def joined(site):
     return make
 
 
+@pytest.mark.parametrize(("ranks", "step"), [(RANKS, 64), ((4, 1, 2, 7, 2), 16)])
 @pytest.mark.parametrize("rates", [(0.0,) * 5, RATES], ids=["keep", "drop"])
-def test_joined_weights_give_what_each_gives_alone(joined, monkeypatch, rates):
+def test_joined_weights_give_what_each_gives_alone(joined, monkeypatch, rates, ranks, step):
     """Compiled, for several numbers of tokens, by one product each way."""
     shapes, plain = [], torch.mm
     monkeypatch.setattr(
         torch, "mm", lambda *args, **kwargs: shapes.append(args[1].shape) or plain(*args, **kwargs)
     )
     for lengths in (LENGTHS, (64, 0, 9, 300, 5)):
-        run, results, join = joined(lengths, rates)
+        run, results, join = joined(lengths, rates, ranks=ranks)
         wanted = results(run)
         join()
         shapes.clear()
         found = results(torch.compile(run, fullgraph=True, backend="inductor"))
-        assert (1024 + 3 * 64, 1536) in shapes
-        assert ((1536 + 3 * 64, 1024) in shapes) == (not any(rates))
+        assert (1024 + 3 * step, 1536) in shapes
+        assert ((1536 + 3 * step, 1024) in shapes) == (not any(rates))
         for one, other in zip(found, wanted, strict=True):
             assert (one - other).float().norm() <= 2e-2 * other.float().norm()
 

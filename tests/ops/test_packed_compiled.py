@@ -123,13 +123,14 @@ def test_numbers_are_those_without_room(seen, block, given, expected):
 
 
 @pytest.mark.parametrize("drops", [False, True], ids=["plain", "dropout"])
+@pytest.mark.parametrize("rows", [64, 16])
 @pytest.mark.parametrize("outers", [(32, 16), (96, 48)], ids=["narrow", "wide"])
-def test_joined_weights_have_their_gradients_side_by_side(seen, lora, drops, outers):
+def test_joined_weights_have_their_gradients_side_by_side(seen, lora, drops, outers, rows):
     """All y are one tensor in a traced graph, and so are all dy, with room behind them."""
     rates = (0.3, 0.0) if drops else (0.0, 0.0)
     made = [lora((6, 5), (3, 2), rates, features=(WIDTH, n), dtype=torch.float32) for n in outers]
     lists = [list(column) for column in zip(*(one.arguments() for one in made), strict=True)]
-    plain, joined = lists[1], packed.join(lists[1], ROOM)
+    plain, joined = lists[1], packed.join(lists[1], rows)
     row = [column[0] for column in lists[8:11]]
 
     def run(weights, h, *leaves):
@@ -151,9 +152,10 @@ def test_joined_weights_have_their_gradients_side_by_side(seen, lora, drops, out
 
     found = step(compiled, leaves)
 
-    width = 0 if drops else 2 * ROOM
+    room = packed.joined_room(rows, 2)
+    width = 0 if drops else room
     one, other = outers
-    assert seen == [("x", WIDTH, 2 * ROOM), ("dy", one, other + width), ("dy", other, one + width)]
+    assert seen == [("x", WIDTH, room), ("dy", one, other + width), ("dy", other, one + width)]
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
 
@@ -181,27 +183,41 @@ def test_inductors_code_puts_parts_beside_each_other(room):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "rows", "expected"),
+    ("shapes", "rows", "step", "room"),
     [
-        (((32, 32), (16, 32), (16, 32)), (9, 9, 9), True),
-        (((48, 32), (48, 32)), (9, 9), True),
-        (((48, 32), (16, 32)), (9, 9), False),
-        (((32, 32), (16, 32), (16, 32)), (70, 9, 9), False),
-        (((48, 32), (48, 32)), (70, 70), False),
-        (((32, 32),), (9,), False),
+        (((32, 32), (16, 32), (16, 32)), (9, 16, 9), 16, 64),
+        (((32, 32), (16, 32), (16, 32)), (9, 17, 9), 32, 128),
+        (((32, 32), (16, 32), (16, 32)), (9, 33, 9), 64, 192),
+        (((48, 32), (48, 32)), (9, 9), 32, 64),
+        (((48, 32), (48, 32)), (9, 33), 64, 128),
+        (((48, 32), (16, 32)), (9, 9), 0, 64),
+        (((32, 32), (16, 32), (16, 32)), (70, 9, 9), 0, 128),
+        (((48, 32), (48, 32)), (70, 70), 0, 128),
+        (((32, 32),), (9,), 0, 64),
     ],
-    ids=["narrow", "wide", "wide and narrow", "many rows", "many rows of wide", "alone"],
+    ids=[
+        "narrow",
+        "narrow 17",
+        "narrow 33",
+        "wide",
+        "wide 33",
+        "wide and narrow",
+        "many rows",
+        "many rows of wide",
+        "alone",
+    ],
 )
-def test_weights_are_joined_where_sums_are_short(monkeypatch, shapes, rows, expected):
-    """As q, k and v are; numbers stay."""
+def test_weights_are_joined_where_sums_are_short(monkeypatch, shapes, rows, step, room):
+    """As q, k and v are, each with whole rank blocks; numbers stay."""
     monkeypatch.setattr(support, "mode", lambda: "interpret")
     given = [torch.randn(shape) for shape in shapes]
 
     found = packed.roomy_weights(given, rows)
 
-    assert packed.is_joined(found, ROOM) == expected
+    assert packed.step_of(found) == step
+    assert found[0].stride(0) - found[0].shape[1] == room
     assert len({weight.untyped_storage().data_ptr() for weight in found}) == (
-        1 if expected else len(given)
+        1 if step else len(given)
     )
     assert all(one.equal(other) for one, other in zip(found, given, strict=True))
 

@@ -197,7 +197,7 @@ def _loss(gpu: Gpu, facts: ModelFacts, size: Size, rows: int) -> LossPoint:
     """Chunks of logits, which the backward computes again."""
     product = 2 * size.elements * rows / (gpu.peak_tflops(facts.dtype) * 1e9 * PRODUCTS)
     logits = 4.0 * facts.vocabulary * rows / (gpu.memory_gbps * 1e6 * MEMORY)
-    chunk = min(rows, max(64, GIB // 4 // (4 * facts.vocabulary)))
+    chunk = min(rows, max(64, GIB // 2 // (4 * facts.vocabulary)))
     return LossPoint(
         targets=rows,
         forward_ms=product + 3 * logits,

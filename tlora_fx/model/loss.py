@@ -20,7 +20,10 @@ from tlora_fx.model.preference import Pairs, with_preferences
 from tlora_fx.ops import cross_entropy, segment_spread, segment_sum, tp_argmax, tp_cross_entropy
 from tlora_fx.ops.parallel import GROUP
 
-CHUNK_BYTES = 256 * 2**20
+#: Of a chunk's logits in float32.
+CHUNK_BYTES = 512 * 2**20
+# Rows that chunks begin at multiples of: compiled code copies tables that begin elsewhere.
+_ALIGNED = 16
 
 #: From a chunk's hidden states, targets and tables to the loss of each row.
 Chunk: TypeAlias = Callable[..., Tensor]
@@ -74,7 +77,7 @@ class ChunkedLoss(nn.Module):
         self.token_losses: list[Tensor] | None = None
         self._pairs: Sequence[Pairs] = ()
         self.width_dim = 1 if lines else 0
-        self.chunk_rows = max(64, CHUNK_BYTES // (4 * vocabulary))
+        self.chunk_rows = max(64, CHUNK_BYTES // (4 * vocabulary) // _ALIGNED * _ALIGNED)
 
     def forward(
         self,
@@ -143,15 +146,19 @@ class ChunkedLoss(nn.Module):
         return max(1, -(-rows // self.chunk_rows))
 
     def _cuts(self, rows: int) -> list[int]:
-        """Where chunks of target rows begin, and where the last one ends.
+        """Where chunks of target rows begin, and where the last one ends: alike but for the last.
 
-        Chunks are of one size and their number is a power of two, so that compiled code is made
+        Of a model that is compiled as one their number is a power of two, so that code is made
         again only when the rows of targets double.
         """
-        pieces = 1
-        while pieces * self.chunk_rows < rows:
-            pieces *= 2
-        return [rows * piece // pieces for piece in range(pieces + 1)]
+        if torch.compiler.is_compiling():
+            pieces = 1
+            while pieces * self.chunk_rows < rows:
+                pieces *= 2
+            return [rows * piece // pieces for piece in range(pieces + 1)]
+        size = -(-rows // self.pieces_for(rows))
+        size = min(self.chunk_rows, -(-size // _ALIGNED) * _ALIGNED)
+        return [*range(0, rows, size), rows]
 
     def _chunks(
         self,

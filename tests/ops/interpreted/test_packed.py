@@ -112,14 +112,14 @@ def joined(lora, traced):
     """
     ranks = ((3, 5, 0), (4, 0, 17), (2, 1, 9))
 
-    def make(rates=(0.0,) * 3, bias=False, lengths=(9, 4, 1)):
+    def make(rates=(0.0,) * 3, bias=False, lengths=(9, 4, 1), rows=64):
         sites = [
             lora(lengths, own, rates, features=(32, width), dtype=torch.float32, bias=bias)
             for own, width in zip(ranks, (32, 16, 16), strict=True)
         ]
         calls = [site.arguments(x=sites[0].x) for site in sites]
         lists = [list(column) for column in zip(*calls, strict=True)]
-        weights = packed.join(lists[1], 64)
+        weights = packed.join(lists[1], rows)
         leaves = [one.detach().clone().requires_grad_() for call in calls for one in call[3:5]]
 
         def run(seed=0):
@@ -142,8 +142,9 @@ def joined(lora, traced):
     return make
 
 
+@pytest.mark.parametrize(("rows", "step"), [(64, 64), (21, 32)], ids=["wide", "tight"])
 @pytest.mark.parametrize("rates", [(0.0,) * 3, (0.3, 0.0, 0.2)], ids=["keep", "drop"])
-def test_joined_weights_give_all_outputs_by_one_product(joined, monkeypatch, rates):
+def test_joined_weights_give_all_outputs_by_one_product(joined, monkeypatch, rates, rows, step):
     """Both ways, but where masks part dx from the branches its product stands alone."""
     products, plain = [], torch.mm
 
@@ -152,13 +153,23 @@ def test_joined_weights_give_all_outputs_by_one_product(joined, monkeypatch, rat
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(torch, "mm", watched)
-    run = joined(rates)
+    run = joined(rates, rows=rows)
 
     for seed in range(4):  # the second is written down, the others are started again
         assert_close(*run(seed))
 
-    both = [(32 + 3 * 64, 64), (64 + 3 * 64, 32)]
+    both = [(32 + 3 * step, 64), (64 + 3 * step, 32)]
     assert products == 2 * both[: 1 if any(rates) else 2]
+
+
+def test_adapters_of_more_rows_than_joined_weights_have_room_for(joined, monkeypatch):
+    """21 rows of one site do not fit 16 columns: plans of single sites serve, in the same graph."""
+    products, plain = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *a, **kw: products.append(0) or plain(*a, **kw))
+
+    assert_close(*joined(rows=16)())
+
+    assert not products
 
 
 def test_joined_weights_take_biases(joined):

@@ -106,15 +106,15 @@ def _forward(
     gated: list[Tensor] | None = None,
 ) -> None:
     sites, rows = run.kernel_group.sites, whole[:, : run.group.inner]
-    step = max(site.tail for site in sites)
-    behind = has_room(whole, room, step * len(sites))
-    together = joint(run) if behind and len(wide) < len(sites) else None
-    if together is not None:
+    together = joint(run) if len(wide) < len(sites) else None
+    if together is not None and has_room(whole, room, together.tails):
         packed = run.pack(dict(enumerate(together.rooms)))
-        run.shrink(rows, packed, s, bits, whole, step, copies=False)
-        left = whole[:, : rows.shape[1] + step * len(sites)]
+        run.shrink(rows, packed, s, bits, whole, together.step, copies=False)
+        left = whole[:, : rows.shape[1] + together.tails]
         _product(left, together.upper.t(), beside, wide[0])
         return
+    step = max(site.tail for site in sites)
+    behind = has_room(whole, room, step * len(sites))
     wide = _columns(wide, sites)
     rooms = [run.room(index, behind) for index in range(len(sites))]
     choices = [
@@ -151,13 +151,20 @@ class Joint:
     """Weights that stand in one buffer, one below the other.
 
     rooms   of the sites
+    step    columns of each site's adapters
     upper   [sum of O, I + tails], the weights and Bᵀ behind each
     left    [sum of O + tails, I], the weights, then A of each site
     """
 
     rooms: list[WeightRoom]
+    step: int
     upper: Tensor
     left: Tensor
+
+    @property
+    def tails(self) -> int:
+        """Columns of all sites' adapters."""
+        return self.step * len(self.rooms)
 
 
 def joint(run: Run) -> Joint | None:
@@ -165,17 +172,20 @@ def joint(run: Run) -> Joint | None:
     if not select.may_join():
         return None
     sites, weights, inner = run.kernel_group.sites, run.group.weights, run.group.inner
-    step, outer, rooms = max(site.tail for site in sites), 0, []
+    step, outer, rooms = 0, 0, []
     for index, (weight, site) in enumerate(zip(weights, sites, strict=True)):
         room = room_of(weight, site, make=False)
-        if room is None or (room.first, room.beside) != (outer, inner + step * index):
+        if room is None or not room.step:
+            return None
+        step = room.step
+        if (room.first, room.beside) != (outer, inner + step * index):
             return None
         if index and room.buffer(weight).data_ptr() != weights[0].data_ptr():
             return None
         outer += site.outer
         rooms.append(room)
-    whole = rooms[0].buffer(weights[0])
-    return Joint(rooms, whole[:outer], whole[:, :inner])
+    whole, tails = rooms[0].buffer(weights[0]), step * len(rooms)
+    return Joint(rooms, step, whole[:outer, : inner + tails], whole[: outer + tails, :inner])
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None, y: Tensor) -> None:
@@ -319,23 +329,23 @@ def _joined_input_gradient(
 ) -> None:
     """All dys stand side by side in `whole`."""
     sites = run.kernel_group.sites
-    outer, step = sum(site.outer for site in sites), max(site.tail for site in sites)
-    rows = _columns([whole], sites)
-    behind = has_room(whole, room, step * len(sites))
+    outer, rows = sum(site.outer for site in sites), _columns([whole], sites)
     together = None if dx is None else joint(run)
-    concat = together is not None and behind and not run.group.drops
-    rooms = together.rooms if together is not None and concat else [None] * len(sites)
+    rooms: list[WeightRoom] | list[None] = [None] * len(sites)
+    tails, step = 0, 0
+    if together and not run.group.drops and has_room(whole, room, together.tails):
+        rooms, tails, step = together.rooms, together.tails, together.step
     packed = [run.packed(index, place) for index, place in enumerate(rooms)]
-    lefts: list[Tensor | None] = [whole if concat else None] * len(sites)
-    tails = [(outer + step * index, step) for index in range(len(sites))]
-    run.lora_b_backward(rows, s, packed, parts, ds, lefts, [False] * len(sites), tails)
+    lefts = [whole if tails else None] * len(sites)
+    places = [(outer + step * index, step) for index in range(len(sites))]
+    run.lora_b_backward(rows, s, packed, parts, ds, lefts, [False] * len(sites), places)
     if dx is None:
         return
     if together is None:
         choices = [run.choose("input_gradient", index, room=False) for index in range(len(sites))]
         _add_up(run, rows, choices, packed, ds, bits, dx, {})
-    elif concat:
-        torch.mm(whole[:, : outer + step * len(sites)], together.left, out=dx)
+    elif tails:
+        torch.mm(whole[:, : outer + tails], together.left, out=dx)
     else:
         _expand_all(run, ["sidecar"] * len(sites), packed, ds, bits, dx)
         dx.addmm_(whole[:, :outer], together.left[:outer])

@@ -156,7 +156,7 @@ class Run:
             return None
         weight, site = self.group.weights[index], self.kernel_group.sites[index]
         found = room_of(weight, site, select.may_copy_weights())
-        return None if found is not None and found.joined else found
+        return None if found is not None and found.step else found
 
     def pack(self, rooms: dict[int, WeightRoom | None]) -> list[Packed]:
         """Pack the adapters of these sites, and into the tails of their weights' rooms."""
@@ -169,7 +169,7 @@ class Run:
                 (
                     stored_form(self.group.weights[index], sites[index]) if room.copy is None
                     else room.copy,
-                    room.below, room.beside, sites[index].tail,
+                    room.below, room.beside, room.tail(sites[index]),
                 )
                 for index in indices if (room := rooms[index])
             ]  # fmt: skip
@@ -244,7 +244,8 @@ class Run:
             weight = room.copy
             if weight is None:
                 weight = stored_form(self.group.weights[index], site)
-            tail = weight.data_ptr(), weight.stride(0), room.below, room.beside
+            place = room.below, room.beside, room.tail(site)
+            tail = weight.data_ptr(), weight.stride(0), *place
         reads = a, b, tables.ranks, tables.slots
         writes = held.a, held.b, held.flags
         return pack_together.Work(

@@ -31,7 +31,8 @@ class Work:
     writes   of a and b as they are packed, and of their flags
     blocks   of packed rows
     tail     address of the weight, elements from one of its rows to the next, rows below it and
-             columns beside it where its adapters begin; None where they do not stand there
+             columns beside it where its adapters begin, and how many are theirs; None where they
+             do not stand there
     """
 
     site: Site
@@ -39,12 +40,12 @@ class Work:
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     blocks: int
-    tail: tuple[int, int, int, int] | None
+    tail: tuple[int, int, int, int, int] | None
 
     @property
     def targets(self) -> list[object]:
         """What no other work may write."""
-        address, _, below, beside = self.tail or (0, 0, 0, 0)
+        address, _, below, beside, _ = self.tail or (0, 0, 0, 0, 0)
         return [self.writes[0], *([(address, below, beside)] if self.tail else [])]
 
     @property
@@ -58,7 +59,7 @@ class Work:
         site, (a, b, ranks, slots), (a_packed, b_packed, flags) = self.site, self.reads, self.writes
         counts = [-(-columns // STRIP) for columns in (site.inner, site.outer)]
         upright, place = site.layout == "out_in", 0
-        ends = self.blocks + (site.tail // site.rank_block if self.tail else 0)
+        ends = self.blocks + (self.tail[-1] // site.rank_block if self.tail else 0)
         for source, target, width, count, in_rows in (
             (a, a_packed, site.inner, counts[0], upright),
             (b, b_packed, site.outer, counts[1], not upright),
@@ -75,7 +76,7 @@ class Work:
         """Address of the first number behind the weight, and the step of its rows."""
         if self.tail is None:
             return 0, 0
-        address, stride, below, beside = self.tail
+        address, stride, below, beside, _ = self.tail
         size = getattr(torch, self.site.dtype).itemsize
         return address + size * (below * stride if in_rows else beside), stride
 

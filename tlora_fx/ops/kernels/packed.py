@@ -22,7 +22,9 @@ Weights that read one x, such as q, k and v, can stand in one buffer (`join`), o
 
 Then [x | S_q S_k S_v] times its upper rows gives all y side by side in one product, and the dys,
 side by side with all dS behind them, times its left columns give dx in another: no sum of three is
-written three times, and narrow outputs leave no GPU half empty. Gate and up stand so too.
+written three times, and narrow outputs leave no GPU half empty. Gate and up stand so too. Of up to
+32 rows each site has whole rank blocks, and all together what a GEMM likes: q, k and v of one job
+of rank 16 take 64 columns, where 64 each would be one product in thirty more.
 """
 
 from __future__ import annotations
@@ -74,7 +76,7 @@ class WeightRoom:
     first     row of the buffer in which the weight begins, 0 unless it was joined behind others
     copy      the buffer, where it is ours and not the weight's own
     of        the weight that was copied, and its version
-    joined    the buffer is that of several weights
+    step      where several weights share the buffer, the columns of each one's adapters; else 0
     holds     the packed adapters that its tail holds; see `contents`
     """
 
@@ -84,8 +86,12 @@ class WeightRoom:
     first: int = 0
     copy: Tensor | None = None
     of: tuple[weakref.ref[Tensor], object] | None = None
-    joined: bool = False
+    step: int = 0
     holds: object = None
+
+    def tail(self, site: Site) -> int:
+        """T: rows and columns of a site's adapters in this room."""
+        return self.step or site.tail
 
     def buffer(self, stored: Tensor) -> Tensor:
         """The buffer that a weight, as it is stored, lies in."""
@@ -93,20 +99,21 @@ class WeightRoom:
             return self.copy
         return stored.as_strided(self.shape, (self.shape[1], 1), 0)
 
-    def around(self, stored: Tensor, tail: int) -> bool:
-        """Whether a weight lies in this room, and the room is as large as needed."""
-        rows, columns = self.shape
+    def around(self, stored: Tensor, site: Site) -> bool:
+        """Whether a weight lies in this room, and the room is as large as its site needs."""
+        (rows, columns), tail = self.shape, self.tail(site)
         bytes_there = stored.untyped_storage().nbytes() // stored.element_size()
         return (
             (stored.stride(), stored.storage_offset()) == ((columns, 1), self.first * columns)
             and bytes_there == rows * columns
+            and _holds(tail, site)
             and rows - self.first - self.below >= tail
             and columns - self.beside >= tail
         )
 
     def place(self) -> Key:
         """Where a weight and its adapters stand, as far as launches depend on it."""
-        return self.copy is None, self.first, self.below, self.beside
+        return self.copy is None, self.first, self.below, self.beside, self.step
 
 
 _packed: dict[Key, Packed] = {}
@@ -175,34 +182,53 @@ def join(weights: Sequence[Tensor], rows: int) -> list[Tensor]:
     returns   views of shapes as before
     """
     outers, inner = [weight.shape[0] for weight in weights], weights[0].shape[1]
-    outer, tails = sum(outers), rows * len(weights)
-    buffer = weights[0].new_zeros(outer + tails, inner + tails)
+    outer, room = sum(outers), joined_room(rows, len(weights))
+    step = joined_step(room, len(weights))
+    shape = outer + room, inner + room
+    buffer = weights[0].new_zeros(shape)
     views, first = [], 0
     for index, weight in enumerate(weights):
         view = buffer[first : first + len(weight), :inner]
         view.copy_(weight)
-        tail = rows * index
-        room = WeightRoom(
-            (outer + tails, inner + tails), outer - first + tail, inner + tail, first, joined=True
-        )
+        behind = step * index
+        place = outer - first + behind, inner + behind, first
         with _lock:
-            _rooms[_address_of(view)] = room
+            _rooms[_address_of(view)] = WeightRoom(shape, *place, step=step)
         views.append(view)
         first += len(weight)
     return views
 
 
-def is_joined(weights: Sequence[Tensor], tail: int) -> bool:
-    """Whether `join` made these, in this order and with such tails, as far as strides tell.
+def joined_room(rows: int, count: int) -> int:
+    """Columns behind an x that `count` joined weights read, each with so many rows of adapters."""
+    few = rows <= support.SMALL_RANK
+    tail = -(-rows // support.GRANULE) * support.GRANULE if few else support.tail_of(rows)
+    return support.tail_of(tail * count)
 
-    Fake tensors have neither addresses nor the size of their storage: calls make sure by `room_of`.
+
+def joined_step(room: int, count: int) -> int:
+    """Of such columns, those of each weight's adapters."""
+    return room // count // support.GRANULE * support.GRANULE
+
+
+def step_of(weights: Sequence[Tensor]) -> int:
+    """Columns of each one's adapters where `join` made these weights, in this order; else 0.
+
+    As far as strides tell: fake tensors have neither addresses nor the size of their storage, so
+    calls make sure by `room_of`.
     """
-    row, offset = weights[0].shape[1] + tail * len(weights), 0
+    row, offset = weights[0].stride(0), 0
     for weight in weights:
         if weight.stride() != (row, 1) or weight.storage_offset() != offset:
-            return False
+            return 0
         offset += weight.shape[0] * row
-    return len(weights) > 1
+    count = len(weights)
+    return joined_step(row - weights[0].shape[1], count) if count > 1 else 0
+
+
+def _holds(tail: int, site: Site) -> bool:
+    """Whether a site's adapters fit a tail, which is written by whole rank blocks."""
+    return tail >= site.rows and not tail % site.rank_block
 
 
 def room_of(weight: Tensor, site: Site, make: bool) -> WeightRoom | None:
@@ -212,7 +238,7 @@ def room_of(weight: Tensor, site: Site, make: bool) -> WeightRoom | None:
     """
     stored = stored_form(weight, site)
     around = _rooms.get(_address_of(weight))
-    if around is not None and around.around(stored, site.tail):
+    if around is not None and around.around(stored, site):
         return around
     first, second = stored.shape
     key = (*_address_of(weight), first, second, site.tail)
@@ -267,9 +293,10 @@ def roomy_weights(weights: Sequence[Tensor], adapter_rows: Sequence[int]) -> lis
     tails = [_tail_behind(*pair) for pair in zip(weights, adapter_rows, strict=True)]
     kinds = {(w.dtype, w.shape[1], w.device, is_wide(w)) for w in weights}
     most = WIDEST_TAIL_OF_WIDE if is_wide(weights[0]) else WIDEST_JOINED_TAIL
-    fits = all(tails) and max(tails) * len(tails) <= most
+    rows = max(adapter_rows)
+    fits = all(tails) and joined_room(rows, len(tails)) <= most
     if len(weights) > 1 and len(kinds) == 1 and fits:
-        return join(weights, max(tails))
+        return join(weights, rows)
     return [roomy_weight(*pair) for pair in zip(weights, adapter_rows, strict=True)]
 
 
@@ -290,21 +317,34 @@ def _tail_behind(weight: Tensor, adapter_rows: int) -> int:
 
 def joins(x: Tensor, group: SiteGroup) -> bool:
     """Whether the traced graph shall have all y, and all dy, side by side."""
-    sites = _sites(x, group) if len(group.weights) > 1 else ()
-    tail = max((site.tail for site in sites), default=0)
-    return bool(sites) and is_joined(group.weights, tail)
+    return _are_joined(_sites(x, group), group)
 
 
 def behind_x(x: Tensor, group: SiteGroup) -> int:
     """Columns of room that the traced graph shall have behind x; 0: none."""
     sites = _sites(x, group)
+    if _are_joined(sites, group):
+        return _gap(group.weights[0])
     return max((site.tail for site in sites), default=0) * len(sites)
 
 
 def behind_dy(dy: Tensor, group: SiteGroup, joined: bool = False) -> int:
     """The same behind each dy, or behind all; concat-K has no mask, so not where jobs drop."""
     sites = () if group.drops else _sites(dy, group)
-    return max((site.tail for site in sites), default=0) * (len(sites) if joined else 1)
+    if joined:
+        return _gap(group.weights[0]) if _are_joined(sites, group) else 0
+    return max((site.tail for site in sites), default=0)
+
+
+def _are_joined(sites: Sequence[Site], group: SiteGroup) -> bool:
+    """Whether weights stand in one buffer, and all sites' adapters fit behind them."""
+    step = step_of(group.weights) if sites else 0
+    return step > 0 and all(_holds(step, site) for site in sites)
+
+
+def _gap(stored: Tensor) -> int:
+    """Columns between the end of a weight's row and the next one."""
+    return stored.stride(0) - stored.shape[1]
 
 
 def widen(values: list[Tensor], room: int) -> Tensor:
@@ -343,7 +383,7 @@ def _sites(like: Tensor, group: SiteGroup) -> tuple[Site, ...]:
 def _is_roomy(weight: Tensor, site: Site) -> bool:
     """Whether a weight's strides tell that adapters can stand behind it."""
     stored = stored_form(weight, site)
-    return select.may_copy_weights() or stored.stride(0) - stored.shape[1] >= site.tail
+    return select.may_copy_weights() or _gap(stored) >= site.tail
 
 
 def forget() -> None:
