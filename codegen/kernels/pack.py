@@ -269,7 +269,7 @@ def source(spec: KernelSpec) -> str:
     """The module's text."""
     if spec.extend and spec.rank_block > _WIDEST_TAIL_BLOCK:
         raise KernelSpecError(
-            "the tail of a weight is cut into blocks of 64 rows",
+            "the tail of a weight is no multiple of this rank block",
             expected=f"rank_block up to {_WIDEST_TAIL_BLOCK}",
             found=spec.rank_block,
         )

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,6 +25,7 @@ from tlora_fx.cost.memory import memory_of
 from tlora_fx.cost.model_facts import BASES
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.step_time import CostModel, step_time, total
+from tlora_fx.model.loss import ChunkedLoss
 from tlora_fx.ops.kernels import packed
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
@@ -107,6 +109,14 @@ def test_room_behind_weights_is_that_of_the_operators():
     assert [model_facts.tail_of(n) for n in range(200)] == [
         packed.room_columns(n) for n in range(200)
     ]
+
+
+@pytest.mark.parametrize("vocabulary", [11, 32_000, 128_256, 151_936, 11_000_000])
+def test_chunks_of_logits_are_those_of_the_loss(vocabulary):
+    """That rule is written twice, too."""
+    loss = ChunkedLoss(torch.nn.Identity(), vocabulary, ())
+
+    assert model_facts.chunk_rows(vocabulary) == loss.chunk_rows
 
 
 @pytest.mark.slow

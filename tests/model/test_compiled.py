@@ -30,7 +30,7 @@ from tests.models import (
 )
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
-from tlora_fx.ir.graph import HEAD
+from tlora_fx.ir.graph import HEAD, OpenSlots
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.adapters import base_tensors
 from tlora_fx.runtime.trainer import Trainer
@@ -48,6 +48,7 @@ ROWS = [
 ]
 ROOT = Path(__file__).parents[2]
 KINDS = ({}, {"use_dora": True}, {"lora_dropout": 0.5})
+QKV = ("q_proj", "k_proj", "v_proj")
 
 pytestmark = pytest.mark.usefixtures("fresh_dynamo")
 
@@ -253,6 +254,26 @@ def test_frozen_weights_of_sites_get_room_for_adapters(tmp_path, monkeypatch, fi
     assert {name.rsplit(".", 2)[-2] for name in roomy} == {"q_proj", "down_proj"}
     assert all(found[name].stride(0) == found[name].shape[1] + 64 for name in roomy)
     assert_rows_equal(model, model, rows)
+
+
+@pytest.mark.parametrize(
+    ("slots", "gap"), [(None, 64), (OpenSlots(QKV, rows=16, jobs=2, rank=8), 128)]
+)
+def test_an_open_model_keeps_room_for_banks_that_double(tmp_path, monkeypatch, slots, gap):
+    """Behind q, k and v of 16 rows 64 columns; 128 where they may become 32."""
+    base = base_of(tmp_path, "llama", num_hidden_layers=1, num_attention_heads=2, hidden_size=32,
+                   num_key_value_heads=1)  # fmt: skip
+    jobs = of_kinds(base, {}, targets=list(QKV))
+    model = compile(jobs, open=slots)
+    monkeypatch.setenv("TLORA_FX_KERNELS", "interpret")
+    model.materialize(base_tensors(model.backbone), "cpu")
+
+    model.compile(backend="aot_eager")
+
+    weights = [value for name, value in model.named_parameters() if "_proj.weight" in name
+               and not value.is_contiguous()]  # fmt: skip
+    assert len(weights) == 3
+    assert {weight.stride(0) - weight.shape[1] for weight in weights} == {gap}
 
 
 def test_a_deep_copy_of_a_compiled_model_runs_its_own_layers(base):

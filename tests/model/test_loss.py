@@ -180,19 +180,19 @@ def test_a_head_with_adapters_gets_the_tables_of_its_chunk(head):
     ]
 
 
-@pytest.mark.parametrize("rows", [1, 17, 1039, 1040, 1041, 4768, 8136, 16280])
-def test_chunks_are_as_few_as_fit_and_begin_where_compiled_code_reads_fast(head, rows):
-    """Of a vocabulary of 128,256 words no chunk's logits take more than 512 MiB in float32."""
-    loss = ChunkedLoss(head, 128_256, ())
+@pytest.mark.parametrize(("words", "most"), [(128_256, 1040), (256_000, 512), (11_000_000, 64)])
+def test_chunks_are_as_few_as_fit_and_begin_where_compiled_code_reads_fast(head, words, most):
+    """No chunk's logits take more than 512 MiB in float32, and all chunks have as many, but 16."""
+    loss = ChunkedLoss(head, words, ())
 
-    cuts = loss._cuts(rows)
-    sizes = [stop - start for start, stop in pairwise(cuts)]
+    for rows in (1, 17, *range(most - 1, most + 2), 1041, 2079, 4768, 8136, 15_873, 16_897):
+        cuts = loss._cuts(rows)
+        sizes = [stop - start for start, stop in pairwise(cuts)]
 
-    assert (cuts[0], cuts[-1]) == (0, rows)
-    assert all(start % 16 == 0 for start in cuts[:-1])
-    assert 0 < min(sizes) <= max(sizes) <= 1040
-    assert max(sizes) - min(sizes) <= 16 * len(sizes)
-    assert len(sizes) == -(-rows // 1040)
+        assert (cuts[0], cuts[-1], len(sizes)) == (0, rows, -(-rows // most))
+        assert all(start % 16 == 0 for start in cuts[:-1])
+        assert 0 < min(sizes) <= max(sizes) <= most
+        assert max(sizes) - min(sizes) < 32
 
 
 @pytest.mark.parametrize("lines", [False, True])

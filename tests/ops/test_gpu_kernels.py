@@ -407,7 +407,7 @@ def joined(site):
     return make
 
 
-@pytest.mark.parametrize(("ranks", "step"), [(RANKS, 64), ((4, 1, 2, 7, 2), 16)])
+@pytest.mark.parametrize(("ranks", "step"), [(RANKS, 64), ((4, 1, 2, 7, 2), 16)], ids=["64", "16"])
 @pytest.mark.parametrize("rates", [(0.0,) * 5, RATES], ids=["keep", "drop"])
 def test_joined_weights_give_what_each_gives_alone(joined, monkeypatch, rates, ranks, step):
     """Compiled, for several numbers of tokens, by one product each way."""

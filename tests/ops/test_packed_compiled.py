@@ -152,7 +152,7 @@ def test_joined_weights_have_their_gradients_side_by_side(seen, lora, drops, out
 
     found = step(compiled, leaves)
 
-    room = packed.joined_room(rows, 2)
+    room = packed.joined_columns(rows, 2)
     width = 0 if drops else room
     one, other = outers
     assert seen == [("x", WIDTH, room), ("dy", one, other + width), ("dy", other, one + width)]

@@ -256,6 +256,11 @@ def tail_of(ranks: int) -> int:
     return tail if tail <= WIDEST_TAIL else 0
 
 
+def chunk_rows(vocabulary: int) -> int:
+    """Rows of which logits exist at the same time: see model/loss.py."""
+    return max(64, 2**29 // (4 * vocabulary) // 16 * 16)
+
+
 #: Known bases by short name: the shapes of their published configs.
 BASES: Mapping[str, BaseShape] = {
     "llama-3-8b": BaseShape(

@@ -10,8 +10,14 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Literal
 
-from tlora_fx.cost.hardware import GIB, GPUS, Gpu, find_gpu, gpu_of_device
-from tlora_fx.cost.model_facts import ITEM_BYTES, LayerFacts, ModelFacts, find_base
+from tlora_fx.cost.hardware import GPUS, Gpu, find_gpu, gpu_of_device
+from tlora_fx.cost.model_facts import (
+    ITEM_BYTES,
+    LayerFacts,
+    ModelFacts,
+    chunk_rows,
+    find_base,
+)
 from tlora_fx.cost.profile import (
     Hardware,
     HostPoint,
@@ -197,7 +203,7 @@ def _loss(gpu: Gpu, facts: ModelFacts, size: Size, rows: int) -> LossPoint:
     """Chunks of logits, which the backward computes again."""
     product = 2 * size.elements * rows / (gpu.peak_tflops(facts.dtype) * 1e9 * PRODUCTS)
     logits = 4.0 * facts.vocabulary * rows / (gpu.memory_gbps * 1e6 * MEMORY)
-    chunk = min(rows, max(64, GIB // 2 // (4 * facts.vocabulary)))
+    chunk = min(rows, chunk_rows(facts.vocabulary))
     return LossPoint(
         targets=rows,
         forward_ms=product + 3 * logits,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -22,7 +23,7 @@ from tlora_fx.ops.parallel import GROUP
 
 #: Of a chunk's logits in float32.
 CHUNK_BYTES = 512 * 2**20
-# Rows that chunks begin at multiples of: compiled code copies tables that begin elsewhere.
+# Rows that chunks begin at multiples of: compiled code copies tables at odd addresses.
 _ALIGNED = 16
 
 #: From a chunk's hidden states, targets and tables to the loss of each row.
@@ -146,7 +147,7 @@ class ChunkedLoss(nn.Module):
         return max(1, -(-rows // self.chunk_rows))
 
     def _cuts(self, rows: int) -> list[int]:
-        """Where chunks of target rows begin, and where the last one ends: alike but for the last.
+        """Where chunks of target rows begin, and where the last one ends; as few as fit, and alike.
 
         Of a model that is compiled as one their number is a power of two, so that code is made
         again only when the rows of targets double.
@@ -156,9 +157,9 @@ class ChunkedLoss(nn.Module):
             while pieces * self.chunk_rows < rows:
                 pieces *= 2
             return [rows * piece // pieces for piece in range(pieces + 1)]
-        size = -(-rows // self.pieces_for(rows))
-        size = min(self.chunk_rows, -(-size // _ALIGNED) * _ALIGNED)
-        return [*range(0, rows, size), rows]
+        pieces, unit = self.pieces_for(rows), math.gcd(self.chunk_rows, _ALIGNED)
+        starts = (-(-rows * piece // (pieces * unit)) * unit for piece in range(pieces))
+        return [*starts, rows]
 
     def _chunks(
         self,

@@ -33,6 +33,9 @@ from tlora_fx.model.source import FINISH, class_name, group_source
 from tlora_fx.ops import norms_kept, without_dropout
 from tlora_fx.ops.kernels.packed import roomy_weights
 
+# Rows of adapters that a weight of an open model gets room for, if its bank may come to have them.
+_ROWS_AHEAD = 64
+
 
 class SuperModel(nn.Module):
     """Many LoRA jobs on one frozen base, as one model.
@@ -265,9 +268,9 @@ class SuperModel(nn.Module):
         On CUDA the frozen weights of sites with adapters move into buffers with 64 or 128 rows and
         columns more, where adapters can stand (see ops/kernels/packed.py); a weight that two
         modules share stays where it is, as all do where a site's adapters need more. Those that
-        read one input, such as those of q, k and v, or of gate and up, move into one buffer, so
-        that their products are one. Values, names and shapes stay; the buffers of a weight
-        [4096, 4096] are 3 % larger, or 6 %.
+        read one input, such as those of q, k and v, or of gate and up, move into one buffer with 64
+        to 256 more, so that their products are one. Values, names and shapes stay; the buffers of a
+        weight [4096, 4096] are 3 % larger, or 6 %.
 
         fullgraph, dynamic, options   as of `torch.compile`; `dynamic=False` compiles anew for each
                                       number of tokens
@@ -595,9 +598,14 @@ class SuperModel(nn.Module):
             groups = [movable] if len(movable) == len(served) else [[one] for one in movable]
             for group in groups:
                 tensors = [weight.location.tensor for weight in group]
-                rows = [len(weight.bank.a) for weight in group]
+                rows = [self._rows_ahead(weight.bank) for weight in group]
                 for tensor, roomy in zip(tensors, roomy_weights(tensors, rows), strict=True):
                     tensor.data = roomy
+
+    def _rows_ahead(self, bank: AdapterBank) -> int:
+        """Rows that a bank may come to have: those of an open model double once."""
+        rows = len(bank.a)
+        return max(rows, min(2 * rows, _ROWS_AHEAD)) if self.is_open else rows
 
     def _require_weights(self) -> None:
         if not self.ready:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tlora_fx.ops import multi_lora_linear
+from tlora_fx.ops import multi_lora_linear, multi_lora_linears
 from tlora_fx.ops.kernels import launch, packed, select, with_room
 from tlora_fx.ops.kernels.pack_together import Packing, noting, serving
 
@@ -58,6 +58,31 @@ def row(lora):
     return run
 
 
+@pytest.fixture
+def joined(lora, monkeypatch):
+    """As `row`, of two sites whose weights stand in one buffer, 32 columns for each."""
+    monkeypatch.setattr(packed, "is_traced", lambda: True)
+    sites = [
+        lora(LENGTHS, own, features=(64, wide), dtype=torch.float16)
+        for own, wide in (((3, 5, 0), 96), ((4, 0, 17), 80))
+    ]
+    lists = [list(column) for column in zip(*(site.arguments() for site in sites), strict=True)]
+    a, b = ([leaf.detach().clone().requires_grad_() for leaf in lists[k]] for k in (3, 4))
+    weights = packed.join(lists[1], 21)
+
+    def run():
+        ys = multi_lora_linears(
+            sites[0].x, weights, lists[2], a, b, *lists[5:8],
+            *(column[0] for column in lists[8:11]), lists[11], lists[12][0], 17, False,
+        )  # fmt: skip
+        total = sum(y.float().sin().sum() for y in ys)
+        return [*(y.detach() for y in ys), *torch.autograd.grad(total, (*a, *b))]
+
+    run.leaves = [*a, *b]
+    run.weights = [torch.empty(0, dtype=torch.float16).set_(weights[0].untyped_storage())]
+    return run
+
+
 def buffers(weights):
     """All that `pack` writes, as bytes: NaN of flags are equal so."""
     helds = [part for held in packed._packed.values() for part in (held.a, held.b, held.flags)]
@@ -67,23 +92,35 @@ def buffers(weights):
 @pytest.mark.parametrize("plan", ["concat", "sidecar"])
 def test_one_launch_packs_what_each_site_packs(row, packs, plan):
     """Bit by bit, into buffers and behind weights, and of adapters that have changed since."""
-    packed.forget()
-    packing = Packing()
     with select.force_plan(plan):
-        with noting(packing):
-            row()
-        packing.settle(torch.device("cpu"))
-        with torch.no_grad():
-            for leaf in row.leaves:
-                leaf.mul_(1.5)
-            row.leaves[0][1, 3] = float("inf")
-        packs.clear()
-        with serving(packing):
-            once, found = buffers(row.weights), row()
-        assert not packs
-        apart, expected = row(), buffers(row.weights)
+        assert_packs_at_once(row, packs)
 
     assert len(packs) == 3
+
+
+def test_one_launch_packs_behind_joined_weights(joined, packs):
+    """Each site's adapters into its own columns alone."""
+    assert_packs_at_once(joined, packs)
+
+    assert len(packs) == 1
+
+
+def assert_packs_at_once(row, packs):
+    """One launch writes what sites write by themselves; `packs` then holds their launches."""
+    packed.forget()
+    packing = Packing()
+    with noting(packing):
+        row()
+    packing.settle(torch.device("cpu"))
+    with torch.no_grad():
+        for leaf in row.leaves:
+            leaf.mul_(1.5)
+        row.leaves[0][1, 3] = float("inf")
+    packs.clear()
+    with serving(packing):
+        once, found = buffers(row.weights), row()
+    assert not packs
+    apart, expected = row(), buffers(row.weights)
     assert all(torch.equal(one, other) for one, other in zip(once, expected, strict=True))
     for one, other in zip(found, apart, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)

@@ -112,15 +112,17 @@ def joined(lora, traced):
     """
     ranks = ((3, 5, 0), (4, 0, 17), (2, 1, 9))
 
-    def make(rates=(0.0,) * 3, bias=False, lengths=(9, 4, 1), rows=64):
+    def make(rates=(0.0,) * 3, bias=False, lengths=(9, 4, 1), rows=64, called=3):
         sites = [
             lora(lengths, own, rates, features=(32, width), dtype=torch.float32, bias=bias)
             for own, width in zip(ranks, (32, 16, 16), strict=True)
         ]
         calls = [site.arguments(x=sites[0].x) for site in sites]
         lists = [list(column) for column in zip(*calls, strict=True)]
-        weights = packed.join(lists[1], rows)
+        weights = packed.join(lists[1], rows)[:called]
+        sites, lists = sites[:called], [column[:called] for column in lists]
         leaves = [one.detach().clone().requires_grad_() for call in calls for one in call[3:5]]
+        leaves = leaves[: 2 * called]
 
         def run(seed=0):
             x = torch.randn(sites[0].x.shape, generator=torch.Generator().manual_seed(seed))
@@ -162,14 +164,47 @@ def test_joined_weights_give_all_outputs_by_one_product(joined, monkeypatch, rat
     assert products == 2 * both[: 1 if any(rates) else 2]
 
 
-def test_adapters_of_more_rows_than_joined_weights_have_room_for(joined, monkeypatch):
-    """21 rows of one site do not fit 16 columns: plans of single sites serve, in the same graph."""
-    products, plain = [], torch.mm
-    monkeypatch.setattr(torch, "mm", lambda *a, **kw: products.append(0) or plain(*a, **kw))
+@pytest.fixture
+def products(monkeypatch):
+    """Shapes of the second operands of products that write where they are told."""
+    shapes, plain = [], torch.mm
+    monkeypatch.setattr(
+        torch, "mm", lambda *args, **kw: shapes.append(args[1].shape) or plain(*args, **kw)
+    )
+    return shapes
 
+
+def test_two_joined_weights_share_64_columns(joined, products, monkeypatch):
+    """As gate and up of few rows: 32 each. Here q and k, the other one being a lone weight."""
+    both = packed.join
+
+    monkeypatch.setattr(packed, "join", lambda weights, rows: both(weights[:2], rows))
+    assert_close(*joined(rows=21, called=2)())
+
+    assert products == [(32 + 64, 48), (48 + 64, 32)]
+
+
+@pytest.mark.parametrize("rows", [16, 21, 64])
+def test_some_of_joined_weights_do_not_pass_for_all(joined, products, rows):
+    """Behind two of three stands the third one, not their adapters."""
+    assert_close(*joined(rows=rows, called=2)())
+
+    assert not products
+
+
+def test_adapters_of_more_rows_than_joined_weights_have_room_for(joined, products):
+    """21 rows of one site do not fit 16 columns: plans of single sites serve."""
     assert_close(*joined(rows=16)())
 
     assert not products
+
+
+@pytest.mark.parametrize("gap", [16, 32 + 64, 64 * 5])
+def test_rows_of_a_wider_matrix_are_not_taken_for_joined_weights(gap):
+    """Its columns beside them are somebody's."""
+    whole = torch.zeros(64, 32 + gap)
+
+    assert not packed.step_of([whole[:32, :32], whole[32:, :32]])
 
 
 def test_joined_weights_take_biases(joined):

@@ -184,6 +184,8 @@ def joint(run: Run) -> Joint | None:
             return None
         outer += site.outer
         rooms.append(room)
+    if rooms[0].below != outer:  # other weights stand in the buffer, too
+        return None
     whole, tails = rooms[0].buffer(weights[0]), step * len(rooms)
     return Joint(rooms, step, whole[:outer, : inner + tails], whole[: outer + tails, :inner])
 
@@ -331,21 +333,22 @@ def _joined_input_gradient(
     sites = run.kernel_group.sites
     outer, rows = sum(site.outer for site in sites), _columns([whole], sites)
     together = None if dx is None else joint(run)
-    rooms: list[WeightRoom] | list[None] = [None] * len(sites)
-    tails, step = 0, 0
-    if together and not run.group.drops and has_room(whole, room, together.tails):
-        rooms, tails, step = together.rooms, together.tails, together.step
-    packed = [run.packed(index, place) for index, place in enumerate(rooms)]
-    lefts = [whole if tails else None] * len(sites)
-    places = [(outer + step * index, step) for index in range(len(sites))]
-    run.lora_b_backward(rows, s, packed, parts, ds, lefts, [False] * len(sites), places)
+    concat = None if run.group.drops else together
+    if concat is not None and not has_room(whole, room, concat.tails):
+        concat = None
+    rooms = concat.rooms if concat is not None else [None] * len(sites)
+    step = concat.step if concat is not None else 0
+    packed = [run.packed(index, weight_room) for index, weight_room in enumerate(rooms)]
+    lefts = [None if concat is None else whole] * len(sites)
+    tails = [(outer + step * index, step) for index in range(len(sites))]
+    run.lora_b_backward(rows, s, packed, parts, ds, lefts, [False] * len(sites), tails)
     if dx is None:
         return
     if together is None:
         choices = [run.choose("input_gradient", index, room=False) for index in range(len(sites))]
         _add_up(run, rows, choices, packed, ds, bits, dx, {})
-    elif tails:
-        torch.mm(whole[:, : outer + tails], together.left, out=dx)
+    elif concat is not None:
+        torch.mm(whole[:, : outer + concat.tails], concat.left, out=dx)
     else:
         _expand_all(run, ["sidecar"] * len(sites), packed, ds, bits, dx)
         dx.addmm_(whole[:, :outer], together.left[:outer])

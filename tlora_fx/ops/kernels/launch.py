@@ -244,8 +244,8 @@ class Run:
             weight = room.copy
             if weight is None:
                 weight = stored_form(self.group.weights[index], site)
-            place = room.below, room.beside, room.tail(site)
-            tail = weight.data_ptr(), weight.stride(0), *place
+            corner = room.below, room.beside, room.tail(site)
+            tail = weight.data_ptr(), weight.stride(0), *corner
         reads = a, b, tables.ranks, tables.slots
         writes = held.a, held.b, held.flags
         return pack_together.Work(
