@@ -11,7 +11,7 @@ Keeps   every number up to rounding; branches of other kinds (DoRA with dropout,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal
@@ -354,13 +354,55 @@ class LowerAdapters(GroupPass):
     dora: bool = True
 
     def run(self, group: GroupGraph) -> None:
-        for block, graph in [("", group.root), *((b.name, b.graph) for b in group.blocks.values())]:
+        graphs = [("", group.root), *((b.name, b.graph) for b in group.blocks.values())]
+        apart = self._apart(group, graphs)
+        for block, graph in graphs:
             for anchor, writes in chains(graph).items():
-                self._lower(group, graph, block, anchor, writes)
+                self._lower(group, graph, block, anchor, writes, apart)
             Rewriter(graph).erase_dead()
 
+    def _apart(
+        self, group: GroupGraph, graphs: Sequence[tuple[str, fx.Graph]]
+    ) -> frozenset[tuple[str, str]]:
+        """Jobs and paths of modules that run more than once, where not all calls can be lowered.
+
+        Lowered calls read the site's bank, others the job's own A and B. Calls of both kinds would
+        train two adapters, so the job keeps all of them as they are.
+        """
+        readers: dict[tuple[str, str], set[fx.Node]] = {}
+        lowered: set[fx.Node] = set()
+        for block, graph in graphs:
+            for node in _repeated(group, block, graph):
+                for path in _paths(group, block, str(node.meta["site"])):
+                    readers.setdefault((node.meta["jobs"][0], path), set()).update(node.users)
+            for anchor, writes in chains(graph).items() if readers else ():
+                frozen = match_operator(anchor, writes)
+                for write in writes:
+                    branch = self._lowerable(group, block, write, anchor, frozen)
+                    if isinstance(branch, LoraBranch):
+                        lowered.update(_inside(anchor, [write], through=False))
+        return frozenset(key for key, nodes in readers.items() if nodes - lowered)
+
+    def _lowerable(
+        self, group: GroupGraph, where: str, write: fx.Node, anchor: fx.Node, frozen: Frozen | Other
+    ) -> LoraBranch | str:
+        """The branch behind a segment write, or why it runs as it is."""
+        try:
+            branch = self._branch(write, anchor, frozen)
+        except NoMatch as reason:
+            return frozen.why if isinstance(frozen, Other) else str(reason)
+        if branch.dropout > 0 and _runs_again(group, where, str(write.meta["site"])):
+            return "it draws other masks each time it runs"
+        return branch
+
     def _lower(
-        self, group: GroupGraph, graph: fx.Graph, where: str, anchor: fx.Node, writes: list[fx.Node]
+        self,
+        group: GroupGraph,
+        graph: fx.Graph,
+        where: str,
+        anchor: fx.Node,
+        writes: list[fx.Node],
+        apart: Collection[tuple[str, str]],
     ) -> None:
         if is_call(anchor, EXPERT_LINEAR):
             self._lower_experts(group, graph, where, anchor, writes)
@@ -369,14 +411,13 @@ class LowerAdapters(GroupPass):
         frozen = match_operator(anchor, writes)
         branches: list[tuple[fx.Node, LoraBranch]] = []
         for write in writes:
-            try:
-                branch = self._branch(write, anchor, frozen)
-            except NoMatch as reason:
-                why = frozen.why if isinstance(frozen, Other) else str(reason)
+            branch = self._lowerable(group, where, write, anchor, frozen)
+            (job,) = write.meta["jobs"]
+            if isinstance(branch, str):
+                self._keep(group, where, site, write, branch)
+            elif any((job, path) in apart for path in _paths(group, where, site)):
+                why = "another call of its module runs as it is"
                 self._keep(group, where, site, write, why)
-                continue
-            if branch.dropout > 0 and _runs_again(group, where, site):
-                self._keep(group, where, site, write, "it draws other masks each time it runs")
             else:
                 branches.append((write, branch))
         if branches and not self._replace(group, graph, anchor, frozen, where, branches):
@@ -618,8 +659,7 @@ def _capacity(
     group: GroupGraph, where: str, site: str, branches: list[tuple[fx.Node, LoraBranch]]
 ) -> tuple[int, bool]:
     """The largest rank of a job at a site, in any layer that shares its code; whether any drops."""
-    layers = group.blocks[where].instances if where else ("",)
-    paths = [f"{layer}.{site}".strip(".") for layer in layers]
+    paths = _paths(group, where, site)
     lowered = [group.jobs[branch.job].sites for _, branch in branches]
     adapters = [own[path] for own in lowered for path in paths if path in own]
     if not adapters:  # a graph that Dynamo recorded: what its branches say is all there is
@@ -642,8 +682,21 @@ def _is_plain(group: GroupGraph, job: str, where: str, site: str) -> bool:
 
 def _runs_again(group: GroupGraph, where: str, site: str) -> bool:
     """Whether the base runs a site's module more than once."""
+    return any(path in group.base.repeated for path in _paths(group, where, site))
+
+
+def _repeated(group: GroupGraph, where: str, graph: fx.Graph) -> Iterator[fx.Node]:
+    """What jobs train in modules that the base runs more than once."""
+    for node in graph.nodes:
+        site, ref = node.meta.get("site"), node.meta.get("tensor")
+        if site and ref is not None and ref.owner == "job" and _runs_again(group, where, str(site)):
+            yield node
+
+
+def _paths(group: GroupGraph, where: str, site: str) -> list[str]:
+    """The paths of a site in all layers that share its code."""
     layers = group.blocks[where].instances if where else ("",)
-    return any(f"{layer}.{site}".strip(".") in group.base.repeated for layer in layers)
+    return [f"{layer}.{site}".strip(".") for layer in layers]
 
 
 def chains(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
@@ -675,13 +728,17 @@ def _bank_tensors(
     ]
 
 
-def _inside(anchor: fx.Node, writes: list[fx.Node]) -> list[fx.Node]:
-    """The nodes of branches: those between their reads and their writes."""
+def _inside(anchor: fx.Node, writes: list[fx.Node], *, through: bool = True) -> list[fx.Node]:
+    """The nodes of branches: those between their reads and their writes.
+
+    through   also those of branches that these read
+    """
     inside: dict[fx.Node, None] = {}
     stack = [node for write in writes for node in (write, write.args[1])]
     while stack:
         node: Any = stack.pop()
         if node is not anchor and node not in inside and node.meta.get("role") == "adapter":
             inside[node] = None
-            stack.extend([] if node in writes else node.all_input_nodes)
+            ends = node in writes or (not through and node.target is WRITE)
+            stack.extend([] if ends else node.all_input_nodes)
     return list(inside)

@@ -108,6 +108,7 @@ def test_what_the_service_refuses_is_told_in_its_words(said, tmp_path, monkeypat
     assert say("submit", path, code=1).startswith("error[T0982] a job may not read this path")
     assert "there is no job 'b'" in say("cancel", "b", code=1)
     assert "cannot be read" in say("submit", path, "--upload", "none.jsonl", code=1)
+    assert say("submit", tmp_path / "none.yaml", code=1).startswith("error[T0104]")
     monkeypatch.setenv("TLORA_FX_TOKEN", "tlora-wrong")
     assert "no such token" in say("ls", code=1)
     assert it.service.store.jobs() == []

@@ -144,11 +144,12 @@ def test_an_estimate_must_be_asked_for(jobs, capsys):
 
 
 def test_a_profile_is_measured_and_planned_with(jobs, tmp_path, capsys):
-    """On this machine, without naming a file."""
-    words = ["profile", jobs, "--device", "cpu", "--eager", "--rounds", 1]
+    """On this machine, without naming a file; `--quick` leaves what is said as it is."""
+    words = ["profile", jobs, "--device", "cpu", "--eager", "--quick", "--rounds", 1]
     text = told(capsys, *words, "--tokens", "16", "--lengths", "8,16")
     (path,) = (tmp_path / "profiles").iterdir()
 
+    assert {point.tokens for point in Profile.load(path).root} == {16}
     assert "embedding and last norm" in text
     assert "bare" in text
     assert Profile.load(path).command.startswith("tlora-fx")

@@ -210,6 +210,18 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_goes_on_bitwise(base, tmp
         assert all(torch.equal(one[name], two[name]) for name in one)
 
 
+def test_ctrl_c_while_the_last_step_ends_is_the_end(base, tmp_path):
+    """All jobs are done: nobody is told to go on."""
+    jobs = three_jobs(base)
+    train(jobs, tmp_path / "whole")
+    last = sum(len(losses) for losses in losses_of(tmp_path / "whole", jobs).values())
+
+    train(jobs, tmp_path / "asked", callback=Stop(last))
+
+    assert statuses(tmp_path / "asked", jobs) == {"done"}
+    assert losses_of(tmp_path / "asked", jobs) == losses_of(tmp_path / "whole", jobs)
+
+
 def statuses(folder, jobs):
     """What the jobs' folders say."""
     return {json.loads((folder / job.name / "status.json").read_text())["status"] for job in jobs}

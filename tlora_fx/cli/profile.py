@@ -17,6 +17,7 @@ from tlora_fx.cli.terminal import Console, Working, print_whole
 if TYPE_CHECKING:
     from tlora_fx.cost.profile import Profile
 
+TOKENS, ROUNDS = "512,1280,2560,4800,8192,16384", 5
 QUICK_TOKENS, QUICK_ROUNDS = "512,4096", 2
 #: Beyond this part of themselves, times say more of the machine than of the layers.
 MUCH_NOISE = 0.2
@@ -29,11 +30,19 @@ def run(
     ] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
     tokens: Annotated[
-        str, typer.Option(help="Tokens of the rows.")
-    ] = "512,1280,2560,4800,8192,16384",
+        str | None,
+        typer.Option(help="Tokens of the rows.", show_default=f"{TOKENS}; --quick {QUICK_TOKENS}"),
+    ] = None,
     lengths: Annotated[str, typer.Option(help="Tokens of their sequences.")] = "160,1024",
     tp: Annotated[str, typer.Option(help="Sizes of tensor parallelism.")] = "1",
-    rounds: Annotated[int, typer.Option(min=1, help="In which all pieces take turns.")] = 5,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="In which all pieces take turns.",
+            show_default=f"{ROUNDS}; --quick {QUICK_ROUNDS}",
+        ),
+    ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Two sizes of rows, two rounds.")] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Do not compile the layers.")] = False,
     add: Annotated[
@@ -51,12 +60,13 @@ def run(
     from tlora_fx.runtime.launch import Launch
     from tlora_fx.runtime.profiler import ProfileRequest, profile_file
 
+    usual = (QUICK_TOKENS, QUICK_ROUNDS) if quick else (TOKENS, ROUNDS)
     request = ProfileRequest(
         device=Launch.found().device(device),
-        tokens=_numbers(QUICK_TOKENS if quick else tokens, "--tokens"),
+        tokens=_numbers(tokens if tokens is not None else usual[0], "--tokens"),
         lengths=_numbers(lengths, "--lengths"),
         tp=_numbers(tp, "--tp"),
-        rounds=QUICK_ROUNDS if quick else rounds,
+        rounds=rounds or usual[1],
         compiled=not eager,
         command=shlex.join(["tlora-fx", *sys.argv[1:]]),
     )

@@ -361,13 +361,17 @@ class Located:
 def read_bounded(path: Path) -> bytes:
     """The bytes of a job file, without waiting for one and without filling the memory.
 
-    raises  JobFileMissingError, JobFileSyntaxError, OSError
+    raises  JobFileMissingError, JobFileSyntaxError
     """
-    # Looked at before it is opened too: opening a device may do something.
-    _require_regular(path, path.stat())
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        _require_regular(path, os.fstat(file.fileno()))
-        content = file.read(BYTES_LIMIT + 1)
+    try:
+        # Looked at before it is opened too: opening a device may do something.
+        _require_regular(path, path.stat())
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            _require_regular(path, os.fstat(file.fileno()))
+            content = file.read(BYTES_LIMIT + 1)
+    except OSError as error:
+        reason = error.strerror or error
+        raise JobFileMissingError("the job file cannot be read", file=path, found=reason) from None
     if len(content) > BYTES_LIMIT:
         raise _too_large(path, f"more than {BYTES_LIMIT}")
     return content
@@ -396,9 +400,6 @@ def read_yaml(path: Path) -> Located:
         text = read_bounded(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise JobFileSyntaxError("the job file is not UTF-8", file=path, found=error) from None
-    except OSError as error:
-        reason = error.strerror or error
-        raise JobFileMissingError("the job file cannot be read", file=path, found=reason) from None
     try:
         return _read_text(path, text)
     except yaml.MarkedYAMLError as error:

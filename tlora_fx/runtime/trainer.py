@@ -228,7 +228,8 @@ class Trainer:
                 run.load_best()
                 if stopped and self.carried is None and run.status == "running":
                     run.write_status("stopped")
-        if stopped or interrupts.asked:
+        # Who asks while the last step ends has nothing to go on with.
+        if (stopped or interrupts.asked) and (self.model.is_open or self._active()):
             raise KeyboardInterrupt(f"stopped after a checkpoint, {self.commits.saved}")
         return self.runs
 
