@@ -167,6 +167,37 @@ def test_loaded_weights_are_tried_at_the_longest_length(tmp_path):
     assert found.gradient < 1e-6
 
 
+class SeesAll(nn.Module):
+    """A causal model in which one id of many attends to the whole line."""
+
+    ID = 3333
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out, self.head = nn.Embedding(5000, 8), nn.Linear(8, 8), nn.Linear(8, 5000)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        hidden, places = self.out(self.embed(ids)), torch.arange(ids.shape[1], device=ids.device)
+        seen = (places[:, None] >= places) | (ids == self.ID)[:, :, None]
+        scores = (hidden @ hidden.transpose(1, 2)).masked_fill(~seen, -torch.inf)
+        return self.head(hidden + scores.softmax(-1) @ hidden)
+
+
+def test_ids_of_the_samples_are_tried(tmp_path):
+    """None that a probe draws looks behind its line; one that the data holds does."""
+    (one,) = hand_written(SeesAll(), "batch")
+    two = job("two", one.base, r=2, target_modules=["out"])
+    model = compile([one, two])
+    tensors = base_tensors(model.backbone)
+    parts = model.group, model.backbone, model.jobs, tensors.__getitem__, 20
+
+    assert not probe_loaded(*parts).skipped
+    assert not probe_loaded(*parts, ids=[[7, 8, 9], [1]]).skipped
+    text = error_of(lambda: probe_loaded(*parts, ids=[[7, 8, SeesAll.ID], []]), FusedDiffers)
+    assert "job 'one'" in text
+
+
 def test_the_longest_sample_is_cut_rather_than_left_out(tmp_path):
     """Data longer than a probe's tokens is tried as far as they go."""
     base = base_of(tmp_path, "llama", "float64", max_position_embeddings=4096)

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import cycle
 from random import Random
 from typing import Any, cast
 
@@ -120,6 +121,7 @@ def probe_loaded(
     value: Callable[[str], Tensor],
     longest: int,
     tokens: int = 2048,
+    ids: Sequence[Sequence[int]] = (),
 ) -> Probed:
     """Try a fused graph on the base's weights, where they lie.
 
@@ -129,11 +131,12 @@ def probe_loaded(
     value     a tensor of the base by canonical name
     longest   tokens of the jobs' longest sample
     tokens    how many run at most
+    ids       of each job, those that its samples hold: a model may treat one unlike all others
     raises    FusedDiffers, naming job, sequence and the first module whose values part
     """
     lengths = _lengths(backbone, tokens, longest)
-    tensors = _Loaded(group, value)
-    return _Probe(group, backbone, jobs, tensors, _layers(group, backbone), lengths, None).run()
+    tensors, layers = _Loaded(group, value), _layers(group, backbone)
+    return _Probe(group, backbone, jobs, tensors, layers, lengths, None, ids).run()
 
 
 class _BaseFails(Unchecked):
@@ -294,12 +297,13 @@ class _Probe:
         layers: frozenset[str],
         lengths: tuple[int, ...],
         wide: torch.dtype | None,
+        ids: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.group, self.backbone, self.jobs = group, backbone, list(jobs)
+        self.group, self.backbone, self.jobs, self.ids = group, backbone, list(jobs), ids
         self.tensors, self.layers, self.lengths, self.wide = tensors, layers, lengths, wide
         self.device = torch.device("cpu")
-        ids = backbone.config.get_text_config().vocab_size if backbone.spec.is_classifier else 0
-        self.largest = min(ids or group.vocabulary, LARGEST_ID) - 1
+        words = backbone.config.get_text_config().vocab_size if backbone.spec.is_classifier else 0
+        self.largest = min(words or group.vocabulary, LARGEST_ID) - 1
         self.chosen = _one_of_each(group, self.jobs)
         still = wide is not None or _drops(group, backbone)
         self.alone = _Alone(backbone, tensors, layers, wide, still=still)
@@ -379,11 +383,20 @@ class _Probe:
         return max(bound, min(times * noise, most * bound))
 
     def _sequences(self, index: int) -> list[list[int]]:
-        """The tokens of a job: all lengths where it is compared."""
+        """The tokens of a job: all lengths where it is compared.
+
+        Every second one is of its samples, but in the longest: no line pads that one.
+        """
         source = Random(f"probe {index}")  # noqa: S311  (tokens to try, no secrets)
         largest = self.largest
         lengths = self.lengths if index in self.chosen else self._beside(index)
-        return [[source.randint(min(1, largest), largest) for _ in range(n)] for n in lengths]
+        drawn = [[source.randint(min(1, largest), largest) for _ in range(n)] for n in lengths]
+        if len(self.ids) > index and self.ids[index]:
+            known = cycle(self.ids[index])
+            for sequence in drawn:
+                if len(sequence) < max(lengths):
+                    sequence[1::2] = [next(known) for _ in sequence[1::2]]
+        return drawn
 
     def _beside(self, index: int) -> tuple[int, ...]:
         """What a job brings that is not compared: one short sequence, or none."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -197,6 +198,8 @@ def _first_difference(first: object, second: object) -> tuple[object, object]:
 
 # Whether the fused graph computes what the base computes alone, on the weights at hand.
 
+# Samples whose token ids are counted, and ids that are tried.
+_SAMPLES, _IDS = 256, 64
 #: By the graph and the base: the longest sequence that was tried, and how that went.
 _probed: dict[Hashable, tuple[int, Probed]] = {}
 
@@ -224,6 +227,13 @@ def probe_ends(
     return _tried(model, data, device, lambda name: base[name].to(device))
 
 
+def _usual_ids(data: JobData) -> list[int]:
+    """The token ids that most of a job's first samples hold."""
+    first = islice(data.samples, _SAMPLES)
+    held = Counter(token for sample in first for token in set(sample.input_ids))
+    return [token for token, _ in held.most_common(_IDS)]
+
+
 def _tried(
     model: SuperModel,
     data: Mapping[str, JobData],
@@ -236,7 +246,8 @@ def _tried(
     if longest > tried:
         parts = model.group, model.backbone, model.jobs
         try:
-            probed = probe_loaded(*parts, value, longest)
+            ids = [_usual_ids(data[job.name]) if job.name in data else () for job in model.jobs]
+            probed = probe_loaded(*parts, value, longest, ids=ids)
         except TloraError:
             raise
         except Exception as error:  # noqa: BLE001  (such as no memory for it: no fault of the model)
