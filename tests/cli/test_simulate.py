@@ -48,6 +48,7 @@ def test_a_synthetic_trace_is_replayed_and_reported(capsys, tmp_path):
     out = told(capsys, *FEW, "--policies", "tlora,megatron", "-o", str(tmp_path / "report"))
 
     assert "SYNTHETIC" in out
+    assert "change-seconds  none" in out
     assert "max(1, round(duration / T_solo))" in out
     assert "Against megatron: throughput" in out
     results = json.loads((tmp_path / "report" / "results.json").read_text(encoding="utf-8"))

@@ -149,7 +149,7 @@ class ReplayOptions:
     switch_seconds: float = option(20.0, "that forming a group costs it", unit=" s", ge=0)
     change_seconds: float | None = option(
         None, "that joins and leaves cost a running group, moves twice; none: it is formed anew",
-        unit=" s", ge=0,
+        none="none", unit=" s", ge=0,
     )  # fmt: skip
     allow_estimated: bool = option(False, "profiles that were scaled from other hardware")
 
