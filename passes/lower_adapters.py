@@ -355,13 +355,13 @@ class LowerAdapters(GroupPass):
 
     def run(self, group: GroupGraph) -> None:
         graphs = [("", group.root), *((b.name, b.graph) for b in group.blocks.values())]
-        apart = self._apart(group, graphs)
+        mixed = self._partly_lowerable(group, graphs)
         for block, graph in graphs:
             for anchor, writes in chains(graph).items():
-                self._lower(group, graph, block, anchor, writes, apart)
+                self._lower(group, graph, block, anchor, writes, mixed)
             Rewriter(graph).erase_dead()
 
-    def _apart(
+    def _partly_lowerable(
         self, group: GroupGraph, graphs: Sequence[tuple[str, fx.Graph]]
     ) -> frozenset[tuple[str, str]]:
         """Jobs and paths of modules that run more than once, where not all calls can be lowered.
@@ -369,6 +369,8 @@ class LowerAdapters(GroupPass):
         Lowered calls read the site's bank, others the job's own A and B. Calls of both kinds would
         train two adapters, so the job keeps all of them as they are.
         """
+        if not group.base.repeated:
+            return frozenset()
         readers: dict[tuple[str, str], set[fx.Node]] = {}
         lowered: set[fx.Node] = set()
         for block, graph in graphs:
@@ -402,7 +404,7 @@ class LowerAdapters(GroupPass):
         where: str,
         anchor: fx.Node,
         writes: list[fx.Node],
-        apart: Collection[tuple[str, str]],
+        mixed: Collection[tuple[str, str]],
     ) -> None:
         if is_call(anchor, EXPERT_LINEAR):
             self._lower_experts(group, graph, where, anchor, writes)
@@ -415,7 +417,7 @@ class LowerAdapters(GroupPass):
             (job,) = write.meta["jobs"]
             if isinstance(branch, str):
                 self._keep(group, where, site, write, branch)
-            elif any((job, path) in apart for path in _paths(group, where, site)):
+            elif any((job, path) in mixed for path in _paths(group, where, site)):
                 why = "another call of its module runs as it is"
                 self._keep(group, where, site, write, why)
             else:

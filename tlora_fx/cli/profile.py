@@ -31,17 +31,13 @@ def run(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(help="Tokens of the rows.", show_default=f"{TOKENS}; --quick {QUICK_TOKENS}"),
+        typer.Option(help=f"Tokens of the rows: {TOKENS}, or {QUICK_TOKENS} with --quick."),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Tokens of their sequences.")] = "160,1024",
     tp: Annotated[str, typer.Option(help="Sizes of tensor parallelism.")] = "1",
     rounds: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="In which all pieces take turns.",
-            show_default=f"{ROUNDS}; --quick {QUICK_ROUNDS}",
-        ),
+        typer.Option(min=1, help=f"In which pieces take turns: {ROUNDS}, or {QUICK_ROUNDS}."),
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Two sizes of rows, two rounds.")] = False,
     eager: Annotated[bool, typer.Option("--eager", help="Do not compile the layers.")] = False,

@@ -33,8 +33,8 @@ from tlora_fx.model.source import FINISH, class_name, group_source
 from tlora_fx.ops import norms_kept, without_dropout
 from tlora_fx.ops.kernels.packed import roomy_weights
 
-# Rows of adapters that a weight of an open model gets room for, if its bank may come to have them.
-_ROWS_AHEAD = 64
+# Rows of adapters for which weights of an open model get room, where banks may grow to so many.
+_RESERVED_ROWS = 64
 
 
 class SuperModel(nn.Module):
@@ -598,14 +598,14 @@ class SuperModel(nn.Module):
             groups = [movable] if len(movable) == len(served) else [[one] for one in movable]
             for group in groups:
                 tensors = [weight.location.tensor for weight in group]
-                rows = [self._rows_ahead(weight.bank) for weight in group]
+                rows = [self._rows_to_reserve(weight.bank) for weight in group]
                 for tensor, roomy in zip(tensors, roomy_weights(tensors, rows), strict=True):
                     tensor.data = roomy
 
-    def _rows_ahead(self, bank: AdapterBank) -> int:
+    def _rows_to_reserve(self, bank: AdapterBank) -> int:
         """Rows that a bank may come to have: those of an open model double once."""
         rows = len(bank.a)
-        return max(rows, min(2 * rows, _ROWS_AHEAD)) if self.is_open else rows
+        return max(rows, min(2 * rows, _RESERVED_ROWS)) if self.is_open else rows
 
     def _require_weights(self) -> None:
         if not self.ready:

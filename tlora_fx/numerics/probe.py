@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, islice
 from random import Random
 from typing import Any, cast
 
@@ -302,8 +302,10 @@ class _Probe:
         self.group, self.backbone, self.jobs, self.ids = group, backbone, list(jobs), ids
         self.tensors, self.layers, self.lengths, self.wide = tensors, layers, lengths, wide
         self.device = torch.device("cpu")
-        words = backbone.config.get_text_config().vocab_size if backbone.spec.is_classifier else 0
-        self.largest = min(words or group.vocabulary, LARGEST_ID) - 1
+        vocabulary = group.vocabulary
+        if backbone.spec.is_classifier:
+            vocabulary = backbone.config.get_text_config().vocab_size or vocabulary
+        self.largest = min(vocabulary, LARGEST_ID) - 1
         self.chosen = _one_of_each(group, self.jobs)
         still = wide is not None or _drops(group, backbone)
         self.alone = _Alone(backbone, tensors, layers, wide, still=still)
@@ -392,10 +394,10 @@ class _Probe:
         lengths = self.lengths if index in self.chosen else self._beside(index)
         drawn = [[source.randint(min(1, largest), largest) for _ in range(n)] for n in lengths]
         if len(self.ids) > index and self.ids[index]:
-            known = cycle(self.ids[index])
+            ids = cycle(self.ids[index])
             for sequence in drawn:
                 if len(sequence) < max(lengths):
-                    sequence[1::2] = [next(known) for _ in sequence[1::2]]
+                    sequence[1::2] = islice(ids, len(sequence) // 2)
         return drawn
 
     def _beside(self, index: int) -> tuple[int, ...]:

@@ -227,7 +227,7 @@ def probe_ends(
     return _tried(model, data, device, lambda name: base[name].to(device))
 
 
-def _usual_ids(data: JobData) -> list[int]:
+def _frequent_ids(data: JobData) -> list[int]:
     """The token ids that most of a job's first samples hold."""
     first = islice(data.samples, _SAMPLES)
     held = Counter(token for sample in first for token in set(sample.input_ids))
@@ -246,7 +246,7 @@ def _tried(
     if longest > tried:
         parts = model.group, model.backbone, model.jobs
         try:
-            ids = [_usual_ids(data[job.name]) if job.name in data else () for job in model.jobs]
+            ids = [_frequent_ids(data[job.name]) if job.name in data else () for job in model.jobs]
             probed = probe_loaded(*parts, value, longest, ids=ids)
         except TloraError:
             raise

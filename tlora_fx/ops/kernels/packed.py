@@ -23,9 +23,9 @@ Weights that read one x, such as q, k and v, can stand in one buffer (`join`), o
 Then [x | S_q S_k S_v] times its upper rows gives all y side by side in one product, and the dys,
 side by side with all dS behind them, times its left columns give dx in another: no sum of three is
 written three times, and narrow outputs leave no GPU half empty. Gate and up stand so too. Where
-each site has at most 32 rows of adapters, these take whole rank blocks and the buffer 64 columns
-more in all: of q, k and v of one job of rank 16 products sum over 48 of them. With 64 columns for
-each site they would multiply 3 % more.
+each site has at most 32 rows of adapters, these take whole rank blocks, and the buffer as many
+multiples of 64 columns as hold those of all: one for q, k and v of a job of rank 16, whose products
+then sum over 48 columns more. With 64 for each site they would multiply 3 % more.
 """
 
 from __future__ import annotations
