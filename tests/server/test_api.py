@@ -10,12 +10,14 @@ import threading
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
 
 from tests.server.conftest import EXAMPLES, QUICKSTART, as_scheduled, job_file
 from tlora_fx.config.job_file import load_job_file
-from tlora_fx.errors import ServiceRefused
+from tlora_fx.errors import ServiceRefused, TokenRefused
 from tlora_fx.server.app import make_service
-from tlora_fx.server.store import ServiceStore
+from tlora_fx.server.store import ServiceStore, User
 from tlora_fx.server.submission import IntakeLimits
 
 
@@ -252,11 +254,73 @@ def test_tokens_are_needed_as_soon_as_there_are_users(asked):
 
 
 def test_without_tokens_it_listens_on_this_machine_alone(tmp_path):
-    """An address of the network is refused until somebody has a token."""
+    """An address of the network is refused until tokens are required."""
     store = ServiceStore(tmp_path / "run")
 
     with pytest.raises(ServiceRefused, match="obey everybody"):
-        store.require_tokens("0.0.0.0")
+        store.refuse_open_network("0.0.0.0")
+    store.require_tokens()
+    store.refuse_open_network("0.0.0.0")
+
+
+_CHANGES = st.sampled_from(
+    [("add", "alice"), ("add", "bob"), ("revoke", "alice"), ("revoke", "bob"), ("restart", ""),
+     ("require", "")]
+)  # fmt: skip
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@example([("add", "alice"), ("revoke", "alice"), ("restart", "")])
+@given(st.lists(_CHANGES, max_size=8))
+def test_revoking_tokens_opens_a_run_to_nobody(tmp_path_factory, changes):
+    """In any order of adding, revoking and restarting, a run that required tokens still does."""
+    folder = tmp_path_factory.mktemp("access") / "run"
+    valid: dict[str, str] = {}
+    revoked: list[str] = []
+    required = False
+    service = make_service(folder, IntakeLimits(), open_to_all=True)
+    for change, name in changes:
+        store = ServiceStore(folder)  # the command line's, in a process of its own
+        if change == "add":
+            valid[store.add_user(User(name))] = name
+        elif change == "revoke":
+            store.revoke(name)
+            revoked += [token for token, user in valid.items() if user == name]
+            valid = {token: user for token, user in valid.items() if user != name}
+        elif change == "require":
+            store.require_tokens()
+        else:
+            service = make_service(folder, IntakeLimits(), open_to_all=True)
+        required |= change in ("add", "require")
+        service.users.clear()
+
+        if required:
+            with pytest.raises(TokenRefused):
+                service.user(None)
+        else:
+            assert service.user(None).admin
+        for token in [*revoked, "tlora-x", ""]:
+            with pytest.raises(TokenRefused):
+                service.user(token)
+        assert {token: service.user(token).name for token in valid} == valid
+
+
+def test_a_run_whose_last_token_was_revoked_answers_no_stranger(asked):
+    """Jobs, changes and metrics stay closed, also after a restart."""
+    it = asked()
+    it.add("alice")
+    it.submit(job_file("a"), user="alice")
+    it.service.store.revoke("alice")
+    before = it.state()
+
+    for again in (it, asked(it.folder)):
+        assert again.ask("GET", "/api/v1/jobs").status_code == 401
+        assert again.ask("GET", "/metrics").status_code == 401
+        assert again.ask("POST", "/api/v1/jobs/alice.a/cancel").status_code == 401
+        assert again.submit(job_file("b")).status_code == 401
+    assert it.state() == before
 
 
 def test_a_page_of_a_stranger_cannot_ask(asked):

@@ -17,7 +17,7 @@ from ipaddress import ip_address
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -30,6 +30,9 @@ from tlora_fx.cli.run import (
     require_executor,
 )
 from tlora_fx.errors import ServiceRefused
+
+if TYPE_CHECKING:
+    from tlora_fx.server.store import ServiceStore
 
 #: A connection that nobody uses; longer than clients keep theirs, so that none meets a closed one.
 KEEP_SECONDS = 75
@@ -46,8 +49,15 @@ class ServeCommandOptions(RunCommandOptions):
         Path | None, typer.Option("-o", "--output", help="Folder of the run; begun or new.")
     ] = None
     host: Annotated[
-        str, typer.Option(help="Where to listen; elsewhere than here it needs tokens.")
+        str, typer.Option(help="Address to listen on; any but a loopback one requires tokens.")
     ] = "127.0.0.1"
+    require_tokens: Annotated[
+        bool,
+        typer.Option(
+            "--require-tokens",
+            help="Answer no request without a token, in this run and whenever it is started again.",
+        ),
+    ] = False
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8642
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate (PEM): serve HTTPS.")] = None
     tls_key: Annotated[Path | None, typer.Option(help="Its key, if not in the same file.")] = None
@@ -92,11 +102,7 @@ def run(options: ServeCommandOptions) -> None:
     assert options.output is not None
     _log_to_stderr(options.log_format)
 
-    from tlora_fx.server.store import ServiceStore
-
-    store = ServiceStore(options.output)
-    if not options.loopback:
-        store.require_tokens(options.host)
+    store = _guarded_store(options.output, options)
 
     from tlora_fx.scheduler.service import Estimates, opened
     from tlora_fx.server.control import Control, EventLog
@@ -119,6 +125,18 @@ def run(options: ServeCommandOptions) -> None:
                     running.stop()
     if running.stopping:
         raise KeyboardInterrupt(f"every group is safe; go on with -o {options.output}")
+
+
+def _guarded_store(folder: Path, options: ServeCommandOptions) -> ServiceStore:
+    """The run's store, once it is settled who must bring a token; raises ServiceRefused."""
+    from tlora_fx.server.store import ServiceStore
+
+    store = ServiceStore(folder)
+    if options.require_tokens:
+        store.require_tokens()
+    if not options.loopback:
+        store.refuse_open_network(options.host)
+    return store
 
 
 def _new_folder() -> Path:

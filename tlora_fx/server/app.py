@@ -122,7 +122,8 @@ class Explanation(BaseModel):
 class Service:
     """What requests are answered with.
 
-    open_to_all   nobody needs a token, as long as there are no users; only on this machine
+    open_to_all   requests without a token are answered while the ledger requires none; only where
+                  this machine alone can connect
     """
 
     store: ServiceStore
@@ -146,7 +147,7 @@ class Service:
     def user(self, token: str | None) -> User:
         """Who asks; raises TokenRefused."""
         if token is None:
-            if self.open_to_all and not any(self.store.users().values()):
+            if self.open_to_all and not self.store.tokens_required():
                 return User(LOCAL, admin=True)
             raise _refused("a token is needed")
         since, known = self.users.get(token, (float("-inf"), None))

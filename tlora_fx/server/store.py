@@ -47,6 +47,7 @@ CREATE TABLE IF NOT EXISTS actions (
 CREATE TABLE IF NOT EXISTS events (
     number INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, jobs TEXT NOT NULL,
     text TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS access (tokens_required INTEGER NOT NULL);
 """
 
 #: Of each job of the service: what it is, what the ledger says, and what was said of its file.
@@ -199,13 +200,28 @@ class ServiceStore:
             ).fetchone()
         return None if row is None else User(row[0], bool(row[1]), *row[2:])
 
-    def require_tokens(self, host: str) -> None:
-        """Refuse to listen to a network without users; raises ServiceRefused."""
-        if not any(self.users().values()):
+    def require_tokens(self) -> None:
+        """Require a token for every request to this run, from now on and after each restart."""
+        with self._transition("", "require-tokens", "") as base:
+            base.execute("INSERT INTO access SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM access)")
+
+    def tokens_required(self) -> bool:
+        """Whether every request needs a token.
+
+        True once a user was added or `require_tokens` was called. Users are never removed, so that
+        revoking tokens, even the last one, cannot open a run to everybody.
+        """
+        with self._reading() as base:
+            return _tokens_required(base)
+
+    def refuse_open_network(self, host: str) -> None:
+        """Refuse to listen to a network without tokens; raises ServiceRefused."""
+        if not self.tokens_required():
             raise ServiceRefused(
-                "nobody has a token, so it would obey everybody on the network",
+                "no token is required, so it would obey everybody on the network",
                 found=f"--host {host}",
-                help="make tokens with `tlora-fx tokens add NAME -o RUN`, or listen on 127.0.0.1",
+                help="add users with `tlora-fx tokens add NAME -o RUN`, start with "
+                "--require-tokens, or listen on 127.0.0.1",
             )
 
     # Submissions.
@@ -434,6 +450,13 @@ class ServiceStore:
                 base.execute("ROLLBACK")
                 raise
             base.execute("COMMIT")
+
+
+def _tokens_required(base: sqlite3.Connection) -> bool:
+    (required,) = base.execute(
+        "SELECT EXISTS (SELECT 1 FROM users) OR EXISTS (SELECT 1 FROM access)"
+    ).fetchone()
+    return bool(required)
 
 
 def hash_of(token: str) -> str:
