@@ -33,8 +33,8 @@ from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.rounds import shape_of
 from benchmarks.step_mixes import SEED, Shape
 from tlora_fx.model.backbone import load_backbone
-from tlora_fx.runtime.adapters import base_tensors
-from tlora_fx.runtime.data import DataReport, JobData, Sample
+from tlora_fx.runtime.adapters.files import base_tensors
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.interrupts import Interrupts
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 

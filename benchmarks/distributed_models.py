@@ -21,7 +21,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import StepRunner, apply, load, shards
 from tlora_fx.parallel.mesh import Mesh, open_mesh
 from tlora_fx.parallel.prepare import planned_passes, prepared
-from tlora_fx.runtime.adapters import base_tensors, start_adapters
+from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
 
 RATE = 1e-4
 

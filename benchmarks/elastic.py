@@ -37,7 +37,7 @@ from benchmarks.interleaved import Spread
 from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.rounds import data_of, shape_of
 from tlora_fx.config.job import Job
-from tlora_fx.runtime.data import JobData
+from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.interrupts import Interrupts
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 

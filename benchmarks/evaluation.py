@@ -32,8 +32,8 @@ from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.rounds import data_of
 from benchmarks.step_mixes import Shape
 from tlora_fx.config.job import DataSpec, Job
-from tlora_fx.runtime.adapters import adapter_tensors
-from tlora_fx.runtime.data import DataReport, JobData, Sample
+from tlora_fx.runtime.adapters.files import adapter_tensors
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.generation import AdapterWeights, Speakers, resident_base
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 

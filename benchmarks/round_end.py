@@ -38,8 +38,8 @@ from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.adapters import base_tensors
-from tlora_fx.runtime.data import DataReport, JobData, Sample
+from tlora_fx.runtime.adapters.files import base_tensors
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.distributed import gradient_norms
 from tlora_fx.runtime.interrupts import Interrupts
 from tlora_fx.runtime.launch import Launch, join

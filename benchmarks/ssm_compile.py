@@ -64,7 +64,7 @@ def measure(layers: int) -> Run:
 
     from tlora_fx import BaseSpec, Job, compile
     from tlora_fx.model.batch import JobTokens, pack
-    from tlora_fx.runtime.adapters import base_tensors, start_adapters
+    from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:

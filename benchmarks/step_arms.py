@@ -24,7 +24,7 @@ from tlora_fx.compiler import resolve_pipeline
 from tlora_fx.model import source
 from tlora_fx.ops.float8 import BACKWARDS
 from tlora_fx.ops.kernels import flash_attention_4, packed
-from tlora_fx.runtime.data import DataReport, JobData, Sample
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.interrupts import Interrupts
 
 
@@ -403,7 +403,7 @@ class Made:
 
     def __init__(self, shape: Shape, device: str, folder: Path) -> None:
         from tlora_fx.model.backbone import load_backbone
-        from tlora_fx.runtime.adapters import base_tensors
+        from tlora_fx.runtime.adapters.files import base_tensors
 
         self.shape, self.device, self.folder = shape, device, folder
         shape.config().save_pretrained(folder / "base")

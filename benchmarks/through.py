@@ -33,7 +33,7 @@ from benchmarks.distributed_models import jobs_of
 from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.rounds import data_of, shape_of
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.runtime.data import JobData
+from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
 STEPS, SLOTS, RANK = 20, 16, 8

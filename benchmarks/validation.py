@@ -37,6 +37,7 @@ from benchmarks.validation_workload import Planned, base_of, workload, write_fil
 from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.load import Demand
+from tlora_fx.runtime.workers.protocol import EventReader
 from tlora_fx.scheduler.executor import (
     Drained,
     Failed,
@@ -47,7 +48,6 @@ from tlora_fx.scheduler.executor import (
 )
 from tlora_fx.scheduler.formations import Callback
 from tlora_fx.scheduler.local.executor import LocalOptions, cpu_threads
-from tlora_fx.scheduler.local.protocol import EventReader
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.requests import keep_facts

@@ -27,7 +27,7 @@ from transformers.utils import logging
 from benchmarks.results_file import RESULTS, console, described, write
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.errors import BaseRefused, TloraError
-from tlora_fx.runtime.data import DataReport, JobData, Sample
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.verify import JobDifference, bounds_of, verify
 
 VOCABULARY = 128

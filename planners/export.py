@@ -25,8 +25,8 @@ from tlora_fx.cost.load import Load
 from tlora_fx.cost.plan import MeshShape, Plan, Schedule, model_fingerprint
 from tlora_fx.cost.profile import Operation
 from tlora_fx.cost.step_time import CostModel
-from tlora_fx.durable import replace_file
 from tlora_fx.errors import ForeignPlanError, PlanNotRunnable, ProfileFileError
+from tlora_fx.host.durable import replace_file
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import require_shardable
 from tlora_fx.parallel.prepare import require_fits

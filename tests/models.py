@@ -21,7 +21,7 @@ from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.runtime.adapters import base_tensors, canonical_names, start_adapters
+from tlora_fx.runtime.adapters.files import base_tensors, canonical_names, start_adapters
 from tlora_fx.testing.equivalence import SIZES
 
 # torch writes a record a traced tensor; pytest would keep them all.

@@ -21,7 +21,7 @@ from tests.models import (
     run_fused,
     tokens,
 )
-from tlora_fx.runtime.adapters import adapter_tensors
+from tlora_fx.runtime.adapters.files import adapter_tensors
 
 BOUND = 1e-9
 ADAPTERS = 1e-7

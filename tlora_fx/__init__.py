@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tlora_fx.version import __version__
+from tlora_fx.host.version import __version__
 
 if TYPE_CHECKING:
     from tlora_fx.compiler import compile, run_passes, trace

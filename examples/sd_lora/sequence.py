@@ -24,9 +24,9 @@ from torch import nn
 
 import tlora_fx
 from tlora_fx.model.backbone import load_backbone
-from tlora_fx.runtime.adapters import plain_base
+from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.runtime.checks import load_all_data
-from tlora_fx.runtime.data import Sample
+from tlora_fx.runtime.data.samples import Sample
 
 QUICKSTART = Path(__file__).resolve().parents[1] / "quickstart"
 STREAMS = {

@@ -24,8 +24,8 @@ from tlora_fx.cost.profile_sources import SHIPPED
 from tlora_fx.runtime import interrupts
 from tlora_fx.runtime.interrupts import stop_signals
 from tlora_fx.runtime.run_folder import read_metrics
+from tlora_fx.runtime.workers.protocol import EventReader
 from tlora_fx.scheduler import service
-from tlora_fx.scheduler.local.protocol import EventReader
 from tlora_fx.scheduler.store import Ledger
 
 ROOT = Path(__file__).parents[2]

@@ -25,14 +25,14 @@ from tlora_fx.cost.profile_sources import covers, own_file, profile_for, rooflin
 from tlora_fx.errors import ProfileFileError, ProfileMissing, UnknownGpu
 from tlora_fx.ir.graph import LOSS
 from tlora_fx.model.batch import pack
-from tlora_fx.runtime.profiler import (
+from tlora_fx.runtime.profiling.profiler import (
     ProfileRequest,
     calls_of,
     joined,
     loss_points,
     profile_jobs,
 )
-from tlora_fx.runtime.timing import collective_points
+from tlora_fx.runtime.profiling.timing import collective_points
 
 AMOUNTS, COUNTS = st.floats(0, 1e6, allow_nan=False), st.integers(0, 100)
 WORKS = st.builds(

@@ -67,7 +67,7 @@ def test_a_full_disk_leaves_the_old_files_whole(folder, quickstart, monkeypatch)
     def full(handle):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tlora_fx.durable.os.fsync", full)
+    monkeypatch.setattr("tlora_fx.host.durable.os.fsync", full)
     with pytest.raises(DumpNotWritable, match="No space left"):
         dump(quickstart, folder)
 

@@ -7,7 +7,7 @@ import pytest
 from tests.inspect.conftest import LLAMA_8B, NARROW
 from tests.models import randomise
 from tlora_fx.inspect.schema import Listing
-from tlora_fx.runtime.adapters import base_tensors, start_adapters
+from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
 
 
 def rows_of(listing: Listing, module: str):

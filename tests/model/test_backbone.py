@@ -10,7 +10,7 @@ from tests.models import base_of, error_of, plain, save_config
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseRefused
 from tlora_fx.model.backbone import load_backbone
-from tlora_fx.runtime.adapters import base_tensors
+from tlora_fx.runtime.adapters.files import base_tensors
 
 
 @pytest.fixture(scope="module")

@@ -34,7 +34,7 @@ from tlora_fx.errors import BaseRefused, JobError
 from tlora_fx.ir.graph import HEAD
 from tlora_fx.model.batch import JobTokens, pad
 from tlora_fx.model.loss import predicted, row_losses
-from tlora_fx.runtime.adapters import base_tensors, canonical_names
+from tlora_fx.runtime.adapters.files import base_tensors, canonical_names
 
 MANY = "multi_label_classification"
 #: Labels of the base, and those of five sequences as transformers takes them.

@@ -32,7 +32,7 @@ from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.ir.graph import HEAD, OpenSlots
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.runtime.adapters import base_tensors
+from tlora_fx.runtime.adapters.files import base_tensors
 from tlora_fx.runtime.trainer import Trainer
 
 # Sequence lengths of three jobs. The first row decides what is compiled, and has every

@@ -18,7 +18,7 @@ from tests.models import (
 )
 from tlora_fx.compiler import compile
 from tlora_fx.errors import SuperModelMisuse
-from tlora_fx.runtime.adapters import base_tensors
+from tlora_fx.runtime.adapters.files import base_tensors
 
 
 @pytest.fixture(scope="module")

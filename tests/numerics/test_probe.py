@@ -15,7 +15,7 @@ from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import FusedDiffers, TloraError
 from tlora_fx.numerics import probe
 from tlora_fx.numerics.probe import Probed, probe_compiled, probe_loaded
-from tlora_fx.runtime.adapters import base_tensors
+from tlora_fx.runtime.adapters.files import base_tensors
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 

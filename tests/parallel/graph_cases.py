@@ -26,7 +26,7 @@ from tlora_fx.parallel.prepare import prepared
 from tlora_fx.parallel.stage_graphs import StageGraphs
 from tlora_fx.parallel.stages import StageModule, cut_stages
 from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.adapters import base_tensors, start_adapters
+from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
 WIDE = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4}

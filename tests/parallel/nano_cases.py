@@ -28,7 +28,7 @@ from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.parallel.nano_batches import NanoModel, kind_of
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.adapters import base_tensors
+from tlora_fx.runtime.adapters.files import base_tensors
 
 # What takes long: products and attention, forward and backward.
 HEAVY = ("multi_lora", "packed_attention", "linear", "mm")

@@ -23,7 +23,7 @@ from tlora_fx.parallel.apply import apply, part_of
 from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.parallel.stage_graphs import CapturedStage, StageGraphs
-from tlora_fx.runtime.adapters import base_tensors
+from tlora_fx.runtime.adapters.files import base_tensors
 
 WEIGHTS = torch.tensor([0.1, 0.07, 0.02], dtype=torch.float64)
 EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -19,7 +19,7 @@ from tlora_fx.ops import use_group
 from tlora_fx.passes.tensor_parallel.shard import ShardTensor
 from tlora_fx.pipeline import Pipeline, Runner
 from tlora_fx.pipeline.instrument import Event
-from tlora_fx.runtime.adapters import base_tensors, start_adapters
+from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
 
 SMALL = {"vocab_size": 64, "num_hidden_layers": 2}
 # By family: what its config says instead, and its linears.

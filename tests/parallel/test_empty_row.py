@@ -11,7 +11,7 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.model.batch import JobTokens, pack
 from tlora_fx.parallel.apply import apply
 from tlora_fx.parallel.mesh import open_mesh
-from tlora_fx.runtime.adapters import base_tensors
+from tlora_fx.runtime.adapters.files import base_tensors
 
 
 @pytest.mark.parametrize("target", ["lm_head", "q_proj"])

@@ -17,7 +17,7 @@ from tlora_fx.ops.kernels import launch_cache, refresh
 from tlora_fx.parallel.apply import apply, load
 from tlora_fx.parallel.cuda_graphs import NormGraph, RowGraphs
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.runtime.adapters import base_tensors, start_adapters
+from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 from tlora_fx.runtime.verify import bounds_of, verify
 

@@ -8,7 +8,7 @@ from tlora_fx.cost.plan import MeshShape
 from tlora_fx.ir.storage import LocalShard
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.adapters import base_tensors
+from tlora_fx.runtime.adapters.files import base_tensors
 
 
 def test_a_piece_keeps_no_whole_matrix_in_memory(tmp_path):

@@ -25,7 +25,7 @@ from tlora_fx.parallel.apply import apply, load
 from tlora_fx.parallel.cuda_graphs import NormGraph, RowGraphs
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.peer_copies import SideStreams
-from tlora_fx.runtime.adapters import base_tensors, start_adapters
+from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
 
 
 def row_of(seed, counts=(2, 0, 3)):

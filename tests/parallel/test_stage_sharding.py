@@ -25,7 +25,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import apply, load, part_of
 from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.adapters import base_tensors, start_adapters
+from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
 
 MESH = MeshShape(pp=2, dp=2)
 ROUNDS, MICRO_BATCHES = 2, 2

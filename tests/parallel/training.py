@@ -23,7 +23,7 @@ from tlora_fx.parallel.apply import StepRunner, apply, load
 from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.adapters import base_tensors, start_adapters
+from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
 from tlora_fx.runtime.job_run import StepReport
 from tlora_fx.runtime.round_end import RoundEnd

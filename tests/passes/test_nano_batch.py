@@ -20,7 +20,7 @@ from tests.sampled import sampled
 from tlora_fx.compiler import DEFAULT_PIPELINE, compile, run_passes
 from tlora_fx.errors import NotNanoBatchable
 from tlora_fx.ir.graph import is_call, output_of
-from tlora_fx.runtime.adapters import base_tensors
+from tlora_fx.runtime.adapters.files import base_tensors
 
 ops = torch.ops.tlora_fx
 

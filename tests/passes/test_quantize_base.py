@@ -31,7 +31,7 @@ from tlora_fx.ops import quantized
 from tlora_fx.ops.quantized import FORMS
 from tlora_fx.pipeline import Runner
 from tlora_fx.pipeline.instrument import Event
-from tlora_fx.runtime.adapters import base_tensors
+from tlora_fx.runtime.adapters.files import base_tensors
 from tlora_fx.testing import small_base, small_job
 
 LAYER = "layers_0_1"

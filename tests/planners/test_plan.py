@@ -36,9 +36,9 @@ from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.prepare import fitting_meshes, planned_passes, prepared, require_fits
 from tlora_fx.planners.builtin import activation_bytes, base_bytes, choose
 from tlora_fx.planners.protocol import find_planner, planner_names
-from tlora_fx.runtime.adapters import base_tensors
-from tlora_fx.runtime.batching import Cutting, cut_round
+from tlora_fx.runtime.adapters.files import base_tensors
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
+from tlora_fx.runtime.data.batching import Cutting, cut_round
 from tlora_fx.runtime.distributed import _require_one_table, require_elementwise
 from tlora_fx.runtime.launch import Launch, choose_plan
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions

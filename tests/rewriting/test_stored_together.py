@@ -17,7 +17,7 @@ from tlora_fx.ir.storage import concatenated, stored_as
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.pipeline import GroupPass, Numerics, Pipeline
 from tlora_fx.rewriting import Rewriter
-from tlora_fx.runtime.adapters import base_tensors
+from tlora_fx.runtime.adapters.files import base_tensors
 from tlora_fx.testing import assert_equivalent, check_text
 
 aten = torch.ops.aten

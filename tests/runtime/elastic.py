@@ -17,9 +17,9 @@ from tlora_fx.errors import JobsDiffer, NotAdmitted
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.adapters import adapter_tensors
+from tlora_fx.runtime.adapters.files import adapter_tensors
 from tlora_fx.runtime.callbacks import TrainerCallback
-from tlora_fx.runtime.data import JobData, Sample
+from tlora_fx.runtime.data.samples import JobData, Sample
 from tlora_fx.runtime.job_run import StepReport
 from tlora_fx.runtime.trainer import Trainer
 

@@ -10,7 +10,7 @@ from typing import Any
 import transformers
 
 from tlora_fx.config.job import BaseSpec, Job
-from tlora_fx.runtime.data import DataReport, JobData, Sample
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 
 VOCABULARY = 53
 

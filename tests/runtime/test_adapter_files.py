@@ -16,8 +16,8 @@ from tests.models import base_of, job, peft_model, ready
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import Job
 from tlora_fx.errors import AdapterFolderError
-from tlora_fx.runtime import adapters
-from tlora_fx.runtime.adapters import (
+from tlora_fx.runtime.adapters import files as adapters
+from tlora_fx.runtime.adapters.files import (
     base_tensors,
     read_adapter,
     start_adapters,

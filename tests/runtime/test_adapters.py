@@ -8,7 +8,7 @@ from torch import nn
 
 from tlora_fx.errors import AdapterFolderError
 from tlora_fx.ir.storage import Shard
-from tlora_fx.runtime.adapters import load_adapter
+from tlora_fx.runtime.adapters.files import load_adapter
 
 STEM = "base_model.model.q_proj.lora_"
 A, B = f"{STEM}A.default.weight", f"{STEM}B.default.weight"

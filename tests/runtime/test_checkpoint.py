@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from tlora_fx.errors import CheckpointError
-from tlora_fx.runtime import checkpoint
-from tlora_fx.runtime.checkpoint import CheckpointStore, CheckpointWarning, JobState
+from tlora_fx.runtime.checkpoints import store as checkpoint
+from tlora_fx.runtime.checkpoints.store import CheckpointStore, CheckpointWarning, JobState
 
 
 def state_of(step: int) -> JobState:
@@ -352,7 +352,7 @@ def fill_the_disk(monkeypatch: pytest.MonkeyPatch, writes_before: int) -> None:
         path.write_bytes(data)
 
     monkeypatch.setattr(checkpoint, "write_synced", write)
-    monkeypatch.setattr("tlora_fx.durable.write_synced", write)
+    monkeypatch.setattr("tlora_fx.host.durable.write_synced", write)
 
 
 FULL = """

@@ -11,7 +11,7 @@ from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import DataDoesNotFit
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.checks import check_fits
-from tlora_fx.runtime.data import Sample
+from tlora_fx.runtime.data.samples import Sample
 
 
 @pytest.mark.parametrize(("classes", "fits"), [(9, True), (8, False), (2, False), (None, True)])

@@ -15,8 +15,8 @@ from torch import Tensor
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.errors import CheckpointError, MetricsError, RunFolderError
-from tlora_fx.runtime import checkpoint
-from tlora_fx.runtime.checkpoint import CheckpointStore
+from tlora_fx.runtime.checkpoints import store as checkpoint
+from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.commits import Commits
 from tlora_fx.runtime.run_folder import MetricsLog
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback

@@ -19,7 +19,7 @@ from tlora_fx.errors import FolderNotLoadable
 from tlora_fx.inspect.dump import dump
 from tlora_fx.model.saved import load_program, save_program
 from tlora_fx.pipeline import load_extension, registry
-from tlora_fx.runtime.adapters import base_tensors
+from tlora_fx.runtime.adapters.files import base_tensors
 
 # An author's file: an operator with a backward, its token rule, and a pass that puts it in.
 MINE = '''

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import ChatTemplateError, EmptyDataError, MalformedRowError, NoTargetsError
-from tlora_fx.runtime.data import DataReport, JobData, Sample, SampleTable, load_job_data
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample, SampleTable, load_job_data
 
 GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 

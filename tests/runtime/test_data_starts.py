@@ -29,8 +29,8 @@ from tlora_fx.model.backbone import load_backbone
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime import compiled_folder, data_starts
-from tlora_fx.runtime.adapters import adapter_tensors, plain_base, start_adapters
-from tlora_fx.runtime.data import DataReport, JobData, Sample
+from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base, start_adapters
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.data_starts import data_start, first_samples
 from tlora_fx.runtime.distributed import require_elementwise
 from tlora_fx.runtime.solo import train_alone

@@ -12,8 +12,8 @@ import torch
 
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable
-from tlora_fx.runtime import digests
-from tlora_fx.runtime.digests import base_digests, file_digest
+from tlora_fx.runtime.checkpoints import digests
+from tlora_fx.runtime.checkpoints.digests import base_digests, file_digest
 
 OLD = 10**18
 

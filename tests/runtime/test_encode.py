@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tlora_fx.runtime.encoding import (
+from tlora_fx.runtime.data.encoding import (
     BadRowError,
     Encoded,
     Format,

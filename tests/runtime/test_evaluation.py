@@ -24,12 +24,12 @@ from tests.runtime.groups import (
 from tests.sampled import sampled
 from tlora_fx.compiler import compile
 from tlora_fx.errors import EmptyDataError, MetricFunctionError
-from tlora_fx.runtime.adapters import adapter_tensors
+from tlora_fx.runtime.adapters.files import adapter_tensors
 from tlora_fx.runtime.checks import load_all_data
-from tlora_fx.runtime.data import held_out
+from tlora_fx.runtime.data.samples import held_out
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
-from tlora_fx.scheduler.local.protocol import EventReader, WorkerConfig
-from tlora_fx.scheduler.local.worker import EventCallback
+from tlora_fx.runtime.workers.protocol import EventReader, WorkerConfig
+from tlora_fx.runtime.workers.training import EventCallback
 
 EVALUATED = {"eval_data": {"path": "unused.jsonl"}, "eval_steps": 2}
 
@@ -124,7 +124,7 @@ def peft_scores(trainer, folder, name):
     """Loss, token accuracy and exact match of an adapter on its job's data, by plain PEFT."""
     from peft import PeftModel
 
-    from tlora_fx.runtime.adapters import plain_base
+    from tlora_fx.runtime.adapters.files import plain_base
 
     model = PeftModel.from_pretrained(plain_base(trainer.model.backbone), folder / name).eval()
     run = next(run for run in trainer.runs if run.job.name == name)

@@ -18,7 +18,7 @@ from tlora_fx.errors import (
     MissingColumnError,
     TloraError,
 )
-from tlora_fx.runtime.data import JobData, load_job_data, packed
+from tlora_fx.runtime.data.samples import JobData, load_job_data, packed
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"a": "number"}}}]

@@ -13,7 +13,7 @@ from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable, JobsDiffer, ResumeMismatch, UnknownTarget
-from tlora_fx.runtime.adapters import base_tensors
+from tlora_fx.runtime.adapters.files import base_tensors
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 from tlora_fx.runtime.verify import bounds_of, verify
 

@@ -17,9 +17,9 @@ from transformers import get_scheduler
 
 from tests.runtime.parameters import job_with, start
 from tlora_fx.config.job import Job
-from tlora_fx.runtime import optimizer
-from tlora_fx.runtime import optimizer as fused_adam
-from tlora_fx.runtime.optimizer import JobOptimizer
+from tlora_fx.runtime.optim import optimizer
+from tlora_fx.runtime.optim import optimizer as fused_adam
+from tlora_fx.runtime.optim.optimizer import JobOptimizer
 
 STEPS = 6
 # How a gradient gets to a boundary, one by one or together; and marks for profilers.

@@ -19,7 +19,7 @@ from tlora_fx.config.job import BaseSpec
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import GenerationError, JobError
 from tlora_fx.model.backbone import load_backbone
-from tlora_fx.runtime.adapters import plain_base
+from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.runtime.generation import Drawing, Question, Sampler, Speakers
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback

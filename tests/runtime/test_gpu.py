@@ -12,7 +12,7 @@ from tlora_fx.codegen.ahead import Ahead
 from tlora_fx.compiler import compile
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.parallel import apply
-from tlora_fx.runtime.data import DataReport, JobData, Sample
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
 from tlora_fx.runtime.verify import bounds_of, verify
 
@@ -91,8 +91,8 @@ def test_the_update_of_all_jobs_is_that_of_each(dtype):
     """Kernels against torch.optim's: norms, parameters and moments, clipped or not."""
     from tests.ops.interpreted.test_adam import JOBS, give, parameters
     from tests.runtime.parameters import job_with
-    from tlora_fx.runtime.group_update import GroupUpdate
-    from tlora_fx.runtime.optimizer import JobOptimizer
+    from tlora_fx.runtime.optim.group_update import GroupUpdate
+    from tlora_fx.runtime.optim.optimizer import JobOptimizer
 
     jobs = [job_with(**fields) for fields in JOBS.values()]
     sides = []

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tlora_fx.runtime import tensor_file
-from tlora_fx.runtime.tensor_file import as_file, file_tensors, moved, tensor_bytes
+from tlora_fx.runtime.checkpoints import tensor_file
+from tlora_fx.runtime.checkpoints.tensor_file import as_file, file_tensors, moved, tensor_bytes
 
 pytestmark = pytest.mark.gpu
 GPU = torch.device("cuda", 0)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tlora_fx.runtime.optimizer import Gradients
+from tlora_fx.runtime.optim.optimizer import Gradients
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 

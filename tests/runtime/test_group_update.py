@@ -23,8 +23,8 @@ from tests.runtime.test_trainer import (  # noqa: F401
 from tests.runtime.update_by_torch import updates_on_the_cpu
 from tlora_fx.compiler import compile
 from tlora_fx.errors import MetricsError
-from tlora_fx.runtime import group_update
-from tlora_fx.runtime.group_update import GroupUpdate, PendingOutcomes
+from tlora_fx.runtime.optim import group_update
+from tlora_fx.runtime.optim.group_update import GroupUpdate, PendingOutcomes
 from tlora_fx.runtime.run_folder import MetricsLog
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 

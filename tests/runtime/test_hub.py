@@ -14,7 +14,7 @@ from tests.runtime.hub_here import COMMIT, hub
 from tlora_fx.cli import main
 from tlora_fx.compiler import compile
 from tlora_fx.errors import HubError
-from tlora_fx.runtime.hub import ADAPTER_FILES, push
+from tlora_fx.runtime.adapters.hub import ADAPTER_FILES, push
 from tlora_fx.runtime.trainer import Trainer
 
 

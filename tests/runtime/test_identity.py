@@ -16,8 +16,8 @@ from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import ResumeMismatch, RunFolderError
-from tlora_fx.runtime.checkpoint import CheckpointStore, ResumeSources
-from tlora_fx.runtime.data import JobData
+from tlora_fx.runtime.checkpoints.store import CheckpointStore, ResumeSources
+from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
 
 ACCEPT = TrainerOptions(accept_changes=True)

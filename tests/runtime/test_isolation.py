@@ -8,8 +8,8 @@ import torch
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.errors import MetricsError, OutOfMemory
-from tlora_fx.runtime.adapters import adapter_tensors
-from tlora_fx.runtime.checkpoint import CheckpointStore
+from tlora_fx.runtime.adapters.files import adapter_tensors
+from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 
 

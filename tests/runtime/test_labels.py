@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.models import FAMILIES, error_of, save_config
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.errors import MalformedRowError, MissingColumnError
-from tlora_fx.runtime.data import load_job_data
-from tlora_fx.runtime.labels import decoded, label_code
+from tlora_fx.runtime.data.labels import decoded, label_code
+from tlora_fx.runtime.data.samples import load_job_data
 
 NAMES = {"task": "SEQ_CLS", "labels": ["bad", "good"], "dtype": "float32"}
 
@@ -98,7 +98,7 @@ def test_a_classifier_trains_is_measured_and_loads_into_transformers(tmp_path, m
     from peft import PeftModel
 
     from tlora_fx.compiler import compile
-    from tlora_fx.runtime.adapters import plain_base
+    from tlora_fx.runtime.adapters.files import plain_base
     from tlora_fx.runtime.trainer import Trainer
 
     make_tokenizer(adds_bos=True).save_pretrained(tmp_path / "llama")

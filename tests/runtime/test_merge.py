@@ -82,7 +82,7 @@ def test_a_merged_model_computes_what_peft_computes(run, tmp_path, job):
     from peft import PeftModel
 
     from tlora_fx.model.backbone import load_backbone
-    from tlora_fx.runtime.adapters import plain_base
+    from tlora_fx.runtime.adapters.files import plain_base
     from tlora_fx.runtime.merge import job_of
 
     output = merge(adapter_of(run, job), tmp_path / "merged", "20KB")

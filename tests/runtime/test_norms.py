@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.runtime.parameters import job_with, start
 from tlora_fx.runtime.distributed import gradient_norms, gradient_squares
-from tlora_fx.runtime.optimizer import JobOptimizer
+from tlora_fx.runtime.optim.optimizer import JobOptimizer
 
 
 def runs_of(*sizes: float, dtype: torch.dtype = torch.float32) -> list[Any]:

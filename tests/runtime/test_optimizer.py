@@ -21,10 +21,10 @@ from tests.runtime.parameters import job_with, params_of, start
 from tlora_fx.config.fields import OPTIMIZER_ALIASES, OPTIMIZERS, SCHEDULE_ARGUMENTS
 from tlora_fx.config.job import Job
 from tlora_fx.errors import JobError, OptimizerError, OptimizerStateError
-from tlora_fx.runtime import optimizer as optimizers
 from tlora_fx.runtime import solo
-from tlora_fx.runtime.optimizer import JobOptimizer
-from tlora_fx.runtime.trainable import learning_rates, require_trainable
+from tlora_fx.runtime.optim import optimizer as optimizers
+from tlora_fx.runtime.optim.optimizer import JobOptimizer
+from tlora_fx.runtime.optim.trainable import learning_rates, require_trainable
 
 STEPS = 9
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from tlora_fx.config.other_kinds import OTHER_KINDS
 from tlora_fx.errors import JobError, NotElementwise, UnknownTarget
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.parallel.mesh import Mesh, MeshShape
-from tlora_fx.runtime.adapters import adapter_tensors, plain_base
+from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base
 from tlora_fx.runtime.distributed import require_elementwise
 from tlora_fx.runtime.solo import train_alone
 from tlora_fx.runtime.trainer import Trainer

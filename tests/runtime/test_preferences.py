@@ -20,8 +20,8 @@ from tlora_fx.config.job import DataSpec, Job
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import JobError, PlanNotRunnable, SuperModelMisuse
 from tlora_fx.parallel.apply import require_whole_pairs
-from tlora_fx.runtime.adapters import adapter_tensors
-from tlora_fx.runtime.data import JobData, load_job_data
+from tlora_fx.runtime.adapters.files import adapter_tensors
+from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 from tlora_fx.runtime.verify import bounds_of, plain_base, verify
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from tests.runtime.test_optimizer import through_files
 from tlora_fx.config.job import Job
-from tlora_fx.runtime.optimizer import JobOptimizer
-from tlora_fx.runtime.rank_allocation import regularise
+from tlora_fx.runtime.optim.optimizer import JobOptimizer
+from tlora_fx.runtime.optim.rank_allocation import regularise
 
 STEPS = 12
 LORA = {

@@ -19,9 +19,9 @@ from tlora_fx.cost.profile_sources import roofline_profile
 from tlora_fx.cost.step_time import CostModel
 from tlora_fx.errors import JobTooLong
 from tlora_fx.model.batch import repeating_length
-from tlora_fx.runtime.batching import Cutting, cut_round, rows_of_round
 from tlora_fx.runtime.checks import check_memory, longest_round, longest_row
-from tlora_fx.runtime.data import DataReport, JobData, Sample
+from tlora_fx.runtime.data.batching import Cutting, cut_round, rows_of_round
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.launch import Launch
 
 PLAN = Plan(planner="single")

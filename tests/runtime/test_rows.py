@@ -12,7 +12,7 @@ import pytest
 
 from tlora_fx.config.job import DataSpec
 from tlora_fx.errors import DataFileError
-from tlora_fx.runtime.rows import DataRow, read_rows
+from tlora_fx.runtime.data.rows import DataRow, read_rows
 
 ROWS = [{"text": "a"}, {"text": "é"}]
 

@@ -20,16 +20,16 @@ from tlora_fx.ir.graph import AdapterSite
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.ops.tables import site_id
 from tlora_fx.parallel.mesh import Mesh, MeshShape
-from tlora_fx.runtime.adapters import adapter_tensors, plain_base
-from tlora_fx.runtime.distributed import require_elementwise
-from tlora_fx.runtime.optimizer import JobOptimizer
-from tlora_fx.runtime.solo import train_alone
-from tlora_fx.runtime.starts import (
+from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base
+from tlora_fx.runtime.adapters.starts import (
     computed_start,
     constant_part,
     trained_parameters,
     trained_part,
 )
+from tlora_fx.runtime.distributed import require_elementwise
+from tlora_fx.runtime.optim.optimizer import JobOptimizer
+from tlora_fx.runtime.solo import train_alone
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.verify import adapter_difference
 

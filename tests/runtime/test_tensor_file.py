@@ -10,8 +10,8 @@ import pytest
 import safetensors.torch
 import torch
 
-from tlora_fx.runtime import tensor_file
-from tlora_fx.runtime.tensor_file import as_file, file_tensors, moved, tensor_bytes
+from tlora_fx.runtime.checkpoints import tensor_file
+from tlora_fx.runtime.checkpoints.tensor_file import as_file, file_tensors, moved, tensor_bytes
 
 
 def plain() -> dict[str, torch.Tensor]:

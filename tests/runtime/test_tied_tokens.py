@@ -17,7 +17,7 @@ from tlora_fx.ir.graph import HEAD, is_call
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.parallel.mesh import MeshShape
 from tlora_fx.parallel.prepare import require_fits
-from tlora_fx.runtime.adapters import adapter_tensors, plain_base
+from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base
 from tlora_fx.runtime.solo import train_alone
 from tlora_fx.runtime.verify import adapter_difference
 from tlora_fx.tracing.adapters import resolve_sites

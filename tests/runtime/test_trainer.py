@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.errors import CheckpointError, ResumeMismatch, RunFolderError
-from tlora_fx.runtime.adapters import adapter_tensors
-from tlora_fx.runtime.checkpoint import CheckpointStore
+from tlora_fx.runtime.adapters.files import adapter_tensors
+from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.run_folder import MetricsLog, RunFolder, read_metrics
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
 from tlora_fx.runtime.verify import adapter_difference
@@ -66,7 +66,7 @@ def test_an_adapter_folder_loads_into_peft(base, tmp_path):
     """PeftModel.from_pretrained takes what a job leaves, tensor for tensor."""
     from peft import PeftModel, get_peft_model_state_dict
 
-    from tlora_fx.runtime.adapters import plain_base
+    from tlora_fx.runtime.adapters.files import plain_base
 
     jobs = three_jobs(base)
     model = train(jobs, tmp_path / "run")

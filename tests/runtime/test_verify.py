@@ -17,8 +17,8 @@ from tlora_fx.compiler import compile, resolve_pipeline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.runtime import verify as verifying
-from tlora_fx.runtime.adapters import adapter_tensors
-from tlora_fx.runtime.data import DataReport, JobData, Sample
+from tlora_fx.runtime.adapters.files import adapter_tensors
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.solo import train_alone
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.verify import (

@@ -27,8 +27,8 @@ from transformers import (
 
 from tlora_fx.config.job import BaseSpec, DataSpec, Job
 from tlora_fx.errors import OracleError
-from tlora_fx.runtime.data import DataReport, JobData, Sample
-from tlora_fx.runtime.sample_order import SampleOrder, in_another_layout, lines_of
+from tlora_fx.runtime.data.sample_order import SampleOrder, in_another_layout, lines_of
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.solo import SoloRun, train_alone
 
 VOCABULARY, STEPS = 37, 3

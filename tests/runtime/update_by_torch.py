@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tlora_fx.config.job import Job
-from tlora_fx.runtime import group_update, optimizer
-from tlora_fx.runtime.group_update import GroupUpdate
+from tlora_fx.runtime.optim import group_update, optimizer
+from tlora_fx.runtime.optim.group_update import GroupUpdate
 
 PLAIN = optimizer._make_optimizer
 

@@ -15,8 +15,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from tlora_fx.scheduler.local.processes import ANEW, FULL
-from tlora_fx.scheduler.local.protocol import HEIR, EventWriter, WorkerConfig
+from tlora_fx.runtime.workers.protocol import (
+    HEIR,
+    NEEDS_NEW_PROCESS,
+    OUT_OF_MEMORY,
+    EventWriter,
+    WorkerConfig,
+)
 
 
 def warm() -> None:
@@ -41,7 +46,7 @@ def main(path: Path) -> bool:
     order = WorkerConfig.read(path)
     _orders.append(order)
     if len(_orders) > 1 and any(job.get("anew") for job in order.jobs):
-        raise SystemExit(ANEW)
+        raise SystemExit(NEEDS_NEW_PROCESS)
     rank = int(os.environ.get("RANK", "0"))
     path.with_name(f"pid{rank or ''}").write_text(str(os.getpid()))
     if rank:
@@ -117,7 +122,7 @@ class _Fake:
         for spec in self.specs.values():
             if is_there(spec.get("crowded_by")):
                 self.writer.write("failed", reason="out of memory", job=spec["name"])
-                raise SystemExit(FULL)
+                raise SystemExit(OUT_OF_MEMORY)
         time.sleep(self.order.options.get("launch_seconds", 0.0))
         steps = {name: job["step"] for name, job in self.jobs.items()}
         for name, step in steps.items():

@@ -7,7 +7,8 @@ from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
-from tlora_fx.scheduler.local import processes, worker
+from tlora_fx.runtime.workers import training as worker
+from tlora_fx.scheduler.local import processes
 
 
 class ForkHere:

@@ -103,7 +103,7 @@ def main(address: str, jobs: str, output: str, **changed) -> None:
     assert nodes.cluster.gpus_per_node == 1
     policy = policy_of(changed.pop("policy", "tlora"))
     if changed.pop("trains", False):
-        changed["worker"] = "tlora_fx.scheduler.local.worker"
+        changed["worker"] = "tlora_fx.runtime.workers.training"
         changed["local"] = LocalOptions(save_seconds=1.0)
     # Kills that come too early are no fault of a job.
     loop = LoopOptions(horizon=0.4, switch_seconds=0.1, tries=1000)

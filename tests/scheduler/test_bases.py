@@ -15,10 +15,10 @@ from tests.scheduler.run_folder import QUICKSTART
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
+from tlora_fx.runtime.workers.protocol import EventReader
 from tlora_fx.scheduler.executor import Drained, Failed, Noted
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
 from tlora_fx.scheduler.local.processes import ForkServer
-from tlora_fx.scheduler.local.protocol import EventReader
 from tlora_fx.scheduler.state import Group, JobRequest
 
 JOBS = """

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tlora_fx.errors import CheckpointError
-from tlora_fx.runtime.checkpoint import CheckpointStore, JobState
+from tlora_fx.runtime.checkpoints.store import CheckpointStore, JobState
 from tlora_fx.scheduler.lease import grant, is_granted, revoke
 
 

@@ -20,6 +20,7 @@ from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import PlaceTaken
+from tlora_fx.runtime.workers.protocol import NEEDS_NEW_PROCESS, EventWriter, WorkerConfig
 from tlora_fx.scheduler.executor import (
     Committed,
     Drained,
@@ -39,7 +40,6 @@ from tlora_fx.scheduler.local.executor import (
     Watchdog,
 )
 from tlora_fx.scheduler.local.processes import ForkServer
-from tlora_fx.scheduler.local.protocol import EventWriter, WorkerConfig
 from tlora_fx.scheduler.state import Group, JobRequest
 
 FAKE = "tests.scheduler.fake_worker"
@@ -476,7 +476,7 @@ def test_a_group_that_is_drained_before_its_processes_are_new_stops(tmp_path):
 
 @pytest.mark.parametrize(
     ("number", "code"),
-    [(signal.SIGTERM, 143), (signal.SIGKILL, -9), (None, processes.ANEW)],
+    [(signal.SIGTERM, 143), (signal.SIGKILL, -9), (None, NEEDS_NEW_PROCESS)],
 )
 def test_no_new_process_begins_for_a_group_that_is_over(monkeypatch, number, code):
     """One was signalled as it had just ended; nor for a new process that ends so itself."""
@@ -485,7 +485,7 @@ def test_no_new_process_begins_for_a_group_that_is_over(monkeypatch, number, cod
     server.start = None
     pid = os.fork()
     if pid == 0:
-        os._exit(processes.ANEW)
+        os._exit(NEEDS_NEW_PROCESS)
     # It has ended, and nobody has asked for its code.
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     server.children[pid] = {"start": 7, "again": number is not None}

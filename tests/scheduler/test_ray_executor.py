@@ -22,7 +22,8 @@ from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import PlaceTaken
-from tlora_fx.runtime.checkpoint import CheckpointStore
+from tlora_fx.runtime.checkpoints.store import CheckpointStore
+from tlora_fx.runtime.workers.protocol import NEEDS_NEW_PROCESS
 from tlora_fx.scheduler.executor import (
     Committed,
     Drained,
@@ -35,7 +36,6 @@ from tlora_fx.scheduler.executor import (
 )
 from tlora_fx.scheduler.lease import is_granted
 from tlora_fx.scheduler.local.executor import LocalOptions, recover
-from tlora_fx.scheduler.local.processes import ANEW
 from tlora_fx.scheduler.ray import cluster, executor, worker
 from tlora_fx.scheduler.ray.cluster import RayCluster, cluster_of, seats_of
 from tlora_fx.scheduler.ray.executor import RayExecutor
@@ -304,7 +304,7 @@ def test_processes_of_a_group_stay_for_the_next_one_until_it_needs_new_ones(
         mark = order.with_name("mark")
         if os.environ["RANK"] == "0" and order.parent.name == "000003" and not mark.exists():
             mark.touch()
-            raise SystemExit(ANEW)
+            raise SystemExit(NEEDS_NEW_PROCESS)
         return train(order)
 
     monkeypatch.setattr(fake_worker, "main", main)

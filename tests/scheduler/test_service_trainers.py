@@ -32,14 +32,16 @@ from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import UnknownTarget
 from tlora_fx.runtime import trainer as trainers
 from tlora_fx.runtime.callbacks import TrainerCallback
-from tlora_fx.runtime.checkpoint import CheckpointStore
+from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.commits import Commits
 from tlora_fx.runtime.launch import Launch
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer
+from tlora_fx.runtime.workers import protocol
+from tlora_fx.runtime.workers import training as worker
+from tlora_fx.runtime.workers.protocol import NEEDS_NEW_PROCESS
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.executor import Drained, Failed, Progress
-from tlora_fx.scheduler.local import processes, protocol, worker
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
 from tlora_fx.scheduler.state import Group, JobRequest
 
@@ -259,7 +261,7 @@ def test_processes_of_a_group_end_where_their_model_does_not_fit_the_next_one(
 
     with pytest.raises(SystemExit) as stopped:
         worker.main(Path(config.event_log).with_name("order.json"))
-    assert stopped.value.code == processes.ANEW
+    assert stopped.value.code == NEEDS_NEW_PROCESS
 
 
 def test_a_worker_keeps_its_model_for_the_next_group(tmp_path, monkeypatch):

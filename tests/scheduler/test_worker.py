@@ -10,9 +10,8 @@ import torch
 
 from tlora_fx.errors import OutOfMemory
 from tlora_fx.runtime.launch import Launch
-from tlora_fx.scheduler.local import worker
-from tlora_fx.scheduler.local.processes import FULL
-from tlora_fx.scheduler.local.protocol import EventReader, WorkerConfig
+from tlora_fx.runtime.workers import training as worker
+from tlora_fx.runtime.workers.protocol import OUT_OF_MEMORY, EventReader, WorkerConfig
 
 FAILURES = [
     torch.OutOfMemoryError("CUDA out of memory"),
@@ -39,7 +38,7 @@ def test_a_worker_without_memory_says_so_by_its_exit_code(monkeypatch, config, f
     with pytest.raises(SystemExit) as ended:
         worker._train(config, Launch())
 
-    assert ended.value.code == FULL
+    assert ended.value.code == OUT_OF_MEMORY
     told = [line["job"] for line in EventReader(worker.Path(config.event_log)).lines()]
     assert told == (["a"] if isinstance(failure, OutOfMemory) else [])
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.errors import TloraError
-from tlora_fx.runtime.data import DataReport, JobData, Sample
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 
 VOCABULARY = 17

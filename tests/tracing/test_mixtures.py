@@ -24,7 +24,7 @@ from tlora_fx.compiler import compile
 from tlora_fx.errors import UnknownTarget
 from tlora_fx.inspect.listing import make_listing
 from tlora_fx.numerics.probe import probe_compiled
-from tlora_fx.runtime.adapters import (
+from tlora_fx.runtime.adapters.files import (
     adapter_tensors,
     read_adapter,
     start_adapters,

@@ -45,7 +45,7 @@ def run(
     told = Console(soft_wrap=True, highlight=False)
     told.print(str(output), markup=False)
     if push_to_hub is not None:
-        from tlora_fx.runtime.hub import push
+        from tlora_fx.runtime.adapters.hub import push
 
         with Working(console, f"pushing {output}"):
             url = push(output, push_to_hub)

@@ -54,7 +54,7 @@ def run(
     """
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.runtime.launch import Launch
-    from tlora_fx.runtime.profiler import ProfileRequest, profile_file
+    from tlora_fx.runtime.profiling.profiler import ProfileRequest, profile_file
 
     usual = (QUICK_TOKENS, QUICK_ROUNDS) if quick else (TOKENS, ROUNDS)
     request = ProfileRequest(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
-from tlora_fx.durable import replace_file
+from tlora_fx.host.durable import replace_file
 
 if TYPE_CHECKING:
     from tlora_fx.runtime.run_view import JobView

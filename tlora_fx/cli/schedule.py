@@ -22,7 +22,7 @@ def state(
     output: Annotated[Path, typer.Option("-o", "--output", help="File for the state.")],
 ) -> None:
     """Save what the policy of a run saw at its last decision, and what became of all jobs."""
-    from tlora_fx.durable import replace_file
+    from tlora_fx.host.durable import replace_file
     from tlora_fx.scheduler.store import add_history, rows_of_run
 
     found = _newest(run)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tlora_fx.cost.plan import Plan
     from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.runtime.controllers import NanoBatches
-    from tlora_fx.runtime.data import JobData
+    from tlora_fx.runtime.data.samples import JobData
     from tlora_fx.runtime.job_run import JobRun
     from tlora_fx.runtime.launch import Launch
     from tlora_fx.runtime.trainer import Trainer
@@ -221,7 +221,7 @@ def _push(runs: Sequence[JobRun], output: Path, user: str | None) -> None:
 
     user    of the hub; None: nothing is pushed
     """
-    from tlora_fx.runtime.hub import ADAPTER_FILES, push
+    from tlora_fx.runtime.adapters.hub import ADAPTER_FILES, push
 
     for run in runs:
         if run.status == "done" and user is not None:

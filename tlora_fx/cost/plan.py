@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
 
-from tlora_fx.durable import replace_file
 from tlora_fx.errors import PlanFileError, PlanNotForModel
+from tlora_fx.host.durable import replace_file
 
 if TYPE_CHECKING:
     from tlora_fx.model.supermodel import SuperModel

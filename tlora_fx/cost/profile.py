@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 
 from tlora_fx.cost.hardware import LinkTier
 from tlora_fx.cost.plan import mistakes
-from tlora_fx.durable import replace_file
 from tlora_fx.errors import ProfileFileError
+from tlora_fx.host.durable import replace_file
 
 SCHEMA = 1
 Operation = Literal["all-reduce", "all-gather", "send"]

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tlora_fx.durable import replace_file
 from tlora_fx.errors import GraphFileNotReadable
 from tlora_fx.graph_file.parser import left_out, parse, stored_forms
 from tlora_fx.graph_file.printer import Printer
+from tlora_fx.host.durable import replace_file
 from tlora_fx.ir.graph import GroupGraph, JobGraph
 
 #: Of graph files.

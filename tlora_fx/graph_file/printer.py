@@ -35,6 +35,7 @@ from tlora_fx.graph_file.words import (
     contiguous,
     owner_of,
 )
+from tlora_fx.host.version import __version__
 from tlora_fx.ir.graph import (
     AdapterSite,
     Block,
@@ -46,7 +47,6 @@ from tlora_fx.ir.graph import (
 )
 from tlora_fx.ir.shapes import RUN, size_text
 from tlora_fx.ir.verifier import fingerprint
-from tlora_fx.version import __version__
 
 VALUE = "val"
 # Tags that have a place of their own on a node's line.

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from tlora_fx.host.version import __version__
 from tlora_fx.inspect.marks import Marks
 from tlora_fx.inspect.schema import SCHEMA, GraphEntry, JsonDocument, NodeEntry, Program
 from tlora_fx.inspect.wording import (
@@ -24,7 +25,6 @@ from tlora_fx.inspect.wording import (
     scaled,
     words,
 )
-from tlora_fx.version import __version__
 
 # What is a change of a node that keeps its key; its name and what passes noted are none.
 COMPARED = (

@@ -19,9 +19,9 @@ import torch
 
 from tlora_fx.codegen.kernels import build, emitter
 from tlora_fx.codegen.spec import DTYPES, MOST_SITES, KernelSpec, Kind
-from tlora_fx.durable import replace_file
 from tlora_fx.errors import DumpNotWritable, GraphNotStorable, KernelSpecError
 from tlora_fx.graph_file import SUFFIX, graph_text
+from tlora_fx.host.durable import replace_file
 from tlora_fx.inspect.listing import make_listing
 from tlora_fx.inspect.program import make_program
 from tlora_fx.inspect.program_text import render_program

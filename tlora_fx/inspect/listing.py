@@ -16,6 +16,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from tlora_fx.host.version import __version__
 from tlora_fx.inspect.flops import (
     MOVES,
     Cost,
@@ -56,7 +57,6 @@ from tlora_fx.ir.lora_sites import EXPERTS, is_adapted, lowered_site, serves_sev
 from tlora_fx.model.source import class_name, size_names
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.tracing.layers import layer_list
-from tlora_fx.version import __version__
 
 # Operators that a module is called by, the first that it holds, and what some of them are called.
 PRINCIPAL = (

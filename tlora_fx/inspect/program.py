@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from tlora_fx.host.version import __version__
 from tlora_fx.inspect.flops import (
     Cost,
     FlopCounter,
@@ -35,7 +36,6 @@ from tlora_fx.ir.lora_sites import is_adapted
 from tlora_fx.ir.verifier import owners
 from tlora_fx.model.source import SHORT, size_names, statements
 from tlora_fx.pipeline import Done, Instrument, Pipeline
-from tlora_fx.version import __version__
 
 #: Costs of calls by form, kept from one state of the graphs to the next.
 CostCache = dict[str, dict[object, Cost]]

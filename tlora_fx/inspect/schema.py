@@ -19,8 +19,8 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
-from tlora_fx.durable import replace_file
 from tlora_fx.errors import DumpNotReadable, DumpNotWritable
+from tlora_fx.host.durable import replace_file
 
 SCHEMA: Literal[1] = 1
 STAGES_FOLDER = "passes"

@@ -19,8 +19,8 @@ from torch.export import ExportedProgram
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import FolderNotLoadable
+from tlora_fx.host.version import __version__
 from tlora_fx.ir.graph import GroupGraph, TensorRef
-from tlora_fx.version import __version__
 
 _REGISTERED = re.compile(r"registered at (\S+\.py):\d+")
 #: What `import tlora_fx.ops` brings.

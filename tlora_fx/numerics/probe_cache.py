@@ -23,7 +23,7 @@ from torch import nn
 
 from tlora_fx.codegen.loading import cache_folder
 from tlora_fx.config.job import Job
-from tlora_fx.durable import replace_file
+from tlora_fx.host.durable import replace_file
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.ir.verifier import fingerprint
 from tlora_fx.model.backbone import Backbone

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 import torch.compiler.config as settings
 
+from tlora_fx.host.version import __version__
 from tlora_fx.ops.kernels.support import mode
 from tlora_fx.ops.parallel import facts as groups
-from tlora_fx.version import __version__
 
 _OURS = re.compile(r";?tlora_fx=[0-9a-f]+")
 

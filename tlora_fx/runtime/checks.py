@@ -32,7 +32,7 @@ from tlora_fx.model.batch import repeating_length
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import Probed, probe_loaded
 from tlora_fx.planners.auto import device_name
-from tlora_fx.runtime.data import JobData, Sample, load_job_data
+from tlora_fx.runtime.data.samples import JobData, Sample, load_job_data
 from tlora_fx.runtime.evaluation import find_function
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from typing import Any
 
 from tlora_fx.errors import CheckpointError, MetricsError
 from tlora_fx.runtime.callbacks import TrainerCallback
-from tlora_fx.runtime.checkpoint import CheckpointStore, JobState
+from tlora_fx.runtime.checkpoints.store import CheckpointStore, JobState
 from tlora_fx.runtime.elastic import Roster
 from tlora_fx.runtime.job_run import JobRun
 from tlora_fx.runtime.run_folder import MetricsLog, RunFolder

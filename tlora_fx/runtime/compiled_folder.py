@@ -21,10 +21,10 @@ from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.saved import SavedModel, bring
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.pipeline import load_extension
-from tlora_fx.runtime.adapters import base_tensors, start_adapters
+from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
+from tlora_fx.runtime.adapters.starts import needs_data
 from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.data_starts import data_starts, require_data_starts
-from tlora_fx.runtime.starts import needs_data
 
 SOURCE = "ssm.py"
 

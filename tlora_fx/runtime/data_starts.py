@@ -24,11 +24,11 @@ from tlora_fx.errors import NotElementwise, StartNotComputed
 from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import shards
-from tlora_fx.runtime.data import NO_TARGET, JobData, Sample, sample_order
+from tlora_fx.runtime.adapters.starts import computed_start, needs_data
+from tlora_fx.runtime.data.sample_order import lines_of, pad
+from tlora_fx.runtime.data.samples import NO_TARGET, JobData, Sample, sample_order
 from tlora_fx.runtime.distributed import Ranks
-from tlora_fx.runtime.sample_order import lines_of, pad
 from tlora_fx.runtime.solo import choose_attention
-from tlora_fx.runtime.starts import computed_start, needs_data
 from tlora_fx.tracing.adapters import resolve_sites
 
 #: Samples that a start is made of, or all that there are; pairs and packed sequences are one.

@@ -23,10 +23,10 @@ from tlora_fx.ir.storage import Shard
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.runtime.adapters import saved_name
-from tlora_fx.runtime.checkpoint import JobState
+from tlora_fx.runtime.adapters.files import saved_name
+from tlora_fx.runtime.adapters.starts import needs_data
+from tlora_fx.runtime.checkpoints.store import JobState
 from tlora_fx.runtime.job_run import JobRun
-from tlora_fx.runtime.starts import needs_data
 
 T = TypeVar("T")
 # Optimizers that read whole matrices; all others treat each number by itself.

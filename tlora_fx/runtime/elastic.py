@@ -21,17 +21,17 @@ from tlora_fx.model.elastic import ALONE, Admission
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.cuda_graphs import free_gpu_bytes
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.runtime.adapters import start_adapter
-from tlora_fx.runtime.checkpoint import Checkpoint, JobState, ResumeSources
+from tlora_fx.runtime.adapters.files import start_adapter
+from tlora_fx.runtime.adapters.starts import needs_data
+from tlora_fx.runtime.checkpoints.store import Checkpoint, JobState, ResumeSources
 from tlora_fx.runtime.checks import check_fits, load_all_data
-from tlora_fx.runtime.data import JobData
+from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.data_starts import data_start, require_data_starts
 from tlora_fx.runtime.distributed import StateGatherer, require_elementwise
 from tlora_fx.runtime.identity import describe_jobs, describe_run, require_same_run
 from tlora_fx.runtime.job_run import JobRun
+from tlora_fx.runtime.optim.trainable import require_trainable
 from tlora_fx.runtime.run_folder import RunFolder
-from tlora_fx.runtime.starts import needs_data
-from tlora_fx.runtime.trainable import require_trainable
 
 Leaving = Literal["release", "pause"]
 

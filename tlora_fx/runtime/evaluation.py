@@ -17,10 +17,10 @@ from tlora_fx.errors import MetricFunctionError
 from tlora_fx.model.batch import IGNORED, PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import StepRunner
-from tlora_fx.runtime.batching import Cutting, Row, RowBucketer, cut_round, rows_of_round
-from tlora_fx.runtime.data import JobData, Sample
+from tlora_fx.runtime.data.batching import Cutting, Row, RowBucketer, cut_round, rows_of_round
+from tlora_fx.runtime.data.labels import decoded
+from tlora_fx.runtime.data.samples import JobData, Sample
 from tlora_fx.runtime.distributed import Ranks
-from tlora_fx.runtime.labels import decoded
 from tlora_fx.runtime.user_code import user_object
 
 

@@ -22,7 +22,7 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import GenerationError
 from tlora_fx.model.backbone import build_skeleton, load_backbone, longest_sequence
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.runtime.adapters import (
+from tlora_fx.runtime.adapters.files import (
     adapter_tensors,
     canonical_names,
     plain_base,
@@ -30,7 +30,7 @@ from tlora_fx.runtime.adapters import (
 )
 from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.checks import load_tokenizer
-from tlora_fx.runtime.encoding import CHATS, template_of
+from tlora_fx.runtime.data.encoding import CHATS, template_of
 from tlora_fx.runtime.job_run import JobRun, SampleReport, described
 from tlora_fx.runtime.merge import job_of
 

@@ -15,11 +15,11 @@ from typing import Any, Literal
 from tlora_fx.config.job import Job
 from tlora_fx.errors import CheckpointError, OptimizerError, ResumeMismatch
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.runtime.checkpoint import Checkpoint, CheckpointStore
+from tlora_fx.runtime.checkpoints.digests import base_digests, file_digest, tensor_digests
+from tlora_fx.runtime.checkpoints.store import Checkpoint, CheckpointStore
 from tlora_fx.runtime.checks import load_tokenizer
-from tlora_fx.runtime.data import JobData, load_job_data
-from tlora_fx.runtime.digests import base_digests, file_digest, tensor_digests
-from tlora_fx.runtime.trainable import learning_rates
+from tlora_fx.runtime.data.samples import JobData, load_job_data
+from tlora_fx.runtime.optim.trainable import learning_rates
 
 #: What of a job is compared by what comes of it: its samples, its steps, the base's tensors.
 BY_CONTENT = frozenset(

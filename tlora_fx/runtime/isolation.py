@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import OutOfMemory
-from tlora_fx.runtime.batching import MicroBatches
+from tlora_fx.runtime.data.batching import MicroBatches
 
 #: What torch's allocators of the CPU say, in a plain RuntimeError.
 _CPU = ("can't allocate memory", "not enough memory", "failed to allocate", "out of memory")

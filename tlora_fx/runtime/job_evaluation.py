@@ -13,7 +13,7 @@ from typing import Any
 
 from tlora_fx.config.job import TRAIN_LOSS, Job
 from tlora_fx.errors import MetricFunctionError
-from tlora_fx.runtime.data import JobData
+from tlora_fx.runtime.data.samples import JobData
 
 Metrics = Mapping[str, float]
 

@@ -15,18 +15,23 @@ from torch import Tensor
 
 from tlora_fx.config.adapter_folder import CONFIG
 from tlora_fx.config.job import Job
-from tlora_fx.durable import link_or_copy, replace_file
 from tlora_fx.errors import MetricFunctionError, RunFolderError, TloraError
-from tlora_fx.runtime.adapters import adapter_tensors, config_bytes, load_adapter, write_adapter
-from tlora_fx.runtime.batching import MicroBatches, count_terms, count_tokens
-from tlora_fx.runtime.checkpoint import JobState
-from tlora_fx.runtime.data import JobData
-from tlora_fx.runtime.group_update import Outcome
+from tlora_fx.host.durable import link_or_copy, replace_file
+from tlora_fx.runtime.adapters.files import (
+    adapter_tensors,
+    config_bytes,
+    load_adapter,
+    write_adapter,
+)
+from tlora_fx.runtime.adapters.model_card import model_card
+from tlora_fx.runtime.checkpoints.store import JobState
+from tlora_fx.runtime.checkpoints.tensor_file import moved
+from tlora_fx.runtime.data.batching import MicroBatches, count_terms, count_tokens
+from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.job_evaluation import EvaluationReport, JobEvaluation, Metrics
-from tlora_fx.runtime.model_card import model_card
-from tlora_fx.runtime.optimizer import JobOptimizer
+from tlora_fx.runtime.optim.group_update import Outcome
+from tlora_fx.runtime.optim.optimizer import JobOptimizer
 from tlora_fx.runtime.run_folder import DATA, JOB, RunFolder
-from tlora_fx.runtime.tensor_file import moved
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -85,7 +85,7 @@ def merge(adapter: Path, output: Path, shard_size: str = "5GB") -> Path:
     from peft import PeftModel
 
     from tlora_fx.model.backbone import load_backbone
-    from tlora_fx.runtime.adapters import plain_base
+    from tlora_fx.runtime.adapters.files import plain_base
 
     register_tuner(kind_of(read_adapter_config(adapter, job.base.task)))
     model = PeftModel.from_pretrained(plain_base(load_backbone(job.base)), str(adapter))

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from tlora_fx.errors import MetricsError
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.runtime.batching import MicroBatches
+from tlora_fx.runtime.data.batching import MicroBatches
 from tlora_fx.runtime.distributed import counted, gradient_norms, gradient_squares
-from tlora_fx.runtime.group_update import GroupUpdate, PendingOutcomes
 from tlora_fx.runtime.job_run import JobRun, StepAhead, StepReport
-from tlora_fx.runtime.optimizer import JobOptimizer
+from tlora_fx.runtime.optim.group_update import GroupUpdate, PendingOutcomes
+from tlora_fx.runtime.optim.optimizer import JobOptimizer
 
 #: By job what callbacks and metrics files raised.
 Outside = dict[int, Exception]

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from tlora_fx.durable import replace_file, sync_folder
 from tlora_fx.errors import MetricsError, RunFolderError, nearest
+from tlora_fx.host.durable import replace_file, sync_folder
 
 # A job's metrics: one JSON line for each optimizer step, and one for each evaluation.
 

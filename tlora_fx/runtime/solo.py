@@ -35,15 +35,15 @@ from tlora_fx.numerics.noise import disturb_embeddings
 from tlora_fx.ops.dropout import keep_scale, threshold_of
 from tlora_fx.ops.philox import sixteens
 from tlora_fx.ops.tables import site_id
-from tlora_fx.runtime.labels import decoded
-from tlora_fx.runtime.sample_order import NO_TARGET, Line, SampleOrder, pad
-from tlora_fx.runtime.starts import constant_part
+from tlora_fx.runtime.adapters.starts import constant_part
+from tlora_fx.runtime.data.labels import decoded
+from tlora_fx.runtime.data.sample_order import NO_TARGET, Line, SampleOrder, pad
 from tlora_fx.tracing.adapters import freeze_rank_counts
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    from tlora_fx.runtime.data import JobData, Sample
+    from tlora_fx.runtime.data.samples import JobData, Sample
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 StepCallback = Callable[[int, float, dict[str, Tensor]], None]

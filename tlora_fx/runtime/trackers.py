@@ -24,9 +24,9 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tlora_fx.config.job import TRAIN_LOSS, Job
-from tlora_fx.durable import replace_file
+from tlora_fx.host.durable import replace_file
+from tlora_fx.host.version import __version__
 from tlora_fx.runtime.callbacks import TrainerCallback
-from tlora_fx.version import __version__
 
 if TYPE_CHECKING:
     from tlora_fx.runtime.job_evaluation import EvaluationReport

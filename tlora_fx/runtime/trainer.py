@@ -40,16 +40,9 @@ from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.mesh import FIRST_STEP, limit_waits
 from tlora_fx.parallel.prepare import prepared, require_fits
 from tlora_fx.parallel.stage_graphs import StageGraphs
-from tlora_fx.runtime.adapters import base_tensors, start_adapters
-from tlora_fx.runtime.batching import (
-    Cutting,
-    MicroBatches,
-    RowBucketer,
-    cut_round,
-    rows_of_round,
-)
+from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
 from tlora_fx.runtime.callbacks import EachInTurn, TrainerCallback
-from tlora_fx.runtime.checkpoint import Checkpoint, CheckpointStore, JobState, ResumeSources
+from tlora_fx.runtime.checkpoints.store import Checkpoint, CheckpointStore, JobState, ResumeSources
 from tlora_fx.runtime.checks import (
     check_fits,
     load_all_data,
@@ -60,7 +53,14 @@ from tlora_fx.runtime.checks import (
 )
 from tlora_fx.runtime.commits import Commits
 from tlora_fx.runtime.controllers import NanoBatches
-from tlora_fx.runtime.data import JobData
+from tlora_fx.runtime.data.batching import (
+    Cutting,
+    MicroBatches,
+    RowBucketer,
+    cut_round,
+    rows_of_round,
+)
+from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.data_starts import agreed_starts, require_data_starts
 from tlora_fx.runtime.distributed import (
     Ranks,
@@ -77,11 +77,11 @@ from tlora_fx.runtime.interrupts import Interrupts
 from tlora_fx.runtime.isolation import run_isolated
 from tlora_fx.runtime.job_evaluation import Metrics
 from tlora_fx.runtime.job_run import JobRun, StepReport, described, status_after
-from tlora_fx.runtime.rank_allocation import regularise
+from tlora_fx.runtime.optim.rank_allocation import regularise
+from tlora_fx.runtime.optim.trainable import require_trainable
 from tlora_fx.runtime.round_end import Outside, RoundEnd
 from tlora_fx.runtime.run_folder import RunFolder
 from tlora_fx.runtime.trackers import Trackers
-from tlora_fx.runtime.trainable import require_trainable
 
 GRACE_SECONDS = 10.0
 #: Steps without any gradient after which a user is told.

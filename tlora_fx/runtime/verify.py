@@ -29,19 +29,19 @@ from tlora_fx.config.job import Job
 from tlora_fx.model.backbone import load_config
 from tlora_fx.numerics.noise import lifted
 from tlora_fx.pipeline import Pipeline
-from tlora_fx.runtime.adapters import (
+from tlora_fx.runtime.adapters.files import (
     adapter_tensors,
     continued_adapter,
     load_adapter,
     plain_base,
     saved_name,
 )
-from tlora_fx.runtime.batching import MicroBatches
 from tlora_fx.runtime.checks import check_fits, load_all_data
-from tlora_fx.runtime.data import JobData, Sample
+from tlora_fx.runtime.data.batching import MicroBatches
+from tlora_fx.runtime.data.sample_order import Line, SampleOrder, in_another_layout, lines_of
+from tlora_fx.runtime.data.samples import JobData, Sample
 from tlora_fx.runtime.distributed import device_named
 from tlora_fx.runtime.job_run import JobRun
-from tlora_fx.runtime.sample_order import Line, SampleOrder, in_another_layout, lines_of
 from tlora_fx.runtime.solo import SoloTrainer
 from tlora_fx.runtime.trainer import Trainer
 

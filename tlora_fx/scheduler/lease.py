@@ -16,7 +16,7 @@ import os
 from contextlib import suppress
 from pathlib import Path
 
-from tlora_fx.durable import sync_folder
+from tlora_fx.host.durable import sync_folder
 
 _HELD, _OVER = "held", "over"
 

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import numpy as np
@@ -24,32 +22,10 @@ from pydantic import TypeAdapter, ValidationError
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
-from tlora_fx.durable import replace_file
 from tlora_fx.errors import StepsUnknown
+from tlora_fx.host.durable import replace_file
+from tlora_fx.host.quiet_import import quiet_import
 from tlora_fx.scheduler.state import JobRequest
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Inside, nothing below an error is logged, whoever logs it."""
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        yield
-    finally:
-        logging.disable(before)
-
-
-def quiet_import(*names: str) -> None:
-    """Import packages; mistakes are raised and errors logged as ever.
-
-    PEFT looks for every library of quantised weights, and each of them tells which of its own
-    parts this machine lacks.
-    """
-    with without_warnings():
-        for name in names:
-            import_module(name)
-
 
 #: LoRA fields that change no shape, or only scale all of them with the rank.
 _SCALING = frozenset({"r", "lora_alpha", "alpha_pattern", "lora_dropout", "use_rslora",
@@ -121,7 +97,7 @@ def lengths_of(job: Job) -> list[int]:
     raises    DataError, TokenizerNotLoadable
     """
     from tlora_fx.runtime.checks import load_tokenizer
-    from tlora_fx.runtime.data import load_job_data
+    from tlora_fx.runtime.data.samples import load_job_data
 
     return load_job_data(job, load_tokenizer(job.base)).lengths
 

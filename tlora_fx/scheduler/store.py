@@ -22,8 +22,8 @@ from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.synthetic import SyntheticEstimator
-from tlora_fx.durable import replace_file
 from tlora_fx.errors import LedgerError, StateFileError
+from tlora_fx.host.durable import replace_file
 from tlora_fx.runtime.run_folder import LEDGER
 from tlora_fx.scheduler.executor import (
     Committed,

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tlora_fx.durable import replace_file
+from tlora_fx.host.durable import replace_file
 from tlora_fx.runtime.run_folder import STOP
 from tlora_fx.scheduler.formations import Callback, Formation
 from tlora_fx.scheduler.service import SchedulerService

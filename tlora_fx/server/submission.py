@@ -25,8 +25,8 @@ from typing import Any
 from tlora_fx.config.job import Job, is_written_as_path
 from tlora_fx.config.job_file import DATA_SUFFIXES, SHARED, load_job_file, read_yaml
 from tlora_fx.config.paths import is_there
-from tlora_fx.durable import link_or_copy
 from tlora_fx.errors import QuotaReached, SubmissionRefused, TloraError, UploadRefused
+from tlora_fx.host.durable import link_or_copy
 from tlora_fx.server.store import FOLDER, ServiceStore, Submission, User, full_name
 
 JOB_FILE = "jobs.yaml"

@@ -11,8 +11,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from tlora_fx.durable import replace_file
 from tlora_fx.errors import ReportNotWritable
+from tlora_fx.host.durable import replace_file
+from tlora_fx.host.version import __version__
 from tlora_fx.simulator.charts import figures_of
 from tlora_fx.simulator.comparison import (
     METRICS,
@@ -53,7 +54,6 @@ from tlora_fx.simulator.sweep import (
     SweepPlan,
     option_rows,
 )
-from tlora_fx.version import __version__
 
 PAGE = "index.html"
 NUMBERS = "results.json"

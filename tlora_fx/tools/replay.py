@@ -19,9 +19,10 @@ from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
 from tlora_fx.compiler import Prepared, find_passes, fuse, resolve_pipeline
-from tlora_fx.durable import replace_file
 from tlora_fx.errors import ReplayNotReadable, TloraError
 from tlora_fx.graph_file import from_document, load_document, save_document, to_document
+from tlora_fx.host.durable import replace_file
+from tlora_fx.host.version import __version__
 from tlora_fx.inspect.instruments import state_source
 from tlora_fx.inspect.wording import plural
 from tlora_fx.ir.graph import GroupGraph, JobGraph, placeholders
@@ -39,7 +40,6 @@ from tlora_fx.pipeline import (
     pass_names,
 )
 from tlora_fx.pipeline.registry import PASSES
-from tlora_fx.version import __version__
 
 # Format 1 held graphs that named modules which have moved since.
 FORMAT = 2

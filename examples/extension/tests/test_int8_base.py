@@ -8,7 +8,7 @@ import tlora_fx
 from tlora_fx.compiler import resolve_pipeline
 from tlora_fx.model.batch import JobTokens, pack
 from tlora_fx.pipeline import find_pass
-from tlora_fx.runtime.adapters import base_tensors, start_adapters
+from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
 from tlora_fx.testing import around, assert_equivalent
 
 ADDED = "int8-base@after:lower-adapters"

@@ -11,8 +11,8 @@ import transformers
 from tlora_fx_sd_lora.tasks import next_task
 
 import tlora_fx
-from tlora_fx.runtime.adapters import adapter_tensors
-from tlora_fx.runtime.data import DataReport, JobData, Sample
+from tlora_fx.runtime.adapters.files import adapter_tensors
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 
 PREFIX = "base_model.model."
 STEPS, BATCH, WORDS = 4, 2, 53

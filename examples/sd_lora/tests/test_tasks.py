@@ -12,7 +12,7 @@ from tlora_fx_sd_lora.tuner import SDLoRAConfig
 import tlora_fx
 from tlora_fx.errors import JobError
 from tlora_fx.model.backbone import load_backbone
-from tlora_fx.runtime.adapters import plain_base
+from tlora_fx.runtime.adapters.files import plain_base
 
 
 def merged(base, folder):

@@ -8,7 +8,7 @@ from oracle import Oracle
 import tlora_fx
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.model.batch import JobTokens, pack
-from tlora_fx.runtime.adapters import base_tensors, plain_base, start_adapters
+from tlora_fx.runtime.adapters.files import base_tensors, plain_base, start_adapters
 
 BOUND = 1e-10
 

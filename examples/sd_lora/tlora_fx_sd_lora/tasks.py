@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tlora_fx.runtime.adapters import draw, read_adapter, write_adapter
+from tlora_fx.runtime.adapters.files import draw, read_adapter, write_adapter
 from tlora_fx_sd_lora.tuner import SDLoRAConfig
 
 

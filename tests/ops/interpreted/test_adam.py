@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from tests.runtime.parameters import job_with
 from tlora_fx.config.job import Job
-from tlora_fx.runtime import group_update, optimizer
-from tlora_fx.runtime.group_update import GroupUpdate
-from tlora_fx.runtime.optimizer import JobOptimizer
+from tlora_fx.runtime.optim import group_update, optimizer
+from tlora_fx.runtime.optim.group_update import GroupUpdate
+from tlora_fx.runtime.optim.optimizer import JobOptimizer
 
 STEPS = 5
 JOBS: dict[str, dict[str, Any]] = {

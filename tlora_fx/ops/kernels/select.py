@@ -26,8 +26,8 @@ from typing import Any, Literal, get_args
 
 from tlora_fx.codegen.loading import cache_folder
 from tlora_fx.codegen.spec import Kind, Tile
-from tlora_fx.durable import replace_file
 from tlora_fx.errors import AdapterTableError
+from tlora_fx.host.durable import replace_file
 from tlora_fx.ops.kernels.support import Site
 
 logger = logging.getLogger("tlora_fx.kernels")

@@ -25,8 +25,8 @@ from pydantic import ValidationError
 
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.errors import AdmissionError
+from tlora_fx.runtime.workers.protocol import EventReader
 from tlora_fx.scheduler.local.admission_worker import AdmissionOrder
-from tlora_fx.scheduler.local.protocol import EventReader
 from tlora_fx.scheduler.requests import FACTS
 from tlora_fx.scheduler.state import REQUEST, JobRequest
 

@@ -27,9 +27,9 @@ from tlora_fx.config.job_file import (
     require_trusted_functions,
 )
 from tlora_fx.cost.model_facts import ModelFacts
-from tlora_fx.durable import replace_file
 from tlora_fx.errors import AdmissionError, TloraError
-from tlora_fx.scheduler.local.protocol import EventWriter
+from tlora_fx.host.durable import replace_file
+from tlora_fx.runtime.workers.protocol import EventWriter
 from tlora_fx.scheduler.requests import FACTS, facts_of_job, keep_facts, request_of, shape_of
 from tlora_fx.scheduler.state import REQUEST, JobRequest
 
@@ -96,8 +96,8 @@ def prepare(job: Job, submitted: float) -> PreparedJob:
     """
     from tlora_fx.model.backbone import load_backbone
     from tlora_fx.runtime.checks import check_fits, load_tokenizer
-    from tlora_fx.runtime.data import load_job_data
-    from tlora_fx.runtime.trainable import require_trainable
+    from tlora_fx.runtime.data.samples import load_job_data
+    from tlora_fx.runtime.optim.trainable import require_trainable
 
     facts = facts_of_job(job)
     backbone = load_backbone(job.base)
@@ -110,7 +110,7 @@ def prepare(job: Job, submitted: float) -> PreparedJob:
 
 def restore(job: Job) -> ModelFacts | None:
     """The shape of a base whose job was prepared before; raises where base or data are gone."""
-    from tlora_fx.runtime.rows import require_data
+    from tlora_fx.runtime.data.rows import require_data
 
     require_data(job.data, job.name)
     return shape_of(job)

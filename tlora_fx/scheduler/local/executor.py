@@ -29,10 +29,11 @@ from typing import IO, Any, Protocol
 
 from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import GIB, Cluster
-from tlora_fx.durable import replace_file
 from tlora_fx.errors import PlaceTaken, RunFolderError, WorkerLost, WorkerStalled
-from tlora_fx.runtime.checkpoint import CheckpointStore
+from tlora_fx.host.durable import replace_file
+from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.run_folder import PRIVATE
+from tlora_fx.runtime.workers.protocol import CROWDED, HEIR, EventReader, WorkerConfig
 from tlora_fx.scheduler.executor import (
     Committed,
     Drained,
@@ -46,8 +47,7 @@ from tlora_fx.scheduler.executor import (
     Warned,
 )
 from tlora_fx.scheduler.lease import revoke
-from tlora_fx.scheduler.local.processes import CROWDED, IdleNews
-from tlora_fx.scheduler.local.protocol import HEIR, EventReader, WorkerConfig
+from tlora_fx.scheduler.local.processes import IdleNews
 from tlora_fx.scheduler.state import Group, JobRequest
 from tlora_fx.scheduler.store import Ledger
 

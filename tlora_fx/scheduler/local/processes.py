@@ -21,11 +21,9 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
-WORKER = "tlora_fx.scheduler.local.worker"
-LOST = -signal.SIGKILL
-#: Exit codes of a worker: that it had no memory; that it had none beside idle ones, which are gone
-#: since; and that its order is for a new process.
-FULL, CROWDED, ANEW = 12, 13, 14
+from tlora_fx.runtime.workers.protocol import CROWDED, LOST, NEEDS_NEW_PROCESS, OUT_OF_MEMORY
+
+WORKER = "tlora_fx.runtime.workers.training"
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,13 +235,14 @@ class ForkServer:
 # is true: it waits for the next order of that kind, and says what it holds and what is free on its
 # device then, which its module's `memory()` knows. To its parent the order has ended as if the
 # process had. The workers of one order wait for the next one together, each in its rank: where one
-# of them has ended, the others go. Where those that stayed end as ANEW, new ones carry out their
-# order, once all have ended.
+# of them has ended, the others go. Where those that stayed end as NEEDS_NEW_PROCESS, new ones carry
+# out their order, once all have ended.
 #
 # Idle workers are ended, the oldest first, until an order's process has the bytes that it needs:
 # what was free on its GPU when a worker became idle there last, and what those held that have ended
 # since. On a CPU it is main memory, of which a part stays free. A process that has none all the
-# same ends as FULL: then the idle ones of its place go, and its kind is kept apart from then on.
+# same ends as OUT_OF_MEMORY: then the idle ones of its place go, and its kind is kept apart from
+# then on.
 
 POLL_SECONDS = 0.05
 #: Groups whose workers are kept on a GPU, or on the CPU; and the part of main memory below which
@@ -538,13 +537,13 @@ class _Server:
             self.forget(pid)
             if told and asked is not None:
                 code = os.waitstatus_to_exitcode(status)
-                if code == ANEW and asked.pop("again", False):
+                if code == NEEDS_NEW_PROCESS and asked.pop("again", False):
                     if number := asked.get("signalled"):
                         self.tell(asked["start"], _code_of(number))
                     else:
                         self.start(asked)
                     continue
-                self.tell(asked["start"], self.crowd_out(asked) if code == FULL else code)
+                self.tell(asked["start"], self.crowd_out(asked) if code == OUT_OF_MEMORY else code)
 
     def crowd_out(self, asked: dict[str, Any]) -> int:
         """A process had no memory: end the idle workers beside it; its exit code."""
@@ -552,7 +551,7 @@ class _Server:
         for pid, _ in crowd:
             self.dismiss(pid, asked["start"])
         if not crowd:
-            return FULL
+            return OUT_OF_MEMORY
         self.apart |= {asked["stays"]} - {""}
         return CROWDED
 

@@ -28,6 +28,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import PlaceTaken, RayUnreachable
+from tlora_fx.host.version import __version__
+from tlora_fx.runtime.workers.protocol import LOST, NEEDS_NEW_PROCESS, WorkerConfig
 from tlora_fx.scheduler.executor import Committed, ExecutorEvent, NodeBack, NodeLost
 from tlora_fx.scheduler.lease import grant, revoke
 from tlora_fx.scheduler.local.executor import (
@@ -37,13 +39,11 @@ from tlora_fx.scheduler.local.executor import (
     LocalOptions,
     RunningGroup,
 )
-from tlora_fx.scheduler.local.processes import ANEW, LOST, STOP_SECONDS, ForkServer, IdleNews
-from tlora_fx.scheduler.local.protocol import WorkerConfig
+from tlora_fx.scheduler.local.processes import STOP_SECONDS, ForkServer, IdleNews
 from tlora_fx.scheduler.ray.cluster import RayCluster
 from tlora_fx.scheduler.ray.worker import Worker
 from tlora_fx.scheduler.service import RunOptions
 from tlora_fx.scheduler.state import Group, JobRequest
-from tlora_fx.version import __version__
 
 #: That Ray may take to reserve what is free; another user of the cluster has it then.
 RESERVE_SECONDS = 5.0
@@ -257,7 +257,7 @@ class Actors:
             code, order.kept = LOST, False
             with order.asked.with_suffix(".log").open("a", encoding="utf-8") as log:
                 log.write(f"\n{error}\n")
-        if code == ANEW and order.again:
+        if code == NEEDS_NEW_PROCESS and order.again:
             # So will the others of its group say, who have done nothing either.
             self.end(order.place)
             for number in order.place.workers:

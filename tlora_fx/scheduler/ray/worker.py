@@ -18,8 +18,8 @@ from pathlib import Path
 
 import ray
 
+from tlora_fx.host.version import __version__
 from tlora_fx.scheduler.lease import is_granted
-from tlora_fx.version import __version__
 
 HEAR_SECONDS = 0.1
 

@@ -23,7 +23,7 @@ from tlora_fx.config.job import (
     columns_of,
 )
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError, nearest
-from tlora_fx.runtime.labels import label_code
+from tlora_fx.runtime.data.labels import label_code
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

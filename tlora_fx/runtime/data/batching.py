@@ -25,7 +25,7 @@ from tlora_fx.model.batch import (
 )
 from tlora_fx.model.preference import Preference
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.runtime.data import Sample
+from tlora_fx.runtime.data.samples import Sample
 
 MicroBatches = Sequence[Sequence[Sample]]
 

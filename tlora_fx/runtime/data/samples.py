@@ -24,7 +24,7 @@ from tlora_fx.errors import (
     MalformedRowError,
     NoTargetsError,
 )
-from tlora_fx.runtime.encoding import (
+from tlora_fx.runtime.data.encoding import (
     CHATS,
     BadRowError,
     Encoded,
@@ -34,7 +34,7 @@ from tlora_fx.runtime.encoding import (
     find_layout,
     template_of,
 )
-from tlora_fx.runtime.rows import DataRow, evaluated, read_rows
+from tlora_fx.runtime.data.rows import DataRow, evaluated, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tlora_fx.codegen.loading import cache_root
 from tlora_fx.config.job import BaseSpec
-from tlora_fx.durable import replace_file
 from tlora_fx.errors import BaseNotLoadable
+from tlora_fx.host.durable import replace_file
 
 #: Blocks of each tensor that a sampled digest reads, evenly spread from its first byte to its last.
 BLOCKS = 8

@@ -27,26 +27,31 @@ from tlora_fx.compiler import compile, find_passes, prepare
 from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import JobsDiffer, NotAdmitted, OutOfMemory, TloraError
+from tlora_fx.host.quiet_import import quiet_import
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.slots import rounded
 from tlora_fx.parallel.apply import let_go
 from tlora_fx.pipeline import load_extension
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.callbacks import Callbacks, EachInTurn, TrainerCallback, callback_named
-from tlora_fx.runtime.checkpoint import Checkpoint, ResumeSources
+from tlora_fx.runtime.checkpoints.store import Checkpoint, ResumeSources
 from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.isolation import is_out_of_memory
 from tlora_fx.runtime.launch import Launch, exits_at_once, join
-from tlora_fx.runtime.trainable import require_trainable
+from tlora_fx.runtime.optim.trainable import require_trainable
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
-from tlora_fx.scheduler.local.processes import ANEW, FULL
-from tlora_fx.scheduler.local.protocol import HEIR, EventWriter, WorkerConfig
-from tlora_fx.scheduler.requests import quiet_import
+from tlora_fx.runtime.workers.protocol import (
+    HEIR,
+    NEEDS_NEW_PROCESS,
+    OUT_OF_MEMORY,
+    EventWriter,
+    WorkerConfig,
+)
 
 if TYPE_CHECKING:
     from tlora_fx.model.supermodel import SuperModel
-    from tlora_fx.runtime.data import JobData
+    from tlora_fx.runtime.data.samples import JobData
     from tlora_fx.runtime.job_evaluation import EvaluationReport
     from tlora_fx.runtime.job_run import JobRun, SampleReport, StepReport
 
@@ -71,7 +76,7 @@ def main(path: Path) -> bool:
     launch = Launch.found()
     if launch.size > 1 and _kept and not _fits(_kept[0], config):
         # What processes share is made anew by new ones.
-        raise SystemExit(ANEW)
+        raise SystemExit(NEEDS_NEW_PROCESS)
     exits_at_once(lambda: _train(config, launch), launch, stay=lambda: bool(_kept))
     return True
 
@@ -89,12 +94,12 @@ def _train(config: WorkerConfig, launch: Launch) -> None:
         if events is not None:
             job = error.facts.get("job")
             events.writer.write("failed", reason=str(error), job=job)
-        raise SystemExit(FULL if isinstance(error, OutOfMemory) else str(error)) from error
+        raise SystemExit(OUT_OF_MEMORY if isinstance(error, OutOfMemory) else str(error)) from error
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         traceback.print_exc()
-        raise SystemExit(FULL) from error
+        raise SystemExit(OUT_OF_MEMORY) from error
     if events is not None:
         events.writer.write("ended")
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tlora_fx.errors import OptimizerError
-from tlora_fx.runtime.optimizer import JobOptimizer, make_schedule
+from tlora_fx.runtime.optim.optimizer import JobOptimizer, make_schedule
 
 if TYPE_CHECKING:
     from tlora_fx.config.job import Job

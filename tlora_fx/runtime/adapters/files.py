@@ -20,15 +20,15 @@ from torch import Tensor, nn
 
 from tlora_fx.config.adapter_folder import CONFIG, WEIGHTS, read_adapter_config
 from tlora_fx.config.job import HEADS, Job
-from tlora_fx.durable import sync_folder, write_synced
 from tlora_fx.errors import AdapterFolderError, BaseNotLoadable, SuperModelMisuse, nearest
+from tlora_fx.host.durable import sync_folder, write_synced
 from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite
 from tlora_fx.ir.storage import Shard
 from tlora_fx.model.backbone import Backbone, load_config, model_factory
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import site_id, uniform_at, uniform_rows
-from tlora_fx.runtime.starts import computed_start, needs_data, start_of_kind
-from tlora_fx.runtime.tensor_file import tensor_bytes
+from tlora_fx.runtime.adapters.starts import computed_start, needs_data, start_of_kind
+from tlora_fx.runtime.checkpoints.tensor_file import tensor_bytes
 from tlora_fx.tracing.adapters import config_with_targets, trained_tokens
 
 if TYPE_CHECKING:

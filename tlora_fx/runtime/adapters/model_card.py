@@ -13,8 +13,8 @@ import yaml
 
 from tlora_fx.config.base_task import read_base_config, sees_images
 from tlora_fx.config.job import BaseSpec, DataSpec, Job
-from tlora_fx.runtime.data import JobData
-from tlora_fx.version import __version__
+from tlora_fx.host.version import __version__
+from tlora_fx.runtime.data.samples import JobData
 
 LIBRARIES = ("peft", "transformers", "torch")
 

@@ -25,13 +25,13 @@ import torch
 from torch import Tensor, nn
 
 from tlora_fx.errors import OptimizerError, OptimizerStateError
-from tlora_fx.runtime.rank_allocation import RankAllocation
-from tlora_fx.runtime.starts import (
+from tlora_fx.runtime.adapters.starts import (
     FREEZES_A,
     constant_part,
     scaling_of,
     trained_parameters,
 )
+from tlora_fx.runtime.optim.rank_allocation import RankAllocation
 
 if TYPE_CHECKING:
     from tlora_fx.config.job import Job

@@ -39,9 +39,9 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from torch import Tensor
 
-from tlora_fx.durable import link_or_copy, replace_file, sync_folder, write_synced
 from tlora_fx.errors import CheckpointError
-from tlora_fx.runtime.tensor_file import as_file, file_tensors, tensor_bytes
+from tlora_fx.host.durable import link_or_copy, replace_file, sync_folder, write_synced
+from tlora_fx.runtime.checkpoints.tensor_file import as_file, file_tensors, tensor_bytes
 
 FORMAT = 2
 #: Formats that are read: in the first, every checksum is a file's SHA-256.

@@ -6,6 +6,7 @@ It imports no torch: who schedules needs none, and a process that trains nothing
 from __future__ import annotations
 
 import json
+import signal
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -14,7 +15,16 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from tlora_fx.durable import replace_file
+from tlora_fx.host.durable import replace_file
+
+#: Exit codes of a worker. It was killed.
+LOST = -signal.SIGKILL
+#: It ran out of memory.
+OUT_OF_MEMORY = 12
+#: It ran out of memory beside idle workers, which have been ended since.
+CROWDED = 13
+#: Its order needs a new process.
+NEEDS_NEW_PROCESS = 14
 
 #: Beside a group's order, the path of the order of the group that shall take over from it.
 HEIR = "heir"

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from tlora_fx.runtime.optimizer import AdamState, JobOptimizer
+from tlora_fx.runtime.optim.optimizer import AdamState, JobOptimizer
 
 #: Where parameters, gradients and moments begin, in bytes.
 _ALIGNED = 16

@@ -17,7 +17,7 @@ from torch import Tensor
 from tlora_fx.config.job import Job
 
 if TYPE_CHECKING:
-    from tlora_fx.runtime.data import Sample
+    from tlora_fx.runtime.data.samples import Sample
 
 NO_TARGET = -100
 

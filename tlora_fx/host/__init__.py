@@ -1,0 +1,1 @@
+"""What the machine and the installation are: durable files, imports, versions."""

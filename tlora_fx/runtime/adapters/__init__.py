@@ -1,0 +1,1 @@
+"""Adapters as files: PEFT folders, starting values, model cards, the Hub."""

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: directories, tensor files, digests."""

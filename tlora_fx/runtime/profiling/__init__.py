@@ -1,0 +1,1 @@
+"""Measure layers, kernels and collectives on the device at hand."""
