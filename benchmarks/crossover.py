@@ -142,7 +142,7 @@ def _timed(trainer: Trainer, given: argparse.Namespace) -> Figures:
                 trainer._round(interrupts)
             _synchronize(given.device)
             times.append((time.perf_counter() - started) / given.rounds * 1e3)
-        trainer._end.settle()
+        trainer._end.collect()
     return {"median": statistics.median(times), "least": min(times), "most": max(times)}
 
 

@@ -140,7 +140,7 @@ def _row(
         made.graphs.largest_row = each
     row |= _measured(made, lambda: made.runner.run(rows, weights), given, once)
     if made.graphs is not None:
-        row |= {"graphs": len(made.graphs.forms), "refused": made.graphs.refused}
+        row |= {"graphs": len(made.graphs.keys), "refused": made.graphs.refused}
     return row | {"error": row["predicted_ms"] / row["ms"] - 1}
 
 

@@ -200,9 +200,9 @@ def _replayed(
         "launched over replayed": ratios(times["launched"], times["replayed"]).json(),
         "gradients_apart": apart,
         "gradients_apart_launched": again,
-        "graphs": 0 if graphs is None else len(graphs.forms),
+        "graphs": 0 if graphs is None else len(graphs.keys),
         "refused": "" if graphs is None else graphs.refused,
-        "roomless": 0 if graphs is None else graphs.roomless,
+        "roomless": 0 if graphs is None else graphs.skipped_no_memory,
     }
 
 

@@ -229,7 +229,7 @@ class Bench:
         )[run.index]
         run.optimizer.zero_grad()
         parts.time("its first round", lambda: trainer._round(self.interrupts))
-        trainer._end.settle()
+        trainer._end.collect()
         apart = abs(run.metrics.last_loss() - alone) / abs(alone)
         if not apart <= BOUNDS[self.shape.dtype]:
             raise RuntimeError(f"the newcomer's loss is {run.metrics.last_loss()}, alone {alone}")

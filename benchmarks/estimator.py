@@ -23,15 +23,15 @@ from tlora_fx.cost.profile_sources import SHIPPED
 BASE = "llama-3-8b"
 GPUS = ((1,), (2,), (4,), (8,), (16,), (1, 2, 4, 8), (1, 2, 3, 5, 9, 12, 16, 24))
 COUNTS = (1, 16, 256, 100_000)
-RANKS, BATCHES, LENGTH, MOST_JOBS = (2, 4, 8, 16), (1, 2, 4, 8), 130, 6
+RANKS, BATCHES, LENGTH, MAX_JOBS = (2, 4, 8, 16), (1, 2, 4, 8), 130, 6
 
 
 def groups(count: int, random: np.random.Generator) -> Array:
     """Demands of random groups [count, 12]."""
     jobs = np.array([demand_of(BASE, r, b, LENGTH).row() for r in RANKS for b in BATCHES])
-    sizes = random.integers(1, MOST_JOBS + 1, count)
+    sizes = random.integers(1, MAX_JOBS + 1, count)
     found = np.zeros((count, len(Demand._fields)))
-    for place in range(MOST_JOBS):
+    for place in range(MAX_JOBS):
         found += jobs[random.integers(0, len(jobs), count)] * (sizes > place)[:, None]
     return found
 
@@ -40,7 +40,7 @@ def measured(estimator: ProfileEstimator, gpus: tuple[int, ...], count: int, rou
     """Seconds of processor time of one call."""
     random = np.random.default_rng(0)
     demands, asked = groups(count, random), random.choice(gpus, count)
-    tiers = [estimator.cluster.least_tier(int(one)) for one in asked]
+    tiers = [estimator.cluster.min_tier(int(one)) for one in asked]
     repeats = max(1, 2000 // count)
     best = float("inf")
     for _ in range(rounds):

@@ -19,7 +19,7 @@ import torch
 
 Work = Callable[[int], object]
 BLOCK_MS = 8.0  # of one piece in one round, so that clocks and events resolve it
-MOST_CALLS = 20
+MAX_CALLS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ def _repeats(runner: Runner, device: str, block_ms: float) -> int:
     # The first block still meets cold caches and growing memory pools.
     block(runner, device, 1)
     once = block(runner, device, 1) * runner.calls
-    return max(1, min(math.ceil(block_ms / max(once, 1e-3)), MOST_CALLS))
+    return max(1, min(math.ceil(block_ms / max(once, 1e-3)), MAX_CALLS))
 
 
 def block(runner: Runner, device: str, repeats: int) -> float:

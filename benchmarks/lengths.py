@@ -70,7 +70,7 @@ def main() -> None:
             "exact over it": {
                 name: ratios(times["exact"], ms).json() for name, ms in times.items()
             },
-            "forms captured": len(graphs.graphs.forms) if cuda else 0,
+            "forms captured": len(graphs.graphs.keys) if cuda else 0,
             "refused": graphs.graphs.refused if cuda else "",
         })  # fmt: skip
         out.print(found["rows"][-1], soft_wrap=True)

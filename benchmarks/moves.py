@@ -89,13 +89,13 @@ class Bench:
         """Let one of the groups have these jobs, without stopping."""
         group, epoch = self.groups[index]
         self.last += 1
-        heir, jobs = replace(group, jobs=names), [self.requests[name] for name in names]
-        if not self.executor.can_change(group, epoch, heir):
+        successor, jobs = replace(group, jobs=names), [self.requests[name] for name in names]
+        if not self.executor.can_change(group, epoch, successor):
             raise RuntimeError(f"formation {epoch} cannot become one of {', '.join(names)}")
-        self.executor.change(group, epoch, heir, self.last, jobs, {})
+        self.executor.change(group, epoch, successor, self.last, jobs, {})
         started = self.until(GroupStarted, self.last)
         self.executor.release(group, epoch)
-        self.groups[index] = heir, self.last
+        self.groups[index] = successor, self.last
         return started
 
     def move(self, name: str, here: int, there: int) -> dict[str, float]:

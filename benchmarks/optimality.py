@@ -295,9 +295,9 @@ def while_running(instances: int) -> Iterator[dict[str, Any]]:
             turns: dict[str, list[Turn]] = {name: [] for name in RUNS}
             for seed in range(instances):
                 drawn = [one for one in requests_drawn(100, seed) if one.gpus <= gpus]
-                coming = drawn[: FEW_JOBS + TURNS * CHANGED]
+                arriving = drawn[: FEW_JOBS + TURNS * CHANGED]
                 rng = random.Random(seed)  # noqa: S311 (instances come from a seed)
-                states = list(_states(state_of(coming, estimator, cluster), rng))
+                states = list(_states(state_of(arriving, estimator, cluster), rng))
                 best = [best_of_few(state, objective) for state in states]
                 for name in RUNS:
                     turns[name] += _turns(name, states, best, objective)
@@ -331,12 +331,12 @@ class Turn(NamedTuple):
 def _states(drawn: SchedulerState, rng: random.Random) -> Iterator[SchedulerState]:
     """The jobs of each horizon, of which those of the first are all new."""
     now, jobs = drawn.now, list(drawn.jobs.values())
-    there, coming = jobs[:FEW_JOBS], jobs[FEW_JOBS:]
+    there, arriving = jobs[:FEW_JOBS], jobs[FEW_JOBS:]
     for _ in range(TURNS + 1):
         yield replace(drawn, now=now, jobs={job.name: job for job in there})
         now += drawn.horizon
         stay = sorted(rng.sample(range(FEW_JOBS), FEW_JOBS - CHANGED))
-        new, coming = coming[:CHANGED], coming[CHANGED:]
+        new, arriving = arriving[:CHANGED], arriving[CHANGED:]
         there = [there[index] for index in stay]
         there += [replace(job, request=replace(job.request, submitted=now)) for job in new]
 

@@ -172,7 +172,7 @@ def measured(trainer: Trainer, case: Case, given: argparse.Namespace) -> Figures
         for number in range(given.repeats):
             for name in run if number % 2 == 0 else reversed(run):
                 times[name].append(_timed(run[name], case.rounds, given.device))
-        trainer._end.settle()
+        trainer._end.collect()
     graphs = trainer.graphs
     ms = {name: round(statistics.median(each), 2) for name, each in times.items()}
     spread = {name: [round(min(each), 2), round(max(each), 2)] for name, each in times.items()}
@@ -184,7 +184,7 @@ def measured(trainer: Trainer, case: Case, given: argparse.Namespace) -> Figures
         "end of a round": round(ms[ROUND] - ms[ROWS], 2),
         "end, job by job": round(ms[EACH] - ms[ROWS], 2),
         "update against each job's own": difference,
-        "captured": len(graphs.forms) if graphs else 0,
+        "captured": len(graphs.keys) if graphs else 0,
         "refused": graphs.refused if graphs else "",
     }
 
@@ -226,7 +226,7 @@ def compared(trainer: Trainer) -> float:
 
     raises   RuntimeError beyond the bound, or where nothing changed
     """
-    trainer._end.settle()
+    trainer._end.collect()
     runs = trainer.runs
     update = trainer._end._update_of(runs)
     if update is None:

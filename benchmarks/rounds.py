@@ -144,9 +144,9 @@ def _figures(trainer: Trainer, times: Sequence[float], tokens: Sequence[int]) ->
         "ms": Spread.of(times).json(),
         "tokens_per_second": Spread.of(per_second).json(),
         "padding": trainer.rows.padding / trainer.rows.tokens,
-        "forms captured": len(graphs.forms) if graphs else 0,
+        "forms captured": len(graphs.keys) if graphs else 0,
         "refused": graphs.refused if graphs else "",
-        "without memory": graphs.roomless if graphs else 0,
+        "without memory": graphs.skipped_no_memory if graphs else 0,
     }
 
 

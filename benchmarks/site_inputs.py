@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.site_loads import Load
 
 WORKING_SET = 512 * 2**20  # bytes of all sets of inputs, several times a large L2 cache
-MOST_SETS = 12
+MAX_SETS = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,5 +113,5 @@ def sets_of(load: Load, dtype: torch.dtype, device: str) -> list[Inputs]:
     width = dtype.itemsize
     rows = sum(inner for inner, _ in load.groups) + sum(outer for _, outer in load.sites)
     size = width * (load.tokens * rows + sum(inner * outer for inner, outer in load.sites))
-    count = min(max(2, -(-WORKING_SET // size)), MOST_SETS) if device == "cuda" else 2
+    count = min(max(2, -(-WORKING_SET // size)), MAX_SETS) if device == "cuda" else 2
     return [draw(load, dtype, device, seed) for seed in range(count)]

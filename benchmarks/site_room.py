@@ -18,18 +18,18 @@ from benchmarks.site_arms import Arm
 from benchmarks.site_inputs import Built, Inputs
 from benchmarks.site_ours import Tables, ours
 from tlora_fx.ops.kernels import select
-from tlora_fx.ops.kernels.packed import room_columns
+from tlora_fx.ops.kernels.packed import tail_columns_of
 
 ops = torch.ops.tlora_fx
 
 
-def with_room(
+def extend_weight(
     inputs: Inputs, context: Callable[[], AbstractContextManager[object]] = nullcontext
 ) -> Built:
     """Ours, on weights, x and dy with room."""
-    from tlora_fx.ops.kernels import with_room as around
+    from tlora_fx.ops.kernels import extend_weight as around
 
-    tail = room_columns(sum(inputs.load.ranks))
+    tail = tail_columns_of(sum(inputs.load.ranks))
     built = ours(
         inputs, weights=[around(weight, tail) if tail else weight for weight in inputs.weights]
     )
@@ -58,10 +58,10 @@ def with_room(
 
 def forced(plan: Any) -> Arm:
     """The same with one plan for every site and direction that can take it."""
-    return lambda inputs: with_room(inputs, lambda: select.force_plan(plan))
+    return lambda inputs: extend_weight(inputs, lambda: select.force_plan(plan))
 
 
-ARMS: dict[str, Arm] = {"ours-room": with_room} | {
+ARMS: dict[str, Arm] = {"ours-room": extend_weight} | {
     f"ours-room-{plan}": forced(plan) for plan in select.PLANS
 }
 

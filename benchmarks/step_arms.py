@@ -53,9 +53,9 @@ class Arm(Protocol):
 #: Compiled gradients may be so many times as far from eager ones as rounding takes eager ones from
 #: float32's (two errors of that size that know nothing of each other are 1.4 apart), or 1e-5.
 ROUNDING_BOUND = 2.0
-LEAST_BOUND = 1e-5
+MIN_BOUND = 1e-5
 #: Of a job in a step.
-MOST_SEQUENCES = 64
+MAX_SEQUENCES = 64
 MANY = 10**6
 #: What B is drawn with while gradients are compared: it starts at zero, where A has none.
 STIRRED = 1e-3
@@ -419,7 +419,7 @@ class Made:
             exact = self.base.model_copy(update={"dtype": "float32"})
             wide = {name: tensor.float() for name, tensor in self.weights.items()}
             found = [self._gradients(*of) for of in ((self.base, self.weights), (exact, wide))]
-            self._rounding = max(_apart(*found), LEAST_BOUND)
+            self._rounding = max(_apart(*found), MIN_BOUND)
             del wide
             gc.collect()
             if self.device == "cuda":
@@ -451,7 +451,7 @@ def _job(
     fields: dict[str, Any] = {
         "max_steps": MANY,
         "save_steps": MANY,
-        "per_device_train_batch_size": MOST_SEQUENCES,
+        "per_device_train_batch_size": MAX_SEQUENCES,
         "learning_rate": RATE,
         "seed": place,
     }

@@ -193,9 +193,9 @@ class Noting(tlora_fx.TrainerCallback):
             self._changes.append((self._joined, self.trainer.change_seconds))
             self._joined = 0
         late = time.perf_counter() - self._began > self.given.limit_seconds
-        if late and self.trainer.roster.changes.coming:
-            waiting = [coming.job.name for coming in self.trainer.roster.changes.coming]
-            self.trainer.roster.uninvite(waiting)
+        if late and self.trainer.roster.changes.pending_joins:
+            waiting = [joining.job.name for joining in self.trainer.roster.changes.pending_joins]
+            self.trainer.roster.cancel_join(waiting)
 
     def ended(self, run: Any) -> None:
         """Another one; at the end of a part its figures are noted."""

@@ -219,7 +219,7 @@ def keep(folder: Path, kept: Path, policies: Sequence[str]) -> None:
     for policy in policies:
         shutil.copytree(folder / policy / "jobs", kept / policy / "jobs", dirs_exist_ok=True)
         run = folder / policy / "run"
-        for path in [*run.glob("*.*"), *run.glob("groups/*/told.jsonl")]:
+        for path in [*run.glob("*.*"), *run.glob("groups/*/events.jsonl")]:
             copied = kept / policy / "run" / path.relative_to(run)
             copied.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(path, copied)
@@ -375,7 +375,7 @@ def _mean(values: Iterable[float]) -> float | None:
 
 def group_of(run: Path, epoch: EpochRecord) -> dict[str, Any]:
     """What a formation took to launch, and its steps before one of its jobs ended."""
-    lines = EventReader(run / "groups" / f"{epoch.epoch:06d}" / "told.jsonl").lines()
+    lines = EventReader(run / "groups" / f"{epoch.epoch:06d}" / "events.jsonl").lines()
     ended = next((at for at, line in enumerate(lines) if line.get("ended")), len(lines))
     told = [line for line in lines[:ended] if line["kind"] == "progress"]
     # The first step compiles kernels.

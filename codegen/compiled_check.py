@@ -21,7 +21,7 @@ from tlora_fx.codegen.loading import GeneratedModule, load
 from tlora_fx.codegen.spec import KINDS, SHARED_BYTES, KernelSpec, Kind
 from tlora_fx.errors import KernelNotCompilable, KernelSpecError, KernelToolMissing
 
-MOST_REGISTERS = 255
+MAX_REGISTERS = 255
 #: Compute capabilities that there are, as far back as Triton compiles for.
 ARCHITECTURES = (75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 TENSOR_MEMORY_COLUMNS = 512
@@ -217,8 +217,8 @@ def faults(spec: KernelSpec, needs: Resources) -> list[str]:
     half = spec.dtype in ("bfloat16", "float16")
     bulk = spec.kind in _BULK_LOADING and needs.arch >= 90
     checks = {
-        f"{needs.registers} registers of at most {MOST_REGISTERS}": (
-            needs.registers > MOST_REGISTERS
+        f"{needs.registers} registers of at most {MAX_REGISTERS}": (
+            needs.registers > MAX_REGISTERS
         ),
         f"{needs.spills} loads and stores of spilled registers": needs.spills > 0,
         f"{needs.shared_bytes} bytes of shared memory of at most {limit}": (

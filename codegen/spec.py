@@ -29,7 +29,7 @@ Gated = Literal["", "silu", "gelu_tanh"]
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
-MOST_SITES = 4
+MAX_SITES = 4
 #: Shared memory that one program may have, in bytes, by compute capability.
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 SHARED_BYTES |= {103: 227 << 10, 120: 99 << 10}
@@ -127,7 +127,7 @@ class KernelSpec:
         )
         _need(self, "inner", self.inner >= 1, "at least 1")
         _need(self, "outer", self.outer >= 1, "at least 1")
-        _need(self, "sites", 1 <= self.sites <= MOST_SITES, f"1 to {MOST_SITES}")
+        _need(self, "sites", 1 <= self.sites <= MAX_SITES, f"1 to {MAX_SITES}")
         widths = f"nothing, or {self.sites - 1} widths"
         fits = len(self.beside) in (0, self.sites - 1) and min(self.beside, default=1) >= 1
         _need(self, "beside", fits, widths)

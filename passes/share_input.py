@@ -25,7 +25,7 @@ from tlora_fx.rewriting import Maker, Rewriter
 from tlora_fx.rewriting.rewriter import needed_before
 
 # Generated kernels unroll over the sites of one operator.
-MOST_SITES = 4
+MAX_SITES = 4
 # What all sites of one operator must have in common.
 COMMON = ("x", "segments", "keys", "token_index", "compute_dtype")
 
@@ -42,10 +42,10 @@ class ShareInput(GroupPass):
     requires: ClassVar[frozenset[str]] = frozenset({"lower-adapters"})
     preserves_numerics: ClassVar[Numerics] = "bound"
 
-    max_sites: int = MOST_SITES
+    max_sites: int = MAX_SITES
 
     def run(self, group: GroupGraph) -> None:
-        most = min(self.max_sites, MOST_SITES)
+        most = min(self.max_sites, MAX_SITES)
         for where, graph in named_graphs(group):
             for results in list(_sharing(graph, most)):
                 sites = [site for node in results if (site := lowered_site(node)) is not None]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.step_arms import (
-    LEAST_BOUND,
+    MIN_BOUND,
     Alone,
     Made,
     Ours,
@@ -138,7 +138,7 @@ def test_what_rounding_does_is_measured(tmp_path):
     exact = Made(SHAPE, "cpu", tmp_path / "exact")
     rounded = Made(replace(SHAPE, dtype="bfloat16"), "cpu", tmp_path / "rounded")
 
-    assert exact.rounding() == LEAST_BOUND
+    assert exact.rounding() == MIN_BOUND
     assert 1e-3 < rounded.rounding() < 5e-2
 
 

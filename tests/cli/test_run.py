@@ -436,7 +436,7 @@ def test_a_job_that_came_joins_the_group_that_trains(tmp_path):
     assert running.returncode == 0
     assert any(line.endswith("group 1 goes on as 2: b joins") for line in lines)
     groups = output / "groups"
-    told = [EventReader(groups / epoch / "told.jsonl").lines() for epoch in ("000001", "000002")]
+    told = [EventReader(groups / epoch / "events.jsonl").lines() for epoch in ("000001", "000002")]
     first, second = ([line for line in log if line["kind"] == "started"] for log in told)
     assert first[0]["process"] == second[0]["process"]
     assert second[0]["steps"]["a"] > 0

@@ -38,5 +38,5 @@ def some(rank: int = 8, batch: int = 4, length: int = 130, base: str = BASE) -> 
 
 def seconds(of: ProfileEstimator, demand: Demand, gpus: int, base: str = BASE) -> float:
     """One group where its GPUs stand as close as they can."""
-    tier = of.cluster.least_tier(gpus)
+    tier = of.cluster.min_tier(gpus)
     return float(of.seconds(base, demand.row()[None], np.array([gpus]), [tier])[0])

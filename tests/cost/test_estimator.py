@@ -54,7 +54,7 @@ def test_an_explanation_is_what_the_scheduler_goes_by(known, group, gpus, tier):
 @QUICK
 def test_an_explanation_is_right_where_memory_is_short(small, group, gpus):
     """Also sharded bases and pipelines get the seconds that the scheduler goes by, or none."""
-    tier = small.cluster.least_tier(gpus)
+    tier = small.cluster.min_tier(gpus)
     told = small.explain(BASE, group, gpus, tier)
 
     assert told.seconds == pytest.approx(seconds(small, group, gpus), rel=1e-12)
@@ -132,7 +132,7 @@ def test_groups_are_costed_alone(small, groups):
     """What else is asked for in the same call changes nothing."""
     demands = np.array([group.row() for group, _ in groups])
     gpus = np.array([count for _, count in groups])
-    tiers = [small.cluster.least_tier(count) for _, count in groups]
+    tiers = [small.cluster.min_tier(count) for _, count in groups]
     together = small.seconds(BASE, demands, gpus, tiers)
 
     alone = [seconds(small, group, count) for group, count in groups]

@@ -46,9 +46,9 @@ def with_memory(cost, bytes_of):
 def test_what_stands_between_steps_is_counted_exactly(cost):
     """The base, and sixteen bytes for each number that AdamW trains in float32."""
     found = memory_of(cost, plan(), small_round())
-    rooms = sum(layer.room_bytes for layer in cost.facts.layers)
+    tails = sum(layer.tail_bytes for layer in cost.facts.layers)
 
-    assert found.base == cost.facts.base_bytes + rooms
+    assert found.base == cost.facts.base_bytes + tails
     assert found.adapters == 16 * sum(cost.facts.trained)
     assert found.gathered == 0
 
@@ -75,7 +75,7 @@ def test_stages_hold_their_shards_and_the_layers_that_are_gathered(cost):
 
     # The stage of three layers and the embedding is the fuller one.
     assert sharded.base == (3 * layer + facts.root_bytes) / 4
-    assert whole.base == 3 * layer + facts.root_bytes + 3 * facts.layers[0].room_bytes
+    assert whole.base == 3 * layer + facts.root_bytes + 3 * facts.layers[0].tail_bytes
     assert (whole.adapters, whole.activations) == (sharded.adapters, sharded.activations)
     assert (whole.gathered, sharded.gathered) == (0, 2 * layer)
     assert kept.gathered == 3 * layer

@@ -107,7 +107,7 @@ def test_room_behind_weights_is_that_of_the_operators():
     """The rule is written twice, since operators are behind torch."""
     assert model_facts.WIDEST_TAIL == packed.WIDEST_TAIL
     assert [model_facts.tail_of(n) for n in range(200)] == [
-        packed.room_columns(n) for n in range(200)
+        packed.tail_columns_of(n) for n in range(200)
     ]
 
 

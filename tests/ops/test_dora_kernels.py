@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tlora_fx.codegen.compiled_check import MOST_REGISTERS, needs_of
+from tlora_fx.codegen.compiled_check import MAX_REGISTERS, needs_of
 from tlora_fx.codegen.spec import SHARED_BYTES
 
 PRODUCTS = {
@@ -77,7 +77,7 @@ def test_a_kernel_fits_hopper(kind):
     )
     found = needs_of(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options), 90)
 
-    assert found.registers <= MOST_REGISTERS
+    assert found.registers <= MAX_REGISTERS
     assert found.spills == 0
     assert found.shared_bytes <= SHARED_BYTES[90]
     assert kind == "sum" or found.wide_loads > 0

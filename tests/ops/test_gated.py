@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from tlora_fx.errors import AdapterTableError, FrozenGradientError
 from tlora_fx.ops import multi_lora_gated_linear, multi_lora_linear
-from tlora_fx.ops.kernels import packed, support, with_room
+from tlora_fx.ops.kernels import extend_weight, packed, support
 
 INNER, OUTER, ROOM = 32, 48, 64
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -38,7 +38,7 @@ def site(lora):
 
     def make(rates=(0.3, 0.0)):
         own = lora((6, 5), (3, 2), rates, features=(INNER, OUTER), dtype=torch.float32)
-        own.weight = with_room(own.weight, ROOM)
+        own.weight = extend_weight(own.weight, ROOM)
         both = torch.randn(1, own.row.tokens, 2 * INNER, generator=torch.Generator().manual_seed(2))
         return own.arguments()[1:], (both.requires_grad_(), *own.leaves()[1:])
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from tlora_fx.ops import keep_mask, multi_lora_gated_linear, token_scale
-from tlora_fx.ops.kernels import launch, with_room
+from tlora_fx.ops.kernels import extend_weight, launch
 
 pytestmark = [
     pytest.mark.gpu,
@@ -23,7 +23,7 @@ RATES = {"keep": (0.0,) * 5, "drop": (0.05, 0.0, 0.3, 0.1, 0.0)}
 @pytest.fixture(autouse=True)
 def gates(monkeypatch):
     """What kernels make x of; what a kernel does not write is NaN, or all ones."""
-    made, plain = [], launch.Run.shrink
+    made, plain = [], launch.KernelCall.shrink
 
     def empty(shape, *, dtype, device):
         value = float("nan") if dtype.is_floating_point else 255
@@ -34,7 +34,7 @@ def gates(monkeypatch):
         return plain(self, *args, gate=gate, **kwargs)
 
     monkeypatch.setattr(launch, "empty", empty)
-    monkeypatch.setattr(launch.Run, "shrink", watched)
+    monkeypatch.setattr(launch.KernelCall, "shrink", watched)
     torch._dynamo.reset()
     yield made
     torch._dynamo.reset()
@@ -49,7 +49,7 @@ def site(lora):
             lengths, ranks, rates, features=(INNER, OUTER), dtype=torch.bfloat16,
             adapter_dtype=torch.float32, compute=torch.bfloat16, device="cuda", bias=False,
         )  # fmt: skip
-        own.weight = with_room(own.weight, ROOM)
+        own.weight = extend_weight(own.weight, ROOM)
         drawn = torch.Generator().manual_seed(sum(lengths))
         both = scale * torch.randn(1, own.row.tokens, 2 * INNER, generator=drawn)
         return own, (both.to("cuda", torch.bfloat16).requires_grad_(), *own.leaves()[1:])

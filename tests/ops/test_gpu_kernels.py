@@ -7,6 +7,7 @@ from tests.ops.batches import batch, jobs_of, run, split
 from tlora_fx.codegen import loading
 from tlora_fx.ops import keep_mask, multi_lora_linear, multi_lora_linears, token_scale
 from tlora_fx.ops.kernels import (
+    extend_weight,
     force_plan,
     launch,
     launch_cache,
@@ -14,7 +15,6 @@ from tlora_fx.ops.kernels import (
     refresh,
     select,
     strict,
-    with_room,
 )
 
 pytestmark = [
@@ -213,7 +213,7 @@ def test_later_calls_get_their_own_numbers(site, monkeypatch, plan, rates):
     with force_plan(plan):
         found = list(results())
         assert counts[0] >= 4
-        monkeypatch.setattr(launch.Run, "serve", lambda self, call, *args: call(self, *args))
+        monkeypatch.setattr(launch.KernelCall, "serve", lambda self, call, *args: call(self, *args))
         for own, wanted in zip(found, results(), strict=True):
             assert all(torch.equal(one, other) for one, other in zip(own, wanted, strict=True))
 
@@ -356,7 +356,7 @@ def test_a_backward_holds_x_s_and_one_bit_an_element(site, rates):
 def test_a_weight_with_room_needs_no_copy(site, monkeypatch):
     """concat-K on a weight that was made with room for its adapters."""
     made = site(rates=(0.0,) * 5)
-    made.weight = with_room(made.weight, 64)
+    made.weight = extend_weight(made.weight, 64)
     before = made.weight.clone()
     with force_plan("concat"):
         assert_close(errors(made, monkeypatch, max_rank=32, drops=False))

@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 from tlora_fx.ops import lora, multi_lora_linear, multi_lora_linears
 from tlora_fx.ops import room as room_op
-from tlora_fx.ops.kernels import packed, strict, support, with_room
+from tlora_fx.ops.kernels import extend_weight, packed, strict, support
 
 WIDTH, HIDDEN, ROOM, TOKENS = 32, 48, 64, 11
 
@@ -56,7 +56,7 @@ def block(lora):
         rates = (0.3, 0.0) if drops else (0.0, 0.0)
         made = [lora((6, 5), (3, 2), rates, features=own, dtype=torch.float32) for own in sizes]
         for one in made if roomy else ():
-            one.weight = with_room(one.weight, ROOM)
+            one.weight = extend_weight(one.weight, ROOM)
         *pair, last = [one.arguments() for one in made]
         lists = [list(column) for column in zip(*pair, strict=True)]
         row = [column[0] for column in lists[8:11]]
@@ -167,8 +167,8 @@ def test_inductors_code_puts_parts_beside_each_other(room):
 
     def run(x, given):
         part = x.sin()
-        whole = torch.ops.tlora_fx.leave_room(
-            [part, given, part, torch.ops.tlora_fx.leave_room([x.cos()], 0)], room
+        whole = torch.ops.tlora_fx.append_tail_columns(
+            [part, given, part, torch.ops.tlora_fx.append_tail_columns([x.cos()], 0)], room
         )
         return whole[..., : whole.shape[-1] - room] * 1.0, part + 1
 
@@ -212,7 +212,7 @@ def test_weights_are_joined_where_sums_are_short(monkeypatch, shapes, rows, step
     monkeypatch.setattr(support, "mode", lambda: "interpret")
     given = [torch.randn(shape) for shape in shapes]
 
-    found = packed.roomy_weights(given, rows)
+    found = packed.extended_weights(given, rows)
 
     assert packed.step_of(found) == step
     assert found[0].stride(0) - found[0].shape[1] == room

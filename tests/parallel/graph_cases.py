@@ -80,12 +80,12 @@ def _beside_launched(
     splits = itertools.cycle(SPLITS[: case.get("splits")])
     for seed, counts in zip(range(case.get("rounds", 30)), splits, strict=False):
         rows = [row_of(seed % seeds + place % 2, counts) for place in range(parts)]
-        known = len(graphs.forms)
+        known = len(graphs.keys)
         graphs.largest_row = 256
         found = _round(runner, rows, weights, leaves)
         graphs.largest_row = 0
         expected = _round(runner, [repeating_form(row) for row in rows], weights, leaves)
-        replayed += len(graphs.forms) == known > 0
+        replayed += len(graphs.keys) == known > 0
         losses = max(losses, float((found[0] - expected[0]).abs().max()))
         for one, two in zip(found[1:], expected[1:], strict=True):
             gradients = max(gradients, float((one - two).norm() / (two.norm() + 1e-6)))
@@ -95,7 +95,7 @@ def _beside_launched(
                 step = torch.randn(leaf.shape, device=leaf.device, generator=generator)
                 leaf.add_(step, alpha=0.02)
     told = {
-        "refused": graphs.refused, "forms": len(graphs.forms), "replayed": replayed,
+        "refused": graphs.refused, "forms": len(graphs.keys), "replayed": replayed,
         "losses": losses, "gradients": gradients,
     }  # fmt: skip
     graphs.clear()
@@ -188,14 +188,14 @@ def _train_in_turn(folder: Path, case: Case) -> dict[str, Any]:
     model = compile(jobs, open=OpenSlots(jobs=len(jobs)))
     plan = _plan(model, case)
     first = train(model, plan, jobs, data, "first")
-    kept, forms = first.model, [len(first.graphs.forms)]
+    kept, forms = first.model, [len(first.graphs.keys)]
     for name in list(kept.members):
         kept.release(name)
     for job in later:
         kept.admit(job, may_grow=False)
     second = train(kept, plan, later, more, "second")
     assert second.graphs is first.graphs
-    forms.append(len(second.graphs.forms))
+    forms.append(len(second.graphs.keys))
     made = second.graphs.captured
     fresh = compile(later, open=OpenSlots(jobs=len(jobs)))
     other = train(fresh, _plan(fresh, case), later, more, "fresh")

@@ -45,5 +45,5 @@ def test_what_is_said_to_be_captured_is(tmp_path, monkeypatch, name, compiled):
         graphs.run(row_of(1), weights)
 
     launched = why_launched(model.group)
-    assert bool(graphs.forms) is (not launched)
+    assert bool(graphs.keys) is (not launched)
     assert ("TableNotOnDevice" in graphs.refused) is bool(launched)

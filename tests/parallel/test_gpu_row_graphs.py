@@ -62,7 +62,7 @@ def test_graphs_give_the_losses_and_gradients_of_their_rows(tmp_path, dtype, com
     replayed = 0
     for seed, counts in zip(range(40), itertools.cycle(splits), strict=False):
         row = row_of(seed % 4, counts)
-        known = len(runner.graphs.forms)
+        known = len(runner.graphs.keys)
         found, expected = [], []
         for one, told, given in (
             (runner, found, row),
@@ -71,7 +71,7 @@ def test_graphs_give_the_losses_and_gradients_of_their_rows(tmp_path, dtype, com
             told.append(one.run([given], weights))
             told += [leaf.grad.clone() for leaf in leaves]
             torch._foreach_zero_([leaf.grad for leaf in leaves])
-        replayed += len(runner.graphs.forms) == known > 0
+        replayed += len(runner.graphs.keys) == known > 0
         torch.testing.assert_close(found[0], expected[0], rtol=2e-3, atol=1e-3)
         for one, two in zip(found[1:], expected[1:], strict=True):
             assert (one - two).norm() <= 2e-2 * two.norm() + 1e-6
@@ -80,7 +80,7 @@ def test_graphs_give_the_losses_and_gradients_of_their_rows(tmp_path, dtype, com
                 leaf.add_(torch.randn_like(leaf) * 0.02)
 
     assert runner.graphs.refused == ""
-    assert runner.graphs.forms
+    assert runner.graphs.keys
     assert replayed > 10
 
 
@@ -203,7 +203,7 @@ def test_a_replay_has_the_bits_of_its_row(tmp_path):
     expected = plain.run([repeating_form(row)], weights)
     found = [runner.run([row], weights) for _ in range(5)]
 
-    assert len(runner.graphs.forms) == 1
+    assert len(runner.graphs.keys) == 1
     assert all(torch.equal(one, expected) for one in found[1:])
 
 
@@ -250,7 +250,7 @@ def test_a_trainer_replays_rows(tmp_path):
         assert all(run.status == "done" for run in trainer.runs)
         graphs = trainer.graphs
         assert (graphs is not None and graphs.captured > 0) is wanted
-        assert graphs is None or graphs.forms == []
+        assert graphs is None or graphs.keys == []
 
 
 def test_rows_are_captured_again_after_all_graphs_were_let_go_of(tmp_path):
@@ -261,7 +261,7 @@ def test_rows_are_captured_again_after_all_graphs_were_let_go_of(tmp_path):
     for _ in range(2):
         for _ in range(3):
             graphs.run(row_of(1), weights)
-        assert len(graphs.forms) == 1
+        assert len(graphs.keys) == 1
         graphs.clear()
 
     assert (graphs.captured, graphs.refused) == (2, "")
@@ -291,5 +291,5 @@ def test_random_numbers_go_on_after_a_capture_that_failed(tmp_path, monkeypatch)
     runner.graphs = RowGraphs(model, mesh.device, 256)
     again = [runner.run([row_of(1)], weights) for _ in range(4)]
     assert runner.graphs.refused == ""
-    assert len(runner.graphs.forms) == 1
+    assert len(runner.graphs.keys) == 1
     torch.testing.assert_close(again[3], found[0], rtol=1e-2, atol=1e-3)

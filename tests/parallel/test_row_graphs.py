@@ -137,7 +137,7 @@ class Pretended:
 
     def __init__(self, model, row, weights, device, lengths):
         self.replays, self.loaded, self.released = 0, [row], False
-        self.filled = model.filled
+        self.filled = model.adapted_sites
         self.made.append(self)
 
     def run(self):
@@ -170,7 +170,7 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", object)
     monkeypatch.setattr(RowGraphs, "_has_room", lambda self, kept, tokens: True)
-    monkeypatch.setattr(cuda_graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     monkeypatch.setattr(Pretended, "made", [])
     monkeypatch.setattr(Pretended, "fails", None)
     return RowGraphs(SimpleNamespace(filled=frozenset("a")), torch.device("cpu"), 4096)
@@ -212,13 +212,13 @@ def test_a_site_that_is_adapted_later_is_captured_anew(graphs):
     """One that is adapted no more may stay in a graph: its kernels find no rows."""
     (row,) = rows_of_lengths(16)
     for filled, captured in (("a", 1), ("ab", 2), ("b", 2), ("abc", 3)):
-        graphs.model.filled = frozenset(filled)
+        graphs.model.adapted_sites = frozenset(filled)
         for _ in range(3):
             graphs.run(row, torch.ones(3))
         assert graphs.captured == captured
 
     assert [one.released for one in Pretended.made] == [True, True, False]
-    assert len(graphs.forms) == 1
+    assert len(graphs.keys) == 1
 
 
 def test_a_rare_form_takes_no_place_from_a_frequent_one(graphs):
@@ -226,15 +226,15 @@ def test_a_rare_form_takes_no_place_from_a_frequent_one(graphs):
     rows = rows_of_lengths(16, 100, 300)
     for row in (*rows[:2], *rows[:2], rows[1]):
         graphs.run(row, torch.ones(3))
-    first = graphs.forms
+    first = graphs.keys
 
     for _ in range(4):
         graphs.run(rows[2], torch.ones(3))
-    assert graphs.forms == first
+    assert graphs.keys == first
     graphs.run(rows[2], torch.ones(3))
 
-    assert len(graphs.forms) == 2
-    assert graphs.forms != first
+    assert len(graphs.keys) == 2
+    assert graphs.keys != first
     assert [one.released for one in Pretended.made] == [True, False, False]
 
 
@@ -247,15 +247,15 @@ def test_no_memory_leaves_one_form_and_a_refusal_all(graphs, monkeypatch):
     for row in (large, large):
         graphs.run(row, torch.ones(3))
     assert graphs.refused == ""
-    assert graphs.roomless == 1
-    assert len(graphs.forms) == 1
+    assert graphs.skipped_no_memory == 1
+    assert len(graphs.keys) == 1
 
     monkeypatch.setattr(Pretended, "fails", TableNotOnDevice("reads a table"))
     for row in (other, other):
         graphs.run(row, torch.ones(3))
 
     assert "reads a table" in graphs.refused
-    assert graphs.forms == []
+    assert graphs.keys == []
     assert all(one.released for one in Pretended.made)
     assert graphs.run(small, torch.ones(3)) is None
 

@@ -19,7 +19,7 @@ class Pretended:
     kept = 8
 
     def __init__(self, model, stage, row, weights, hidden, device):
-        self.filled, self.released = model.filled, False
+        self.filled, self.released = model.adapted_sites, False
 
     def first(self, hidden, lengths):
         return "first"
@@ -88,7 +88,7 @@ def test_many_forms_are_captured_once_each(graphs):
 
 def test_a_rare_form_takes_no_place_from_a_frequent_one(graphs, monkeypatch):
     """Of the same stage and slot; one that comes more than twice as often does."""
-    monkeypatch.setattr(stage_graphs, "MOST_GRAPHS", 1)
+    monkeypatch.setattr(stage_graphs, "MAX_GRAPHS", 1)
     one, other = rows_of_lengths(16, 300)
     for _ in range(5):
         round_of(graphs, [one], under_way=1)
@@ -111,8 +111,8 @@ def test_memory_stays_free_for_all_that_is_under_way(graphs, monkeypatch):
         round_of(graphs, [large, large, large, small], under_way=4)
 
     assert asked == [4]
-    assert graphs.roomless == 1
-    assert graphs.forms == []
+    assert graphs.skipped_no_memory == 1
+    assert graphs.keys == []
 
 
 def test_a_round_that_failed_leaves_nothing_that_waits_for_a_graph(graphs):
@@ -133,7 +133,7 @@ def test_a_site_that_is_adapted_later_is_captured_anew(graphs):
     (row,) = rows_of_lengths(16)
     for _ in range(3):
         round_of(graphs, [row])
-    graphs.model.filled = frozenset("ab")
+    graphs.model.adapted_sites = frozenset("ab")
 
     assert round_of(graphs, [row]) == ["first"]
     assert round_of(graphs, [row]) == ["replayed"]

@@ -102,7 +102,7 @@ def test_a_job_is_evaluated_every_so_many_steps_and_at_its_last(base, tmp_path):
 def test_who_watches_a_worker_hears_before_and_after_what_takes_time(base, tmp_path):
     """An evaluation and a checkpoint are no step that hangs."""
     jobs = [make_job(base, "a", max_steps=2, **EVALUATED)]
-    log = tmp_path / "told.jsonl"
+    log = tmp_path / "events.jsonl"
     events = EventCallback(WorkerConfig(1, (), {}, "", "", str(log)))
     train(jobs, tmp_path / "run", callback=events)
     kinds = [line["kind"] for line in EventReader(log).lines()]

@@ -195,7 +195,7 @@ def test_who_joins_a_running_row_finds_it_captured_until_banks_double(tmp_path):
     )
     comes.trainer.run()
 
-    graphs, forms = comes.graphs, len(comes.trainer.graphs.forms)
+    graphs, forms = comes.graphs, len(comes.trainer.graphs.keys)
     assert comes.trainer.graphs.refused == ""
     assert 0 < graphs[9] < graphs[19] == graphs[30]
     assert graphs[60] > graphs[31] >= graphs[30]

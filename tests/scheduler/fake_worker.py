@@ -16,9 +16,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from tlora_fx.runtime.workers.protocol import (
-    HEIR,
     NEEDS_NEW_PROCESS,
     OUT_OF_MEMORY,
+    SUCCESSOR,
     EventWriter,
     WorkerConfig,
 )
@@ -63,7 +63,7 @@ def _follow(path: Path) -> bool:
     """Wait until the first process of the group has ended its order, or to be asked to stop."""
     asked: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: asked.append(number))
-    while not asked and '"kind": "ended"' not in _text_of(path.with_name("told.jsonl")):
+    while not asked and '"kind": "ended"' not in _text_of(path.with_name("events.jsonl")):
         time.sleep(0.01)
     return True
 
@@ -98,7 +98,7 @@ class _Fake:
         self.writer = EventWriter(order.event_log, every_seconds=0.01)
         self.stopping = False
         self.rounds = 0
-        self.heir: WorkerConfig | None = None
+        self.successor: WorkerConfig | None = None
         self.jobs = {name: self.restored(name) for name in self.specs}
 
     def restored(self, name: str, order: WorkerConfig | None = None) -> dict:
@@ -140,12 +140,12 @@ class _Fake:
 
     def changes(self) -> bool:
         """Let jobs come and go, if somebody asked for it; whether anyone did."""
-        pointer = Path(self.order.event_log).with_name(HEIR)
-        if self.heir is not None or not pointer.exists():
+        pointer = Path(self.order.event_log).with_name(SUCCESSOR)
+        if self.successor is not None or not pointer.exists():
             return False
-        heir = WorkerConfig.read(Path(pointer.read_text()))
-        names = [job["name"] for job in heir.jobs]
-        if heir.options.get("declines"):
+        successor = WorkerConfig.read(Path(pointer.read_text()))
+        names = [job["name"] for job in successor.jobs]
+        if successor.options.get("declines"):
             if not self.stopping:
                 self.writer.write("declined", reason="no room")
             self.stopping = True
@@ -153,19 +153,19 @@ class _Fake:
         for name in self.specs.keys() - set(names):
             if self.jobs[name]["status"] == "running":
                 self.jobs[name]["status"] = "paused"
-        for job in heir.jobs:
+        for job in successor.jobs:
             if job["name"] not in self.specs:
-                self.jobs[job["name"]] = self.restored(job["name"], heir)
+                self.jobs[job["name"]] = self.restored(job["name"], successor)
                 self.audit("begin", job["name"], self.jobs[job["name"]]["step"])
-        self.specs |= {job["name"]: job for job in heir.jobs}
-        self.heir = heir
+        self.specs |= {job["name"]: job for job in successor.jobs}
+        self.successor = successor
         return True
 
-    def hand_over(self, heir: WorkerConfig) -> None:
-        self.writer.write("handed")
-        self.order, self.heir = heir, None
-        self.specs = {job["name"]: job for job in heir.jobs}
-        self.writer = EventWriter(heir.event_log, every_seconds=0.01)
+    def hand_over(self, successor: WorkerConfig) -> None:
+        self.writer.write("handed_over")
+        self.order, self.successor = successor, None
+        self.specs = {job["name"]: job for job in successor.jobs}
+        self.writer = EventWriter(successor.event_log, every_seconds=0.01)
         steps = {name: self.jobs[name]["step"] for name in self.specs}
         self.writer.write("started", steps=steps, paused=0.01)
         self.write_saved()
@@ -233,8 +233,8 @@ class _Fake:
         for name in self.specs:
             self.audit("commit", name, self.jobs[name]["step"])
         self.write_saved()
-        if self.heir is not None:
-            self.hand_over(self.heir)
+        if self.successor is not None:
+            self.hand_over(self.successor)
 
     def write_saved(self) -> None:
         mine = {name: self.jobs[name] for name in self.specs}

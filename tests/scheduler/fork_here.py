@@ -39,7 +39,7 @@ class ForkHere:
         self.pids[pid] = pid
         return pid
 
-    def make_room(self, number: int, needs) -> None:
+    def free_memory(self, number: int, needs) -> None:
         """Nobody is idle."""
 
     def news(self) -> list:

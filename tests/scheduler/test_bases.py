@@ -57,7 +57,7 @@ def run_through(executor, epoch, name):
         assert not [event.reason for event in told if isinstance(event, Failed)]
         time.sleep(0.01)
     executor.release(group, epoch)
-    log = EventReader(executor.folder / "groups" / f"{epoch:06d}" / "told.jsonl")
+    log = EventReader(executor.folder / "groups" / f"{epoch:06d}" / "events.jsonl")
     [worker] = [line["process"] for line in log.lines() if line["kind"] == "started"]
     return [event.text for event in told if isinstance(event, Noted)], worker
 

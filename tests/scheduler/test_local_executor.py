@@ -154,7 +154,7 @@ def test_a_group_that_was_asked_to_stop_blames_no_job(tmp_path, asked, told):
     server = SimpleNamespace(code=lambda worker: 1, signal=lambda worker, number: None)
     watchdog = Watchdog(StallLimits())
     group = RunningGroup(1, ("a",), tmp_path, server, (7,), float, {}, watchdog, tmp_path / "train")
-    EventWriter(tmp_path / "told.jsonl").write("failed", reason="no such module", job="a")
+    EventWriter(tmp_path / "events.jsonl").write("failed", reason="no such module", job="a")
     if asked:
         group.drain()
 
@@ -168,11 +168,11 @@ def test_a_group_that_ends_knows_nothing_newer_of_a_job_that_was_to_come_back(
     left = {"a": 9, "b": 64}
     counters = {name: {"step": step, "status": "running"} for name, step in left.items()}
     monkeypatch.setattr(executor.CheckpointStore, "counters", lambda store: counters)
-    group, heir = (
+    group, successor = (
         RunningGroup(epoch, jobs, tmp_path, None, (), float, steps, None, tmp_path)
         for epoch, jobs, steps in ((1, ("a",), {"a": 5}), (2, ("a", "b"), {"a": 5, "b": 65}))
     )
-    group.heir = heir
+    group.successor = successor
 
     assert [event.steps for event in group._unwritten(0.0)] == [{"a": 9}]
 
@@ -326,7 +326,7 @@ def test_old_checkpoints_are_removed_once_no_job_needs_them(bench):
 
     folder = here.folder / "groups" / "000001"
     assert not (folder / "train").exists()
-    assert (folder / "told.jsonl").exists()
+    assert (folder / "events.jsonl").exists()
 
 
 def test_workers_end_with_their_parent(bench):
@@ -715,13 +715,13 @@ def forked_here(bench, **specs):
     })  # fmt: skip
 
 
-def change(here, epoch, group, heir_epoch, *jobs):
+def change(here, epoch, group, successor_epoch, *jobs):
     """Let a group go on with other jobs on its place."""
-    heir = Group(jobs, group.gpus, group.place)
-    assert here.executor.can_change(group, epoch, heir)
+    successor = Group(jobs, group.gpus, group.place)
+    assert here.executor.can_change(group, epoch, successor)
     for _ in range(2):
-        here.executor.change(group, epoch, heir, heir_epoch, [], {})
-    return heir
+        here.executor.change(group, epoch, successor, successor_epoch, [], {})
+    return successor
 
 
 def test_jobs_join_and_leave_a_group_that_trains_on(bench):
@@ -732,7 +732,7 @@ def test_jobs_join_and_leave_a_group_that_trains_on(bench):
     second = change(here, 1, first, 2, "a", "c")
     left = here.until(Drained, epoch=1)
     here.executor.release(first, 1)
-    assert left.heir == 2
+    assert left.successor == 2
     assert left.steps["b"] > 0
     assert here.until(GroupStarted, epoch=2).paused is not None
     other = here.launch(3, "b", gpu=1)
@@ -758,13 +758,13 @@ def test_jobs_join_and_leave_a_group_that_trains_on(bench):
 def test_jobs_join_a_group_of_several_processes(bench):
     """They keep their mesh and GPUs; of jobs of another base they are not asked."""
     here = forked_here(bench, a={}, b={}, c={"base": "two"})
-    before, heir = Group(("a",), 2, (1, 0)), Group(("a", "b"), 2, (0, 1))
+    before, successor = Group(("a",), 2, (1, 0)), Group(("a", "b"), 2, (0, 1))
     here.executor.reserve(before, 1)
     here.executor.launch(before, 1, [], {}, Layout(MeshShape(tp=2)))
     assert not here.executor.can_change(before, 1, Group(("c",), 2, (0, 1)))
-    assert here.executor.can_change(before, 1, heir)
-    here.executor.change(before, 1, heir, 2, [], {})
-    order = WorkerConfig.read(here.folder / "groups" / "000002" / "order.json")
+    assert here.executor.can_change(before, 1, successor)
+    here.executor.change(before, 1, successor, 2, [], {})
+    order = WorkerConfig.read(here.folder / "groups" / "000002" / "worker.json")
 
     mesh = MeshShape.parse(order.mesh)
     assert (mesh, order.gpus, order.keeps) == (MeshShape(tp=2), (1, 0), ("a",))
@@ -772,7 +772,7 @@ def test_jobs_join_a_group_of_several_processes(bench):
 
 
 def test_a_group_that_cannot_take_jobs_in_is_formed_anew(bench):
-    """Its worker says why; the heir begins on the same place, from what was committed."""
+    """Its worker says why; the successor begins on the same place, from what was committed."""
     here = forked_here(bench, a={}, b={"steps": 5})
     first = here.launch(1, "a")
     here.until(Committed, epoch=1)
@@ -784,7 +784,7 @@ def test_a_group_that_cannot_take_jobs_in_is_formed_anew(bench):
     here.executor.release(first, 1)
     here.until(Finished, epoch=2, job="b")
 
-    assert left.heir is None
+    assert left.successor is None
     assert "no room" in here.of(Warned)[0].text
     assert here.of(GroupStarted)[-1].paused is None
     assert not here.of(Failed)
@@ -799,20 +799,20 @@ def test_a_group_that_ends_before_its_heir_takes_over_is_followed_by_it(bench):
     here.executor.change(first, 1, Group(("a", "b"), 1, (0,)), 2, [], {})
     here.until(Finished, epoch=2, job="b")
 
-    assert [event.heir for event in here.of(Drained) if event.epoch == 1] == [None]
+    assert [event.successor for event in here.of(Drained) if event.epoch == 1] == [None]
 
 
 def test_a_worker_that_dies_while_jobs_join_takes_nobody_along(bench):
-    """The heir is never heard of; all go on from their commits."""
+    """The successor is never heard of; all go on from their commits."""
     here = forked_here(bench, a={}, b={"steps": 5})
     first = here.launch(1, "a")
     committed = here.until(Committed, epoch=1)
     os.kill(worker_of(here, 1), signal.SIGSTOP)
-    heir = change(here, 1, first, 2, "a", "b")
+    successor = change(here, 1, first, 2, "a", "b")
     os.kill(worker_of(here, 1), signal.SIGKILL)
     lost = here.until(Failed, epoch=1, job=None)
     here.executor.release(first, 1)
-    here.executor.release(heir, 2)
+    here.executor.release(successor, 2)
     here.launch(3, "a", "b")
     here.until(Finished, epoch=3, job="b")
 

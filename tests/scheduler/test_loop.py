@@ -288,7 +288,7 @@ def test_two_groups_exchange_jobs_though_each_waits_for_the_other():
 
 
 def test_a_job_that_ends_while_another_is_about_to_join_leaves_the_group_to_it():
-    """The heir is formed anew without it, and the group that ended did not fail."""
+    """The successor is formed anew without it, and the group that ended did not fail."""
     policy = by_time((0, ["a"]), (60, ["ab"]), (61, ["b"]))
     made = rig(policy, changes=CHANGES, refresh=1)
     asked = []
@@ -297,13 +297,13 @@ def test_a_job_that_ends_while_another_is_about_to_join_leaves_the_group_to_it()
     made.loop.submit(request("b", steps=10))
     made.loop.advance(0.0)
     made.go(76.0)
-    [(_, epoch, heir, heir_epoch, [_, job], steps)] = asked
+    [(_, epoch, successor, successor_epoch, [_, job], steps)] = asked
     assert made.loop.ended == {"a": "done", "b": ""}
     assert [run.group.jobs for run in made.loop.runs.values()] == [()]
 
-    made.executor._places[heir_epoch] = made.executor._places[epoch]
+    made.executor._places[successor_epoch] = made.executor._places[epoch]
     made.executor._events.append(Drained(76.0, epoch, {}))
-    made.executor.launch(replace(heir, jobs=("b",)), heir_epoch, [job], steps)
+    made.executor.launch(replace(successor, jobs=("b",)), successor_epoch, [job], steps)
     made.go(200.0)
     assert made.loop.ended == {"a": "done", "b": "done"}
     assert made.loop.idle

@@ -49,7 +49,7 @@ WORKERS = st.lists(st.tuples(st.integers(0, 2), SIZES), max_size=8)
 def test_no_more_idle_workers_end_than_an_order_needs(held, free, place, needs):
     """The oldest of a GPU first, until it has room there; those of other GPUs stay."""
     server = Idle(held, enumerate(free))
-    server.make_room({"start": 1, "stays": "new", "place": list(place), "needs": needs})
+    server.free_memory({"start": 1, "stays": "new", "place": list(place), "needs": needs})
 
     for gpu in range(3):
         there = [pid for pid, (where, _) in enumerate(held) if where == gpu]

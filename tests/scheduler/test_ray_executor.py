@@ -354,7 +354,7 @@ def test_a_group_that_takes_over_has_the_place_and_the_lease(bench, ray):
     end = here.until(Drained, epoch=2)
     here.executor.release(second, 2)
 
-    assert left.heir == 2
+    assert left.successor == 2
     assert end.steps["a"] == read(here, 1)["a"]["step"]
     assert [len(actor.replies) for actor in ray.actors] == [1]
     assert not is_granted(here.folder / "groups" / "000001")

@@ -175,12 +175,12 @@ def come_and_go(executor, requests, layout):
     until(executor, Progress)
     processes = executor._groups[1].workers
     for epoch, names in enumerate((("a", "c"), ("a", "c", "b")), 2):
-        heir = replace(group, jobs=names)
-        assert executor.can_change(group, epoch - 1, heir)
-        executor.change(group, epoch - 1, heir, epoch, requests, {})
-        assert until(executor, Drained).heir == epoch
+        successor = replace(group, jobs=names)
+        assert executor.can_change(group, epoch - 1, successor)
+        executor.change(group, epoch - 1, successor, epoch, requests, {})
+        assert until(executor, Drained).successor == epoch
         executor.release(group, epoch - 1)
-        group = heir
+        group = successor
     assert executor._groups[3].workers == processes
     assert until(executor, Drained).steps == COMING
     executor.release(group, 3)
@@ -228,10 +228,10 @@ def test_processes_of_a_group_keep_their_model_for_the_next_one(tmp_path, mesh, 
         own = tmp_path / "run" / "groups" / str(epoch)
         own.mkdir(parents=True)
         jobs = [load_job_file(folder / f"{name}.yaml").jobs[0] for name in names]
-        orders.append(own / "order.json")
+        orders.append(own / "worker.json")
         protocol.WorkerConfig(
             epoch, tuple(job.model_dump(mode="json") for job in jobs), {}, str(own / "train"),
-            str(tmp_path / "run"), str(own / "told.jsonl"), gpus=(0, 1), mesh=mesh,
+            str(tmp_path / "run"), str(own / "events.jsonl"), gpus=(0, 1), mesh=mesh,
             shard_base=shard_base, stays="one",
         ).write(orders[-1])  # fmt: skip
     found = run_processes(2, train_in_turn, orders)
@@ -260,7 +260,7 @@ def test_processes_of_a_group_end_where_their_model_does_not_fit_the_next_one(
     monkeypatch.setattr(Launch, "found", lambda: Launch(rank=1, size=2))
 
     with pytest.raises(SystemExit) as stopped:
-        worker.main(Path(config.event_log).with_name("order.json"))
+        worker.main(Path(config.event_log).with_name("worker.json"))
     assert stopped.value.code == NEEDS_NEW_PROCESS
 
 
@@ -273,7 +273,7 @@ def test_a_worker_keeps_its_model_for_the_next_group(tmp_path, monkeypatch):
         job = load_job_file(folder / f"{name}.yaml").jobs[0]
         config = protocol.WorkerConfig(
             epoch, (job.model_dump(mode="json"),), {}, str(tmp_path / "groups" / name),
-            str(tmp_path / "run"), str(tmp_path / "told.jsonl"), stays="one",
+            str(tmp_path / "run"), str(tmp_path / "events.jsonl"), stays="one",
         )  # fmt: skip
         trainer = worker._trainer(config, Launch(), None)
         models.append(trainer.model)
@@ -307,12 +307,14 @@ def orders_of(folder, tmp_path, *groups):
         configs.append(protocol.WorkerConfig(
             epoch, tuple(job.model_dump(mode="json") for job in jobs),
             {name: str(run) for before in groups[: epoch - 1] for name in before},
-            str(run), str(run), str(own / "told.jsonl"), stays="one", keeps=tuple("abc"),
+            str(run), str(run), str(own / "events.jsonl"), stays="one", keeps=tuple("abc"),
         ))  # fmt: skip
-        configs[-1].write(own / "order.json")
-    for config, heir in pairwise(configs):
+        configs[-1].write(own / "worker.json")
+    for config, successor in pairwise(configs):
         log = Path(config.event_log)
-        log.with_name(protocol.HEIR).write_text(str(Path(heir.event_log).with_name("order.json")))
+        log.with_name(protocol.SUCCESSOR).write_text(
+            str(Path(successor.event_log).with_name("worker.json"))
+        )
     return configs
 
 
@@ -330,7 +332,7 @@ def test_jobs_join_and_leave_a_group_that_trains_and_end_as_alone(tmp_path, monk
     worker._train(first, Launch())
 
     logs = [told_by(config) for config in (first, second, third)]
-    assert [log[-1]["kind"] for log in logs] == ["handed", "handed", "ended"]
+    assert [log[-1]["kind"] for log in logs] == ["handed_over", "handed_over", "ended"]
     assert [set(log[0]["steps"]) for log in logs] == [set("ab"), set("ac"), set("abc")]
     (left,) = [line["steps"]["b"] for line in logs[0] if line["kind"] == "saved"][-1:]
     assert 0 < left == logs[2][0]["steps"]["b"] - 1
@@ -371,7 +373,7 @@ def test_a_group_is_handed_over_by_the_checkpoint_that_holds_who_left(tmp_path, 
     told = told_by(first)
     assert waited == [True]
     assert [line["steps"]["b"] for line in told if line["kind"] == "saved"] == [1, 2]
-    assert told[-1]["kind"] == "handed"
+    assert told[-1]["kind"] == "handed_over"
     assert told_by(second)[-1]["kind"] == "ended"
     require_as_alone(folder, tmp_path / "run", "ac", tmp_path)
 
@@ -384,7 +386,7 @@ def test_a_job_leaves_a_group_that_trains_where_nobody_comes(tmp_path, monkeypat
     first, second = orders_of(folder, tmp_path, "ab", "a")
     worker._train(first, Launch())
 
-    assert [told_by(config)[-1]["kind"] for config in (first, second)] == ["handed", "ended"]
+    assert [told_by(config)[-1]["kind"] for config in (first, second)] == ["handed_over", "ended"]
     require_as_alone(folder, tmp_path / "run", "a", tmp_path)
 
 

@@ -23,7 +23,7 @@ FAILURES = [
 @pytest.fixture
 def config(tmp_path):
     """An order of no jobs."""
-    log = str(tmp_path / "told.jsonl")
+    log = str(tmp_path / "events.jsonl")
     return WorkerConfig(1, (), {}, str(tmp_path / "train"), str(tmp_path), log)
 
 
@@ -61,10 +61,10 @@ def test_a_worker_on_a_cpu_knows_what_it_holds_alone():
 
 def test_who_only_leaves_waits_for_no_reader(monkeypatch, config, tmp_path):
     """Though one is busy with those who come to another group."""
-    config.write(tmp_path / "order.json")
+    config.write(tmp_path / "worker.json")
     monkeypatch.setattr(worker, "_reader", SimpleNamespace(submit=None))
 
-    takeover = worker.Takeover.of(tmp_path / "order.json", {"a", "b"})
+    takeover = worker.Takeover.of(tmp_path / "worker.json", {"a", "b"})
 
     assert takeover.data.done()
     assert takeover.data.result() == ({}, {})

@@ -108,8 +108,8 @@ def test_others_train_on_while_an_end_is_written():
 
 
 def test_a_job_whose_end_is_not_told_yet_is_not_trained_again():
-    """Whoever has it by then tells of it, once: an heir, another group, or the one that fails."""
-    for how in ("heir", "elsewhere", "fails", "gone"):
+    """Whoever has it by then tells of it, once."""
+    for how in ("successor", "elsewhere", "fails", "gone"):
         made = executor(ChangeCosts(end=30.0))
         both = Group(("a", "b"), 2, (0, 1))
         jobs = [request("a", steps=100), request("b", steps=200)]
@@ -121,10 +121,10 @@ def test_a_job_whose_end_is_not_told_yet_is_not_trained_again():
         found = at(made, ended + 1.0)
         assert not any(isinstance(event, Finished) for event in found)
         own = 2
-        if how in ("heir", "gone"):
-            heir = Group(("a", "b", "c"), 2, (0, 1))
-            coming = [*jobs, request("c", steps=500)]
-            made.change(both, 1, heir, 2, coming, {"a": 40.0})
+        if how in ("successor", "gone"):
+            successor = Group(("a", "b", "c"), 2, (0, 1))
+            arriving = [*jobs, request("c", steps=500)]
+            made.change(both, 1, successor, 2, arriving, {"a": 40.0})
             assert all(request.name != "a" for request in made._groups[2].requests)
         elif how == "elsewhere":
             made.change(both, 1, Group(("b",), 2, (0, 1)), 2, jobs[1:], {})

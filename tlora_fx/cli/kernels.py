@@ -316,13 +316,13 @@ def _plan(spec: KernelSpec, site: Site, tokens: int, gpu: str) -> Iterator[str]:
     if spec.kind not in get_args(select.Direction):
         return
     direction: select.Direction = "forward" if spec.kind == "forward" else "input_gradient"
-    choice = select.choose(direction, site, tokens, room=False, gpu=gpu)
+    choice = select.choose(direction, site, tokens, extended=False, gpu=gpu)
     yield f"plan  {choice.plan}, by {'the rule' if choice.source == 'rule' else choice.source}"
-    with_room = select.able_plans(direction, site, room=True)
-    without = select.able_plans(direction, site, room=False)
+    with_extended = select.able_plans(direction, site, extended=True)
+    without = select.able_plans(direction, site, extended=False)
     for plan, seconds in select.estimates(direction, site, tokens).items():
-        bar = "" if plan in without else ", where weight and input have room; not here"
-        if plan not in with_room:
+        bar = "" if plan in without else ", where weight and input are extended; not here"
+        if plan not in with_extended:
             bar = ", but not with dropout"
         yield f"      {plan:<8} estimated at {seconds * 1e6:,.0f} µs with the frozen product{bar}"
 

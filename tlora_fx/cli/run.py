@@ -125,7 +125,7 @@ class RunCommandOptions:
         saving = seconds(self.save_every, "--save-every")
         stall = StallLimits(
             None if self.stall is None else seconds(self.stall, "--stall"),
-            least_seconds=COMPILING_SECONDS if self.compiled else STEP_SECONDS,
+            min_seconds=COMPILING_SECONDS if self.compiled else STEP_SECONDS,
         )
         return RunOptions(
             LoopOptions(horizon, switch_seconds=10.0, changes=ChangeCosts()),

@@ -315,8 +315,8 @@ def _notes(trainer: Trainer) -> Iterator[str]:
         yield f"rows: {part:.1%} padding, so that their lengths come again"
     if graphs is not None and graphs.refused:
         yield f"rows did not run as CUDA graphs: {graphs.refused.splitlines()[0]}"
-    elif graphs is not None and graphs.roomless:
-        yield f"rows: {graphs.roomless} times there was no memory for a CUDA graph"
+    elif graphs is not None and graphs.skipped_no_memory:
+        yield f"rows: {graphs.skipped_no_memory} times there was no memory for a CUDA graph"
 
 
 def _show(runs: Sequence[JobRun], output: Path) -> None:

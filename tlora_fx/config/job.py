@@ -85,7 +85,7 @@ LABEL_METRICS = ("loss", "accuracy")
 #: Modules that PEFT trains a copy of where a job classifies, by the ends of their names.
 HEADS = ("classifier", "score")
 #: A sample's labels are the bits of one number.
-MOST_LABELS = 31
+MAX_LABELS = 31
 TRAIN_LOSS = "train_loss"
 COLUMNS_OF: Mapping[str, frozenset[str]] = {
     "prompt-completion": frozenset({"prompt", "completion"}),
@@ -214,9 +214,9 @@ class BaseSpec(Spec):
             raise refuse("a regression gives one number", help="set labels: 1")
         if kind == "single_label_classification" and count == 1:
             raise refuse("a classifier needs two labels at least", help="name them all")
-        if kind == "multi_label_classification" and count > MOST_LABELS:
+        if kind == "multi_label_classification" and count > MAX_LABELS:
             what = f"a sample has a mark for each of {count} labels"
-            raise refuse(what, expected=f"at most {MOST_LABELS} labels")
+            raise refuse(what, expected=f"at most {MAX_LABELS} labels")
         return kind
 
     @field_validator("module")

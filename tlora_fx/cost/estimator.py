@@ -214,7 +214,7 @@ class ProfileEstimator:
         if found is None:
             if len(self._solo) >= CACHED:
                 self._solo.clear()
-            tier = self.cluster.least_tier(gpus)
+            tier = self.cluster.min_tier(gpus)
             asked = self.evaluations
             found = float(self.seconds(base, demand.row()[None], np.array([gpus]), [tier])[0])
             self.evaluations = asked
@@ -280,8 +280,8 @@ class Base:
 
     def pairs(self, groups: Groups, gpus: Array) -> tuple[Pairs, Mask]:
         """All pairs that can be the fastest; and of the groups those that fit however they run."""
-        roomy = self.fits_surely(groups)
-        return Pairs.possible(groups, self.layouts, gpus, roomy), roomy
+        fits_whole = self.fits_surely(groups)
+        return Pairs.possible(groups, self.layouts, gpus, fits_whole), fits_whole
 
     def terms(self, pairs: Pairs, *, sharded: bool = False) -> Terms:
         """Milliseconds of a step by name [m]; they add up, an overlap being negative.
@@ -324,9 +324,9 @@ class Base:
 
     def seconds(self, groups: Groups, gpus: Array) -> Array:
         """Of the fastest layout of each group; infinite where none fits."""
-        pairs, roomy = self.pairs(groups, gpus)
+        pairs, fits_whole = self.pairs(groups, gpus)
         ms = total(self.terms(pairs))
-        tight = np.flatnonzero(~roomy[pairs.rows.load])
+        tight = np.flatnonzero(~fits_whole[pairs.rows.load])
         if len(tight):
             ms[tight] = self._where_it_fits(pairs.only(tight), ms[tight])
         starts = np.searchsorted(pairs.rows.load, np.arange(len(gpus)))
@@ -445,7 +445,7 @@ class Base:
                 copies=copies,
                 flying=in_flight(plan, process, pairs.count),
                 adapters=numbers * share * self.cost.facts.trained_bytes * (2 + ADAM_STATES),
-                room=self._behind(pairs) * share / tp,
+                tail_bytes=self._behind(pairs) * share / tp,
                 sharded=sharded,
             )
             terms = memory_terms(self.clock, rows, held)

@@ -19,7 +19,7 @@ from tlora_fx.ir.graph import HEAD, GroupGraph, TensorRef, is_call, placeholders
 from tlora_fx.ir.lora_sites import lowered_sites
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.host_tables import reads_on_host
-from tlora_fx.ops.kernels.packed import room_columns
+from tlora_fx.ops.kernels.packed import tail_columns_of
 
 ATTENTION = torch.ops.tlora_fx.packed_attention.default
 # Place of the window among the operator's arguments.
@@ -101,7 +101,7 @@ def _layer(group: GroupGraph, path: str) -> LayerFacts:
         path=path,
         structure=structure_of(matrices, attention),
         weight_bytes=sum(map(_bytes, _base_tensors(graph).values())),
-        room_bytes=sum(_room(site, _itemsize(graph)) for site in sites),
+        tail_bytes=sum(_tail_bytes(site, _itemsize(graph)) for site in sites),
         matrices=matrices,
         attention=attention,
         sites=sites,
@@ -160,9 +160,9 @@ def _sites(graph: fx.Graph, group: GroupGraph, layer: str) -> Iterable[SiteFacts
         yield SiteFacts(_full(a)[1], _full(b)[1], ranks)
 
 
-def _room(site: SiteFacts, itemsize: int) -> int:
+def _tail_bytes(site: SiteFacts, itemsize: int) -> int:
     """What a buffer around an adapted weight has more than the weight: see ops/kernels/packed."""
-    tail = room_columns(sum(site.ranks))
+    tail = tail_columns_of(sum(site.ranks))
     return itemsize * tail * (site.width + tail)
 
 

@@ -144,7 +144,7 @@ class Cluster:
         racks = {node // self.nodes_per_rack for node in nodes}
         return "rack" if len(racks) == 1 else "cluster"
 
-    def least_tier(self, count: int) -> Tier:
+    def min_tier(self, count: int) -> Tier:
         """The smallest unit that could hold so many GPUs."""
         if count <= 1:
             return "gpu"

@@ -285,14 +285,14 @@ class Pairs:
         return cls(groups, layout, groups.span[group], rows, count)
 
     @classmethod
-    def possible(cls, groups: Groups, layouts: Layouts, gpus: Array, roomy: Mask) -> Pairs:
+    def possible(cls, groups: Groups, layouts: Layouts, gpus: Array, fits_whole: Mask) -> Pairs:
         """All pairs that can be the fastest, group by group.
 
         A layout with more replicas than samples is none, and one whose busiest replica has as many
         samples as with fewer replicas is slower than that. Pipelines are for bases that are too
         large for a GPU.
 
-        roomy   [n] the whole base has room on each GPU
+        fits_whole  [n] the whole base fits each GPU
         """
         counts = layouts.count(gpus)
         group = np.repeat(np.arange(len(gpus)), counts)
@@ -302,7 +302,7 @@ class Pairs:
         own = np.ceil(samples / dp)
         better = own < np.ceil(samples / np.maximum(before, 1e-9))
         kept = (dp == 1) | ((dp <= samples) & better)
-        kept &= (pp == 1) | ((own >= pp) & ~roomy[group])
+        kept &= (pp == 1) | ((own >= pp) & ~fits_whole[group])
         return cls.of(groups, layouts, group[kept], layout[kept])
 
     def only(self, chosen: Mask | Indices) -> Pairs:

@@ -39,7 +39,7 @@ GATHERED = 2
 class Memory:
     """Bytes of the fullest process.
 
-    base          its part of the frozen base, and the room behind adapted weights
+    base          its part of the frozen base, and the columns behind adapted weights
     gathered      weights that are gathered at once
     adapters      parameters, gradients and the optimizers' states
     activations   what forwards leave until their backwards
@@ -67,7 +67,7 @@ class Held:
     copies     [m] whether gathered weights are copied from peers to where they are read
     flying     [m] micro-batches whose activations are held at once
     adapters   [m] bytes of parameters, gradients and states
-    room       [m] bytes behind adapted weights
+    tail_bytes [m] bytes behind adapted weights
     sharded    the base is sharded over replicas
     keep       gathered weights are kept from the forward to the backward
     for_round  they are kept from micro-batch to micro-batch
@@ -80,7 +80,7 @@ class Held:
     copies: Mask | bool
     flying: Array | float
     adapters: Array | float
-    room: Array | float
+    tail_bytes: Array | float
     sharded: bool = False
     keep: bool = False
     for_round: bool = False
@@ -95,7 +95,7 @@ def memory_terms(clock: RowClock, rows: Rows, held: Held) -> Terms:
     root, head = float(facts.root_bytes), facts.head_bytes / tp
     tied = facts.head_bytes == 0
     base = sum(weights) / tp + root * (stage.first or (stage.last and tied)) + head * stage.last
-    base = base / held.dp if held.sharded else base + held.room
+    base = base / held.dp if held.sharded else base + held.tail_bytes
     one, layers = _row_bytes(clock, rows, held)
     comm = np.where(np.asarray(tp) > 1, 2.0 * cost.hidden_bytes * rows.tokens, 0.0)
     loss = cost.ends.loss_bytes(rows.targets, tp) + comm
@@ -166,7 +166,7 @@ def memory_of(cost: CostModel, plan: Plan, work: Round) -> Memory:
             copies=copies,
             flying=in_flight(plan, process, count),
             adapters=float(trained @ states) * facts.trained_bytes,
-            room=sum(facts.layers[layer].room_bytes for layer in own) / mesh.tp,
+            tail_bytes=sum(facts.layers[layer].tail_bytes for layer in own) / mesh.tp,
             sharded=sharded,
             keep=plan.keep_gathered,
             for_round=plan.keep_gathered and mesh.pp > 1,
@@ -193,7 +193,7 @@ def device_bytes(memory: Mapping[str, float]) -> float:
 
 
 def fits(cost: CostModel, memory: Memory) -> bool:
-    """Whether a process has room for it."""
+    """Whether it fits the memory of a process."""
     return memory.total <= usable_bytes(cost.profile)
 
 

@@ -58,7 +58,7 @@ class LayerFacts:
     path           in the base
     structure      what makes layers of a base alike: the shapes of their matrices, their attention
     weight_bytes   frozen tensors
-    room_bytes     what compiled layers leave free behind adapted weights on CUDA
+    tail_bytes     what compiled layers leave free behind adapted weights on CUDA
     matrices       (in, out) of each frozen matrix
     sites          where jobs have adapters in shared operators
     trained        numbers that each job trains here
@@ -67,7 +67,7 @@ class LayerFacts:
     path: str
     structure: str
     weight_bytes: int
-    room_bytes: int
+    tail_bytes: int
     matrices: tuple[tuple[int, int], ...]
     attention: tuple[Attention, ...]
     sites: tuple[SiteFacts, ...]
@@ -155,7 +155,7 @@ class ModelFacts:
 ALL_LINEAR = "all-linear"
 #: Adapters and their gradients in float32, and two states of AdamW.
 ADAPTER_BYTES, ADAM_STATES = 4, 2
-#: Behind an adapted weight is room for this many ranks, or a multiple: see ops/kernels/packed.py.
+#: Behind an adapted weight is space for this many ranks, or a multiple: see ops/kernels/packed.py.
 TAIL, WIDEST_TAIL = 64, 128
 
 
@@ -231,7 +231,7 @@ class BaseShape:
             path="layers",
             structure=structure_of(matrices, (attention,)),
             weight_bytes=item * (sum(a * b for a, b in matrices) + self.norms),
-            room_bytes=sum(item * tail * (site.width + tail) for site in sites
+            tail_bytes=sum(item * tail * (site.width + tail) for site in sites
                            if (tail := tail_of(sum(site.ranks)))),
             matrices=matrices,
             attention=(attention,),

@@ -43,7 +43,7 @@ GATHER_HOST_MS = 0.95
 #: Rows so small that a layer's time is the host's, where layers are not captured.
 HOST_BOUND_TOKENS = 512
 #: All-reduces of a layer in one direction under tensor parallelism.
-TALKS = 2
+ALL_REDUCES_PER_LAYER = 2
 GPUS_PER_NODE = 8
 #: Reached part of a memory's bandwidth in copies.
 COPY = 0.8
@@ -319,7 +319,7 @@ class RowClock:
         """
         cost, part = self.cost, rows if parts is None else parts
         base, attention, adapters = self._device(part)
-        comm = nano * TALKS * links.comm(rows.tokens / nano * cost.hidden_bytes)
+        comm = nano * ALL_REDUCES_PER_LAYER * links.comm(rows.tokens / nano * cost.hidden_bytes)
         loss = cost.ends.loss_both_ms(rows.targets, rows.launched)
         layers = {
             "base": base,
@@ -358,7 +358,7 @@ class RowClock:
         sharding   of the base; None where it is whole
         """
         cost = self.cost
-        comm = nano * TALKS * links.comm(rows.tokens / nano * cost.hidden_bytes)
+        comm = nano * ALL_REDUCES_PER_LAYER * links.comm(rows.tokens / nano * cost.hidden_bytes)
         there, back = self._directions(rows if parts is None else parts, comm, nano)
         nothing = np.zeros(len(rows.tokens))
         root = cost.ends.root_ms(rows.tokens, rows.launched) if stage.first else nothing

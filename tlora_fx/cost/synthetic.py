@@ -91,8 +91,8 @@ class SyntheticEstimator:
         far = np.array([tier in {"rack", "cluster"}])
         every = {tp: self._terms(row, count, far, tp) for tp in self.tp}
         tp = min(every, key=lambda size: float(self._total(every[size])[0]))
-        terms, room = every[tp], self._room(row, count, tp)
-        memory = {name: float(value[0]) for name, value in room.items()}
+        terms, memory_terms = every[tp], self._memory_terms(row, count, tp)
+        memory = {name: float(value[0]) for name, value in memory_terms.items()}
         seconds = float(self._total(terms)[0])
         if not np.isfinite(seconds):
             need, has = sum(memory.values()) / 1e9, self.memory_bytes / 1e9
@@ -114,7 +114,7 @@ class SyntheticEstimator:
         """Seconds of one step of a job alone on the GPUs it asked for; cached, not counted."""
         key = (demand, gpus)
         if key not in self._solo:
-            tier = self.cluster.least_tier(gpus)
+            tier = self.cluster.min_tier(gpus)
             asked = self.evaluations
             found = self.seconds(base, demand.row()[None], np.array([gpus]), [tier])
             self.evaluations = asked
@@ -127,7 +127,7 @@ class SyntheticEstimator:
         dp = np.minimum(np.maximum(gpus // tp, 1.0), samples)
         return dp, np.ceil(samples / dp) * demands[:, COLUMN["tokens"]] / samples
 
-    def _room(self, demands: Array, gpus: Array, tp: int) -> dict[str, Array]:
+    def _memory_terms(self, demands: Array, gpus: Array, tp: int) -> dict[str, Array]:
         """Bytes of a GPU [n]."""
         _, tokens = self._row_tokens(demands, gpus, tp)
         return {
@@ -149,7 +149,7 @@ class SyntheticEstimator:
         gradients = trained * GRADIENT_BYTES * 2 * (dp - 1) / dp / tp
         reduce = (dp > 1) * (REDUCE_SECONDS * self.layers + gradients / bandwidth)
         hidden = self._overlap(compute, comm + reduce)
-        fits = sum(self._room(demands, gpus, tp).values()) <= self.memory_bytes
+        fits = sum(self._memory_terms(demands, gpus, tp).values()) <= self.memory_bytes
         possible = fits & (gpus >= tp)
         return {
             "group": np.where(possible, self.group_seconds, np.inf),

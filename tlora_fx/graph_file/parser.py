@@ -51,7 +51,7 @@ from tlora_fx.ir.shapes import give_value, remember_runs, segment_size
 from tlora_fx.ir.verifier import fingerprint
 
 # Layers that one line may name: a damaged number must not fill the memory.
-MOST_LAYERS = 100_000
+MAX_LAYERS = 100_000
 STRANGE = (
     ArithmeticError, AssertionError, AttributeError, GraphInvalid, ImportError, IndexError,
     KeyError, MemoryError, RecursionError, RuntimeError, StopIteration, TypeError, ValueError,
@@ -760,8 +760,8 @@ def _layers(words: Any) -> tuple[str, ...]:
     """Paths of layers, which may be a run of numbers."""
     if len(words) == 3 and type(words[1]) is int:
         head, start, stop = words
-        if stop - start > MOST_LAYERS:
-            raise _damaged(f"{stop - start} layers, of at most {MOST_LAYERS}")
+        if stop - start > MAX_LAYERS:
+            raise _damaged(f"{stop - start} layers, of at most {MAX_LAYERS}")
         return tuple(f"{head}.{number}" for number in range(start, stop))
     return tuple(map(_text, words))
 

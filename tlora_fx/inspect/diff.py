@@ -37,7 +37,7 @@ SIGNS = {"removed": "−", "added": "+", "changed": "~"}
 FACTS = ("target", "role", "jobs", "shape", "dtype")
 # A change that is the same in so many modules of a graph is shown once.
 MANY = 3
-MOST_NAMES = 3
+MAX_NAMES = 3
 _Placed = tuple[GraphEntry, NodeEntry]
 
 
@@ -368,7 +368,7 @@ def _fact(change: Change) -> str:
 
 def _changed(fact: str, same: Sequence[Change], width: int) -> Iterator[Line]:
     names = list(dict.fromkeys(change.after[0].id for change in same))
-    nodes = ", ".join(names) if len(names) <= MOST_NAMES else plural(len(same), "node")
+    nodes = ", ".join(names) if len(names) <= MAX_NAMES else plural(len(same), "node")
     yield [(cut(f"    {SIGNS['changed']} {nodes}: {fact}", width), "changed")]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tlora_fx.codegen.kernels import build, emitter
-from tlora_fx.codegen.spec import DTYPES, MOST_SITES, KernelSpec, Kind
+from tlora_fx.codegen.spec import DTYPES, MAX_SITES, KernelSpec, Kind
 from tlora_fx.errors import DumpNotWritable, GraphNotStorable, KernelSpecError
 from tlora_fx.graph_file import SUFFIX, graph_text
 from tlora_fx.host.durable import replace_file
@@ -202,8 +202,8 @@ def _specs(sites: list[LoweredSite], jobs: int, arch: int) -> Iterator[_Served]:
         return  # PyTorch serves the whole group
     for _, equal in groupby(every, key=lambda pair: pair[0].plain.rank_block):
         alike = list(equal)
-        for start in range(0, len(alike), MOST_SITES):
-            part, (first, _) = alike[start : start + MOST_SITES], alike[start]
+        for start in range(0, len(alike), MAX_SITES):
+            part, (first, _) = alike[start : start + MAX_SITES], alike[start]
             read = replace(first.plain, sites=len(part), dropout=first.dropout)
             served = [site for _, site in part]
             yield replace(read, kind="shrink"), served

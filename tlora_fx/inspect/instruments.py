@@ -30,7 +30,7 @@ LOG_VARIABLE = "TLORA_FX_LOG"
 # Names that print-after takes besides those of passes.
 ALL, CHANGED = "all", "changed"
 # What a line of times shows at least.
-LEAST_SECONDS = 5e-4
+MIN_SECONDS = 5e-4
 HEADER = "# A state of graphs, written by tlora-fx"
 
 
@@ -112,7 +112,7 @@ def _span_lines(span: Span, depth: int) -> Iterator[str]:
     yield _time_line("  " * depth + span.name, span)
     for part in span.inside.values():
         yield from _span_lines(part, depth + 1)
-    if span.inside and span.rest >= LEAST_SECONDS:
+    if span.inside and span.rest >= MIN_SECONDS:
         yield _time_line("  " * (depth + 1) + "(else)", Span("", span.rest))
 
 

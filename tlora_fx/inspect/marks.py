@@ -19,7 +19,7 @@ from tlora_fx.inspect.wording import Line, plural
 
 SHARED = "■"
 GLYPHS = "◆▲●▼★◇△○▽☆"
-MOST_NAMES = 6
+MAX_NAMES = 6
 # Okabe and Ito's colours, which colour-blind people tell apart.
 CALM = "#7A93A8"
 PALETTE = ("#E69F00", "#56B4E9", "#009E73", "#D55E00", "#CC79A7", "#0072B2", "#F0E442")
@@ -105,8 +105,8 @@ class Marks:
         """Jobs in words."""
         if len(jobs) == len(self.jobs) > 1:
             return f"all {plural(len(jobs), 'job')}"
-        more = f" and {len(jobs) - MOST_NAMES} more" if len(jobs) > MOST_NAMES else ""
-        return ", ".join(jobs[:MOST_NAMES]) + more
+        more = f" and {len(jobs) - MAX_NAMES} more" if len(jobs) > MAX_NAMES else ""
+        return ", ".join(jobs[:MAX_NAMES]) + more
 
 
 def colour_of(style: str) -> str:

@@ -37,7 +37,7 @@ JOBS_WIDTH = 10
 # Nodes of a module that are shown in full; of more, only the one that costs most.
 FULL = 2
 # Ancestors, arguments and users that are shown.
-MOST_LINES = 12
+MAX_LINES = 12
 # Near names and, where nothing comes near, modules that an error names.
 NEAREST = 3
 SOME_MODULES = 8
@@ -255,8 +255,8 @@ def _label(name: str) -> tuple[str, str]:
 
 
 def _others(label: str, nodes: Sequence[NodeEntry], marks: Marks, width: int) -> Iterator[Line]:
-    size = max((len(node.id) for node in nodes[:MOST_LINES]), default=0)
-    for index, node in enumerate(nodes[:MOST_LINES]):
+    size = max((len(node.id) for node in nodes[:MAX_LINES]), default=0)
+    for index, node in enumerate(nodes[:MAX_LINES]):
         text = "  ".join(filter(None, (_target(node), node.value_text, node.module)))
         shown = cut(text, max(8, width - LABEL - size - 6))
         name = (f"{node.id:<{size}}", marks.style(node))
@@ -265,8 +265,8 @@ def _others(label: str, nodes: Sequence[NodeEntry], marks: Marks, width: int) ->
 
 
 def _more(items: Sequence[object]) -> Iterator[Line]:
-    if len(items) > MOST_LINES:
-        yield [(f"  {'':<{LABEL}}  and {len(items) - MOST_LINES} more", "dim")]
+    if len(items) > MAX_LINES:
+        yield [(f"  {'':<{LABEL}}  and {len(items) - MAX_LINES} more", "dim")]
 
 
 def _provenance(match: NodeMatch, node: NodeEntry, width: int) -> Iterator[Line]:
@@ -277,7 +277,7 @@ def _provenance(match: NodeMatch, node: NodeEntry, width: int) -> Iterator[Line]
     yield [_label("key"), (cut(node.key, room), "")]
     ancestors = list(_ancestor_texts(match, node))
     lines = [node.made_by + (", of" if ancestors else ""), *ancestors]
-    for index, text in enumerate(lines[:MOST_LINES]):
+    for index, text in enumerate(lines[:MAX_LINES]):
         yield [_label("" if index else "made by"), (cut(text, room), "")]
     yield from _more(lines)
 

@@ -23,7 +23,7 @@ from tlora_fx.ir.graph import Block, is_call
 # Segments have plain sizes, which fake tensors handle far faster than symbols. They are odd and
 # larger than any dimension of a model, so that none is taken for another or for a model's own.
 FIRST_SEGMENT_SIZE = 1_000_003
-MOST_JOBS = 4096
+MAX_JOBS = 4096
 RUN = "run"
 
 
@@ -74,7 +74,7 @@ def size_text(size: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def _segments_text(size: int) -> str:
-    for job in range(MOST_JOBS):
+    for job in range(MAX_JOBS):
         if size % segment_size(job) == 0:
             times = size // segment_size(job)
             return f"T{job}" if times == 1 else f"{times}*T{job}"

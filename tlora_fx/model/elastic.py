@@ -83,11 +83,11 @@ class Membership:
         raises    NotAdmitted, JobsDiffer, TloraError of its targets; nothing is changed then
         """
         sites = self.fitting(job)
-        found = self._room(sites)
+        found = self._free_slots(sites)
         grown = found is None and may_grow and not self.grown
         if grown:
             self._grow()
-            found = self._room(sites)
+            found = self._free_slots(sites)
         if found is None:
             raise self._full(job, sites)
         slot, tables = found
@@ -162,7 +162,7 @@ class Membership:
         sites = self.fitting(job)
         rows = {path: self._row_bytes(path) for path in self.banks}
         state = sum(2 * site.rank * rows[path] for path, site in sites.items())
-        if not may_grow or self.grown or not (crowded or self._room(sites) is None):
+        if not may_grow or self.grown or not (crowded or self._free_slots(sites) is None):
             return state
         # Parameters and gradients; the old ones are let go of bank by bank.
         return state + sum(2 * len(self.banks[path].a) * size for path, size in rows.items())
@@ -183,7 +183,9 @@ class Membership:
             return "no dropout", str(site.dropout)
         return None
 
-    def _room(self, sites: Mapping[str, AdapterSite]) -> tuple[int, dict[str, RowTable]] | None:
+    def _free_slots(
+        self, sites: Mapping[str, AdapterSite]
+    ) -> tuple[int, dict[str, RowTable]] | None:
         """A slot and the tables with the job in it: as few others move as possible."""
         free = [slot for slot, job in enumerate(self.jobs) if job.name == vacant(slot)]
         places: list[Callable[[RowTable, int, int], RowTable | None]] = [

@@ -1,6 +1,6 @@
 """The Shared Super-Model: a fused graph as an nn.Module that owns its tensors.
 
-It is built on the meta device. `materialize` gives it the base's weights and makes room for the
+It is built on the meta device. `materialize` gives it the base's weights and allocates the
 adapters; from then on it trains. Its code is the text of `ssm.py`.
 """
 
@@ -31,9 +31,9 @@ from tlora_fx.model.module_builder import Reformed, TensorLocation, build_module
 from tlora_fx.model.preference import with_base
 from tlora_fx.model.source import FINISH, class_name, group_source
 from tlora_fx.ops import norms_kept, without_dropout
-from tlora_fx.ops.kernels.packed import roomy_weights
+from tlora_fx.ops.kernels.packed import extended_weights
 
-# Rows of adapters for which weights of an open model get room, where banks may grow to so many.
+# Rows of adapters for which weights of an open model are extended, where banks may grow to so many.
 _RESERVED_ROWS = 64
 
 
@@ -64,7 +64,7 @@ class SuperModel(nn.Module):
         self.ready = False
         self.part = LocalShard()
         self._unused: dict[str, Tensor] = {}
-        self._wants_room = self._awake = False
+        self._extends_weights = self._grad_enabled = False
         self._filled: frozenset[str] | None = None
         #: How an open model runs, with the rows that were captured: it serves whoever comes, until
         #: its tensors or its code are others.
@@ -112,7 +112,7 @@ class SuperModel(nn.Module):
         return admission
 
     def require_fits(self, job: Job) -> None:
-        """Refuse a job that an open model can never take, however much room there is.
+        """Refuse a job that an open model can never take, however many slots are free.
 
         raises    NotAdmitted, JobsDiffer, UnknownTarget
         """
@@ -121,7 +121,7 @@ class SuperModel(nn.Module):
     def bytes_needed(self, job: Job, *, may_grow: bool = True, crowded: bool = False) -> int:
         """Memory that a job would take in an open model, its activations not counted.
 
-        crowded   others come before it, and may take the room that there is
+        crowded   others come before it, and may take the free slots
         """
         return self._opened().bytes_needed(job, may_grow=may_grow, crowded=crowded)
 
@@ -145,7 +145,7 @@ class SuperModel(nn.Module):
 
     def stay_awake(self) -> None:
         """Compute gradients of sites without rows too: somebody holds them for all jobs to come."""
-        self._awake = True
+        self._grad_enabled = True
         self._sleep()
 
     def _sleep(self) -> None:
@@ -156,14 +156,14 @@ class SuperModel(nn.Module):
         self._filled = None
         for bank in self.banks.values() if self.is_open else ():
             a, b = bank.a, bank.b
-            made = self._awake or self._wants_room or a.device.type != "cpu"
+            made = self._grad_enabled or self._extends_weights or a.device.type != "cpu"
             awake = made or (bank.table is not None and any(bank.table.ranks))
             if a.requires_grad != awake:
                 a.requires_grad_(awake)
                 b.requires_grad_(awake)
 
     @property
-    def filled(self) -> frozenset[str]:
+    def adapted_sites(self) -> frozenset[str]:
         """The sites that a job adapts, by path; kernels of others are not launched."""
         if self._filled is None:
             self._filled = frozenset(
@@ -181,7 +181,7 @@ class SuperModel(nn.Module):
     @property
     def is_compiled(self) -> bool:
         """Whether `compile` was called."""
-        return self._wants_room
+        return self._extends_weights
 
     @property
     def compiled_with(self) -> Mapping[str, Any] | None:
@@ -277,9 +277,9 @@ class SuperModel(nn.Module):
         """
         options = {"fullgraph": fullgraph, "dynamic": dynamic, **options}
         self._compiled_with = options
-        self._wants_room, self.applied = True, None
+        self._extends_weights, self.applied = True, None
         self._sleep()
-        self._leave_room()
+        self._extend_weights()
         layers = [block for block in self.group.blocks.values() if block.name != HEAD]
         if not layers and any(job.is_preference for job in self.jobs):
             return  # such a loss is no part of the graph: the model runs as it is
@@ -368,7 +368,7 @@ class SuperModel(nn.Module):
         part: LocalShard | None = None,
         loaded: Callable[[str], None] | None = None,
     ) -> None:
-        """Take the base's weights and make room for adapters, all zero.
+        """Take the base's weights and allocate adapters, all zero.
 
         base     tensors by canonical name, whole; moved to the device where they are not there
         part     what this process holds; the rest stays on the meta device
@@ -406,7 +406,7 @@ class SuperModel(nn.Module):
         self.ready = True
         self._sleep()
         self.forget_views()
-        self._leave_room()
+        self._extend_weights()
 
     def layer_order(self) -> list[str]:
         """The paths of the layers, in the order in which they run."""
@@ -581,9 +581,9 @@ class SuperModel(nn.Module):
         ]
         return {name.replace(".modules_to_save.default.", ".") for name in names}
 
-    def _leave_room(self) -> None:
-        """Give the weights of a compiled model's sites room for adapters."""
-        if not (self.ready and self._wants_room):
+    def _extend_weights(self) -> None:
+        """Extend the weights of a compiled model's sites, so that adapters fit behind them."""
+        if not (self.ready and self._extends_weights):
             return
         every = [location for places in self._layout.base.values() for location in places]
         slots = [location.tensor for location in every if self.part.holds(location.path)]
@@ -599,8 +599,8 @@ class SuperModel(nn.Module):
             for group in groups:
                 tensors = [weight.location.tensor for weight in group]
                 rows = [self._rows_to_reserve(weight.bank) for weight in group]
-                for tensor, roomy in zip(tensors, roomy_weights(tensors, rows), strict=True):
-                    tensor.data = roomy
+                for tensor, extended in zip(tensors, extended_weights(tensors, rows), strict=True):
+                    tensor.data = extended
 
     def _rows_to_reserve(self, bank: AdapterBank) -> int:
         """Rows that a bank may come to have: those of an open model double once."""

@@ -66,7 +66,7 @@ ROUNDED = 1e-2
 #: code part by about the noise: 2 to 4 % of bfloat16's logits and 2 to 6 % of its gradients at 32
 #: layers.
 TIMES_NOISE, MOST = 10.0, 10.0
-TIMES_NOISE_WIDE, MOST_WIDE = 4.0, 6.0
+TIMES_NOISE_WIDE, MAX_WIDE = 4.0, 6.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,7 +381,7 @@ class _Probe:
             )
         )
         wide = bound >= ROUNDED
-        times, most = (TIMES_NOISE_WIDE, MOST_WIDE) if wide else (TIMES_NOISE, MOST)
+        times, most = (TIMES_NOISE_WIDE, MAX_WIDE) if wide else (TIMES_NOISE, MOST)
         return max(bound, min(times * noise, most * bound))
 
     def _sequences(self, index: int) -> list[list[int]]:

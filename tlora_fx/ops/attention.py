@@ -333,7 +333,7 @@ def _shift(part: slice, offset: int) -> slice:
 
 _HALVES = (torch.float16, torch.bfloat16)
 # A sequence is a place in a grid's last dimension, which CUDA bounds.
-_MOST_SEQUENCES = 65535
+_MAX_SEQUENCES = 65535
 # What was measured was 9.19; widths up to 256 came before.
 _OLDEST_CUDNN = 91000
 
@@ -415,7 +415,7 @@ def _say(heads: int, key_heads: int, width: int, forward: str, backward: str) ->
 
 def _short_form(q: Tensor, k: Tensor, cu_seqlens: Tensor, rule: AttentionRule) -> Form | None:
     """What was measured of our kernels for such heads."""
-    many = len(cu_seqlens) > _MOST_SEQUENCES
+    many = len(cu_seqlens) > _MAX_SEQUENCES
     if many or not rule.causal or not support.has_triton() or support.mode() == "off":
         return None
     # Triton is not everywhere.

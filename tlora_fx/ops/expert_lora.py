@@ -36,7 +36,7 @@ from tlora_fx.ops.kernels.launch import on_device
 from tlora_fx.ops.tables import token_bounds
 
 #: The largest rank of an expert that kernels take.
-MOST_RANK = 128
+MAX_RANK = 128
 _SCHEMA = (
     "Tensor x, Tensor weight, Tensor? bias, Tensor index, bool turned, Tensor[] a, Tensor[] b, "
     "int[] jobs, float[] scales, bool crossed, Tensor segments"
@@ -309,8 +309,8 @@ def why_no_kernel(call: Call, asked: str) -> str:
         return f"torch has no grouped product in {kind}"
     if adapters not in (kind, torch.float32, torch.bfloat16):
         return f"no kernels for {kind} with adapters in {adapters}"
-    if call.largest > MOST_RANK:
-        return f"a rank of an expert is above {MOST_RANK}"
+    if call.largest > MAX_RANK:
+        return f"a rank of an expert is above {MAX_RANK}"
     return ""
 
 

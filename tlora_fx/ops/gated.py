@@ -39,7 +39,7 @@ torch.library.define(
 torch.library.define(
     "tlora_fx::multi_lora_gated_forward",
     "(Tensor gate, Tensor up, str activation, Tensor[] weights, Tensor?[] biases, "
-    f"{PART_SCHEMA}, int room) -> Tensor[]",
+    f"{PART_SCHEMA}, int tail_columns) -> Tensor[]",
     tags=torch.Tag.pt2_compliant_tag,
 )
 _library = torch.library.Library("tlora_fx", "IMPL")  # type: ignore[no-untyped-call]
@@ -72,13 +72,13 @@ def _linear(
     _check(gate, up, activation)
     group = SiteGroup.single([weight], *tables)
     # Room behind x is what a traced graph has where kernels serve and no strict mode is on.
-    room = packed.behind_x(gate, group)
-    if not room:
+    tail_columns = packed.behind_x(gate, group)
+    if not tail_columns:
         x = ACTIVATIONS[activation](gate) * up
         y: Tensor = ops.multi_lora_linear.default(x, weight, bias, *tables)
         return y
     results: list[Tensor] = ops.multi_lora_gated_forward.default(
-        gate, up, activation, group.weights, [bias], *group.arguments(), room
+        gate, up, activation, group.weights, [bias], *group.arguments(), tail_columns
     )
     return results[0]
 
@@ -110,20 +110,20 @@ def multi_lora_gated_forward(
 
     weights, biases   one of each
     returns           y [..., out]; S and the dropout bits, as `multi_lora_forward`; x
-                      [..., in + room]
+                      [..., in + tail_columns]
     raises            as `multi_lora_gated_linear`
     """
-    *tables, room = rest
+    *tables, tail_columns = rest
     group = SiteGroup(weights, *tables)
     _check(gate, up, activation)
     group.check(gate, biases)
     kernels = support.kernel_group(gate, group)
     if kernels is not None:
         return dispatch.gated_forward(
-            gate, up, activation, ACTIVATIONS[activation], biases, group, kernels, room
+            gate, up, activation, ACTIVATIONS[activation], biases, group, kernels, tail_columns
         )
-    x = gate.new_empty(*gate.shape[:-1], group.inner + room)
-    inputs = packed.narrow(x, room)
+    x = gate.new_empty(*gate.shape[:-1], group.inner + tail_columns)
+    inputs = packed.narrow(x, tail_columns)
     inputs.copy_(ACTIVATIONS[activation](gate) * up)
     return [*loop_forward(inputs, biases, group), *nothing(x, 2), x]
 
@@ -136,12 +136,12 @@ def _forward_fake(
     gate: Tensor, up: Tensor, activation: str, weights: list[Tensor],
     biases: list[Tensor | None], *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    *tables, room = rest
+    *tables, tail_columns = rest
     group = SiteGroup(weights, *tables)
     _check(gate, up, activation)
     group.check(gate, biases)
     y = gate.new_empty(*gate.shape[:-1], weights[0].shape[0])
-    x = gate.new_empty(*gate.shape[:-1], group.inner + room)
+    x = gate.new_empty(*gate.shape[:-1], group.inner + tail_columns)
     kernels = support.kernel_group(gate, group)
     if kernels is None:
         return [y, *nothing(x, 2), x]
@@ -155,10 +155,12 @@ class _Differentiable(torch.autograd.Function):
     def forward(
         ctx: Any, call: tuple[Any, ...], gate: Tensor, up: Tensor, *learning: Tensor
     ) -> Any:
-        keyset, activation, weights, biases, shared, room, frozen = call
-        y, s, bits, x = _redispatch(keyset, gate, up, activation, weights, biases, *shared, room)
+        keyset, activation, weights, biases, shared, tail_columns, frozen = call
+        y, s, bits, x = _redispatch(
+            keyset, gate, up, activation, weights, biases, *shared, tail_columns
+        )
         ctx.mark_non_differentiable(s, bits, x)
-        keep(ctx, x, room, weights, shared, (s, bits), gate, up, frozen=frozen)
+        keep(ctx, x, tail_columns, weights, shared, (s, bits), gate, up, frozen=frozen)
         ctx.activation = activation
         return y, s, bits, x
 
@@ -205,12 +207,12 @@ def _autograd(
     keyset: Any, gate: Tensor, up: Tensor, activation: str, weights: list[Tensor],
     biases: list[Tensor | None], *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    *shared, room = rest
+    *shared, tail_columns = rest
     frozen, learning = not need_gradients(*weights, *biases), [*shared[0], *shared[1]]
     wanted = not frozen or need_gradients(gate, up, *learning)
     if not (torch.is_grad_enabled() and wanted):
         return _redispatch(keyset, gate, up, activation, weights, biases, *rest)
-    call = (keyset, activation, weights, biases, shared, room, frozen)
+    call = (keyset, activation, weights, biases, shared, tail_columns, frozen)
     if not frozen:
         learning += [tensor for tensor in (*weights, *biases) if tensor is not None]
     results = _Differentiable.apply(call, gate, up, *learning)  # type: ignore[no-untyped-call]

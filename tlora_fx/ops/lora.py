@@ -15,9 +15,10 @@ backward reads again: those are what autograd, AOT and a pipeline that runs dX a
     multi_lora_adapter_gradients    dA and dB of each site, of both
 
 A pipeline may run the last later than dX: nothing but the optimizer waits for it. Where no kernel
-serves (see kernels/support.py) S, bits and dB's parts are empty, of shape [0]. The last `room`
-columns of x and of each dy are no input: operators may write there. Sites whose weights stand in
-one buffer are joined: all y are one tensor, and all dy another (see kernels/packed.py).
+serves (see kernels/support.py) S, bits and dB's parts are empty, of shape [0]. The last
+`tail_columns` columns of x and of each dy are no input: operators may write there. Sites whose
+weights stand in one buffer are joined: all y are one tensor, and all dy another (see
+kernels/packed.py).
 """
 
 from __future__ import annotations
@@ -60,14 +61,14 @@ torch.library.define("tlora_fx::multi_lora_add", f"(Tensor y, Tensor x, {SITE_SC
 # Defined by their parts, not by `custom_op`: its handling of lists takes longer than all launches.
 torch.library.define(
     "tlora_fx::multi_lora_forward",
-    f"(Tensor x, Tensor[] weights, Tensor?[] biases, {PART_SCHEMA}, int room, "
+    f"(Tensor x, Tensor[] weights, Tensor?[] biases, {PART_SCHEMA}, int tail_columns, "
     "bool joined=False) -> Tensor[]",
     tags=_TAGS,
 )
 torch.library.define(
     "tlora_fx::multi_lora_input_gradient",
     f"(Tensor[] dys, Tensor[] weights, {PART_SCHEMA}, Tensor[] s, Tensor[] bits, bool need_dx, "
-    "int room) -> Tensor[]",
+    "int tail_columns) -> Tensor[]",
     tags=_TAGS,
 )
 torch.library.define(
@@ -176,20 +177,20 @@ def multi_lora_forward(
 ) -> list[Tensor]:
     """Apply n frozen linears and the adapters of all jobs.
 
-    x         [..., in + room]
+    x         [..., in + tail_columns]
     returns   n y [..., out], joined one [..., sum of out]; n S [tokens, width] in x's dtype; n bits
               [tokens, in / 8] uint8
     raises    as `multi_lora_linear`
     """
-    *tables, room, joined = _with_joined(rest)
-    group, inputs = SiteGroup(weights, *tables), packed.narrow(x, room)
+    *tables, tail_columns, joined = _with_joined(rest)
+    group, inputs = SiteGroup(weights, *tables), packed.narrow(x, tail_columns)
     group.check(inputs, biases)
     kernels = support.kernel_group(inputs, group)
     if kernels is None:
         ys = loop_forward(inputs, biases, group)
         ys = [torch.cat(ys, -1)] if joined else ys
         return [*ys, *nothing(x, 2 * len(weights))]
-    return dispatch.forward(x, biases, group, kernels, room, joined)
+    return dispatch.forward(x, biases, group, kernels, tail_columns, joined)
 
 
 def _with_joined(rest: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -204,8 +205,8 @@ torch.library.impl("tlora_fx::multi_lora_forward", _DEVICES, multi_lora_forward)
 def _forward_fake(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *rest: Any
 ) -> list[Tensor]:
-    *tables, room, joined = _with_joined(rest)
-    group, inputs = SiteGroup(weights, *tables), packed.narrow(x, room)
+    *tables, tail_columns, joined = _with_joined(rest)
+    group, inputs = SiteGroup(weights, *tables), packed.narrow(x, tail_columns)
     group.check(inputs, biases)
     outers = [weight.shape[0] for weight in weights]
     ys = [x.new_empty(*x.shape[:-1], outer) for outer in ([sum(outers)] if joined else outers)]
@@ -218,17 +219,17 @@ def _forward_fake(
 def multi_lora_input_gradient(dys: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
     """The gradient of x, by one pass over each dy.
 
-    dys       n [..., out + room], joined one [..., sum of out + room]
+    dys       n [..., out + tail_columns], joined one [..., sum of out + tail_columns]
     s, bits   as the forward gave them
     returns   dx [..., in], or [0] unless need_dx; n dS [tokens, width]; n parts of dB, which only
               `multi_lora_adapter_gradients` reads
     raises    as `multi_lora_linear`
     """
-    *tables, s, bits, need_dx, room = rest
+    *tables, s, bits, need_dx, tail_columns = rest
     group = SiteGroup(weights, *tables)
     if from_kernels(s):
-        return dispatch.input_gradient(dys, group, s, bits, need_dx, room)
-    each = _each([packed.narrow(dy, room) for dy in dys], weights)
+        return dispatch.input_gradient(dys, group, s, bits, need_dx, tail_columns)
+    each = _each([packed.narrow(dy, tail_columns) for dy in dys], weights)
     dx, ds = loop_input_gradient(each, group, need_dx)
     return [dx, *ds, *nothing(dx, len(weights))]
 
@@ -306,12 +307,12 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, call: tuple[Any, ...], x: Tensor, *learning: Tensor) -> Any:
         keyset, weights, biases, shared, joined, frozen = call
-        count, room = len(weights), packed.behind_x(x, SiteGroup(weights, *shared))
-        x = packed.widen([x], room)
-        results = _redispatch(keyset, x, weights, biases, *shared, room, joined)
+        count, tail_columns = len(weights), packed.behind_x(x, SiteGroup(weights, *shared))
+        x = packed.widen([x], tail_columns)
+        results = _redispatch(keyset, x, weights, biases, *shared, tail_columns, joined)
         ys, rest = results[: -2 * count], results[-2 * count :]
         ctx.mark_non_differentiable(*rest)
-        keep(ctx, x, room, weights, shared, rest, frozen=frozen, joined=joined)
+        keep(ctx, x, tail_columns, weights, shared, rest, frozen=frozen, joined=joined)
         if joined:
             ys = _each(ys, weights)
             # A backward that keeps one, as attention's does v, would keep all. What reads them in
@@ -334,7 +335,7 @@ _KEPT_LISTS = 9
 def keep(
     ctx: Any,
     x: Tensor,
-    room: int,
+    tail_columns: int,
     weights: list[Tensor],
     shared: Sequence[Any],
     rest: Sequence[Tensor],
@@ -344,7 +345,7 @@ def keep(
 ) -> None:
     """Keep what `gradients` reads.
 
-    x        with its room
+    x        with its tail columns
     shared   what `PART_SCHEMA` names
     rest     S and the bits of each site
     more     handed on
@@ -355,7 +356,12 @@ def keep(
     ctx.save_for_backward(
         x, segments, keys, token_index, *(item for part in lists for item in part), *rest, *more
     )
-    ctx.settings, ctx.count, ctx.room, ctx.frozen = shared[-3:], len(weights), room, frozen
+    ctx.settings, ctx.count, ctx.tail_columns, ctx.frozen = (
+        shared[-3:],
+        len(weights),
+        tail_columns,
+        frozen,
+    )
     ctx.joined = joined
 
 
@@ -377,20 +383,24 @@ def gradients(
     parts = [flat[start * count : (start + 1) * count] for start in range(_KEPT_LISTS)]
     weights, *tables, sites, s, bits = parts
     shared = (*tables, segments, keys, token_index, sites, *ctx.settings)
-    x = packed.narrow(x, ctx.room)
+    x = packed.narrow(x, ctx.tail_columns)
     dys = [
         x.new_zeros(*x.shape[:-1], weight.shape[0]) if dy is None else dy
         for dy, weight in zip(grads[:count], weights, strict=True)
     ]
-    room = packed.behind_dy(dys[0], SiteGroup(weights, *shared), ctx.joined) if need_dx else 0
-    wide = [packed.widen(part, room) for part in ([dys] if ctx.joined else [[d] for d in dys])]
+    tail_columns = (
+        packed.behind_dy(dys[0], SiteGroup(weights, *shared), ctx.joined) if need_dx else 0
+    )
+    wide = [
+        packed.widen(part, tail_columns) for part in ([dys] if ctx.joined else [[d] for d in dys])
+    ]
     direct = _is_plain(x, *dys)
     input_gradient = multi_lora_input_gradient if direct else _input_gradient
-    dx, *rest = input_gradient(wide, weights, *shared, s, bits, need_dx, room)
+    dx, *rest = input_gradient(wide, weights, *shared, s, bits, need_dx, tail_columns)
     leaves: list[Tensor | None] = [None] * (2 * count)
     if need_leaves:
         # Views of what is there: dy itself would be written once more.
-        dys = [packed.narrow(dy, room) for dy in wide]
+        dys = [packed.narrow(dy, tail_columns) for dy in wide]
         adapters = multi_lora_adapter_gradients if direct else _adapter_gradients
         leaves = [*adapters(dys, x, weights, *shared, s, bits, rest[:count], rest[count:])]
     return dx if need_dx else None, leaves, more
@@ -443,17 +453,17 @@ def _forward_of(
 def _autograd(
     keyset: Any, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *rest: Any
 ) -> list[Tensor]:
-    *shared, room, joined = _with_joined(rest)
+    *shared, tail_columns, joined = _with_joined(rest)
     frozen, learning = not need_gradients(*weights, *biases), [*shared[0], *shared[1]]
     if not torch.is_grad_enabled() or (frozen and not need_gradients(x, *learning)):
-        if not room:
-            room = packed.behind_x(x, SiteGroup(weights, *shared))
-            x = packed.widen([x], room)
-        return _redispatch(keyset, x, weights, biases, *shared, room, joined)
+        if not tail_columns:
+            tail_columns = packed.behind_x(x, SiteGroup(weights, *shared))
+            x = packed.widen([x], tail_columns)
+        return _redispatch(keyset, x, weights, biases, *shared, tail_columns, joined)
     call = (keyset, weights, biases, shared, joined, frozen)
     if not frozen:
         learning += [tensor for tensor in (*weights, *biases) if tensor is not None]
-    results = _Differentiable.apply(call, packed.narrow(x, room), *learning)  # type: ignore[no-untyped-call]
+    results = _Differentiable.apply(call, packed.narrow(x, tail_columns), *learning)  # type: ignore[no-untyped-call]
     return list(results)
 
 

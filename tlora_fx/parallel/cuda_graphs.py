@@ -37,16 +37,16 @@ from tlora_fx.ops.kernels.select import cut_by_jobs
 from tlora_fx.parallel.peer_copies import SideStreams
 
 logger = logging.getLogger("tlora_fx.planners")
-MOST_GRAPHS = 48
+MAX_GRAPHS = 48
 # Rows of a form before it is captured: lengths that never come again are many.
-BEFORE = 1
+WARMUP_ROWS = 1
 # What a row needs beyond the activations that its forward keeps.
-SPARE, ROOM = 1.3, 2**28
+ACTIVATION_MARGIN, RESERVED_BYTES = 1.3, 2**28
 # How norms are computed that are asked for.
 Asked = dict[tuple[object, ...], Callable[[], Tensor]]
 
 
-class Form(NamedTuple):
+class GraphKey(NamedTuple):
     """What a graph is made for: the sizes of a row, and the longest sequence that it may hold."""
 
     tokens: int
@@ -55,7 +55,7 @@ class Form(NamedTuple):
     targets: int
 
     @classmethod
-    def of(cls, row: PackedBatch) -> Form:
+    def of(cls, row: PackedBatch) -> GraphKey:
         """The form of a row."""
         sizes = row.input_ids.numel(), len(row.cu_seqlens) - 1
         return cls(*sizes, int(row.max_seqlen), len(row.target_rows))
@@ -73,7 +73,7 @@ class RowGraphs:
     refused       why no row is captured, or ""
     most          tokens of the largest row that is captured: processes that cut its work among
                   them have less to do each, and as much to launch
-    roomless      how often there was no memory for a graph
+    skipped_no_memory      how often there was no memory for a graph
     captured      how many graphs were made
     norms         of rows too large to be captured; None where weights do not keep their places
     """
@@ -93,17 +93,17 @@ class RowGraphs:
         self.group, self.gathering, self.gathered = group, gathering, gathered
         self.refused = ""
         self.most = CAPTURED_TOKENS * (1 if group is None else dist.get_world_size(group))
-        self.roomless = 0
+        self.skipped_no_memory = 0
         self.captured = 0
-        self._graphs: OrderedDict[Form, RowGraph] = OrderedDict()
-        self._seen: Counter[Form] = Counter()
+        self._graphs: OrderedDict[GraphKey, RowGraph] = OrderedDict()
+        self._seen: Counter[GraphKey] = Counter()
         self._pool: Any = None
         self._stream: torch.cuda.Stream | None = None
         self._lengths: Lengths | None = {} if stays else None
         self.norms = NormGraph(device, self._lengths) if self._lengths is not None else None
 
     @property
-    def forms(self) -> list[Form]:
+    def keys(self) -> list[GraphKey]:
         """Those that have a graph."""
         return list(self._graphs)
 
@@ -119,20 +119,20 @@ class RowGraphs:
         if row.input_ids.numel() > self.most:
             return None
         row = repeating_form(row)
-        form = Form.of(row)
-        self._seen[form] += 1
-        graph = self._graphs.get(form)
-        if graph is not None and not self.model.filled <= graph.filled:
+        key = GraphKey.of(row)
+        self._seen[key] += 1
+        graph = self._graphs.get(key)
+        if graph is not None and not self.model.adapted_sites <= graph.adapted_sites:
             # A job has come to a site whose kernels are not in it.
-            self._graphs.pop(form).release()
+            self._graphs.pop(key).release()
             graph = None
         if graph is not None:
-            self._graphs.move_to_end(form)
+            self._graphs.move_to_end(key)
             graph.load(row, weights)
             return graph.replay()
-        if self._seen[form] <= BEFORE or not self._is_worth(form):
+        if self._seen[key] <= WARMUP_ROWS or not self._is_worth(key):
             return None
-        return self._first(form, row, weights)
+        return self._first(key, row, weights)
 
     @contextmanager
     def launching(self, row: PackedBatch) -> Iterator[None]:
@@ -155,34 +155,34 @@ class RowGraphs:
         if self._lengths is not None:
             self._lengths.clear()
 
-    def _is_worth(self, form: Form) -> bool:
+    def _is_worth(self, key: GraphKey) -> bool:
         """Whether there is a place for a graph, or one that is taken by a much rarer form."""
-        if len(self._graphs) < MOST_GRAPHS:
+        if len(self._graphs) < MAX_GRAPHS:
             return True
-        return self._seen[form] > 2 * self._seen[next(iter(self._graphs))]
+        return self._seen[key] > 2 * self._seen[next(iter(self._graphs))]
 
     def _evict(self) -> None:
         _, graph = self._graphs.popitem(last=False)
         graph.release()
 
-    def _first(self, form: Form, row: PackedBatch, weights: Tensor) -> Tensor:
+    def _first(self, key: GraphKey, row: PackedBatch, weights: Tensor) -> Tensor:
         """Run a row as it is, on the tensors of its graph to be, and capture it for the next."""
         graph = RowGraph(self.model, row, weights, self.device, self._lengths)
         losses, kept = graph.run()
-        if self._has_room(kept, form.tokens):
-            self._capture(form, graph)
+        if self._fits_memory(kept, key.tokens):
+            self._capture(key, graph)
         else:
-            self._refuse(form, graph)
+            self._refuse(key, graph)
         return losses
 
-    def _refuse(self, form: Form, graph: RowGraph) -> None:
+    def _refuse(self, key: GraphKey, graph: RowGraph) -> None:
         """Leave a form for now: there is no memory for its graph."""
-        self._seen[form] = 0
-        self.roomless += 1
+        self._seen[key] = 0
+        self.skipped_no_memory += 1
         graph.release()
-        logger.info("no memory for a CUDA graph of %s", form)
+        logger.info("no memory for a CUDA graph of %s", key)
 
-    def _capture(self, form: Form, graph: RowGraph) -> None:
+    def _capture(self, key: GraphKey, graph: RowGraph) -> None:
         """Make a graph, or know from now on that there can be none.
 
         raises    PlanNotRunnable where a capture that fails leaves other processes waiting, or
@@ -198,13 +198,13 @@ class RowGraphs:
             # in the middle of its forward would take what others save until its frame is gone.
             clear_frames(error.__traceback__)
             forget_capture(self.device, outer, self._pool)
-            self._fail(form, graph, error)
+            self._fail(key, graph, error)
             return
-        self._graphs[form] = graph
+        self._graphs[key] = graph
         self.captured += 1
-        if len(self._graphs) > MOST_GRAPHS:
+        if len(self._graphs) > MAX_GRAPHS:
             self._evict()
-        logger.debug("captured rows of %s", form)
+        logger.debug("captured rows of %s", key)
 
     def _make(self, graph: RowGraph) -> None:
         if not self._graphs:
@@ -215,22 +215,22 @@ class RowGraphs:
             self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
             graph.capture(self._pool, self._stream, self.gathering)
 
-    def _fail(self, form: Form, graph: RowGraph, error: Exception) -> None:
+    def _fail(self, key: GraphKey, graph: RowGraph, error: Exception) -> None:
         if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error):
-            self._refuse(form, graph)
+            self._refuse(key, graph)
             return
         self.refused = f"{type(error).__name__}: {error}"
         graph.release()
         self.clear()
         logger.warning("rows are not run as CUDA graphs: %s", self.refused)
 
-    def _has_room(self, kept: int, tokens: int) -> bool:
+    def _fits_memory(self, kept: int, tokens: int) -> bool:
         """Whether a row's activations fit twice, and those of the largest row beside them.
 
         Processes that run rows together all have it, or none.
         """
-        rows = SPARE * kept * (1 + self.largest_row / tokens)
-        fits = rows + 2 * self.gathered + ROOM < free_gpu_bytes(self.device)
+        rows = ACTIVATION_MARGIN * kept * (1 + self.largest_row / tokens)
+        fits = rows + 2 * self.gathered + RESERVED_BYTES < free_gpu_bytes(self.device)
         return agreed(fits, self.group, self.device)
 
 
@@ -239,7 +239,7 @@ class RowGraph:
 
     row       a row of the form on the device, its tables on the CPU; overwritten by the next
     weights   [J] likewise
-    filled    sites whose kernels are in it
+    adapted_sites    sites whose kernels are in it
     lengths   what is kept of weights, if anything; see `lengths_kept`
     """
 
@@ -257,7 +257,7 @@ class RowGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
         self._packing = Packing()
         self._lengths = lengths
-        self.filled = model.filled
+        self.adapted_sites = model.adapted_sites
         self._losses, self._kept = torch.empty(0), 0
 
     def load(self, row: PackedBatch, weights: Tensor) -> None:
@@ -384,7 +384,7 @@ class NormGraph:
         with torch.cuda.device(self.device), lengths_kept(self._lengths), torch.no_grad():
             # What is kept of weights, and the kernels, are there before the capture.
             needed = sum(compute().nbytes for compute in asked.values())
-            if 2 * needed + ROOM > free_gpu_bytes(self.device):
+            if 2 * needed + RESERVED_BYTES > free_gpu_bytes(self.device):
                 raise torch.cuda.OutOfMemoryError(f"out of memory: {needed} bytes of norms")
             try:
                 with torch.cuda.graph(graph, pool=pool):

@@ -26,11 +26,11 @@ from tlora_fx.ops.dora import Lengths, lengths_kept
 from tlora_fx.ops.kernels import release
 from tlora_fx.ops.kernels.pack_together import Packing, noting, serving
 from tlora_fx.parallel.cuda_graphs import (
-    BEFORE,
-    MOST_GRAPHS,
-    ROOM,
-    SPARE,
-    Form,
+    ACTIVATION_MARGIN,
+    MAX_GRAPHS,
+    RESERVED_BYTES,
+    WARMUP_ROWS,
+    GraphKey,
     add_together,
     agreed,
     broken,
@@ -49,7 +49,7 @@ class StageGraphs:
 
     largest_row   as of `RowGraphs`
     group         processes that run each stage together, with sums over them in between
-    refused, roomless, captured   as of `RowGraphs`
+    refused, skipped_no_memory, captured   as of `RowGraphs`
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class StageGraphs:
         self.largest_row, self.group = largest_row, group
         self.refused = ""
         self.most = CAPTURED_TOKENS * (1 if group is None else dist.get_world_size(group))
-        self.roomless = self.captured = 0
+        self.skipped_no_memory = self.captured = 0
         self._graphs: OrderedDict[Position, CapturedStage] = OrderedDict()
         self._wanted: dict[Position, CapturedStage] = {}
-        self._forms: Counter[tuple[int, Form]] = Counter()
+        self._keys: Counter[tuple[int, GraphKey]] = Counter()
         self._came: Counter[Position] = Counter()
         self._rows: list[PackedBatch] = []
         self._weights = torch.empty(0)
@@ -79,9 +79,9 @@ class StageGraphs:
         self._lengths: Lengths = {}
 
     @property
-    def forms(self) -> list[Form]:
+    def keys(self) -> list[GraphKey]:
         """Those that have a graph, once for each stage and slot."""
-        return [position.form for position in self._graphs]
+        return [position.key for position in self._graphs]
 
     def begin(self, rows: Sequence[PackedBatch], weights: Tensor) -> None:
         """A round begins.
@@ -110,11 +110,11 @@ class StageGraphs:
         small = row.input_ids.numel() <= self.most and len(row.target_rows)
         if self.refused or not self.largest_row or not small:
             return as_it_is()
-        position = Position(index, slot, Form.of(row))
-        self._forms[index, position.form] += 1
+        position = Position(index, slot, GraphKey.of(row))
+        self._keys[index, position.key] += 1
         self._came[position] += 1
         graph = self._graphs.get(position)
-        if graph is not None and not self.model.filled <= graph.filled:
+        if graph is not None and not self.model.adapted_sites <= graph.adapted_sites:
             # A job has come to a site whose kernels are not in it.
             self._graphs.pop(position).release()
             graph = None
@@ -141,7 +141,7 @@ class StageGraphs:
         for position, graph in wanted.items():
             if self.refused:
                 graph.release()
-            elif not self._has_room(graph.kept, position.form.tokens):
+            elif not self._fits_memory(graph.kept, position.key.tokens):
                 self._leave(position, graph)
             else:
                 self._capture(position, graph)
@@ -150,7 +150,7 @@ class StageGraphs:
         """Let go of all graphs and of their memory, and forget which rows came."""
         while self._graphs:
             self._graphs.popitem(last=False)[1].release()
-        self._forms.clear()
+        self._keys.clear()
         self._came.clear()
         self._lengths.clear()
 
@@ -165,10 +165,10 @@ class StageGraphs:
 
     def _is_worth(self, position: Position) -> bool:
         """Whether a form has come again, and has a place, or one that a much rarer one takes."""
-        if self._forms[position.stage, position.form] <= BEFORE:
+        if self._keys[position.stage, position.key] <= WARMUP_ROWS:
             return False
         there = self._there(position)
-        return len(there) < MOST_GRAPHS or self._came[position] > 2 * self._came[there[0]]
+        return len(there) < MAX_GRAPHS or self._came[position] > 2 * self._came[there[0]]
 
     def _there(self, position: Position) -> list[Position]:
         """What has a graph of the same stage and slot, the one that was not used longest first."""
@@ -176,8 +176,8 @@ class StageGraphs:
 
     def _leave(self, position: Position, graph: CapturedStage) -> None:
         """There is no memory for a graph now."""
-        self.roomless += 1
-        self._forms[position.stage, position.form] = 0
+        self.skipped_no_memory += 1
+        self._keys[position.stage, position.key] = 0
         graph.release()
 
     def _capture(self, position: Position, graph: CapturedStage) -> None:
@@ -204,14 +204,14 @@ class StageGraphs:
         self._graphs[position] = graph
         self.captured += 1
         there = self._there(position)
-        if len(there) > MOST_GRAPHS:
+        if len(there) > MAX_GRAPHS:
             self._graphs.pop(there[0]).release()
         logger.debug("captured stage %s", position)
 
-    def _has_room(self, kept: int, tokens: int) -> bool:
+    def _fits_memory(self, kept: int, tokens: int) -> bool:
         """As of `RowGraphs`, beside as many of the largest rows as were under way at once."""
-        rows = SPARE * kept * (1 + self._under_way * self.largest_row / tokens)
-        return agreed(rows + ROOM < free_gpu_bytes(self.device), self.group, self.device)
+        rows = ACTIVATION_MARGIN * kept * (1 + self._under_way * self.largest_row / tokens)
+        return agreed(rows + RESERVED_BYTES < free_gpu_bytes(self.device), self.group, self.device)
 
 
 class Stage(Protocol):
@@ -236,13 +236,13 @@ class Position(NamedTuple):
 
     stage: int
     slot: int
-    form: Form
+    key: GraphKey
 
 
 class CapturedStage:
     """One form's tensors in one slot, and what a stage launches for it, forwards and backwards.
 
-    row, weights, filled   as of `RowGraph`
+    row, weights, adapted_sites   as of `RowGraph`
     kept                   bytes that its forward keeps for its backward
     """
 
@@ -258,7 +258,7 @@ class CapturedStage:
         self.model, self.stage, self.device = model, stage, device
         self.row = copied(row).to(device)
         self.weights = weights.clone()
-        self.filled = model.filled
+        self.adapted_sites = model.adapted_sites
         self.kept = 0
         self._hidden = None if hidden is None else torch.empty_like(hidden)
         self._packing = Packing()

@@ -14,7 +14,7 @@ from tlora_fx.rewriting.patterns import Pattern
 from tlora_fx.rewriting.rewriter import Build, Rewriter
 
 #: Rewrites of one node's place, beyond which a set of rules is taken to go in circles.
-MOST_ROUNDS = 20
+MAX_ROUNDS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def rewrite_greedily(
     ordered = sorted(rules, key=lambda rule: -rule.benefit)
     rewriter = Rewriter(graph)
     held_back: set[tuple[fx.Node, int]] = set()
-    made, most = 0, MOST_ROUNDS * max(len(graph.nodes), 1)
+    made, most = 0, MAX_ROUNDS * max(len(graph.nodes), 1)
     changed = True
     while changed:
         changed = False

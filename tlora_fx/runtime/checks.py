@@ -128,7 +128,7 @@ def _every_sample(data: JobData) -> Iterator[Sample]:
 def unusual(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> Iterator[str]:
     """What is accepted, and is most likely not meant; a line each."""
     for job in jobs:
-        if not 0 < job.learning_rate <= MOST_RATE:
+        if not 0 < job.learning_rate <= MAX_RATE:
             why = "nothing is trained" if not job.learning_rate else "adapters take 1e-5 to 1e-2"
             yield f"job '{job.name}': learning_rate {job.learning_rate:g}: {why}"
         if job.eval_steps is not None and job.eval_strategy == "no":
@@ -142,7 +142,7 @@ def unusual(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: in
 
 
 #: Of rates above, no optimizer makes an adapter.
-MOST_RATE = 1.0
+MAX_RATE = 1.0
 
 
 # Whether a model and jobs belong together.

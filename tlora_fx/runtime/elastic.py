@@ -37,7 +37,7 @@ Leaving = Literal["release", "pause"]
 
 
 @dataclass(frozen=True, slots=True)
-class Coming:
+class PendingJoin:
     """A job that waits to join.
 
     state    what it goes on from, None where it starts anew
@@ -62,15 +62,16 @@ class Coming:
 class Changes:
     """What happens before the next round.
 
-    coming    jobs in the order in which they join; one without room waits, and so do those behind
-    leaving   by job, whether it ends where it is or goes on some other time
+    pending_joins  jobs in the order in which they join; one without a free slot waits, and so do
+                   those behind it
+    leaving        by job, whether it ends where it is or goes on some other time
     """
 
-    coming: deque[Coming] = field(default_factory=deque)
+    pending_joins: deque[PendingJoin] = field(default_factory=deque)
     leaving: dict[str, Leaving] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        return len(self.coming) + len(self.leaving)
+        return len(self.pending_joins) + len(self.leaving)
 
 
 class Roster:
@@ -104,7 +105,7 @@ class Roster:
         training = [run.job.name for run in self.inside() if run.status == "running"]
         self.changes.leaving |= dict.fromkeys(self.folder.take_stops(training), "release")
         ended = any(run.status != "running" for run in self.inside())
-        waits = bool(self.changes.coming) and (ended or not self._blocked)
+        waits = bool(self.changes.pending_joins) and (ended or not self._blocked)
         return waits or bool(self.changes.leaving)
 
     def add(self, job: Job, data: JobData) -> JobRun:
@@ -116,7 +117,7 @@ class Roster:
         self._inside[index] = run
         return run
 
-    def invite(
+    def request_join(
         self,
         job: Job,
         data: JobData | None,
@@ -145,7 +146,7 @@ class Roster:
         require_trainable(job, data.steps)
         needed = self.model.bytes_needed(job, may_grow=False)
         # Those who wait will be there first, and may leave no room; banks grow once for all.
-        others = self.changes.coming
+        others = self.changes.pending_joins
         whole = self.model.bytes_needed(job, may_grow=may_grow, crowded=bool(others))
         growth = whole - needed
         together = needed + sum(other.needed for other in others)
@@ -170,8 +171,8 @@ class Roster:
         # Here a start that fails is its own job's failure, not that of the run.
         wanted = state is None and needs_data(job) and self.model.ready
         start = data_start(self.model, job, data) if wanted else None
-        coming = Coming(job, data, state, source, path, start, needed, growth)
-        self.changes.coming.append(coming)
+        joining = PendingJoin(job, data, state, source, path, start, needed, growth)
+        self.changes.pending_joins.append(joining)
 
     def watch_rows(self, most_tokens: int) -> None:
         """From now on see what rows take, each of so many tokens at most."""
@@ -201,7 +202,7 @@ class Roster:
         return taken * self._tokens(more) // max(1, tokens)
 
     def _require_new(self, job: Job) -> None:
-        waits = job.name in [coming.job.name for coming in self.changes.coming]
+        waits = job.name in [joining.job.name for joining in self.changes.pending_joins]
         ended = any(run.job.name == job.name and run.status != "paused" for run in self.runs)
         if waits or ended:
             raise JobsDiffer(
@@ -210,7 +211,7 @@ class Roster:
                 help="rename one",
             )
 
-    def send_away(self, name: str, how: Leaving) -> None:
+    def request_leave(self, name: str, how: Leaving) -> None:
         """Let a job that trains leave before the next round.
 
         raises    NotAdmitted where it does not train
@@ -221,15 +222,17 @@ class Roster:
             raise NotAdmitted("no such job trains here", job=name, expected=found)
         self.changes.leaving[name] = how
 
-    def uninvite(self, names: Iterable[str]) -> None:
+    def cancel_join(self, names: Iterable[str]) -> None:
         """Let jobs that wait to join wait no longer."""
         gone = set(names)
-        waiting = [coming for coming in self.changes.coming if coming.job.name not in gone]
-        self.changes.coming = deque(waiting)
+        waiting = [
+            joining for joining in self.changes.pending_joins if joining.job.name not in gone
+        ]
+        self.changes.pending_joins = deque(waiting)
 
-    def without_room(self) -> list[str]:
+    def without_free_slots(self) -> list[str]:
         """Jobs that asked to join and found no room."""
-        return [coming.job.name for coming in self.changes.coming] if self._blocked else []
+        return [joining.job.name for joining in self.changes.pending_joins] if self._blocked else []
 
     def forget(self, names: Iterable[str]) -> None:
         """Keep no states of jobs that have left, and go on elsewhere."""
@@ -256,12 +259,12 @@ class Roster:
         self.model.release(name)
         self._blocked = False
 
-    def join(self, coming: Coming, *, may_grow: bool) -> tuple[JobRun, Admission]:
+    def join(self, joining: PendingJoin, *, may_grow: bool) -> tuple[JobRun, Admission]:
         """Let a job into the model, as it starts or as it left.
 
         raises    NotAdmitted where there is no room now; nothing is changed then
         """
-        job, state = coming.job, coming.state
+        job, state = joining.job, joining.state
         try:
             admission = self.model.admit(job, may_grow=may_grow)
         except NotAdmitted:
@@ -271,18 +274,18 @@ class Roster:
             if run.job.name in admission.moved or admission.grown:
                 run.rebind(self.model.job_parameters(run.job.name))
         self.runs = [run for run in self.runs if run.job.name != job.name]
-        run = self.add(job, coming.data)
+        run = self.add(job, joining.data)
         self._gone.pop(job.name, None)
         if state is None:
-            start = coming.start
+            start = joining.start
             if start is None and needs_data(job):
-                start = data_start(self.model, job, coming.data)
+                start = data_start(self.model, job, joining.data)
             start_adapter(self.model, job, start)
             run.metrics.truncate_after(0)
         else:
-            run.restore(self.gathering.own(job.name, state), coming.source)
-            if coming.path is not None:
-                run.origin = coming.path, state.with_own_values()
+            run.restore(self.gathering.own(job.name, state), joining.source)
+            if joining.path is not None:
+                run.origin = joining.path, state.with_own_values()
         return run, admission
 
     def states(self) -> dict[str, JobState]:
@@ -298,7 +301,7 @@ class Roster:
         self._gone |= moved
         return moved
 
-    def farewell(self, run: JobRun) -> Mapping[str, Tensor] | None:
+    def final_adapter(self, run: JobRun) -> Mapping[str, Tensor] | None:
         """The adapter that a job leaves which has left; None of one that pauses."""
         state = self._gone.get(run.job.name)
         return None if state is None or run.status == "paused" else state.best or state.adapter

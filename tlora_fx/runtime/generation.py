@@ -233,7 +233,7 @@ class Speakers:
             written = generate(
                 input_ids=ids.to(device),
                 attention_mask=attended.to(device),
-                max_new_tokens=self._room(ids.shape[1], drawing.max_new_tokens),
+                max_new_tokens=self._allowed_tokens(ids.shape[1], drawing.max_new_tokens),
                 pad_token_id=_pad_token(self.tokenizer),
                 use_cache=True,
                 **options,
@@ -242,7 +242,7 @@ class Speakers:
         decoded = (self.tokenizer.decode(row, skip_special_tokens=True) for row in new.tolist())
         return [str(text) for text in decoded]
 
-    def _room(self, tokens: int, wanted: int) -> int:
+    def _allowed_tokens(self, tokens: int, wanted: int) -> int:
         positions = longest_sequence(self.base)
         room = wanted if positions is None else min(wanted, positions - tokens)
         if room < 1:

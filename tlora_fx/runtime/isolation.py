@@ -55,7 +55,7 @@ class Ran:
 def run_isolated(
     together: Callable[[], Tensor],
     alone: Callable[[int], tuple[Tensor, int]],
-    make_room: Callable[[Iterable[int]], None],
+    free_memory: Callable[[Iterable[int]], None],
     jobs: Sequence[Job],
     batches: Mapping[int, MicroBatches],
 ) -> Ran:
@@ -63,7 +63,7 @@ def run_isolated(
 
     together    runs all; the losses, [J]
     alone       runs a job's; its losses among zeros, [J], and the tokens of its largest row
-    make_room   forgets what failed rows of jobs have left
+    free_memory   forgets what failed rows of jobs have left
     raises      the failure itself where it is nobody's, OutOfMemory where no job has room
     """
     try:
@@ -73,7 +73,7 @@ def run_isolated(
             raise
         failure = _let_go(error) if is_out_of_memory(error) else error
     # Out of the `except`: until here the exception keeps the tensors of the row that failed.
-    make_room(batches)
+    free_memory(batches)
     losses: dict[int, Tensor] = {}
     errors: dict[int, Exception] = {}
     largest = 0
@@ -84,7 +84,7 @@ def run_isolated(
         except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
             errors[index] = _let_go(error)
         if index in errors:
-            make_room([index])
+            free_memory([index])
     full = is_out_of_memory(failure)
     if not losses and full:
         raise out_of_memory(jobs, batches, failure)

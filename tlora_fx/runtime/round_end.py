@@ -26,7 +26,7 @@ from tlora_fx.runtime.optim.group_update import GroupUpdate, PendingOutcomes
 from tlora_fx.runtime.optim.optimizer import JobOptimizer
 
 #: By job what callbacks and metrics files raised.
-Outside = dict[int, Exception]
+CallbackErrors = dict[int, Exception]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class RoundEnd:
         self,
         model: SuperModel,
         mesh: Mesh,
-        tell: Callable[[JobRun, StepReport], Outside],
+        tell: Callable[[JobRun, StepReport], CallbackErrors],
         *,
         goes_on: bool,
         meanwhile: Callable[[], None],
@@ -90,7 +90,7 @@ class RoundEnd:
         batches: Mapping[int, MicroBatches],
         *,
         waits: bool = False,
-    ) -> Outside:
+    ) -> CallbackErrors:
         """An optimizer step of each job: all in one, to be looked at later, or one by one.
 
         losses    [J] on the device
@@ -99,14 +99,14 @@ class RoundEnd:
         returns   of the round before, where this one is to be looked at later
         """
         update = self._update_of(runs)
-        served = frozenset(() if update is None else update.places)
-        apart = [run for run in runs if run.index not in served]
+        fused = frozenset(() if update is None else update.places)
+        apart = [run for run in runs if run.index not in fused]
         waits = waits or update is None or bool(apart)
-        outside = self.settle() if waits else {}
+        outside = self.collect() if waits else {}
         squares = self._squares(update, apart)
         before = self._ahead
         if update is not None:
-            together = [run for run in runs if run.index in served]
+            together = [run for run in runs if run.index in fused]
             self._launch(update, together, batches, losses, squares)
         if not waits:
             return self._settled(before)
@@ -118,7 +118,7 @@ class RoundEnd:
                 run.finish_step, known[index], batches[index], self.seconds, norms[index]
             )
             outside |= self._take(run, finish, run.step + 1)
-        return outside | self.settle()
+        return outside | self.collect()
 
     def _launch(
         self,
@@ -147,7 +147,7 @@ class RoundEnd:
         dist.all_reduce(squares, group=self.mesh.world)
         return squares
 
-    def settle(self) -> Outside:
+    def collect(self) -> CallbackErrors:
         """Look at the round that was launched last."""
         ahead, self._ahead = self._ahead, None
         return self._settled(ahead)
@@ -173,20 +173,22 @@ class RoundEnd:
         here = {id(each) for run in runs for each in counted(run, self.model, self.mesh)}
         return lambda parameter: id(parameter) in here
 
-    def _settled(self, ahead: _Launched | None) -> Outside:
+    def _settled(self, ahead: _Launched | None) -> CallbackErrors:
         if ahead is None:
             return {}
         # Processes that wait for each other do nothing else meanwhile.
         outcomes = ahead.pending.read(self.meanwhile if self.mesh.size == 1 else None)
         now = time.perf_counter()
         self.seconds, self._since = now - self._since, now
-        outside: Outside = {}
+        outside: CallbackErrors = {}
         for run, step, outcome in zip(ahead.runs, ahead.steps, outcomes, strict=True):
             finish = partial(run.end_step, step, outcome, self.seconds)
             outside |= self._take(run, finish, step.step)
         return outside
 
-    def _take(self, run: JobRun, finish: Callable[[], StepReport | None], step: int) -> Outside:
+    def _take(
+        self, run: JobRun, finish: Callable[[], StepReport | None], step: int
+    ) -> CallbackErrors:
         """Let a job take in its step, and report it; what that raises ends the job."""
         try:
             report = finish()

@@ -79,7 +79,7 @@ from tlora_fx.runtime.job_evaluation import Metrics
 from tlora_fx.runtime.job_run import JobRun, StepReport, described, status_after
 from tlora_fx.runtime.optim.rank_allocation import regularise
 from tlora_fx.runtime.optim.trainable import require_trainable
-from tlora_fx.runtime.round_end import Outside, RoundEnd
+from tlora_fx.runtime.round_end import CallbackErrors, RoundEnd
 from tlora_fx.runtime.run_folder import RunFolder
 from tlora_fx.runtime.trackers import Trackers
 
@@ -423,7 +423,7 @@ class Trainer:
         raises    NotAdmitted, TloraError for what is wrong with its targets, data or optimizer;
                   nothing is changed then
         """
-        self.roster.invite(
+        self.roster.request_join(
             job, data, resume,
             mesh=self.mesh, accept=self.options.accept_changes, described=self._described,
             may_grow=self.plan.planner == "single",
@@ -434,14 +434,14 @@ class Trainer:
 
         raises    NotAdmitted where it does not train
         """
-        self.roster.send_away(name, "release")
+        self.roster.request_leave(name, "release")
 
     def pause(self, name: str) -> None:
         """Let a job leave before the next round; `admit` lets it go on, as does a resumed run.
 
         raises    NotAdmitted where it does not train
         """
-        self.roster.send_away(name, "pause")
+        self.roster.request_leave(name, "pause")
 
     def _goes_on(self) -> bool:
         """Whether a job trains, or one comes."""
@@ -470,17 +470,17 @@ class Trainer:
         if self.model.is_open:
             self.roster.retire()
         may_grow = self.plan.planner == "single"
-        while changes.coming:
-            coming = changes.coming[0]
+        while changes.pending_joins:
+            joining = changes.pending_joins[0]
             try:
-                run, admission = self.roster.join(coming, may_grow=may_grow)
+                run, admission = self.roster.join(joining, may_grow=may_grow)
             except NotAdmitted as error:
                 if self._active():
                     break
                 self.callback.warned(str(error))
-                changes.coming.popleft()
+                changes.pending_joins.popleft()
                 continue
-            changes.coming.popleft()
+            changes.pending_joins.popleft()
             self._joined(run, grown=admission.grown)
         self.roster.changes = changes
         self.roster.watch_rows(self._row_tokens)
@@ -516,7 +516,7 @@ class Trainer:
                 run.begin(self._base_name())
                 self._announce(run, self.callback.joined)
                 continue
-            adapter = self.roster.farewell(run)
+            adapter = self.roster.final_adapter(run)
             if adapter is None:
                 run.write_status()
             else:
@@ -603,7 +603,7 @@ class Trainer:
             return self._run_rows(rows, own), max(row.input_ids.numel() for row in rows)
 
         together = partial(self._run_rows, rows, batches)
-        ran = run_isolated(together, alone, self._make_room, self.model.jobs, batches)
+        ran = run_isolated(together, alone, self._free_memory, self.model.jobs, batches)
         for index, reason in ran.errors.items():
             self.roster.at(index).suspect(reason)
         if ran.largest:
@@ -614,7 +614,7 @@ class Trainer:
             )
         return ran.losses, ran.indices
 
-    def _make_room(self, jobs: Iterable[int]) -> None:
+    def _free_memory(self, jobs: Iterable[int]) -> None:
         """Forget what a failed row has left: gradients of its jobs, and memory."""
         for index in jobs:
             self.roster.at(index).optimizer.zero_grad()
@@ -645,7 +645,7 @@ class Trainer:
             known[index] = loss
         runs = [self.roster.at(index) for index in batches]
         self._end.step(known.to(self.device), runs, batches)
-        self._end.settle()
+        self._end.collect()
 
     def _finish(
         self, losses: Tensor, batches: Mapping[int, MicroBatches], *, due: bool, waits: bool
@@ -658,20 +658,20 @@ class Trainer:
             or self._to_tell
             or any(run.status != "running" or self._is_looked_at(run) for run in active)
         ):
-            outside |= self._end.settle()
+            outside |= self._end.collect()
         self._judge(active, outside, due=due)
 
     def _catch_up(self) -> None:
         """Look at the round that was launched last, and at what follows from it."""
         if launched := self._end.ahead:
-            self._judge(launched, self._end.settle(), due=False)
+            self._judge(launched, self._end.collect(), due=False)
 
     def _is_looked_at(self, run: JobRun) -> bool:
         """Whether something follows at once from the step that a job is at."""
         save = run.step % run.job.save_steps == 0
         return save or run.step >= run.data.steps or run.is_evaluated or run.is_sampled
 
-    def _judge(self, active: Sequence[JobRun], outside: Outside, *, due: bool) -> None:
+    def _judge(self, active: Sequence[JobRun], outside: CallbackErrors, *, due: bool) -> None:
         """What follows from a round: evaluations, jobs that end, a checkpoint.
 
         due       a checkpoint of all jobs is; one of those that come, go or end always is
@@ -699,11 +699,11 @@ class Trainer:
         if (due or changed) and self._active():
             self._save(last=False, only=None if due else changed)
 
-    def _evaluate(self, runs: Sequence[JobRun]) -> Outside:
+    def _evaluate(self, runs: Sequence[JobRun]) -> CallbackErrors:
         """Evaluate jobs together; some may stop early. Returns what ends a job, by job."""
         if not runs:
             return {}
-        outside: Outside = {}
+        outside: CallbackErrors = {}
         self.callback.evaluating()
         measured = self._measured(runs)
         for run in runs:
@@ -727,7 +727,7 @@ class Trainer:
         except Exception:
             if self.mesh.size > 1:
                 raise
-        self._make_room([])
+        self._free_memory([])
         measured: dict[int, Metrics] = {}
         for run in runs:
             try:
@@ -739,7 +739,7 @@ class Trainer:
     def _sample(self, runs: Sequence[JobRun]) -> None:
         """Let jobs answer their prompts, on the leader; what fails costs the answers alone."""
         if self._sampler is not None and runs and not self._sampler.tell(runs, self.callback):
-            self._make_room([])
+            self._free_memory([])
 
     def _blame(self, run: JobRun, error: Exception) -> None:
         """End a job for an exception: now where it has ended anyway, else when all know."""
@@ -747,7 +747,7 @@ class Trainer:
         if run.status != "running":
             run.fail(run.fault)
 
-    def _tell(self, run: JobRun, report: StepReport) -> Outside:
+    def _tell(self, run: JobRun, report: StepReport) -> CallbackErrors:
         """Report a step; what the callback raises ends the job, unless it has ended by itself."""
         if run.still == STILL_STEPS:
             text = f"no gradient for {STILL_STEPS} steps: it learns nothing"

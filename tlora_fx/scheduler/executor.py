@@ -9,7 +9,7 @@ of an epoch that is over may come late and is to be ignored.
                                                               or → kill  →           release
                                                               or → Failed            release
                                                               or → change → Drained → release
-                                                                            Started of the heir …
+                                                                            Started of it      …
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ class Drained(GroupEvent):
 
     It was asked to, or its last job has finished: such a group ends by itself.
 
-    heir    the epoch that goes on in its place, without having stopped; None: nobody does
+    successor  the epoch that goes on in its place, without having stopped; None: nobody does
     """
 
     steps: Mapping[str, float]
-    heir: int | None = None
+    successor: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,25 +157,25 @@ class Executor(Protocol):
         raises       PlaceTaken where nothing is reserved for this epoch
         """
 
-    def can_change(self, group: Group, epoch: int, heir: Group) -> bool:
+    def can_change(self, group: Group, epoch: int, successor: Group) -> bool:
         """Whether a running group may become another one on its place without stopping."""
 
     def change(
         self,
         group: Group,
         epoch: int,
-        heir: Group,
-        heir_epoch: int,
+        successor: Group,
+        successor_epoch: int,
         jobs: Sequence[JobRequest],
         steps_done: Mapping[str, float],
     ) -> None:
         """Let jobs leave a running group and join it, while the others train on.
 
         It is another epoch from then on. `Drained` of the old one tells when, and that all its jobs
-        are committed; `GroupStarted` of the new one follows. Where this proves impossible the heir
-        is formed anew, on the same place. Where the old one fails, nothing is told of the heir.
+        are committed; `GroupStarted` of the new one follows. Where this proves impossible, it
+        is formed anew, on the same place. Where the old one fails, nothing is told of it.
 
-        jobs         of the heir
+        jobs         of the successor
         """
 
     def events(self) -> list[ExecutorEvent]:

@@ -28,7 +28,7 @@ from tlora_fx.scheduler.state import (
 )
 from tlora_fx.scheduler.store import DecisionRecord, EpochRecord, History, JobRecord, Snapshot
 
-MOST_ROWS = 24
+MAX_ROWS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def explain(state: SchedulerState, decision: Decision, job: str) -> DecisionExpl
     weigher = _Weigher(state, decision, job, group)
     reasons = tuple(reason for reason in decision.reasons if reason.job == job)
     ranked = sorted(weigher.others(), key=lambda row: (bool(row.why_not), -(row.gain or 0.0)))
-    shown = ranked[:MOST_ROWS]
+    shown = ranked[:MAX_ROWS]
     first = (weigher.decided(group),) if group else ()
     standing, left_out = _standing(decision, job, group), len(ranked) - len(shown)
     return DecisionExplanation(job, standing, (*first, *shown), left_out, reasons)
@@ -151,16 +151,16 @@ class _Weigher:
         # What is left of its group goes on with no more GPUs than there are for it now.
         kept = min(self._asked(rest), own.gpus) if own else 0
         left = self._apart_worth(rest, kept)
-        self._free = self._room(own)
+        self._free = self._placer_without(own)
         if rest or own is None:
             yield self._weigh("alone", (self.job,), request.gpus, before - left, rest, kept)
         for group in self.decision.groups:
             if group is not own and self._shares(group.jobs[0]):
                 jobs, base = (self.job, *group.jobs), before - left + self._worth(group)
-                self._free = self._room(own, group)
+                self._free = self._placer_without(own, group)
                 gpus = self._fitting(group.gpus + request.gpus, group.gpus, kept)
                 yield self._weigh(f"with {', '.join(group.jobs)}", jobs, gpus, base, rest, kept)
-        self._free = self._room(own)
+        self._free = self._placer_without(own)
         for name in self.decision.waiting:
             if name != self.job and self._shares(name):
                 jobs, more = (self.job, *rest, name), self._asked((name,))
@@ -190,7 +190,7 @@ class _Weigher:
         self._free.give(place)
         return fits
 
-    def _room(self, *leaving: Group | None) -> Placer:
+    def _placer_without(self, *leaving: Group | None) -> Placer:
         """The GPUs that are free once some groups have left theirs."""
         placer = Placer(self.state.cluster)
         for group in self.decision.groups:
@@ -413,7 +413,7 @@ def _as_it_was(state: SchedulerState, history: History, decided: DecisionRecord)
 
     raises   BaseUnknown
     """
-    state = _with_room(state, decided.decision)
+    state = _with_freed_gpus(state, decided.decision)
     jobs = {}
     for name in decided.jobs:
         request = replace(history.jobs[name].request, deadline=None)
@@ -422,7 +422,7 @@ def _as_it_was(state: SchedulerState, history: History, decided: DecisionRecord)
     return replace(state, now=decided.time, jobs=jobs, groups=())
 
 
-def _with_room(state: SchedulerState, decision: Decision) -> SchedulerState:
+def _with_freed_gpus(state: SchedulerState, decision: Decision) -> SchedulerState:
     """A state whose cluster has all GPUs of a decision; its own where those are there."""
     cluster = state.cluster
     used = {gpu for group in decision.groups for gpu in group.place}

@@ -34,7 +34,7 @@ class Formation:
     started     when its first step began; None: not yet
     settled     until when its jobs' credit is written down, seconds
     leaving     asked to stop, or about to be told that it failed: what a policy sees no more
-    heir        the group that it shall become next, without stopping; None: it stays as it is
+    next_group  the group that it shall become next, without stopping; None: it stays as it is
     successor   the formation that it is becoming, which is not among the runs yet
     origin      the epoch that it was before, where it is a successor
     asked       when that was begun, seconds
@@ -52,7 +52,7 @@ class Formation:
     started: float | None = None
     settled: float = float("-inf")
     leaving: bool = False
-    heir: Group | None = None
+    next_group: Group | None = None
     successor: Formation | None = None
     origin: int | None = None
     asked: float = 0.0
@@ -203,7 +203,7 @@ class Formations:
             running = [
                 (run.successor or run).group
                 for run in self.runs.values()
-                if not run.leaving and not self._is_pending(run.heir)
+                if not run.leaving and not self._is_pending(run.next_group)
             ]
             self._standing = (*running, *self.pending)
         return self._standing
@@ -230,14 +230,16 @@ class Formations:
     def _match(self, run: Formation) -> None:
         """Find what a run is among the groups that shall run, or is to become."""
         current = run.successor or run
-        run.heir = None
+        run.next_group = None
         for group in self.pending:
             if group is current.group or membership(group) == current.key:
                 current.group = group
                 self.pending = [other for other in self.pending if other is not group]
                 return
-        run.heir = next((group for group in self.pending if self._goes_on(current, group)), None)
-        if run.heir is None:
+        run.next_group = next(
+            (group for group in self.pending if self._goes_on(current, group)), None
+        )
+        if run.next_group is None:
             self.drain(run)
 
     def _goes_on(self, run: Formation, group: Group) -> bool:
@@ -253,7 +255,7 @@ class Formations:
         rest = tuple(other for other in run.group.jobs if other != name)
         group = replace(run.group, jobs=rest)
         if run.successor is None and rest and self._goes_on(run, group):
-            run.heir = group
+            run.next_group = group
             self.pending.append(group)
             self.touched()
         else:
@@ -261,7 +263,7 @@ class Formations:
 
     def drain(self, run: Formation) -> None:
         """Ask a run to stop."""
-        run.leaving, run.heir = True, None
+        run.leaving, run.next_group = True, None
         self._executor.drain(run.launched, run.epoch)
         if run.successor is not None:
             run.successor.leaving = True
@@ -293,12 +295,12 @@ class Formations:
         self.runs[successor.epoch] = successor
         self._held.update(successor.launched.place)
         self._busy.update(successor.jobs)
-        successor.time, successor.heir = now, run.heir
+        successor.time, successor.next_group = now, run.next_group
         successor.came = tuple(name for name in successor.jobs if name not in run.launched.jobs)
         successor.went = tuple(name for name in run.jobs if name not in successor.launched.jobs)
         self._callback.launched(now, successor)
-        if successor.heir is not None and not self._is_pending(successor.heir):
-            successor.heir = None
+        if successor.next_group is not None and not self._is_pending(successor.next_group):
+            successor.next_group = None
 
     def holds(self, name: str) -> bool:
         """Whether a job is in a run, or joins one."""
@@ -318,13 +320,15 @@ class Formations:
         if not self.pending:
             return False, False
         left, launched, refused = [], False, False
-        before = {id(run.heir): run for run in self.runs.values() if run.heir is not None}
+        before = {
+            id(run.next_group): run for run in self.runs.values() if run.next_group is not None
+        }
         for group in self.pending:
             run = before.get(id(group))
             if run is not None:
                 changed = self._change(run, group, jobs, now)
                 launched |= changed
-                if run.heir is not None:
+                if run.next_group is not None:
                     left.append(group)
             elif not self._held.isdisjoint(group.place) or not self._busy.isdisjoint(group.jobs):
                 left.append(group)
@@ -345,9 +349,9 @@ class Formations:
         """
         if run.successor is not None or run.leaving:
             return False
-        coming = [name for name in group.jobs if name not in run.jobs]
-        if self._busy.isdisjoint(coming):
-            run.heir = None
+        arriving = [name for name in group.jobs if name not in run.jobs]
+        if self._busy.isdisjoint(arriving):
+            run.next_group = None
             self._become(run, group, jobs, now)
             return True
         stay = tuple(name for name in group.jobs if name in run.jobs)

@@ -207,7 +207,7 @@ def shape_of(job: Job) -> ModelFacts:
     """
     facts = facts_of_job(job)
     layers = tuple(
-        replace(layer, sites=(), trained=(), room_bytes=0) for layer in facts.layers
+        replace(layer, sites=(), trained=(), tail_bytes=0) for layer in facts.layers
     )  # fmt: skip
     return replace(
         facts, layers=layers, jobs=(), root_trained=(), tensors=(), states=(), launched=()

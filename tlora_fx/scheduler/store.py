@@ -304,7 +304,7 @@ class Ledger:
                     _settle(base, str(event.job), "failed", event.reason, event.time)
                 case Drained():
                     _commit(base, event.epoch, event.steps, "")
-                    how = "drained" if event.heir is None else f"goes on as {event.heir}"
+                    how = "drained" if event.successor is None else f"goes on as {event.successor}"
                     _end(base, event.epoch, how, event.time)
 
     def end(self, epoch: int, how: str, time: float) -> None:

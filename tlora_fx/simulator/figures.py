@@ -252,7 +252,7 @@ class Block(NamedTuple):
 
 
 #: Rectangles of a Gantt chart at most, the widest first, and the narrowest one, in pixels.
-MOST_BLOCKS, NARROWEST = 6000, 0.15
+MAX_BLOCKS, NARROWEST = 6000, 0.15
 
 
 def gantt(
@@ -271,7 +271,7 @@ def gantt(
     across = axis_of([t for block in blocks for t in block[2:4]], LEFT, WIDTH - RIGHT, zero=False)
     up = Axis(0.0, float(max(rows, 1)), HEIGHT - BOTTOM, TOP)
     body = [_frame(across, up, x_label, y_label)]
-    widest = sorted(blocks, key=lambda block: block.begin - block.end)[:MOST_BLOCKS]
+    widest = sorted(blocks, key=lambda block: block.begin - block.end)[:MAX_BLOCKS]
     for block in widest:
         x, y = across.at(block.begin), up.at(block.last + 1)
         wide, high = across.at(block.end) - x, up.at(block.first) - y

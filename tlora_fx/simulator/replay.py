@@ -220,7 +220,7 @@ class Takeover:
     came    names of those who join it
     """
 
-    heir: Group
+    successor: Group
     epoch: int
     jobs: tuple[JobRequest, ...]
     steps_done: Mapping[str, float]
@@ -332,7 +332,7 @@ class SimulatedExecutor:
         self._fails[epoch] = self.clock.now + fails_after
         self._plan(running)
 
-    def can_change(self, group: Group, epoch: int, heir: Group) -> bool:
+    def can_change(self, group: Group, epoch: int, successor: Group) -> bool:
         coming = (takeover.epoch for takeover in self._takeovers.values())
         return self.changes is not None and (epoch in self._groups or epoch in coming)
 
@@ -340,20 +340,20 @@ class SimulatedExecutor:
         self,
         group: Group,
         epoch: int,
-        heir: Group,
-        heir_epoch: int,
+        successor: Group,
+        successor_epoch: int,
         jobs: Sequence[JobRequest],
         steps_done: Mapping[str, float],
     ) -> None:
-        if heir_epoch in self._groups or epoch in self._takeovers:
+        if successor_epoch in self._groups or epoch in self._takeovers:
             return
         assert self.changes is not None
         running = self._groups.get(epoch)
         here = running.steps(self.clock.now).keys() if running is not None else set()
-        came = frozenset(heir.jobs) - here - self._untold
-        takeover = Takeover(heir, heir_epoch, tuple(jobs), dict(steps_done), came)
+        came = frozenset(successor.jobs) - here - self._untold
+        takeover = Takeover(successor, successor_epoch, tuple(jobs), dict(steps_done), came)
         self._takeovers[epoch] = takeover
-        self._places[heir_epoch] = self._places[epoch]
+        self._places[successor_epoch] = self._places[epoch]
         if self.changes.move and any(steps_done.get(name) for name in came):
             heappush(self._heap, (self.clock.now + self.changes.move, TAKEOVER, epoch))
         else:
@@ -366,16 +366,16 @@ class SimulatedExecutor:
         now, running = self.clock.now, self._groups.pop(epoch, None)
         steps = running.steps(now) if running is not None else {}
         jobs = [job for job in takeover.jobs if job.name in steps or job.name in takeover.came]
-        went = steps.keys() - set(takeover.heir.jobs)
+        went = steps.keys() - set(takeover.successor.jobs)
         begins = now + self.changes.of(len(takeover.came), len(went))
         if running is not None:
             # One that had not begun yet is not ready any sooner.
             begins = max(begins, running.begins)
         self._events.append(Drained(now, epoch, steps, takeover.epoch))
-        self._holders.update(dict.fromkeys(takeover.heir.jobs, takeover.epoch))
-        self._owner.update(dict.fromkeys(takeover.heir.place, takeover.epoch))
+        self._holders.update(dict.fromkeys(takeover.successor.jobs, takeover.epoch))
+        self._owner.update(dict.fromkeys(takeover.successor.place, takeover.epoch))
         done = {**takeover.steps_done, **steps}
-        self._begin(takeover.heir, takeover.epoch, jobs, done, begins)
+        self._begin(takeover.successor, takeover.epoch, jobs, done, begins)
 
     def events(self) -> list[ExecutorEvent]:
         now = self.clock.now

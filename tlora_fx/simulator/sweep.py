@@ -38,7 +38,7 @@ from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.errors import ProfileMismatch, ReplayChoiceWrong, TooManyForOracle, TraceEmpty
 from tlora_fx.scheduler.policies import policy_of
-from tlora_fx.scheduler.policies.oracle import MOST_JOBS
+from tlora_fx.scheduler.policies.oracle import MAX_JOBS
 from tlora_fx.scheduler.state import MAX_SLOWDOWN, ChangeCosts, JobRequest
 from tlora_fx.simulator.metrics import Interval, JobTable, Summary
 from tlora_fx.simulator.replay import OPTIONS, Disturbances, ReplayResult, replay
@@ -686,13 +686,13 @@ def require_few_for_oracle(
 
     raises     TooManyForOracle
     """
-    if runnable <= MOST_JOBS or all(policy_of(name).name != "oracle" for name in policies):
+    if runnable <= MAX_JOBS or all(policy_of(name).name != "oracle" for name in policies):
         return
     [(base, most)] = Counter(request.base for request in requests).most_common(1)
-    if most > MOST_JOBS:
+    if most > MAX_JOBS:
         raise TooManyForOracle(
             "the exact policy might see too many jobs of one base",
-            expected=f"at most {MOST_JOBS} at once",
+            expected=f"at most {MAX_JOBS} at once",
             found=f"{most:,} jobs of base '{base}', and --runnable {runnable}",
-            help=f"add --runnable {MOST_JOBS}, or leave the policy 'oracle' out",
+            help=f"add --runnable {MAX_JOBS}, or leave the policy 'oracle' out",
         )

@@ -7,14 +7,14 @@ from tests.ops.interpreted.test_packed import assert_close
 from tlora_fx.codegen import launching
 from tlora_fx.codegen.ahead import ahead
 from tlora_fx.ops import multi_lora_linear
-from tlora_fx.ops.kernels import select, with_room
+from tlora_fx.ops.kernels import extend_weight, select
 
 
 @pytest.mark.parametrize("plan", select.PLANS)
 def test_calls_after_some_that_started_nothing_start_all(lora, plan):
     """As layers of one shape do it: a later call is served from what one before had started."""
     made = lora((17, 0, 1), (3, 2, 18), (0.3, 0.0, 0.2), features=(48, 80), dtype=torch.float32)
-    made.weight = with_room(made.weight, 64)
+    made.weight = extend_weight(made.weight, 64)
     x, a, b = made.leaves()
     dy = torch.randn(1, 18, 80, generator=torch.Generator().manual_seed(1))
 

@@ -6,7 +6,7 @@ import torch
 from tests.ops.batches import batch, jobs_of, run, split
 from tlora_fx.errors import AdapterTableError, SegmentError, TooManyJobs
 from tlora_fx.ops import multi_lora_linear, site_id
-from tlora_fx.ops.kernels import packed, refresh, select, with_room
+from tlora_fx.ops.kernels import extend_weight, packed, refresh, select
 
 SHAPE = (32, 48)
 
@@ -95,7 +95,7 @@ def test_a_weight_with_room_is_used_as_it_lies(lora):
     """concat-K copies no weight that `with_room` made, and leaves the weight's numbers alone."""
     made = lora((4, 5), (3, 2), dtype=torch.float32, features=SHAPE)
     expected = made.reference(made.x, made.a, made.b)
-    made.weight = with_room(made.weight, 64)
+    made.weight = extend_weight(made.weight, 64)
     before = made.weight.clone()
     packed.forget()
     with select.strict(False), select.force_plan("concat"):
@@ -103,7 +103,7 @@ def test_a_weight_with_room_is_used_as_it_lies(lora):
 
     torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
     assert torch.equal(made.weight, before)
-    assert all(room.copy is None for room in packed._rooms.values())
+    assert all(room.copy is None for room in packed._extended.values())
 
 
 @pytest.mark.parametrize(

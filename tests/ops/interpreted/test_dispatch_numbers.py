@@ -105,7 +105,7 @@ def test_short_rows_have_the_gradients_of_longer_ones(lora, monkeypatch):
     """Bit by bit, whether shares of one chunk each are added up or not."""
     made = lora((17, 0, 4), (3, 2, 40), (0.3, 0.0, 0.2), dtype=torch.float32)
     found, _ = results(made, max_rank=40)
-    monkeypatch.setattr(launch.Run, "is_short", False)
+    monkeypatch.setattr(launch.KernelCall, "is_short", False)
     summed, _ = results(made, max_rank=40)
 
     assert all(torch.equal(one, other) for one, other in zip(found, summed, strict=True))

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from tests.sampled import sampled
 from tlora_fx.ops import multi_lora_gated_linear
-from tlora_fx.ops.kernels import launch, packed, select, with_room
+from tlora_fx.ops.kernels import extend_weight, launch, packed, select
 
 BOUND = 1e-5
 INNER, OUTER, ROOM = 64, 80, 64  # of no other test: calls of equal shapes share recipes
@@ -19,7 +19,7 @@ RATES = {"keep": (0.0,) * 3, "drop": (0.3, 0.0, 0.2)}
 @pytest.fixture
 def traced(monkeypatch):
     """Everything runs as if a compiler traced it; what kernels made x of."""
-    made, plain = [], launch.Run.shrink
+    made, plain = [], launch.KernelCall.shrink
 
     def shrink(self, *args, gate=None, **kwargs):
         made.append(gate and gate.activation)
@@ -28,7 +28,7 @@ def traced(monkeypatch):
     def widen(values, columns):
         return F.pad(torch.cat(values, -1), (0, columns), value=float("nan"))
 
-    monkeypatch.setattr(launch.Run, "shrink", shrink)
+    monkeypatch.setattr(launch.KernelCall, "shrink", shrink)
     monkeypatch.setattr(packed, "is_traced", lambda: True)
     monkeypatch.setattr(packed, "widen", widen)
     return made
@@ -40,7 +40,7 @@ def site(lora):
 
     def make(rates=RATES["keep"], ranks=(3, 2, 18), lengths=(17, 0, 1)):
         own = lora(lengths, ranks, rates, features=(INNER, OUTER), dtype=torch.float32)
-        own.weight = with_room(own.weight, ROOM)
+        own.weight = extend_weight(own.weight, ROOM)
         both = torch.randn(1, own.row.tokens, 2 * INNER, generator=torch.Generator().manual_seed(3))
         return own, (both.requires_grad_(), *own.leaves()[1:])
 

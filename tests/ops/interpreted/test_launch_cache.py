@@ -20,7 +20,7 @@ def direct(monkeypatch):
 
     def off():
         monkeypatch.setattr(
-            launch.Run, "serve", lambda self, function, *args: function(self, *args)
+            launch.KernelCall, "serve", lambda self, function, *args: function(self, *args)
         )
 
     return off

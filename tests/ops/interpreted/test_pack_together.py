@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tlora_fx.ops import multi_lora_linear, multi_lora_linears
-from tlora_fx.ops.kernels import launch, packed, select, with_room
+from tlora_fx.ops.kernels import extend_weight, launch, packed, select
 from tlora_fx.ops.kernels.pack_together import Packing, noting, serving
 
 LENGTHS = (5, 0, 4)
@@ -21,7 +21,9 @@ def packs(monkeypatch):
         return kernel(kind, *args, **fields)
 
     monkeypatch.setattr(launch, "kernel", noted)
-    monkeypatch.setattr(launch.Run, "serve", lambda self, function, *args: function(self, *args))
+    monkeypatch.setattr(
+        launch.KernelCall, "serve", lambda self, function, *args: function(self, *args)
+    )
     return started
 
 
@@ -41,7 +43,7 @@ def row(lora):
     calls = []
     for index, site in enumerate(sites):
         call = list(site.arguments(a=leaves[2 * index], b=leaves[2 * index + 1]))
-        call[1] = with_room(call[1].t().contiguous().t() if index == 1 else call[1], 64)
+        call[1] = extend_weight(call[1].t().contiguous().t() if index == 1 else call[1], 64)
         calls.append((call, max(ranks[index])))
 
     def run():

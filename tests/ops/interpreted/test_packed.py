@@ -5,7 +5,7 @@ import torch
 
 from tests.sampled import sampled
 from tlora_fx.ops import multi_lora_linear, multi_lora_linears
-from tlora_fx.ops.kernels import launch, packed, select, support, with_room
+from tlora_fx.ops.kernels import extend_weight, launch, packed, select, support
 
 BOUND = 1e-5
 FEATURES = (32, 48)
@@ -26,14 +26,14 @@ def traced(monkeypatch):
     copies = []
 
     def watched(name):
-        plain = getattr(launch.Run, name)
+        plain = getattr(launch.KernelCall, name)
 
         def call(self, *args, copies_=copies, **kwargs):
             given = kwargs.get("copies", any(args[6]) if name == "lora_b_backward" else None)
             copies_.append((name, given))
             return plain(self, *args, **kwargs)
 
-        monkeypatch.setattr(launch.Run, name, call)
+        monkeypatch.setattr(launch.KernelCall, name, call)
 
     monkeypatch.setattr(packed, "is_traced", lambda: True)
     monkeypatch.setattr(packed, "widen", lambda values, n: widen(torch.cat(values, -1), n))
@@ -70,7 +70,7 @@ def results(made, **other):
 def test_every_plan_takes_rows_with_room(lora, traced, plan, rates):
     """Numbers are the reference's, and where jobs drop nothing neither x nor dy is copied."""
     made = lora((17, 0, 1), (3, 2, 18), rates, features=FEATURES, dtype=torch.float32)
-    made.weight = with_room(made.weight, 64)
+    made.weight = extend_weight(made.weight, 64)
     with select.force_plan(plan):
         found, expected = results(made, max_rank=18, drops=any(rates))
 
@@ -88,7 +88,7 @@ def test_sites_that_share_x_share_its_room(lora, traced, plan):
     ]
     calls = [site.arguments(x=sites[0].x) for site in sites]
     lists = [list(column) for column in zip(*calls, strict=True)]
-    weights = [with_room(weight, 128) for weight in lists[1]]
+    weights = [extend_weight(weight, 128) for weight in lists[1]]
     x = sites[0].x.clone().requires_grad_()
     leaves = [one.detach().clone().requires_grad_() for call in calls for one in call[3:5]]
     with select.force_plan(plan):
@@ -226,7 +226,7 @@ def test_before_hopper_kernels_take_weights_with_room_too(lora, traced, monkeypa
     monkeypatch.setattr(support, "arch_of", lambda device: 80)
     support._known.clear()
     made = lora((17, 0, 1), (3, 2, 18), features=FEATURES, dtype=torch.float32)
-    made.weight = with_room(made.weight, 64)
+    made.weight = extend_weight(made.weight, 64)
 
     with select.force_plan(plan):
         assert_close(*results(made, max_rank=18, drops=False))
@@ -243,7 +243,7 @@ def test_joined_weights_run_in_strict_mode(joined):
 def test_calls_that_are_started_again_use_their_own_room(lora, traced):
     """The fourth call of a kind equals its reference, as the first does."""
     made = lora((9, 4), (3, 5), features=FEATURES, dtype=torch.float32)
-    made.weight = with_room(made.weight, 64)
+    made.weight = extend_weight(made.weight, 64)
     with select.force_plan("concat"):
         for _ in range(4):
             made.x = torch.randn(made.x.shape)

@@ -3,10 +3,10 @@
     fused     shrink, then one GEMM with the rank block in it
     sidecar   shrink, expand into the output, then cuBLAS adds the frozen product to it
     concat    cuBLAS over a longer sum, [x | S] [W | Bᵀ]ᵀ: x and S side by side, and the adapters
-              in the room behind the weight
+              in the columns behind the weight
 
 and for dx likewise with dy, dS and A; concat has no mask, so it serves dx without dropout only.
-Where x or dy has room behind its rows (see packed.py), S and dS go there; else one site's x or
+Where x or dy has columns behind its rows (see packed.py), S and dS go there; else one site's x or
 dy is copied while it is read. The selector takes one plan for each site and direction by the number
 of tokens. Joined sites, whose weights, ys and dys stand side by side, take concat-K together, or,
 where dx has masks, the sidecar plan with one product.
@@ -25,10 +25,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tlora_fx.codegen.spec import MOST_SITES
+from tlora_fx.codegen.spec import MAX_SITES
 from tlora_fx.ops.kernels import select
-from tlora_fx.ops.kernels.launch import Gate, Run
-from tlora_fx.ops.kernels.packed import Packed, WeightRoom, room_of, stored_form
+from tlora_fx.ops.kernels.launch import Gate, KernelCall
+from tlora_fx.ops.kernels.packed import ExtendedWeight, Packed, extended_weight_of, stored_form
 from tlora_fx.ops.kernels.select import Choice, Plan
 from tlora_fx.ops.kernels.support import KernelGroup, Site
 from tlora_fx.ops.tables import SiteGroup
@@ -37,17 +37,17 @@ _BYTES = 16
 
 
 def forward(
-    x: Tensor, biases: list[Tensor | None], group: SiteGroup, kernels: KernelGroup, room: int = 0,
-    joined: bool = False,
+    x: Tensor, biases: list[Tensor | None], group: SiteGroup, kernels: KernelGroup,
+    tail_columns: int = 0, joined: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """y of each site, or all side by side, then S, then the dropout bits.
 
-    room     columns at the end of x that are no input, for S
+    tail_columns     columns at the end of x that are no input, for S
     joined   whether all y are one tensor
     """
     whole = plain(x)
     tokens = len(whole)
-    run = Run.open(kernels, group, tokens, x.device)
+    run = KernelCall.open(kernels, group, tokens, x.device)
     outers = [site.outer for site in kernels.sites]
     widths = [sum(outers)] if joined else outers
     wide = [run.empty(tokens, count, dtype=x.dtype) for count in widths]
@@ -60,43 +60,45 @@ def forward(
                 _product(rows, weight.t(), bias, y)
         elif tokens:
             beside = _side_by_side(biases, kernels.sites) if joined else None
-            run.serve(_forward, whole, room, biases, beside, wide, s, bits)
+            run.serve(_forward, whole, tail_columns, biases, beside, wide, s, bits)
     shapes = [(*x.shape[:-1], count) for count in widths]
     return [*(y.view(shape) for y, shape in zip(wide, shapes, strict=True)), *s, *bits]
 
 
 def gated_forward(
     gate: Tensor, up: Tensor, activation: str, opened: Callable[[Tensor], Tensor],
-    biases: list[Tensor | None], group: SiteGroup, kernels: KernelGroup, room: int,
+    biases: list[Tensor | None], group: SiteGroup, kernels: KernelGroup, tail_columns: int,
 ) -> list[Tensor]:  # fmt: skip
-    """y of one site, S and the dropout bits, and x = activation(gate) * up, [..., in + room].
+    """y of one site, S and the dropout bits, and x = activation(gate) * up, [..., in + tails].
 
     opened   the same activation for torch, where no kernel makes x
     """
     rows, beside = plain(gate), plain(up)
-    run, tokens = Run.open(kernels, group, len(rows), gate.device), len(rows)
+    run, tokens = KernelCall.open(kernels, group, len(rows), gate.device), len(rows)
     (site,) = kernels.sites
-    whole = run.empty(tokens, group.inner + room, dtype=gate.dtype)
+    whole = run.empty(tokens, group.inner + tail_columns, dtype=gate.dtype)
     y = run.empty(tokens, site.outer, dtype=gate.dtype)
     s, bits = kernels.low_rank_rows(gate, run.empty), kernels.bits(gate, run.empty)
     x = whole[:, : group.inner]
     with run.on_device():
-        made = has_room(whole, room, site.tail) and not (run.is_vacant or select.is_strict())
+        made = has_tail_columns(whole, tail_columns, site.tail) and not (
+            run.is_vacant or select.is_strict()
+        )
         if not made:
             torch.mul(opened(rows), beside, out=x)
         if tokens and run.is_vacant:
             _product(x, group.weights[0].t(), biases[0], y)
         elif tokens:
             parts = (activation, [rows, beside]) if made else ("", None)
-            run.serve(_forward, whole, room, biases, None, [y], s, bits, *parts)
+            run.serve(_forward, whole, tail_columns, biases, None, [y], s, bits, *parts)
     shape = gate.shape[:-1]
-    return [y.view(*shape, site.outer), *s, *bits, whole.view(*shape, group.inner + room)]
+    return [y.view(*shape, site.outer), *s, *bits, whole.view(*shape, group.inner + tail_columns)]
 
 
 def _forward(
-    run: Run,
+    run: KernelCall,
     whole: Tensor,
-    room: int,
+    tail_columns: int,
     biases: list[Tensor | None],
     beside: Tensor | None,
     wide: list[Tensor],
@@ -107,25 +109,25 @@ def _forward(
 ) -> None:
     sites, rows = run.kernel_group.sites, whole[:, : run.group.inner]
     together = joint(run) if len(wide) < len(sites) else None
-    if together is not None and has_room(whole, room, together.tails):
-        packed = run.pack(dict(enumerate(together.rooms)))
+    if together is not None and has_tail_columns(whole, tail_columns, together.tails):
+        packed = run.pack(dict(enumerate(together.extended_weights)))
         run.shrink(rows, packed, s, bits, whole, together.step, copies=False)
         left = whole[:, : rows.shape[1] + together.tails]
         _product(left, together.upper.t(), beside, wide[0])
         return
     step = max(site.tail for site in sites)
-    behind = has_room(whole, room, step * len(sites))
+    behind = has_tail_columns(whole, tail_columns, step * len(sites))
     wide = _columns(wide, sites)
-    rooms = [run.room(index, behind) for index in range(len(sites))]
+    extended_weights = [run.extended(index, behind) for index in range(len(sites))]
     choices = [
-        run.choose("forward", index, weight_room is not None, behind)
-        for index, weight_room in enumerate(rooms)
+        run.choose("forward", index, buffer is not None, behind)
+        for index, buffer in enumerate(extended_weights)
     ]
-    needed: dict[int, WeightRoom | None] = {}
-    for index, weight_room in enumerate(rooms):
-        later = run.choose("input_gradient", index, weight_room is not None, behind).plan
+    needed: dict[int, ExtendedWeight | None] = {}
+    for index, buffer in enumerate(extended_weights):
+        later = run.choose("input_gradient", index, buffer is not None, behind).plan
         concat = "concat" in (choices[index].plan, later)
-        needed[index] = weight_room if concat else None
+        needed[index] = buffer if concat else None
     packed = run.pack(needed)
     extended = None
     if any(choice.plan == "concat" for choice in choices):
@@ -142,7 +144,7 @@ def _forward(
         else:
             assert extended is not None
             left = _beside(extended, rows.shape[1], index * step, sites[index].tail)
-            right = _extended_weight(run, index, rooms[index])[: sites[index].outer].t()
+            right = _extended_weight(run, index, extended_weights[index])[: sites[index].outer].t()
             _product(left, right, bias, y)
 
 
@@ -150,13 +152,13 @@ def _forward(
 class Joint:
     """Weights that stand in one buffer, one below the other.
 
-    rooms   of the sites
+    extended_weights   of the sites
     step    columns of each site's adapters
     upper   [sum of O, I + tails], the weights and Bᵀ behind each
     left    [sum of O + tails, I], the weights, then A of each site
     """
 
-    rooms: list[WeightRoom]
+    extended_weights: list[ExtendedWeight]
     step: int
     upper: Tensor
     left: Tensor
@@ -164,30 +166,32 @@ class Joint:
     @property
     def tails(self) -> int:
         """Columns of all sites' adapters."""
-        return self.step * len(self.rooms)
+        return self.step * len(self.extended_weights)
 
 
-def joint(run: Run) -> Joint | None:
+def joint(run: KernelCall) -> Joint | None:
     """The buffer of weights that `join` put together, None where it does not serve this call."""
     if not select.may_join():
         return None
     sites, weights, inner = run.kernel_group.sites, run.group.weights, run.group.inner
-    step, outer, rooms = 0, 0, []
+    step, outer, extended_weights = 0, 0, []
     for index, (weight, site) in enumerate(zip(weights, sites, strict=True)):
-        room = room_of(weight, site, make=False)
-        if room is None or not room.step:
+        buffer = extended_weight_of(weight, site, make=False)
+        if buffer is None or not buffer.step:
             return None
-        step = room.step
-        if (room.first, room.beside) != (outer, inner + step * index):
+        step = buffer.step
+        if (buffer.first, buffer.beside) != (outer, inner + step * index):
             return None
-        if index and room.buffer(weight).data_ptr() != weights[0].data_ptr():
+        if index and buffer.buffer(weight).data_ptr() != weights[0].data_ptr():
             return None
         outer += site.outer
-        rooms.append(room)
-    if rooms[0].below != outer:  # other weights stand in the buffer, too
+        extended_weights.append(buffer)
+    if extended_weights[0].below != outer:  # other weights stand in the buffer, too
         return None
-    whole, tails = rooms[0].buffer(weights[0]), step * len(rooms)
-    return Joint(rooms, step, whole[:outer, : inner + tails], whole[: outer + tails, :inner])
+    whole, tails = extended_weights[0].buffer(weights[0]), step * len(extended_weights)
+    return Joint(
+        extended_weights, step, whole[:outer, : inner + tails], whole[: outer + tails, :inner]
+    )
 
 
 def _product(left: Tensor, right: Tensor, bias: Tensor | None, y: Tensor) -> None:
@@ -228,11 +232,11 @@ def _beside(extended: Tensor, columns: int, first: int, tail: int) -> Tensor:
     return extended[:, : columns + tail]
 
 
-def _extended_weight(run: Run, index: int, room: WeightRoom | None) -> Tensor:
+def _extended_weight(run: KernelCall, index: int, buffer: ExtendedWeight | None) -> Tensor:
     """[O + T, I + T] of a site, whatever the order of its strides."""
     site, weight = run.kernel_group.sites[index], run.group.weights[index]
-    assert room is not None
-    upright = room.buffer(stored_form(weight, site))
+    assert buffer is not None
+    upright = buffer.buffer(stored_form(weight, site))
     whole = upright if site.layout == "out_in" else upright.t()
     return whole[: site.outer + site.tail, : site.inner + site.tail]
 
@@ -243,18 +247,18 @@ def input_gradient(
     s: list[Tensor],
     bits: list[Tensor],
     need_dx: bool,
-    room: int = 0,
+    tail_columns: int = 0,
 ) -> list[Tensor]:
     """dx or [0], then dS of each site, then dB's parts.
 
     dys    of each site, or one that holds all side by side
-    room   columns at the end of each dy that are no gradient, for dS
+    tail_columns   columns at the end of each dy that are no gradient, for dS
     """
     first = dys[0]
     kernels = KernelGroup.of(first, group)
     wholes = [plain(dy) for dy in dys]
     tokens = len(wholes[0])
-    run = Run.open(kernels, group, tokens, first.device)
+    run = KernelCall.open(kernels, group, tokens, first.device)
     dx = run.empty(*((tokens, group.inner) if need_dx else (0,)), dtype=first.dtype)
     ds = [run.empty(*rows.shape, dtype=rows.dtype) for rows in s]
     parts = kernels.gradient_parts(first, run.empty)
@@ -264,11 +268,11 @@ def input_gradient(
                 _frozen_input_gradient(run, wholes, dx)
         elif tokens:
             out = dx if need_dx else None
-            run.serve(_input_gradient, wholes, room, s, bits, out, ds, parts)
+            run.serve(_input_gradient, wholes, tail_columns, s, bits, out, ds, parts)
     return [dx.view(*first.shape[:-1], group.inner) if need_dx else dx, *ds, *parts]
 
 
-def _frozen_input_gradient(run: Run, wholes: list[Tensor], dx: Tensor) -> None:
+def _frozen_input_gradient(run: KernelCall, wholes: list[Tensor], dx: Tensor) -> None:
     """dx of sites that nobody adapts."""
     sites = run.kernel_group.sites
     dys = [dy[:, : site.outer] for dy, site in zip(_columns(wholes, sites), sites, strict=True)]
@@ -279,9 +283,9 @@ def _frozen_input_gradient(run: Run, wholes: list[Tensor], dx: Tensor) -> None:
 
 
 def _input_gradient(
-    run: Run,
+    run: KernelCall,
     wholes: list[Tensor],
-    room: int,
+    tail_columns: int,
     s: list[Tensor],
     bits: list[Tensor],
     dx: Tensor | None,
@@ -290,7 +294,7 @@ def _input_gradient(
 ) -> None:
     sites = run.kernel_group.sites
     if len(wholes) < len(sites):
-        _joined_input_gradient(run, wholes[0], room, s, bits, dx, ds, parts)
+        _joined_input_gradient(run, wholes[0], tail_columns, s, bits, dx, ds, parts)
         return
     extended: dict[int, tuple[Tensor, Tensor]] = {}
     rows, choices, packed = [], [], []
@@ -298,15 +302,15 @@ def _input_gradient(
     copies = []
     for index, (whole, site) in enumerate(zip(wholes, sites, strict=True)):
         dy = whole[:, : site.outer]
-        behind = has_room(whole, room, site.tail)
-        weight_room = None if dx is None else run.room(index, behind)
-        choice = run.choose("input_gradient", index, weight_room is not None, behind)
+        behind = has_tail_columns(whole, tail_columns, site.tail)
+        buffer = None if dx is None else run.extended(index, behind)
+        choice = run.choose("input_gradient", index, buffer is not None, behind)
         concat = dx is not None and choice.plan == "concat"
-        held, left = run.packed(index, weight_room if concat else None), None
+        held, left = run.packed(index, buffer if concat else None), None
         if concat:
             columns = site.outer + site.tail
             left = whole if behind else run.empty(len(dy), columns, dtype=dy.dtype)
-            right = _extended_weight(run, index, weight_room)[:, : site.inner]
+            right = _extended_weight(run, index, buffer)[:, : site.inner]
             extended[index] = left[:, :columns], right
         rows.append(dy)
         choices.append(choice)
@@ -320,9 +324,9 @@ def _input_gradient(
 
 
 def _joined_input_gradient(
-    run: Run,
+    run: KernelCall,
     whole: Tensor,
-    room: int,
+    tail_columns: int,
     s: list[Tensor],
     bits: list[Tensor],
     dx: Tensor | None,
@@ -334,18 +338,20 @@ def _joined_input_gradient(
     outer, rows = sum(site.outer for site in sites), _columns([whole], sites)
     together = None if dx is None else joint(run)
     concat = None if run.group.drops else together
-    if concat is not None and not has_room(whole, room, concat.tails):
+    if concat is not None and not has_tail_columns(whole, tail_columns, concat.tails):
         concat = None
-    rooms = concat.rooms if concat is not None else [None] * len(sites)
+    extended_weights = concat.extended_weights if concat is not None else [None] * len(sites)
     step = concat.step if concat is not None else 0
-    packed = [run.packed(index, weight_room) for index, weight_room in enumerate(rooms)]
+    packed = [run.packed(index, buffer) for index, buffer in enumerate(extended_weights)]
     lefts = [None if concat is None else whole] * len(sites)
     tails = [(outer + step * index, step) for index in range(len(sites))]
     run.lora_b_backward(rows, s, packed, parts, ds, lefts, [False] * len(sites), tails)
     if dx is None:
         return
     if together is None:
-        choices = [run.choose("input_gradient", index, room=False) for index in range(len(sites))]
+        choices = [
+            run.choose("input_gradient", index, extended=False) for index in range(len(sites))
+        ]
         _add_up(run, rows, choices, packed, ds, bits, dx, {})
     elif concat is not None:
         torch.mm(whole[:, : outer + concat.tails], concat.left, out=dx)
@@ -355,7 +361,7 @@ def _joined_input_gradient(
 
 
 def _add_up(
-    run: Run,
+    run: KernelCall,
     rows: list[Tensor],
     choices: list[Choice],
     packed: list[Packed],
@@ -383,7 +389,7 @@ def _add_up(
 
 
 def _expand_all(
-    run: Run,
+    run: KernelCall,
     plans: list[Plan],
     packed: list[Packed],
     ds: list[Tensor],
@@ -401,13 +407,13 @@ def _expand_all(
     return written
 
 
-def _together(run: Run, plans: list[Plan]) -> list[list[int]]:
+def _together(run: KernelCall, plans: list[Plan]) -> list[list[int]]:
     """The sites of the sidecar plan, those together whose branches one kernel can add up."""
     groups: dict[int, list[list[int]]] = {}
     for index, plan in enumerate(plans):
         if plan == "sidecar":
             same_block = groups.setdefault(run.kernel_group.sites[index].rank_block, [[]])
-            if len(same_block[-1]) == MOST_SITES:
+            if len(same_block[-1]) == MAX_SITES:
                 same_block.append([])
             same_block[-1].append(index)
     return [indices for same_block in groups.values() for indices in same_block]
@@ -420,7 +426,7 @@ def adapter_gradients(
     kernels = KernelGroup.of(x, group)
     rows = plain(x)
     tokens = len(rows)
-    run = Run.open(kernels, group, tokens, x.device)
+    run = KernelCall.open(kernels, group, tokens, x.device)
     da = [run.empty(*a.shape, dtype=a.dtype) for a in group.a]
     db = [run.empty(*b.shape, dtype=b.dtype) for b in group.b]
     if not tokens or run.is_vacant:
@@ -431,7 +437,7 @@ def adapter_gradients(
 
 
 def _adapter_gradients(
-    run: Run,
+    run: KernelCall,
     rows: Tensor,
     bits: list[Tensor],
     ds: list[Tensor],
@@ -451,12 +457,12 @@ def _adapter_gradients(
     run.sum_gradients(parts, db_parts, da, db)
 
 
-def has_room(whole: Tensor, room: int, columns: int) -> bool:
-    """Whether so many columns stand behind each row of [tokens, n + room].
+def has_tail_columns(whole: Tensor, tail_columns: int, columns: int) -> bool:
+    """Whether so many columns stand behind each row of [tokens, n + tail_columns].
 
-    Kernels write all of a row's room, up to where the next row begins.
+    Kernels write all of a row's tail columns, up to where the next row begins.
     """
-    return room >= columns and whole.stride(0) == whole.shape[1]
+    return tail_columns >= columns and whole.stride(0) == whole.shape[1]
 
 
 def plain(value: Tensor) -> Tensor:
@@ -471,7 +477,7 @@ def plain(value: Tensor) -> Tensor:
 def add_forward(y: Tensor, x: Tensor, group: SiteGroup, kernels: KernelGroup) -> list[Tensor]:
     """y [..., out] and every job's branch; S, and the dropout bits."""
     rows, before = plain(x), plain(y)
-    run = Run.open(kernels, group, len(rows), x.device)
+    run = KernelCall.open(kernels, group, len(rows), x.device)
     total = run.empty(*before.shape, dtype=y.dtype)
     (s,), (bits,) = kernels.low_rank_rows(x, run.empty), kernels.bits(x, run.empty)
     with run.on_device():
@@ -481,7 +487,7 @@ def add_forward(y: Tensor, x: Tensor, group: SiteGroup, kernels: KernelGroup) ->
 
 
 def _add_forward(
-    run: Run, rows: Tensor, before: Tensor, s: Tensor, bits: Tensor, total: Tensor
+    run: KernelCall, rows: Tensor, before: Tensor, s: Tensor, bits: Tensor, total: Tensor
 ) -> None:
     (packed,) = run.pack({0: None})
     run.shrink(rows, [packed], [s], [bits], None)
@@ -493,7 +499,7 @@ def add_input_gradient(
 ) -> list[Tensor]:
     """What the branches add to dx, or [0]; dS; the parts of dB."""
     kernels, rows = KernelGroup.of(dy, group), plain(dy)
-    run = Run.open(kernels, group, len(rows), dy.device)
+    run = KernelCall.open(kernels, group, len(rows), dy.device)
     dx = run.empty(*((len(rows), group.inner) if need_dx else (0,)), dtype=dy.dtype)
     ds = run.empty(*s.shape, dtype=s.dtype)
     (parts,) = kernels.gradient_parts(dy, run.empty)
@@ -504,7 +510,13 @@ def add_input_gradient(
 
 
 def _add_input_gradient(
-    run: Run, rows: Tensor, s: Tensor, bits: Tensor, dx: Tensor | None, ds: Tensor, parts: Tensor
+    run: KernelCall,
+    rows: Tensor,
+    s: Tensor,
+    bits: Tensor,
+    dx: Tensor | None,
+    ds: Tensor,
+    parts: Tensor,
 ) -> None:
     packed = run.packed(0)
     run.lora_b_backward([rows], [s], [packed], [parts], [ds], [None], [False], [(0, 0)])

@@ -36,7 +36,7 @@ _LANES, _BLOCK, _GRAM_STEP = 64, 16, 32
 # Lanes and columns of a program that splits A.
 _SPLIT_ROWS, _SPLIT_COLUMNS = 16, 128
 # Programs that a GPU runs at once, and the fewest columns of the weight that one of them sums over.
-_PROGRAMS, _LEAST_SHARE = 264, 256
+_PROGRAMS, _MIN_SHARE = 264, 256
 # Norms of a program.
 _NORMS = 64
 
@@ -534,7 +534,7 @@ def _shares(tiles: int, inner: int, step: int) -> tuple[int, int]:
 
     Programs then fill the GPU at once; none has less to do than writing its part is worth.
     """
-    most = -(-inner // _LEAST_SHARE)
+    most = -(-inner // _MIN_SHARE)
     wanted = min(max(1, _PROGRAMS // tiles), most)
     extent = -(-inner // (wanted * step)) * step
     return extent, -(-inner // extent)

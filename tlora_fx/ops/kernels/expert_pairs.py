@@ -38,7 +38,7 @@ ROWS, SUMMED = 64, 32
 COLUMNS, WIDE_COLUMNS = 64, 128
 #: Programs of a group: skewed routing sends many pairs to few groups.
 SPLITS = 4
-LEAST_RANK = 16
+MIN_RANK = 16
 _TYPES = {
     torch.float64: tl.float64,
     torch.float32: tl.float32,
@@ -172,7 +172,7 @@ class Pairs:
 
 def padded(rank: int) -> int:
     """What ranks up to this one are padded to."""
-    return max(LEAST_RANK, 1 << max(0, rank - 1).bit_length())
+    return max(MIN_RANK, 1 << max(0, rank - 1).bit_length())
 
 
 def options(rank: int) -> dict[str, int]:

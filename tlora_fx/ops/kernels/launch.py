@@ -14,7 +14,7 @@ from torch import Tensor
 from tlora_fx.codegen.ahead import ahead
 from tlora_fx.codegen.kernels import emitter, shrink
 from tlora_fx.codegen.loading import load
-from tlora_fx.codegen.spec import MOST_SITES, KernelSpec, Kind, Tile
+from tlora_fx.codegen.spec import MAX_SITES, KernelSpec, Kind, Tile
 from tlora_fx.errors import AdapterTableError
 from tlora_fx.ops.kernels import launch_cache, pack_together, select
 from tlora_fx.ops.kernels.device_tables import (
@@ -26,11 +26,11 @@ from tlora_fx.ops.kernels.device_tables import (
 )
 from tlora_fx.ops.kernels.launch_cache import Recording
 from tlora_fx.ops.kernels.packed import (
+    ExtendedWeight,
     Packed,
-    WeightRoom,
     contents,
+    extended_weight_of,
     packed_for,
-    room_of,
     stored_form,
 )
 from tlora_fx.ops.kernels.support import SMALL_RANK, KernelGroup, Site
@@ -62,7 +62,7 @@ class Gate:
 
 
 @dataclass(slots=True)
-class Run:
+class KernelCall:
     """One call on a group of sites.
 
     row, tables   on the device, of the row and of each site
@@ -86,7 +86,9 @@ class Run:
     helds: dict[int, Packed] = field(default_factory=dict)
 
     @classmethod
-    def open(cls, kernels: KernelGroup, group: SiteGroup, tokens: int, device: torch.device) -> Run:
+    def open(
+        cls, kernels: KernelGroup, group: SiteGroup, tokens: int, device: torch.device
+    ) -> KernelCall:
         """Check and mirror all tables; raises as `multi_lora_linear`, naming the site."""
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         try:
@@ -140,38 +142,40 @@ class Run:
             launch_cache.serve(self, function, args)
 
     def choose(
-        self, direction: select.Direction, index: int, room: bool, behind: bool = False
+        self, direction: select.Direction, index: int, extended: bool, behind: bool = False
     ) -> select.Choice:
-        """The plan of a site; `behind` tells whether x or dy has room behind its rows."""
+        """The plan of a site; `behind` tells whether x or dy has columns behind its rows."""
         site = self.kernel_group.sites[index]
         sharing = len(self.kernel_group.sites)
-        return select.choose(direction, site, self.tokens, room, self.gpu, sharing, behind)
+        return select.choose(direction, site, self.tokens, extended, self.gpu, sharing, behind)
 
-    def room(self, index: int, behind: bool = False) -> WeightRoom | None:
+    def extended(self, index: int, behind: bool = False) -> ExtendedWeight | None:
         """Where concat-K can have a site's weight; joined ones only together, see `joint`.
 
-        Without room `behind` x or dy it would copy them, which pays for one site at most.
+        Without columns `behind` x or dy it would copy them, which pays for one site at most.
         """
         if len(self.kernel_group.sites) > 1 and not behind:
             return None
         weight, site = self.group.weights[index], self.kernel_group.sites[index]
-        found = room_of(weight, site, select.may_copy_weights())
+        found = extended_weight_of(weight, site, select.may_copy_weights())
         return None if found is not None and found.step else found
 
-    def pack(self, rooms: dict[int, WeightRoom | None]) -> list[Packed]:
-        """Pack the adapters of these sites, and into the tails of their weights' rooms."""
+    def pack(self, weights: dict[int, ExtendedWeight | None]) -> list[Packed]:
+        """Pack the adapters of these sites, and into the tails of their weights."""
         sites = self.kernel_group.sites
-        left = [index for index, room in rooms.items() if not self.is_served(index, room)]
-        for indices in self.alike(left, lambda index: (rooms[index] is None, sites[index].layout)):
+        left = [index for index, weight in weights.items() if not self.is_served(index, weight)]
+        for indices in self.alike(
+            left, lambda index: (weights[index] is None, sites[index].layout)
+        ):
             first = sites[indices[0]]
             helds, tables = map(self.held, indices), [self.tables[index] for index in indices]
             tails = [
                 (
-                    stored_form(self.group.weights[index], sites[index]) if room.copy is None
-                    else room.copy,
-                    room.below, room.beside, room.tail(sites[index]),
+                    stored_form(self.group.weights[index], sites[index]) if weight.copy is None
+                    else weight.copy,
+                    weight.below, weight.beside, weight.tail(sites[index]),
                 )
-                for index in indices if (room := rooms[index])
+                for index in indices if (weight := weights[index])
             ]  # fmt: skip
             fields = {"extend": "tail", "weight_layout": first.layout} if tails else {}
             packed = [(held.a, held.b, held.flags) for held in helds]
@@ -185,11 +189,11 @@ class Run:
                 *map(list, zip(*packed, strict=True)),
                 *map(list, zip(*tails, strict=True)),
             )  # fmt: skip
-        for index, room in rooms.items():
-            self.note_packed(index, room)
+        for index, weight in weights.items():
+            self.note_packed(index, weight)
             if self.recording is not None:
-                self.recording.packs.append((index, room is not None))
-        return [self.held(index) for index in rooms]
+                self.recording.packs.append((index, weight is not None))
+        return [self.held(index) for index in weights]
 
     def alike(
         self, indices: Iterable[int], key: Callable[[int], object] = lambda index: None
@@ -199,7 +203,7 @@ class Run:
         for index in indices:
             site = self.kernel_group.sites[index]
             equal = groups.setdefault((site.rank_block, site.adapter_dtype, key(index)), [[]])
-            if len(equal[-1]) == MOST_SITES:
+            if len(equal[-1]) == MAX_SITES:
                 equal.append([])
             equal[-1].append(index)
         return [group for equal in groups.values() for group in equal]
@@ -217,34 +221,34 @@ class Run:
             self.helds[index] = held
         return held
 
-    def note_packed(self, index: int, room: WeightRoom | None) -> None:
-        """Note that buffers, and a room, hold the adapters as they are now."""
+    def note_packed(self, index: int, extended: ExtendedWeight | None) -> None:
+        """Note that buffers, and an extended weight, hold the adapters as they are now."""
         held = self.held(index)
         held.holds = contents(held, self.group.a[index], self.group.b[index], self.tables[index])
-        if room is not None:
-            room.holds = held.holds
-        if pack_together.is_noting() and (work := self.work(index, room)) is not None:
+        if extended is not None:
+            extended.holds = held.holds
+        if pack_together.is_noting() and (work := self.work(index, extended)) is not None:
             pack_together.note(work)
 
-    def is_served(self, index: int, room: WeightRoom | None) -> bool:
+    def is_served(self, index: int, extended: ExtendedWeight | None) -> bool:
         """Whether the row began with a launch that packs this site among others."""
         if not pack_together.is_serving():
             return False
-        work = self.work(index, room)
+        work = self.work(index, extended)
         return work is not None and pack_together.is_served(work)
 
-    def work(self, index: int, room: WeightRoom | None) -> pack_together.Work | None:
+    def work(self, index: int, extended: ExtendedWeight | None) -> pack_together.Work | None:
         """What a site packs; None where its adapters would be copied first."""
         a, b = self.group.a[index], self.group.b[index]
         if not all(leaf.is_contiguous() and leaf.data_ptr() % _BYTES == 0 for leaf in (a, b)):
             return None
         held, tables, site = self.held(index), self.tables[index], self.kernel_group.sites[index]
         tail = None
-        if room is not None:
-            weight = room.copy
+        if extended is not None:
+            weight = extended.copy
             if weight is None:
                 weight = stored_form(self.group.weights[index], site)
-            corner = room.below, room.beside, room.tail(site)
+            corner = extended.below, extended.beside, extended.tail(site)
             tail = weight.data_ptr(), weight.stride(0), *corner
         reads = a, b, tables.ranks, tables.slots
         writes = held.a, held.b, held.flags
@@ -257,19 +261,19 @@ class Run:
             tail,
         )
 
-    def is_packed(self, index: int, room: WeightRoom | None) -> bool:
-        """Whether a site's adapters, and its weight's room, hold what is to be packed."""
+    def is_packed(self, index: int, extended: ExtendedWeight | None) -> bool:
+        """Whether a site's adapters, and its extended weight, hold what is to be packed."""
         held = self.held(index)
         now = contents(held, self.group.a[index], self.group.b[index], self.tables[index])
-        return held.holds == now and (room is None or room.holds == now)
+        return held.holds == now and (extended is None or extended.holds == now)
 
-    def packed(self, index: int, room: WeightRoom | None = None) -> Packed:
+    def packed(self, index: int, extended: ExtendedWeight | None = None) -> Packed:
         """What the forward packed, packed again where something has changed since."""
-        current = self.is_packed(index, room)
+        current = self.is_packed(index, extended)
         if self.recording is not None:
-            self.recording.needs.append((index, room is not None))
+            self.recording.needs.append((index, extended is not None))
             self.recording.fault = self.recording.fault if current else "adapters changed"
-        return self.held(index) if current else self.pack({index: room})[0]
+        return self.held(index) if current else self.pack({index: extended})[0]
 
     def shrink(
         self,
@@ -373,7 +377,7 @@ class Run:
             open_groups = groups.setdefault(site.rank_block, [[]])
             # With masks of a fourth site registers do not suffice.
             crowded = site.drops and site.rank_block > SMALL_RANK and site.arch != _HOPPER
-            if len(open_groups[-1]) == MOST_SITES - crowded:
+            if len(open_groups[-1]) == MAX_SITES - crowded:
                 open_groups.append([])
             open_groups[-1].append(index)
         return [indices for same_block in groups.values() for indices in same_block]

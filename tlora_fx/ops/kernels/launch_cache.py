@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tlora_fx.codegen.launching import KernelLaunch, Start, tape
 from tlora_fx.ops.kernels import select
 from tlora_fx.ops.kernels.device_tables import RowTables, SiteTables
-from tlora_fx.ops.kernels.packed import Packed, WeightRoom, room_of
+from tlora_fx.ops.kernels.packed import ExtendedWeight, Packed, extended_weight_of
 from tlora_fx.ops.kernels.support import KernelGroup
 from tlora_fx.ops.tables import SiteGroup
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("tlora_fx.kernels")
 _MOST = 2048
 _TRIES = 3
 _ALIGNED = 15
-_MOST_BOXES = 64
+_MAX_BOXES = 64
 Geometry = tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 _stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0)
 
@@ -50,7 +50,7 @@ class Recording:
     entries   KernelLaunch of kernels and products
     fresh     tensors that the call made on its way
     fault     why it cannot be started again, or ""
-    packs     indices of sites whose adapters are packed, and whether into the weight's room too
+    packs     indices of sites whose adapters are packed, and whether behind the weight too
     needs     the same of adapters that must be packed before
     """
 
@@ -107,10 +107,10 @@ class Recordable(Protocol):
     def held(self, index: int) -> Packed:
         """The buffers of a site's packed adapters."""
 
-    def is_packed(self, index: int, room: WeightRoom | None) -> bool:
-        """Whether they, and the room, hold what is to be packed."""
+    def is_packed(self, index: int, extended: ExtendedWeight | None) -> bool:
+        """Whether they, and the extended weight, hold what is to be packed."""
 
-    def note_packed(self, index: int, room: WeightRoom | None) -> None:
+    def note_packed(self, index: int, extended: ExtendedWeight | None) -> None:
         """Note that they do."""
 
 
@@ -260,7 +260,7 @@ def _launch(launch: KernelLaunch, held: _Addresses) -> Step:
             address = addresses[source] + offset
             box = known.get(address)
             if box is None:
-                if len(known) >= _MOST_BOXES:
+                if len(known) >= _MAX_BOXES:
                     known.clear()
                 box = known[address] = copy(like)
                 box.base = _Base(address)
@@ -364,10 +364,10 @@ def _described(
         plain += [table.site for table in tables]
     # From here on tensors are ours, of shapes that follow from those above.
     for index in range(len(group.weights)):
-        room = _room(call, index)
-        plain.append(None if room is None else room.place())
-        if room is not None and room.copy is not None:
-            tensors.append(room.copy)
+        extended = _extended_weight(call, index)
+        plain.append(None if extended is None else extended.place())
+        if extended is not None and extended.copy is not None:
+            tensors.append(extended.copy)
     tensors.append(call.row.words)
     for index, table in enumerate(tables):
         held = call.held(index)
@@ -392,17 +392,17 @@ def _record(
 
 def _started_again(call: Recordable, recipe: Recipe, tensors: list[Tensor]) -> bool:
     """Whether a recipe could serve this call."""
-    for index, roomy in recipe.needs:
-        if not call.is_packed(index, _room(call, index) if roomy else None):
+    for index, into_weight in recipe.needs:
+        if not call.is_packed(index, _extended_weight(call, index) if into_weight else None):
             return False
     stream = _stream(call.device.index) if call.device.type == "cuda" else 0
     if not recipe.serve(tensors, call.empty, stream, 1):
         return False
-    for index, roomy in recipe.packs:
-        call.note_packed(index, _room(call, index) if roomy else None)
+    for index, into_weight in recipe.packs:
+        call.note_packed(index, _extended_weight(call, index) if into_weight else None)
     return True
 
 
-def _room(call: Recordable, index: int) -> WeightRoom | None:
-    """The room of a site's weight, if it has one."""
-    return room_of(call.group.weights[index], call.kernel_group.sites[index], make=False)
+def _extended_weight(call: Recordable, index: int) -> ExtendedWeight | None:
+    """The extended weight of a site, if it has one."""
+    return extended_weight_of(call.group.weights[index], call.kernel_group.sites[index], make=False)

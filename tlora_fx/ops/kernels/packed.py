@@ -1,4 +1,4 @@
-"""Adapters as kernels read them, and room for them behind weights, x and dy.
+"""Adapters as kernels read them, and columns for them behind weights, x and dy.
 
 `pack` runs in every forward: optimizers write through views of a bank, which no version counter
 sees. The backward of that step finds what the forward packed. Buffers belong to the pair (a, b)
@@ -6,10 +6,10 @@ and go when one of them does.
 
 The plan concat-K (see dispatch.py) multiplies [x | S] by a weight with adapters behind it, which
 is nearly free where S can stand right behind x and costs a copy of x where it cannot. Under
-torch.compile whoever produces x can leave the room (see ops/room.py). What is produced by no
+torch.compile whoever produces x can leave columns (see ops/tail_columns.py). What is produced by no
 generated code, attention's output for one, is copied. This is decided when a graph is traced, by
 shapes, strides and settings, never by the number of tokens. The operator takes the wider tensor and
-`room`, the number of columns at its end that are its to write.
+`tail_columns`, the number of columns at its end that are its to write.
 
 Weights that read one x, such as q, k and v, can stand in one buffer (`join`), one below the other:
 
@@ -41,8 +41,8 @@ from torch import Tensor
 from tlora_fx.ops.kernels import select, support
 from tlora_fx.ops.kernels.device_tables import SiteTables
 from tlora_fx.ops.kernels.support import Site
-from tlora_fx.ops.room import teach_inductor
 from tlora_fx.ops.tables import SiteGroup
+from tlora_fx.ops.tail_columns import teach_inductor
 
 Key = tuple[object, ...]
 # Wider tails cost more multiplications than the other plans cost writes.
@@ -68,7 +68,7 @@ class Packed:
 
 
 @dataclass(slots=True)
-class WeightRoom:
+class ExtendedWeight:
     """A weight in a buffer with T more rows and columns, where adapters stand behind it.
 
     shape     of the buffer, [O + T, I + T], or [I + T, O + T] for a weight stored by columns
@@ -91,7 +91,7 @@ class WeightRoom:
     holds: object = None
 
     def tail(self, site: Site) -> int:
-        """Rows and columns of a site's adapters in this room."""
+        """Rows and columns of a site's adapters in this buffer."""
         return self.step or site.tail
 
     def buffer(self, stored: Tensor) -> Tensor:
@@ -101,7 +101,7 @@ class WeightRoom:
         return stored.as_strided(self.shape, (self.shape[1], 1), 0)
 
     def around(self, stored: Tensor, site: Site) -> bool:
-        """Whether a weight lies in this room, and the room is as large as its site needs."""
+        """Whether a weight lies in this buffer, and the buffer is as large as its site needs."""
         (rows, columns), tail = self.shape, self.tail(site)
         bytes_there = stored.untyped_storage().nbytes() // stored.element_size()
         return (
@@ -118,7 +118,7 @@ class WeightRoom:
 
 
 _packed: dict[Key, Packed] = {}
-_rooms: dict[Key, WeightRoom] = {}
+_extended: dict[Key, ExtendedWeight] = {}
 _lock = threading.Lock()
 
 
@@ -158,8 +158,8 @@ def stamp_of(value: Tensor) -> object:
         return None
 
 
-def with_room(weight: Tensor, rows: int) -> Tensor:
-    """The same weight inside a buffer that has room for `rows` rows of adapters.
+def extend_weight(weight: Tensor, rows: int) -> Tensor:
+    """The same weight inside a buffer with space for `rows` rows of adapters.
 
     weight    [out, in], stored by rows, or by columns as GPT-2's Conv1D is
     returns   a view of shape and order of strides as before; what the buffer holds behind it
@@ -171,13 +171,15 @@ def with_room(weight: Tensor, rows: int) -> Tensor:
     buffer = stored.new_zeros(first + rows, second + rows)
     buffer[:first, :second] = stored
     with _lock:
-        _rooms[_address_of(buffer)] = WeightRoom((first + rows, second + rows), first, second)
+        _extended[_address_of(buffer)] = ExtendedWeight(
+            (first + rows, second + rows), first, second
+        )
     view = buffer[:first, :second]
     return view.t() if turned else view
 
 
 def join(weights: Sequence[Tensor], rows: int) -> list[Tensor]:
-    """The same weights in one buffer, with room for `rows` rows of adapters of each.
+    """The same weights in one buffer, with space for `rows` rows of adapters of each.
 
     weights   [out, in] of linears that read one x, stored by rows
     returns   views of shapes as before
@@ -193,7 +195,7 @@ def join(weights: Sequence[Tensor], rows: int) -> list[Tensor]:
         view.copy_(weight)
         below, beside = outer - first + step * index, inner + step * index
         with _lock:
-            _rooms[_address_of(view)] = WeightRoom(shape, below, beside, first, step=step)
+            _extended[_address_of(view)] = ExtendedWeight(shape, below, beside, first, step=step)
         views.append(view)
         first += len(weight)
     return views
@@ -215,7 +217,7 @@ def step_of(weights: Sequence[Tensor]) -> int:
     """Columns of each one's adapters where `join` made these weights, in this order; else 0.
 
     As far as strides tell: fake tensors have neither addresses nor the size of their storage, so
-    calls make sure by `room_of`.
+    calls make sure by `extended_weight_of`.
     """
     row, gap, offset = weights[0].stride(0), _gap(weights[0]), 0
     if len(weights) == 1 or gap != support.tail_of(gap) or gap > WIDEST_JOINED_TAIL:
@@ -232,18 +234,18 @@ def _holds(tail: int, site: Site) -> bool:
     return tail >= site.rows and not tail % site.rank_block
 
 
-def room_of(weight: Tensor, site: Site, make: bool) -> WeightRoom | None:
-    """The buffer that a weight lies in, with room for the site's adapters.
+def extended_weight_of(weight: Tensor, site: Site, make: bool) -> ExtendedWeight | None:
+    """The buffer that a weight lies in, with space for the site's adapters.
 
     make   where there is none, keep a copy of the weight in one
     """
     stored = stored_form(weight, site)
-    around = _rooms.get(_address_of(weight))
+    around = _extended.get(_address_of(weight))
     if around is not None and around.around(stored, site):
         return around
     first, second = stored.shape
     key = (*_address_of(weight), first, second, site.tail)
-    copied = _rooms.get(key)
+    copied = _extended.get(key)
     if copied is not None and copied.of is not None:
         source, version = copied.of
         if source() is weight and version == stamp_of(weight):
@@ -252,11 +254,11 @@ def room_of(weight: Tensor, site: Site, make: bool) -> WeightRoom | None:
         return None
     buffer = stored.new_zeros(first + site.tail, second + site.tail)
     buffer[:first, :second] = stored
-    copy = WeightRoom((first + site.tail, second + site.tail), first, second, copy=buffer)
+    copy = ExtendedWeight((first + site.tail, second + site.tail), first, second, copy=buffer)
     copy.of = weakref.ref(weight), stamp_of(weight)
     with _lock:
-        _rooms[key] = copy
-    weakref.finalize(weight, _rooms.pop, key, None)
+        _extended[key] = copy
+    weakref.finalize(weight, _extended.pop, key, None)
     return copy
 
 
@@ -269,24 +271,24 @@ def _address_of(weight: Tensor) -> Key:
     return weight.data_ptr(), weight.device, weight.dtype
 
 
-def room_columns(rows: int) -> int:
+def tail_columns_of(rows: int) -> int:
     """Columns behind x for adapters of so many rows; 0 where there are too many of them."""
     tail = support.tail_of(rows)
     return tail if tail <= WIDEST_TAIL else 0
 
 
-def roomy_weight(weight: Tensor, adapter_rows: int) -> Tensor:
-    """A frozen weight with room for adapters of so many rows, where kernels can use it.
+def extended_weight(weight: Tensor, adapter_rows: int) -> Tensor:
+    """A frozen weight with space for adapters of so many rows, where kernels can use it.
 
     weight    [out, in]
     returns   a view of a buffer of its own with the same numbers, or the weight itself
     """
     tail = _tail_behind(weight, adapter_rows)
-    return with_room(weight, tail) if tail else weight
+    return extend_weight(weight, tail) if tail else weight
 
 
-def roomy_weights(weights: Sequence[Tensor], adapter_rows: Sequence[int]) -> list[Tensor]:
-    """`roomy_weight` of linears that read one x, joined where that pays.
+def extended_weights(weights: Sequence[Tensor], adapter_rows: Sequence[int]) -> list[Tensor]:
+    """`extended_weight` of linears that read one x, joined where that pays.
 
     Narrow ones, such as q, k and v, or wide ones, such as gate and up. Not both: autograd would
     keep narrow ones' y by keeping all, or have wide ones copied.
@@ -298,7 +300,7 @@ def roomy_weights(weights: Sequence[Tensor], adapter_rows: Sequence[int]) -> lis
     fits = all(tails) and joined_columns(rows, len(tails)) <= most
     if len(weights) > 1 and len(kinds) == 1 and fits:
         return join(weights, rows)
-    return [roomy_weight(*pair) for pair in zip(weights, adapter_rows, strict=True)]
+    return [extended_weight(*pair) for pair in zip(weights, adapter_rows, strict=True)]
 
 
 def is_wide(weight: Tensor) -> bool:
@@ -313,7 +315,7 @@ def _tail_behind(weight: Tensor, adapter_rows: int) -> int:
     able = whole and (weight.device.type == "cuda" or support.mode() == "interpret")
     rows, columns = weight.shape
     fits = weight.stride() == (columns, 1) and not (rows | columns) % support.GRANULE
-    return room_columns(adapter_rows) if able and fits and not select.is_strict() else 0
+    return tail_columns_of(adapter_rows) if able and fits and not select.is_strict() else 0
 
 
 def joins(x: Tensor, group: SiteGroup) -> bool:
@@ -322,7 +324,7 @@ def joins(x: Tensor, group: SiteGroup) -> bool:
 
 
 def behind_x(x: Tensor, group: SiteGroup) -> int:
-    """Columns of room that the traced graph shall have behind x; 0: none."""
+    """Columns that the traced graph shall have behind x; 0: none."""
     sites = _sites(x, group)
     if _are_joined(sites, group):
         return _gap(group.weights[0])
@@ -348,18 +350,18 @@ def _gap(stored: Tensor) -> int:
     return stored.stride(0) - stored.shape[1]
 
 
-def widen(values: list[Tensor], room: int) -> Tensor:
+def widen(values: list[Tensor], tail_columns: int) -> Tensor:
     """Tensors side by side, and so many columns behind them, which hold anything."""
-    if len(values) == 1 and not room:
+    if len(values) == 1 and not tail_columns:
         return values[0]
     teach_inductor()
-    widened: Tensor = torch.ops.tlora_fx.leave_room.default(values, room)
+    widened: Tensor = torch.ops.tlora_fx.append_tail_columns.default(values, tail_columns)
     return widened
 
 
-def narrow(value: Tensor, room: int) -> Tensor:
+def narrow(value: Tensor, tail_columns: int) -> Tensor:
     """What `widen` was given, as a view."""
-    return value[..., : value.shape[-1] - room] if room else value
+    return value[..., : value.shape[-1] - tail_columns] if tail_columns else value
 
 
 def is_traced() -> bool:
@@ -369,27 +371,29 @@ def is_traced() -> bool:
 
 
 def _sites(like: Tensor, group: SiteGroup) -> tuple[Site, ...]:
-    """The sites of a group whose weights all have room, () where concat-K is not to be had."""
+    """The sites of a group whose weights all are extended, () where concat-K is not to be had."""
     if not is_traced() or select.is_strict():
         return ()
     kernels = support.kernel_group(like, group)
     if kernels is None:
         return ()
     for site, weight in zip(kernels.sites, group.weights, strict=True):
-        if not room_columns(site.rows) or not _is_roomy(weight, site):
+        if not tail_columns_of(site.rows) or not _can_extend(weight, site):
             return ()
     return kernels.sites
 
 
-def _is_roomy(weight: Tensor, site: Site) -> bool:
+def _can_extend(weight: Tensor, site: Site) -> bool:
     """Whether a weight's strides tell that adapters can stand behind it."""
     stored = stored_form(weight, site)
     return select.may_copy_weights() or _gap(stored) >= site.tail
 
 
 def forget() -> None:
-    """Drop all buffers; weights that `with_room` made keep theirs."""
+    """Drop all buffers; weights that `extend_weight` made keep theirs."""
     with _lock:
         _packed.clear()
-        for key in [key for key, room in _rooms.items() if room.copy is not None]:
-            del _rooms[key]
+        for key in [
+            key for key, tail_columns in _extended.items() if tail_columns.copy is not None
+        ]:
+            del _extended[key]

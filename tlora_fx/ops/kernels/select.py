@@ -107,7 +107,7 @@ def strict(on: bool = True) -> Iterator[None]:
 
 @contextmanager
 def weight_copies(on: bool = True) -> Iterator[None]:
-    """Whether concat-K may keep a second copy of weights that have no room (see `with_room`)."""
+    """Whether concat-K may copy weights that are not extended (see `extend_weight`)."""
     with _set(copies=on):
         yield
 
@@ -162,31 +162,31 @@ def choose(
     direction: Direction,
     site: Site,
     tokens: int,
-    room: bool,
+    extended: bool,
     gpu: str,
     sharing: int = 1,
     behind: bool = False,
 ) -> Choice:
     """The plan of a site.
 
-    room      whether concat-K can be had: a weight with room
-    behind    whether x or dy has room too: without it concat-K would copy them, which never paid
+    extended  whether concat-K can be had: an extended weight
+    behind    whether x or dy has columns behind it too; else concat-K copies it, which never pays
     gpu       the device's name, "" for the CPU
     sharing   sites on this x, whose branches one kernel adds up in dx
     """
     settings = _settings
     if settings.strict:
         return Choice("fused", settings.tiles.get(direction), "strict")
-    if settings.forced in able_plans(direction, site, room):
+    if settings.forced in able_plans(direction, site, extended):
         tile = tile_for(direction, site, tokens, gpu) if settings.forced == "fused" else None
         return Choice(settings.forced, tile, "forced")
-    able = able_plans(direction, site, room and behind)
+    able = able_plans(direction, site, extended and behind)
     return _chosen(direction, site, bucket(tokens), able, gpu, sharing)
 
 
-def able_plans(direction: Direction, site: Site, room: bool) -> tuple[Plan, ...]:
+def able_plans(direction: Direction, site: Site, extended: bool) -> tuple[Plan, ...]:
     """The plans that can serve; cuBLAS and bias make no difference to that."""
-    concat = room and not (direction == "input_gradient" and site.drops)
+    concat = extended and not (direction == "input_gradient" and site.drops)
     return ("fused", "sidecar", "concat") if concat else ("fused", "sidecar")
 
 
@@ -207,7 +207,7 @@ def _chosen(
             # What was measured is one site alone; of several each pays for its part of a write.
             saved = 1e6 * _write_seconds(direction, site, tokens) * (1 - 1 / sharing)
             costs["sidecar"] -= saved
-        # Rounds had room for concat-K, or masks in dX; elsewhere tables count as they are.
+        # Rounds could use concat-K, or masks in dX; elsewhere tables count as they are.
         masked = direction == "input_gradient" and site.drops
         if "fused" in costs and ("concat" in costs or masked):
             costs["fused"] *= _IN_ROUNDS

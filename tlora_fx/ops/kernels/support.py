@@ -33,7 +33,7 @@ logger = logging.getLogger("tlora_fx.kernels")
 # Rows of every TMA box are multiples of 16 bytes, and so are those of every vector load.
 GRANULE = 16
 SMALL_RANK = 32
-_FEW_JOBS, _MOST_JOBS = 64, 1024
+_FEW_JOBS, _MAX_JOBS = 64, 1024
 _HALVES = (torch.bfloat16, torch.float16)
 # Exact float32 products use no tensor cores, so cuBLAS does them faster; under the interpreter
 # bfloat16 is silently wrong.
@@ -277,13 +277,13 @@ def rank_block(most: int) -> int:
 
 
 def job_capacity(jobs: int) -> int:
-    """The room for jobs that a kernel of a row with this many is generated with.
+    """The number of jobs that a kernel of a row with this many is generated with.
 
     raises   TooManyJobs
     """
-    if jobs > _MOST_JOBS:
+    if jobs > _MAX_JOBS:
         raise TooManyJobs(
-            "a row holds more jobs than kernels' tables", expected=_MOST_JOBS, found=jobs
+            "a row holds more jobs than kernels' tables", expected=_MAX_JOBS, found=jobs
         )
     return max(_FEW_JOBS, 1 << (jobs - 1).bit_length())
 

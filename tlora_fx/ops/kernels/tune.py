@@ -34,7 +34,7 @@ from tlora_fx.codegen.kernels import emitter, shrink
 from tlora_fx.codegen.spec import Dtype, KernelSpec, Kind, Tile
 from tlora_fx.errors import KernelToolMissing
 from tlora_fx.ops.kernels import dispatch, packed, select, support
-from tlora_fx.ops.kernels.launch import Run, gpu_name
+from tlora_fx.ops.kernels.launch import KernelCall, gpu_name
 from tlora_fx.ops.kernels.support import KernelGroup, Site
 from tlora_fx.ops.tables import SiteGroup
 
@@ -62,7 +62,7 @@ _FAR = 1.5
 Call = Callable[[], object]
 # To compile a kernel it runs once on so short a row.
 _SHORT = 256
-_MOST_WORKERS = 12
+_MAX_WORKERS = 12
 _TOGETHER = 3
 
 
@@ -256,13 +256,13 @@ def _plans(
 ) -> dict[str, dict[str, Any]]:
     """The time of every plan that can serve, the fused one with its best tile."""
     tried: list[tuple[select.Plan, Tile | None, Call]] = []
-    for plan in select.able_plans(direction, case.site, room=True):
+    for plan in select.able_plans(direction, case.site, extended=True):
         cuts: Sequence[Tile | None] = (
             _candidates(direction, case.site) if plan == "fused" else [None]
         )
         for cut in cuts:
             forced = tiles | ({direction: cut} if cut else {})
-            call = _forced(case.direction(direction, room=plan == "concat"), forced, plan)
+            call = _forced(case.direction(direction, extended=plan == "concat"), forced, plan)
             name = f"{select.family(direction, case.site)} {plan} {_short(cut)}"
             if _runs(call, name, log):
                 tried.append((plan, cut, call))
@@ -378,7 +378,7 @@ def precompile(tasks: Sequence[Task], seconds: float) -> None:
 
     What fails here fails again where it is measured, and is noted there.
     """
-    workers = min(_MOST_WORKERS, max(1, (os.cpu_count() or 2) - 2))
+    workers = min(_MAX_WORKERS, max(1, (os.cpu_count() or 2) - 2))
     until = time.monotonic() + seconds
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         groups = [tasks[start : start + _TOGETHER] for start in range(0, len(tasks), _TOGETHER)]
@@ -465,12 +465,12 @@ class Case:
         """The site as kernels see it."""
         return self.kernels.sites[0]
 
-    def direction(self, name: str, room: bool = False) -> Call:
+    def direction(self, name: str, extended: bool = False) -> Call:
         """The whole forward, or the whole of dX with dS and dB's parts.
 
-        room   whether x or dy has room behind its rows, which is when concat-K is taken
+        extended   whether x or dy has columns behind its rows, which is when concat-K is taken
         """
-        tail = self.site.tail if room else 0
+        tail = self.site.tail if extended else 0
         if name == "forward":
             x = _widened(self.x, tail)
             return lambda: dispatch.forward(x, [None], self.group, self.kernels, tail)
@@ -479,7 +479,7 @@ class Case:
 
     def kernel(self, kind: Kind) -> Call:
         """One kernel alone: of all sites where it serves several at once, else of the first."""
-        run = Run.open(self.kernels, self.group, len(self.x), self.x.device)
+        run = KernelCall.open(self.kernels, self.group, len(self.x), self.x.device)
         helds, site = [run.packed(index) for index in range(len(self.s))], self.site
         held = helds[0]
         wide = torch.promote_types(torch.float32, self.x.dtype)

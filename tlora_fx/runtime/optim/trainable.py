@@ -26,7 +26,7 @@ TOY_STEPS = 12
 #: Counters of steps are float32, which counts no further.
 _LARGEST_COUNT = 2**24
 #: Jobs that have passed, by what was tried of them; those of a service are many.
-MOST_PASSED = 1000
+MAX_PASSED = 1000
 _passed: set[tuple[str, int]] = set()
 _WHAT_FAILS = (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError)
 
@@ -75,7 +75,7 @@ def require_trainable(job: Job, steps: int) -> None:
                 help="mend learning_rate, loraplus_lr_ratio, adam_epsilon, weight_decay or "
                 "optim_args",
             )
-    if len(_passed) >= MOST_PASSED:
+    if len(_passed) >= MAX_PASSED:
         _passed.clear()
     _passed.add(key)
 

@@ -28,7 +28,7 @@ from tlora_fx.parallel.cuda_graphs import forget_capture
 logger = logging.getLogger("tlora_fx.runtime")
 # Of one piece in a turn: a host that launches few layers has not come to its pace.
 BLOCK_MS = 50.0
-MOST_CALLS = 8
+MAX_CALLS = 8
 
 
 @dataclass(slots=True)
@@ -77,7 +77,7 @@ def measure(pieces: Sequence[TimedPass], device: torch.device, rounds: int) -> N
     for piece in pieces:
         _block(piece, device, 1)
         once = sum(_block(piece, device, 1))
-        piece.calls = max(1, min(math.ceil(BLOCK_MS / max(once, 1e-3)), MOST_CALLS))
+        piece.calls = max(1, min(math.ceil(BLOCK_MS / max(once, 1e-3)), MAX_CALLS))
     for number in range(rounds):
         for piece in pieces if number % 2 == 0 else reversed(pieces):
             piece.times.append(_block(piece, device, piece.calls))

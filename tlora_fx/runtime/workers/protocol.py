@@ -1,4 +1,4 @@
-"""What the scheduler and its processes tell each other in files: a worker's order, its event log.
+"""The files between a scheduler and its processes: a worker's config, its event log.
 
 It imports no torch: who schedules needs none, and a process that trains nothing begins at once.
 """
@@ -26,8 +26,14 @@ CROWDED = 13
 #: Its order needs a new process.
 NEEDS_NEW_PROCESS = 14
 
-#: Beside a group's order, the path of the order of the group that shall take over from it.
-HEIR = "heir"
+#: In the folder of a formation: what its workers are to do.
+WORKER_CONFIG = "worker.json"
+#: Beside it: what the process reports, one JSON object a line.
+EVENTS = "events.jsonl"
+#: Beside a worker config, the path of the worker config of the group that shall take over.
+SUCCESSOR = "successor"
+#: The names before 0.2.0, which are still read.
+_OLD_NAMES = {WORKER_CONFIG: "order.json", EVENTS: "told.jsonl"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,13 @@ class WorkerConfig:
     def read(cls, path: Path) -> Self:
         """The config in a file."""
         return TypeAdapter(cls).validate_json(path.read_bytes())
+
+
+def existing(folder: Path, name: str) -> Path:
+    """The file of this name in a folder, or the one with its name before 0.2.0."""
+    path = folder / name
+    old = folder / _OLD_NAMES[name]
+    return old if old.exists() and not path.exists() else path
 
 
 class EventWriter:

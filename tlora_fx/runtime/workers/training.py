@@ -42,9 +42,9 @@ from tlora_fx.runtime.launch import Launch, exits_at_once, join
 from tlora_fx.runtime.optim.trainable import require_trainable
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 from tlora_fx.runtime.workers.protocol import (
-    HEIR,
     NEEDS_NEW_PROCESS,
     OUT_OF_MEMORY,
+    SUCCESSOR,
     EventWriter,
     WorkerConfig,
 )
@@ -114,7 +114,7 @@ def _train(config: WorkerConfig, launch: Launch) -> None:
 #: Slots, and rows for a job, of a model that stays.
 SLOTS = 16
 #: The least rank that it has room for: what kernels pad ranks to.
-LEAST_RANK = 16
+MIN_RANK = 16
 _kept: list[SuperModel] = []
 
 
@@ -200,7 +200,7 @@ def _slots_for(jobs: Sequence[Job]) -> OpenSlots:
     sites = [site for own in given.sites for site in own.values()]
     if any(site.kind != "lora" for site in sites):
         raise NotAdmitted("these jobs stay as they are", help="they train without a model to keep")
-    rank = max(LEAST_RANK, rounded(max(site.rank for site in sites)))
+    rank = max(MIN_RANK, rounded(max(site.rank for site in sites)))
     targets = tuple(sorted({site.path for site in sites}))
     dropout = any(site.dropout for site in sites)
     slots = max(SLOTS, len(jobs))
@@ -274,14 +274,14 @@ class Takeover:
     """The group that a running one shall become, as far as that is.
 
     config     its order
-    coming     jobs that join
+    joining    jobs that join
     data       their samples, and where they go on from, which are read while others train
     asked      the trainer knows
     seconds    that its jobs stood still for it
     """
 
     config: WorkerConfig
-    coming: tuple[Job, ...]
+    joining: tuple[Job, ...]
     data: Future[tuple[Mapping[str, JobData], Mapping[str, Checkpoint]]]
     asked: bool = False
     seconds: float = 0.0
@@ -291,21 +291,21 @@ class Takeover:
         """That an order says; jobs are those that train."""
         config = WorkerConfig.read(path)
         every = [Job.model_validate(job) for job in config.jobs]
-        coming = tuple(job for job in every if job.name not in jobs)
+        joining = tuple(job for job in every if job.name not in jobs)
         # Of those that were here before, the trainer has the state itself.
         elsewhere = {
             job.name: Path(config.sources[job.name])
-            for job in coming
+            for job in joining
             if config.sources.get(job.name, config.output) != config.output
         }
         sources = ResumeSources(Path(config.job_folders), elsewhere)
         data: Future[tuple[Mapping[str, JobData], Mapping[str, Checkpoint]]] = Future()
-        if coming:
-            data = _reader.submit(_read, coming, sources)
+        if joining:
+            data = _reader.submit(_read, joining, sources)
         else:
             # Who only leaves need not wait for another round.
             data.set_result(({}, {}))
-        return cls(config, coming, data)
+        return cls(config, joining, data)
 
 
 def _read(
@@ -405,7 +405,7 @@ class EventCallback(TrainerCallback):
             return
         try:
             if self._next is None:
-                pointer = Path(self.config.event_log).with_name(HEIR)
+                pointer = Path(self.config.event_log).with_name(SUCCESSOR)
                 if not pointer.exists():
                     return
                 self._next = Takeover.of(Path(pointer.read_text()), self.names)
@@ -421,13 +421,13 @@ class EventCallback(TrainerCallback):
             raise NotAdmitted("the running model has no room for others", help="it is formed anew")
         config, (data, states) = takeover.config, takeover.data.result()
         try:
-            for job in takeover.coming:
+            for job in takeover.joining:
                 source = config.sources.get(job.name)
                 here = source == config.output and job.name in trainer.roster.states()
                 resume = None if here else states.get(job.name, source)
                 trainer.admit(job, data[job.name], resume=resume)
         except Exception:
-            trainer.roster.uninvite([job.name for job in takeover.coming])
+            trainer.roster.cancel_join([job.name for job in takeover.joining])
             raise
         stay = {job["name"] for job in config.jobs}
         for run in trainer.runs:
@@ -442,20 +442,20 @@ class EventCallback(TrainerCallback):
         names = {str(job["name"]) for job in takeover.config.jobs}
         # What they have done since is in no checkpoint.
         status = {name: held.status for name, held in self._committed.items()}
-        coming = {job.name for job in takeover.coming}
-        if coming & set(self.trainer.roster.without_room()):
-            self.trainer.roster.uninvite(coming)
+        joining = {job.name for job in takeover.joining}
+        if joining & set(self.trainer.roster.without_free_slots()):
+            self.trainer.roster.cancel_join(joining)
             self._decline("the running model has no room for all of them")
             return
         left = all(status.get(name, "running") != "running" for name in self.names - names)
-        if not left or any(status.get(name, "paused") == "paused" for name in coming):
+        if not left or any(status.get(name, "paused") == "paused" for name in joining):
             return
         seconds = takeover.seconds + self.trainer.change_seconds
         kept = {*takeover.config.keeps, *names}
         self.trainer.roster.forget(
             [run.job.name for run in self.trainer.runs if run.job.name not in kept]
         )
-        self.writer.write("handed")
+        self.writer.write("handed_over")
         self.config, self.names, self._next = takeover.config, names, None
         self.writer = EventWriter(self.config.event_log)
         for name in names & self._committed.keys():

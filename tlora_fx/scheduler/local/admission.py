@@ -1,7 +1,7 @@
 """Reads job files and prepares their jobs, each file in a process of its own that may be killed.
 
-    FOLDER/admission/000012/order.json   what the process was asked
-                           /told.jsonl   what it told
+    FOLDER/admission/000012/request.json  what the process is to do
+                           /events.jsonl  what it reports
                            /log          what it printed
                     /facts/              what these processes have compiled, for each other
 
@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.errors import AdmissionError
-from tlora_fx.runtime.workers.protocol import EventReader
+from tlora_fx.runtime.workers.protocol import EVENTS, EventReader
 from tlora_fx.scheduler.local.admission_worker import AdmissionOrder
 from tlora_fx.scheduler.requests import FACTS
 from tlora_fx.scheduler.state import REQUEST, JobRequest
@@ -39,6 +39,9 @@ PROCESSES = 2
 READ_SECONDS = 30.0
 TAIL_BYTES = 600
 Spec = Mapping[str, Any]
+
+#: In the folder of an admission: what its process is to do.
+_REQUEST = "request.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,7 +236,7 @@ class Admission:
         self._next += 1
         folder.mkdir(parents=True, mode=0o700)
         order = AdmissionOrder(
-            str(folder / "told.jsonl"),
+            str(folder / EVENTS),
             facts=str(self.folder / "facts"),
             file="" if task.file is None else str(task.file),
             jobs=tuple(task.jobs),
@@ -244,9 +247,9 @@ class Admission:
             memory_bytes=self.limits.bytes,
             trust_remote_code=self.limits.trust_remote_code,
         )
-        order.write(folder / "order.json")
-        number = self._server.start(folder / "order.json", folder / "log", {}, self._module)
-        reader = EventReader(folder / "told.jsonl")
+        order.write(folder / _REQUEST)
+        number = self._server.start(folder / _REQUEST, folder / "log", {}, self._module)
+        reader = EventReader(folder / EVENTS)
         self._running.append(_Process(task, folder, number, reader, time.monotonic()))
 
     def _hear(self, process: _Process) -> Iterator[Answer]:

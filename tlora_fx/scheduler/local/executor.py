@@ -1,8 +1,8 @@
 """The executor of this machine: each group is a process for each GPU of its layout, or one on CPU.
 
-    FOLDER/groups/000012/order.json      what the group was asked
-                        /heir            the order of the group that shall take over from it
-                        /told.jsonl      what its first process told
+    FOLDER/groups/000012/worker.json     what the group's workers are to do
+                        /successor       the worker.json of the group that shall take over
+                        /events.jsonl    what its first process reports
                         /rank-0.log      what each process printed
                         /train/          run folder: the group's checkpoints
     FOLDER/JOB/                          adapter, metrics and status of a job, whatever its group
@@ -33,7 +33,15 @@ from tlora_fx.errors import PlaceTaken, RunFolderError, WorkerLost, WorkerStalle
 from tlora_fx.host.durable import replace_file
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.run_folder import PRIVATE
-from tlora_fx.runtime.workers.protocol import CROWDED, HEIR, EventReader, WorkerConfig
+from tlora_fx.runtime.workers.protocol import (
+    CROWDED,
+    EVENTS,
+    SUCCESSOR,
+    WORKER_CONFIG,
+    EventReader,
+    WorkerConfig,
+    existing,
+)
 from tlora_fx.scheduler.executor import (
     Committed,
     Drained,
@@ -52,7 +60,6 @@ from tlora_fx.scheduler.state import Group, JobRequest
 from tlora_fx.scheduler.store import Ledger
 
 TAIL_LINES = 12
-ORDER = "order.json"
 NO_ROOM = "no memory beside idle workers, which are let go of"
 #: The least that a group may go without progress.
 STEP_SECONDS = 300.0
@@ -71,14 +78,14 @@ class StallLimits:
 
     seconds: float | None = None
     times: float = 20.0
-    least_seconds: float = STEP_SECONDS
+    min_seconds: float = STEP_SECONDS
     first_seconds: float = 1800.0
 
     def of(self, longest_seconds: float) -> float:
         """For a group whose longest step took so long."""
         if self.seconds is not None:
             return self.seconds
-        return max(self.least_seconds, self.times * longest_seconds)
+        return max(self.min_seconds, self.times * longest_seconds)
 
 
 class Watchdog:
@@ -161,7 +168,7 @@ class Processes(Protocol):
     ) -> int:
         """Start one; its number."""
 
-    def make_room(self, worker: int, needs: float | None) -> None:
+    def free_memory(self, worker: int, needs: float | None) -> None:
         """One will need so many bytes."""
 
     def news(self) -> list[IdleNews]:
@@ -187,7 +194,7 @@ class RunningGroup:
     stays       what jobs must have that join it, as `WorkerConfig` says
     log         where it prints
     begun       whether it has processes; one that is to take over has none yet
-    heir        what takes over from it
+    successor   what takes over from it
     needs       bytes of each of its GPUs, or of main memory; None: not known
     """
 
@@ -204,11 +211,11 @@ class RunningGroup:
     stays: str = ""
     log: Path | None = None
     begun: bool = True
-    heir: RunningGroup | None = None
+    successor: RunningGroup | None = None
     needs: float | None = None
     asked: bool = False
     over: bool = False
-    handed: bool = False
+    handed_over: bool = False
     failed: bool = False
     at_fault: str | None = None
     reason: str = ""
@@ -216,7 +223,7 @@ class RunningGroup:
     event_reader: EventReader = field(init=False)
 
     def __post_init__(self) -> None:
-        self.event_reader = EventReader(self.folder / "told.jsonl")
+        self.event_reader = EventReader(self.folder / EVENTS)
 
     def drain(self) -> None:
         """Ask for a checkpoint and an end; once."""
@@ -243,7 +250,7 @@ class RunningGroup:
         # Read after the codes: once all have ended, nothing more is told.
         for line in self.event_reader.lines():
             yield from self._read(line)
-        if self.handed:
+        if self.handed_over:
             return
         if whole:
             self.over = True
@@ -261,7 +268,7 @@ class RunningGroup:
         match line["kind"]:
             case "started":
                 yield GroupStarted(time, self.epoch, line.get("paused"))
-            case "handed":
+            case "handed_over":
                 yield self._hand_over(time)
             case "declined":
                 yield Warned(time, self.epoch, f"it is formed anew: {line['reason']}")
@@ -281,11 +288,11 @@ class RunningGroup:
                 self.at_fault = line["job"] if line["job"] in self.jobs else alone
 
     def _hand_over(self, time: float) -> Drained:
-        """The heir has the processes now."""
-        assert self.heir is not None
-        self.over = self.handed = True
-        self.heir.workers, self.heir.begun = self.workers, True
-        return Drained(time, self.epoch, dict(self.committed), self.heir.epoch)
+        """The successor has the processes now."""
+        assert self.successor is not None
+        self.over = self.handed_over = True
+        self.successor.workers, self.successor.begun = self.workers, True
+        return Drained(time, self.epoch, dict(self.committed), self.successor.epoch)
 
     def _settled(self, time: float, line: Mapping[str, Any]) -> Iterator[GroupEvent]:
         for job, (status, reason) in line["ended"].items():
@@ -320,9 +327,9 @@ class RunningGroup:
         ended = {}
         steps = {}
         # Of jobs that left it, another group may know better by now.
-        mine = {*self.jobs, *(self.heir.jobs if self.heir else ())}
+        mine = {*self.jobs, *(self.successor.jobs if self.successor else ())}
         # One that was to come back has been elsewhere: what it left here may be old.
-        known = {**(self.heir.committed if self.heir else {}), **self.committed}
+        known = {**(self.successor.committed if self.successor else {}), **self.committed}
         found = CheckpointStore(self.output).counters()
         for job, counters in found.items():
             if job not in mine:
@@ -333,7 +340,7 @@ class RunningGroup:
                 ended[job] = (counters["status"], counters["reason"])
         if steps and (steps.keys() - self.settled):
             self.committed |= steps
-            epoch = self.heir.epoch if self.heir else self.epoch
+            epoch = self.successor.epoch if self.successor else self.epoch
             yield Committed(now, epoch, steps, str(self.output))
             yield from self._settled(now, {"steps": steps, "ended": ended})
 
@@ -491,7 +498,7 @@ class LocalExecutor:
         """Start a group's processes."""
         folder, gpus = running.folder, self._gpus(running)
         config = self._config(folder, running.epoch, group, gpus, running.layout)
-        config.write(folder / ORDER)
+        config.write(folder / WORKER_CONFIG)
         running.workers = self._start(running, folder, config, gpus)
         running.stays, running.begun = config.stays, True
         running.log = folder / "rank-0.log"
@@ -507,7 +514,7 @@ class LocalExecutor:
         kind = self._kind(config, gpus)
         return tuple(
             self._server.start(
-                folder / ORDER, folder / f"rank-{rank}.log", environment,
+                folder / WORKER_CONFIG, folder / f"rank-{rank}.log", environment,
                 stays=kind, place=gpus[rank : rank + 1] if self.options.device == "cuda" else (),
                 needs=running.needs, rank=rank, size=len(gpus),
             )
@@ -522,54 +529,54 @@ class LocalExecutor:
         self._bases[kind] = self._bases.get(config.stays, "base")
         return kind
 
-    def can_change(self, group: Group, epoch: int, heir: Group) -> bool:
+    def can_change(self, group: Group, epoch: int, successor: Group) -> bool:
         """Where the group trains jobs of the same base, on one process or several."""
         running = self._groups.get(epoch)
         if running is None or running.over or running.asked or not running.stays:
             return False
-        return self._stays(heir) == running.stays
+        return self._stays(successor) == running.stays
 
     def change(
         self,
         group: Group,
         epoch: int,
-        heir: Group,
-        heir_epoch: int,
+        successor: Group,
+        successor_epoch: int,
         jobs: Sequence[JobRequest],
         steps_done: Mapping[str, float],
     ) -> None:
-        if heir_epoch in self._groups:
+        if successor_epoch in self._groups:
             return
         before = self._groups[epoch]
-        running = self._running(heir_epoch, heir, before.layout)
+        running = self._running(successor_epoch, successor, before.layout)
         running.begun, running.stays = False, before.stays
         running.output, running.log = before.output, before.log
-        running.needs = self._memory_of(heir, jobs)
+        running.needs = self._memory_of(successor, jobs)
         for worker in before.workers:
-            self._server.make_room(worker, running.needs)
+            self._server.free_memory(worker, running.needs)
         kept = [name for name, source in self.sources.items() if source.path == before.output]
-        self._held[heir_epoch] = self._held[epoch]
+        self._held[successor_epoch] = self._held[epoch]
         gpus = self._gpus(running)
-        config = self._config(running.folder, heir_epoch, heir, gpus, running.layout)
+        config = self._config(running.folder, successor_epoch, successor, gpus, running.layout)
         output, keeps = str(before.output), (*before.jobs, *kept)
-        replace(config, output=output, keeps=keeps).write(running.folder / ORDER)
-        self._groups[heir_epoch] = before.heir = running
+        replace(config, output=output, keeps=keeps).write(running.folder / WORKER_CONFIG)
+        self._groups[successor_epoch] = before.successor = running
         # Last, since the worker looks for it.
-        replace_file(before.folder / HEIR, str(running.folder / ORDER).encode())
+        replace_file(before.folder / SUCCESSOR, str(running.folder / WORKER_CONFIG).encode())
 
-    def _inherit(self, before: RunningGroup, heir: RunningGroup) -> Iterator[GroupEvent]:
-        """A group has ended before its heir could take over: that is formed anew."""
-        left = tuple(name for name in heir.jobs if name not in self._ended)
-        before.heir = None
-        if heir.asked or not left:
-            heir.over = True
-            yield Drained(self.now(), heir.epoch, {})
+    def _inherit(self, before: RunningGroup, successor: RunningGroup) -> Iterator[GroupEvent]:
+        """A group has ended before its successor could take over: that is formed anew."""
+        left = tuple(name for name in successor.jobs if name not in self._ended)
+        before.successor = None
+        if successor.asked or not left:
+            successor.over = True
+            yield Drained(self.now(), successor.epoch, {})
             return
-        heir.jobs, heir.output = left, heir.folder / "train"
-        heir.committed = {n: self.sources[n].steps for n in left if n in self.sources}
-        heir.watchdog = Watchdog(self.options.stall)
-        place = self._held[heir.epoch]
-        self._begin(heir, Group(left, len(place), place))
+        successor.jobs, successor.output = left, successor.folder / "train"
+        successor.committed = {n: self.sources[n].steps for n in left if n in self.sources}
+        successor.watchdog = Watchdog(self.options.stall)
+        place = self._held[successor.epoch]
+        self._begin(successor, Group(left, len(place), place))
 
     def _config(
         self, folder: Path, epoch: int, group: Group, gpus: tuple[int, ...], layout: Layout | None
@@ -583,7 +590,7 @@ class LocalExecutor:
             },
             output=str(folder / "train"),
             job_folders=str(self.folder),
-            event_log=str(folder / "told.jsonl"),
+            event_log=str(folder / EVENTS),
             device=options.device,
             gpus=gpus,
             mesh="" if layout is None or len(gpus) == 1 else str(layout.mesh),
@@ -612,9 +619,14 @@ class LocalExecutor:
             found += running.events(self.now()) if running.begun else ()
         self._note(found)
         for running in list(self._groups.values()):
-            heir = running.heir
-            if running.over and not running.failed and heir is not None and not heir.begun:
-                found += self._inherit(running, heir)
+            successor = running.successor
+            if (
+                running.over
+                and not running.failed
+                and successor is not None
+                and not successor.begun
+            ):
+                found += self._inherit(running, successor)
         # Processes of one group have the same said of them.
         texts = dict.fromkeys(self._told_of(news) for news in self._server.news())
         found += [Noted(self.now(), text) for text in texts]
@@ -651,7 +663,7 @@ class LocalExecutor:
     def kill(self, group: Group, epoch: int) -> None:
         """End the processes at once, and wait until they have ended."""
         running = self._groups.get(epoch)
-        if running is None or running.handed:
+        if running is None or running.handed_over:
             return
         running.send(signal.SIGKILL)
         _wait(running, KILL_SECONDS)
@@ -666,7 +678,7 @@ class LocalExecutor:
     def release(self, group: Group, epoch: int) -> None:
         """Give the place back, and remove the checkpoints that nobody needs any more."""
         running = self._groups.get(epoch)
-        if running is not None and not running.handed and not running.ended():
+        if running is not None and not running.handed_over and not running.ended():
             if running.settled.issuperset(running.jobs):
                 # Its last checkpoint is on the way, and then it is there for the next group.
                 _wait(running, LAST_SECONDS)
@@ -845,7 +857,7 @@ def recover(ledger: Ledger, folder: Path, now: float) -> list[int]:
 def _output(folder: Path) -> Path:
     """Where a formation left its checkpoints: one that took over went on in the other's folder."""
     with suppress(OSError, ValueError):
-        output = Path(WorkerConfig.read(folder / ORDER).output)
+        output = Path(WorkerConfig.read(existing(folder, WORKER_CONFIG)).output)
         if output.parent.parent.name == folder.parent.name:
             return folder.with_name(output.parent.name) / output.name
     return folder / "train"

@@ -141,7 +141,7 @@ class ForkServer:
         if worker in self._running:
             self._ask({"signal": worker, "number": number})
 
-    def make_room(self, worker: int, needs: float | None) -> None:
+    def free_memory(self, worker: int, needs: float | None) -> None:
         """A worker will need so many bytes from now on; as of `start`."""
         if worker in self._running:
             self._ask({"room": worker, "needs": needs})
@@ -247,8 +247,8 @@ class ForkServer:
 POLL_SECONDS = 0.05
 #: Groups whose workers are kept on a GPU, or on the CPU; and the part of main memory below which
 #: none is.
-MOST_IDLE = 4
-LEAST_FREE = 0.2
+MAX_IDLE = 4
+MIN_FREE = 0.2
 #: That a worker may take to stop; its thread ends it then.
 STOP_SECONDS = 60.0
 #: After that the server kills a worker whose threads do not run any more.
@@ -357,7 +357,7 @@ class _Server:
                 self.send(pid, asked["number"])
             if order["start"] == asked.get("room"):
                 order["needs"] = asked["needs"]
-                self.make_room(order, self.residents.get(pid))
+                self.free_memory(order, self.residents.get(pid))
         for path, waiting in list(self.gathering.items()):
             for order in list(waiting):
                 if order["start"] == asked.get("room"):
@@ -444,11 +444,11 @@ class _Server:
 
     def settle(self, asked: dict[str, Any], mine: _Resident | None = None) -> None:
         """Make room for an order's process, and say who stays beside it."""
-        self.make_room(asked, mine)
+        self.free_memory(asked, mine)
         for _, worker in self.beside(frozenset(asked["place"])):
             self.tell_of(worker, stays=True, order=asked["start"])
 
-    def make_room(self, asked: dict[str, Any], mine: _Resident | None = None) -> None:
+    def free_memory(self, asked: dict[str, Any], mine: _Resident | None = None) -> None:
         """End idle workers until an order's process fits beside the others.
 
         mine   the process where it was idle itself: it needs what it held no second time
@@ -476,7 +476,7 @@ class _Server:
         self.free |= dict.fromkeys(worker.place, free)
         self.tell(self.children.pop(pid)["start"], 0)
         same = {each.team: other for other, each in self.idle() if each.place == worker.place}
-        for other in list(same.values())[:-MOST_IDLE]:
+        for other in list(same.values())[:-MAX_IDLE]:
             self.dismiss(other)
         if len(self.team(worker)) < worker.size:
             self.dismiss(pid)
@@ -485,7 +485,7 @@ class _Server:
     def trim(self, order: int = 0, needs: float = 0) -> None:
         """End the oldest idle workers where main memory runs short, by what an order needs."""
         for pid, _ in self.idle():
-            if _free_memory(needs) >= LEAST_FREE:
+            if _free_memory(needs) >= MIN_FREE:
                 return
             self.dismiss(pid, order)
 

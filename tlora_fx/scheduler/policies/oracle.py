@@ -29,7 +29,7 @@ from tlora_fx.scheduler.state import (
     pressed_first,
 )
 
-MOST_JOBS = 16
+MAX_JOBS = 16
 #: Jobs whose sets are parted in all ways by one call.
 _SMALL = 6
 Indices = NDArray[np.int64]
@@ -71,10 +71,10 @@ def best_grouping(state: SchedulerState, objective: Objective = "weighted") -> G
     for job in sorted(state.jobs.values(), key=arrival):
         by_base.setdefault(job.request.base, []).append(job)
     for jobs in by_base.values():
-        if len(jobs) > MOST_JOBS:
+        if len(jobs) > MAX_JOBS:
             raise TooManyForOracle(
                 f"{len(jobs)} jobs of one base are too many for the exact policy",
-                expected=f"at most {MOST_JOBS}",
+                expected=f"at most {MAX_JOBS}",
                 help="choose the policy 'tlora', or let a replay show it fewer jobs (--runnable)",
             )
         table = subsets(state, jobs, objective)

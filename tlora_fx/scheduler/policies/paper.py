@@ -23,7 +23,7 @@ import numpy as np
 
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.policies.tlora import Unchanged
-from tlora_fx.scheduler.search.moves import LEAST_GAIN
+from tlora_fx.scheduler.search.moves import MIN_GAIN
 from tlora_fx.scheduler.search.objective import (
     OBJECTIVES,
     CandidateCollector,
@@ -44,7 +44,7 @@ from tlora_fx.scheduler.state import (
     urgency,
 )
 
-MOST_KNOWN = 200_000
+MAX_KNOWN = 200_000
 
 
 class Cutter:
@@ -61,7 +61,7 @@ class Cutter:
         self.reasons: list[Reason] = []
         self._known = known
         self._keys = {name: hash(job.request) for name, job in valuation.state.jobs.items()}
-        if len(known) > MOST_KNOWN:
+        if len(known) > MAX_KNOWN:
             known.clear()
 
     def cut(self, seed: CandidateGroup, queue: Sequence[CandidateGroup]) -> int:
@@ -70,13 +70,13 @@ class Cutter:
         low, high = 0, len(queue)
         while low < high:
             middle = (low + high) // 2
-            if suffixes.gain(middle + 1) > suffixes.gain(middle) + LEAST_GAIN:
+            if suffixes.gain(middle + 1) > suffixes.gain(middle) + MIN_GAIN:
                 low = middle + 1
             else:
                 high = middle
         gain = suffixes.gain(low)
         self._tell(seed, queue, low, gain)
-        return low if gain > LEAST_GAIN else 0
+        return low if gain > MIN_GAIN else 0
 
     def merged(self, seed: CandidateGroup, others: Sequence[CandidateGroup]) -> CandidateGroup:
         """One unit of several, on all GPUs that their jobs asked for."""
@@ -111,7 +111,7 @@ class Cutter:
         self, seed: CandidateGroup, queue: Sequence[CandidateGroup], taken: int, gain: float
     ) -> None:
         others = tuple(name for unit in queue[len(queue) - taken :] for name in unit.jobs)
-        verdict = "merged" if taken and gain > LEAST_GAIN else "kept apart"
+        verdict = "merged" if taken and gain > MIN_GAIN else "kept apart"
         if verdict == "kept apart":
             others = tuple(name for unit in queue for name in unit.jobs)
         kept = gain if taken and isfinite(gain) else None

@@ -40,7 +40,7 @@ HOSTS = 12
 #: What the calls of one search take, in evaluations.
 CALLS = 5000
 #: Jobs that a reason names.
-MOST_NAMED = 3
+MAX_NAMED = 3
 
 
 @dataclass(slots=True)
@@ -177,8 +177,8 @@ def _waiting(placed: Placed, new: Sequence[CandidateGroup]) -> Iterator[Reason]:
         if aside:
             detail += f"; {aside} nodes are set aside for the first that waits"
         if barred := [name for other in new if other.base == unit.base for name in other.jobs]:
-            more = f" and {len(barred) - MOST_NAMED} more" if barred[MOST_NAMED:] else ""
-            detail += f"; too new to be joined: {', '.join(barred[:MOST_NAMED])}{more}"
+            more = f" and {len(barred) - MAX_NAMED} more" if barred[MAX_NAMED:] else ""
+            detail += f"; too new to be joined: {', '.join(barred[:MAX_NAMED])}{more}"
         for name in unit.jobs:
             others = tuple(other for other in unit.jobs if other != name)
             yield Reason(name, "waits", others, detail=detail)

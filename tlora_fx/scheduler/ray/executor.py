@@ -29,11 +29,10 @@ from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import PlaceTaken, RayUnreachable
 from tlora_fx.host.version import __version__
-from tlora_fx.runtime.workers.protocol import LOST, NEEDS_NEW_PROCESS, WorkerConfig
+from tlora_fx.runtime.workers.protocol import LOST, NEEDS_NEW_PROCESS, WORKER_CONFIG, WorkerConfig
 from tlora_fx.scheduler.executor import Committed, ExecutorEvent, NodeBack, NodeLost
 from tlora_fx.scheduler.lease import grant, revoke
 from tlora_fx.scheduler.local.executor import (
-    ORDER,
     CheckpointSource,
     LocalExecutor,
     LocalOptions,
@@ -166,7 +165,7 @@ class Actors:
             with order.asked.open("ab") as file:
                 file.write(b"%d\n" % number)
 
-    def make_room(self, worker: int, needs: float | None) -> None:
+    def free_memory(self, worker: int, needs: float | None) -> None:
         """Nobody is beside it."""
 
     def news(self) -> list[IdleNews]:
@@ -366,7 +365,7 @@ class RayExecutor(LocalExecutor):
         nodes = [self.nodes.node(gpu).node for gpu in gpus]
         return tuple(
             self._actors.start(
-                folder / ORDER, folder / f"rank-{rank}.log",
+                folder / WORKER_CONFIG, folder / f"rank-{rank}.log",
                 self._environment(rank, nodes), place=place,
                 stays=self._kind(config, gpus), rank=rank, size=len(gpus),
             )
@@ -390,15 +389,15 @@ class RayExecutor(LocalExecutor):
         self,
         group: Group,
         epoch: int,
-        heir: Group,
-        heir_epoch: int,
+        successor: Group,
+        successor_epoch: int,
         jobs: Sequence[JobRequest],
         steps_done: Mapping[str, float],
     ) -> None:
         """Have the worker of a group train another one; its place and its lease stay."""
         if epoch in self._places:
-            self._places.setdefault(heir_epoch, self._places[epoch])
-        super().change(group, epoch, heir, heir_epoch, jobs, steps_done)
+            self._places.setdefault(successor_epoch, self._places[epoch])
+        super().change(group, epoch, successor, successor_epoch, jobs, steps_done)
 
     def events(self) -> list[ExecutorEvent]:
         try:

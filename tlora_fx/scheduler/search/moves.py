@@ -23,7 +23,7 @@ from tlora_fx.scheduler.search.objective import (
     residuals,
 )
 
-LEAST_GAIN = 1e-9
+MIN_GAIN = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Merger:
         best = self._gain[np.arange(len(top)), top]
         while len(best):
             a = int(best.argmax())
-            if best[a] <= LEAST_GAIN:
+            if best[a] <= MIN_GAIN:
                 break
             a, b = sorted((a, int(top[a])))
             self._merge(a, b)
@@ -258,7 +258,7 @@ class Mover:
         swap -= (worth + cost)[at][:, None] + (worth + cost)[at][None, :]
         job, room = np.unravel_index(int(to.argmax()), to.shape)
         first, second = np.unravel_index(int(swap.argmax()), swap.shape)
-        if max(to[job, room], swap[first, second]) <= LEAST_GAIN:
+        if max(to[job, room], swap[first, second]) <= MIN_GAIN:
             return False
         if to[job, room] >= swap[first, second]:
             self._move(int(job), int(room), float(to[job, room]))
@@ -465,7 +465,7 @@ class UnitPacker:
         self._add(np.flatnonzero(self._alive))
         while len(self._gain):
             best = int(self._gain.argmax())
-            if self._gain[best] <= LEAST_GAIN:
+            if self._gain[best] <= MIN_GAIN:
                 break
             self._merge(best)
         return [unit for unit, alive in zip(self.units, self._alive, strict=True) if alive]

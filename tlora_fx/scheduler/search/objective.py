@@ -38,7 +38,7 @@ OBJECTIVES = ("weighted", "throughput")
 Ints = NDArray[np.int64]
 SAMPLES = 1
 #: Step times that are kept, and the most groups of one call that are looked up.
-MOST_KNOWN, MOST_LOOKED_UP = 150_000, 2048
+MAX_KNOWN, MAX_LOOKED_UP = 150_000, 2048
 
 
 @dataclass(slots=True, eq=False)
@@ -117,7 +117,7 @@ class StepTimeCache:
     def begin(self, state: SchedulerState) -> None:
         """Forget what another estimator said, or of other places."""
         of = (id(state.estimator), state.cluster)
-        if self._of != of or len(self._times) > MOST_KNOWN:
+        if self._of != of or len(self._times) > MAX_KNOWN:
             self._times.clear()
             self._of = of
 
@@ -207,7 +207,7 @@ class GroupValuation:
         for index in np.unique(bases):
             rows = np.flatnonzero(bases == index)
             name = self.bases[index]
-            if self.known is not None and len(rows) <= MOST_LOOKED_UP:
+            if self.known is not None and len(rows) <= MAX_LOOKED_UP:
                 seconds[rows] = self.known.seconds(self, name, demand[rows], gpus[rows])
             else:
                 seconds[rows] = self.ask(name, demand[rows], gpus[rows])
@@ -250,7 +250,7 @@ def tier_for(cluster: Cluster, count: int) -> Tier:
 
     A group spans racks only where it is wider than every rack is now, lost nodes not counted.
     """
-    tier = cluster.least_tier(count)
+    tier = cluster.min_tier(count)
     if tier == "rack" and cluster.lost and count > widest_rack(cluster):
         return "cluster"
     return tier

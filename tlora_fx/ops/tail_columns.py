@@ -1,4 +1,4 @@
-"""`tlora_fx::leave_room`: tensors side by side, with columns behind them that hold anything.
+"""`tlora_fx::append_tail_columns`: put tensors side by side, with columns behind them.
 
 Plan concat-K writes S and dS behind x and dy (see kernels/packed.py). In Inductor's code whoever
 computes a part writes it where it stands. Of a `cat` with an empty tensor Inductor would make one
@@ -17,25 +17,27 @@ from torch import Tensor
 
 
 @torch.library.custom_op(
-    "tlora_fx::leave_room", mutates_args=(), schema="(Tensor[] parts, int room) -> Tensor"
+    "tlora_fx::append_tail_columns",
+    mutates_args=(),
+    schema="(Tensor[] parts, int tail_columns) -> Tensor",
 )
-def leave_room(parts: list[Tensor], room: int) -> Tensor:
+def append_tail_columns(parts: list[Tensor], tail_columns: int) -> Tensor:
     """Put tensors side by side.
 
     parts     [..., n] each, alike but in n
-    room      columns behind them, which are not written
-    returns   [..., sum of n + room]
+    tail_columns  columns behind them, which are not written
+    returns   [..., sum of n + tail_columns]
     """
     first, columns = parts[0], sum(part.shape[-1] for part in parts)
-    whole = first.new_empty(*first.shape[:-1], columns + room)
+    whole = first.new_empty(*first.shape[:-1], columns + tail_columns)
     torch.cat(parts, -1, out=whole[..., :columns])
     return whole
 
 
-@leave_room.register_fake
-def _leave_room_fake(parts: list[Tensor], room: int) -> Tensor:
+@append_tail_columns.register_fake
+def _append_tail_columns_fake(parts: list[Tensor], tail_columns: int) -> Tensor:
     first = parts[0]
-    return first.new_empty(*first.shape[:-1], sum(part.shape[-1] for part in parts) + room)
+    return first.new_empty(*first.shape[:-1], sum(part.shape[-1] for part in parts) + tail_columns)
 
 
 @functools.cache
@@ -47,12 +49,14 @@ def teach_inductor() -> None:
     """
     from torch._inductor import ir, lowering
 
-    @lowering.register_lowering(torch.ops.tlora_fx.leave_room.default, type_promotion_kind=None)
-    def lowered(parts: list[Any], room: int) -> Any:
+    @lowering.register_lowering(
+        torch.ops.tlora_fx.append_tail_columns.default, type_promotion_kind=None
+    )
+    def lowered(parts: list[Any], tail_columns: int) -> Any:
         first = parts[0]
         pieces = list(parts)
-        if room:
-            size = [*first.get_size()[:-1], room]
+        if tail_columns:
+            size = [*first.get_size()[:-1], tail_columns]
             pieces.append(_nothing(size, first.get_dtype(), first.get_device()))
         return ir.TensorBox(ir.ConcatKernel.create(pieces, len(first.get_size()) - 1))
 
