@@ -13,6 +13,18 @@ class OptimizerStateError(TloraError, code="T0402"):
     """A saved optimizer state does not fit the job's parameters."""
 
 
+class StepMisuse(TloraError, code="T0420"):
+    """A `GroupStep` was asked for what it cannot do: an unknown job, a step without gradients."""
+
+
+class NotFinite(TloraError, code="T0421"):
+    """The loss of a batch is NaN or infinite.
+
+    The job's gradients are what they were before the batch. Look for samples without targets, a
+    learning rate that is too high, or a loss of your own that divides by zero.
+    """
+
+
 class CheckpointError(TloraError, code="T0403"):
     """A checkpoint could not be written or read; earlier ones are intact."""
 
