@@ -188,8 +188,8 @@ def test_an_architecture_that_nobody_has_is_refused_at_once(capsys, monkeypatch)
     ("kind", "more", "barred"),
     [
         ("input_gradient", ("--dropout",), ", but not with dropout"),
-        ("input_gradient", (), ", where weight and input have room; not here"),
-        ("forward", ("--dropout",), ", where weight and input have room; not here"),
+        ("input_gradient", (), ", where weight and input are extended; not here"),
+        ("forward", ("--dropout",), ", where weight and input are extended; not here"),
     ],
 )
 def test_a_plan_that_cannot_be_taken_says_why(capsys, compiles, kind, more, barred):
