@@ -309,7 +309,7 @@ def _controlled(options: TrainOptions) -> NanoBatches | None:
 
 
 def _notes(trainer: Trainer) -> Iterator[str]:
-    rows, graphs = trainer.rows, trainer.graphs
+    rows, graphs = trainer.group.bucketer, trainer.graphs
     if rows.padding:
         part = rows.padding / (rows.padding + rows.tokens)
         yield f"rows: {part:.1%} padding, so that their lengths come again"

@@ -219,6 +219,12 @@ class JobRun(Member):
         return report
 
     @property
+    def is_looked_at(self) -> bool:
+        """Whether something follows at once from the step that the job is at."""
+        save = self.step % self.job.save_steps == 0
+        return save or self.step >= self.data.steps or self.is_evaluated or self.is_sampled
+
+    @property
     def is_evaluated(self) -> bool:
         """Whether the step that the job has just done is one to evaluate it at."""
         return self.status != "failed" and self.evaluation.is_due(self.step)

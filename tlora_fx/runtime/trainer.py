@@ -42,7 +42,6 @@ from tlora_fx.runtime.checks import (
 from tlora_fx.runtime.controllers import NanoBatches
 from tlora_fx.runtime.data.batching import (
     MicroBatches,
-    RowBucketer,
 )
 from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.data_starts import agreed_starts, require_data_starts
@@ -57,9 +56,9 @@ from tlora_fx.runtime.evaluation import Evaluator
 from tlora_fx.runtime.generation import Sampler
 from tlora_fx.runtime.group_step import GroupStep, StepOptions
 from tlora_fx.runtime.interrupts import Interrupts
-from tlora_fx.runtime.job_evaluation import Metrics
 from tlora_fx.runtime.job_reports import JobReports
 from tlora_fx.runtime.job_run import JobRun
+from tlora_fx.runtime.measurements import Measurements
 from tlora_fx.runtime.optim.trainable import require_trainable
 from tlora_fx.runtime.round_end import CallbackErrors, RoundEnd
 from tlora_fx.runtime.run_checkpoints import RunCheckpoints
@@ -163,8 +162,7 @@ class Trainer:
         self.change_seconds = 0.0
         self._to_tell: list[JobRun] = []
         self._data = data
-        self._evaluator: Evaluator | None = None
-        self._sampler: Sampler | None = None
+        self.measurements: Measurements
         self._nano = nano
         self._choice = self.plan.nano_batches if nano is None else nano.count
         self._limited = False
@@ -243,56 +241,33 @@ class Trainer:
         """Rows or stages as CUDA graphs, where they may run so; None before training."""
         return self.group.graphs
 
-    @property
-    def rows(self) -> RowBucketer:
-        """Makes the rows, and counts their tokens and padding."""
-        return self.group.bucketer
-
     def prepare(self, data: Mapping[str, JobData]) -> None:
         """Load the base, start or restore the adapters, and make each job's optimizer."""
         known, tell = self.checkpoints.known(), self.callback.noted
         longest = longest_row(self.jobs, data, self.options.max_row_tokens, self.plan.parts)
         self.group.prepare(
-            probe=lambda base: self._probe(data, base),
+            probe=lambda base: try_base(self.group, self.ranks, data, base, self.callback.warned),
             starts=lambda: agreed_starts(self.model, self.ranks, data, known, tell),
             largest_row=longest,
             member=lambda job: self.roster.add(job, data[job.name]),
         )
         assert self.group.runner is not None
         parts, warn = self.plan.parts, self.callback.warned
-        self._evaluator = Evaluator(
+        evaluator = Evaluator(
             self.model, self.group.runner, self.ranks, parts, self.group.cutting, warn
         )
-        if self.mesh.leader:
-            self._sampler = Sampler(self.plan, self.model)
-            self._sampler.warn(self.jobs, self.callback)
+        sampler = Sampler(self.plan, self.model) if self.mesh.leader else None
+        if sampler is not None:
+            sampler.warn(self.jobs, self.callback)
+        self.measurements = Measurements(
+            evaluator, sampler, self.callback, self.group.free_memory,
+            alone=self.mesh.size == 1, goes_on=not self.group.gathering.apart,
+        )  # fmt: skip
         self.rounds = self.checkpoints.restore()
         self.checkpoints.describe_again(self.jobs, data)
         self.checkpoints.start_clock()
         self.roster.watch_rows(self.group.row_tokens)
         self.ranks.together(lambda: self.reports.begin(self.runs))
-
-    def _probe(self, data: Mapping[str, JobData], base: Mapping[str, Tensor] | None = None) -> None:
-        """Try the model against the base alone; where that cannot be done, say so.
-
-        base    what a model of which processes hold pieces is about to be loaded from; where those
-                are pieces of matrices, what `compile` tried is all that is known. None: it is whole
-        """
-        if base is None:
-            skipped = probe_base(self.model, data).skipped
-        elif self.plan.mesh.tp == 1:
-            ours = self.ranks.together(
-                lambda: (
-                    probe_ends(self.model, data, base, self.device)
-                    if self.mesh.leader
-                    else Probed()
-                )
-            )
-            skipped = ours.skipped
-        else:
-            skipped = next((why for name, why in self.model.group.notes if name == "probe"), "")
-        if skipped:
-            self.callback.warned(f"the base was not tried against itself: {skipped}")
 
     def gradients(self, batches: Mapping[int, MicroBatches]) -> dict[int, float]:
         """One forward and backward of all rows of a round; gradients add up in the parameters.
@@ -522,7 +497,7 @@ class Trainer:
         if (
             due
             or self._to_tell
-            or any(run.status != "running" or self._is_looked_at(run) for run in active)
+            or any(run.status != "running" or run.is_looked_at for run in active)
         ):
             outside |= self._end.collect()
         self._judge(active, outside, due=due)
@@ -531,11 +506,6 @@ class Trainer:
         """Look at the round that was launched last, and at what follows from it."""
         if launched := self._end.ahead:
             self._judge(launched, self._end.collect(), due=False)
-
-    def _is_looked_at(self, run: JobRun) -> bool:
-        """Whether something follows at once from the step that a job is at."""
-        save = run.step % run.job.save_steps == 0
-        return save or run.step >= run.data.steps or run.is_evaluated or run.is_sampled
 
     def _judge(self, active: Sequence[JobRun], outside: CallbackErrors, *, due: bool) -> None:
         """What follows from a round: evaluations, jobs that end, a checkpoint.
@@ -547,8 +517,8 @@ class Trainer:
             # A fault that one process alone has met must not part them.
             due_now = self.ranks.from_leader(due_now)
         if not self._end.ahead:
-            outside = outside | self._evaluate([self.roster.at(index) for index in due_now])
-            self._sample([run for run in active if run.is_sampled])
+            outside = outside | self.measurements.evaluate(list(map(self.roster.at, due_now)))
+            self.measurements.sample([run for run in active if run.is_sampled])
         changed = self._tell_of_changes()
         for run in active:
             if run.status != "running":
@@ -565,54 +535,6 @@ class Trainer:
         if (due or changed) and self._active():
             self._save(last=False, only=None if due else changed)
 
-    def _evaluate(self, runs: Sequence[JobRun]) -> CallbackErrors:
-        """Evaluate jobs together; some may stop early. Returns what ends a job, by job."""
-        if not runs:
-            return {}
-        outside: CallbackErrors = {}
-        self.callback.evaluating()
-        measured = self._measured(runs)
-        for run in runs:
-            if run.index not in measured:
-                continue
-            try:
-                report = run.take_evaluation(measured[run.index])
-                if report is not None:
-                    self.callback.evaluated(report)
-            except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
-                outside[run.index] = error
-                self._blame(run, error)
-                run.goes_on = not self.group.gathering.apart
-        return outside
-
-    def _measured(self, runs: Sequence[JobRun]) -> Mapping[int, Metrics]:
-        """The evaluations of jobs; where one process fails at all of them, each job's by itself."""
-        assert self._evaluator is not None
-        try:
-            return self._evaluator.measure({run.index: run.data for run in runs})
-        except Exception:
-            if self.mesh.size > 1:
-                raise
-        self.group.free_memory()
-        measured: dict[int, Metrics] = {}
-        for run in runs:
-            try:
-                measured |= self._evaluator.measure({run.index: run.data})
-            except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
-                self._blame(run, error)
-        return measured
-
-    def _sample(self, runs: Sequence[JobRun]) -> None:
-        """Let jobs answer their prompts, on the leader; what fails costs the answers alone."""
-        if self._sampler is not None and runs and not self._sampler.tell(runs, self.callback):
-            self.group.free_memory()
-
-    def _blame(self, run: JobRun, error: Exception) -> None:
-        """End a job for an exception: now where it has ended anyway, else when all know."""
-        run.suspect(error)
-        if run.status != "running":
-            run.fail(run.fault)
-
     def _conclude(self, run: JobRun) -> None:
         """A job has ended: leave its adapter, and say so."""
         self.commits.settle()
@@ -622,3 +544,31 @@ class Trainer:
         """Write a checkpoint; see `RunCheckpoints.save`."""
         self._catch_up()
         self.checkpoints.save(self.rounds, last=last, only=only)
+
+
+def try_base(
+    group: GroupStep,
+    ranks: Ranks,
+    data: Mapping[str, JobData],
+    base: Mapping[str, Tensor] | None,
+    warn: Callable[[str], None],
+) -> None:
+    """Compare a fused graph with the base alone; where that cannot be done, say so.
+
+    base     what a model of which processes hold pieces is about to be loaded from; where those are
+             pieces of matrices, what `compile` tried is all that is known. None: it is whole
+    raises   FusedDiffers
+    """
+    model, mesh = group.model, group.mesh
+    if base is None:
+        skipped = probe_base(model, data).skipped
+    elif group.plan.mesh.tp == 1:
+
+        def tried() -> Probed:
+            return probe_ends(model, data, base, mesh.device) if mesh.leader else Probed()
+
+        skipped = ranks.together(tried).skipped
+    else:
+        skipped = next((why for name, why in model.group.notes if name == "probe"), "")
+    if skipped:
+        warn(f"the base was not tried against itself: {skipped}")
