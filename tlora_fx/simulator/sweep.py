@@ -80,7 +80,7 @@ class JobSource:
     trace: str = option("synthetic", "trace file to replay, or 'synthetic' to draw a trace")
     format: str | None = option(
         None,
-        "format of the trace file (acme, pollux, kalos or own); if not given, seen by its columns",
+        "format of the trace file (acme, pollux, kalos, own); if not given, known by its columns",
     )
     bad_rows: Literal["drop", "refuse"] = option(
         "drop",
@@ -205,7 +205,7 @@ class ClusterOptions:
     """The GPUs that there are."""
 
     gpus: int = option(128, "number of GPUs in the cluster", ge=1)
-    gpu: str = option("h200", "kind of GPU in the cluster")
+    gpu: str = option("h200", "kind of GPU in the cluster, such as h200")
     gpus_per_node: int = option(8, "GPUs per node", ge=1)
     nodes_per_rack: int = option(4, "nodes per rack", ge=1)
 
