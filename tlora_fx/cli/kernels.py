@@ -43,32 +43,72 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 class KernelOptions:
     """The options that name one kernel, for the commands that take one."""
 
-    kind: Annotated[str, typer.Argument(help="One of `tlora-fx kernels list`.")]
-    inner: Annotated[int, typer.Option("--in", help="Inputs of the frozen linear.")]
-    outer: Annotated[int, typer.Option("--out", help="Its outputs.")]
-    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16"
-    adapter_dtype: Annotated[str, typer.Option(help="Of the stored adapters.")] = "fp32"
-    rank_block: Annotated[int, typer.Option(help="Ranks are padded to a multiple.")] = 16
-    dropout: Annotated[bool, typer.Option("--dropout", help="Some job drops.")] = False
-    bias: Annotated[bool, typer.Option("--bias", help="The linear has a bias.")] = False
-    weight_layout: Annotated[str, typer.Option(help="out_in, or in_out as in Conv1D.")] = "out_in"
-    accumulate: Annotated[
-        bool, typer.Option("--accumulate", help="Add to what the output holds.")
+    kind: Annotated[str, typer.Argument(help="Kind of kernel; `tlora-fx kernels list` lists them.")]
+    inner: Annotated[int, typer.Option("--in", help="Input features of the frozen linear layer.")]
+    outer: Annotated[int, typer.Option("--out", help="Output features of the frozen linear layer.")]
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of inputs and frozen weights: bf16, fp16, fp32 or fp64.")
+    ] = "bf16"
+    adapter_dtype: Annotated[
+        str, typer.Option(help="Dtype of the stored adapters: bf16, fp16, fp32 or fp64.")
+    ] = "fp32"
+    rank_block: Annotated[
+        int, typer.Option(help="LoRA ranks are padded to a multiple of this power of two.")
+    ] = 16
+    dropout: Annotated[
+        bool, typer.Option("--dropout", help="Generate the kernel for jobs with dropout.")
     ] = False
-    sites: Annotated[int, typer.Option(help="Linears that share the input.")] = 1
-    beside: Annotated[str, typer.Option(help="Outputs of the further ones, such as 1024,1024.")] = (
-        ""
+    bias: Annotated[bool, typer.Option("--bias", help="The frozen linear layer has a bias.")] = (
+        False
     )
-    extend: Annotated[str, typer.Option(help="For concat-K: tail or copy.")] = ""
-    gated: Annotated[
-        str, typer.Option(help="Activation of a gate that makes x: silu or gelu_tanh.")
+    weight_layout: Annotated[
+        str,
+        typer.Option(help="Layout of the frozen weights: out_in, or in_out as in GPT-2's Conv1D."),
+    ] = "out_in"
+    accumulate: Annotated[
+        bool,
+        typer.Option(
+            "--accumulate", help="Add the result to the output instead of overwriting it."
+        ),
+    ] = False
+    sites: Annotated[int, typer.Option(help="Number of linear layers that share the input.")] = 1
+    beside: Annotated[
+        str,
+        typer.Option(
+            help="With --sites, output features of the second and later linear layers, such as "
+            "1024,1024; if not given, all are as wide as the first."
+        ),
     ] = ""
-    whole: Annotated[bool, typer.Option("--whole", help="No job has more than a chunk.")] = False
-    job_capacity: Annotated[int, typer.Option(help="Most jobs of a row.")] = 64
-    arch: Annotated[int, typer.Option(help="Compute capability: 80, 90, 100.")] = 90
+    extend: Annotated[
+        str,
+        typer.Option(
+            help="For the concat-K plan: write behind the existing rows (tail), or copy those "
+            "rows too (copy)."
+        ),
+    ] = ""
+    gated: Annotated[
+        str,
+        typer.Option(
+            help="Compute the input from a gated activation in the kernel: silu or gelu_tanh."
+        ),
+    ] = ""
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole",
+            help="No job has more tokens than one chunk, so gradients need no partial sums.",
+        ),
+    ] = False
+    job_capacity: Annotated[int, typer.Option(help="Maximum jobs in one row; a power of two.")] = 64
+    arch: Annotated[
+        int, typer.Option(help="CUDA compute capability to compile for: 80, 90 or 100.")
+    ] = 90
     tile: Annotated[
         str | None,
-        typer.Option(help="rows,columns,depth,warps,stages,chunk,slab instead of the rule's."),
+        typer.Option(
+            help="Tile sizes as rows,columns,depth,warps,stages,chunk,slab; if not given, the "
+            "generator chooses."
+        ),
     ] = None
 
     def spec(self) -> KernelSpec:
@@ -101,12 +141,12 @@ def _tile(text: str | None) -> Tile | None:
 
 CHECKED_ARCHITECTURES = (80, 90, 100)
 
-group = command_group("List, show, explain, check and tune the generated kernels.")
+group = command_group("List, show, explain, check and tune generated GPU kernels.")
 
 
 @group.command("list")
 def list_kinds() -> None:
-    """List the kinds of kernels, and the generated files in the cache."""
+    """List the kinds of GPU kernels, and the cached generated files."""
     table = Table("kind", "what it does", box=None, pad_edge=False)
     for kind in KINDS:
         table.add_row(kind, first_line(emitter(kind).__doc__))
@@ -132,7 +172,7 @@ def _cached(files: list[Path]) -> Table:
 @group.command()
 @takes_options
 def show(kernel: KernelOptions) -> None:
-    """Print the source of one kernel."""
+    """Print the generated source of one kernel."""
     typer.echo(build(kernel.spec()).text, nl=False)
 
 
@@ -140,13 +180,21 @@ def show(kernel: KernelOptions) -> None:
 @takes_options
 def explain(
     kernel: KernelOptions,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a call.")] = 8192,
-    ranks: Annotated[str, typer.Option(help="Ranks of its jobs, equally long.")] = "16,16,16,16",
-    gpu: Annotated[str, typer.Option(help="Whose measurements decide.")] = "NVIDIA H200",
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Number of tokens in the call to estimate.")
+    ] = 8192,
+    ranks: Annotated[
+        str,
+        typer.Option(help="LoRA ranks of the jobs in that call; each job has equally many tokens."),
+    ] = "16,16,16,16",
+    gpu: Annotated[
+        str, typer.Option(help="GPU whose measured tile tables are used.")
+    ] = "NVIDIA H200",
 ) -> None:
-    """Say how a kernel cuts its work and why, what a call costs, and what it compiles to.
+    """Explain how a kernel divides its work, and what a call costs.
 
-    Compiles for --arch without a GPU, where Triton is installed.
+    Prints the tile sizes and why they were chosen, the estimated cost of a call, and the resources
+    of the compiled kernel. Needs no GPU: Triton compiles the kernel for --arch, if it is installed.
     """
     spec, words = kernel.spec(), ranks.split(",")
     if not all(word.strip().isdecimal() for word in words) or not any(map(int, words)):
@@ -159,16 +207,27 @@ def explain(
 
 @group.command()
 def check(
-    kinds: Annotated[list[str] | None, typer.Argument(help="Kinds; all where none.")] = None,
-    arch: Annotated[list[int] | None, typer.Option(help="80, 90 and 100 where none.")] = None,
+    kinds: Annotated[
+        list[str] | None, typer.Argument(help="Kinds of kernels to check; all if none is given.")
+    ] = None,
+    arch: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="CUDA compute capability to compile for; repeatable. 80, 90 and 100 if not given."
+        ),
+    ] = None,
     extent: Annotated[
         Literal["few", "forms", "everything"],
-        typer.Option("--extent", help="Two specs a kind, all forms, or all forms and shapes."),
+        typer.Option(
+            "--extent",
+            help="What to check of each kind: few (two kernels), forms (all variants), or "
+            "everything (all variants and shapes).",
+        ),
     ] = "forms",
 ) -> None:
-    """Compile kernels without a GPU and look for spills, overflows and missing instructions.
+    """Compile kernels without a GPU and look for faults.
 
-    Exits with 1 where a kernel has a fault.
+    Faults are register spills, overflows and missing instructions. Exits with 1 if there is one.
     """
     for number in arch or ():
         require_architecture(number)
@@ -208,23 +267,49 @@ def _checked(spec: KernelSpec, arch: int) -> tuple[str, bool]:
 @group.command()
 def tune(
     shapes: Annotated[
-        list[str] | None, typer.Argument(help="Linears as INxOUT, such as 4096x14336.")
+        list[str] | None,
+        typer.Argument(
+            help="Linear layers to tune for, as INxOUT, such as 4096x14336; those of Llama-3-8B "
+            "if none is given."
+        ),
     ] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="Tokens of a call.")] = None,
-    ranks: Annotated[list[int] | None, typer.Option(help="Ranks of the jobs.")] = None,
-    dtype: Annotated[Literal["bf16", "fp16"], typer.Option(help="Of the base.")] = "bf16",
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Number of tokens in a call; repeatable.")
+    ] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option(help="LoRA rank of a job; repeatable, once for each job.")
+    ] = None,
+    dtype: Annotated[
+        Literal["bf16", "fp16"], typer.Option(help="Dtype of the base model: bf16 or fp16.")
+    ] = "bf16",
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The table; else in the cache folder.")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="File for the table of results; in your cache folder if not given.",
+        ),
     ] = None,
-    budget_seconds: Annotated[int, typer.Option(help="Stop after so long.")] = 540,
+    budget_seconds: Annotated[
+        int, typer.Option(help="Seconds after which no new measurement is begun.")
+    ] = 540,
     ship: Annotated[
-        bool, typer.Option("--ship", help="Write into this package, for all users of this GPU.")
+        bool,
+        typer.Option(
+            "--ship", help="Write the table into the installed package, for all users of this GPU."
+        ),
     ] = False,
     plans_only: Annotated[
-        bool, typer.Option("--plans-only", help="Keep the tiles that tables have; time plans.")
+        bool,
+        typer.Option(
+            "--plans-only", help="Measure only plans, with the tile sizes that tables already hold."
+        ),
     ] = False,
 ) -> None:
-    """Time plans and tiles on this machine's GPU and add the best to a table."""
+    """Measure kernels on this machine's GPU and save the best choices.
+
+    Measures execution plans and tile sizes, and adds the fastest to a table.
+    """
     linears = [_shape(text) for text in shapes] if shapes else None
     from tlora_fx.ops.kernels.tune import tune as measure
 

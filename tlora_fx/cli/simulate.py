@@ -74,9 +74,16 @@ WIDE = 100
 class OutputOptions:
     """What is written, and how it is run."""
 
-    output: Path | None = option(None, "folder of the report")
-    save_trace: Path | None = option(None, "write the first seed's jobs: JSON lines, or .csv")
-    processes: int | None = option(None, "at once; else one a core", ge=1)
+    output: Path | None = option(None, "folder for the report")
+    save_trace: Path | None = option(
+        None,
+        "file for the first seed's jobs, as a trace: JSON lines, or CSV if its name ends in .csv",
+    )
+    processes: int | None = option(
+        None,
+        "number of replays to run at once, each in a process; if not given, one per CPU core",
+        ge=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -105,15 +112,20 @@ class SimulateOptions:
 
 @with_options(
     JobSource, Choices, ClusterOptions, ReplayOptions, SweepOptions, OutputOptions,
-    names={"month": ("--month", "--months"), "output": ("-o", "--output")},
+    names={
+        "month": ("--month", "--months"),
+        "max_tokens": ("--max-tokens", "--most-tokens"),
+        "output": ("-o", "--output"),
+    },
     parsers={"horizon": lambda text: seconds(text, "--horizon")},
 )  # fmt: skip
 def run(**values: Any) -> None:
-    """Replay a trace under each policy, and compare what came of it.
+    """Replay a trace of jobs under each scheduling policy, and compare the results.
 
-    The scheduler is the real one; only the clock and the GPUs are simulated. What a trace does not
-    say is drawn or chosen by the options below, and the report states every one of them. A report
-    is one HTML page with the numbers of each figure beside it.
+    The scheduler is the real one; only the clock and the GPUs are simulated. A trace does not say
+    everything about a job: the options below choose or draw the rest. The output lists the value of
+    each of these options. With -o it also writes a report: an HTML page, and a CSV file for each
+    figure.
     """
     options = SimulateOptions.of(values)
     output = options.output

@@ -142,13 +142,13 @@ def chosen(plan: SweepPlan) -> list[tuple[str, str, str]]:
 def _choice_rows(scenario: Scenario, seeds: Sequence[int]) -> list[tuple[str, str, str]]:
     jobs, *choices = option_rows(Choices, scenario.choices)
     if scenario.source.synthetic:
-        jobs = ("jobs", f"{scenario.source.jobs:,}", "that are drawn")
+        jobs = ("jobs", f"{scenario.source.jobs:,}", "number of jobs that are drawn")
     return [
         jobs,
         *choices,
         *option_rows(ClusterOptions, scenario.cluster),
         *option_rows(ReplayOptions, scenario),
-        ("seeds", ", ".join(map(str, seeds)), "of all that is drawn"),
+        ("seeds", ", ".join(map(str, seeds)), "seeds of all random choices"),
         *(row for row in option_rows(JobSource, scenario.source) if row[0] == "bad-rows"),
     ]
 
