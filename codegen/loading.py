@@ -130,11 +130,6 @@ def load(spec: KernelSpec) -> GeneratedModule:
         return _loaded[spec]
 
 
-def load_count() -> int:
-    """How many specs this process has loaded: what must not grow while only the job mix changes."""
-    return len(_loaded)
-
-
 def _imported(path: Path) -> GeneratedModule:
     name = f"{_PACKAGE}.{path.stem}"
     if name in sys.modules:
