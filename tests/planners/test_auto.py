@@ -140,6 +140,5 @@ def test_training_asks_for_measurements(model, monkeypatch, tmp_path):
 
 
 def test_planners_are_found_by_name():
-    """Those of this room too."""
+    """Those that a module of this room defines."""
     assert isinstance(find_planner("auto"), Auto)
-    assert find_planner("galvatron").name == "galvatron"

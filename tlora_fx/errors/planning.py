@@ -206,10 +206,6 @@ class JobTooLong(TloraError, code="T0854"):
     """
 
 
-class ForeignPlanError(TloraError, code="T0855"):
-    """A plan of another system cannot be read or run."""
-
-
 class NotProfilable(TloraError, code="T0856"):
     """The layers of a model cannot be timed one by one."""
 
