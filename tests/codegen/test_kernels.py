@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from scripts.check_kernels import forms
 from tests.interpreted import ROOT
-from tlora_fx.codegen.compiled_check import forms
 from tlora_fx.codegen.kernels import build, command, emitter, intact, shrink, stem
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
 

@@ -122,7 +122,7 @@ def test_loading_needs_no_triton_until_a_kernel_is_asked_for():
     """The package can be imported and text generated where Triton is not installed."""
     code = (
         "import sys; sys.modules['triton'] = None\n"
-        "from tlora_fx.codegen import compiled_check, kernels, loading\n"
+        "from tlora_fx.codegen import kernels, loading\n"
         "from tlora_fx.codegen.spec import KernelSpec\n"
         "kernels.build(KernelSpec('pack', 64, 32))\n"
         "assert 'torch' not in sys.modules\n"

@@ -48,7 +48,7 @@ COMMANDS = {
     "explain": "Say why a module is lowered, shared and folded, or why not.",
     "generate": "Let trained jobs go on from a prompt.",
     "inspect": "Look into a compiled model, or into what each pass did.",
-    "kernels": "List, show, explain, check and tune the generated kernels.",
+    "kernels": "List, show, explain and tune the generated kernels.",
     "merge": "Merge a job's adapter into its base, and write full weights.",
     "opt": "Run a pipeline on graphs of a file, and print what comes out.",
     "passes": "List the passes and their options.",

@@ -264,10 +264,3 @@ class TooManyJobs(TloraError, code="T0704"):
 
 class KernelToolMissing(TloraError, code="T0705"):
     """Triton, or a tool in its wheel, is not installed (`pip install triton`)."""
-
-
-class KernelNotCompilable(TloraError, code="T0706"):
-    """Triton does not compile a generated kernel for this architecture.
-
-    Another tile may do: `tlora-fx kernels explain`.
-    """
