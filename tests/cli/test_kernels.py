@@ -60,14 +60,12 @@ def test_the_command_in_a_header_prints_the_same_text(capsys):
 
 
 def test_a_kernel_is_explained(capsys):
-    """Spec, tile and its rule, and cost at a number of tokens."""
+    """Spec, tile and its rule."""
     out, _, status = said(capsys, "explain", *PACK, "--ranks", "8,8", "--tokens", "1000")
 
     assert status == 0
     assert "KernelSpec(kind='pack', inner=4096, outer=14336" in out
     assert "tile  by the rule, for nothing like it was measured on NVIDIA H200" in out
-    assert "1,000 tokens of 2 jobs" in out
-    assert "(4 R + 2 P) (I + O)" in out
 
 
 def test_a_given_tile_is_explained_as_given(capsys):

@@ -144,7 +144,7 @@ def explain(
     ranks: Annotated[str, typer.Option(help="Ranks of its jobs, equally long.")] = "16,16,16,16",
     gpu: Annotated[str, typer.Option(help="Whose measurements decide.")] = "NVIDIA H200",
 ) -> None:
-    """Say how a kernel cuts its work and why, and what a call costs."""
+    """Say how a kernel cuts its work and why."""
     spec, words = kernel.spec(), ranks.split(",")
     if not all(word.strip().isdecimal() for word in words) or not any(map(int, words)):
         raise typer.BadParameter(f"--ranks are numbers, such as 4,8,16; not {ranks!r}")
@@ -196,14 +196,10 @@ def _shape(text: str) -> tuple[int, int]:
     return int(inner), int(outer)
 
 
-# Measured on an H200: a copy, and a bf16 matrix product.
-H200_BYTES_PER_SECOND, H200_FLOP_PER_SECOND = 4.27e12, 752e12
-
-
 def page(spec: KernelSpec, tokens: int, ranks: list[int], gpu: str) -> Iterator[str | Table]:
-    """Spec, tile and why, plan, and costs.
+    """Spec, tile and why, and plan.
 
-    tokens, ranks   of the call that is priced; its jobs have equal lengths
+    tokens, ranks   of a call; its jobs have equal lengths
     """
     site = _site(spec, ranks)
     tile, why = _tile_and_reason(spec, site, tokens, gpu)
@@ -213,8 +209,6 @@ def page(spec: KernelSpec, tokens: int, ranks: list[int], gpu: str) -> Iterator[
     yield f"tile  {why}"
     yield _tile_table(generated.spec)
     yield from _plan(spec, site, tokens, gpu)
-    yield f"\na call with {tokens:,} tokens of {len(ranks)} jobs, equally long"
-    yield _cost_table(generated.spec, tokens, ranks)
 
 
 def _site(spec: KernelSpec, ranks: list[int]) -> Site:
@@ -272,14 +266,4 @@ def _tile_table(spec: KernelSpec) -> Table:
     for field in fields(spec.cut):
         if value := getattr(spec.cut, field.name):
             table.add_row(f"      {field.name}", str(value))
-    return table
-
-
-def _cost_table(spec: KernelSpec, tokens: int, ranks: list[int]) -> Table:
-    kind = emitter(spec.kind)
-    flop, moved = kind.cost(spec, tokens, tokens * sum(ranks) // len(ranks))
-    seconds = (flop / H200_FLOP_PER_SECOND, moved / H200_BYTES_PER_SECOND)
-    table = Table("", "number", "at least, on an H200", "formula", box=None, pad_edge=False)
-    table.add_row("FLOP", f"{flop:,}", f"{seconds[0] * 1e6:.1f} µs", kind.flops(spec))
-    table.add_row("bytes", f"{moved:,}", f"{seconds[1] * 1e6:.1f} µs", kind.bytes_moved(spec))
     return table
