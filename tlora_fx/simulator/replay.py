@@ -437,12 +437,6 @@ class SimulatedExecutor:
             event = replace(event, epoch=self._holders[event.job])
         self._events.append(event)
 
-    def _hear_early(self, epoch: int) -> None:
-        """Of jobs that had ended before their group failed nothing is lost."""
-        for number, event in list(self._late.items()):
-            if isinstance(event, Finished) and self._holders[event.job] == epoch:
-                self._hear(replace(self._late.pop(number), time=self.clock.now))
-
     def kill(self, group: Group, epoch: int) -> None:
         self._groups.pop(epoch, None)
         self._takeovers.pop(epoch, None)
@@ -473,7 +467,10 @@ class SimulatedExecutor:
     def fail_group(self, epoch: int, reason: str = "a simulated failure") -> None:
         """A group ends; its jobs go on from their last commits."""
         running, takeover = self._groups.pop(epoch, None), self._takeovers.pop(epoch, None)
-        self._hear_early(epoch)
+        # Jobs that ended before their group failed lose nothing.
+        for number, event in list(self._late.items()):
+            if isinstance(event, Finished) and self._holders[event.job] == epoch:
+                self._hear(replace(self._late.pop(number), time=self.clock.now))
         if running is not None or takeover is not None:
             steps = self._safe(running) if running is not None else {}
             self._events.append(Failed(self.clock.now, epoch, None, reason, steps))
