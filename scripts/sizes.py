@@ -44,7 +44,7 @@ def code_lines(text: str) -> int:
             match node.body:
                 case [ast.Expr(value=ast.Constant(value=str())) as docstring, *_]:
                     lines -= {*range(docstring.lineno, (docstring.end_lineno or 0) + 1)}
-    return sum(bool(line.strip()) for at, line in enumerate(text.splitlines(), 1) if at in lines)
+    return sum(bool(line.strip()) for at, line in enumerate(text.split("\n"), 1) if at in lines)
 
 
 def files(folder: str, pattern: str) -> Iterator[Path]:

@@ -12,14 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tlora_fx.codegen.spec import KernelSpec, Tile
-from tlora_fx.codegen.template import (
-    common_values,
-    constants_of,
-    fill,
-    mask_word,
-    module,
-    size,
-)
+from tlora_fx.codegen.template import common_values, constants_of, fill, mask_word, module, size
 from tlora_fx.errors import KernelSpecError
 
 # Rows, columns, slab and warps of a tile that tuning tries.

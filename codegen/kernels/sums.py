@@ -12,14 +12,7 @@ from tlora_fx.codegen.kernels import lora_b_backward
 from tlora_fx.codegen.kernels.lora_b_backward import chunk_of, slabs_of
 from tlora_fx.codegen.kernels.pack import STRIP
 from tlora_fx.codegen.spec import KernelSpec, Tile
-from tlora_fx.codegen.template import (
-    common_values,
-    constants_of,
-    either,
-    fill,
-    module,
-    of_sites,
-)
+from tlora_fx.codegen.template import common_values, constants_of, either, fill, module, of_sites
 
 _ELEMENTS = 512  # of dS in a program: 16 bytes of float32 for each of 128 threads
 _S_SLAB = 1024  # of x, where nobody says

@@ -8,10 +8,7 @@ import re
 import pytest
 
 from tests.cost.facts import small_cost, small_model
-from tlora_fx.planners.export import (
-    write_metis,
-    write_sailor,
-)
+from tlora_fx.planners.export import write_metis, write_sailor
 
 LAYERS = 4
 

@@ -9,10 +9,7 @@ from operator import attrgetter
 from typing import Literal
 
 from tlora_fx.simulator.metrics import Summary
-from tlora_fx.simulator.sweep import (
-    Scenario,
-    ScenarioResult,
-)
+from tlora_fx.simulator.sweep import Scenario, ScenarioResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,12 +33,7 @@ from tlora_fx.simulator.comparison import (
     spread,
     trained_while_loaded,
 )
-from tlora_fx.simulator.figures import (
-    Figure,
-    Number,
-    csv_of,
-    shown,
-)
+from tlora_fx.simulator.figures import Figure, Number, csv_of, shown
 from tlora_fx.simulator.metrics import OUTCOMES
 from tlora_fx.simulator.sweep import (
     Choices,
