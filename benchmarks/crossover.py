@@ -239,7 +239,7 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
     parser.add_argument(
         "--max-tokens",
-        "--most-tokens",
+        "--max-tokens",
         type=int,
         default=16384,
         help="largest round, in tokens; larger ones are left out",

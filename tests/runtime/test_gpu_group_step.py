@@ -65,7 +65,7 @@ def test_a_step_that_failed_is_not_counted_and_the_next_one_is(jobs, data):
     for name in jobs:
         found, expected = (each.member(name).final_adapter() for each in (group, sound))
         for key, tensor in expected.items():
-            torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-7)
+            torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=2e-6)
 
 
 def test_a_rate_holds_for_one_step(jobs, data):
@@ -79,4 +79,4 @@ def test_a_rate_holds_for_one_step(jobs, data):
 
     found, expected = (each.member("a").final_adapter() for each in (group, alone))
     for key, tensor in expected.items():
-        torch.testing.assert_close(found[key], tensor, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=2e-6)

@@ -48,7 +48,7 @@ COMMANDS = {
     "explain": "Explain why jobs share a module, or why they do not.",
     "generate": "Generate text from prompts with trained adapters.",
     "inspect": "Show a compiled model, or what each pass changed.",
-    "kernels": "List, show, explain, check and tune generated GPU kernels.",
+    "kernels": "List, show, explain and tune generated GPU kernels.",
     "merge": "Merge an adapter into its base and write the full model.",
     "opt": "Run compiler passes on a graph file and print the result.",
     "passes": "List the compiler passes and their options.",

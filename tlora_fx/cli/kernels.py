@@ -1,4 +1,4 @@
-"""`tlora-fx kernels`: look at generated kernels, compile them without a GPU, tune them on one."""
+"""`tlora-fx kernels`: look at generated kernels, and tune them on a GPU."""
 
 from __future__ import annotations
 
@@ -13,29 +13,17 @@ from rich.console import Console
 from rich.table import Table
 
 from tlora_fx.cli.options import command_group, takes_options
-from tlora_fx.codegen.compiled_check import (
-    Resources,
-    faults,
-    require_architecture,
-    resources,
-    specs_of,
-)
-from tlora_fx.codegen.kernels import build, emitter, first_line, stem
+from tlora_fx.codegen.kernels import build, emitter, first_line
 from tlora_fx.codegen.loading import cache_folder
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
-from tlora_fx.errors import (
-    KernelNotCompilable,
-    KernelSpecError,
-    KernelToolMissing,
-    TloraError,
-    UnknownKernel,
-    nearest,
-)
+from tlora_fx.errors import KernelSpecError
 
 if TYPE_CHECKING:
     from tlora_fx.ops.kernels.support import Site
 
 
+#: Compute capabilities that there are, as far back as Triton compiles for.
+ARCHITECTURES = (75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -139,9 +127,21 @@ def _tile(text: str | None) -> Tile | None:
     return Tile(*(int(word) for word in words))
 
 
-CHECKED_ARCHITECTURES = (80, 90, 100)
+def require_architecture(arch: int) -> None:
+    """Refuse a compute capability that no GPU has, before a compiler fails on it.
 
-group = command_group("List, show, explain, check and tune generated GPU kernels.")
+    raises    KernelSpecError
+    """
+    if arch not in ARCHITECTURES:
+        raise KernelSpecError(
+            f"no GPU has compute capability {arch}",
+            expected=", ".join(map(str, ARCHITECTURES)),
+            found=arch,
+            help="say --arch 80 for an A100, 90 for an H100 or H200, 100 for a B200",
+        )
+
+
+group = command_group("List, show, explain and tune generated GPU kernels.")
 
 
 @group.command("list")
@@ -191,10 +191,10 @@ def explain(
         str, typer.Option(help="GPU whose measured tile tables are used.")
     ] = "NVIDIA H200",
 ) -> None:
-    """Explain how a kernel divides its work, and what a call costs.
+    """Explain how a kernel divides its work, and why.
 
-    Prints the tile sizes and why they were chosen, the estimated cost of a call, and the resources
-    of the compiled kernel. Needs no GPU: Triton compiles the kernel for --arch, if it is installed.
+    Prints the tile sizes, the plan of a site, and why they were chosen; and the resources of the
+    compiled kernel. Needs no GPU: Triton compiles the kernel for --arch, if it is installed.
     """
     spec, words = kernel.spec(), ranks.split(",")
     if not all(word.strip().isdecimal() for word in words) or not any(map(int, words)):
@@ -203,65 +203,6 @@ def explain(
     console = Console(highlight=False, markup=False)
     for part in page(spec, tokens, [int(word) for word in words], gpu):
         console.print(part, soft_wrap=isinstance(part, str))
-
-
-@group.command()
-def check(
-    kinds: Annotated[
-        list[str] | None, typer.Argument(help="Kinds of kernels to check; all if none is given.")
-    ] = None,
-    arch: Annotated[
-        list[int] | None,
-        typer.Option(
-            help="CUDA compute capability to compile for; repeatable. 80, 90 and 100 if not given."
-        ),
-    ] = None,
-    extent: Annotated[
-        Literal["few", "forms", "everything"],
-        typer.Option(
-            "--extent",
-            help="What to check of each kind: few (two kernels), forms (all variants), or "
-            "everything (all variants and shapes).",
-        ),
-    ] = "forms",
-) -> None:
-    """Compile kernels without a GPU and look for faults.
-
-    Faults are register spills, overflows and missing instructions. Exits with 1 if there is one.
-    """
-    for number in arch or ():
-        require_architecture(number)
-    if wrong := [kind for kind in kinds or () if kind not in KINDS]:
-        raise UnknownKernel(
-            f"there is no kernel kind {wrong[0]!r}",
-            nearest=nearest(wrong[0], KINDS),
-            help="`tlora-fx kernels list` lists them",
-        )
-    specs = [spec for spec in specs_of(extent) if not kinds or spec.kind in kinds]
-    broken = 0
-    console = Console()
-    for spec in specs:
-        for number in arch or CHECKED_ARCHITECTURES:
-            line, good = _checked(spec, number)
-            broken += not good
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
-    console.print(f"{len(specs)} specs, {broken} faults", highlight=False)
-    if broken:
-        raise typer.Exit(1)
-
-
-def _checked(spec: KernelSpec, arch: int) -> tuple[str, bool]:
-    name = stem(spec).removesuffix(f"_sm{spec.arch}")
-    head = f"{name:<48} sm_{arch:<4}"
-    try:
-        used = resources(spec, arch)
-    except KernelToolMissing:
-        raise
-    except TloraError as error:
-        return f"{head} {error}", False
-    wrong = faults(spec, used)
-    sizes = f"{used.registers:>4} registers {used.shared_bytes:>7} shared {used.total:>6} instr."
-    return f"{head}{sizes}  {'; '.join(wrong) or 'ok'}", not wrong
 
 
 @group.command()
@@ -332,14 +273,10 @@ def _shape(text: str) -> tuple[int, int]:
     return int(inner), int(outer)
 
 
-# Measured on an H200: a copy, and a bf16 matrix product.
-H200_BYTES_PER_SECOND, H200_FLOP_PER_SECOND = 4.27e12, 752e12
-
-
 def page(spec: KernelSpec, tokens: int, ranks: list[int], gpu: str) -> Iterator[str | Table]:
-    """Spec, tile and why, plan, costs, and what it compiles to.
+    """Spec, tile and why, and plan.
 
-    tokens, ranks   of the call that is priced; its jobs have equal lengths
+    tokens, ranks   of a call; its jobs have equal lengths
     """
     site = _site(spec, ranks)
     tile, why = _tile_and_reason(spec, site, tokens, gpu)
@@ -349,17 +286,6 @@ def page(spec: KernelSpec, tokens: int, ranks: list[int], gpu: str) -> Iterator[
     yield f"tile  {why}"
     yield _tile_table(generated.spec)
     yield from _plan(spec, site, tokens, gpu)
-    yield f"\na call with {tokens:,} tokens of {len(ranks)} jobs, equally long"
-    yield _cost_table(generated.spec, tokens, ranks)
-    yield ""
-    try:
-        used = resources(generated.spec)
-    except (KernelToolMissing, KernelNotCompilable) as error:
-        yield str(error)
-        return
-    yield _resource_table(used)
-    for fault in faults(generated.spec, used):
-        yield f"fault          {fault}"
 
 
 def _site(spec: KernelSpec, ranks: list[int]) -> Site:
@@ -417,30 +343,4 @@ def _tile_table(spec: KernelSpec) -> Table:
     for field in fields(spec.cut):
         if value := getattr(spec.cut, field.name):
             table.add_row(f"      {field.name}", str(value))
-    return table
-
-
-def _cost_table(spec: KernelSpec, tokens: int, ranks: list[int]) -> Table:
-    kind = emitter(spec.kind)
-    flop, moved = kind.cost(spec, tokens, tokens * sum(ranks) // len(ranks))
-    seconds = (flop / H200_FLOP_PER_SECOND, moved / H200_BYTES_PER_SECOND)
-    table = Table("", "number", "at least, on an H200", "formula", box=None, pad_edge=False)
-    table.add_row("FLOP", f"{flop:,}", f"{seconds[0] * 1e6:.1f} µs", kind.flops(spec))
-    table.add_row("bytes", f"{moved:,}", f"{seconds[1] * 1e6:.1f} µs", kind.bytes_moved(spec))
-    return table
-
-
-def _resource_table(used: Resources) -> Table:
-    table = Table("compiled", f"for sm_{used.arch}", box=None, pad_edge=False)
-    rows = {
-        "registers": used.registers,
-        "spills": used.spills,
-        "shared bytes": used.shared_bytes,
-        "instructions": used.total,
-        "tensor core": used.tensor_core,
-        "bulk loads": used.bulk_loads,
-        "16-byte loads": used.wide_loads,
-    }
-    for name, value in rows.items():
-        table.add_row(name, f"{value:,}")
     return table

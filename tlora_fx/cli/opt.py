@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tlora_fx.cli.options import (
-    DumpChanged,
-    Load,
-    PrintAfter,
-    Time,
-    VerifyPasses,
-    instruments_of,
-)
+from tlora_fx.cli.options import DumpChanged, Load, PrintAfter, Time, VerifyPasses, instruments_of
 from tlora_fx.cli.terminal import echo
 from tlora_fx.config.pipeline_text import require_readable
 

@@ -32,7 +32,7 @@ GPU; ms: a round, of which compute, bubble (waiting between stages), reduce (gra
 the optimizer, and Python on the host"""
 #: Columns of text of a line.
 WIDE = 100
-FORMATS = ("galvatron", "metis", "sailor")
+FORMATS = ("metis", "sailor")
 MAX_ROW_TOKENS = 16384
 #: What the node default of `Cluster` is, which takes torch to import.
 NODE = 8
@@ -90,7 +90,7 @@ class PlanOptions:
     ] = False
     export: Annotated[
         str | None,
-        typer.Option(help="Also write the profile in the format of galvatron, metis or sailor."),
+        typer.Option(help="Also write the profile in the format of metis or sailor."),
     ] = None
     folder: Annotated[Path, typer.Option(help="Folder for the files of --export.")] = Path(
         "exported"
@@ -109,7 +109,7 @@ def run(options: PlanOptions) -> None:
     """
     per_node = per_node_of(options.gpus, options.nodes)
     if options.export not in (None, *FORMATS):
-        raise typer.BadParameter(f"--export is galvatron, metis or sailor; not {options.export!r}")
+        raise typer.BadParameter(f"--export is metis or sailor; not {options.export!r}")
     job_file, model = _compiled(options)
     from tlora_fx.cost.load import round_of_jobs
     from tlora_fx.planners.auto import require_memory, search
@@ -236,12 +236,8 @@ def exported(
     plans: PlanSearch, format: str, folder: Path, length: int, nodes: int, per_node: int
 ) -> list[Path]:
     """Write the profile in another planner's format, for sequences of one length."""
-    from tlora_fx.planners.export import write_galvatron, write_metis, write_sailor
+    from tlora_fx.planners.export import write_metis, write_sailor
 
-    if format == "galvatron":
-        return write_galvatron(
-            plans.cost, folder, length=length, nodes=nodes, gpus_per_node=per_node
-        )
     if format == "metis":
         return write_metis(plans.cost, folder, length=length, nodes=nodes, gpus_per_node=per_node)
     assert format in FORMATS

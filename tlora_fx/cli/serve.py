@@ -22,13 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tlora_fx.cli.options import takes_options
-from tlora_fx.cli.run import (
-    TURN_SECONDS,
-    RunCommandOptions,
-    StopSignals,
-    placed,
-    require_executor,
-)
+from tlora_fx.cli.run import TURN_SECONDS, RunCommandOptions, StopSignals, placed, require_executor
 from tlora_fx.errors import ServiceRefused
 
 if TYPE_CHECKING:

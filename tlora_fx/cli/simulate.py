@@ -21,8 +21,7 @@ from tlora_fx.cli.options import seconds, with_options
 from tlora_fx.cli.terminal import Console, print_whole
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.policies import POLICIES, policy_of
-from tlora_fx.simulator.comparison import PARTS
-from tlora_fx.simulator.reasons import reasons
+from tlora_fx.simulator.comparison import PARTS, ratio_text
 from tlora_fx.simulator.report import Report, chosen, require_folder, write_report
 from tlora_fx.simulator.sweep import (
     SWEEPS,
@@ -293,6 +292,10 @@ def _table(title: str, columns: Sequence[Sequence[str]]) -> Table:
 
 
 def compared(report: Report) -> list[str]:
-    """Ratios beside the paper's, and why they are so."""
-    paragraphs = reasons(report.policies, report.ratios)
-    return ["", *(f"- {text}" for text in paragraphs)] if paragraphs else []
+    """Our policy over each baseline."""
+    lines = [
+        f"- Against {ratio.baseline}: throughput {ratio_text(ratio.throughput)}; mean completion, "
+        f"theirs over ours, {ratio_text(ratio.completion)}; GPUs busy {ratio_text(ratio.busy)}."
+        for ratio in report.ratios
+    ]
+    return ["", *lines] if lines else []

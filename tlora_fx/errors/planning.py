@@ -251,10 +251,6 @@ class JobTooLong(TloraError, code="T0854"):
     """
 
 
-class ForeignPlanError(TloraError, code="T0855"):
-    """A plan that another system made cannot be read, or cannot be run here."""
-
-
 class NotProfilable(TloraError, code="T0856"):
     """The layers of a model cannot be timed one by one.
 

@@ -384,10 +384,3 @@ class KernelToolMissing(TloraError, code="T0705"):
 
     Run `pip install triton`.
     """
-
-
-class KernelNotCompilable(TloraError, code="T0706"):
-    """Triton cannot compile a generated kernel for this GPU architecture.
-
-    Other tile sizes may work: `tlora-fx kernels explain`.
-    """

@@ -16,33 +16,25 @@ from tlora_fx.host.durable import replace_file
 from tlora_fx.host.version import __version__
 from tlora_fx.simulator.charts import figures_of
 from tlora_fx.simulator.comparison import (
+    BASELINES,
     METRICS,
     OURS,
+    PAPER_BUSY,
+    PAPER_COMPLETION,
+    PAPER_THROUGHPUT,
     TRAINED,
     WHOLE,
     Metric,
     Outcomes,
     Ratio,
     by_policy,
+    ratio_text,
     ratios,
     spread,
     trained_while_loaded,
 )
-from tlora_fx.simulator.figures import (
-    Figure,
-    Number,
-    csv_of,
-    shown,
-)
+from tlora_fx.simulator.figures import Figure, Number, csv_of, shown
 from tlora_fx.simulator.metrics import OUTCOMES
-from tlora_fx.simulator.reasons import (
-    BASELINES,
-    PAPER_BUSY,
-    PAPER_COMPLETION,
-    PAPER_THROUGHPUT,
-    ratio_text,
-    reasons,
-)
 from tlora_fx.simulator.sweep import (
     Choices,
     ClusterOptions,
@@ -322,7 +314,6 @@ def page(report: Report) -> str:
         style=style,
         trace=report.first.trace,
         dropped=report.first.dropped,
-        reasons=reasons(report.policies, report.ratios),
         paper_throughput=PAPER_THROUGHPUT,
         paper_completion=PAPER_COMPLETION,
         paper_busy=PAPER_BUSY,
