@@ -174,12 +174,8 @@ class RunCommandOptions:
 
     def service(self, kind: str, estimates: Estimates) -> RunOptions:
         """Of the run that they ask for, on kind "cpu" or "cuda"."""
-        from tlora_fx.scheduler.local.executor import (
-            COMPILING_SECONDS,
-            STEP_SECONDS,
-            LocalOptions,
-            StallLimits,
-        )
+        from tlora_fx.scheduler.local.executor import LocalOptions
+        from tlora_fx.scheduler.local.watchdog import COMPILING_SECONDS, STEP_SECONDS, StallLimits
         from tlora_fx.scheduler.service import RunOptions
 
         horizon = seconds(self.horizon, "--horizon")
