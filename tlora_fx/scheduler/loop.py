@@ -49,8 +49,8 @@ from tlora_fx.scheduler.state import (
 
 if TYPE_CHECKING:
     from tlora_fx.scheduler.store import Ledger
-from tlora_fx.scheduler.decisions import check, solo_or_reason
 from tlora_fx.scheduler.retries import REFUSED, RetryPolicy
+from tlora_fx.scheduler.state import check, solo_or_reason
 from tlora_fx.scheduler.window import Window
 
 
