@@ -57,6 +57,9 @@ if TYPE_CHECKING:
     import torch
 
 DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
+Format = Literal[
+    "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label"
+]
 FormatName = Literal[
     "auto", "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label"
 ]

@@ -26,9 +26,9 @@ from tlora_fx.errors import (
     UnknownPlanner,
     nearest,
 )
+from tlora_fx.runtime.data.encoded_data import bad_row
 from tlora_fx.runtime.data.encoding import find_layout
 from tlora_fx.runtime.data.rows import evaluated, is_local, read_rows, require_files
-from tlora_fx.runtime.data.samples import DataReport
 from tlora_fx.runtime.run_folder import RunFolder
 
 #: What the modules of planners and controllers define, which cannot be imported without torch.
@@ -139,12 +139,12 @@ _BY_LINE = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 
 
 def _require_layout(job: Job) -> None:
-    report = DataReport()
     for row in read_rows(job.data, job.name, limit=100):
         if row.fields is not None:
             find_layout(job, row.fields, where=row.where)
             return
-        report.add_bad_row(job, row.where, row.reason)
+        if not job.data.skip_bad_rows:
+            raise bad_row(job, row.where, row.reason, by_template=False)
 
 
 def require_trainable(jobs: Sequence[Job]) -> None:

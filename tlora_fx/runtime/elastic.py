@@ -336,4 +336,4 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _step_tokens(job: Job, data: JobData) -> int:
-    return job.per_device_train_batch_size * max(data.lengths, default=0)
+    return job.per_device_train_batch_size * int(max(data.lengths, default=0))

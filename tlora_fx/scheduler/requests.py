@@ -61,7 +61,7 @@ def base_of(job: Job) -> str:
 def request_of(
     job: Job,
     *,
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[int] | np.ndarray | None = None,
     submitted: float = 0.0,
     facts: ModelFacts | None = None,
 ) -> JobRequest:
@@ -75,14 +75,14 @@ def request_of(
     """
     known = facts or facts_of_job(job)
     longest = job.max_length * job.sequences_per_sample
-    each = np.minimum(np.asarray(lengths or [longest]), longest)
+    each = np.minimum([longest] if lengths is None or not len(lengths) else lengths, longest)
     spec, samples = job.schedule, job.per_device_train_batch_size * job.gradient_accumulation_steps
     return JobRequest(
         name=job.name,
         base=base_of(job),
         demand=demand_of_facts(known, samples, each.tolist()),
         gpus=spec.gpus,
-        steps=steps_of(job, len(lengths) if lengths else None),
+        steps=steps_of(job, None if lengths is None else len(lengths) or None),
         submitted=submitted,
         max_slowdown=spec.max_slowdown,
         deadline=None if spec.deadline is None else submitted + spec.deadline,

@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from tlora_fx.config.job import (
     COLUMNS_OF,
@@ -19,6 +19,7 @@ from tlora_fx.config.job import (
     BaseSpec,
     ColumnName,
     DataSpec,
+    Format,
     Job,
     columns_of,
 )
@@ -28,9 +29,6 @@ from tlora_fx.runtime.data.labels import label_code
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Format = Literal[
-    "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label"
-]
 FORMATS: tuple[Format, ...] = (
     "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label",
 )  # fmt: skip
@@ -100,12 +98,15 @@ def find_layout(job: Job, columns: Iterable[str], *, where: str) -> SampleLayout
     [format] = fitting
     optional = {name: spec.columns.get(name, name) for name in sorted(OPTIONAL_COLUMNS[format])}  # type: ignore[call-overload]
     has = {name: theirs for name, theirs in optional.items() if theirs in present}
-    on_completion = _trains_completions(job, format, where)
+    on_completion = trains_completions(job, format, where)
     return SampleLayout(format, _needed(spec, format) | has, on_completion)
 
 
-def _trains_completions(job: Job, format: Format, where: str) -> bool:
-    """Whether completions alone are trained; raises MissingColumnError where there are none."""
+def trains_completions(job: Job, format: Format, where: str) -> bool:
+    """Whether completions alone are trained; raises MissingColumnError where there are none.
+
+    where    the row or file that errors name
+    """
     if format in ("preference", "label"):
         return True
     chat = format in CHATS

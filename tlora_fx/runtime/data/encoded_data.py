@@ -1,0 +1,233 @@
+"""The tokens of a job's data: a table that is there already, or the rows read and tokenised.
+
+What jobs differ in by `max_length` or by which tokens are trained is no reason to encode again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tlora_fx.config.base_task import pools_first
+from tlora_fx.config.job import Job
+from tlora_fx.errors import ChatTemplateError, DataError, MalformedRowError
+from tlora_fx.runtime.checkpoints.digests import file_digest
+from tlora_fx.runtime.data.encoding import (
+    CHATS,
+    BadRowError,
+    Encoded,
+    PrefixError,
+    TextEncoder,
+    find_layout,
+    template_of,
+    trains_completions,
+)
+from tlora_fx.runtime.data.rows import DataRow, is_local, read_rows
+from tlora_fx.runtime.data.table_cache import encode_once, table_key
+from tlora_fx.runtime.data.tables import RowCounts, TokenRow, TokenTable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Rows that are tokenised by one call.
+CHUNK_ROWS = 1024
+
+
+def encoded_data(
+    job: Job, tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+) -> TokenTable:
+    """The tokens of the rows that a job's `data` names.
+
+    limit    rows are read until so many samples can be trained
+    raises   DataError, one of its classes for each mistake
+    """
+    encoder = _RowEncoder(job, tokenizer)
+    if limit is not None:
+        return encode_once((), lambda counts: encoder.first(limit, counts), lambda _: True)
+
+    def serves(counts: RowCounts) -> bool:
+        if counts.format is None:
+            return True
+        if trains_completions(job, counts.format, job.data.path):
+            return counts.is_masked
+        return not counts.template_faults
+
+    asks = job.data.loss_on != "all" and False not in (
+        job.completion_only_loss, job.assistant_only_loss,
+    )  # fmt: skip
+    parts = _decisive(job, tokenizer)
+    keys = [table_key(*parts, masked) for masked in (asks, not asks)] if parts else []
+    return encode_once(keys, encoder.all, serves)
+
+
+def _decisive(job: Job, tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
+    """What decides the tokens of a job's rows; nothing where that cannot be told."""
+    known = tokenizer_digest(tokenizer)
+    if known is None or not is_local(job.data.path):
+        return ()
+    try:
+        digest = file_digest(Path(job.data.path))
+    except OSError:
+        return ()
+    suffix = Path(job.data.path).suffix.lower()
+    spec = job.data.model_dump(exclude={"path", "loss_on", "skip_bad_rows", "streaming"})
+    base: tuple[object, ...] = ()
+    if job.base.is_classifier:
+        base = (job.base.model_dump_json(), job.max_length)
+    return (digest, suffix, known, json.dumps(spec, sort_keys=True), job.method, base)
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """A hash of all that a tokenizer's tokens depend on; None of one that runs Python code."""
+    if not tokenizer.is_fast:
+        return None
+    parts = (
+        type(tokenizer).__qualname__,
+        tokenizer.backend_tokenizer.to_str(),
+        template_of(tokenizer),
+        sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()),
+        [getattr(tokenizer, name, None) for name in _FLAGS],
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+#: Attributes of tokenizers that decide what they add.
+_FLAGS = (
+    "add_bos_token", "add_eos_token", "add_prefix_space", "truncation_side", "padding_side",
+    "model_max_length", "clean_up_tokenization_spaces", "split_special_tokens",
+)  # fmt: skip
+
+
+class _RowEncoder:
+    """Encodes the rows of a job's data, some at a time."""
+
+    def __init__(self, job: Job, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.job, self.tokenizer = job, tokenizer
+        self._encoder: TextEncoder | None = None
+        self._position = _label_position(job) if job.base.is_classifier else None
+
+    def all(self, counts: RowCounts) -> Iterator[TokenRow]:
+        """The sequences of all rows."""
+        rows = read_rows(self.job.data, self.job.name)
+        while chunk := list(islice(rows, CHUNK_ROWS)):
+            for row in self._encoded(chunk, counts):
+                yield from row
+
+    def first(self, limit: int, counts: RowCounts) -> Iterator[TokenRow]:
+        """The sequences of so many rows that `limit` samples can be trained."""
+        rows, left = read_rows(self.job.data, self.job.name), limit
+        while left and (chunk := list(islice(rows, min(left, CHUNK_ROWS)))):
+            for row in self._encoded(chunk, counts):
+                left -= all(self._is_trained(sequence) for sequence in row)
+                yield from row
+
+    def _is_trained(self, sequence: TokenRow) -> bool:
+        """Whether a token of a sequence is trained after the job has cut it."""
+        assert self._encoder is not None
+        first, last = self.job.label_shift, min(len(sequence.ids), self.job.max_length)
+        if not self._encoder.layout.on_completion:
+            return last > first
+        runs = zip(sequence.spans[::2], sequence.spans[1::2], strict=True)
+        return any(max(start, first) < min(stop, last) for start, stop in runs)
+
+    def _encoded(
+        self, chunk: Sequence[DataRow], counts: RowCounts
+    ) -> Iterator[tuple[TokenRow, ...]]:
+        """The sequences of each row of a chunk that is not bad."""
+        counts.rows += len(chunk)
+        fields = [row.fields for row in chunk if row.fields is not None]
+        if self._encoder is None and fields:
+            where = next(row.where for row in chunk if row.fields is not None)
+            self._encoder = _text_encoder(self.job, self.tokenizer, fields[0], where)
+            counts.format = self._encoder.layout.format
+            counts.columns = dict(self._encoder.layout.columns)
+            counts.is_masked = self._encoder.layout.on_completion
+        encoded = iter(self._encode_rows(fields))
+        for row in chunk:
+            made = BadRowError(row.reason) if row.fields is None else next(encoded)
+            if isinstance(made, BadRowError):
+                self._add_bad_row(counts, row.where, made)
+            else:
+                yield made
+
+    def _encode_rows(
+        self, rows: Sequence[Mapping[str, Any]]
+    ) -> Iterator[tuple[TokenRow, ...] | BadRowError]:
+        """The sequences of each row, or what is wrong with it."""
+        encoder, job = self._encoder, self.job
+        for fields in rows:
+            assert encoder is not None
+            try:
+                if self._position is not None:
+                    made = encoder.encode_label(fields, job.base, job.max_length)
+                    at = self._position(made.ids) if made.ids else 0
+                    spans = (at, at + 1) if made.ids else ()
+                    yield (TokenRow(made.ids, spans, made.code, cut=made.is_truncated),)
+                elif job.is_preference:
+                    yield tuple(map(_token_row, encoder.encode_pair(fields)))
+                else:
+                    yield (_token_row(encoder.encode(fields)),)
+            except BadRowError as error:
+                yield error
+
+    def _add_bad_row(self, counts: RowCounts, where: str, error: BadRowError) -> None:
+        """Count a bad row; raises DataError unless the job skips them."""
+        if not self.job.data.skip_bad_rows:
+            raise bad_row(self.job, where, str(error), by_template=isinstance(error, PrefixError))
+        place = where.removeprefix(self.job.data.path)
+        counts.add_bad_row(place, str(error), isinstance(error, PrefixError))
+
+
+def _token_row(encoded: Encoded) -> TokenRow:
+    edges = np.flatnonzero(np.diff(np.array([False, *encoded.targets, False], np.int8)))
+    return TokenRow(encoded.ids, edges.tolist(), differs=encoded.prefix_differs)
+
+
+def _label_position(job: Job) -> Callable[[Sequence[int]], int]:
+    """Which token of a sample the base's class reads for its label.
+
+    As in transformers: an encoder's first one, else the last one that is no padding.
+    """
+    from tlora_fx.model.backbone import load_config
+
+    config = load_config(job.base)
+    if pools_first(config.to_dict()):
+        return lambda ids: 0
+    padding = config.get_text_config().pad_token_id
+    return lambda ids: max((at for at, token in enumerate(ids) if token != padding), default=0)
+
+
+def bad_row(job: Job, where: str, reason: str, *, by_template: bool) -> DataError:
+    """The error that names a row which cannot be used."""
+    if by_template:
+        return ChatTemplateError(
+            "the chat template does not show which tokens the assistant wrote",
+            file=where,
+            job=job.name,
+            found=reason,
+            help="use a template with {% generation %}, or set loss_on: all",
+        )
+    return MalformedRowError(
+        "a row of the data cannot be used",
+        file=where,
+        job=job.name,
+        found=reason,
+        help="mend the row, or set skip_bad_rows: true in the job's data",
+    )
+
+
+def _text_encoder(
+    job: Job, tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Any], where: str
+) -> TextEncoder:
+    layout = find_layout(job, fields, where=where)
+    talks = any(isinstance(fields.get(theirs), list) for theirs in layout.columns.values())
+    if (layout.format in CHATS or talks) and not template_of(tokenizer):
+        help = "name a chat model's tokenizer under base, or give prompt and completion columns"
+        raise ChatTemplateError("the tokenizer has no chat template", job=job.name, help=help)
+    return TextEncoder(tokenizer, layout)
