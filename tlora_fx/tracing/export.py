@@ -135,6 +135,19 @@ def trace_job(
     return graph
 
 
+def wrap_pruned(
+    job: Job, backbone: Backbone, sites: dict[str, AdapterSite], fold: bool = True
+) -> None:
+    """Let PEFT wrap the layers that would be traced of a job, and compare them with its sites.
+
+    raises    AdapterMismatch
+    """
+    config = job.lora_config()
+    bias = str(getattr(config, "bias", "none"))
+    plan = plan_layers(backbone, lambda layer: layer_signature(sites, layer, bias, False), fold)
+    check_wrapped(_wrap(pruned_copy(backbone, plan)[0], job, config, backbone), sites, job)
+
+
 def _trace(
     backbone: Backbone,
     plan: LayerPlan,
