@@ -35,15 +35,7 @@ from tlora_fx.errors import (
     TloraError,
 )
 from tlora_fx.inspect.instruments import LOG_VARIABLE, Watch, watch_from
-from tlora_fx.ir.graph import (
-    AdapterSite,
-    Form,
-    GroupGraph,
-    JobGraph,
-    OpenSlots,
-    rename_job,
-    vacant,
-)
+from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph, OpenSlots, rename_job, vacant
 from tlora_fx.model.backbone import Backbone, load_backbone
 from tlora_fx.model.elastic import Resolve
 from tlora_fx.model.slots import VECTOR

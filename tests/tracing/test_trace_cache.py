@@ -293,7 +293,9 @@ def test_tracing_imports_nothing_of_rooms_that_keys_leave_out():
         name
         for room in trace_keys.ROOMS
         for path in (trace_keys.PACKAGE / room).resolve().rglob("*.py")
-        for name in re.findall(r"^ *(?:from|import) tlora_fx\.(\w+)", path.read_text(), re.M)
+        for name in re.findall(
+            r"^ *(?:from|import) tlora_fx\.(\w+)", path.read_text(), re.MULTILINE
+        )
     }
 
     assert imported == {*trace_keys.ROOMS}

@@ -96,7 +96,6 @@ def wants_peer_copies() -> bool:
 
 #: The smallest unit that holds some GPUs.
 Tier = Literal["gpu", "node", "rack", "cluster"]
-TIERS: tuple[Tier, ...] = ("gpu", "node", "rack", "cluster")
 
 
 @dataclass(frozen=True, slots=True)
