@@ -192,10 +192,10 @@ def test_code_that_is_no_librarys_is_never_kept(tmp_path, traced, monkeypatch):
     plain_key = trace_keys.base_key(backbone)
 
     with monkeypatch.context() as patch:
-        patch.setattr(modeling_llama, "rotate_half", lambda x: rotate(x))
+        patch.setattr(modeling_llama, "rotate_half", lambda x: 1 * rotate(x))
         assert trace_keys.base_key(backbone) is None
     with monkeypatch.context() as patch:
-        patch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x))
+        patch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: 1 * forward(self, x))
         assert trace_keys.base_key(backbone) is None
     with monkeypatch.context() as patch:
         patch.setattr(backbone.model, "forward", lambda **given: None)
