@@ -108,6 +108,8 @@ def _job(plain: Trace) -> Trace:
             return plain(job, backbone, sites, form, fold, exact)
 
         graph = _once(backbone, (form, fold, exact, structure, code), trace)
+        if _is_from_python(backbone):
+            return graph
         if not exact and not traced and (_model(backbone), seen) not in _wrapped:
             wrap_pruned(job, backbone, sites, fold)
         _wrapped.add((_model(backbone), seen))

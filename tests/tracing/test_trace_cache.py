@@ -89,7 +89,9 @@ def test_a_graph_that_is_read_is_the_one_that_was_traced(tmp_path, traced):
     ]
 
     assert traced == ["a"]
-    assert graph_text(graphs[1]) == graph_text(graphs[0]).replace('job("a"', 'job("b"')
+    # The fingerprint of a text covers its jobs' names.
+    texts = [re.sub(r"fingerprint\(.*\)", "", graph_text(graph)) for graph in graphs]
+    assert texts[1] == texts[0].replace('job("a"', 'job("b"')
     assert graphs[1].sites == resolve_sites(second, backbone)
 
 

@@ -125,8 +125,9 @@ def _environment() -> object:
     if modes or not _are_installed():
         raise _NoLibraryCode
     for name, module in list(sys.modules.items()):
-        root = name.partition(".")[0]
-        if root in ("transformers", "peft", "tlora_fx") or name == "torch.nn.functional":
+        root, _, rest = name.partition(".")
+        ours = root == "tlora_fx" and rest.partition(".")[0] in ROOMS
+        if ours or root in ("transformers", "peft") or name == "torch.nn.functional":
             _require_installed(_functions(module, classes=root != "transformers"))
     return (
         _versions(),
@@ -185,7 +186,7 @@ def _module(module: nn.Module) -> object:
     attributes = [
         (name, _literal(value))
         for name, value in sorted(vars(module).items())
-        if name not in _MODULE_STATE
+        if name not in _MODULE_STATE and name != "name_or_path"
     ]
     return (_name(type(module)), module.training, attributes)
 
