@@ -60,7 +60,7 @@ def base_text(spec: BaseSpec) -> str:
     return graph_text(base_graph(load_backbone(spec), "packed"))
 
 
-@pytest.mark.parametrize("family", sampled(ALIKE, 3))
+@pytest.mark.parametrize("family", sampled(ALIKE, 6))
 def test_a_compilation_through_the_cache_gives_the_same_graph(
     tmp_path, traced, monkeypatch, family
 ):
