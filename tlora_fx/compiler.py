@@ -34,7 +34,8 @@ from tlora_fx.errors import (
     StoppedAfter,
     TloraError,
 )
-from tlora_fx.inspect.instruments import LOG_VARIABLE, Watch, watch_from
+from tlora_fx.host.environment import LOG, log_words
+from tlora_fx.inspect.instruments import Watch, watch_from
 from tlora_fx.ir.graph import (
     AdapterSite,
     Form,
@@ -119,7 +120,7 @@ def compile(
     on_failure    told where a pass fails, such as `partial(tools.replay.keep_replay, folder)`
     raises        TloraError, whose subclasses name the job, the node and the line of model code
     """
-    watch = watch_from()
+    watch = watch_from(log_words())
     passes = resolve_pipeline(pipeline)
     _require_fusing(passes)
     lowers = _lowers(passes)
@@ -135,7 +136,7 @@ def compile(
         if watch.stop_after is not None:
             raise StoppedAfter(
                 f"compiling stopped after pass '{watch.stop_after}'",
-                found=f"stop-after in {LOG_VARIABLE}",
+                found=f"stop-after in {LOG}",
                 help="leave it out to build the model, or use tlora_fx.run_passes",
             )
         with runner.phase("build the module"):
@@ -208,7 +209,7 @@ def run_passes(
 
     verify, instruments, on_failure   as of `compile`
     """
-    watch = watch_from()
+    watch = watch_from(log_words())
     passes = resolve_pipeline(pipeline)
     lowers = _lowers(passes)
     last = stop_after or watch.stop_after

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.parallel.processes import run_processes
 from tests.parallel.training import sharded, write_base
-from tlora_fx.cost.hardware import PEER_COPIES
+from tlora_fx.host.environment import PEER_COPIES
 from tlora_fx.model.batch import JobTokens, pack
 from tlora_fx.parallel import peer_copies
 from tlora_fx.parallel.peer_copies import SideStreams, _sharded_leaves

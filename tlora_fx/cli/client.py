@@ -19,6 +19,7 @@ import typer
 from tlora_fx.cli.options import command_group
 from tlora_fx.cli.terminal import Console, echo, print_whole
 from tlora_fx.errors import AnswerRefused, ServiceUnreachable, UploadRefused
+from tlora_fx.host.environment import AUTHORITY, SERVER, TOKEN
 
 if TYPE_CHECKING:
     import httpx
@@ -27,14 +28,10 @@ group = command_group("Submit jobs to a service, watch, pause, cancel and fetch 
 #: What is tried again where the service is gone for a moment.
 TRIES, PAUSE_SECONDS, KEY = 5, 0.5, "Idempotency-Key"
 
-Server = Annotated[
-    str, typer.Option(envvar="TLORA_FX_SERVER", help="The service; or set TLORA_FX_SERVER.")
-]
-Token = Annotated[
-    str | None, typer.Option(envvar="TLORA_FX_TOKEN", help="Better set in TLORA_FX_TOKEN.")
-]
+Server = Annotated[str, typer.Option(envvar=SERVER, help=f"The service; or set {SERVER}.")]
+Token = Annotated[str | None, typer.Option(envvar=TOKEN, help=f"Better set in {TOKEN}.")]
 Authority = Annotated[
-    str | None, typer.Option(envvar="TLORA_FX_CA", help="Certificate (PEM) that is trusted.")
+    str | None, typer.Option(envvar=AUTHORITY, help="Certificate (PEM) that is trusted.")
 ]
 HERE = "http://127.0.0.1:8642"
 Job = Annotated[str, typer.Argument(help="Name of the job, with or without the user's.")]
@@ -57,7 +54,7 @@ class Connection:
         if authority is not None:
             import ssl
 
-            verify = ssl.create_default_context(cafile=authority)
+            verify = ssl.create_default_context(cafile=Path(authority).expanduser())
         self.client = httpx.Client(
             base_url=self.server, headers=headers, verify=verify, timeout=60.0
         )

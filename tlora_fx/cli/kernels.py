@@ -21,7 +21,7 @@ from tlora_fx.codegen.compiled_check import (
     specs_of,
 )
 from tlora_fx.codegen.kernels import build, emitter, first_line, stem
-from tlora_fx.codegen.loading import cache_folder
+from tlora_fx.codegen.loading import kernel_folder
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
 from tlora_fx.errors import (
     KernelNotCompilable,
@@ -112,7 +112,7 @@ def list_kinds() -> None:
         table.add_row(kind, first_line(emitter(kind).__doc__))
     console = Console()
     console.print(table)
-    folder = cache_folder()
+    folder = kernel_folder()
     files = sorted(folder.glob("*.py"))
     console.print(f"\n{len(files)} generated in {folder}", soft_wrap=True, highlight=False)
     if files:

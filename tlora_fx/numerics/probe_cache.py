@@ -21,9 +21,9 @@ from pathlib import Path
 
 from torch import nn
 
-from tlora_fx.codegen.loading import cache_folder
 from tlora_fx.config.job import Job
 from tlora_fx.host.durable import replace_file
+from tlora_fx.host.paths import cache_folder
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.ir.verifier import fingerprint
 from tlora_fx.model.backbone import Backbone
@@ -49,7 +49,7 @@ def probe_once(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> Pr
 
 def probes_folder() -> Path:
     """Where results lie, beside generated kernels."""
-    return cache_folder().parent / "probes"
+    return cache_folder() / "probes"
 
 
 def _read(path: Path) -> Probed | None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tlora_fx.cost.hardware import wants_peer_copies
+from tlora_fx.host.environment import wants_peer_copies
 from tlora_fx.parallel.mesh import Mesh
 
 logger = logging.getLogger("tlora_fx.planners")

@@ -12,7 +12,6 @@ import inspect
 import itertools
 import logging
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlora_fx.host.environment import allows_flash_attention_4
 from tlora_fx.ops.kernels import select
 from tlora_fx.ops.tables import token_bounds
 
@@ -103,7 +103,7 @@ def is_installed() -> bool:
 
     FlashAttention-2 is a package of the same name.
     """
-    return os.environ.get("TLORA_FX_FLASH4") != "0" and _functions() is not None
+    return allows_flash_attention_4() and _functions() is not None
 
 
 @lru_cache(maxsize=1)
