@@ -31,6 +31,7 @@ from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import GIB, Cluster
 from tlora_fx.errors import PlaceTaken, RunFolderError, WorkerLost, WorkerStalled
 from tlora_fx.host.durable import replace_file
+from tlora_fx.host.memory import usable_cpus
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.run_folder import PRIVATE
 from tlora_fx.runtime.workers.protocol import (
@@ -728,7 +729,7 @@ def _environments(gpus: tuple[int, ...]) -> Iterable[dict[str, str]]:
 
 def cpu_threads(slots: int) -> dict[str, str]:
     """Each slot's share of the cores, for its worker."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cpus()
     return {"OMP_NUM_THREADS": str(max(1, cores // slots))}
 
 
