@@ -4,6 +4,7 @@
 #   make test    all checks and all tests
 #   make fuzz    20,000 damaged files
 #   make docs    all pages and the reference as a site, with every link checked
+#   make sizes   lines of code by room; nothing fails on a number
 #
 # pip's own settings are honoured; on a machine without a GPU an index with torch's CPU build saves
 # gigabytes.
@@ -22,10 +23,10 @@ DEMO_BUILD := build/quickstart
 DEMO_RUN := runs/quickstart
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check dumps format-check lint types floors unit slow fuzz docs wheel-check coverage format assets clean
+.PHONY: help venv demo test check dumps format-check lint types floors unit slow fuzz docs sizes wheel-check coverage format assets clean
 
 help:
-	@echo "make demo | test | check | dumps | unit | slow | fuzz | docs | wheel-check | coverage | format | assets | clean"
+	@echo "make demo | test | check | dumps | unit | slow | fuzz | docs | sizes | wheel-check | coverage | format | assets | clean"
 
 venv: $(STAMP)
 
@@ -86,6 +87,9 @@ docs: $(STAMP)
 	$(BIN)/python scripts/make_docs.py build/docs/pages
 	$(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/docs/site/index.html"
+
+sizes: $(STAMP)
+	@$(BIN)/python scripts/sizes.py
 
 wheel-check: $(STAMP)
 	$(BIN)/python scripts/wheel_check.py

@@ -76,7 +76,7 @@ def measure(
         weights = weights or dict(base_tensors(load_backbone(jobs[0].base), given.device))
         model.materialize(weights, given.device)
         for length in given.lengths:
-            if count * length > given.most_tokens:
+            if count * length > given.max_tokens:
                 continue
             trainer = _trainer(model, jobs, length, shape, given, folder / f"{count}-{length}")
             if length not in alone:
@@ -238,9 +238,13 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, nargs="*", default=list(JOBS))
     parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
     parser.add_argument(
-        "--most-tokens", type=int, default=16384, help="of a round; more is left out"
+        "--max-tokens",
+        "--max-tokens",
+        type=int,
+        default=16384,
+        help="largest round, in tokens; larger ones are left out",
     )
-    parser.add_argument("--rounds", type=int, default=6, help="timed at once")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds that are timed together")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")

@@ -126,7 +126,7 @@ class Bench:
             model, output=self.folder / name, device=self.given.device, data=data,
             options=TrainerOptions(compiled=not self.given.eager),
         )  # fmt: skip
-        trainer._describe(data)
+        trainer.checkpoints.describe(trainer.jobs, data)
         parts.time("weights and probe", lambda: trainer.prepare(data))
         return trainer
 

@@ -85,7 +85,7 @@ def arms_of(
         options=TrainerOptions(compiled=given.compile, max_row_tokens=given.max_row_tokens),
     )  # fmt: skip
     trainer.prepare(data)
-    evaluator = trainer._evaluator
+    evaluator = trainer.measurements.evaluator
     assert evaluator is not None
     places = dict(enumerate(data.values()))
 

@@ -30,7 +30,8 @@ from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.scheduler.executor import Drained, Failed, GroupEvent, GroupStarted, Progress, Warned
-from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions, RunningGroup
+from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
+from tlora_fx.scheduler.local.group import RunningGroup
 from tlora_fx.scheduler.local.processes import ForkServer
 from tlora_fx.scheduler.state import Group, JobRequest
 

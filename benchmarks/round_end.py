@@ -202,10 +202,10 @@ def _rows(trainer: Trainer) -> None:
     if not hasattr(trainer, "_held"):
         batches = trainer._batches()
         weights = torch.full((len(trainer.jobs),), 1e-3, device=trainer.device)
-        trainer._held = trainer._rows(batches), weights  # type: ignore[attr-defined]
+        trainer._held = trainer.group.rows_of(batches), weights  # type: ignore[attr-defined]
     rows, weights = trainer._held  # type: ignore[attr-defined]
-    assert trainer._runner is not None
-    trainer._runner.run(rows, weights)
+    assert trainer.group.runner is not None
+    trainer.group.runner.run(rows, weights)
 
 
 def _round(trainer: Trainer, interrupts: Interrupts) -> None:
@@ -228,7 +228,7 @@ def compared(trainer: Trainer) -> float:
     """
     trainer._end.collect()
     runs = trainer.runs
-    update = trainer._end._update_of(runs)
+    update = trainer.group.updater._update_of(runs)
     if update is None:
         return 0.0
     states = [
@@ -242,9 +242,11 @@ def compared(trainer: Trainer) -> float:
         for param in run.parameters.values():
             assert param.grad is not None
             param.grad.normal_()
-    norms = gradient_norms(runs, trainer.device, trainer._end._squares(None, runs))
+    norms = gradient_norms(runs, trainer.device, trainer.group.updater._squares(None, runs))
     gradients = [[p.grad.clone() for p in run.parameters.values()] for run in runs]  # type: ignore[union-attr]
-    squares = trainer._end._squares(update, [run for run in runs if run.index not in update.places])
+    squares = trainer.group.updater._squares(
+        update, [run for run in runs if run.index not in update.places]
+    )
     update.launch(torch.ones(len(trainer.jobs), device=trainer.device), squares).read()
     found = [[p.detach().clone() for p in run.parameters.values()] for run in runs]
     worst = change = 0.0
@@ -260,7 +262,7 @@ def compared(trainer: Trainer) -> float:
             worst = max(worst, float((param.detach() - mine[place]).abs().max()))
             change = max(change, float((param.detach() - params[place]).abs().max()))
         run.optimizer.load_state(tensors, values)
-    trainer._end.forget()
+    trainer.group.updater.forget()
     if not change or worst / change > BOUND:
         raise RuntimeError(f"the updates part: {worst} of {change}")
     return worst / change

@@ -84,7 +84,7 @@ def arms_of(shape: Shape, given: argparse.Namespace, folder: Path) -> dict[str, 
             options=TrainerOptions(compiled=not given.eager, cuda_graphs=name == GRAPHS),
         )  # fmt: skip
         arms[name].prepare(data)
-        arms[name].rows.lengthened = name != EXACT
+        arms[name].group.bucketer.lengthened = name != EXACT
     return arms
 
 
@@ -143,7 +143,7 @@ def _figures(trainer: Trainer, times: Sequence[float], tokens: Sequence[int]) ->
     return {
         "ms": Spread.of(times).json(),
         "tokens_per_second": Spread.of(per_second).json(),
-        "padding": trainer.rows.padding / trainer.rows.tokens,
+        "padding": trainer.group.bucketer.padding / trainer.group.bucketer.tokens,
         "forms captured": len(graphs.keys) if graphs else 0,
         "refused": graphs.refused if graphs else "",
         "without memory": graphs.skipped_no_memory if graphs else 0,

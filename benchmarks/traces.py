@@ -19,16 +19,16 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.reasons import offered_load, reasons
 from benchmarks.results_file import RESULTS, console, described, write
 from tlora_fx.cost.hardware import Cluster
-from tlora_fx.simulator.comparison import METRICS, spread
-from tlora_fx.simulator.reasons import (
+from tlora_fx.simulator.comparison import (
     BASELINES,
+    METRICS,
     PAPER_COMPLETION,
     PAPER_THROUGHPUT,
-    offered_load,
     ratio_text,
-    reasons,
+    spread,
 )
 from tlora_fx.simulator.report import Report
 from tlora_fx.simulator.sweep import (

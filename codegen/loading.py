@@ -124,11 +124,6 @@ def load(spec: KernelSpec) -> GeneratedModule:
         return _loaded[spec]
 
 
-def load_count() -> int:
-    """How many specs this process has loaded: what must not grow while only the job mix changes."""
-    return len(_loaded)
-
-
 def _imported(path: Path) -> GeneratedModule:
     name = f"{_PACKAGE}.{path.stem}"
     if name in sys.modules:
@@ -152,16 +147,12 @@ def _imported(path: Path) -> GeneratedModule:
     # An interpreted kernel knows no launch options.
     compiled = hasattr(generated.kernel, "device_caches")
     if not compiled or not overlaps_kernels():
-        _keep_apart(generated)
+        # The kernel starts when the one before is done, as kernels usually do.
+        import triton.language as tl
+
+        generated.OVERLAP = tl.constexpr(False)
+        generated.META.pop("launch_pdl", None)
     # What `launch` starts is a stand-in for the kernel.
     kernel = generated.kernel
     generated.kernel = Launcher(kernel) if compiled else Interpreted(kernel)
     return generated
-
-
-def _keep_apart(module: GeneratedModule) -> None:
-    """Let a module's kernel start when the one before is done, as kernels usually do."""
-    import triton.language as tl
-
-    module.OVERLAP = tl.constexpr(False)
-    module.META.pop("launch_pdl", None)

@@ -82,7 +82,7 @@ RULES = (
 @register
 @dataclass(frozen=True, slots=True)
 class Canonicalize(GroupPass):
-    """Drop what changes nothing."""
+    """Remove operators that change nothing."""
 
     name: ClassVar[str] = "canonicalize"
     requires: ClassVar[frozenset[str]] = frozenset({"fuse-backbone"})

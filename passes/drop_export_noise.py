@@ -42,7 +42,10 @@ class DropExportNoise(JobPass):
             if node.kwargs.get("device") == torch.device("cpu"):
                 node.update_kwarg("device", torch.device("meta"))
             if is_call(node, aten.to.device):
-                _forget_device(node)
+                # All of a row lies on one device, so only the dtype of `to(device, dtype)` counts.
+                node.target = aten.to.dtype
+                node.args = (node.args[0], node.args[2])
+                node.kwargs = {}
             if is_call(node, aten.view.default, aten.reshape.default):
                 _spell_out(node)
             if _does_nothing(node):
@@ -68,13 +71,6 @@ def _spell_out(node: fx.Node) -> None:
         if isinstance(size, int) and size == -1 and isinstance(value.shape[dimension], int):
             shape[dimension] = value.shape[dimension]
     node.update_arg(1, shape)
-
-
-def _forget_device(node: fx.Node) -> None:
-    """All of a row lives on one device, so what is left of `to(device, dtype)` is the dtype."""
-    node.target = aten.to.dtype
-    node.args = (node.args[0], node.args[2])
-    node.kwargs = {}
 
 
 def _same_type(node: fx.Node) -> bool:

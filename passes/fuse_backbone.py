@@ -47,7 +47,7 @@ OWN_TABLES = ("cu_seqlens", "segments", "keys")
 class FuseBackbone(GroupPass):
     """Merge backbone nodes into one Shared Super-Model.
 
-    max_jobs   jobs that one model may hold
+    max_jobs   largest number of jobs in one model
     """
 
     name: ClassVar[str] = "fuse-backbone"

@@ -338,8 +338,9 @@ DROPPED = "DoRA with dropout multiplies what is left of its input by the frozen 
 class LowerAdapters(GroupPass):
     """Replace LoRA branches by tlora_fx::multi_lora_linear, multi_lora_add or multi_lora_experts.
 
-    compute   dtype in which adapters multiply: "base", "float32", or "job": as the job file says
-    dora      lower DoRA's branches too
+    compute   dtype in which adapters multiply: "base" (that of the base), "float32", or "job" (what
+              each job's file says)
+    dora      also replace branches of DoRA adapters
     """
 
     name: ClassVar[str] = "lower-adapters"

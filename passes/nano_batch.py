@@ -40,9 +40,9 @@ WEIGHTS_PER_WIDTH = 12
 class NanoBatch(GroupPass):
     """Cut the row into nano-batches for the layers.
 
-    count    nano-batches of a row; 1 leaves the graph as it is
-    inside   clone the code inside of each layer instead of its call, so that a layer is called
-             once: for layers whose weights are gathered when they are called
+    count    number of nano-batches to cut a row into; 1 leaves the graph as it is
+    inside   copy the code inside each layer, instead of its call, for each nano-batch. A layer is
+             then called once, as layers need whose weights are gathered when they are called
     """
 
     name: ClassVar[str] = "nano-batch"

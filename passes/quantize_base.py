@@ -44,10 +44,14 @@ TURN = torch.ops.aten.t.default
 class QuantizeBase(GroupPass):
     """Store frozen matrices in 4 or 8 bits.
 
-    to         nf4 (bitsandbytes), int8 or float8 (torchao, weight-only)
-    at_least   numbers that a matrix must have; smaller ones stay as they are
-    products   with float8: round activations and gradients too, a scale a token, and multiply so
-    backward   of products: copy, turn or restore; see ops/float8.py
+    to         form in which to store matrices: nf4 (bitsandbytes), int8 or float8 (torchao,
+               weight-only)
+    at_least   smallest matrix to quantise, in elements; smaller ones stay as they are
+    products   with to=float8, also multiply in float8: round activations and gradients too, with
+               one scale per token
+    backward   with products=true, how the backward gets the transposed matrix: copy keeps it too,
+               one byte more per element; turn transposes it for each product; restore restores the
+               matrix and multiplies in the dtype of the activations
     """
 
     name: ClassVar[str] = "quantize-base"

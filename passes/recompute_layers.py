@@ -17,9 +17,9 @@ from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
 @register
 @dataclass(frozen=True, slots=True)
 class RecomputeLayers(GroupPass):
-    """Keep only a layer's inputs from its forward to its backward.
+    """Recompute layers in the backward instead of keeping their activations.
 
-    blocks   names of the blocks; none for all
+    blocks   names of the blocks of layers to recompute; all if none is named
     """
 
     name: ClassVar[str] = "recompute-layers"

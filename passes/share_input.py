@@ -35,7 +35,7 @@ COMMON = ("x", "segments", "keys", "token_index", "compute_dtype")
 class ShareInput(GroupPass):
     """Group lowered sites that read one input.
 
-    max_sites   sites that one operator may serve, at most 4
+    max_sites   largest number of sites that one operator serves, at most 4
     """
 
     name: ClassVar[str] = "share-input"

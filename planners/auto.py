@@ -20,14 +20,7 @@ from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.plan import Estimate, MeshShape, Plan, Schedule, model_fingerprint
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import profile_for
-from tlora_fx.cost.step_time import (
-    GPUS_PER_NODE,
-    SQUARE,
-    CostModel,
-    StepTime,
-    layers_ms,
-    step_time,
-)
+from tlora_fx.cost.step_time import GPUS_PER_NODE, SQUARE, CostModel, StepTime, layers_ms, step_time
 from tlora_fx.errors import NoPlanFits, ProfileMissing, TloraError, UnknownGpu
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import require_shardable

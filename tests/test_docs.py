@@ -230,6 +230,19 @@ def test_the_examples_of_the_page_on_nano_batches_run(capsys):
     assert int(chosen.split()[0]) in (4, 6, 8)
 
 
+def test_the_example_of_the_page_on_loops_runs(capsys):
+    """It prints a loss, the targets of a batch, and the first step of the second job."""
+    page = (ROOT / "docs" / "group-step.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    jobs = str(ROOT / "examples" / "quickstart" / "jobs.yaml")
+
+    exec(code.replace('"examples/quickstart/jobs.yaml"', repr(jobs)), {})
+
+    first, second = capsys.readouterr().out.splitlines()
+    assert float(first.split()[0]) > 0
+    assert (first.split()[1], second.split()[0]) == ("3", "1")
+
+
 def test_the_example_of_the_page_on_scheduling_runs(capsys):
     """It prints what a step of the group is made of."""
     page = (ROOT / "docs" / "scheduling.md").read_text(encoding="utf-8")

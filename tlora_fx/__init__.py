@@ -20,15 +20,21 @@ if TYPE_CHECKING:
     from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.runtime.callbacks import TrainerCallback
     from tlora_fx.runtime.compiled_folder import load
+    from tlora_fx.runtime.data.samples import Sample
+    from tlora_fx.runtime.group_step import Batch, GroupStep, StepOptions
     from tlora_fx.runtime.trainer import Trainer, TrainerOptions
     from tlora_fx.tools.explain import why_not
 
 __all__ = [
     "BaseSpec",
+    "Batch",
     "DataSpec",
+    "GroupStep",
     "Job",
     "JobFile",
     "OpenSlots",
+    "Sample",
+    "StepOptions",
     "SuperModel",
     "TloraError",
     "Trainer",
@@ -46,10 +52,14 @@ __all__ = [
 # No name here may also be the name of a submodule: importing the submodule would replace it.
 _HOMES = {
     "BaseSpec": "tlora_fx.config.job",
+    "Batch": "tlora_fx.runtime.group_step",
     "DataSpec": "tlora_fx.config.job",
+    "GroupStep": "tlora_fx.runtime.group_step",
     "Job": "tlora_fx.config.job",
     "JobFile": "tlora_fx.config.job_file",
     "OpenSlots": "tlora_fx.ir.graph",
+    "Sample": "tlora_fx.runtime.data.samples",
+    "StepOptions": "tlora_fx.runtime.group_step",
     "SuperModel": "tlora_fx.model.supermodel",
     "TloraError": "tlora_fx.errors",
     "Trainer": "tlora_fx.runtime.trainer",

@@ -36,15 +36,7 @@ from tlora_fx.errors import (
 )
 from tlora_fx.host.environment import LOG, log_words
 from tlora_fx.inspect.instruments import Watch, watch_from
-from tlora_fx.ir.graph import (
-    AdapterSite,
-    Form,
-    GroupGraph,
-    JobGraph,
-    OpenSlots,
-    rename_job,
-    vacant,
-)
+from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph, OpenSlots, rename_job, vacant
 from tlora_fx.model.backbone import Backbone, load_backbone
 from tlora_fx.model.elastic import Resolve
 from tlora_fx.model.slots import VECTOR
@@ -52,12 +44,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics import Numerics, watch_numerics
 from tlora_fx.numerics.probe_cache import probe_once
 from tlora_fx.pipeline import Instrument, Pipeline, Runner, Verify, parse_pipeline
-from tlora_fx.tracing.adapters import (
-    idle_patterns,
-    layer_signature,
-    require_trained,
-    resolve_sites,
-)
+from tlora_fx.tracing.adapters import idle_patterns, layer_signature, require_trained, resolve_sites
 from tlora_fx.tracing.export import trace_base, trace_job
 from tlora_fx.tracing.layers import layer_list
 from tlora_fx.tracing.own_loss import refuse_other_loss

@@ -12,14 +12,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tlora_fx.codegen.spec import KernelSpec, Tile
-from tlora_fx.codegen.template import (
-    common_values,
-    constants_of,
-    fill,
-    mask_word,
-    module,
-    size,
-)
+from tlora_fx.codegen.template import common_values, constants_of, fill, mask_word, module, size
 from tlora_fx.errors import KernelSpecError
 
 # Rows, columns, slab and warps of a tile that tuning tries.
@@ -285,24 +278,3 @@ def _widest(sites: int) -> str:
     for site in range(1, sites):
         text = f"tl.maximum({text}, width_{site})"
     return text
-
-
-def flops(spec: KernelSpec) -> str:
-    """Products only."""
-    return f"{2 * spec.sites} M O r"
-
-
-def bytes_moved(spec: KernelSpec) -> str:
-    """Writes y, and reads it where it adds; S and B are small and come from the cache."""
-    data, sites = size(spec.dtype), spec.sites
-    bits = f" + {sites} M O / 8".replace(" 1 M", " M") if spec.dropout else ""
-    return f"{data * (1 + spec.accumulate)} M O + {data * sites} (M W + P O){bits}"
-
-
-def cost(spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
-    """FLOP and bytes, with S as wide as the mean rank."""
-    data, rank = size(spec.dtype), rank_rows // max(tokens, 1)
-    per_site = data * (rank_rows + rank * spec.outer)
-    per_site += tokens * -(-spec.outer // 8) * spec.dropout
-    moved = data * (1 + spec.accumulate) * tokens * spec.outer + spec.sites * per_site
-    return 2 * spec.sites * spec.outer * rank_rows, moved

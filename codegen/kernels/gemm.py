@@ -296,7 +296,6 @@ class Roles:
 
     left, low, high, out   names; out = left · weight + low high
     summed, width          K and N
-    letters                what the costs call K and N
     turned                 the weight's stored rows are columns of the product
     bias, dropout          whether the product has them
     arguments, formula     of `launch`, and what it writes
@@ -308,7 +307,6 @@ class Roles:
     out: str
     summed: int
     width: int
-    letters: tuple[str, str]
     turned: bool
     bias: bool
     dropout: bool
@@ -336,29 +334,6 @@ class _Gemm:
         roles = self.roles(spec)
         return _source(replace(spec, bias=roles.bias, dropout=roles.dropout), roles)
 
-    def flops(self, spec: KernelSpec) -> str:
-        """Without what ranks are padded by."""
-        summed, width = self.roles(spec).letters
-        return f"2 M {width} ({summed} + r)"
-
-    def bytes_moved(self, spec: KernelSpec) -> str:
-        """Every matrix read or written once, masks a bit an element."""
-        roles = self.roles(spec)
-        summed, width = roles.letters
-        again = f" + M {width}" if spec.accumulate else ""
-        masks = f" + M {width} / 8" if roles.dropout else ""
-        matrices = f"M {summed} + I O + M r + R {width} + M {width}{again}"
-        return f"{size(spec.dtype)} ({matrices}){masks}"
-
-    def cost(self, spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
-        """FLOP and bytes of a call, with one job whose rank is the mean."""
-        roles, rank = self.roles(spec), rank_rows // max(tokens, 1)
-        moved = tokens * (roles.summed + roles.width * (1 + spec.accumulate)) + rank_rows
-        moved += (roles.summed + rank) * roles.width
-        masks = tokens * -(-roles.width // 8) if roles.dropout else 0
-        flops = 2 * roles.width * (tokens * roles.summed + rank_rows)
-        return flops, size(spec.dtype) * moved + masks
-
 
 class _Forward(_Gemm):
     """The frozen linear and every job's branch: y = x Wᵀ + bias + S B."""
@@ -373,7 +348,6 @@ class _Forward(_Gemm):
             out="y",
             summed=spec.inner,
             width=spec.outer,
-            letters=("I", "O"),
             turned=spec.weight_layout == "out_in",
             bias=spec.bias,
             dropout=False,
@@ -399,7 +373,6 @@ class _InputGradient(_Gemm):
             out="dx",
             summed=spec.outer,
             width=spec.inner,
-            letters=("O", "I"),
             turned=spec.weight_layout == "in_out",
             bias=False,
             dropout=spec.dropout,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from tlora_fx.codegen.kernels.lora_b_backward import chunk_of, padded_rank_rows
+from tlora_fx.codegen.kernels.lora_b_backward import chunk_of
 from tlora_fx.codegen.spec import KernelSpec, Tile, shared_bytes
 from tlora_fx.codegen.template import (
     common_values,
@@ -372,28 +372,3 @@ def _values(spec: KernelSpec) -> dict[str, object]:
 
 def _bytes(spec: KernelSpec) -> int:
     return -(-spec.inner // 8)
-
-
-def flops(spec: KernelSpec) -> str:
-    """One product a site."""
-    return f"{2 * spec.sites} M I r"
-
-
-def bytes_moved(spec: KernelSpec) -> str:
-    """X once, bits once, shares of da once; dS comes from the L2 cache."""
-    part = 8 if spec.dtype == "float64" else 4
-    bits = f" + {spec.sites} M I / 8" if spec.dropout else ""
-    shares = f"{part * spec.sites} M r I / {spec.cut.chunk}"
-    return f"{size(spec.dtype)} M (I + {spec.sites} r){bits} + {shares}"
-
-
-def cost(spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
-    """FLOP and bytes, with every job's ranks rounded up as their mean is; ranks of one site."""
-    part = 8 if spec.dtype == "float64" else 4
-    padded = spec.sites * padded_rank_rows(spec, tokens, rank_rows)
-    bits = spec.sites * tokens * _bytes(spec) if spec.dropout else 0
-    read = size(spec.dtype) * (tokens * spec.inner + padded) + bits
-    return (
-        2 * spec.sites * spec.inner * rank_rows,
-        read + part * padded * spec.inner // spec.cut.chunk,
-    )

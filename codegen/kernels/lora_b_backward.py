@@ -321,39 +321,3 @@ def _values(spec: KernelSpec) -> dict[str, object]:
         if copy
         else "not read",
     }
-
-
-def flops(spec: KernelSpec) -> str:
-    """Two products a site."""
-    return f"4 M {_outputs(spec)} r"
-
-
-def bytes_moved(spec: KernelSpec) -> str:
-    """Dy once, shares of dS and db once; s and b come from the L2 cache."""
-    element, part = size(spec.dtype), 8 if spec.dtype == "float64" else 4
-    outputs, ranks = _outputs(spec), "r" if spec.sites == 1 else f"{spec.sites} r"
-    twice = f" + {element} M {outputs}" if spec.extend == "copy" else ""
-    slabs = sum(slabs_of(spec, outer) for outer in spec.outers)
-    shares = f"{part} M r ({slabs} + {outputs} / {spec.cut.chunk})"
-    return f"{element} M ({outputs} + {ranks}) + {shares} + {element} r {outputs}{twice}"
-
-
-def cost(spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
-    """FLOP and bytes, with every job's ranks rounded up as their mean is."""
-    element, part = size(spec.dtype), 8 if spec.dtype == "float64" else 4
-    padded = padded_rank_rows(spec, tokens, rank_rows)
-    outputs, slabs = sum(spec.outers), sum(slabs_of(spec, outer) for outer in spec.outers)
-    shares = part * padded * slabs + part * padded * outputs // spec.cut.chunk
-    copies = 2 if spec.extend == "copy" else 1
-    read = element * (copies * tokens * outputs + spec.sites * padded)
-    return 4 * outputs * rank_rows, read + shares
-
-
-def _outputs(spec: KernelSpec) -> str:
-    return "O" if spec.sites == 1 else str(sum(spec.outers))
-
-
-def padded_rank_rows(spec: KernelSpec, tokens: int, rank_rows: int) -> int:
-    """rank_rows with the mean rank rounded up to the rank block."""
-    mean = -(-rank_rows // max(tokens, 1))
-    return tokens * (-(-mean // spec.rank_block) * spec.rank_block)

@@ -15,7 +15,6 @@ from itertools import accumulate
 
 from tlora_fx.codegen.spec import KernelSpec, Tile
 from tlora_fx.codegen.template import (
-    columns_of,
     common_values,
     constants_of,
     either,
@@ -23,7 +22,6 @@ from tlora_fx.codegen.template import (
     module,
     of_sites,
     short,
-    size,
 )
 from tlora_fx.errors import KernelSpecError
 
@@ -321,23 +319,3 @@ def _ends(spec: KernelSpec) -> list[int]:
 
 def _strips(columns: int) -> int:
     return -(-columns // STRIP)
-
-
-def flops(spec: KernelSpec) -> str:
-    """It only moves."""
-    return "0"
-
-
-def bytes_moved(spec: KernelSpec) -> str:
-    """Reads R rows of a and b; writes P packed rows, R rounded up a job to the rank block."""
-    columns = columns_of(spec)
-    tail = f" + {size(spec.dtype)} T ({columns})" if spec.extend else ""
-    return f"({size(spec.adapter_dtype)} R + {size(spec.dtype)} P) ({columns}){tail}"
-
-
-def cost(spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
-    """A call's work does not depend on tokens: that of one job whose rank is the mean."""
-    rank = rank_rows // max(tokens, 1)
-    packed = -(-rank // spec.rank_block) * spec.rank_block
-    row = spec.sites * spec.inner + sum(spec.outers)
-    return 0, (rank * size(spec.adapter_dtype) + packed * size(spec.dtype)) * row

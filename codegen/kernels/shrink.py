@@ -704,28 +704,3 @@ def _each(name: str, sites: int) -> str:
 
 def _bytes(spec: KernelSpec) -> int:
     return -(-spec.inner // 8)
-
-
-def flops(spec: KernelSpec) -> str:
-    """Only products; a counter of Philox costs about 60 integer instructions."""
-    return f"{2 * spec.sites} M I r"
-
-
-def bytes_moved(spec: KernelSpec) -> str:
-    """Reads x once, or makes and writes it; A from the cache; S, bits, what `extend` asks for."""
-    data, sites = size(spec.dtype), spec.sites
-    bits = f" + {sites} M I / 8".replace(" 1 M", " M") if spec.dropout else ""
-    tail = f" + {data} M T" if spec.extend else ""
-    copy = f" + {data} M I" if spec.extend == "copy" else ""
-    read = data * (3 if spec.gated else 1)
-    return f"{read} M I + {data * sites} (M W + P I){bits}{tail}{copy}"
-
-
-def cost(spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
-    """FLOP and bytes, with S as wide as the mean rank."""
-    data, rank = size(spec.dtype), rank_rows // max(tokens, 1)
-    per_site = data * (rank_rows + rank * spec.inner) + tokens * _bytes(spec) * spec.dropout
-    copied = data * (tokens * spec.inner * (spec.extend == "copy") + rank_rows * bool(spec.extend))
-    read = data * tokens * spec.inner * (3 if spec.gated else 1)
-    moved = read + spec.sites * per_site + copied
-    return 2 * spec.sites * spec.inner * rank_rows, moved

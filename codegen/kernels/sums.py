@@ -9,19 +9,10 @@ from __future__ import annotations
 from itertools import accumulate
 
 from tlora_fx.codegen.kernels import lora_b_backward
-from tlora_fx.codegen.kernels.lora_b_backward import chunk_of, padded_rank_rows, slabs_of
+from tlora_fx.codegen.kernels.lora_b_backward import chunk_of, slabs_of
 from tlora_fx.codegen.kernels.pack import STRIP
 from tlora_fx.codegen.spec import KernelSpec, Tile
-from tlora_fx.codegen.template import (
-    columns_of,
-    common_values,
-    constants_of,
-    either,
-    fill,
-    module,
-    of_sites,
-    size,
-)
+from tlora_fx.codegen.template import common_values, constants_of, either, fill, module, of_sites
 
 _ELEMENTS = 512  # of dS in a program: 16 bytes of float32 for each of 128 threads
 _S_SLAB = 1024  # of x, where nobody says
@@ -404,24 +395,6 @@ class _SumDs:
             else "not read",
         }
 
-    def flops(self, spec: KernelSpec) -> str:
-        """Additions."""
-        return f"{sum(self._slabs(spec))} M r"
-
-    def bytes_moved(self, spec: KernelSpec) -> str:
-        """The shares once, dS once; with `extend` also the tail of T columns."""
-        part = 8 if spec.dtype == "float64" else 4
-        element = size(spec.dtype) * spec.sites
-        tail = f" + {element} M T" if spec.extend else ""
-        return f"{part * sum(self._slabs(spec))} M r + {element} M r{tail}"
-
-    def cost(self, spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
-        """FLOP and bytes, with every job's ranks rounded up as their mean is, without a tail."""
-        part = 8 if spec.dtype == "float64" else 4
-        padded = padded_rank_rows(spec, tokens, rank_rows)
-        slabs = sum(self._slabs(spec))
-        return slabs * padded, (part * slabs + size(spec.dtype) * spec.sites) * padded
-
 
 class _SumS(_SumDs):
     """S out of the shares that `shrink` left: summed, scaled and rounded.
@@ -499,26 +472,6 @@ class _SumGradients:
             functions=["job_of", "chunks_of"],
             body=fill(_GRADIENTS, common_values(spec) | {"strips": ends[-1]}),
         )
-
-    def flops(self, spec: KernelSpec) -> str:
-        """Additions."""
-        return f"M r ({columns_of(spec)}) / {spec.cut.chunk}"
-
-    def bytes_moved(self, spec: KernelSpec) -> str:
-        """The shares once, the gradients once."""
-        part = 8 if spec.dtype == "float64" else 4
-        return (
-            f"({part} M r / {spec.cut.chunk} + {size(spec.adapter_dtype)} R) ({columns_of(spec)})"
-        )
-
-    def cost(self, spec: KernelSpec, tokens: int, rank_rows: int) -> tuple[int, int]:
-        """FLOP and bytes, for one job whose rank is the mean."""
-        part = 8 if spec.dtype == "float64" else 4
-        padded = padded_rank_rows(spec, tokens, rank_rows)
-        columns = spec.sites * spec.inner + sum(spec.outers)
-        rank = -(-rank_rows // max(tokens, 1))
-        adds = padded * columns // spec.cut.chunk
-        return adds, part * adds + size(spec.adapter_dtype) * rank * columns
 
 
 sum_ds = _SumDs()

@@ -65,8 +65,9 @@ AllRuns = dict[fx.Node, dict[int, tuple[int, ...]]]
 class ShardTensor(GroupPass):
     """Cut matrices over the processes of a tensor-parallel group.
 
-    size   pieces, as many as the group has processes; 1 changes nothing
-    head   cut the output vocabulary too; the loss is then summed over the group
+    size   number of pieces to cut each matrix into, that of the group's processes; 1 changes
+           nothing
+    head   also cut the output vocabulary; the loss is then summed over the group
     """
 
     name: ClassVar[str] = "shard-tensor"

@@ -333,7 +333,7 @@ COMMANDS: list[tuple[str, str]] = [
     ("plan jobs.yaml --gpus 2 --gpu h9000", "h200"),
     ("plan jobs.yaml --gpus 2 --gpu none.json", "none.json"),
     ("plan jobs.yaml --gpus 2 --gpu h200 -o jobs.yaml", "would be overwritten"),
-    ("plan jobs.yaml --gpus 2 --export deepspeed", "galvatron, metis or sailor"),
+    ("plan jobs.yaml --gpus 2 --export deepspeed", "metis or sailor"),
     ("run none -o out", "there is no folder of job files"),
     ("run jobs.yaml -o out --policy tlroa", "tlora"),
     ("run jobs.yaml -o out --policy megatron:backfil=true", "did you mean 'backfill'?"),

@@ -127,6 +127,15 @@ def test_a_mistake_that_another_process_finds_is_told_once(capsys, tmp_path):
     assert many.count("error[") == 1
 
 
+@pytest.mark.parametrize("name", ["--max-tokens", "--most-tokens"])
+def test_the_longest_sample_goes_by_its_old_name_too(capsys, name):
+    """For one release."""
+    text, status = refused(capsys, *FEW, name, "1")
+
+    assert status == 1
+    assert "--max-tokens makes no sense" in text
+
+
 def test_states_that_nobody_has_are_no_matter_of_the_cluster(capsys, tmp_path):
     """The help is about what left the jobs out."""
     path = tmp_path / "acme.csv"

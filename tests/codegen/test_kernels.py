@@ -1,4 +1,4 @@
-"""From a spec to the text of its kernel: headers, names, costs."""
+"""From a spec to the text of its kernel: headers and names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import pytest
 
+from scripts.check_kernels import forms
 from tests.interpreted import ROOT
-from tlora_fx.codegen.compiled_check import forms
 from tlora_fx.codegen.kernels import build, command, emitter, intact, shrink, stem
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
 
@@ -75,16 +75,11 @@ def test_generated_text_is_formatted_as_the_project_is(tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_emitter_says_what_its_kernel_costs(kind):
-    """Formulas, and numbers that grow with the tokens or do not depend on them."""
-    rules, spec = emitter(kind), build(KernelSpec(kind, 4096, 4096)).spec
-    small, large = rules.cost(spec, 1024, 1024 * 16), rules.cost(spec, 8192, 8192 * 16)
+def test_tuning_tries_the_tile_of_the_rule(kind):
+    """It is one of the candidates."""
+    spec = build(KernelSpec(kind, 4096, 4096)).spec
 
-    assert rules.flops(spec)
-    assert rules.bytes_moved(spec)
-    assert all(one <= other for one, other in zip(small, large, strict=True))
-    assert large[1] > 0
-    assert spec.tile in rules.candidates(spec)
+    assert spec.tile in emitter(kind).candidates(spec)
 
 
 def test_two_specs_have_two_names():

@@ -5,11 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlora_fx.errors import (
-    AttentionShapeError,
-    MaskKeyError,
-    SegmentError,
-)
+from tlora_fx.errors import AttentionShapeError, MaskKeyError, SegmentError
 from tlora_fx.ops import attention as module
 from tlora_fx.ops import packed_attention
 

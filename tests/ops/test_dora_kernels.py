@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tlora_fx.codegen.compiled_check import MAX_REGISTERS, needs_of
+from scripts.check_kernels import MAX_REGISTERS, needs_of
 from tlora_fx.codegen.spec import SHARED_BYTES
 
 PRODUCTS = {

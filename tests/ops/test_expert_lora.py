@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from scripts.check_kernels import MAX_REGISTERS, needs_of
 from tests.ops.expert_jobs import by_job_and_expert, case
-from tlora_fx.codegen.compiled_check import MAX_REGISTERS, needs_of
 from tlora_fx.codegen.spec import SHARED_BYTES
 from tlora_fx.errors import ExpertLinearError, FrozenGradientError
 from tlora_fx.ops import multi_lora_experts

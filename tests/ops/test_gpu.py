@@ -8,10 +8,10 @@ from tlora_fx.ops import (
     keyed_dropout,
     multi_lora_linear,
     packed_attention,
-    random_uniform,
     segment_read,
     segment_switch,
     segment_write,
+    uniform_at,
 )
 from tlora_fx.ops.attention import AttentionRule, flash_fits_row
 
@@ -189,8 +189,8 @@ def test_dropout_draws_the_cpus_masks(row, dtype):
 
     assert torch.equal(mask.cpu(), mask_of(here, 1001))
     assert torch.equal(dropped.cpu(), keyed_dropout(x, *here.mask_tables(), 1))
-    uniform = random_uniform((999,), (7, 8), 3 << 33, "cuda")
-    assert torch.equal(uniform.cpu(), random_uniform((999,), (7, 8), 3 << 33))
+    index = torch.arange(999) + (3 << 33)
+    assert torch.equal(uniform_at(index.cuda(), (7, 8)).cpu(), uniform_at(index, (7, 8)))
 
 
 def test_segments_read_write_and_switch_without_the_device():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tlora_fx.ops import keep_mask, multi_lora_add, token_scale
+from tests.ops.token_scale import token_scale
+from tlora_fx.ops import keep_mask, multi_lora_add
 from tlora_fx.ops.kernels import dispatch
 
 pytestmark = [

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tlora_fx.ops import keep_mask, multi_lora_gated_linear, token_scale
+from tests.ops.token_scale import token_scale
+from tlora_fx.ops import keep_mask, multi_lora_gated_linear
 from tlora_fx.ops.kernels import extend_weight, launch
 
 pytestmark = [

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.ops.batches import batch, jobs_of, run, split
+from tests.ops.token_scale import token_scale
 from tlora_fx.codegen import loading
-from tlora_fx.ops import keep_mask, multi_lora_linear, multi_lora_linears, token_scale
+from tlora_fx.ops import keep_mask, multi_lora_linear, multi_lora_linears
 from tlora_fx.ops.kernels import (
     extend_weight,
     force_plan,
@@ -85,7 +86,7 @@ def launched():
         for module in loading._loaded.values()
         for cache in module.kernel.function.device_caches.values()
     ]
-    return loading.load_count(), sum(len(cache[0]) for cache in caches)
+    return len(loading._loaded), sum(len(cache[0]) for cache in caches)
 
 
 @pytest.mark.parametrize("rates", [(0.0,) * 5, RATES], ids=["keep", "drop"])

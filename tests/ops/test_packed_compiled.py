@@ -1,4 +1,4 @@
-"""Under torch.compile whoever makes x or dy leaves room behind it, in the code it runs anyway."""
+"""Under torch.compile whoever makes x or dy leaves columns behind it, in its own code."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.utils import run_and_get_code
 
 from tlora_fx.ops import lora, multi_lora_linear, multi_lora_linears
-from tlora_fx.ops import room as room_op
+from tlora_fx.ops import tail_columns as tail_columns_op
 from tlora_fx.ops.kernels import extend_weight, packed, strict, support
 
-WIDTH, HIDDEN, ROOM, TOKENS = 32, 48, 64, 11
+WIDTH, HIDDEN, TAIL_COLUMNS, TOKENS = 32, 48, 64, 11
 
 
 @pytest.fixture
@@ -51,12 +51,12 @@ def seen(monkeypatch):
 def block(lora):
     """Makes a norm, two linears on it, their gated product, and one linear behind it."""
 
-    def make(roomy=True, drops=False):
+    def make(extended=True, drops=False):
         sizes = ((WIDTH, HIDDEN), (WIDTH, HIDDEN), (HIDDEN, WIDTH))
         rates = (0.3, 0.0) if drops else (0.0, 0.0)
         made = [lora((6, 5), (3, 2), rates, features=own, dtype=torch.float32) for own in sizes]
-        for one in made if roomy else ():
-            one.weight = extend_weight(one.weight, ROOM)
+        for one in made if extended else ():
+            one.weight = extend_weight(one.weight, TAIL_COLUMNS)
         *pair, last = [one.arguments() for one in made]
         lists = [list(column) for column in zip(*pair, strict=True)]
         row = [column[0] for column in lists[8:11]]
@@ -83,13 +83,13 @@ def step(run, leaves):
     return y.detach(), *torch.autograd.grad(y.sin().sum(), leaves)
 
 
-X = [("x", WIDTH, 2 * ROOM), ("x", HIDDEN, ROOM)]
-DY = [("dy", WIDTH, ROOM), ("dy", HIDDEN, ROOM), ("dy", HIDDEN, ROOM)]
+X = [("x", WIDTH, 2 * TAIL_COLUMNS), ("x", HIDDEN, TAIL_COLUMNS)]
+DY = [("dy", WIDTH, TAIL_COLUMNS), ("dy", HIDDEN, TAIL_COLUMNS), ("dy", HIDDEN, TAIL_COLUMNS)]
 TIGHT = [(kind, columns, 0) for kind, columns, _ in (*X, *DY)]
 
 
 def test_producers_write_into_wider_buffers(seen, block, monkeypatch):
-    """Inductor's code makes x and dys in rows with room, and has no copy of them without it."""
+    """Inductor's code makes x and dys in rows with tail columns, and copies none of them."""
     # Compiling takes long, and where kernels write can be read.
     monkeypatch.setattr(AsyncCompile, "cpp_pybinding", lambda *_: lambda *_: None)
     run, leaves = block()
@@ -100,15 +100,20 @@ def test_producers_write_into_wider_buffers(seen, block, monkeypatch):
 
     assert seen == [*X, *DY]
     made = re.findall(rf"empty_strided_cpu\(\(1, {TOKENS}, (\d+)\)", "\n".join(codes))
-    assert {int(width) for width in made} == {1, WIDTH + 2 * ROOM, WIDTH + ROOM, HIDDEN + ROOM}
+    assert {int(width) for width in made} == {
+        1,
+        WIDTH + 2 * TAIL_COLUMNS,
+        WIDTH + TAIL_COLUMNS,
+        HIDDEN + TAIL_COLUMNS,
+    }
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({}, [*X, *DY]), ({"drops": True}, [*X, *TIGHT[2:]]), ({"roomy": False}, TIGHT)],
+    [({}, [*X, *DY]), ({"drops": True}, [*X, *TIGHT[2:]]), ({"extended": False}, TIGHT)],
     ids=["plain", "dropout", "weights"],
 )
-def test_numbers_are_those_without_room(seen, block, given, expected):
+def test_numbers_are_those_without_tail_columns(seen, block, given, expected):
     """Room is left where concat-K can use it: not in dy under dropout, not at weights without."""
     run, leaves = block(**given)
     wanted = step(run, leaves)
@@ -126,7 +131,7 @@ def test_numbers_are_those_without_room(seen, block, given, expected):
 @pytest.mark.parametrize("rows", [64, 16])
 @pytest.mark.parametrize("outers", [(32, 16), (96, 48)], ids=["narrow", "wide"])
 def test_joined_weights_have_their_gradients_side_by_side(seen, lora, drops, outers, rows):
-    """All y are one tensor in a traced graph, and so are all dy, with room behind them."""
+    """All y are one tensor in a traced graph, and so are all dy, with columns behind them."""
     rates = (0.3, 0.0) if drops else (0.0, 0.0)
     made = [lora((6, 5), (3, 2), rates, features=(WIDTH, n), dtype=torch.float32) for n in outers]
     lists = [list(column) for column in zip(*(one.arguments() for one in made), strict=True)]
@@ -152,28 +157,32 @@ def test_joined_weights_have_their_gradients_side_by_side(seen, lora, drops, out
 
     found = step(compiled, leaves)
 
-    room = packed.joined_columns(rows, 2)
-    width = 0 if drops else room
+    tail_columns = packed.joined_columns(rows, 2)
+    width = 0 if drops else tail_columns
     one, other = outers
-    assert seen == [("x", WIDTH, room), ("dy", one, other + width), ("dy", other, one + width)]
+    assert seen == [
+        ("x", WIDTH, tail_columns),
+        ("dy", one, other + width),
+        ("dy", other, one + width),
+    ]
     for one, other in zip(found, wanted, strict=True):
         assert (one - other).norm() <= 1e-5 * other.norm()
 
 
-@pytest.mark.parametrize("room", [0, 16])
-def test_inductors_code_puts_parts_beside_each_other(room):
+@pytest.mark.parametrize("tail_columns", [0, 16])
+def test_inductors_code_puts_parts_beside_each_other(tail_columns):
     """Parts that it computes, one that it was given, one that others read, one twice."""
     torch._dynamo.reset()
 
     def run(x, given):
         part = x.sin()
         whole = torch.ops.tlora_fx.append_tail_columns(
-            [part, given, part, torch.ops.tlora_fx.append_tail_columns([x.cos()], 0)], room
+            [part, given, part, torch.ops.tlora_fx.append_tail_columns([x.cos()], 0)], tail_columns
         )
-        return whole[..., : whole.shape[-1] - room] * 1.0, part + 1
+        return whole[..., : whole.shape[-1] - tail_columns] * 1.0, part + 1
 
     x, given = torch.randn(1, 7, 16), torch.randn(1, 7, 32)
-    room_op.teach_inductor()
+    tail_columns_op.teach_inductor()
 
     found = torch.compile(run, fullgraph=True, dynamic=True)(x, given)
 
@@ -183,7 +192,7 @@ def test_inductors_code_puts_parts_beside_each_other(room):
 
 
 @pytest.mark.parametrize(
-    ("shapes", "rows", "step", "room"),
+    ("shapes", "rows", "step", "tail_columns"),
     [
         (((32, 32), (16, 32), (16, 32)), (9, 16, 9), 16, 64),
         (((32, 32), (16, 32), (16, 32)), (9, 17, 9), 32, 128),
@@ -207,7 +216,7 @@ def test_inductors_code_puts_parts_beside_each_other(room):
         "alone",
     ],
 )
-def test_weights_are_joined_where_sums_are_short(monkeypatch, shapes, rows, step, room):
+def test_weights_are_joined_where_sums_are_short(monkeypatch, shapes, rows, step, tail_columns):
     """As q, k and v are, each with whole rank blocks; numbers stay."""
     monkeypatch.setattr(support, "mode", lambda: "interpret")
     given = [torch.randn(shape) for shape in shapes]
@@ -215,14 +224,14 @@ def test_weights_are_joined_where_sums_are_short(monkeypatch, shapes, rows, step
     found = packed.extended_weights(given, rows)
 
     assert packed.step_of(found) == step
-    assert found[0].stride(0) - found[0].shape[1] == room
+    assert found[0].stride(0) - found[0].shape[1] == tail_columns
     assert len({weight.untyped_storage().data_ptr() for weight in found}) == (
         1 if step else len(given)
     )
     assert all(one.equal(other) for one, other in zip(found, given, strict=True))
 
 
-def test_strict_mode_leaves_no_room(seen, block):
+def test_strict_mode_leaves_no_tail_columns(seen, block):
     """It runs the fused plan only."""
     run, leaves = block()
     with strict():
@@ -231,8 +240,8 @@ def test_strict_mode_leaves_no_room(seen, block):
     assert seen == TIGHT
 
 
-def test_exported_programs_leave_no_room(seen, block):
-    """They run as they are, where room would be a copy."""
+def test_exported_programs_leave_no_tail_columns(seen, block):
+    """They run as they are, where tail columns would be a copy."""
     run, leaves = block()
 
     class Module(torch.nn.Module):

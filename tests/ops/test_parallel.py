@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.parallel.processes import run_processes
 from tlora_fx.errors import NanoBatchesWrong, TensorGroupMissing
-from tlora_fx.ops import forget_groups, tp_copy, tp_cross_entropy, tp_reduce, use_group
+from tlora_fx.ops import parallel, tp_copy, tp_cross_entropy, tp_reduce, use_group
 from tlora_fx.ops.parallel import cut_sequences, remember_starts
 from tlora_fx.ops.torch_compile import mark_compile_caches
 
@@ -26,7 +26,7 @@ WEIGHTS = torch.arange(1.0, 6.0, dtype=torch.float64)
 def no_groups():
     """Leave no name behind."""
     yield
-    forget_groups()
+    parallel._ranks.clear()
 
 
 def region(x, share):

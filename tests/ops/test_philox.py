@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from tlora_fx.ops import random_uniform, site_id, uniform_at, uniform_rows
+from tlora_fx.ops import site_id, uniform_at, uniform_rows
 from tlora_fx.ops.philox import philox
 
 KNOWN = """
@@ -62,10 +62,10 @@ def test_triton_draws_the_same_words(tmp_path):
 
 
 def test_uniform_numbers_do_not_depend_on_the_cut():
-    """Any run of a tensor's elements holds the numbers that the whole tensor has there."""
-    whole = random_uniform((6, 7), (1, 2))
+    """Any elements of a tensor are the numbers that the whole tensor has there."""
+    whole = uniform_at(torch.arange(42).view(6, 7), (1, 2))
 
-    assert torch.equal(random_uniform((2, 7), (1, 2), offset=21), whole[3:5])
+    assert torch.equal(uniform_at(torch.arange(21, 35).view(2, 7), (1, 2)), whole[3:5])
     assert torch.equal(uniform_at(torch.tensor([40, 3]), (1, 2)), whole.flatten()[[40, 3]])
 
 
@@ -79,8 +79,8 @@ def test_numbers_of_many_keys_are_those_of_each():
 
 def test_uniform_numbers_are_uniform_and_exact():
     """Values lie in (0, 1], follow the stated formula, and reach beyond 2**34 elements."""
-    many = random_uniform((100_000,), (3, 4))
-    far = random_uniform((4,), (3, 4), offset=5 << 34)
+    many = uniform_at(torch.arange(100_000), (3, 4))
+    far = uniform_at(torch.arange(4) + (5 << 34), (3, 4))
     zero = torch.tensor(0)
     expected = philox(zero, zero + 5, zero, zero + 2**32 - 1, (3, 4))
 

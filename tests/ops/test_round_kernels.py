@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tlora_fx.codegen.compiled_check import needs_of
+from scripts.check_kernels import needs_of
 
 SIZES = {
     "adam._update": {"KIND": "float32", "WIDE": "float32", "PIECE": 2048},

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from tlora_fx.codegen.compiled_check import MAX_REGISTERS, needs_of
+from scripts.check_kernels import MAX_REGISTERS, needs_of
 from tlora_fx.codegen.spec import SHARED_BYTES
 from tlora_fx.ops import attention
 from tlora_fx.ops.attention import AttentionRule, row_kernels

@@ -7,11 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import (
-    DimDynamic,
-    ShapeEnv,
-    StatelessSymbolicContext,
-)
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from tlora_fx.ops import multi_lora_add
 from tlora_fx.ops.kernels import support

@@ -9,12 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parallel.graph_cases import (
-    replay_rounds,
-    replay_stages,
-    train_all_graphs,
-    train_in_turn,
-)
+from tests.parallel.graph_cases import replay_rounds, replay_stages, train_all_graphs, train_in_turn
 from tests.parallel.processes import run_processes
 
 pytestmark = pytest.mark.gpu

@@ -11,12 +11,7 @@ from torch import fx
 from torch._inductor.utils import run_and_get_code
 
 from tests.parallel.eager_backend import eager_backend
-from tlora_fx.parallel.nano_batches import (
-    graph_tasks,
-    inductor_options,
-    kind_of,
-    schedule_graph,
-)
+from tlora_fx.parallel.nano_batches import graph_tasks, inductor_options, kind_of, schedule_graph
 
 collectives = torch.ops._c10d_functional
 

@@ -137,7 +137,7 @@ class Pretended:
 
     def __init__(self, model, row, weights, device, lengths):
         self.replays, self.loaded, self.released = 0, [row], False
-        self.filled = model.adapted_sites
+        self.adapted_sites = model.adapted_sites
         self.made.append(self)
 
     def run(self):
@@ -169,11 +169,11 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", object)
-    monkeypatch.setattr(RowGraphs, "_has_room", lambda self, kept, tokens: True)
+    monkeypatch.setattr(RowGraphs, "_fits_memory", lambda self, kept, tokens: True)
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     monkeypatch.setattr(Pretended, "made", [])
     monkeypatch.setattr(Pretended, "fails", None)
-    return RowGraphs(SimpleNamespace(filled=frozenset("a")), torch.device("cpu"), 4096)
+    return RowGraphs(SimpleNamespace(adapted_sites=frozenset("a")), torch.device("cpu"), 4096)
 
 
 def test_graphs_share_a_pool_while_one_of_them_lives(graphs):

@@ -19,7 +19,7 @@ class Pretended:
     kept = 8
 
     def __init__(self, model, stage, row, weights, hidden, device):
-        self.filled, self.released = model.adapted_sites, False
+        self.adapted_sites, self.released = model.adapted_sites, False
 
     def first(self, hidden, lengths):
         return "first"
@@ -46,7 +46,7 @@ def graphs(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, object)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
-    model = SimpleNamespace(filled=frozenset("a"))
+    model = SimpleNamespace(adapted_sites=frozenset("a"))
     stage = SimpleNamespace(learns=True, needs_grad=False)
     return StageGraphs(model, [stage], torch.device("cpu"), 4096)
 
@@ -106,7 +106,7 @@ def test_memory_stays_free_for_all_that_is_under_way(graphs, monkeypatch):
     small, large = rows_of_lengths(16, 300)
     monkeypatch.setattr(graphs, "most", 100)
     asked = []
-    monkeypatch.setattr(graphs, "_has_room", lambda *_: asked.append(graphs._under_way) or False)
+    monkeypatch.setattr(graphs, "_fits_memory", lambda *_: asked.append(graphs._under_way) or False)
     for _ in range(2):
         round_of(graphs, [large, large, large, small], under_way=4)
 

@@ -10,13 +10,7 @@ from tests.pipeline.graphs import Does, add_relu, aten, relu_of, small_graph
 from tlora_fx.errors import GraphInvalid, PassFailed, PassMisreports
 from tlora_fx.ir.graph import ancestry, derive, origin_of
 from tlora_fx.ir.shapes import propagate
-from tlora_fx.pipeline import (
-    Halted,
-    Instrument,
-    Pipeline,
-    Runner,
-    rewrite_allowed,
-)
+from tlora_fx.pipeline import Halted, Instrument, Pipeline, Runner, rewrite_allowed
 
 
 def run(*what, **options):

@@ -15,10 +15,8 @@ from tests.models import error_of
 from tlora_fx.compiler import DEFAULT_PIPELINE, find_passes
 from tlora_fx.errors import PipelineError
 from tlora_fx.ir.graph import JobGraph
-from tlora_fx.passes.drop_export_noise import DropExportNoise
-from tlora_fx.passes.fuse_backbone import FuseBackbone
 from tlora_fx.passes.lower_adapters import LowerAdapters
-from tlora_fx.pipeline import REGISTRY, JobPass, Pipeline, checked, options_of, parse_pipeline
+from tlora_fx.pipeline import REGISTRY, JobPass, checked, options_of, parse_pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,14 +131,6 @@ def test_every_pass_is_known_by_the_name_of_its_file():
         assert name.split("-") == words[: len(name.split("-"))]
         assert cls.__name__.lower() == name.replace("-", "")
         assert dataclasses.is_dataclass(cls)
-
-
-def test_job_passes_and_group_passes_are_told_apart():
-    """A pipeline knows which passes run on jobs and which on the group."""
-    pipeline = Pipeline((DropExportNoise(), FuseBackbone()))
-
-    assert pipeline.job_passes == (DropExportNoise(),)
-    assert pipeline.group_passes == (FuseBackbone(),)
 
 
 @pytest.mark.parametrize("side", ["before", "after"])

@@ -10,12 +10,7 @@ from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GPUS
 from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
 from tlora_fx.cost.profile_sources import roofline_profile
-from tlora_fx.errors import (
-    JobTooLong,
-    MeshDoesNotFit,
-    NoPlanFits,
-    ProfileMissing,
-)
+from tlora_fx.errors import JobTooLong, MeshDoesNotFit, NoPlanFits, ProfileMissing
 from tlora_fx.planners.auto import Auto, every_mesh, search
 from tlora_fx.planners.protocol import find_planner
 
@@ -140,6 +135,5 @@ def test_training_asks_for_measurements(model, monkeypatch, tmp_path):
 
 
 def test_planners_are_found_by_name():
-    """Those of this room too."""
+    """Those that a module of this room defines."""
     assert isinstance(find_planner("auto"), Auto)
-    assert find_planner("galvatron").name == "galvatron"

@@ -249,7 +249,7 @@ def test_a_model_without_graphs_is_told_where_the_profile_knows_of_them(jobs, tm
 
 def test_the_profile_can_be_written_for_others(jobs, tmp_path, capsys):
     """In each format."""
-    for format in ("galvatron", "metis", "sailor"):
+    for format in ("metis", "sailor"):
         text = told(
             capsys, "plan", jobs, "--gpus", 2, "--gpu", "roofline:a100", "--allow-estimated",
             "--export", format, "--folder", tmp_path / format,

@@ -334,7 +334,7 @@ def test_jobs_of_a_checkpoint_that_failed_are_in_the_next_one(base, tmp_path, mo
     data = make_data(jobs)
     (tmp_path / "run").mkdir()
     trainer.folder.begin(["a", "b"])
-    trainer._describe(data)
+    trainer.checkpoints.describe(trainer.jobs, data)
     trainer.prepare(data)
     plain, kept = CheckpointStore.save, []
 

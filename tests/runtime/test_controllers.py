@@ -12,13 +12,7 @@ from hypothesis import strategies as st
 
 from tlora_fx.errors import ControllerWrong
 from tlora_fx.parallel.nano_batches import COUNTS
-from tlora_fx.runtime.controllers import (
-    Aimd,
-    Fixed,
-    KeepBest,
-    NanoBatches,
-    find_controller,
-)
+from tlora_fx.runtime.controllers import Aimd, Fixed, KeepBest, NanoBatches, find_controller
 
 # Communication over compute, and what each further nano-batch costs.
 RATIOS = {0.2: 0.01, 1.0: 0.02, 2.5: 0.03}

@@ -16,6 +16,7 @@ import transformers
 from peft.tuners.lora.config import CordaConfig
 from peft.tuners.lora.corda import preprocess_corda
 
+from tests.alone import train_alone
 from tests.parallel.processes import run_processes
 from tests.runtime.elastic import Watch
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
@@ -33,7 +34,6 @@ from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base, start_a
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.data_starts import data_start, first_samples
 from tlora_fx.runtime.distributed import require_elementwise
-from tlora_fx.runtime.solo import train_alone
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.verify import adapter_difference
 

@@ -174,7 +174,7 @@ def test_a_model_that_has_changed_is_not_run_as_before(tmp_path, jobs, data):
     model.release("b")
     script = [(1, "admit", jobs["c"], data["c"])]
     trainer, _ = train(empty(model, jobs["a"]), tmp_path / "three", data, script)
-    assert model.applied.runner is trainer._runner is second.runner
+    assert model.applied.runner is trainer.group.runner is second.runner
     model.compile(backend="eager")
     assert model.applied is None
 
@@ -555,7 +555,8 @@ def test_rows_are_expected_to_take_what_the_largest_so_far_took(model, jobs, dat
     monkeypatch.setattr(
         torch.cuda, "reset_peak_memory_stats", lambda device: peak.__setitem__(0, 1000)
     )
-    roster = elastic.Roster(model, None, SimpleNamespace(mesh=SimpleNamespace(device=device)))
+    gathering = SimpleNamespace(mesh=SimpleNamespace(device=device))
+    roster = elastic.Roster(SimpleNamespace(model=model, gathering=gathering), None)
     tokens = {name: elastic._step_tokens(jobs[name], data[name]) for name in "abc"}
 
     def train(names, taken):

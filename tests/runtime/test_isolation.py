@@ -64,7 +64,7 @@ class Break(TrainerCallback):
             error = (
                 wrong if self.part == "forward" else torch.OutOfMemoryError("CUDA out of memory")
             )
-            runner = self.trainer._runner
+            runner = self.trainer.group.runner
             runner.run = failing(runner.run, error, lambda rows, _: sick.step == 2 and has(rows, 0))
 
     def stepped(self, report):
@@ -163,7 +163,7 @@ class Small(TrainerCallback):
         self.tokens, self.trainer, self.warnings = tokens, None, []
 
     def started(self, runs):
-        runner = self.trainer._runner
+        runner = self.trainer.group.runner
         runner.run = failing(
             runner.run, torch.OutOfMemoryError("CUDA out of memory"), lambda rows, _: any(
                 row.input_ids.numel() > self.tokens for row in rows

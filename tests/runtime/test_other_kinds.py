@@ -9,6 +9,7 @@ import peft
 import pytest
 import torch
 
+from tests.alone import train_alone
 from tests.runtime.groups import losses_of, make_data, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.config.fields import IDENTITY
@@ -19,7 +20,6 @@ from tlora_fx.model.backbone import load_backbone
 from tlora_fx.parallel.mesh import Mesh, MeshShape
 from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base
 from tlora_fx.runtime.distributed import require_elementwise
-from tlora_fx.runtime.solo import train_alone
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.verify import adapter_difference
 from tlora_fx.tracing.adapters import resolve_sites

@@ -10,6 +10,7 @@ import peft
 import pytest
 import torch
 
+from tests.alone import train_alone
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tests.runtime.parameters import job_with, start
 from tlora_fx.compiler import compile
@@ -29,7 +30,6 @@ from tlora_fx.runtime.adapters.starts import (
 )
 from tlora_fx.runtime.distributed import require_elementwise
 from tlora_fx.runtime.optim.optimizer import JobOptimizer
-from tlora_fx.runtime.solo import train_alone
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.verify import adapter_difference
 

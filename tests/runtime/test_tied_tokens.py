@@ -8,6 +8,7 @@ import peft
 import pytest
 import torch
 
+from tests.alone import train_alone
 from tests.runtime.groups import VOCABULARY, losses_of, make_data, make_job, tiny_base
 from tests.runtime.test_other_kinds import trained
 from tlora_fx.compiler import compile
@@ -18,7 +19,6 @@ from tlora_fx.model.backbone import load_backbone
 from tlora_fx.parallel.mesh import MeshShape
 from tlora_fx.parallel.prepare import require_fits
 from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base
-from tlora_fx.runtime.solo import train_alone
 from tlora_fx.runtime.verify import adapter_difference
 from tlora_fx.tracing.adapters import resolve_sites
 

@@ -93,10 +93,10 @@ def test_rows_lengthened_by_padding_give_the_same_adapters(base, tmp_path):
     jobs = [*three_jobs(base), make_job(base, "dora", lora={"use_dora": True}, max_steps=2)]
     plain = train(jobs, tmp_path / "plain")
     trainer = Trainer(compile(jobs), output=tmp_path / "long", device="cpu", data=make_data(jobs))
-    trainer.rows.lengthened = True
+    trainer.group.bucketer.lengthened = True
     trainer.run()
 
-    assert trainer.rows.padding > 0
+    assert trainer.group.bucketer.padding > 0
     for job in jobs:
         assert_close(trained(plain, job.name), trained(trainer.model, job.name), 1e-7)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig
 
+from tests.alone import train_alone
 from tests.models import SIZES, VOCABULARY
 from tests.runtime.groups import make_data, make_job, tiny_base
 from tests.sampled import sampled
@@ -19,7 +20,6 @@ from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.runtime import verify as verifying
 from tlora_fx.runtime.adapters.files import adapter_tensors
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
-from tlora_fx.runtime.solo import train_alone
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.verify import (
     MASKED,

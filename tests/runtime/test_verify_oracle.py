@@ -25,11 +25,11 @@ from transformers import (
     OPTForCausalLM,
 )
 
+from tests.alone import SoloRun, train_alone
 from tlora_fx.config.job import BaseSpec, DataSpec, Job
 from tlora_fx.errors import OracleError
 from tlora_fx.runtime.data.sample_order import SampleOrder, in_another_layout, lines_of
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
-from tlora_fx.runtime.solo import SoloRun, train_alone
 
 VOCABULARY, STEPS = 37, 3
 DROPPED = ("llama", "gpt2", "opt", "gemma2", "mistral", "plain")
@@ -279,27 +279,6 @@ def test_the_base_stays_as_it_was(masks):
     assert not base.training
     assert all(param.requires_grad for param in base.parameters())
     assert not any(module._forward_hooks for module in base.modules())
-
-
-def test_a_watcher_sees_each_step():
-    """With a watcher, gradients are handed over and not kept."""
-    job = job_of("plain")
-    base = model_of("plain")
-    seen: list[tuple[int, float, set[str]]] = []
-
-    solo = train_alone(
-        job,
-        base,
-        data_of(job),
-        start_of(job, base),
-        2,
-        masks=False,
-        on_step=lambda step, loss, gradients: seen.append((step, loss, set(gradients))),
-    )
-
-    assert [(step, loss) for step, loss, _ in seen] == list(enumerate(solo.losses))
-    assert seen[0][2] == set(solo.adapters)
-    assert solo.gradients == []
 
 
 @pytest.mark.parametrize("change", ["missing", "unknown", "shape"])

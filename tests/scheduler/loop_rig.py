@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from tests.scheduler.looping import Plain
 from tlora_fx.cost.hardware import Cluster
+from tlora_fx.scheduler.executor import Failed
 from tlora_fx.scheduler.formations import Callback, StepTimes
 from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.policies import find_policy
@@ -105,3 +106,19 @@ def together(
         return (Group(jobs, gpus, tuple(range(gpus)), seconds),) if jobs else ()
 
     return say
+
+
+def fail_job(
+    executor: SimulatedExecutor, epoch: int, job: str, reason: str = "a simulated failure"
+) -> None:
+    """A job is at fault and ends; its group goes on."""
+    now = executor.clock.now
+    running = executor._groups.get(epoch)
+    if running is None or all(request.name != job for request in running.requests):
+        return
+    steps = running.committed(now, executor.disturbances.commit_seconds)
+    executor.steps_lost += running.steps(now)[job] - steps[job]
+    running._steps, running._from = running.steps_at(now), max(now, running._from)
+    running.requests = [request for request in running.requests if request.name != job]
+    executor._events.append(Failed(now, epoch, job, reason, {job: steps[job]}))
+    executor._goes_on(running)

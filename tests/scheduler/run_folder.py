@@ -19,7 +19,8 @@ from tests.scheduler.fake_admission import Prepared
 from tests.scheduler.toy import Roofline
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.formations import Callback
-from tlora_fx.scheduler.local.executor import LocalOptions, StallLimits
+from tlora_fx.scheduler.local.executor import LocalOptions
+from tlora_fx.scheduler.local.watchdog import StallLimits
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.scheduler.service import RunOptions, opened

@@ -20,6 +20,7 @@ from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import PlaceTaken
+from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.workers.protocol import NEEDS_NEW_PROCESS, EventWriter, WorkerConfig
 from tlora_fx.scheduler.executor import (
     Committed,
@@ -32,14 +33,10 @@ from tlora_fx.scheduler.executor import (
     Warned,
 )
 from tlora_fx.scheduler.local import executor, processes
-from tlora_fx.scheduler.local.executor import (
-    LocalExecutor,
-    LocalOptions,
-    RunningGroup,
-    StallLimits,
-    Watchdog,
-)
+from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
+from tlora_fx.scheduler.local.group import RunningGroup
 from tlora_fx.scheduler.local.processes import ForkServer
+from tlora_fx.scheduler.local.watchdog import StallLimits, Watchdog
 from tlora_fx.scheduler.state import Group, JobRequest
 
 FAKE = "tests.scheduler.fake_worker"
@@ -167,7 +164,7 @@ def test_a_group_that_ends_knows_nothing_newer_of_a_job_that_was_to_come_back(
     """b has done a step elsewhere since it left; a's last checkpoint was not told."""
     left = {"a": 9, "b": 64}
     counters = {name: {"step": step, "status": "running"} for name, step in left.items()}
-    monkeypatch.setattr(executor.CheckpointStore, "counters", lambda store: counters)
+    monkeypatch.setattr(CheckpointStore, "counters", lambda store: counters)
     group, successor = (
         RunningGroup(epoch, jobs, tmp_path, None, (), float, steps, None, tmp_path)
         for epoch, jobs, steps in ((1, ("a",), {"a": 5}), (2, ("a", "b"), {"a": 5, "b": 65}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduler.loop_rig import Scripted, rig, together
+from tests.scheduler.loop_rig import Scripted, fail_job, rig, together
 from tests.scheduler.looping import Plain, request
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.simulator.replay import Disturbances
@@ -78,7 +78,7 @@ def test_a_job_at_fault_ends_and_its_neighbours_go_on():
     for name in "ab":
         made.loop.submit(request(name))
     made.go(50.0)
-    made.executor.fail_job(1, "a", "its data is gone")
+    fail_job(made.executor, 1, "a", "its data is gone")
     made.loop.advance(50.0)
 
     assert made.loop.ended["a"] == "failed: its data is gone"

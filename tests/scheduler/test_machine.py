@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.scheduler.loop_rig import fail_job
 from tests.scheduler.looping import Plain, request
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.formations import Callback, StepTimes, membership
@@ -147,7 +148,7 @@ class Machine(RuleBasedStateMachine):
     def kill_job(self, data):
         epoch = data.draw(st.sampled_from(sorted(self.loop.runs)))
         name = data.draw(st.sampled_from(sorted(self.loop.runs[epoch].jobs)))
-        self.executor.fail_job(epoch, name)
+        fail_job(self.executor, epoch, name)
         self.loop.advance(self.clock.now)
 
     @precondition(lambda self: len(self.loop.cluster.lost) < NODES - 1)

@@ -35,7 +35,8 @@ from tlora_fx.scheduler.executor import (
     Progress,
 )
 from tlora_fx.scheduler.lease import is_granted
-from tlora_fx.scheduler.local.executor import LocalOptions, recover
+from tlora_fx.scheduler.local.executor import LocalOptions
+from tlora_fx.scheduler.local.recovery import recover
 from tlora_fx.scheduler.ray import cluster, executor, worker
 from tlora_fx.scheduler.ray.cluster import RayCluster, cluster_of, seats_of
 from tlora_fx.scheduler.ray.executor import RayExecutor

@@ -18,7 +18,6 @@ from tlora_fx.scheduler.requests import (
     base_of,
     demand_of_facts,
     facts_of_job,
-    lengths_of,
     request_of,
     shape_of,
     steps_of,
@@ -175,18 +174,6 @@ def test_epochs_need_the_number_of_samples(base):
     assert steps_of(one, 9) == 6
     with pytest.raises(StepsUnknown, match="num_train_epochs"):
         request_of(one)
-
-
-def test_lengths_are_those_of_the_data():
-    """Read and tokenised as training does, and steps are counted as training does."""
-    from tlora_fx.runtime.checks import load_all_data
-
-    jobs = load_job_file(QUICKSTART).jobs
-    data = load_all_data(jobs)
-    for one in jobs:
-        lengths = lengths_of(one)
-        assert lengths == [len(sample.input_ids) for sample in data[one.name].samples]
-        assert steps_of(one, len(lengths)) == data[one.name].steps
 
 
 @pytest.mark.parametrize(

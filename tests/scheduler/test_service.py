@@ -30,7 +30,7 @@ from tests.scheduler.run_folder import (
 from tlora_fx.errors import JobFolderError, ProfileMismatch, RunFolderError
 from tlora_fx.runtime.checkpoints.digests import file_digest
 from tlora_fx.scheduler import service
-from tlora_fx.scheduler.local.executor import held
+from tlora_fx.scheduler.local.recovery import held
 from tlora_fx.scheduler.state import Decision, Group
 from tlora_fx.scheduler.store import Ledger
 

@@ -30,11 +30,12 @@ from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import UnknownTarget
-from tlora_fx.runtime import trainer as trainers
+from tlora_fx.runtime import group_step
 from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.commits import Commits
 from tlora_fx.runtime.launch import Launch
+from tlora_fx.runtime.run_checkpoints import RunCheckpoints
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.workers import protocol
@@ -209,7 +210,8 @@ def train_in_turn(orders):
         return lambda *given, **named: needed.append(what) or function(*given, **named)
 
     with pytest.MonkeyPatch.context() as changes:
-        changes.setattr(trainers, "base_tensors", noting("base", trainers.base_tensors))
+        loads = noting("base", group_step.base_tensors)
+        changes.setattr(group_step, "base_tensors", loads)
         changes.setattr(worker, "compile", noting("code", worker.compile))
         for order in orders:
             assert worker.main(order)
@@ -279,7 +281,7 @@ def test_a_worker_keeps_its_model_for_the_next_group(tmp_path, monkeypatch):
         models.append(trainer.model)
         with monkeypatch.context() as changes:
             if epoch == 2:
-                changes.setattr(trainers, "base_tensors", None)
+                changes.setattr(group_step, "base_tensors", None)
             trainer.run()
         worker.keep(trainer)
 
@@ -364,7 +366,10 @@ def test_a_group_is_handed_over_by_the_checkpoint_that_holds_who_left(tmp_path, 
     monkeypatch.setattr(CheckpointStore, "save", slow_save)
     monkeypatch.setattr(worker.EventCallback, "stepped", hear)
     # One checkpoint after the first round; jobs change after the second.
-    monkeypatch.setattr(Trainer, "_save_due", lambda self: self.rounds == 0)
+    asked = set()
+    monkeypatch.setattr(
+        RunCheckpoints, "is_due", lambda self: self not in asked and not asked.add(self)
+    )
     monkeypatch.setattr(
         worker.EventCallback, "look", lambda self: self.trainer.rounds > 1 and look(self)
     )

@@ -1,4 +1,4 @@
-"""The report of replays: page, figures, numbers and reasons."""
+"""The report of replays: page, figures and numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ import pytest
 from tests.simulator.replayed import base, outcome
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import ReportNotWritable
-from tlora_fx.simulator.reasons import place, reasons
 from tlora_fx.simulator.report import Report, gpus_csv, jobs_csv, page, write_report
 from tlora_fx.simulator.sweep import SWEEPS, JobSource, plan_of, run
 
@@ -93,44 +92,19 @@ def test_the_page_says_that_it_is_synthetic_and_what_was_left_out():
 
 
 def test_ratios_are_compared_seed_by_seed():
-    """With the paper's range beside them."""
+    """The mean over seeds is geometric."""
     first, second = reported().ratios
 
     assert (first.baseline, second.baseline) == ("mlora-fifo", "megatron")
     assert first.throughput.mean == pytest.approx(4 / 3)
     assert second.completion.mean == pytest.approx(4.0)
-    assert (place(1.1, (1.2, 1.8)), place(2.0, (1.2, 1.8))) == (
-        "below the paper's 1.2–1.8",
-        "above the paper's 1.2–1.8",
-    )
-
-
-def test_reasons_are_numbers_of_the_replays():
-    """Load, room, what the parts bring, broken bounds."""
-    report = reported()
-    text = "\n".join(reasons(report.policies, report.ratios))
-
-    assert "2.34 times the GPU time" in text
-    assert "20% of the jobs under mlora-fifo" in text
-    assert "within 1.2–1.8" in text
-    assert "what its absence costs. fused kernels and graphs: throughput 1.60×" in text
-    assert "for eight together with fused kernels" in text
-
-
-def test_reasons_of_an_idle_cluster_say_so():
-    """Where the jobs take less than there is."""
-    span = outcome(base()).summary.loaded
-    report = reported(whole=span.__class__(seconds=9.0, lone_gpu_seconds=1000.0))
-
-    assert any("near what arrives" in text for text in reasons(report.policies, report.ratios))
 
 
 def test_a_report_of_one_policy_compares_nothing():
-    """No ratios, no reasons, no ablation."""
+    """No ratios, no ablation."""
     report = reported(("megatron",), 1)
 
     assert report.ratios == []
-    assert reasons(report.policies, report.ratios) == []
     assert "Against the paper" not in page(report)
 
 

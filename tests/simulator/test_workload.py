@@ -183,7 +183,7 @@ def test_a_seed_gives_the_same_jobs(seed):
         {"bases": ()},
         {"ranks": (0,)},
         {"mean_tokens": 1.0},
-        {"most_tokens": 100},
+        {"max_tokens": 100},
         {"max_slowdown": 0.9},
         {"too_large": "keep"},
         {"lengths": "long"},

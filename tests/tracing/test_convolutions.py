@@ -9,14 +9,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.modeling_outputs import CausalLMOutput
 
-from tests.models import (
-    VOCABULARY,
-    assert_equals_peft,
-    error_of,
-    job,
-    ready,
-    tokens,
-)
+from tests.models import VOCABULARY, assert_equals_peft, error_of, job, ready, tokens
 from tests.sampled import sampled
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec

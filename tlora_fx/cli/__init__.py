@@ -42,30 +42,30 @@ def _lacks(part: str, record: logging.LogRecord) -> bool:
 
 
 COMMANDS = {
-    "bisect": "Find the pass, and the rewrite inside it, that breaks a check.",
-    "chat": "Talk with a trained job on the terminal.",
-    "client": "Submit jobs to a service, watch, pause, cancel and fetch them.",
-    "compile": "Fuse the jobs of a file into one model and write it down.",
-    "explain": "Say why a module is lowered, shared and folded, or why not.",
-    "generate": "Let trained jobs go on from a prompt.",
-    "inspect": "Look into a compiled model, or into what each pass did.",
-    "kernels": "List, show, explain, check and tune the generated kernels.",
-    "merge": "Merge a job's adapter into its base, and write full weights.",
-    "opt": "Run a pipeline on graphs of a file, and print what comes out.",
-    "passes": "List the passes and their options.",
-    "plan": "Choose how a model is cut over GPUs, without any of them at hand.",
-    "profile": "Measure a model's layers on the device at hand.",
-    "replay": "Run a pass that failed once more, alone.",
-    "report": "Write an HTML page of a run: curves, rates, lengths, groups.",
-    "run": "Train the jobs of a folder on this machine, grouped anew at each horizon.",
-    "schedule": "Save a snapshot of a run, and ask why the scheduler decided as it did.",
-    "serve": "Train jobs that come over HTTP, for several users, with a page.",
-    "simulate": "Replay a trace of jobs under scheduling policies, on a simulated clock.",
-    "stop": "End jobs of a run where they are, with the adapters that they have.",
-    "tokens": "Make, list and revoke the tokens of a service's users.",
-    "train": "Train all jobs of a file together, each to its own last step.",
-    "verify": "Show that each job trains as it would alone.",
-    "watch": "Show the curves of a run's jobs on the terminal while they train.",
+    "bisect": "Find the pass, and the rewrite in it, that breaks a check.",
+    "chat": "Chat with a trained adapter on the terminal.",
+    "client": "Submit jobs to a service; list, pause, cancel and fetch them.",
+    "compile": "Fuse the jobs of a file into one model and write its code.",
+    "explain": "Explain why jobs share a module, or why they do not.",
+    "generate": "Generate text from prompts with trained adapters.",
+    "inspect": "Show a compiled model, or what each pass changed.",
+    "kernels": "List, show, explain and tune generated GPU kernels.",
+    "merge": "Merge an adapter into its base and write the full model.",
+    "opt": "Run compiler passes on a graph file and print the result.",
+    "passes": "List the compiler passes and their options.",
+    "plan": "Choose how to split a model over GPUs; needs no GPU.",
+    "profile": "Measure time and memory of a model's layers on this machine.",
+    "replay": "Run a failed compiler pass again, from its replay folder.",
+    "report": "Write an HTML report of a run: losses, speed, groups.",
+    "run": "Train a folder of jobs, and regroup them while they train.",
+    "schedule": "Save a snapshot of the scheduler, or explain its decisions.",
+    "serve": "Run an HTTP service to which users submit jobs to train.",
+    "simulate": "Simulate scheduling policies on a trace of jobs.",
+    "stop": "Stop jobs of a run early and keep their adapters.",
+    "tokens": "Create, list and revoke the access tokens of a service.",
+    "train": "Train all jobs of a file together on one frozen base.",
+    "verify": "Check that jobs train together as they would alone.",
+    "watch": "Show live loss curves of a run on the terminal.",
 }
 INTERRUPTED = 130
 #: Options that were taken out, by the names that plans had for them.
@@ -126,7 +126,7 @@ def _version(asked: bool) -> None:
 
 def _options(
     version: bool = typer.Option(
-        False, "--version", is_eager=True, callback=_version, help="Say the version."
+        False, "--version", is_eager=True, callback=_version, help="Print the version and exit."
     ),
 ) -> None:
     """Options of `tlora-fx` itself."""

@@ -30,26 +30,30 @@ def run(
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
     check: Annotated[
         str,
-        typer.Option(help="Command that judges a state; {} stands for its folder. Or: numerics."),
+        typer.Option(
+            help="Command that judges the graphs after a pass; {} stands for their folder. Or "
+            "numerics, to compare losses and gradients."
+        ),
     ],
     pipeline: PipelineText = None,
     add_pass: AddPass = None,
     load: Load = None,
     keep: Annotated[
-        Path | None, typer.Option(help="Folder in which the states that were judged stay.")
+        Path | None, typer.Option(help="Folder in which to keep the graphs that were judged.")
     ] = None,
     verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Show what the command prints.")
+        bool, typer.Option("-v", "--verbose", help="Show the output of the --check command.")
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Find the pass, and the rewrite inside it, after which a check fails.
 
-    The command gets a folder: graph.tfx for tlora_fx.graph_file.load_graphs, program.py, the code,
-    and program.json, the data of every node. It exits with 0 where they are good, 1 to 124 where
-    they are bad, 125 where it cannot tell; 126 and above stop. The folder is in TLORA_FX_STATE too.
-    With --check numerics the losses and gradients of a state are compared with those of the traced
-    graphs. Exits with 0 where the pass is named, 1 where none can be.
+    The --check command gets a folder with the graphs after a pass: graph.tfx (read it with
+    tlora_fx.graph_file.load_graphs), program.py (their code) and program.json (the data of every
+    node). The environment variable TLORA_FX_STATE names the same folder. The command exits with 0
+    if the graphs are good, with 1 to 124 if they are bad, and with 125 if it cannot tell. 126 and
+    above stop the bisection. With --check numerics, losses and gradients are compared with those of
+    the traced graphs. Bisect itself exits with 0 if it found the pass, and with 1 if it did not.
     """
     from tlora_fx.config.job_file import load_job_file
 

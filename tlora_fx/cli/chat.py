@@ -16,18 +16,22 @@ NEW, END = "/new", "/exit"
 def run(
     folder: Folder,
     job: Annotated[
-        str | None, typer.Option(help="With whom; needed where there are several.")
+        str | None,
+        typer.Option(help="Name of the job to chat with; required if the run has several."),
     ] = None,
-    system: Annotated[str | None, typer.Option(help="Said before the first turn.")] = None,
+    system: Annotated[
+        str | None, typer.Option(help="System message, before the first turn.")
+    ] = None,
     max_new_tokens: Most = 256,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Talk with a job by the tokenizer's chat template; it sees the whole conversation.
+    """Chat with a trained adapter, in the format of the tokenizer's chat template.
 
-    /new begins another conversation, /exit or Ctrl-D ends.
+    The model sees the whole conversation. Type /new to start another conversation, and /exit or
+    Ctrl-D to end.
     """
     from tlora_fx.runtime.merge import adapter_of
 

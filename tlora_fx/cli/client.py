@@ -24,18 +24,24 @@ from tlora_fx.host.environment import AUTHORITY, SERVER, TOKEN
 if TYPE_CHECKING:
     import httpx
 
-group = command_group("Submit jobs to a service, watch, pause, cancel and fetch them.")
+group = command_group("Submit jobs to a service; list, pause, cancel and fetch them.")
 #: What is tried again where the service is gone for a moment.
 TRIES, PAUSE_SECONDS, KEY = 5, 0.5, "Idempotency-Key"
 
-Server = Annotated[str, typer.Option(envvar=SERVER, help=f"The service; or set {SERVER}.")]
-Token = Annotated[str | None, typer.Option(envvar=TOKEN, help=f"Better set in {TOKEN}.")]
+Server = Annotated[str, typer.Option(envvar=SERVER, help="URL of the service.")]
+Token = Annotated[
+    str | None,
+    typer.Option(envvar=TOKEN, help="Your access token; better set by the environment variable."),
+]
 Authority = Annotated[
-    str | None, typer.Option(envvar=AUTHORITY, help="Certificate (PEM) that is trusted.")
+    str | None,
+    typer.Option(envvar=AUTHORITY, help="CA certificate (PEM file) to trust for HTTPS."),
 ]
 HERE = "http://127.0.0.1:8642"
-Job = Annotated[str, typer.Argument(help="Name of the job, with or without the user's.")]
-Plain = Annotated[bool, typer.Option("--json", help="Print what the service answers.")]
+Job = Annotated[
+    str, typer.Argument(help="Name of the job, with or without its user's name in front.")
+]
+Plain = Annotated[bool, typer.Option("--json", help="Print the answer of the service as JSON.")]
 
 
 class Connection:
@@ -122,17 +128,25 @@ def submit(
     job_file: Annotated[Path, typer.Argument(help="Job file (YAML).")],
     upload: Annotated[
         list[str] | None,
-        typer.Option(help="FILE, or NAME=FILE: a file that the job file names; repeatable."),
+        typer.Option(
+            help="File to upload that the job file names: FILE, or NAME=FILE if it is called NAME "
+            "there; repeatable."
+        ),
     ] = None,
-    priority: Annotated[int, typer.Option(min=0, help="Higher ones are started first.")] = 0,
+    priority: Annotated[
+        int, typer.Option(min=0, help="Priority of the jobs; higher ones are started first.")
+    ] = 0,
     key: Annotated[
-        str | None, typer.Option(help="Submitted twice under one key, jobs run once.")
+        str | None,
+        typer.Option(
+            help="Idempotency key: submitting again with the same key creates no second job."
+        ),
     ] = None,
     server: Server = HERE,
     token: Token = None,
     authority: Authority = None,
 ) -> None:
-    """Submit the jobs of a file. A file that is uploaded is found by the name in the job file."""
+    """Submit the jobs of a file to the service."""
     from tlora_fx.config.job_file import read_bounded
 
     text = read_bounded(job_file).decode("utf-8", "surrogateescape")
@@ -163,13 +177,13 @@ def _upload(connection: Connection, path: Path) -> str:
 
 @group.command("ls")
 def ls(
-    state: Annotated[str | None, typer.Option(help="Only jobs in this state.")] = None,
+    state: Annotated[str | None, typer.Option(help="List only jobs in this state.")] = None,
     plain: Plain = False,
     server: Server = HERE,
     token: Token = None,
     authority: Authority = None,
 ) -> None:
-    """List jobs: yours, or all where you are an admin."""
+    """List your jobs, or the jobs of all users if you are an admin."""
     rows = Connection(server, token, authority).ask(
         "GET", "jobs", params={"state": state} if state else {}
     )
@@ -194,13 +208,18 @@ def ls(
 @group.command("status")
 def status(
     job: Job,
-    why: Annotated[bool, typer.Option("--why", help="Also why it runs so, or waits.")] = False,
+    why: Annotated[
+        bool,
+        typer.Option(
+            "--why", help="Also explain why the scheduler runs the job as it does, or lets it wait."
+        ),
+    ] = False,
     plain: Plain = False,
     server: Server = HERE,
     token: Token = None,
     authority: Authority = None,
 ) -> None:
-    """Say how a job is."""
+    """Show the state of a job."""
     connection = Connection(server, token, authority)
     told = connection.ask("GET", f"jobs/{job}")
     if plain:
@@ -215,7 +234,7 @@ def status(
 
 def _verb(verb: str, told: str) -> None:
     def change(
-        jobs: Annotated[list[str], typer.Argument(help="Names of jobs.")],
+        jobs: Annotated[list[str], typer.Argument(help="Names of the jobs.")],
         server: Server = HERE,
         token: Token = None,
         authority: Authority = None,
@@ -229,20 +248,23 @@ def _verb(verb: str, told: str) -> None:
     group.command(verb)(change)
 
 
-_verb("cancel", "End jobs; those that train do after their step, and keep what they have.")
-_verb("pause", "Let jobs wait; they keep every step.")
-_verb("resume", "Let paused jobs go on.")
+_verb("cancel", "End jobs early; adapters trained so far are kept.")
+_verb("pause", "Pause jobs; no step is lost.")
+_verb("resume", "Resume paused jobs.")
 
 
 @group.command("logs")
 def logs(
     job: Job,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until it has ended.")] = False,
+    follow: Annotated[
+        bool,
+        typer.Option("-f", "--follow", help="Keep printing new lines until the job has ended."),
+    ] = False,
     server: Server = HERE,
     token: Token = None,
     authority: Authority = None,
 ) -> None:
-    """Print a job's steps and evaluations."""
+    """Print the metrics of a job's steps and evaluations."""
     connection = Connection(server, token, authority)
     with connection.stream(f"jobs/{job}/logs", params={"follow": follow}) as response:
         for line in response.iter_lines():
@@ -252,12 +274,14 @@ def logs(
 @group.command("fetch")
 def fetch(
     job: Job,
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where its folder goes.")] = Path(),
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="Folder to put the job's folder into.")
+    ] = Path(),
     server: Server = HERE,
     token: Token = None,
     authority: Authority = None,
 ) -> None:
-    """Fetch the adapter of a job that is done, a PEFT folder, with its metrics."""
+    """Download the adapter (PEFT) and the metrics of a finished job."""
     connection = Connection(server, token, authority)
     with connection.stream(f"jobs/{job}/adapter") as response, TemporaryFile() as file:
         for chunk in response.iter_bytes():

@@ -34,7 +34,14 @@ if TYPE_CHECKING:
 
 def run(
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for the dump.")],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Folder for the compiled model, or NAME.tfx for the graphs alone.",
+        ),
+    ],
     pipeline: PipelineText = None,
     add_pass: AddPass = None,
     load: Load = None,
@@ -44,18 +51,21 @@ def run(
     dump_changed: DumpChanged = None,
     stop_after: StopAfter = None,
     states: Annotated[
-        bool, typer.Option("--states", help="Write what every pass leaves, for `inspect --diff`.")
+        bool,
+        typer.Option(
+            "--states", help="Also write the graphs after every pass, for `inspect --diff`."
+        ),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Fuse the jobs of a file into one model, from the base's config alone.
+    """Fuse the jobs of a file into one model and write its code.
 
-    Writes ssm.py (the code), ssm.txt (a listing), ssm.json (its data), program.json (the data of
-    every node), graph.tfx (the graphs, for `opt`), model.json (for `tlora_fx.load`), report.txt
-    (what is shared, what not and why) and kernels/ (the generated kernels of its sites). What else
-    lies in the folder stays. With --stop-after nothing is written but what --print-after and
-    --dump-changed ask for. With -o NAME.tfx it writes the graphs alone, also those that
-    --stop-after leaves.
+    Needs no weights. Writes ssm.py (the code), ssm.txt (a listing), ssm.json (the data of the
+    listing), program.json (the data of every node), graph.tfx (the graphs, for `opt`), model.json
+    (for `tlora_fx.load`), report.txt (what jobs share, what not and why) and kernels/ (the
+    generated GPU kernels). Other files in the folder are kept. With --stop-after, no model is
+    written: only what --print-after and --dump-changed ask for. With -o NAME.tfx, only the graphs
+    are written; this works with --stop-after too.
     """
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.runtime.early_checks import require_trainable

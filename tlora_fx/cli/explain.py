@@ -14,17 +14,21 @@ from tlora_fx.cli.terminal import echo
 def run(
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
     node: Annotated[
-        str, typer.Option(help="A module, such as layers.3.mlp.down_proj, or a node of ssm.py.")
+        str,
+        typer.Option(
+            help="Module to explain, such as layers.3.mlp.down_proj, or a node of ssm.py."
+        ),
     ],
-    job: Annotated[str | None, typer.Option(help="One job only.")] = None,
+    job: Annotated[str | None, typer.Option(help="Explain this job only.")] = None,
     pipeline: PipelineText = None,
     add_pass: AddPass = None,
     load: Load = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Say what became of a module: which jobs adapt it, which pattern came nearest and what failed.
+    """Explain how a module was compiled: whether jobs share it, which adapt it, and why.
 
-    Compiles the jobs from the base's config alone.
+    If an adapter could not be fused, names the pattern that came nearest and where it failed.
+    Compiles the jobs from the config of the base; needs no weights.
     """
     from tlora_fx.cli.options import pipeline_of, require_pipeline
 

@@ -16,34 +16,54 @@ if TYPE_CHECKING:
     from tlora_fx.runtime.generation import Speakers
 
 Folder = Annotated[
-    Path, typer.Argument(help="A run's -o folder, or one adapter's, such as a checkpoint's.")
+    Path,
+    typer.Argument(
+        help="Output folder of a run (its -o), or the folder of one adapter, such as a checkpoint."
+    ),
 ]
-Most = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Of an answer at most.")]
-Temperature = Annotated[float, typer.Option(min=0, help="0: the most likely token each time.")]
-Seed = Annotated[int, typer.Option(min=0, help="Of what is drawn above temperature 0.")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
+Most = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")]
+Temperature = Annotated[
+    float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most likely token.")
+]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of sampling; has no effect at temperature 0.")]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Device to run on: cpu, cuda, cuda:1, ...; if not given, the first GPU, or the CPU "
+        "if there is no GPU."
+    ),
+]
 
 
 def run(
     folder: Folder,
-    prompt: Annotated[list[str], typer.Option(help="What to go on from; may be repeated.")],
+    prompt: Annotated[list[str], typer.Option(help="Text to continue or to answer; repeatable.")],
     job: Annotated[
-        list[str] | None, typer.Option(help="Who answers; may be repeated. By default all.")
+        list[str] | None,
+        typer.Option(
+            help="Name of a job that answers; repeatable. All jobs of the run if not given."
+        ),
     ] = None,
     chat: Annotated[
         bool | None,
-        typer.Option(help="Ask by the chat template. By default as the job's data were."),
+        typer.Option(
+            help="Format prompts with the chat template, or not. If not given, as in the job's "
+            "data."
+        ),
     ] = None,
     max_new_tokens: Most = 64,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     device: Device = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON line for each answer.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object for each answer, one per line.")
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Let jobs go on from prompts, all in one batch: a line of each job, prompt and answer.
+    """Generate an answer of each job to each prompt, all in one batch.
 
-    The base is loaded as for training, and PEFT puts the adapters on it.
+    Prints one line for each answer: job, prompt, answer. The base model is loaded as for training,
+    and PEFT applies the adapters.
     """
     from tlora_fx.runtime.generation import Drawing
 

@@ -30,28 +30,52 @@ class InspectOptions:
     what: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[MODEL]", help="A folder that `compile` wrote, a job file, or a graph file."
+            metavar="[MODEL]", help="Folder that `compile` wrote, job file, or graph file."
         ),
     ] = None
-    code: Annotated[bool, typer.Option("--code", help="The program, shapes inline.")] = False
+    code: Annotated[
+        bool,
+        typer.Option("--code", help="Show the code of the program, with the shape of each value."),
+    ] = False
     node: Annotated[
         str | None,
-        typer.Option("--node", metavar="NAME", help="A module, or a node as the code names it."),
+        typer.Option(
+            "--node", metavar="NAME", help="Show one module, or one node, by its name in the code."
+        ),
     ] = None
     diff: Annotated[
         tuple[str, str] | None,
         typer.Option(
-            "--diff", metavar="A B", help="Two passes; without a model, two folders or job files."
+            "--diff",
+            metavar="A B",
+            help="Compare the graphs after two passes; without MODEL, two folders or job files.",
         ),
     ] = None
     after: Annotated[
         str | None,
-        typer.Option("--after", metavar="PASS", help="As this pass left it; `trace` for none."),
+        typer.Option(
+            "--after",
+            metavar="PASS",
+            help="Show the graphs as this pass left them; `trace` for before the first pass.",
+        ),
     ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="The view's data.")] = False
-    html: Annotated[Path | None, typer.Option("--html", help="Write one page of it all.")] = None
-    graphml: Annotated[Path | None, typer.Option("--graphml", help="Write as GraphML.")] = None
-    dot: Annotated[Path | None, typer.Option("--dot", help="Write for Graphviz.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the data of the view as JSON.")] = (
+        False
+    )
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            "--html", help="Write an HTML page of the model with all its views to this file."
+        ),
+    ] = None
+    graphml: Annotated[
+        Path | None,
+        typer.Option("--graphml", help="Write the graph to this file in GraphML format."),
+    ] = None
+    dot: Annotated[
+        Path | None,
+        typer.Option("--dot", help="Write the graph to this file in Graphviz (DOT) format."),
+    ] = None
     pipeline: PipelineText = None
     add_pass: AddPass = None
     load: Load = None
@@ -73,9 +97,10 @@ class InspectOptions:
 
 @takes_options
 def run(options: InspectOptions) -> None:
-    """Show a compiled model: what is shared, by whom, what it costs, and where nodes come from.
+    """Show a compiled model: what is shared, by which jobs, what it costs, where nodes come from.
 
-    Without a view: a summary and the module tree, with repeated layers folded.
+    Without an option that names a view, prints a summary and the module tree, in which repeated
+    layers appear once.
     """
     _require_one_view(options)
     if options.diff is not None:

@@ -1,4 +1,4 @@
-"""`tlora-fx kernels`: look at generated kernels, compile them without a GPU, tune them on one."""
+"""`tlora-fx kernels`: look at generated kernels, and tune them on a GPU."""
 
 from __future__ import annotations
 
@@ -13,29 +13,17 @@ from rich.console import Console
 from rich.table import Table
 
 from tlora_fx.cli.options import command_group, takes_options
-from tlora_fx.codegen.compiled_check import (
-    Resources,
-    faults,
-    require_architecture,
-    resources,
-    specs_of,
-)
-from tlora_fx.codegen.kernels import build, emitter, first_line, stem
+from tlora_fx.codegen.kernels import build, emitter, first_line
 from tlora_fx.codegen.loading import kernel_folder
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
-from tlora_fx.errors import (
-    KernelNotCompilable,
-    KernelSpecError,
-    KernelToolMissing,
-    TloraError,
-    UnknownKernel,
-    nearest,
-)
+from tlora_fx.errors import KernelSpecError
 
 if TYPE_CHECKING:
     from tlora_fx.ops.kernels.support import Site
 
 
+#: Compute capabilities that there are, as far back as Triton compiles for.
+ARCHITECTURES = (75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -43,32 +31,72 @@ _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "flo
 class KernelOptions:
     """The options that name one kernel, for the commands that take one."""
 
-    kind: Annotated[str, typer.Argument(help="One of `tlora-fx kernels list`.")]
-    inner: Annotated[int, typer.Option("--in", help="Inputs of the frozen linear.")]
-    outer: Annotated[int, typer.Option("--out", help="Its outputs.")]
-    dtype: Annotated[str, typer.Option(help="bf16, fp16, fp32 or fp64.")] = "bf16"
-    adapter_dtype: Annotated[str, typer.Option(help="Of the stored adapters.")] = "fp32"
-    rank_block: Annotated[int, typer.Option(help="Ranks are padded to a multiple.")] = 16
-    dropout: Annotated[bool, typer.Option("--dropout", help="Some job drops.")] = False
-    bias: Annotated[bool, typer.Option("--bias", help="The linear has a bias.")] = False
-    weight_layout: Annotated[str, typer.Option(help="out_in, or in_out as in Conv1D.")] = "out_in"
-    accumulate: Annotated[
-        bool, typer.Option("--accumulate", help="Add to what the output holds.")
+    kind: Annotated[str, typer.Argument(help="Kind of kernel; `tlora-fx kernels list` lists them.")]
+    inner: Annotated[int, typer.Option("--in", help="Input features of the frozen linear layer.")]
+    outer: Annotated[int, typer.Option("--out", help="Output features of the frozen linear layer.")]
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of inputs and frozen weights: bf16, fp16, fp32 or fp64.")
+    ] = "bf16"
+    adapter_dtype: Annotated[
+        str, typer.Option(help="Dtype of the stored adapters: bf16, fp16, fp32 or fp64.")
+    ] = "fp32"
+    rank_block: Annotated[
+        int, typer.Option(help="LoRA ranks are padded to a multiple of this power of two.")
+    ] = 16
+    dropout: Annotated[
+        bool, typer.Option("--dropout", help="Generate the kernel for jobs with dropout.")
     ] = False
-    sites: Annotated[int, typer.Option(help="Linears that share the input.")] = 1
-    beside: Annotated[str, typer.Option(help="Outputs of the further ones, such as 1024,1024.")] = (
-        ""
+    bias: Annotated[bool, typer.Option("--bias", help="The frozen linear layer has a bias.")] = (
+        False
     )
-    extend: Annotated[str, typer.Option(help="For concat-K: tail or copy.")] = ""
-    gated: Annotated[
-        str, typer.Option(help="Activation of a gate that makes x: silu or gelu_tanh.")
+    weight_layout: Annotated[
+        str,
+        typer.Option(help="Layout of the frozen weights: out_in, or in_out as in GPT-2's Conv1D."),
+    ] = "out_in"
+    accumulate: Annotated[
+        bool,
+        typer.Option(
+            "--accumulate", help="Add the result to the output instead of overwriting it."
+        ),
+    ] = False
+    sites: Annotated[int, typer.Option(help="Number of linear layers that share the input.")] = 1
+    beside: Annotated[
+        str,
+        typer.Option(
+            help="With --sites, output features of the second and later linear layers, such as "
+            "1024,1024; if not given, all are as wide as the first."
+        ),
     ] = ""
-    whole: Annotated[bool, typer.Option("--whole", help="No job has more than a chunk.")] = False
-    job_capacity: Annotated[int, typer.Option(help="Most jobs of a row.")] = 64
-    arch: Annotated[int, typer.Option(help="Compute capability: 80, 90, 100.")] = 90
+    extend: Annotated[
+        str,
+        typer.Option(
+            help="For the concat-K plan: write behind the existing rows (tail), or copy those "
+            "rows too (copy)."
+        ),
+    ] = ""
+    gated: Annotated[
+        str,
+        typer.Option(
+            help="Compute the input from a gated activation in the kernel: silu or gelu_tanh."
+        ),
+    ] = ""
+    whole: Annotated[
+        bool,
+        typer.Option(
+            "--whole",
+            help="No job has more tokens than one chunk, so gradients need no partial sums.",
+        ),
+    ] = False
+    job_capacity: Annotated[int, typer.Option(help="Maximum jobs in one row; a power of two.")] = 64
+    arch: Annotated[
+        int, typer.Option(help="CUDA compute capability to compile for: 80, 90 or 100.")
+    ] = 90
     tile: Annotated[
         str | None,
-        typer.Option(help="rows,columns,depth,warps,stages,chunk,slab instead of the rule's."),
+        typer.Option(
+            help="Tile sizes as rows,columns,depth,warps,stages,chunk,slab; if not given, the "
+            "generator chooses."
+        ),
     ] = None
 
     def spec(self) -> KernelSpec:
@@ -99,14 +127,26 @@ def _tile(text: str | None) -> Tile | None:
     return Tile(*(int(word) for word in words))
 
 
-CHECKED_ARCHITECTURES = (80, 90, 100)
+def require_architecture(arch: int) -> None:
+    """Refuse a compute capability that no GPU has, before a compiler fails on it.
 
-group = command_group("List, show, explain, check and tune the generated kernels.")
+    raises    KernelSpecError
+    """
+    if arch not in ARCHITECTURES:
+        raise KernelSpecError(
+            f"no GPU has compute capability {arch}",
+            expected=", ".join(map(str, ARCHITECTURES)),
+            found=arch,
+            help="say --arch 80 for an A100, 90 for an H100 or H200, 100 for a B200",
+        )
+
+
+group = command_group("List, show, explain and tune generated GPU kernels.")
 
 
 @group.command("list")
 def list_kinds() -> None:
-    """List the kinds of kernels, and the generated files in the cache."""
+    """List the kinds of GPU kernels, and the cached generated files."""
     table = Table("kind", "what it does", box=None, pad_edge=False)
     for kind in KINDS:
         table.add_row(kind, first_line(emitter(kind).__doc__))
@@ -132,7 +172,7 @@ def _cached(files: list[Path]) -> Table:
 @group.command()
 @takes_options
 def show(kernel: KernelOptions) -> None:
-    """Print the source of one kernel."""
+    """Print the generated source of one kernel."""
     typer.echo(build(kernel.spec()).text, nl=False)
 
 
@@ -140,13 +180,21 @@ def show(kernel: KernelOptions) -> None:
 @takes_options
 def explain(
     kernel: KernelOptions,
-    tokens: Annotated[int, typer.Option(min=1, help="Tokens of a call.")] = 8192,
-    ranks: Annotated[str, typer.Option(help="Ranks of its jobs, equally long.")] = "16,16,16,16",
-    gpu: Annotated[str, typer.Option(help="Whose measurements decide.")] = "NVIDIA H200",
+    tokens: Annotated[
+        int, typer.Option(min=1, help="Number of tokens in the call to estimate.")
+    ] = 8192,
+    ranks: Annotated[
+        str,
+        typer.Option(help="LoRA ranks of the jobs in that call; each job has equally many tokens."),
+    ] = "16,16,16,16",
+    gpu: Annotated[
+        str, typer.Option(help="GPU whose measured tile tables are used.")
+    ] = "NVIDIA H200",
 ) -> None:
-    """Say how a kernel cuts its work and why, what a call costs, and what it compiles to.
+    """Explain how a kernel divides its work, and why.
 
-    Compiles for --arch without a GPU, where Triton is installed.
+    Prints the tile sizes, the plan of a site, and why they were chosen; and the resources of the
+    compiled kernel. Needs no GPU: Triton compiles the kernel for --arch, if it is installed.
     """
     spec, words = kernel.spec(), ranks.split(",")
     if not all(word.strip().isdecimal() for word in words) or not any(map(int, words)):
@@ -158,73 +206,51 @@ def explain(
 
 
 @group.command()
-def check(
-    kinds: Annotated[list[str] | None, typer.Argument(help="Kinds; all where none.")] = None,
-    arch: Annotated[list[int] | None, typer.Option(help="80, 90 and 100 where none.")] = None,
-    extent: Annotated[
-        Literal["few", "forms", "everything"],
-        typer.Option("--extent", help="Two specs a kind, all forms, or all forms and shapes."),
-    ] = "forms",
-) -> None:
-    """Compile kernels without a GPU and look for spills, overflows and missing instructions.
-
-    Exits with 1 where a kernel has a fault.
-    """
-    for number in arch or ():
-        require_architecture(number)
-    if wrong := [kind for kind in kinds or () if kind not in KINDS]:
-        raise UnknownKernel(
-            f"there is no kernel kind {wrong[0]!r}",
-            nearest=nearest(wrong[0], KINDS),
-            help="`tlora-fx kernels list` lists them",
-        )
-    specs = [spec for spec in specs_of(extent) if not kinds or spec.kind in kinds]
-    broken = 0
-    console = Console()
-    for spec in specs:
-        for number in arch or CHECKED_ARCHITECTURES:
-            line, good = _checked(spec, number)
-            broken += not good
-            console.print(line, soft_wrap=True, highlight=False, markup=False)
-    console.print(f"{len(specs)} specs, {broken} faults", highlight=False)
-    if broken:
-        raise typer.Exit(1)
-
-
-def _checked(spec: KernelSpec, arch: int) -> tuple[str, bool]:
-    name = stem(spec).removesuffix(f"_sm{spec.arch}")
-    head = f"{name:<48} sm_{arch:<4}"
-    try:
-        used = resources(spec, arch)
-    except KernelToolMissing:
-        raise
-    except TloraError as error:
-        return f"{head} {error}", False
-    wrong = faults(spec, used)
-    sizes = f"{used.registers:>4} registers {used.shared_bytes:>7} shared {used.total:>6} instr."
-    return f"{head}{sizes}  {'; '.join(wrong) or 'ok'}", not wrong
-
-
-@group.command()
 def tune(
     shapes: Annotated[
-        list[str] | None, typer.Argument(help="Linears as INxOUT, such as 4096x14336.")
+        list[str] | None,
+        typer.Argument(
+            help="Linear layers to tune for, as INxOUT, such as 4096x14336; those of Llama-3-8B "
+            "if none is given."
+        ),
     ] = None,
-    tokens: Annotated[list[int] | None, typer.Option(help="Tokens of a call.")] = None,
-    ranks: Annotated[list[int] | None, typer.Option(help="Ranks of the jobs.")] = None,
-    dtype: Annotated[Literal["bf16", "fp16"], typer.Option(help="Of the base.")] = "bf16",
+    tokens: Annotated[
+        list[int] | None, typer.Option(help="Number of tokens in a call; repeatable.")
+    ] = None,
+    ranks: Annotated[
+        list[int] | None, typer.Option(help="LoRA rank of a job; repeatable, once for each job.")
+    ] = None,
+    dtype: Annotated[
+        Literal["bf16", "fp16"], typer.Option(help="Dtype of the base model: bf16 or fp16.")
+    ] = "bf16",
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The table; else in the cache folder.")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="File for the table of results; in your cache folder if not given.",
+        ),
     ] = None,
-    budget_seconds: Annotated[int, typer.Option(help="Stop after so long.")] = 540,
+    budget_seconds: Annotated[
+        int, typer.Option(help="Seconds after which no new measurement is begun.")
+    ] = 540,
     ship: Annotated[
-        bool, typer.Option("--ship", help="Write into this package, for all users of this GPU.")
+        bool,
+        typer.Option(
+            "--ship", help="Write the table into the installed package, for all users of this GPU."
+        ),
     ] = False,
     plans_only: Annotated[
-        bool, typer.Option("--plans-only", help="Keep the tiles that tables have; time plans.")
+        bool,
+        typer.Option(
+            "--plans-only", help="Measure only plans, with the tile sizes that tables already hold."
+        ),
     ] = False,
 ) -> None:
-    """Time plans and tiles on this machine's GPU and add the best to a table."""
+    """Measure kernels on this machine's GPU and save the best choices.
+
+    Measures execution plans and tile sizes, and adds the fastest to a table.
+    """
     linears = [_shape(text) for text in shapes] if shapes else None
     from tlora_fx.ops.kernels.tune import tune as measure
 
@@ -247,14 +273,10 @@ def _shape(text: str) -> tuple[int, int]:
     return int(inner), int(outer)
 
 
-# Measured on an H200: a copy, and a bf16 matrix product.
-H200_BYTES_PER_SECOND, H200_FLOP_PER_SECOND = 4.27e12, 752e12
-
-
 def page(spec: KernelSpec, tokens: int, ranks: list[int], gpu: str) -> Iterator[str | Table]:
-    """Spec, tile and why, plan, costs, and what it compiles to.
+    """Spec, tile and why, and plan.
 
-    tokens, ranks   of the call that is priced; its jobs have equal lengths
+    tokens, ranks   of a call; its jobs have equal lengths
     """
     site = _site(spec, ranks)
     tile, why = _tile_and_reason(spec, site, tokens, gpu)
@@ -264,17 +286,6 @@ def page(spec: KernelSpec, tokens: int, ranks: list[int], gpu: str) -> Iterator[
     yield f"tile  {why}"
     yield _tile_table(generated.spec)
     yield from _plan(spec, site, tokens, gpu)
-    yield f"\na call with {tokens:,} tokens of {len(ranks)} jobs, equally long"
-    yield _cost_table(generated.spec, tokens, ranks)
-    yield ""
-    try:
-        used = resources(generated.spec)
-    except (KernelToolMissing, KernelNotCompilable) as error:
-        yield str(error)
-        return
-    yield _resource_table(used)
-    for fault in faults(generated.spec, used):
-        yield f"fault          {fault}"
 
 
 def _site(spec: KernelSpec, ranks: list[int]) -> Site:
@@ -332,30 +343,4 @@ def _tile_table(spec: KernelSpec) -> Table:
     for field in fields(spec.cut):
         if value := getattr(spec.cut, field.name):
             table.add_row(f"      {field.name}", str(value))
-    return table
-
-
-def _cost_table(spec: KernelSpec, tokens: int, ranks: list[int]) -> Table:
-    kind = emitter(spec.kind)
-    flop, moved = kind.cost(spec, tokens, tokens * sum(ranks) // len(ranks))
-    seconds = (flop / H200_FLOP_PER_SECOND, moved / H200_BYTES_PER_SECOND)
-    table = Table("", "number", "at least, on an H200", "formula", box=None, pad_edge=False)
-    table.add_row("FLOP", f"{flop:,}", f"{seconds[0] * 1e6:.1f} µs", kind.flops(spec))
-    table.add_row("bytes", f"{moved:,}", f"{seconds[1] * 1e6:.1f} µs", kind.bytes_moved(spec))
-    return table
-
-
-def _resource_table(used: Resources) -> Table:
-    table = Table("compiled", f"for sm_{used.arch}", box=None, pad_edge=False)
-    rows = {
-        "registers": used.registers,
-        "spills": used.spills,
-        "shared bytes": used.shared_bytes,
-        "instructions": used.total,
-        "tensor core": used.tensor_core,
-        "bulk loads": used.bulk_loads,
-        "16-byte loads": used.wide_loads,
-    }
-    for name, value in rows.items():
-        table.add_row(name, f"{value:,}")
     return table

@@ -14,21 +14,36 @@ from tlora_fx.cli.terminal import Console, Working
 
 def run(
     folder: Annotated[
-        Path, typer.Argument(help="A run's -o folder, or one adapter's, such as a checkpoint's.")
+        Path,
+        typer.Argument(
+            help="Output folder of a run (its -o), or the folder of one adapter, such as a "
+            "checkpoint."
+        ),
     ],
-    output: Annotated[Path, typer.Option("-o", "--output", help="New folder for the model.")],
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="New folder for the merged model.")
+    ],
     job: Annotated[
-        str | None, typer.Option(help="Whose adapter; needed where there are several.")
+        str | None,
+        typer.Option(
+            help="Name of the job whose adapter is merged; required if the run has several."
+        ),
     ] = None,
     trust_remote_code: TrustRemoteCode = False,
     push_to_hub: Annotated[
-        str | None, typer.Option(help="USER/NAME on the hub, where the model goes too, private.")
+        str | None,
+        typer.Option(
+            help="Also upload the model to the Hugging Face Hub as USER/NAME; a new repository is "
+            "private."
+        ),
     ] = None,
-    shard_size: Annotated[str, typer.Option(help="Of each file of weights at most.")] = "5GB",
+    shard_size: Annotated[
+        str, typer.Option(help="Largest size of one file of weights, such as 500MB or 5GB.")
+    ] = "5GB",
 ) -> None:
-    """Merge a job's adapter into its base, and write full weights as transformers reads them.
+    """Merge a job's adapter into its base model, and write the full model as transformers reads it.
 
-    The model needs neither PEFT nor tlora-fx: AutoModelForCausalLM.from_pretrained(DIR).
+    Load it without PEFT or tlora-fx: AutoModelForCausalLM.from_pretrained(DIR).
     """
     from tlora_fx.config.job_file import require_trusted
     from tlora_fx.runtime.merge import adapter_of, job_of, merge

@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tlora_fx.cli.options import (
-    DumpChanged,
-    Load,
-    PrintAfter,
-    Time,
-    VerifyPasses,
-    instruments_of,
-)
+from tlora_fx.cli.options import DumpChanged, Load, PrintAfter, Time, VerifyPasses, instruments_of
 from tlora_fx.cli.terminal import echo
 from tlora_fx.config.pipeline_text import require_readable
 
@@ -28,28 +21,34 @@ Form = Literal["code", "graph", "nothing"]
 
 def run(
     graphs: Annotated[
-        str, typer.Argument(metavar="[GRAPH]", help="Graph file, or folder of one; - for stdin.")
+        str,
+        typer.Argument(
+            metavar="[GRAPH]", help="Graph file (.tfx), or a folder that holds one; - for stdin."
+        ),
     ] = STANDARD,
     pipeline: Annotated[
-        str, typer.Option("--pipeline", help="Passes to run; none: the graphs as they are.")
+        str, typer.Option("--pipeline", help="Compiler passes to run; if not given, none.")
     ] = "",
     load: Load = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Graph file for what comes out.")
+        Path | None, typer.Option("-o", "--output", help="Graph file to write the result to.")
     ] = None,
     form: Annotated[
-        Form, typer.Option("--print", help="What is printed: code, the graph file, or nothing.")
+        Form,
+        typer.Option(
+            "--print", help="What to print of the result: its code, the graph file, or nothing."
+        ),
     ] = "code",
     verify: VerifyPasses = None,
     time: Time = False,
     print_after: PrintAfter = None,
     dump_changed: DumpChanged = None,
 ) -> None:
-    """Run a pipeline on the graphs of a file, and print what comes out.
+    """Run compiler passes on the graphs of a file, and print the result.
 
-    `compile` leaves such a file, graph.tfx; so do `save_graphs` and a replay folder. Nothing is
-    traced, and neither base nor weights are needed. A pass may require what ran on the graphs
-    before: graph files keep their facts.
+    `compile` writes such a file, graph.tfx; so does `save_graphs` in Python, and a replay folder
+    holds one. Nothing is traced; neither the base model nor weights are needed. A pass may require
+    passes that ran earlier: the file records which facts hold for its graphs.
     """
     # Files that are loaded bring passes of their own.
     if not load:

@@ -111,38 +111,58 @@ def _plain(kind: Any) -> Any:
 Checks = Literal["none", "structure", "numerics"]
 PipelineText = Annotated[
     str | None,
-    typer.Option("--pipeline", help="Passes instead of the default; see `tlora-fx passes`."),
+    typer.Option(
+        "--pipeline",
+        help="Compiler passes to run instead of the default ones; see `tlora-fx passes`.",
+    ),
 ]
 AddPass = Annotated[
     list[str] | None,
-    typer.Option("--add-pass", help="One more pass: NAME@after:NAME or NAME@before:NAME."),
+    typer.Option(
+        "--add-pass",
+        help="Insert a compiler pass: NAME@after:NAME or NAME@before:NAME; repeatable.",
+    ),
 ]
 Load = Annotated[
     list[str] | None,
     typer.Option(
-        "--load", help="Python file, or module, with passes, operators or rules of yours."
+        "--load",
+        help="Import this Python file or module, for your own passes, operators or rules; "
+        "repeatable.",
     ),
 ]
 VerifyPasses = Annotated[
-    Checks | None, typer.Option("--verify", help="Checks after each pass. Default: structure.")
+    Checks | None,
+    typer.Option(
+        "--verify", help="What to check after each compiler pass; structure if not given."
+    ),
 ]
-Time = Annotated[bool, typer.Option("--time", help="Print how long each pass takes.")]
+Time = Annotated[bool, typer.Option("--time", help="Print how long each compiler pass takes.")]
 PrintAfter = Annotated[
     list[str] | None,
-    typer.Option("--print-after", help="Print graphs after a pass: NAME, all or changed."),
+    typer.Option(
+        "--print-after",
+        help="Print the graphs after this pass (NAME), after each pass (all), or after each that "
+        "changed them (changed); repeatable.",
+    ),
 ]
 DumpChanged = Annotated[
     Path | None,
-    typer.Option("--dump-changed", help="Folder for the graphs after each pass that changed any."),
+    typer.Option(
+        "--dump-changed", help="Folder to write the graphs to after each pass that changed them."
+    ),
 ]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(
         "--trust-remote-code",
-        help="Let a base, or a metric, run code where the job file asks for it.",
+        help="Allow Python code that the job file names to run: code of the base model, and "
+        "metric functions.",
     ),
 ]
-StopAfter = Annotated[str | None, typer.Option("--stop-after", help="The last pass to run.")]
+StopAfter = Annotated[
+    str | None, typer.Option("--stop-after", help="Name of the last compiler pass to run.")
+]
 
 
 def pipeline_of(

@@ -16,16 +16,23 @@ WIDTH = 100
 
 
 def run(
-    action: Annotated[str, typer.Argument(help="list, or show with a NAME.")] = "list",
-    name: Annotated[str | None, typer.Argument(help="The pass to show.")] = None,
+    action: Annotated[
+        str,
+        typer.Argument(help="What to do: list (all passes), or show (one pass; give its NAME)."),
+    ] = "list",
+    name: Annotated[str | None, typer.Argument(help="Name of the pass to show.")] = None,
     pipeline: Annotated[
-        bool, typer.Option("--pipeline", help="Print the default pipeline, nothing else.")
+        bool,
+        typer.Option(
+            "--pipeline",
+            help="Print only the default pipeline, as --pipeline of other commands takes it.",
+        ),
     ] = False,
 ) -> None:
-    """List all passes, in the order in which the default pipeline runs them, or show one.
+    """List all compiler passes, in the order in which the default pipeline runs them, or show one.
 
-    Passes of other packages are listed with the package that they come from; one that cannot be
-    imported is listed as broken, with the reason.
+    A pass from another package is listed with the name of the package. If it cannot be imported, it
+    is listed as broken, with the reason.
     """
     if action not in ("list", "show") or (action == "show") != (name is not None):
         raise typer.BadParameter("write `tlora-fx passes`, or `tlora-fx passes show NAME`")

@@ -32,7 +32,7 @@ GPU; ms: a round, of which compute, bubble (waiting between stages), reduce (gra
 the optimizer, and Python on the host"""
 #: Columns of text of a line.
 WIDE = 100
-FORMATS = ("galvatron", "metis", "sailor")
+FORMATS = ("metis", "sailor")
 MAX_ROW_TOKENS = 16384
 #: What the node default of `Cluster` is, which takes torch to import.
 NODE = 8
@@ -43,47 +43,73 @@ class PlanOptions:
     """What the command line says."""
 
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
-    gpus: Annotated[int, typer.Option(min=1, help="How many GPUs there are.")]
+    gpus: Annotated[
+        int, typer.Option(min=1, help="Number of GPUs to plan for, on all nodes together.")
+    ]
     gpu: Annotated[
-        str | None, typer.Option(help="h200, a profile's file, roofline:h200; this one.")
+        str | None,
+        typer.Option(
+            help="GPU to plan for: a name such as h200, a profile file, or roofline:h200 for its "
+            "data sheet. This machine's GPU if not given."
+        ),
     ] = None
     nodes: Annotated[
-        int | None, typer.Option(min=1, help="Over how many nodes; 8 GPUs a node by default.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of nodes, each with equally many GPUs; if not given, nodes of 8 GPUs.",
+        ),
     ] = None
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File for the best plan.")
+        Path | None, typer.Option("-o", "--output", help="File to write the best plan to.")
     ] = None
     tokens: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a round; else by the jobs' batches.")
+        int | None,
+        typer.Option(
+            min=2,
+            help="Tokens in one round, a step of all jobs; if not given, from the jobs' batch "
+            "sizes.",
+        ),
     ] = None
     length: Annotated[
-        int | None, typer.Option(min=2, help="Tokens of a sequence; else each job's max_length.")
+        int | None,
+        typer.Option(
+            min=2, help="Length of a sequence, in tokens; if not given, each job's max_length."
+        ),
     ] = None
-    max_row_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one forward.")] = (
-        MAX_ROW_TOKENS
-    )
+    max_row_tokens: Annotated[
+        int, typer.Option(min=2, help="Maximum tokens in one forward pass.")
+    ] = MAX_ROW_TOKENS
     allow_estimated: Annotated[
-        bool, typer.Option("--allow-estimated", help="Plan by a scaled profile or a roofline.")
+        bool,
+        typer.Option(
+            "--allow-estimated",
+            help="Allow planning with a scaled profile or a data sheet if there is no measured "
+            "profile.",
+        ),
     ] = False
     export: Annotated[
-        str | None, typer.Option(help="Write the profile for galvatron, metis or sailor.")
+        str | None,
+        typer.Option(help="Also write the profile in the format of metis or sailor."),
     ] = None
-    folder: Annotated[Path, typer.Option(help="Folder for --export.")] = Path("exported")
-    show: Annotated[int, typer.Option(min=1, help="How many plans to print.")] = 10
+    folder: Annotated[Path, typer.Option(help="Folder for the files of --export.")] = Path(
+        "exported"
+    )
+    show: Annotated[int, typer.Option(min=1, help="Number of plans to print.")] = 10
     trust_remote_code: TrustRemoteCode = False
 
 
 @takes_options
 def run(options: PlanOptions) -> None:
-    """Find the fastest plan that fits into memory, and print those that come next.
+    """Find the fastest way to split a model over GPUs that fits into memory; print the best plans.
 
-    Times and memory come from a measured profile of the model's layers (`tlora-fx profile`). Where
-    there is none for this model on this GPU, --allow-estimated takes the nearest one, scaled, or
-    the GPU's data sheet; the table then says so.
+    Times and memory come from a measured profile of the model's layers (`tlora-fx profile`). If
+    there is no profile of this model on this GPU, --allow-estimated scales the nearest one, or uses
+    the data sheet of the GPU. The output then says so.
     """
     per_node = per_node_of(options.gpus, options.nodes)
     if options.export not in (None, *FORMATS):
-        raise typer.BadParameter(f"--export is galvatron, metis or sailor; not {options.export!r}")
+        raise typer.BadParameter(f"--export is metis or sailor; not {options.export!r}")
     job_file, model = _compiled(options)
     from tlora_fx.cost.load import round_of_jobs
     from tlora_fx.planners.auto import require_memory, search
@@ -210,12 +236,8 @@ def exported(
     plans: PlanSearch, format: str, folder: Path, length: int, nodes: int, per_node: int
 ) -> list[Path]:
     """Write the profile in another planner's format, for sequences of one length."""
-    from tlora_fx.planners.export import write_galvatron, write_metis, write_sailor
+    from tlora_fx.planners.export import write_metis, write_sailor
 
-    if format == "galvatron":
-        return write_galvatron(
-            plans.cost, folder, length=length, nodes=nodes, gpus_per_node=per_node
-        )
     if format == "metis":
         return write_metis(plans.cost, folder, length=length, nodes=nodes, gpus_per_node=per_node)
     assert format in FORMATS

@@ -24,33 +24,65 @@ MUCH_NOISE = 0.2
 
 
 def run(
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML); its adapters are measured too.")],
+    jobs: Annotated[
+        Path,
+        typer.Argument(
+            help="Job file (YAML) with the base model; the adapters of its jobs are measured too."
+        ),
+    ],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File; else in your cache folder.")
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="File for the profile; in your cache folder if not given."
+        ),
     ] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Device to measure: cpu, cuda, cuda:1, ...; if not given, a GPU for each "
+            "process, or the CPU if there is no GPU."
+        ),
+    ] = None,
     tokens: Annotated[
         str | None,
-        typer.Option(help=f"Tokens of the rows: {TOKENS}, or {QUICK_TOKENS} with --quick."),
+        typer.Option(
+            help=f"Row sizes to measure, in tokens; if not given, {TOKENS}, or {QUICK_TOKENS} "
+            "with --quick."
+        ),
     ] = None,
-    lengths: Annotated[str, typer.Option(help="Tokens of their sequences.")] = "160,1024",
-    tp: Annotated[str, typer.Option(help="Sizes of tensor parallelism.")] = "1",
+    lengths: Annotated[
+        str, typer.Option(help="Sequence lengths to measure, in tokens.")
+    ] = "160,1024",
+    tp: Annotated[str, typer.Option(help="Tensor-parallel sizes to measure, such as 1,2,4.")] = "1",
     rounds: Annotated[
         int | None,
-        typer.Option(min=1, help=f"In which pieces take turns: {ROUNDS}, or {QUICK_ROUNDS}."),
+        typer.Option(
+            min=1,
+            help="Number of rounds in which the measured pieces take turns; if not given, "
+            f"{ROUNDS}, or {QUICK_ROUNDS} with --quick.",
+        ),
     ] = None,
-    quick: Annotated[bool, typer.Option("--quick", help="Two sizes of rows, two rounds.")] = False,
-    eager: Annotated[bool, typer.Option("--eager", help="Do not compile the layers.")] = False,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Measure only two row sizes, in two rounds.")
+    ] = False,
+    eager: Annotated[
+        bool, typer.Option("--eager", help="Measure the layers without torch.compile.")
+    ] = False,
     add: Annotated[
-        bool, typer.Option("--add", help="Add layers and collectives to what the file holds.")
+        bool,
+        typer.Option(
+            "--add",
+            help="Keep what the profile file holds, and add the newly measured layers and "
+            "collectives.",
+        ),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Measure forward, backward and memory of each kind of layer, and write them down.
+    """Measure forward time, backward time and memory of each kind of layer, and write a profile.
 
-    Weights are random and only a few layers are made, so one GPU is enough for any model whose
-    layer fits. Under torchrun, all processes measure their collectives too. `tlora-fx plan` and
-    `train --plan auto` find what was written.
+    Weights are random and only a few layers are built, so one GPU is enough for any model of which
+    one layer fits. Under torchrun, collectives between the processes are measured too. `tlora-fx
+    plan` and `train --plan auto` find the profile.
     """
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.runtime.launch import Launch

@@ -14,18 +14,23 @@ from tlora_fx.cli.terminal import echo
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(help="Replay folder that a failed pass left.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Replay folder that a failed compiler pass wrote.")
+    ],
     show_traceback: Annotated[
-        bool, typer.Option("--traceback", help="Show where the pass raised, too.")
+        bool, typer.Option("--traceback", help="Also print the Python traceback of the failure.")
     ] = False,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Import what the folder names, without asking.")
+        bool,
+        typer.Option(
+            "--yes", help="Import the Python modules that the folder names, without asking first."
+        ),
     ] = False,
     load: Load = None,
 ) -> None:
-    """Run a pass that failed once more, alone, under the checks that it failed.
+    """Run a failed compiler pass again, alone, with the checks that it failed.
 
-    Prints the same error and exits with 1, or says that it no longer fails and exits with 0.
+    If it still fails, prints the error and exits with 1. If not, says so and exits with 0.
     """
     from tlora_fx.pipeline import load_extension
     from tlora_fx.tools.replay import load_replay

@@ -41,14 +41,16 @@ class Drawn(NamedTuple):
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(help="A run's -o folder.")],
+    folder: Annotated[Path, typer.Argument(help="Output folder of a run (its -o).")],
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The page; by default FOLDER/report.html.")
+        Path | None,
+        typer.Option("-o", "--output", help="HTML file to write; FOLDER/report.html if not given."),
     ] = None,
 ) -> None:
-    """Write a page of a run of train or run: losses, evaluations, rates, lengths, who ran when.
+    """Write an HTML page of a run of `train` or `run`.
 
-    It holds all that it shows, and may be written while the run goes on.
+    It shows losses, evaluations, learning rates, sample lengths, and which job ran when. The page
+    is one file that needs no network. It can be written while the run goes on.
     """
     from tlora_fx.errors import ReportNotWritable
     from tlora_fx.runtime.run_view import read_run

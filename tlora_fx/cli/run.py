@@ -54,71 +54,128 @@ class RunCommandOptions:
     jobs: Annotated[Path, typer.Argument(help="Folder of job files (YAML), or one file.")]
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="Folder for what comes out; else runs/DATE-TIME."),
+        typer.Option(
+            "-o",
+            "--output",
+            help="Output folder for adapters, metrics and checkpoints; runs/DATE-TIME if not "
+            "given.",
+        ),
     ] = None
     policy: Annotated[
-        str, typer.Option(help="Who trains together: tlora, megatron:backfill=true, ...")
+        str,
+        typer.Option(
+            help="Scheduling policy, which decides which jobs train together: tlora, "
+            "megatron:backfill=true, ..."
+        ),
     ] = "tlora"
-    horizon: Annotated[str, typer.Option(help="Between decisions, such as 60s or 5m.")] = "60s"
+    horizon: Annotated[
+        str, typer.Option(help="Time between scheduling decisions, such as 60s or 5m.")
+    ] = "60s"
     slots: Annotated[
         int | None,
-        typer.Option(min=1, help="GPUs to use (of each node), or parts of the CPU; else all."),
+        typer.Option(
+            min=1,
+            help="Number of GPUs to use (with Ray, on each node). On the CPU, number of slots to "
+            "divide it into. If not given, all GPUs, or the CPU as one slot.",
+        ),
     ] = None
-    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Kind of device to train on: cpu or cuda; if not given, cuda if there is a GPU."
+        ),
+    ] = None
     executor: Annotated[
-        str, typer.Option(help="Where groups run: local (this machine) or ray (a cluster).")
+        str,
+        typer.Option(help="Where groups of jobs run: local (this machine) or ray (a Ray cluster)."),
     ] = "local"
     ray_address: Annotated[
         str | None,
-        typer.Option(help="HOST:PORT of Ray's head; by default the one that runs here."),
+        typer.Option(
+            help="HOST:PORT of the head node of a Ray cluster; if not given, the cluster that "
+            "runs on this machine."
+        ),
     ] = None
     profile: Annotated[
-        list[Path] | None, typer.Option(help="Measured profile of a base; may be repeated.")
+        list[Path] | None,
+        typer.Option(
+            help="Profile file of a base model, written by `tlora-fx profile`; repeatable."
+        ),
     ] = None
     until_empty: Annotated[
-        bool, typer.Option("--until-empty", help="End as soon as every job has ended.")
+        bool,
+        typer.Option(
+            "--until-empty",
+            help="Exit as soon as every job has ended, without waiting for new job files.",
+        ),
     ] = False
-    forever: Annotated[bool, typer.Option("--forever", help="Wait for more jobs until Ctrl-C.")] = (
-        False
-    )
-    save_every: Annotated[str, typer.Option(help="Between checkpoints of a group.")] = "60s"
-    max_row_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one forward.")] = 16384
+    forever: Annotated[
+        bool,
+        typer.Option(
+            "--forever",
+            help="Do not exit when every job has ended: wait for more job files until Ctrl-C.",
+        ),
+    ] = False
+    save_every: Annotated[
+        str, typer.Option(help="Time between checkpoints of a group, such as 60s or 5m.")
+    ] = "60s"
+    max_row_tokens: Annotated[
+        int, typer.Option(min=2, help="Maximum tokens in one forward pass.")
+    ] = 16384
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile the layers; groups take longer to start.")
+        bool,
+        typer.Option(
+            "--compile", help="Compile the layers with torch.compile; groups take longer to start."
+        ),
     ] = False
     prepare_seconds: Annotated[
-        float, typer.Option(min=1, help="Reading and checking a job may take; then it is refused.")
+        float,
+        typer.Option(
+            min=1,
+            help="Seconds that reading and checking a job may take; a job that takes longer is "
+            "refused.",
+        ),
     ] = 120.0
     prepare_memory: Annotated[
         float | None,
-        typer.Option(min=0.1, help="GiB that this may take; by default a quarter of all."),
+        typer.Option(
+            min=0.1,
+            help="Memory that reading and checking a job may take, in GiB; a quarter of the "
+            "machine's memory if not given.",
+        ),
     ] = None
     stall: Annotated[
         str | None,
-        typer.Option(help="Without progress a group is killed after this; by default 20 steps."),
+        typer.Option(
+            help="Kill a group that makes no progress for this long, such as 10m; if not given, "
+            "for 20 times its longest step, and 5 minutes at least (30 with --compile)."
+        ),
     ] = None
     trust_remote_code: TrustRemoteCode = False
-    grace: Annotated[str, typer.Option(help="That groups have to stop after Ctrl-C.")] = "60s"
+    grace: Annotated[
+        str, typer.Option(help="How long groups may take to stop after Ctrl-C, such as 60s.")
+    ] = "60s"
     pipeline: PipelineText = None
     add_pass: AddPass = None
     load: Load = None
     callback: Annotated[
         list[str] | None,
-        typer.Option(help="FILE.py:CLASS that hears of each group; may be repeated."),
+        typer.Option(
+            help="Your own callback for events of each group, a tlora_fx.TrainerCallback, as "
+            "FILE.py:CLASS; repeatable."
+        ),
     ] = None
     accept_changes: Annotated[
         bool,
-        typer.Option("--accept-changes", help="Go on though data or base are not as they were."),
+        typer.Option(
+            "--accept-changes", help="Continue jobs even if their data or base model have changed."
+        ),
     ] = False
 
     def service(self, kind: str, estimates: Estimates) -> RunOptions:
         """Of the run that they ask for, on kind "cpu" or "cuda"."""
-        from tlora_fx.scheduler.local.executor import (
-            COMPILING_SECONDS,
-            STEP_SECONDS,
-            LocalOptions,
-            StallLimits,
-        )
+        from tlora_fx.scheduler.local.executor import LocalOptions
+        from tlora_fx.scheduler.local.watchdog import COMPILING_SECONDS, STEP_SECONDS, StallLimits
         from tlora_fx.scheduler.service import RunOptions
 
         horizon = seconds(self.horizon, "--horizon")
@@ -172,10 +229,11 @@ def _absolute(name: str) -> str:
 
 @takes_options
 def run(options: RunCommandOptions) -> None:
-    """Train the jobs of a folder, grouped anew at each horizon.
+    """Train the jobs of a folder, and decide anew at each horizon which jobs train together.
 
-    Job files may be added at any time. Killed, or stopped by Ctrl-C, it goes on when it is started
-    again with the same -o. It ends when every job has ended and no file came for one horizon.
+    You may add job files to the folder at any time. The run ends when every job has ended and no
+    new file has come for one horizon. After Ctrl-C or a crash, start it again with the same -o to
+    continue.
     """
     from tlora_fx.runtime.callbacks import callback_named
     from tlora_fx.scheduler.policies import policy_of

@@ -13,15 +13,20 @@ from tlora_fx.errors import StateFileError
 
 NEWEST = "state.json"
 
-group = command_group("Save a snapshot of a run, and ask why the scheduler decided as it did.")
+group = command_group("Save a snapshot of the scheduler, or explain its decisions.")
 
 
 @group.command("state")
 def state(
-    run: Annotated[Path, typer.Argument(help="Folder of `tlora-fx run`, also while it runs.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="File for the state.")],
+    run: Annotated[
+        Path, typer.Argument(help="Output folder of `tlora-fx run`; the run may still go on.")
+    ],
+    output: Annotated[Path, typer.Option("-o", "--output", help="File to write the snapshot to.")],
 ) -> None:
-    """Save what the policy of a run saw at its last decision, and what became of all jobs."""
+    """Save a snapshot of the scheduler to a file.
+
+    It holds what the policy of a run saw at its last decision, and what became of all jobs.
+    """
     from tlora_fx.host.durable import replace_file
     from tlora_fx.scheduler.store import add_history, rows_of_run
 
@@ -36,16 +41,23 @@ def state(
 
 @group.command("explain")
 def explain(
-    saved: Annotated[Path, typer.Argument(help="A saved state, or the folder of a run.")],
-    job: Annotated[str, typer.Option("--job", help="Name of the job.")],
+    saved: Annotated[
+        Path,
+        typer.Argument(help="Snapshot that `schedule state` wrote, or the output folder of a run."),
+    ],
+    job: Annotated[str, typer.Option("--job", help="Name of the job to explain.")],
     terms: Annotated[
-        bool, typer.Option("--terms", help="Also what time and memory of a step are made of.")
+        bool,
+        typer.Option(
+            "--terms", help="Also print the parts of the estimated time and memory of a step."
+        ),
     ] = False,
 ) -> None:
-    """Say why a job is grouped as it is, with whom it was compared, and what else would have cost.
+    """Explain why a job is in its group, or why it waits.
 
-    The policy decides upon the state once more, and writes down its reasons. Of a job that has
-    ended the last decision about it is told, of one that was refused the reason.
+    Also prints with which other jobs it was compared, and what other groups would have cost. The
+    policy decides once more on the same state and records its reasons. For a job that has ended,
+    the last decision about it is explained. For a job that was refused, the reason is given.
     """
     from tlora_fx.scheduler.explain import explained
     from tlora_fx.scheduler.store import History, load_history, load_snapshot

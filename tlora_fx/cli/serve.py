@@ -22,13 +22,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tlora_fx.cli.options import takes_options
-from tlora_fx.cli.run import (
-    TURN_SECONDS,
-    RunCommandOptions,
-    StopSignals,
-    placed,
-    require_executor,
-)
+from tlora_fx.cli.run import TURN_SECONDS, RunCommandOptions, StopSignals, placed, require_executor
 from tlora_fx.errors import ServiceRefused
 
 if TYPE_CHECKING:
@@ -46,31 +40,61 @@ class ServeCommandOptions(RunCommandOptions):
     until_empty: bool = field(init=False, default=False)
     forever: bool = field(init=False, default=True)
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Folder of the run; begun or new.")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Output folder, new or of a service to continue; runs/DATE-TIME if not given.",
+        ),
     ] = None
     host: Annotated[
-        str, typer.Option(help="Address to listen on; any but a loopback one requires tokens.")
+        str,
+        typer.Option(
+            help="Address to listen on; any but a loopback address requires access tokens."
+        ),
     ] = "127.0.0.1"
     require_tokens: Annotated[
         bool,
         typer.Option(
             "--require-tokens",
-            help="Answer no request without a token, in this run and whenever it is started again.",
+            help="Answer only requests with an access token, now and after every restart with the "
+            "same -o.",
         ),
     ] = False
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8642
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate (PEM): serve HTTPS.")] = None
-    tls_key: Annotated[Path | None, typer.Option(help="Its key, if not in the same file.")] = None
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")
+    ] = 8642
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(help="TLS certificate (PEM file); with it the service speaks HTTPS."),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(
+            help="Private key of the TLS certificate (PEM file), if it is not in the "
+            "certificate's file."
+        ),
+    ] = None
     root: Annotated[
         list[Path] | None,
-        typer.Option(help="Folder that jobs may read bases, data, adapters from; repeatable."),
+        typer.Option(
+            help="Folder on this machine from which jobs may read base models, data and adapters; "
+            "repeatable."
+        ),
     ] = None
-    max_upload: Annotated[float, typer.Option(min=0, help="MiB of one uploaded file.")] = 256.0
-    max_stored: Annotated[float, typer.Option(min=0, help="GiB of a user's uploads.")] = 10.0
+    max_upload: Annotated[float, typer.Option(min=0, help="Largest uploaded file, in MiB.")] = 256.0
+    max_stored: Annotated[
+        float, typer.Option(min=0, help="Largest size of all uploads of a user together, in GiB.")
+    ] = 10.0
     keep_uploads: Annotated[
-        float | None, typer.Option(min=0, help="Days for uploads that no job needs; else for ever.")
+        float | None,
+        typer.Option(
+            min=0, help="Days to keep uploaded files that no job needs; for ever if not given."
+        ),
     ] = None
-    log_format: Annotated[str, typer.Option(help="Of the log on stderr: text or json.")] = "text"
+    log_format: Annotated[str, typer.Option(help="Format of the log on stderr: text or json.")] = (
+        "text"
+    )
 
     @property
     def loopback(self) -> bool:
@@ -82,9 +106,10 @@ class ServeCommandOptions(RunCommandOptions):
 
 @takes_options
 def run(options: ServeCommandOptions) -> None:
-    """Train jobs that come over HTTP: `tlora-fx client`, the API (/openapi.json), the page (/).
+    """Run an HTTP service to which users submit jobs to train.
 
-    All is written down: killed or stopped, it goes on when it is started again with the same -o.
+    Use it by `tlora-fx client`, by the web page (/) or by the HTTP API (/openapi.json). After
+    Ctrl-C or a crash, start it again with the same -o to continue: all state is in that folder.
     """
     from tlora_fx.scheduler.policies import policy_of
 

@@ -21,8 +21,7 @@ from tlora_fx.cli.terminal import Console, print_whole
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.host.memory import usable_cpus
 from tlora_fx.scheduler.policies import POLICIES, policy_of
-from tlora_fx.simulator.comparison import PARTS
-from tlora_fx.simulator.reasons import reasons
+from tlora_fx.simulator.comparison import PARTS, ratio_text
 from tlora_fx.simulator.report import Report, chosen, require_folder, write_report
 from tlora_fx.simulator.sweep import (
     SWEEPS,
@@ -74,9 +73,16 @@ WIDE = 100
 class OutputOptions:
     """What is written, and how it is run."""
 
-    output: Path | None = option(None, "folder of the report")
-    save_trace: Path | None = option(None, "write the first seed's jobs: JSON lines, or .csv")
-    processes: int | None = option(None, "at once; else one a core", ge=1)
+    output: Path | None = option(None, "folder for the report")
+    save_trace: Path | None = option(
+        None,
+        "file for the first seed's jobs, as a trace: JSON lines, or CSV if its name ends in .csv",
+    )
+    processes: int | None = option(
+        None,
+        "number of replays to run at once, each in a process; if not given, one per CPU core",
+        ge=1,
+    )
 
 
 @dataclass(frozen=True)
@@ -105,15 +111,20 @@ class SimulateOptions:
 
 @with_options(
     JobSource, Choices, ClusterOptions, ReplayOptions, SweepOptions, OutputOptions,
-    names={"month": ("--month", "--months"), "output": ("-o", "--output")},
+    names={
+        "month": ("--month", "--months"),
+        "max_tokens": ("--max-tokens", "--most-tokens"),
+        "output": ("-o", "--output"),
+    },
     parsers={"horizon": lambda text: seconds(text, "--horizon")},
 )  # fmt: skip
 def run(**values: Any) -> None:
-    """Replay a trace under each policy, and compare what came of it.
+    """Replay a trace of jobs under each scheduling policy, and compare the results.
 
-    The scheduler is the real one; only the clock and the GPUs are simulated. What a trace does not
-    say is drawn or chosen by the options below, and the report states every one of them. A report
-    is one HTML page with the numbers of each figure beside it.
+    The scheduler is the real one; only the clock and the GPUs are simulated. A trace does not say
+    everything about a job: the options below choose or draw the rest. The output lists the value of
+    each of these options. With -o it also writes a report: an HTML page, and a CSV file for each
+    figure.
     """
     options = SimulateOptions.of(values)
     output = options.output
@@ -281,6 +292,10 @@ def _table(title: str, columns: Sequence[Sequence[str]]) -> Table:
 
 
 def compared(report: Report) -> list[str]:
-    """Ratios beside the paper's, and why they are so."""
-    paragraphs = reasons(report.policies, report.ratios)
-    return ["", *(f"- {text}" for text in paragraphs)] if paragraphs else []
+    """Our policy over each baseline."""
+    lines = [
+        f"- Against {ratio.baseline}: throughput {ratio_text(ratio.throughput)}; mean completion, "
+        f"theirs over ours, {ratio_text(ratio.completion)}; GPUs busy {ratio_text(ratio.busy)}."
+        for ratio in report.ratios
+    ]
+    return ["", *lines] if lines else []

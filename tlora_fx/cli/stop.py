@@ -11,12 +11,14 @@ from tlora_fx.cli.terminal import Console
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(help="The -o folder of `tlora-fx run` or `train`.")],
-    jobs: Annotated[list[str], typer.Argument(help="Names of its jobs.")],
+    folder: Annotated[
+        Path, typer.Argument(help="Output folder (-o) of `tlora-fx run` or `train`.")
+    ],
+    jobs: Annotated[list[str], typer.Argument(help="Names of the jobs to stop.")],
 ) -> None:
-    """End jobs of a run where they are, with the adapters that they have; the others go on.
+    """Stop jobs of a run early and keep their adapters; the other jobs go on.
 
-    A job ends after the step that it is at, or as soon as its group is formed.
+    A job stops after its current step. A job that waits stops as soon as its group is formed.
     """
     from tlora_fx.runtime.run_folder import ask_to_stop
 

@@ -12,22 +12,45 @@ from tlora_fx.cli.options import command_group
 from tlora_fx.cli.terminal import Console, print_whole
 from tlora_fx.errors import ServiceRefused
 
-group = command_group("Make, list and revoke the tokens of a service's users.")
-RunFolder = Annotated[Path, typer.Option("-o", "--output", help="The service's -o folder.")]
+group = command_group("Create, list and revoke the access tokens of a service.")
+RunFolder = Annotated[
+    Path,
+    typer.Option(
+        "-o", "--output", help="Output folder of the service: the -o of `tlora-fx serve`."
+    ),
+]
 
 
 @group.command("add")
 def add(
-    name: Annotated[str, typer.Argument(help="The user: small letters, digits and '-'.")],
+    name: Annotated[str, typer.Argument(help="Name of the user: small letters, digits and '-'.")],
     output: RunFolder,
-    admin: Annotated[bool, typer.Option("--admin", help="Sees and changes all jobs.")] = False,
-    jobs: Annotated[int | None, typer.Option(min=0, help="At a time; by default any.")] = None,
-    gpu_hours: Annotated[
-        float | None, typer.Option(min=0, help="In all; by default any number.")
+    admin: Annotated[
+        bool, typer.Option("--admin", help="Let the user see and change the jobs of all users.")
+    ] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="How many jobs the user may have at a time, running or waiting; no limit if not "
+            "given.",
+        ),
     ] = None,
-    priority: Annotated[int, typer.Option(min=0, max=1000, help="The highest of a job.")] = 0,
+    gpu_hours: Annotated[
+        float | None,
+        typer.Option(
+            min=0, help="How many GPU-hours the user may use in all; no limit if not given."
+        ),
+    ] = None,
+    priority: Annotated[
+        int, typer.Option(min=0, max=1000, help="Highest priority that the user may give a job.")
+    ] = 0,
 ) -> None:
-    """Make one more token for a user, who has these limits from now on; it is shown once."""
+    """Create an access token for a user, and set the user's limits.
+
+    The token is printed once and cannot be shown again. Earlier tokens of the user stay valid; the
+    new limits apply to all of them.
+    """
     from tlora_fx.server.store import LOCAL, ServiceStore, User
 
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", name) or name == LOCAL:
@@ -41,7 +64,7 @@ def add(
 
 @group.command("ls")
 def ls(output: RunFolder) -> None:
-    """List users, their limits, and what they have used."""
+    """List users, their limits, and the GPU-hours they have used."""
     from rich.table import Table
 
     from tlora_fx.server.store import ServiceStore
@@ -59,8 +82,10 @@ def ls(output: RunFolder) -> None:
 
 
 @group.command("revoke")
-def revoke(name: Annotated[str, typer.Argument(help="The user.")], output: RunFolder) -> None:
-    """Forget all tokens of a user; their jobs go on."""
+def revoke(
+    name: Annotated[str, typer.Argument(help="Name of the user.")], output: RunFolder
+) -> None:
+    """Revoke all tokens of a user; jobs of the user go on."""
     from tlora_fx.server.store import ServiceStore
 
     count = ServiceStore(output).revoke(name)

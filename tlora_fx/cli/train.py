@@ -42,63 +42,119 @@ class TrainOptions:
     """What the command line says."""
 
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
-    output: Annotated[Path, typer.Option("-o", "--output", help="Folder for what comes out.")]
-    resume: Annotated[bool, typer.Option(help="Go on from the newest checkpoint.")] = False
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", help="Output folder for adapters, metrics and checkpoints."),
+    ]
+    resume: Annotated[
+        bool, typer.Option(help="Continue from the newest checkpoint in the output folder.")
+    ] = False
     accept_changes: Annotated[
         bool,
         typer.Option(
-            "--accept-changes", help="Resume though data, base or settings are not as they were."
+            "--accept-changes", help="Resume even if data, base model or settings have changed."
         ),
     ] = False
     whole_base: Annotated[
         bool,
-        typer.Option("--whole-base", help="Compare every byte of the base when resuming."),
+        typer.Option(
+            "--whole-base",
+            help="When resuming, compare every byte of the base weights, not some blocks of each "
+            "tensor.",
+        ),
     ] = False
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Device to run on: cpu, cuda, cuda:1, ...; if not given, a GPU for each process, "
+            "or the CPU if there is no GPU."
+        ),
+    ] = None
     pipeline: PipelineText = None
     add_pass: AddPass = None
     load: Load = None
-    max_row_tokens: Annotated[int, typer.Option(min=2, help="Tokens of one forward.")] = 16384
+    max_row_tokens: Annotated[
+        int, typer.Option(min=2, help="Maximum tokens in one forward pass.")
+    ] = 16384
     plan: Annotated[
-        str | None, typer.Option(help="auto, fsdp, pipeline, tensor, ... or a plan file.")
+        str | None,
+        typer.Option(
+            help="How to split the model over processes: auto, fsdp, pipeline, tensor, ... or a "
+            "plan file. With several processes, auto if not given."
+        ),
     ] = None
-    mesh: Annotated[str | None, typer.Option(help="Processes, such as pp=2,dp=2.")] = None
+    mesh: Annotated[
+        str | None,
+        typer.Option(
+            help="How to arrange the processes: pipeline stages (pp), replicas (dp) and "
+            "tensor-parallel pieces (tp), such as pp=2,dp=2."
+        ),
+    ] = None
     compiled: Annotated[
-        bool, typer.Option("--compile", help="Compile the layers; the first rounds take longer.")
+        bool,
+        typer.Option(
+            "--compile", help="Compile the layers with torch.compile; the first steps take longer."
+        ),
     ] = False
     nano_batches: Annotated[
         int | None,
-        typer.Option(min=1, help="Parts of a row that overlap, unless a controller chooses."),
+        typer.Option(
+            min=1,
+            help="Number of nano-batches to cut each row into, so that their work overlaps. A "
+            "--controller other than fixed chooses it instead.",
+        ),
     ] = None
     controller: Annotated[
-        str | None, typer.Option(help="Changes their number: keep-best, aimd or fixed.")
+        str | None,
+        typer.Option(
+            help="How to adapt the number of nano-batches while training: keep-best, aimd or fixed."
+        ),
     ] = None
     shard_base: Annotated[
-        bool, typer.Option("--shard-base", help="pipeline: shard each stage over its replicas.")
+        bool,
+        typer.Option(
+            "--shard-base",
+            help="With --plan pipeline, shard the base weights of each stage over its replicas.",
+        ),
     ] = False
     cuda_graphs: Annotated[
-        bool, typer.Option(help="On a GPU, run small rows of sizes that come again as CUDA graphs.")
+        bool,
+        typer.Option(
+            help="On a GPU, capture small rows whose sizes recur as CUDA graphs and replay them."
+        ),
     ] = True
     callback: Annotated[
         list[str] | None,
-        typer.Option(help="FILE.py:CLASS that hears of the run; may be repeated."),
+        typer.Option(
+            help="Your own callback for events of the run, a tlora_fx.TrainerCallback, as "
+            "FILE.py:CLASS; repeatable."
+        ),
     ] = None
     push_to_hub: Annotated[
         str | None,
-        typer.Option(help="USER on the hub: adapters of done jobs become USER/JOB, private."),
+        typer.Option(
+            help="Upload the adapters of finished jobs to the Hugging Face Hub as USER/JOB, for "
+            "this USER; new repositories are private."
+        ),
     ] = None
     collective_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds that processes wait for another, after a round.")
+        float,
+        typer.Option(
+            min=1,
+            help="Seconds that a process waits for the others, from the second round on, before "
+            "it gives up.",
+        ),
     ] = 300
     trust_remote_code: TrustRemoteCode = False
 
 
 @takes_options
 def run(options: TrainOptions) -> None:
-    """Train all jobs of a file together, each to its own last step.
+    """Train all jobs of a file together on one frozen base, each to its own last step.
 
-    Leaves one PEFT adapter folder, metrics.jsonl and status.json a job, and checkpoints. Started by
-    torchrun, all processes train one model under a plan:
+    Writes a folder for each job, with its PEFT adapter, metrics.jsonl and status.json, and
+    checkpoints. To train on several GPUs, start it by torchrun; all processes then train one model,
+    which a plan splits over them:
     torchrun --nproc-per-node 4 -m tlora_fx train jobs.yaml -o runs/a --plan auto
     """
     from tlora_fx.runtime.run_folder import how_to_go_on, require_begun, require_new
@@ -309,7 +365,7 @@ def _controlled(options: TrainOptions) -> NanoBatches | None:
 
 
 def _notes(trainer: Trainer) -> Iterator[str]:
-    rows, graphs = trainer.rows, trainer.graphs
+    rows, graphs = trainer.group.bucketer, trainer.graphs
     if rows.padding:
         part = rows.padding / (rows.padding + rows.tokens)
         yield f"rows: {part:.1%} padding, so that their lengths come again"

@@ -26,20 +26,29 @@ if TYPE_CHECKING:
 
 def run(
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of each job.")] = 20,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train each job for.")] = 20,
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Device to run on: cpu, cuda, cuda:1, ...; if not given, the first GPU, or the "
+            "CPU if there is no GPU."
+        ),
+    ] = None,
     pipeline: PipelineText = None,
     add_pass: AddPass = None,
     load: Load = None,
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
-    """Train each job alone with plain transformers, PEFT and torch.optim, and all of them fused.
+    """Check that jobs trained together match the same jobs trained alone.
 
-    Prints each job's largest differences; exits with 1 where one is beyond its bound. Twice: with
-    dropout 0 against plain PEFT, and with dropout against PEFT that draws the job's keyed masks.
-    After its steps each job's longest and shortest samples are compared too. A bound is wider for a
-    job whose base differs from itself in batches of other shapes, ten times at most. Where a pass
-    declares other numbers, such as quantize-base, differences are told, and none is an error.
+    Trains all jobs fused, and each job alone with plain transformers, PEFT and torch.optim. Prints
+    the largest differences of each job, and exits with 1 if one is beyond its bound.
+
+    Compares twice: with dropout 0 against plain PEFT, and with dropout against PEFT that draws the
+    job's keyed masks. After the last step, the longest and shortest samples of each job are
+    compared too. If the base model gives different results in batches of other shapes, the bound of
+    the job is wider, at most ten times. If a pass declares that it changes the numbers, such as
+    quantize-base, differences are printed and none is an error.
     """
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.runtime import early_checks as early

@@ -26,13 +26,16 @@ ENDED = ("done", "failed", "stopped", "refused", "cancelled")
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(help="A run's -o folder.")],
-    every: Annotated[str, typer.Option(help="Between two looks, such as 1s.")] = "1s",
-    once: Annotated[bool, typer.Option("--once", help="Print how it stands, and end.")] = False,
+    folder: Annotated[Path, typer.Argument(help="Output folder of a run (its -o).")],
+    every: Annotated[str, typer.Option(help="Time between two updates, such as 1s.")] = "1s",
+    once: Annotated[
+        bool, typer.Option("--once", help="Print the current state once and exit.")
+    ] = False,
 ) -> None:
-    """Show each job's losses while they train, until all have ended; Ctrl-C ends the watching.
+    """Show the losses of a run's jobs while they train, until all have ended.
 
-    Without a terminal it prints once.
+    Ctrl-C stops watching; the run goes on. If the output is no terminal, the current state is
+    printed once.
     """
     from tlora_fx.runtime.run_view import read_run
 

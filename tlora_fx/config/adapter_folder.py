@@ -13,12 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from tlora_fx.config.fields import IDENTITY, changes_base
-from tlora_fx.config.other_kinds import (
-    adapter_mapping,
-    adapter_spec,
-    kind_of,
-    other_kind_names,
-)
+from tlora_fx.config.other_kinds import adapter_mapping, adapter_spec, kind_of, other_kind_names
 from tlora_fx.config.paths import is_file, is_folder
 from tlora_fx.config.validation import collecting, mistakes_in
 from tlora_fx.errors import AdapterFolderError

@@ -137,13 +137,21 @@ OTHER_TASKS = ("TOKEN_CLS", "SEQ_2_SEQ_LM", "QUESTION_ANS", "FEATURE_EXTRACTION"
 class BaseSpec(Spec):
     """The frozen base model that the jobs of a file share.
 
-    model      hub id or local folder with weights
-    config     a config.json or a folder with one; weights are drawn from `seed`
-    module     an nn.Module, from Python only
-    tokenizer  hub id or folder; by default that of the model or config
-    task       CAUSAL_LM, or SEQ_CLS: sequences are classified, or given a number
-    labels     of SEQ_CLS: their names, or how many there are
-    problem_type   what a label is; None: a number where there is one label, else one of them
+    model              hub id, or local folder with a config and weights
+    config             instead of `model`: a config.json, or a folder with one; weights are random
+    seed               seed of the random weights of a base that is given by `config`
+    tokenizer          hub id or folder of the tokenizer; None: that of the model or config
+    dtype              dtype of the base's weights and activations
+    attention          packed: samples of all jobs stand in one row without padding; batch: padded
+                       rows, for models that mix the tokens of a row; auto: packed where the base
+                       allows it
+    trust_remote_code  run Python code that comes with the base; the command line has to allow it
+    task               CAUSAL_LM: a language model; SEQ_CLS: a model that gives each sequence a
+                       class, or a number
+    labels             names of the classes of a SEQ_CLS model, or their number
+    problem_type       what a SEQ_CLS model learns: one class, several classes, or a number
+                       (regression); None: regression if there is one label, else one class
+    module             instead of `model`: an nn.Module, from Python only
     """
 
     other_names: ClassVar[Mapping[str, str]] = BASE_KEYS
@@ -260,10 +268,15 @@ class BaseSpec(Spec):
 class DataSpec(Spec):
     """Where a job's samples come from and which of their tokens are trained.
 
-    path       a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a hub id
-    name       which configuration of a data set of the hub
-    streaming  read no more rows of a data set of the hub than the job's steps take
-    columns    our column names mapped to those of the file
+    path           a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or the hub id of a data set
+    name           name of the configuration of a data set of the hub
+    split          name of the split of a data set of the hub
+    streaming      read only as many rows of a data set of the hub as the job's steps need
+    columns        column names of the format, each mapped to the file's name of that column
+    format         which columns a row has; auto: recognised by the names of the columns
+    loss_on        which tokens are trained: those of completions, or all; auto: those of
+                   completions if the data has any, else all
+    skip_bad_rows  skip and count invalid rows, instead of refusing the data
     """
 
     other_names: ClassVar[Mapping[str, str]] = DATA_KEYS
@@ -317,13 +330,15 @@ def _trackers(value: object) -> object:
 
 
 class ScheduleSpec(Spec):
-    """What a job asks of a scheduler; training by itself takes no notice of it.
+    """What a job asks of a scheduler (`tlora-fx run`, `serve`); `tlora-fx train` ignores it.
 
-    gpus          what it would have alone
-    max_slowdown  in a group it is at most this much slower than alone
-    deadline      seconds after its submission; None: none
-    max_slowdown_opt_in   the slowdown it consents to where other jobs gain by it, for credit;
-                          None: none. Job files of before call it `lends`
+    gpus                 number of GPUs that the job would get if it trained alone
+    max_slowdown         how many times slower than alone the job may become in a group
+    deadline             seconds after its submission by which the job should be done; None: no
+                         deadline
+    max_slowdown_opt_in  how many times slower than alone the job may become if other jobs gain by
+                         it; the job gets credit for that. None: `max_slowdown` always holds. Older
+                         job files call this field `lends`
     """
 
     gpus: StrictInt = Field(default=1, ge=1)
@@ -389,33 +404,71 @@ def _fits_the_task(base: BaseSpec | None, method: str, format: str) -> None:
 class Job(Spec):
     """One LoRA fine-tuning job: adapter, data, batch, optimizer, schedule, evaluation.
 
-    lora              the PEFT config fields that were given, or None when `adapter` is
-    adapter           a PEFT folder to continue, instead of `lora`
-    method            sft: the likelihood of the samples; dpo, orpo: of pairs, as TRL's trainers
-    beta              of dpo and orpo
-    completion_only_loss, assistant_only_loss   which tokens are trained; None: completions, and the
-                      assistant's turns, where the data has any
-    packing           samples share sequences of `max_length`, which batches count
-    max_length        tokens of a sample
-    max_steps         optimizer steps; None: by epochs
-    num_train_epochs  None when `max_steps` counts
-    loraplus_lr_ratio      LoRA+: what the learning rate is multiplied with for B and for vectors
-    loraplus_lr_embedding  the rate of adapters on embeddings then
-    warmup_ratio      part of all optimizer steps
-    max_grad_norm     of this job alone; None or 0: no clipping
-    eval_data         evaluated, never trained; what it leaves out is as in `data`
-    eval_split        instead: a split of the same data set, or the part of the samples to hold out
-    eval_strategy     when; the last step is evaluated too. By default steps where `eval_steps` is
-                      given, else epoch where there is data to evaluate
-    compute_metrics   MODULE:FUNCTION or FILE.py:FUNCTION, from transformers' EvalPrediction to
-                      numbers by name
-    metric_for_best_model   such as loss, mean_token_accuracy, or train_loss, which needs no data
-    early_stopping_patience   evaluations in a row that may fail to be better than the best by more
-                      than `early_stopping_threshold`
-    sample_prompts    what the job answers while it trains: as `prompt`, or the user's first turn
-    sample_steps      when; None: with each evaluation. After its last step it answers too
-    report_to         trackers: tensorboard, wandb, trackio, mlflow; or all, or none
-    schedule          for `tlora-fx run`: GPUs, and how long it may take
+    name                         name of the job, and of the folder of its adapter
+    base                         the frozen base model
+    adapter_dtype                dtype in which adapters are stored
+    adapter_compute              dtype in which adapters multiply: that of the base, or float32
+    lora                         the PEFT config fields that were given; None if `adapter` is given
+    adapter                      instead of `lora`: a PEFT adapter folder to continue
+    data                         the samples to train on
+    method                       sft: learn from samples; dpo, orpo: learn from pairs of a chosen
+                                 and a rejected completion, as TRL's trainers do
+    beta                         beta of the dpo or orpo loss; None: 0.1
+    completion_only_loss         train only the tokens of completions; None: if the data has any
+    assistant_only_loss          train only the assistant's turns; None: if the data has any
+    packing                      put several samples into one sequence of `max_length` tokens;
+                                 batch sizes then count sequences
+    per_device_train_batch_size  samples in a micro-batch
+    gradient_accumulation_steps  micro-batches in an optimizer step
+    max_length                   longest sample, in tokens; longer ones are truncated
+    max_steps                    number of optimizer steps; None: as `num_train_epochs` says
+    num_train_epochs             number of passes over the data; None if `max_steps` is given
+    seed                         seed of data order, adapter initialisation and dropout masks
+    shuffle                      shuffle the samples anew for each epoch
+    optim                        name of the optimizer
+    optim_args                   further arguments of the optimizer's class
+    learning_rate                learning rate, which the schedule scales
+    loraplus_lr_ratio            LoRA+: factor by which B and vectors learn faster than A
+    loraplus_lr_embedding        LoRA+: learning rate of adapters on embeddings; None: 1e-6
+    adam_beta1, adam_beta2       betas of optimizers of Adam's kind
+    adam_epsilon                 epsilon of optimizers of Adam's kind
+    weight_decay                 weight decay of the optimizer
+    lr_scheduler_type            name of the learning rate schedule, as in transformers
+    lr_scheduler_kwargs          further arguments of the learning rate schedule
+    warmup_steps                 number of optimizer steps over which the learning rate rises
+    warmup_ratio                 instead of `warmup_steps`: their part of all optimizer steps
+    max_grad_norm                bound to which the norm of this job's gradient is clipped; None or
+                                 0: no clipping
+    save_steps                   optimizer steps between checkpoints
+    eval_data                    samples to evaluate on; fields that are not given, but for `path`
+                                 and `split`, are those of `data`
+    eval_split                   instead of `eval_data`: name of a split of the same data set, or
+                                 the part of the samples to hold out, a number below 1
+    eval_steps                   optimizer steps between evaluations
+    compute_metrics              function for metrics of your own, MODULE:FUNCTION or
+                                 FILE.py:FUNCTION, from transformers' EvalPrediction to numbers by
+                                 name
+    metric_for_best_model        metric that decides which step is best, such as loss or
+                                 mean_token_accuracy, or train_loss, which needs no evaluation data
+    eval_strategy                when to evaluate: no, steps or epoch; after the last step too.
+                                 Default: steps if `eval_steps` is given, else epoch if there is
+                                 something to evaluate
+    per_device_eval_batch_size   samples that an evaluation keeps together in one row
+    greater_is_better            whether a greater `metric_for_best_model` is better; None: yes,
+                                 unless its name ends in loss
+    load_best_model_at_end       leave the adapter of the best step, not of the last one
+    early_stopping_patience      stop after this many evaluations in a row that are not better than
+                                 the best by more than `early_stopping_threshold`
+    early_stopping_threshold     how much better an evaluation must be to count as better
+    sample_prompts               texts that the job answers while it trains, as the `prompt` of its
+                                 data, or as the user's first turn
+    sample_steps                 optimizer steps between two times at which the job answers
+                                 `sample_prompts`; None: with each evaluation. It also answers
+                                 after its last step
+    sample_max_new_tokens        longest answer to one of `sample_prompts`, in tokens
+    report_to                    trackers that get the job's metrics: tensorboard, wandb, trackio,
+                                 mlflow; or all, or none
+    schedule                     what the job asks of a scheduler: GPUs, and how long it may take
     """
 
     inner: ClassVar[Mapping[str, type[Spec]]] = {"lora": LoraSpec}

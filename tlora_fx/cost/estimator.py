@@ -18,13 +18,7 @@ from tlora_fx.cost.hardware import GIB, Cluster, Tier, gpu_of_device
 from tlora_fx.cost.layouts import SPINE, Groups, Layouts, Pairs, Sites
 from tlora_fx.cost.load import COLUMN, MAX_ROW_TOKENS, Array, Demand, Mask, is_small
 from tlora_fx.cost.memory import Held, in_flight, memory_terms, usable_bytes
-from tlora_fx.cost.model_facts import (
-    ADAM_STATES,
-    TAIL,
-    WIDEST_TAIL,
-    ModelFacts,
-    find_base,
-)
+from tlora_fx.cost.model_facts import ADAM_STATES, TAIL, WIDEST_TAIL, ModelFacts, find_base
 from tlora_fx.cost.pipeline_simulation import Times, schedule_order, simulate
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.cost.profile import Profile
@@ -189,18 +183,6 @@ class ProfileEstimator:
         with np.errstate(divide="ignore", invalid="ignore"):
             found = operations(known.cost.facts, demands) / (seconds * gpus * peak)
         return np.where(np.isfinite(seconds), np.clip(found, 0.0, 1.0), 0.0)
-
-    def knee_tokens(self, base: str) -> float:
-        """Tokens of a row on one GPU at which a step's time begins to grow with them.
-
-        Where the line of the last measured piece meets the time of the shortest row: fewer tokens
-        leave a GPU idle for what adapters and launches cost. Merging pays below it.
-        """
-        curve = self.base(base).clock.curve.part(0)
-        slope, end = float(curve.slopes[-1]), float(curve.starts[-1])
-        if slope <= 0:
-            return float("inf")
-        return max(0.0, end - float(curve.values[-1] - curve.values[1]) / slope)
 
     def explain(self, base: str, demand: Demand, gpus: int, tier: Tier) -> Prediction:
         """One group, term by term; raises BaseUnknown."""

@@ -28,13 +28,7 @@ import numpy as np
 from tlora_fx.cost.hardware import GPUS, LinkTier, gpu_of_device
 from tlora_fx.cost.load import Array, Indices, Mask, Rows, Work
 from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
-from tlora_fx.cost.profile import (
-    CollectivePoint,
-    LayerPoint,
-    LayerProfile,
-    Operation,
-    Profile,
-)
+from tlora_fx.cost.profile import CollectivePoint, LayerPoint, LayerProfile, Operation, Profile
 from tlora_fx.cost.profile_sources import carried
 
 #: Milliseconds to start, and the part of a link's bandwidth that is reached, without measurements.

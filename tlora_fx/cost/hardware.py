@@ -89,7 +89,6 @@ def gpu_of_device(name: str) -> Gpu | None:
 
 #: The smallest unit that holds some GPUs.
 Tier = Literal["gpu", "node", "rack", "cluster"]
-TIERS: tuple[Tier, ...] = ("gpu", "node", "rack", "cluster")
 
 
 @dataclass(frozen=True, slots=True)

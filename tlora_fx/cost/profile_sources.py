@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from tlora_fx.cost.hardware import GPUS, Gpu, find_gpu, gpu_of_device
-from tlora_fx.cost.model_facts import (
-    ITEM_BYTES,
-    LayerFacts,
-    ModelFacts,
-    chunk_rows,
-    find_base,
-)
+from tlora_fx.cost.model_facts import ITEM_BYTES, LayerFacts, ModelFacts, chunk_rows, find_base
 from tlora_fx.cost.profile import (
     Hardware,
     HostPoint,

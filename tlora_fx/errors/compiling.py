@@ -6,113 +6,174 @@ from tlora_fx.errors.root import TloraError
 
 
 class CompileError(TloraError, code="T0200"):
-    """Tracing, fusing or lowering failed."""
+    """The jobs could not be compiled: tracing, fusing or lowering failed.
+
+    This is the root of all errors of the compiler. Most failures raise a more specific one.
+    """
 
 
 class BaseNotLoadable(CompileError, code="T0201"):
-    """The base cannot be built; give a hub id, a folder, or an nn.Module from Python."""
+    """The base model cannot be built.
+
+    Give a hub id, a folder, or from Python an nn.Module.
+    """
 
 
 class BaseRefused(CompileError, code="T0202"):
-    """A fused model cannot do what this base does."""
+    """The base is of a kind that tlora-fx cannot train correctly.
+
+    Examples are a base that reads images or sound, or a model that is not made for the base's
+    `task`. The message says why, and what to use instead.
+    """
 
 
 class JobsDiffer(CompileError, code="T0203"):
-    """Jobs of one group differ in base, dtype or tokenizer."""
+    """Jobs that should share one model differ in base, dtype or tokenizer.
+
+    Load all jobs with the same base and dtype, or put them into different groups.
+    """
 
 
 class NotAdmitted(CompileError, code="T0252"):
-    """A job cannot join a running Shared Super-Model: it is full, or of another structure.
+    """A job cannot join a running Shared Super-Model.
 
-    `tlora_fx.compile(jobs, open=OpenSlots(...))` says what finds room. The job trains in a group
-    of its own.
+    The model is full, or the job's structure differs. `tlora_fx.compile(jobs, open=OpenSlots(...))`
+    sets which jobs can join later. The job trains in a group of its own.
     """
 
 
 class BaseNotTraceable(CompileError, code="T0204"):
     """torch.export cannot trace the model.
 
-    `base.attention: batch` traces many models that packed form does not.
+    Many models that cannot be traced for packed rows can be traced with `base.attention: batch`.
     """
 
 
 class BranchOnSize(BaseNotTraceable, code="T0245"):
-    """The model's code branches on a size of the row."""
+    """The model's code takes another branch depending on the size of the row.
+
+    A traced graph contains only one of the branches, but rows have many sizes. The message names
+    the line.
+    """
 
 
 class GradientLost(CompileError, code="T0246"):
-    """The model changes gradients in a way that a graph does not keep."""
+    """The model has an autograd function with a backward of its own, which a graph does not keep.
+
+    Training the graph would use other gradients than the model's. Write the function with detach(),
+    or as an operator of torch.library.
+    """
 
 
 class StateChanged(CompileError, code="T0247"):
-    """The model's forward changes what its next forward does."""
+    """A forward of the model leaves state behind that changes its next forward.
+
+    Examples are a buffer that is replaced, and a random draw. A graph does not keep such a change.
+    Compute the value in each forward, or in the constructor.
+    """
 
 
 class TracedOtherwise(CompileError, code="T0248"):
-    """The model's code takes another branch while it is traced."""
+    """The model's code takes another branch while it is traced than when it runs.
+
+    The graph would compute something else than the model.
+    """
 
 
 class AttentionNotPackable(CompileError, code="T0205"):
     """The base's attention cannot run on packed rows.
 
-    Set `base.attention: batch`.
+    A packed row holds several samples, one after another, without padding. Set
+    `base.attention: batch`.
     """
 
 
 class PaddingSeen(CompileError, code="T0240"):
-    """On padded rows a token would see the padding behind its line."""
+    """In a batch of padded samples, tokens of this base would see the padding.
+
+    Its attention mask is not causal, so that padding changes the results. Train this base alone.
+    """
 
 
 class NotTokenParallel(CompileError, code="T0206"):
-    """An operator mixes the tokens of a row.
+    """An operator of the base mixes the tokens of a row.
 
-    Set `base.attention: batch`, or register a rule:
+    In a shared row, one job would see the tokens of another. Set `base.attention: batch`. If the
+    operator works on each token by itself, register a rule:
     `tlora_fx.passes.token_parallel.rules.rule(operator)`.
     """
 
 
 class UnknownTarget(CompileError, code="T0207"):
-    """target_modules or modules_to_save name something that the base does not have."""
+    """target_modules or modules_to_save name a module that the base does not have."""
 
 
 class AdapterMismatch(CompileError, code="T0208"):
-    """PEFT placed an adapter elsewhere than planned: a defect, or an incompatible PEFT."""
+    """PEFT places an adapter at another module than tlora-fx planned.
+
+    This is a defect of tlora-fx, or a newer version of PEFT. Please report it.
+    """
 
 
 class NotFoldable(CompileError, code="T0209"):
-    """Layers that look equal are not; the compiler then compiles layer by layer."""
+    """Layers that look equal are not equal, so that they cannot share one block of code.
+
+    The compiler handles this itself: it compiles each layer for itself.
+    """
 
 
 class LayersNotChained(NotFoldable, code="T0215"):
-    """Layers do not form a chain; the compiler then uses no layers."""
+    """The layers do not form a chain in which each reads only the one before it.
+
+    The compiler handles this itself: it compiles the model without layers.
+    """
 
 
 class FusionError(CompileError, code="T0210"):
-    """A job's graph does not align with its base's graph."""
+    """A job's graph does not align with the graph of its base, so that the two cannot be merged."""
 
 
 class PipelineError(CompileError, code="T0211"):
-    """A pipeline names an unknown pass or option, or has passes in a wrong order."""
+    """A pipeline names an unknown pass or option, or its passes are in a wrong order.
+
+    `tlora-fx passes` lists all passes with their options.
+    """
 
 
 class GraphInvalid(CompileError, code="T0212"):
-    """A pass left an invalid graph: a defect of that pass."""
+    """A pass left an invalid graph.
+
+    This is a defect of that pass.
+    """
 
 
 class PassFailed(GraphInvalid, code="T0216"):
-    """A pass raised an error; `tlora-fx replay DIR` reproduces it."""
+    """A pass raised an error.
+
+    If a replay folder was written, the message names it. `tlora-fx replay DIR` runs the pass again
+    from there.
+    """
 
 
 class PassMisreports(GraphInvalid, code="T0217"):
-    """A pass returned a wrong answer to whether it changed the graph."""
+    """A pass returned a wrong answer to whether it changed the graph.
+
+    Return the truth from run(), or nothing.
+    """
 
 
 class TagsBroken(GraphInvalid, code="T0218"):
-    """A pass left a node with impossible role or jobs (`tlora_fx/ir/verifier.py`)."""
+    """A pass left a node with a role or a set of jobs that cannot be right.
+
+    `tlora_fx/ir/verifier.py` has the rules.
+    """
 
 
 class NumericsBroken(GraphInvalid, code="T0219"):
-    """A pass changed losses or gradients more than its `preserves_numerics` declares."""
+    """A pass changed losses or gradients more than its `preserves_numerics` allows.
+
+    Mend the pass, or declare what it changes.
+    """
 
 
 class NotIsolated(GraphInvalid, code="T0249"):
@@ -125,9 +186,10 @@ class NotIsolated(GraphInvalid, code="T0249"):
 
 
 class FactLapsed(GraphInvalid, code="T0250"):
-    """A pass needs a fact that held once, and that a pass in between did not preserve.
+    """A pass needs a fact about the graph that no longer holds.
 
-    Provide the fact again in between, or let the pass that keeps it say so in `preserves`.
+    An earlier pass established the fact, and a later pass did not preserve it. Establish it again
+    in between. If the later pass does not touch it, name it in that pass's `preserves`.
     """
 
 
@@ -140,11 +202,14 @@ class RewriteMismatch(GraphInvalid, code="T0234"):
 
 
 class RewritesEndless(GraphInvalid, code="T0251"):
-    """A set of rewrite rules comes to no end: a rule undoes what another one does."""
+    """A set of rewrite rules never ends: one rule undoes what another one does."""
 
 
 class NotOutlinable(GraphInvalid, code="T0235"):
-    """A piece of a graph cannot become a block, which returns one value."""
+    """A piece of a graph cannot become a block of its own.
+
+    A block returns exactly one value. Leave out of the piece what other nodes read.
+    """
 
 
 class UnknownNode(CompileError, code="T0236"):
@@ -154,38 +219,56 @@ class UnknownNode(CompileError, code="T0236"):
 class FusedDiffers(CompileError, code="T0239"):
     """The fused graph does not compute what the base computes alone.
 
-    The base's code depends on what tracing does not keep: a length, state of its own, a mask.
+    The code of the base depends on something that tracing does not keep, such as a length, state of
+    its own, or a mask.
     """
 
 
 class SuperModelMisuse(CompileError, code="T0214"):
-    """A Shared Super-Model has no weights yet, or was rewritten after it was wrapped."""
+    """A Shared Super-Model was used in a way that it does not support.
+
+    Examples are a model without weights, and a graph that was rewritten after the model was built.
+    The message says what to do.
+    """
 
 
 class PluginBroken(CompileError, code="T0226"):
-    """A plugin cannot be imported, or is none; `tlora-fx passes` gives the reason."""
+    """A plug-in of another package cannot be imported, or is not what its entry point promises.
+
+    `tlora-fx passes` gives the reason.
+    """
 
 
 class BackendUnsupported(CompileError, code="T0220"):
-    """With `strict`, the backend met a LoRA branch that it cannot lower."""
+    """The torch.compile backend met a LoRA branch that it cannot lower, and `strict` was given.
+
+    Without `strict`, Inductor compiles such branches as they are.
+    """
 
 
 class BackendOptionError(CompileError, code="T0221"):
-    """torch.compile got a mode or option that neither the backend nor Inductor knows."""
+    """torch.compile got a mode or option that neither the tlora-fx backend nor Inductor knows."""
 
 
 class StoredFormWrong(GraphInvalid, code="T0238"):
-    """A stored form cannot be made: it must be a module's function."""
+    """A pass wants to store a frozen tensor in a form, such as 4 bits, that cannot be made.
+
+    The form must be a function at the top of a module. Only frozen tensors of the base can have
+    one, and the result must have the shape and dtype that the graph says.
+    """
 
 
 class StoppedAfter(CompileError, code="T0237"):
-    """Compiling stopped after a pass, as TLORA_FX_LOG asks."""
+    """Compiling stopped after a pass, because TLORA_FX_LOG has a `stop-after`.
+
+    Leave it out to build the model.
+    """
 
 
 class DumpNotReadable(TloraError, code="T0601"):
-    """A folder holds no compiled model, or another version's.
+    """A folder holds no compiled model, or one that another version wrote.
 
-    Write it with `tlora-fx compile jobs.yaml -o FOLDER`.
+    Write it anew with `tlora-fx compile jobs.yaml -o FOLDER`.
     """
 
 
@@ -194,21 +277,21 @@ class DumpNotWritable(TloraError, code="T0602"):
 
 
 class NodeNotFound(TloraError, code="T0603"):
-    """No node has this name.
+    """No node of the compiled model has this name.
 
     Name a module's path, a node as `--code` shows it, or a provenance key.
     """
 
 
 class StateNotFound(TloraError, code="T0604"):
-    """There is no such pass, or its result was not written.
+    """There is no such pass, or the graphs after it were not written.
 
-    Compile with `--states`, or inspect the job file.
+    Compile with `--states`, or inspect the job file instead.
     """
 
 
 class InspectMisuse(TloraError, code="T0605"):
-    """Options of `tlora-fx inspect` do not go together, or one is missing."""
+    """Options of `tlora-fx inspect` exclude each other, or one is missing."""
 
 
 class GraphNotStorable(CompileError, code="T0227"):
@@ -216,9 +299,9 @@ class GraphNotStorable(CompileError, code="T0227"):
 
 
 class GraphFileNotReadable(CompileError, code="T0228"):
-    """A folder holds no graphs, is damaged, or is another version's.
+    """A folder holds no graph file, or the file is damaged or of another version.
 
-    Import the packages whose operators it uses.
+    If the graphs use operators of other packages, import these first.
     """
 
 
@@ -227,15 +310,21 @@ class ReplayNotReadable(CompileError, code="T0229"):
 
 
 class ReplayNotTrusted(CompileError, code="T0244"):
-    """A replay folder names modules of others, and importing them would run their code."""
+    """A replay folder names Python modules that are not part of tlora-fx.
+
+    Importing them runs their code. If you trust the folder, pass `--yes`.
+    """
 
 
 class BisectFails(CompileError, code="T0230"):
-    """A bisection's check cannot be run, or changes its verdict."""
+    """The check of a bisection cannot be run, or judges the same graphs differently each time.
+
+    If the check has random parts, seed them.
+    """
 
 
 class FolderNotLoadable(CompileError, code="T0256"):
-    """A folder holds no compiled model, or its ssm.py does not run.
+    """A folder holds no compiled model, or its ssm.py cannot be imported.
 
-    Or a module that it calls is missing: install it, or name its file in `extensions`.
+    If a module that it calls is missing, install it, or name its file in `extensions`.
     """

@@ -7,15 +7,21 @@ from tlora_fx.errors.root import TloraError
 
 
 class JobError(TloraError, code="T0101"):
-    """Fields of a job are unknown, wrong, or exclude each other."""
+    """Fields of a job are unknown, have wrong values, or exclude each other."""
 
 
 class JobFileError(JobError, code="T0102"):
-    """A job file has mistakes; each is listed with line and job."""
+    """A job file has mistakes.
+
+    All are listed, each with its line and its job.
+    """
 
 
 class JobFileSyntaxError(JobFileError, code="T0103"):
-    """A job file is no plain YAML; tags, duplicate keys and self-references are refused."""
+    """A job file is not plain YAML.
+
+    Tags, duplicate keys and self-references are refused too.
+    """
 
 
 class JobFileMissingError(JobFileError, code="T0104"):
@@ -23,7 +29,7 @@ class JobFileMissingError(JobFileError, code="T0104"):
 
 
 class RemoteCodeRefused(JobError, code="T0105"):
-    """A job file asks to run code that it names; the command line does not allow that.
+    """A job file names Python code to run, and the command line does not allow that.
 
     `trust_remote_code: true` and `compute_metrics` in the file need `--trust-remote-code` on the
     command line too, or `load_job_file(path, trust_remote_code=True)`. Give it only for code that
@@ -43,25 +49,30 @@ class DataFileError(DataError, code="T0301"):
 
 
 class MissingPackageError(DataError, code="T0302"):
-    """A package for this data or stored form is not installed."""
+    """A package that a job needs is not installed.
+
+    Some data files need one, and so do some forms in which passes store weights. The message names
+    it.
+    """
 
 
 class MalformedRowError(DataError, code="T0303"):
-    """A row of a data file is no sample.
+    """A row of a data file is not a valid sample.
 
-    Fix it, or set `skip_bad_rows: true` to skip and count such rows.
+    Fix the row, or set `skip_bad_rows: true` to skip and count such rows.
     """
 
 
 class MissingColumnError(DataError, code="T0304"):
-    """The data has no columns for a prompt and completion, messages, or a text.
+    """The data lacks the columns of a known format: prompt and completion, messages, or a text.
 
-    Map its names: `columns: {prompt: question, completion: answer}`. Pairs need `method: dpo`.
+    If they have other names, map them: `columns: {prompt: question, completion: answer}`. Pairs
+    need `method: dpo`.
     """
 
 
 class AmbiguousFormatError(DataError, code="T0308"):
-    """The columns fit more than one format.
+    """The columns of the data fit more than one format.
 
     Set `format` in the job's data.
     """
@@ -72,16 +83,16 @@ class EmptyDataError(DataError, code="T0305"):
 
 
 class NoTargetsError(DataError, code="T0306"):
-    """No sample of a job has a token to train on.
+    """No sample of a job has a token to train on, for example because all were truncated.
 
     Raise `max_length`, or set `loss_on: all`.
     """
 
 
 class ChatTemplateError(DataError, code="T0307"):
-    """The chat template is missing, or does not mark the assistant's tokens.
+    """The tokenizer has no chat template, or it does not mark which tokens the assistant wrote.
 
-    Use one with `{% generation %}`, or set `loss_on: all`.
+    Use a template with `{% generation %}`, or set `loss_on: all`.
     """
 
 
@@ -90,95 +101,126 @@ class PlanFileError(TloraError, code="T0801"):
 
 
 class PlanNotForModel(TloraError, code="T0802"):
-    """A plan was made for another base, or for jobs with other sites."""
+    """A plan file was made for another base, or for jobs that adapt other modules.
+
+    Make a plan for these jobs.
+    """
 
 
 class MeshDoesNotFit(TloraError, code="T0803"):
-    """A mesh cannot run this model; the message lists those that would do."""
+    """The model cannot be split over this mesh of processes.
+
+    The message lists meshes that fit.
+    """
 
 
 class UnknownPlanner(TloraError, code="T0804"):
-    """A planner that does not exist."""
+    """There is no planner of this name.
+
+    The message lists those that there are.
+    """
 
 
 class LaunchError(TloraError, code="T0805"):
-    """Processes or mesh do not fit the plan; the message prints the right command."""
+    """The processes or the mesh do not fit the plan, or torchrun's variables are incomplete.
+
+    The message says how to start the run.
+    """
 
 
 class RanksDiffer(TloraError, code="T0806", shared=True):
-    """Processes have different versions or jobs."""
+    """The processes of one run have different versions of a package, or different jobs.
+
+    Start all processes from the same installation and with the same job file.
+    """
 
 
 class RanksParted(TloraError, code="T0807", shared=True):
-    """Processes would compute different rows; check that all see the same files."""
+    """The processes of one run would train on different rows.
+
+    Check that all processes read the same files and run the same version.
+    """
 
 
 class NotElementwise(TloraError, code="T0808"):
-    """An optimizer needs whole matrices, which the plan splits."""
+    """A job needs whole matrices in one process, and the plan splits them.
+
+    Some optimizers, AdaLoRA, and starts computed from data need them. The message names a plan that
+    works.
+    """
 
 
 class NoGradient(TloraError, code="T0809", shared=True):
-    """An adapter had tokens in the first step and no gradient: a defect of a planner or pass."""
+    """An adapter had tokens in the first step and got no gradient.
+
+    This is a defect of a planner or a pass. Please report it with the job file and the plan.
+    """
 
 
 class PlanNotRunnable(TloraError, code="T0810"):
-    """A plan asks for what cannot be run together, or not on this model."""
+    """A plan asks for features that cannot run together, or not with this model or these jobs.
+
+    The message says which, and which plan to use instead.
+    """
 
 
 class RankFailed(TloraError, code="T0811"):
-    """Another process met an error, which is given as the reason."""
+    """Another process of the run failed; its error is given as the reason."""
 
 
 class ProcessLost(TloraError, code="T0812"):
-    """Another process was killed, ran out of memory, or lost the network.
+    """Another process of the run was killed, ran out of memory, or lost the network.
 
-    `--resume` or `--max-restarts` continues from the last checkpoint.
+    `--resume`, or torchrun's `--max-restarts`, continues from the last checkpoint.
     """
 
 
 class BaseUnknown(TloraError, code="T0920"):
-    """The scheduler knows neither sizes nor a profile of a base."""
+    """The scheduler has no profile of a base, or does not know its sizes.
+
+    Measure a profile with `tlora-fx profile`, or name a base that has one.
+    """
 
 
 class TargetUnknown(TloraError, code="T0921"):
-    """A job adapts linears that its base does not have."""
+    """A job adapts a linear layer that its base does not have."""
 
 
 class ProfileMismatch(TloraError, code="T0922"):
-    """A profile is of other hardware, or was not measured.
+    """A profile was measured on other hardware, or was not measured at all.
 
-    Run `tlora-fx profile` on the cluster's GPUs, or allow estimates.
+    Run `tlora-fx profile` on GPUs of the cluster, or allow estimated profiles.
     """
 
 
 class StepsUnknown(TloraError, code="T0923"):
-    """A job counts epochs, and the number of samples is unknown.
+    """A job counts epochs, and the number of its samples is unknown.
 
     Give `max_steps`.
     """
 
 
 class EstimatorOption(TloraError, code="T0924"):
-    """An option of an estimator has an invalid value."""
+    """An option of the estimator of step times has an invalid value."""
 
 
 class NotNanoBatchable(CompileError, code="T0880"):
-    """nano-batch cannot cut this model's layers."""
+    """The pass nano-batch cannot cut this model's layers into nano-batches."""
 
 
 class NanoBatchesWrong(TloraError, code="T0881"):
-    """Nano-batch tables do not fit the row, or the count cannot run."""
+    """A row cannot be cut into this number of nano-batches, or the cuts do not fill the row."""
 
 
 class ControllerWrong(TloraError, code="T0882"):
-    """The controller does not exist, or its options are invalid.
+    """There is no such controller of nano-batches, or its options are invalid.
 
     Choose `keep-best`, `aimd` or `fixed`.
     """
 
 
 class UnknownGpu(TloraError, code="T0850"):
-    """A GPU without a profile or data sheet.
+    """There is neither a profile nor a data sheet of this GPU.
 
     Measure it with `tlora-fx profile`.
     """
@@ -196,39 +238,57 @@ class ProfileMissing(TloraError, code="T0852"):
 
 
 class NoPlanFits(TloraError, code="T0853"):
-    """No plan fits on these GPUs; the message gives each reason."""
+    """No plan fits into the memory of these GPUs.
+
+    The message gives the reason for each.
+    """
 
 
 class JobTooLong(TloraError, code="T0854"):
-    """A job's samples are too long for a GPU's memory.
+    """A job's samples are too long for the memory of a GPU.
 
     Set `max_length` to the length that the message gives.
     """
 
 
-class ForeignPlanError(TloraError, code="T0855"):
-    """A plan of another system cannot be read or run."""
-
-
 class NotProfilable(TloraError, code="T0856"):
-    """The layers of a model cannot be timed one by one."""
+    """The layers of a model cannot be timed one by one.
+
+    Either it was compiled without layers (`tlora-fx explain` says why), or a layer hands on more
+    than one value.
+    """
 
 
 class TensorGroupMissing(TloraError, code="T0830"):
-    """A tensor-parallel graph runs without a group; call `tlora_fx.ops.use_group("tp", group)`."""
+    """A tensor-parallel graph runs without a process group.
+
+    Run the model by a plan, or call `tlora_fx.ops.use_group("tp", group)` before the first step.
+    """
 
 
 class NoStage(TloraError, code="T0840"):
-    """A model cannot be cut into stages here; the message names possible cuts."""
+    """The model cannot be cut into pipeline stages at this layer.
+
+    The message names layers where it can be cut.
+    """
 
 
 class TokensMismatch(TloraError, code="T0841"):
-    """A stage got hidden values of other tokens than its micro-batch."""
+    """A pipeline stage got hidden values of another micro-batch than the one that it runs.
+
+    All processes must hold the same table of micro-batches.
+    """
 
 
 class ScheduleRefused(TloraError, code="T0842"):
-    """A schedule does not run with this number of micro-batches or stages."""
+    """A pipeline schedule does not work with this number of micro-batches or stages.
+
+    The message says which numbers work.
+    """
 
 
 class PipelineBroken(TloraError, code="T0843"):
-    """A stage computed something else than its graph says: a defect."""
+    """A pipeline stage computed a value of another shape or dtype than its graph says.
+
+    This is a defect. Please report it with the job file. Plans without a pipeline are not affected.
+    """

@@ -10,36 +10,64 @@ class EnvironmentVariableWrong(TloraError, code="T0001"):
 
 
 class OptimizerError(TloraError, code="T0401"):
-    """A job's optimizer or schedule does not exist, or fails with its arguments when tried."""
+    """A job's optimizer or learning rate schedule does not exist or fails.
+
+    It fails with the job's arguments when it is tried before training.
+    """
 
 
 class OptimizerStateError(TloraError, code="T0402"):
-    """A saved optimizer state does not fit the job's parameters."""
+    """A saved optimizer state belongs to other parameters than the job's.
+
+    Resume with the job file with which the checkpoint was made.
+    """
+
+
+class StepMisuse(TloraError, code="T0420"):
+    """A `GroupStep` was asked for what it cannot do: an unknown job, a step without gradients."""
+
+
+class NotFinite(TloraError, code="T0421"):
+    """The loss of a batch is NaN or infinite.
+
+    The job's gradients are what they were before the batch. Look for samples without targets, a
+    learning rate that is too high, or a loss of your own that divides by zero.
+    """
 
 
 class CheckpointError(TloraError, code="T0403"):
-    """A checkpoint could not be written or read; earlier ones are intact."""
+    """A checkpoint could not be written or read.
+
+    Earlier checkpoints are intact.
+    """
 
 
 class MetricsError(TloraError, code="T0404"):
-    """A job's metrics file could not be written or read."""
+    """A job's metrics file could not be written or read.
+
+    Free space or mend the permissions, then continue with `--resume`.
+    """
 
 
 class AdapterFolderError(TloraError, code="T0405"):
-    """A PEFT adapter folder is incomplete, damaged, no LoRA, a pickle, or not writable."""
+    """A PEFT adapter folder cannot be used.
+
+    It is incomplete, damaged or not writable, its weights are a pickle, or its adapter has a kind
+    or fields that tlora-fx does not support.
+    """
 
 
 class RunFolderError(TloraError, code="T0407"):
-    """The output folder is in use, or holds no run to go on with.
+    """The output folder is in use, or holds no run to continue.
 
-    Continue with `--resume`, or choose another with `-o`.
+    Continue a run with `--resume`, or choose another folder with `-o`.
     """
 
 
 class ResumeMismatch(TloraError, code="T0408"):
-    """The checkpoint or model belongs to other jobs, data or another base.
+    """A checkpoint was made with other jobs, other data or another base.
 
-    Each difference is named. `--accept-changes` goes on all the same (`docs/resuming.md`).
+    The message names each difference. `--accept-changes` resumes all the same (`docs/resuming.md`).
     """
 
 
@@ -51,62 +79,91 @@ class TokenizerNotLoadable(TloraError, code="T0409"):
 
 
 class DataDoesNotFit(TloraError, code="T0410"):
-    """A job's samples have tokens or lengths that the base cannot take."""
+    """A job's samples have token ids or lengths that the base cannot take.
+
+    If token ids are too large, give the tokenizer that belongs to the base.
+    """
 
 
 class VerifyError(TloraError, code="T0411"):
-    """A job trained fused differs from the job trained alone by more than the bound."""
+    """A job trained fused differs from the same job trained alone by more than the bound.
+
+    Please report it with the job file.
+    """
 
 
 class DeviceUnknown(TloraError, code="T0412"):
-    """There is no such device; use the CPU or a CUDA device of this machine."""
+    """There is no such device.
+
+    Use the CPU or a CUDA device of this machine.
+    """
 
 
 class MetricFunctionError(TloraError, code="T0413"):
-    """A job's metric function cannot be imported, fails, or lacks the metric for the best step.
+    """A job's metric function cannot be imported or fails.
 
-    `compute_metrics` names a function that takes transformers' EvalPrediction and returns numbers.
+    It also fails if it does not return the metric for the best step. `compute_metrics` names a
+    function that takes transformers' EvalPrediction and returns numbers by name.
     """
 
 
 class CallbackWrong(TloraError, code="T0414"):
-    """What `--callback` names cannot be imported, fails, or is no `tlora_fx.TrainerCallback`."""
+    """The class that `--callback` names cannot be used.
+
+    It cannot be imported, fails, or is no `tlora_fx.TrainerCallback`.
+    """
 
 
 class GenerationError(TloraError, code="T0415"):
-    """A job cannot generate: no chat template, no room for an answer, or the base does not."""
+    """A job cannot generate text.
+
+    The tokenizer has no chat template, the prompt leaves no space for an answer, the base cannot
+    generate, or the jobs of one call have different bases.
+    """
 
 
 class HubError(TloraError, code="T0416"):
-    """A folder was not pushed to the Hugging Face Hub; it stays where it is."""
+    """A folder could not be uploaded to the Hugging Face Hub; it stays where it is.
+
+    Log in by `hf auth login` or HF_TOKEN, and name a repository as USER/NAME.
+    """
 
 
 class StartNotComputed(TloraError, code="T0417"):
-    """EVA or CorDA cannot make a job's start from its data."""
+    """EVA or CorDA cannot compute a job's initial adapter from its data.
+
+    Lower `r`, give more data, or choose another `init_lora_weights`.
+    """
 
 
 class OutOfMemory(TloraError, code="T0419"):
-    """No job has room for a step, not even alone."""
+    """The device has too little memory for a step of any job, even of one alone.
+
+    Give shorter samples (`max_length`), smaller batches, or a device with more memory.
+    """
 
 
 class OracleError(TloraError, code="T0406"):
-    """A job cannot be trained alone for comparison; `verify` skips it."""
+    """A job cannot be trained alone for comparison, so that `tlora-fx verify` skips it."""
 
 
 class PlaceTaken(TloraError, code="T0950"):
-    """A group cannot have its GPUs: one is taken, or is not there."""
+    """A group of jobs cannot have the GPUs that it was given: one is in use, or does not exist."""
 
 
 class LedgerError(TloraError, code="T0951"):
-    """The ledger of a run cannot be opened, read or written."""
+    """The ledger of a run, its SQLite database, cannot be opened, read or written."""
 
 
 class WorkerLost(TloraError, code="T0952"):
-    """A killed run's worker is still there; it ends after its step and checkpoint."""
+    """A process of an earlier, killed run still trains in this folder.
+
+    It ends after its step and checkpoint. Wait for it, then start the run again.
+    """
 
 
 class RunRefused(TloraError, code="T0953"):
-    """`tlora-fx run` cannot start or resume with these arguments."""
+    """`tlora-fx run` or `serve` cannot start or continue with these arguments."""
 
 
 class JobFolderError(TloraError, code="T0954"):
@@ -114,164 +171,220 @@ class JobFolderError(TloraError, code="T0954"):
 
 
 class StateFileError(TloraError, code="T0955"):
-    """A saved state of the scheduler cannot be read."""
+    """A saved snapshot of the scheduler cannot be read or written."""
 
 
 class AdmissionError(TloraError, code="T0956"):
-    """Reading or preparing a job took more time or memory than a run allows, or killed its process.
+    """Reading or checking a job took too long or too much memory, or killed its process.
 
-    The jobs of that file are refused, all others train. Where the job is right, allow more with
+    The jobs of that file are refused, all others train. If the job is right, allow more with
     `--prepare-seconds` or `--prepare-memory`.
     """
 
 
 class WorkerStalled(TloraError, code="T0957"):
-    """A group of a run made no progress, or did not stop, for longer than it may.
+    """A group of jobs made no progress, or did not stop, for longer than it may.
 
-    Its processes were killed, and its jobs return to the queue from their last commits. Where a
-    step really takes so long, allow more with `--stall`.
+    Its processes were killed, and its jobs return to the queue from their last commits. If a step
+    really takes so long, allow more with `--stall`.
     """
 
 
 class RayNotInstalled(TloraError, code="T0958"):
-    """`--executor ray` needs Ray: `pip install 'tlora-fx[ray]'`."""
+    """`--executor ray` needs Ray, which is not installed.
+
+    Run `pip install 'tlora-fx[ray]'` on every node.
+    """
 
 
 class RayUnreachable(TloraError, code="T0959"):
-    """A Ray cluster cannot be joined, has no node to train on, or its head is gone.
+    """A Ray cluster cannot be joined, has no node to train on, or lost its head node.
 
-    What was committed is in the run's folder: run again with the same `-o`.
+    All committed steps are in the output folder: run again with the same `-o`.
     """
 
 
 class UnknownPolicy(TloraError, code="T0900"):
-    """A scheduling policy that does not exist; the message lists those that do."""
+    """There is no scheduling policy of this name.
+
+    The message lists those that there are.
+    """
 
 
 class PolicyOptionWrong(TloraError, code="T0901"):
-    """A policy has no such option, or not this value."""
+    """A scheduling policy has no such option, or the option cannot have this value."""
 
 
 class TooManyForOracle(TloraError, code="T0902"):
-    """The oracle policy got more jobs than it can search."""
+    """The policy `oracle` searches all groupings, and there are too many jobs for that.
+
+    In `tlora-fx simulate`, give `--runnable 16`, or leave the policy out.
+    """
 
 
 class JobNotInState(TloraError, code="T0903"):
-    """The job is not active in this state of the cluster."""
+    """The scheduler was asked about a job that it does not know or that has ended.
+
+    The message lists the jobs that it can explain.
+    """
 
 
 class CreditRefused(TloraError, code="T0904"):
-    """A job would be slowed down past what it accepts."""
+    """A job would be slowed down more than its `max_slowdown_opt_in` accepts."""
 
 
 class TraceFileError(TloraError, code="T0930"):
-    """A trace cannot be read or written, or has no known format (`docs/simulating.md`)."""
+    """A trace of jobs cannot be read or written, or has no known format.
+
+    `docs/simulating.md` lists the formats.
+    """
 
 
 class TraceColumnMissing(TloraError, code="T0931"):
-    """A trace lacks a needed column."""
+    """A trace of jobs lacks a column that its format needs.
+
+    Add the column. If the trace is of another format, name that with `--format`.
+    """
 
 
 class TraceRowsWrong(TloraError, code="T0932"):
-    """A trace has wrong rows, and `--bad-rows refuse` was given."""
+    """A trace of jobs has invalid rows, and `--bad-rows refuse` was given.
+
+    Mend the rows, or leave them out with `--bad-rows drop`.
+    """
 
 
 class TraceEmpty(TloraError, code="T0933"):
-    """Nothing is left of a trace; the message counts what was left out, by reason."""
+    """No job of a trace is left to replay.
+
+    The message counts what was left out, by reason.
+    """
 
 
 class MarginalsFileError(TloraError, code="T0934"):
-    """A file of marginals cannot be read, or holds no distribution."""
+    """The file of marginal distributions for a synthetic trace cannot be read, or is invalid."""
 
 
 class ReplayChoiceWrong(TloraError, code="T0935"):
-    """A choice about how a trace becomes jobs is invalid, or does not go with the trace."""
+    """An option that makes jobs of a trace is invalid, or does not apply to this trace."""
 
 
 class ReportNotWritable(TloraError, code="T0936"):
-    """The folder of a report cannot be written."""
+    """The file or folder of a report cannot be written.
+
+    Choose another with `-o`.
+    """
 
 
 class SubmittedTwice(TloraError, code="T0970"):
-    """A job was submitted twice under one name."""
+    """Two jobs were submitted under one name.
+
+    Give each job a name of its own.
+    """
 
 
 class DecisionWrong(TloraError, code="T0971"):
-    """A policy's decision cannot be run."""
+    """A scheduling policy made a decision that cannot be carried out.
+
+    This is a defect of the policy. `tlora_fx.scheduler.state.Decision` has the rules.
+    """
 
 
 class ReplayStalled(TloraError, code="T0972"):
-    """Jobs wait in a replay, nothing runs, and the policy starts none: a defect of the policy."""
+    """In a replay jobs wait, nothing runs, and the scheduling policy starts no job.
+
+    This is a defect of the policy.
+    """
 
 
 class ReplayOptionWrong(TloraError, code="T0973"):
-    """An option of a replay has an invalid value."""
+    """An option of a replay, or of the scheduler's loop, has an invalid value."""
 
 
 class ClockBackwards(TloraError, code="T0974"):
-    """A simulated clock was asked to go back."""
+    """A simulated clock was set to an earlier time."""
 
 
 class SegmentError(TloraError, code="T0501"):
-    """Job segments do not cover the tokens of a tensor; build them with `PackedBatch`."""
+    """The segments, which say whose job each token is, do not cover the tokens of a tensor.
+
+    Build them with `PackedBatch`.
+    """
 
 
 class AdapterTableError(TloraError, code="T0502"):
-    """Adapter tables do not fit each other or the layer."""
+    """The adapters that an operator got do not fit each other, or the layer.
+
+    For example, they are of another number of jobs than the row.
+    """
 
 
 class MaskKeyError(TloraError, code="T0503"):
-    """A dropout rate, key or token index is out of range; rates lie in [0, 1), keys in 32 bits."""
+    """A dropout rate, a key of a dropout mask, or a token index is out of range.
+
+    Rates lie in [0, 1), and keys have 32 bits.
+    """
 
 
 class AttentionShapeError(TloraError, code="T0504"):
-    """Packed attention got tensors or bounds that do not fit; give q, k, v as [T, heads, dim]."""
+    """Packed attention got tensors, or bounds of samples, that do not fit each other.
+
+    Give q, k and v as [T, heads, dim].
+    """
 
 
 class FrozenGradientError(TloraError, code="T0505"):
-    """An operator has no gradient for this input; freeze it, or leave the layer unfused."""
+    """An operator was asked for a gradient that it does not compute, such as of a frozen weight.
+
+    Freeze that input, or leave the layer unfused.
+    """
 
 
 class QuantizedLinearError(TloraError, code="T0506"):
-    """A linear with a quantised matrix got tensors that do not fit its form."""
+    """A linear layer with quantised weights cannot be computed.
+
+    It got tensors that do not fit its form, or this GPU lacks the operation.
+    """
 
 
 class TableNotOnDevice(TloraError, code="T0507"):
-    """While a CUDA graph is captured, a table is on the host.
+    """A table of adapters is still on the host while a CUDA graph is captured.
 
-    Run the step once first, or without CUDA graphs.
+    Run the step once before the capture, or run without CUDA graphs.
     """
 
 
 class ExpertLinearError(TloraError, code="T0508"):
-    """A mixture of experts got tokens, matrices and indices that do not fit each other."""
+    """A mixture of experts got tokens, weights and expert indices that do not fit each other."""
 
 
 class UnknownKernel(TloraError, code="T0701"):
-    """A kernel kind that does not exist; `tlora-fx kernels list` lists them."""
+    """There is no kind of kernel of this name.
+
+    `tlora-fx kernels list` lists them.
+    """
 
 
 class KernelSpecError(TloraError, code="T0702"):
-    """No kernel can be generated for this specialisation."""
+    """No kernel can be generated for this combination of shapes, dtypes and options.
+
+    The message says what is allowed.
+    """
 
 
 class KernelCacheError(TloraError, code="T0703"):
-    """Kernels cannot be written to the cache folder or a temporary one.
+    """Generated kernels can be written neither to the cache folder nor to a temporary one.
 
     Set TLORA_FX_CACHE to a writable folder.
     """
 
 
 class TooManyJobs(TloraError, code="T0704"):
-    """A row holds more jobs than the kernels' tables."""
+    """A row holds more jobs than the kernels support."""
 
 
 class KernelToolMissing(TloraError, code="T0705"):
-    """Triton, or a tool in its wheel, is not installed (`pip install triton`)."""
+    """Triton, or a tool in its package, is not installed.
 
-
-class KernelNotCompilable(TloraError, code="T0706"):
-    """Triton does not compile a generated kernel for this architecture.
-
-    Another tile may do: `tlora-fx kernels explain`.
+    Run `pip install triton`.
     """

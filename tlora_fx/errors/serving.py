@@ -6,30 +6,38 @@ from tlora_fx.errors.root import TloraError, printable
 
 
 class ServiceRefused(TloraError, code="T0980"):
-    """`tlora-fx serve` does not start like this, such as open to a network without tokens."""
+    """`tlora-fx serve` or `tlora-fx tokens` refuses what was asked.
+
+    An example is a service that is open to a network without access tokens. The message says what
+    to change.
+    """
 
 
 class TokenRefused(TloraError, code="T0981"):
-    """A request came without a token of the service, or with one that is unknown or revoked."""
+    """A request came without an access token, or with one that is unknown or revoked."""
 
 
 class SubmissionRefused(TloraError, code="T0982"):
-    """A submission is wrong: its job file, a path outside what jobs may read, a missing upload."""
+    """A submission is invalid.
+
+    Its job file has mistakes, it names a path that jobs may not read, or an upload is missing.
+    """
 
 
 class RequestConflict(TloraError, code="T0983"):
-    """A request does not go with what is there.
+    """A request conflicts with the present state of the service.
 
-    A key that another submission had, a name that is taken, a job that has ended or has no adapter.
+    The key belongs to another submission, the name is taken, or the job has ended or has no
+    adapter.
     """
 
 
 class QuotaReached(TloraError, code="T0984"):
-    """A user has as many jobs, GPU-hours or stored bytes as allowed, or no such priority."""
+    """A request exceeds a limit of the user: jobs, GPU-hours, stored bytes, or priority."""
 
 
 class UploadRefused(TloraError, code="T0985"):
-    """A request's body is too large, or is not what its SHA-256 says."""
+    """An uploaded body is too large or cannot be read, or its SHA-256 is not the one given."""
 
 
 class JobUnknown(TloraError, code="T0986"):
@@ -37,15 +45,21 @@ class JobUnknown(TloraError, code="T0986"):
 
 
 class ServiceUnreachable(TloraError, code="T0987"):
-    """No service answers at the address; set `--server` or TLORA_FX_SERVER."""
+    """No service answers at the address.
+
+    Set `--server` or TLORA_FX_SERVER.
+    """
 
 
 class RequestRefused(TloraError, code="T0988"):
-    """A request has parameters that the service does not read, or the service failed."""
+    """A request has invalid parameters, or the service failed."""
 
 
 class AnswerRefused(TloraError, code="T0989"):
-    """A service refused what a client asked; the message is its own, with its own code."""
+    """The service refused a request of the client.
+
+    The message is that of the service, with its own code.
+    """
 
     def render(self) -> str:
         """The service's own words."""

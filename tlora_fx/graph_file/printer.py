@@ -36,15 +36,7 @@ from tlora_fx.graph_file.words import (
     owner_of,
 )
 from tlora_fx.host.version import __version__
-from tlora_fx.ir.graph import (
-    AdapterSite,
-    Block,
-    GroupGraph,
-    JobGraph,
-    LayerPlan,
-    Origin,
-    TensorRef,
-)
+from tlora_fx.ir.graph import AdapterSite, Block, GroupGraph, JobGraph, LayerPlan, Origin, TensorRef
 from tlora_fx.ir.shapes import RUN, size_text
 from tlora_fx.ir.verifier import fingerprint
 

@@ -110,7 +110,9 @@ def propagate(graph: fx.Graph, blocks: dict[str, Block] | None = None) -> None:
         if node.op == "call_module" and node.target in by_layer:
             block = by_layer[str(node.target)]
             _check_layer_inputs(node, block)
-            node.meta["val"] = _layer_output(block)
+            # The value of a layer call is what the block's output node carries.
+            output = next(node for node in reversed(block.graph.nodes) if node.op == "output")
+            node.meta["val"] = fx.map_arg(output.args[0], lambda n: n.meta["val"])
         if node.op == "call_function":
             give_value(node, mode)
 
@@ -159,12 +161,6 @@ def _segment_shape(whole: Tensor, job: int, dim: int) -> tuple[Any, ...]:
     shape = list(whole.shape)
     shape[dim] = segment_size(job)
     return tuple(shape)
-
-
-def _layer_output(block: Block) -> Any:
-    """The value of a layer call: what the block's output node carries."""
-    output = next(node for node in reversed(block.graph.nodes) if node.op == "output")
-    return fx.map_arg(output.args[0], lambda n: n.meta["val"])
 
 
 def remember_runs(graph: fx.Graph) -> None:

@@ -82,13 +82,6 @@ class AdapterBank(nn.Module):
             leaf.grad = torch.zeros_like(leaf)
             setattr(self, name, leaf)
 
-    def rehome(self, grad_a: Tensor, grad_b: Tensor) -> None:
-        """Let gradients lie elsewhere, such as in one buffer for all banks; nothing is copied.
-
-        grad_a, grad_b   like a and b
-        """
-        self.a.grad, self.b.grad = grad_a, grad_b
-
     def offset_columns(self, piece: int) -> None:
         """Count dropout's columns from where this process's piece of x begins.
 

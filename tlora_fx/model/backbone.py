@@ -68,10 +68,6 @@ class Backbone:
         """The dtype of the base's floating-point parameters."""
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
 
-    def persistent_names(self) -> set[str]:
-        """Canonical names of what a checkpoint of the base holds."""
-        return {self.names[id(t)] for t in self.model.state_dict(keep_vars=True).values()}
-
     def fingerprint(self) -> str:
         """A hash of architecture, dtype and source of weights."""
         shapes = {n: [str(p.dtype), *p.shape] for n, p in self.model.named_parameters()}

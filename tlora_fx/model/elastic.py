@@ -223,15 +223,12 @@ class Membership:
             self.group.jobs.append(self.group.jobs[0].for_job(vacant(slot), {}))
         for bank in self.banks.values():
             bank.grow(self.slots.jobs, self.slots.rows)
-        self._widen_dropouts(old)
-        self.group.notes.append((NOTED_BY, GROWN.format(self.slots.jobs, self.slots.rows)))
-
-    def _widen_dropouts(self, jobs: int) -> None:
-        """The base's own dropouts have a rate a job, all of them the base's."""
+        # The base's own dropouts have a rate for each job, all equal to the base's.
         for name, table in list(self.net.named_buffers()):
             path, _, what = name.rpartition(".")
-            if what == "rates" and "keyed" in path.split(".") and len(table) == jobs:
+            if what == "rates" and "keyed" in path.split(".") and len(table) == old:
                 self.net.get_submodule(path)._buffers[what] = torch.cat([table, table])
+        self.group.notes.append((NOTED_BY, GROWN.format(self.slots.jobs, self.slots.rows)))
 
     def _table(self, path: str) -> RowTable:
         table = self.banks[path].table

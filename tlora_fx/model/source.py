@@ -15,24 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from tlora_fx.ir.graph import (
-    HEAD,
-    LOSS,
-    Block,
-    GroupGraph,
-    JobGraph,
-    is_call,
-    placeholders,
-    under,
-)
-from tlora_fx.ir.lora_sites import (
-    ADD,
-    ONE,
-    SCALE,
-    is_lowered,
-    lowered_arguments,
-    serves_several,
-)
+from tlora_fx.ir.graph import HEAD, LOSS, Block, GroupGraph, JobGraph, is_call, placeholders, under
+from tlora_fx.ir.lora_sites import ADD, ONE, SCALE, is_lowered, lowered_arguments, serves_several
 from tlora_fx.model.saved import Requirement, requirements
 
 HEADER = '''"""Shared Super-Model of {jobs} on {base}, written by tlora-fx.

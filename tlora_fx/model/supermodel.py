@@ -286,7 +286,9 @@ class SuperModel(nn.Module):
         if not layers:
             compile_method([self], "_run", list(row_sizes(self.group.root).values()), options)
             return
-        classes = self._classes_to_compile()
+        # Compiled layers are of other classes where their source differs.
+        text = self.compiled_source
+        classes = {} if text == self.source else run_source(text)
         for block in layers:
             modules = [self.net.get_submodule(path) for path in block.instances]
             sizes = list(row_sizes(block.graph).values())
@@ -317,11 +319,6 @@ class SuperModel(nn.Module):
     def finish(self) -> Finish | None:
         """What chunks of the loss begin with in a compiled model, commonly the last norm."""
         return self.net.__dict__.get(FINISH)
-
-    def _classes_to_compile(self) -> dict[str, Any]:
-        """The classes that are compiled, where they are others than run uncompiled."""
-        text = self.compiled_source
-        return {} if text == self.source else run_source(text)
 
     @contextmanager
     def evaluating(self) -> Iterator[list[Tensor]]:

@@ -223,14 +223,9 @@ class _Loaded(_Damped):
     device = torch.device("cpu")
 
 
-def _instances(group: GroupGraph) -> list[tuple[str, ...]]:
-    """The layers of each structure; none where the graph is not folded."""
-    return [block.instances for block in group.blocks.values() if block.name != HEAD]
-
-
 def _layers(group: GroupGraph, backbone: Backbone) -> frozenset[str]:
     """Which layers run: of a large base the first and the last of each structure."""
-    every = _instances(group)
+    every = [block.instances for block in group.blocks.values() if block.name != HEAD]
     if sum(parameter.numel() for parameter in backbone.model.parameters()) <= SMALL_BASE:
         return frozenset(path for paths in every for path in paths)
     return frozenset(path for paths in every for path in (paths[0], paths[-1]))

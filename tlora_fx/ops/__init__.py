@@ -4,14 +4,13 @@ from tlora_fx.ops import flops as _flops  # noqa: F401  (registers the formulas)
 from tlora_fx.ops.attention import packed_attention, packed_attention_backward
 from tlora_fx.ops.cross_entropy import cross_entropy, cross_entropy_backward
 from tlora_fx.ops.dora import dora_scale, norms_kept
-from tlora_fx.ops.dropout import keep_mask, keep_scale, keyed_dropout, token_scale
+from tlora_fx.ops.dropout import keep_mask, keep_scale, keyed_dropout
 from tlora_fx.ops.expert_lora import multi_lora_experts
 from tlora_fx.ops.experts import expert_linear, expert_outer
 from tlora_fx.ops.float8 import float8_input_gradient, float8_linear, float8_rows
 from tlora_fx.ops.gated import multi_lora_gated_linear
 from tlora_fx.ops.lora import multi_lora_add, multi_lora_linear, multi_lora_linears
 from tlora_fx.ops.parallel import (
-    forget_groups,
     nano_join,
     nano_split,
     nano_tables,
@@ -21,7 +20,7 @@ from tlora_fx.ops.parallel import (
     tp_reduce,
     use_group,
 )
-from tlora_fx.ops.philox import random_uniform, uniform_at, uniform_rows
+from tlora_fx.ops.philox import uniform_at, uniform_rows
 from tlora_fx.ops.quantized import quantized_linear, quantized_linear_backward
 from tlora_fx.ops.segments import (
     segment_read,
@@ -43,7 +42,6 @@ __all__ = [
     "float8_input_gradient",
     "float8_linear",
     "float8_rows",
-    "forget_groups",
     "keep_mask",
     "keep_scale",
     "keyed_dropout",
@@ -60,7 +58,6 @@ __all__ = [
     "packed_attention_backward",
     "quantized_linear",
     "quantized_linear_backward",
-    "random_uniform",
     "segment_read",
     "segment_spread",
     "segment_sum",
@@ -69,7 +66,6 @@ __all__ = [
     "sequence_conv1d",
     "sequence_cumsum",
     "site_id",
-    "token_scale",
     "tp_argmax",
     "tp_copy",
     "tp_cross_entropy",

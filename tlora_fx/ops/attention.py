@@ -275,7 +275,12 @@ class SequenceMath:
             grad = dout[:, :, queries].flatten(1, 2)
             dv[:, keys] += self._dropped(weights, keep).mT @ grad
             dweights = self._dropped(grad @ self.v[:, keys].mT, keep)
-            dscores = self._score_gradient(weights, dweights, slope)
+            # The gradient of the unscaled products q kᵀ, [Hkv, G * queries, keys], in place.
+            mean = (weights * dweights).sum(-1, keepdim=True)
+            dscores = dweights.sub_(mean).mul_(weights)
+            if slope is not None:
+                dscores.mul_(slope.flatten(1, 2))
+            dscores.mul_(self.rule.scale)
             dq[:, :, queries] = torch.unflatten(dscores @ self.k[:, keys], 1, (share, -1))
             dk[:, keys] += dscores.mT @ self.q[:, :, queries].flatten(1, 2)
         return dq.flatten(0, 1).transpose(0, 1), dk.transpose(0, 1), dv.transpose(0, 1)
@@ -318,14 +323,6 @@ class SequenceMath:
         if keep is None:
             return values
         return torch.where(keep, values * self.sequences.keep_scale, 0)
-
-    def _score_gradient(self, weights: Tensor, dweights: Tensor, slope: Tensor | None) -> Tensor:
-        """The gradient of the unscaled products q kᵀ, [Hkv, G * queries, keys], in place."""
-        mean = (weights * dweights).sum(-1, keepdim=True)
-        dscores = dweights.sub_(mean).mul_(weights)
-        if slope is not None:
-            dscores.mul_(slope.flatten(1, 2))
-        return dscores.mul_(self.rule.scale)
 
 
 def _shift(part: slice, offset: int) -> slice:
@@ -438,17 +435,12 @@ def is_batch(q: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule) -
     widths and masks than these were not tried.
     """
     tried = longest >= SHORTEST_BATCH and q.shape[2] >= 64 and _is_plain(q, longest, rule)
-    return tried and _are_equal(q, cu_seqlens, longest) and _batches_pay(q)
+    return tried and len(q) == (len(cu_seqlens) - 1) * longest and _batches_pay(q)
 
 
 def _is_plain(q: Tensor, longest: int, rule: AttentionRule) -> bool:
     """Whether a row has the type and the mask that kernels of others were tried with."""
     return q.dtype == torch.bfloat16 and rule.causal and rule.is_plain(longest)
-
-
-def _are_equal(q: Tensor, cu_seqlens: Tensor, longest: int) -> bool:
-    """Whether all sequences have `longest` tokens, as their number tells."""
-    return len(q) == (len(cu_seqlens) - 1) * longest
 
 
 def _batches_pay(q: Tensor) -> bool:

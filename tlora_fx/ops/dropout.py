@@ -88,14 +88,6 @@ def keep_mask(
     return keep
 
 
-def token_scale(rates: Tensor, segments: Tensor, tokens: int) -> Tensor:
-    """What kept values of each token are multiplied by, float64 [tokens] on the CPU."""
-    bounds = token_bounds(segments, tokens)
-    values = check_rates(rates, len(bounds) - 1)
-    scales = torch.tensor([keep_scale(rate) for rate in values], dtype=torch.float64)
-    return scales.repeat_interleave(torch.tensor(bounds).diff())
-
-
 @dataclass(frozen=True, slots=True)
 class JobMasks:
     """The masks of one site of a row, drawn job by job on demand."""

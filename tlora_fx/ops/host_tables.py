@@ -100,20 +100,3 @@ RULES: Mapping[str, Rule] = {
     "segment_sum": _never,
     "segment_spread": _never,
 }
-#: What some of these are made of and differentiated by; no model's graph holds a call of them.
-PARTS = frozenset(
-    {
-        "multi_lora_forward",
-        "multi_lora_gated_forward",
-        "multi_lora_input_gradient",
-        "multi_lora_adapter_gradients",
-        "multi_lora_add_forward",
-        "multi_lora_add_input_gradient",
-        "multi_lora_experts_forward",
-        "multi_lora_experts_backward",
-        "dora_norms",
-        "dora_columns",
-        "dora_columns_backward",
-        "packed_attention_backward",
-    }
-)

@@ -71,11 +71,6 @@ def use_group(name: str, group: ProcessGroup | None) -> None:
     _ranks[name] = rank
 
 
-def forget_groups() -> None:
-    """Let no name stand for a group any more."""
-    _ranks.clear()
-
-
 def facts() -> tuple[object, ...]:
     """What compiled code depends on."""
     return tuple(sorted((name, repr(rank)) for name, rank in _ranks.items()))

@@ -9,7 +9,6 @@ source   Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011); th
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,22 +60,6 @@ def sixteens(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, key: tuple[int, int
     second = (w3 << 32).bitwise_or_(w2)
     pairs = torch.stack((first, second), -1)
     return pairs.bitwise_xor_(_SIGNS).view(torch.int16)
-
-
-def random_uniform(
-    shape: tuple[int, ...],
-    key: tuple[int, int],
-    offset: int = 0,
-    device: torch.device | str = "cpu",
-) -> Tensor:
-    """Uniform float32 numbers in (0, 1], the same on every device.
-
-    shape    of the result, a run of elements of some larger tensor
-    key      two words in [0, 2**32), such as a seed and a `site_id`
-    offset   flat index of the first element in that larger tensor
-    """
-    index = torch.arange(offset, offset + math.prod(shape), device=device)
-    return uniform_at(index, key).reshape(shape)
 
 
 def uniform_at(index: Tensor, key: tuple[int, int]) -> Tensor:

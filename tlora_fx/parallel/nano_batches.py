@@ -625,7 +625,11 @@ class NanoModel:
 
     def _cloned_calls(self, group: GroupGraph, count: int) -> nn.Module:
         regions = outline_regions(group, count, self.layers)
-        root = self._hang(group, count)
+        # A new root over the model's modules, with the regions that it calls.
+        root = build_module(group, self._source(group, count)).net
+        made = root._modules[REGIONS]
+        _share(root, self.model.net)
+        root._modules = {**root._modules, REGIONS: made}
         for region in regions:
             inner = Container()
             for index, path in enumerate(region.layers):
@@ -658,14 +662,6 @@ class NanoModel:
             known.others[len(placeholders(block.graph))] = clones[path].forward
         _share(hung, net)
         return hung
-
-    def _hang(self, group: GroupGraph, count: int) -> nn.Module:
-        """A new root, over what the model has, and the regions that it calls."""
-        root = build_module(group, self._source(group, count)).net
-        made = root._modules[REGIONS]
-        _share(root, self.model.net)
-        root._modules = {**root._modules, REGIONS: made}
-        return root
 
     def _source(self, group: GroupGraph, count: int) -> str:
         self.sources[count] = group_source(group, self.model.backbone.title)

@@ -31,16 +31,6 @@ class Pipeline:
     def __str__(self) -> str:
         return ",".join(str(item) for item in self.passes)
 
-    @property
-    def job_passes(self) -> tuple[JobPass, ...]:
-        """What runs on each structure."""
-        return tuple(item for item in self.passes if isinstance(item, JobPass))
-
-    @property
-    def group_passes(self) -> tuple[GroupPass, ...]:
-        """What runs on the group."""
-        return tuple(item for item in self.passes if isinstance(item, GroupPass))
-
     def until(self, name: str) -> Pipeline:
         """The pipeline up to and with the last pass of this name.
 

@@ -26,7 +26,7 @@ from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters.files import saved_name
 from tlora_fx.runtime.adapters.starts import needs_data
 from tlora_fx.runtime.checkpoints.store import JobState
-from tlora_fx.runtime.job_run import JobRun
+from tlora_fx.runtime.member import Member
 
 T = TypeVar("T")
 # Optimizers that read whole matrices; all others treat each number by itself.
@@ -379,7 +379,7 @@ def _cut(tensors: Mapping[str, Tensor], shards: Shards) -> dict[str, Tensor]:
 # Each job's gradient norm, where processes hold whole jobs or parts of their parameters.
 
 
-def counted(run: JobRun, model: SuperModel, mesh: Mesh) -> list[nn.Parameter]:
+def counted(member: Member, model: SuperModel, mesh: Mesh) -> list[nn.Parameter]:
     """What a job trains whose gradients count on this process, where processes hold parts of jobs.
 
     What is cut over tp counts on each process of it, what is whole there once; stages hold
@@ -387,51 +387,51 @@ def counted(run: JobRun, model: SuperModel, mesh: Mesh) -> list[nn.Parameter]:
     """
     if mesh.dp_rank:
         return []
-    shards = model.shards(run.job.name)
+    shards = model.shards(member.job.name)
     return [
         parameter
-        for name, parameter in run.optimizer.trained.items()
+        for name, parameter in member.optimizer.trained.items()
         if parameter.grad is not None and (mesh.tp_rank == 0 or shards[name] is not None)
     ]
 
 
 @torch.no_grad()
-def gradient_squares(runs: Sequence[JobRun], model: SuperModel, mesh: Mesh) -> Tensor:
+def gradient_squares(members: Sequence[Member], model: SuperModel, mesh: Mesh) -> Tensor:
     """The sum of squares of those gradients of each job that count on this process.
 
-    returns   float64 [J] on the mesh's device, zeros for jobs that are not among the runs
+    returns   float64 [J] on the mesh's device, zeros for jobs that are not among the members
     """
     squares = torch.zeros(len(model.jobs), dtype=torch.float64, device=mesh.device)
-    for run in runs:
+    for member in members:
         gradients = [
             parameter.grad.to(torch.promote_types(parameter.dtype, torch.float32))
-            for parameter in counted(run, model, mesh)
+            for parameter in counted(member, model, mesh)
             if parameter.grad is not None
         ]
         if gradients:
             norms = torch.stack(list(torch._foreach_norm(gradients)))
-            squares[run.index] = norms.double().square().sum()
+            squares[member.index] = norms.double().square().sum()
     return squares
 
 
 @torch.no_grad()
 def gradient_norms(
-    runs: Sequence[JobRun], device: torch.device, squares: Tensor | None = None
+    members: Sequence[Member], device: torch.device, squares: Tensor | None = None
 ) -> dict[int, float]:
     """The 2-norm over all gradients of each job, by job index.
 
     squares   float64 [J], `gradient_squares` added up over all processes; None: each has whole jobs
     """
     if squares is None:
-        return _whole_norms(runs, device)
+        return _whole_norms(members, device)
     by_job = squares.tolist()
-    return {run.index: math.sqrt(by_job[run.index]) for run in runs}
+    return {member.index: math.sqrt(by_job[member.index]) for member in members}
 
 
-def _whole_norms(runs: Sequence[JobRun], device: torch.device) -> dict[int, float]:
+def _whole_norms(members: Sequence[Member], device: torch.device) -> dict[int, float]:
     """All norms with one wait for the device; float64 holds each as it is."""
-    if not runs:
+    if not members:
         return {}
-    norms = [run.optimizer.measured_norm().to(device, torch.float64) for run in runs]
+    norms = [member.optimizer.measured_norm().to(device, torch.float64) for member in members]
     values = torch.stack(norms).tolist()
-    return {run.index: norm for run, norm in zip(runs, values, strict=True)}
+    return {member.index: norm for member, norm in zip(members, values, strict=True)}

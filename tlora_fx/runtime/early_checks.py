@@ -34,7 +34,7 @@ from tlora_fx.runtime.run_folder import RunFolder
 #: What the modules of planners and controllers define, which cannot be imported without torch.
 #: Of job files.
 SUFFIXES = (".yaml", ".yml")
-PLANNERS = ("auto", "fsdp", "galvatron", "pipeline", "replicated", "single", "tensor")
+PLANNERS = ("auto", "fsdp", "pipeline", "replicated", "single", "tensor")
 CONTROLLERS = ("keep-best", "aimd", "fixed")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,6 @@ from tlora_fx.config.job import Job
 from tlora_fx.errors import JobsDiffer, NotAdmitted
 from tlora_fx.host import memory
 from tlora_fx.model.elastic import ALONE, Admission
-from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.cuda_graphs import free_gpu_bytes
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters.files import start_adapter
@@ -28,7 +27,8 @@ from tlora_fx.runtime.checkpoints.store import Checkpoint, JobState, ResumeSourc
 from tlora_fx.runtime.checks import check_fits, load_all_data
 from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.data_starts import data_start, require_data_starts
-from tlora_fx.runtime.distributed import StateGatherer, require_elementwise
+from tlora_fx.runtime.distributed import require_elementwise
+from tlora_fx.runtime.group_step import GroupStep
 from tlora_fx.runtime.identity import describe_jobs, describe_run, require_same_run
 from tlora_fx.runtime.job_run import JobRun
 from tlora_fx.runtime.optim.trainable import require_trainable
@@ -82,8 +82,9 @@ class Roster:
     changes   asked for, on the leader
     """
 
-    def __init__(self, model: SuperModel, folder: RunFolder, gathering: StateGatherer) -> None:
-        self.model, self.folder, self.gathering = model, folder, gathering
+    def __init__(self, group: GroupStep, folder: RunFolder) -> None:
+        self.group, self.model, self.folder = group, group.model, folder
+        self.gathering = group.gathering
         self.runs: list[JobRun] = []
         self.changes = Changes()
         self._inside: dict[int, JobRun] = {}
@@ -113,7 +114,7 @@ class Roster:
         """A run for a job that is in the model."""
         index = self.model.members[job.name]
         run = JobRun(index, job, data, self.model.job_parameters(job.name), self.folder)
-        run.optimizer.zero_grad()
+        self.group.add(run)
         self.runs.append(run)
         self._inside[index] = run
         return run
@@ -249,15 +250,10 @@ class Roster:
 
     def leave(self, run: JobRun) -> None:
         """Let a job's rows go; all that it needs to go on is kept."""
-        name = run.job.name
-        state = self.gathering.whole(name, run.state())
+        state = self.group.let_go(run)
         if self.folder.writes:
-            # On the device: copies to main memory would keep the others waiting.
-            optimizer = cloned(state.optimizer)
-            self._gone[name] = replace(state, optimizer=optimizer, best=cloned(state.best))
-        run.depart()
+            self._gone[run.job.name] = state
         del self._inside[run.index]
-        self.model.release(name)
         self._blocked = False
 
     def join(self, joining: PendingJoin, *, may_grow: bool) -> tuple[JobRun, Admission]:
@@ -267,13 +263,10 @@ class Roster:
         """
         job, state = joining.job, joining.state
         try:
-            admission = self.model.admit(job, may_grow=may_grow)
+            admission = self.group.take_in(job, may_grow=may_grow)
         except NotAdmitted:
             self._blocked = True
             raise
-        for run in self.inside():
-            if run.job.name in admission.moved or admission.grown:
-                run.rebind(self.model.job_parameters(run.job.name))
         self.runs = [run for run in self.runs if run.job.name != job.name]
         run = self.add(job, joining.data)
         self._gone.pop(job.name, None)
@@ -343,11 +336,3 @@ def free_bytes(device: torch.device) -> int:
 
 def _step_tokens(job: Job, data: JobData) -> int:
     return job.per_device_train_batch_size * max(data.lengths, default=0)
-
-
-def cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies, made by as few launches as possible."""
-    if not tensors:
-        return {}
-    copies = torch._foreach_mul(list(tensors.values()), 1)
-    return dict(zip(tensors, copies, strict=True))

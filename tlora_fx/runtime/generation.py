@@ -304,7 +304,12 @@ def resident_base(model: SuperModel) -> nn.Module:
             module._buffers[name] = module._buffers[name].to(device)
     if getattr(base, "_supports_sdpa", False):
         base.set_attn_implementation("sdpa")
-    _take_generation_config(base, backbone.spec.model)
+    # A folder or hub id may say how to generate, such as further tokens that end a text.
+    if backbone.spec.model is not None:
+        from transformers import GenerationConfig
+
+        with suppress(OSError):
+            base.generation_config = GenerationConfig.from_pretrained(backbone.spec.model)
     return base.eval()  # type: ignore[no-any-return]
 
 
@@ -317,15 +322,6 @@ def _resident(model: SuperModel, name: str) -> Tensor:
             help="use tlora-fx generate after training",
         )
     return model.base_tensor_or_value(name).detach()
-
-
-def _take_generation_config(base: Any, source: str | None) -> None:
-    """What a folder or hub id says of generating, such as further tokens that end a text."""
-    from transformers import GenerationConfig
-
-    if source is not None:
-        with suppress(OSError):
-            base.generation_config = GenerationConfig.from_pretrained(source)
 
 
 class Sampler:

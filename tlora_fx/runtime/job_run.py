@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -25,12 +25,11 @@ from tlora_fx.runtime.adapters.files import (
 )
 from tlora_fx.runtime.adapters.model_card import model_card
 from tlora_fx.runtime.checkpoints.store import JobState
-from tlora_fx.runtime.checkpoints.tensor_file import moved
 from tlora_fx.runtime.data.batching import MicroBatches, count_terms, count_tokens
 from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.job_evaluation import EvaluationReport, JobEvaluation, Metrics
+from tlora_fx.runtime.member import Member
 from tlora_fx.runtime.optim.group_update import Outcome
-from tlora_fx.runtime.optim.optimizer import JobOptimizer
 from tlora_fx.runtime.run_folder import DATA, JOB, RunFolder
 
 if TYPE_CHECKING:
@@ -109,8 +108,8 @@ def status_after(state: JobState, job: Job, data: JobData) -> Status:
     return "running" if state.step < data.steps else "done"
 
 
-class JobRun:
-    """A job in a run; nothing in it reads anything of a neighbour.
+class JobRun(Member):
+    """A member of a group with its data, metrics, evaluation and folder.
 
     fault      why it cannot go on, until all processes know and it has failed
     still      steps in a row without any gradient
@@ -126,13 +125,9 @@ class JobRun:
         parameters: Mapping[str, torch.nn.Parameter],
         folder: RunFolder,
     ) -> None:
-        self.index, self.job, self.data = index, job, data
-        self.parameters = dict(parameters)
-        self.folder = folder
-        self.optimizer = self._optimizer()
+        super().__init__(index, job, parameters, data.steps)
+        self.data, self.folder = data, folder
         self.metrics = folder.metrics(job.name)
-        self.step = 0
-        self.tokens = 0
         self.loss = math.nan
         self.status: Status = "running"
         self.reason = ""
@@ -142,13 +137,8 @@ class JobRun:
         self._tokenizer_files: Mapping[str, Path] = {}
         self.fault = ""
         self.origin: tuple[Path, JobState] | None = None
-        self.goes_on = self.left = False
+        self.goes_on = False
         self.still = 0
-
-    def _optimizer(self) -> JobOptimizer:
-        # A stage of a pipeline may hold nothing of a job; its schedule counts all the same.
-        nothing = {"": torch.nn.Parameter(torch.zeros(()))}
-        return JobOptimizer(self.job, self.parameters or nothing, self.data.steps)
 
     def batches(self) -> MicroBatches:
         """The micro-batches of the step that the job is at."""
@@ -229,6 +219,12 @@ class JobRun:
         return report
 
     @property
+    def is_looked_at(self) -> bool:
+        """Whether something follows at once from the step that the job is at."""
+        save = self.step % self.job.save_steps == 0
+        return save or self.step >= self.data.steps or self.is_evaluated or self.is_sampled
+
+    @property
     def is_evaluated(self) -> bool:
         """Whether the step that the job has just done is one to evaluate it at."""
         return self.status != "failed" and self.evaluation.is_due(self.step)
@@ -264,7 +260,7 @@ class JobRun:
         """What the job leaves: its best step's adapter where it keeps one, else the last."""
         if self.best and self.status == "done":
             return self.best
-        return adapter_tensors(self.parameters)
+        return super().final_adapter()
 
     def load_best(self) -> None:
         """Let the parameters be the best step's, where the job keeps it and is done."""
@@ -296,31 +292,15 @@ class JobRun:
         """Train no more for now; a run that goes on with the job trains it on."""
         self.status = "paused"
 
-    def rebind(self, parameters: Mapping[str, torch.nn.Parameter]) -> None:
-        """Train other tensors with the same numbers: the job's rows lie elsewhere now."""
-        tensors, values = self.optimizer.state_tensors(), self.optimizer.state_values()
-        self.parameters = dict(parameters)
-        self.optimizer = self._optimizer()
-        self.optimizer.load_state(tensors, values)
-
     def depart(self) -> None:
-        """Let go of all tensors: the job's rows are another's soon, and its state is kept apart.
-
-        It has no optimizer from then on.
-        """
-        self.left, self.parameters, self.best, self.origin = True, {}, {}, None
-        del self.optimizer
+        """Let go of all tensors, the best step's and those it came with among them."""
+        super().depart()
+        self.best, self.origin = {}, None
 
     def state(self) -> JobState:
         """All that the job needs to go on."""
-        return JobState(
-            adapter=adapter_tensors(self.parameters),
-            optimizer=self.optimizer.state_tensors(),
-            optimizer_values=self.optimizer.state_values(),
-            step=self.step,
-            micro_step=self.step * self.job.gradient_accumulation_steps,
-            tokens=self.tokens,
-            cursor={"step": self.step},
+        return replace(
+            super().state(),
             status="running" if self.goes_on or self.status == "paused" else self.status,
             reason="" if self.goes_on else self.reason,
             evaluation=self.evaluation.state(),
@@ -341,10 +321,7 @@ class JobRun:
 
     def restore(self, state: JobState, source: str) -> None:
         """Go on from a checkpoint; metrics after it are dropped."""
-        parameters = self.parameters.values()
-        device = next((parameter.device for parameter in parameters), torch.device("cpu"))
-        load_adapter(self.parameters, moved(state.adapter, device), source)
-        self.optimizer.load_state(moved(state.optimizer, device), state.optimizer_values)
+        super().restore(state, source)
         self.recount(state)
 
     def recount(self, state: JobState) -> None:

@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from types import MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 from unittest.mock import patch
@@ -46,62 +45,18 @@ if TYPE_CHECKING:
     from tlora_fx.runtime.data.samples import JobData, Sample
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
-StepCallback = Callable[[int, float, dict[str, Tensor]], None]
 
 
-@dataclass(slots=True)
-class SoloRun:
-    """What a job did alone.
-
-    losses      loss of each step: sum over its targets divided by their number
-    norms       2-norm of each step's gradients, before clipping
-    gradients   of each step before clipping, by the names of `adapters`; empty with `on_step`
-    adapters    the trained tensors after the last step, as PEFT's get_peft_model_state_dict
-    """
-
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    gradients: list[dict[str, Tensor]] = field(default_factory=list)
-    adapters: dict[str, Tensor] = field(default_factory=dict)
-
-
-def train_alone(
-    job: Job,
-    base_model: nn.Module,
-    data: JobData,
-    start: Mapping[str, Tensor],
-    steps: int,
-    masks: bool,
-    on_step: StepCallback | None = None,
-) -> SoloRun:
-    """Train a job by itself for some steps from its start.
+class SoloTrainer:
+    """One job on a copy of the base.
 
     base_model   a transformers causal LM, or any module from ids [B, S] to logits [B, S, V], with
                  real weights; neither it nor its config is changed, and its matrices are shared
     data         the job's samples
     start        every tensor that the job trains, by PEFT's names
     masks        True: dropout as the job file says, by keyed masks; False: every rate is zero
-    on_step      called with (step, loss, gradients) after each backward, in place of keeping them
+    order        which samples each of its steps takes
     raises       OracleError when `start` does not fit, or a dropout has no keyed masks
-    """
-    solo = SoloTrainer(job, base_model, data, start, masks)
-    run = SoloRun()
-    for step in range(steps):
-        loss, gradients = solo.gradients(solo.order.batches(step), step)
-        run.norms.append(solo.update())
-        run.losses.append(loss)
-        if on_step is None:
-            run.gradients.append(gradients)
-        else:
-            on_step(step, loss, gradients)
-    run.adapters = solo.adapters()
-    return run
-
-
-class SoloTrainer:
-    """One job on a copy of the base; arguments as of `train_alone`.
-
-    order   which samples each of its steps takes
     """
 
     def __init__(

@@ -13,14 +13,13 @@ source   tLoRA, Algorithm 1; field notes, "Reading Algorithm 1"
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
-from heapq import heapify, heappop, heappush
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
 from tlora_fx.cost.estimator import Estimator
-from tlora_fx.errors import DecisionWrong, ReplayOptionWrong, SubmittedTwice
+from tlora_fx.errors import ReplayOptionWrong, SubmittedTwice
 from tlora_fx.scheduler.credits import Credits
 from tlora_fx.scheduler.executor import (
     Committed,
@@ -46,70 +45,13 @@ from tlora_fx.scheduler.state import (
     JobRequest,
     Policy,
     SchedulerState,
-    arrival,
 )
 
 if TYPE_CHECKING:
     from tlora_fx.scheduler.store import Ledger
-
-
-def check(policy: str, decision: Decision, state: SchedulerState) -> None:
-    """Refuse a decision that cannot be run; raises DecisionWrong."""
-    known = {id(group) for group in state.groups}
-    present = set(state.cluster.present())
-    taken: dict[int, Group] = {}
-    placed: dict[str, Group] = {}
-    for group in decision.groups:
-        for gpu in group.place:
-            if gpu in taken or gpu not in present:
-                why = "is not there" if gpu not in present else f"is also of {taken[gpu].jobs}"
-                raise _wrong(policy, f"GPU {gpu} {why}", group)
-            taken[gpu] = group
-        for name in group.jobs:
-            if name in placed:
-                raise _wrong(policy, f"job '{name}' is also in {placed[name].jobs}", group)
-            placed[name] = group
-        if id(group) not in known:
-            _check_new(policy, group, state)
-
-
-def _check_new(policy: str, group: Group, state: SchedulerState) -> None:
-    if not group.jobs or not group.place or len(group.place) != group.gpus:
-        raise _wrong(policy, f"{len(group.jobs)} jobs on {len(group.place)} GPUs", group)
-    for name in group.jobs:
-        if name not in state.jobs:
-            raise _wrong(policy, f"job '{name}' is not active", group)
-    bases = {state.jobs[name].request.base for name in group.jobs}
-    if len(bases) > 1:
-        raise _wrong(policy, f"bases {', '.join(sorted(bases))} in one group", group)
-
-
-def _wrong(policy: str, found: str, group: Group) -> DecisionWrong:
-    return DecisionWrong(
-        f"policy '{policy}' decided what cannot be run",
-        group=", ".join(group.jobs) or "(no jobs)",
-        place=", ".join(map(str, group.place)) or "(no GPUs)",
-        gpus=group.gpus,
-        found=found,
-        help="this is a mistake of the policy; see tlora_fx.scheduler.state.Decision",
-    )
-
-
-def solo_or_reason(solo: float, gpus: int, most: int, others: Mapping[int, bool]) -> str | None:
-    """Why a job can never run; None where it can.
-
-    others   by other numbers of GPUs, whether it would fit there
-    """
-    if gpus < 1:
-        return f"it asks for {gpus} GPUs"
-    if gpus > most:
-        return f"it asks for {gpus} GPUs and the cluster has {most}"
-    if solo < float("inf"):
-        return None
-    enough = min((count for count, fits in others.items() if fits), default=None)
-    if enough is None:
-        return f"no layout fits into memory, on {gpus} GPUs or on all {most}"
-    return f"no layout fits into the memory of {gpus} GPUs; {enough} would do"
+from tlora_fx.scheduler.retries import REFUSED, RetryPolicy
+from tlora_fx.scheduler.state import check, solo_or_reason
+from tlora_fx.scheduler.window import Window
 
 
 class Events:
@@ -260,82 +202,6 @@ class Events:
             loop.formations.drop(lambda group: any(cluster.node(g) == node for g in group.place))
             loop.formations.touched()
         loop.callback.capacity(now, loop.cluster.capacity())
-
-
-Key = tuple[float, str]
-
-
-class Window:
-    """The oldest jobs that are not done, and the queue of the others.
-
-    The window holds at most `runnable` jobs. A job enters it in order of submission and leaves it
-    only when it ends, so the window is always the oldest jobs, and none of them starves behind
-    younger ones. Whatever the queue's length, nothing here costs more than its logarithm.
-
-    runnable   most jobs in the window
-    """
-
-    def __init__(self, runnable: int) -> None:
-        self.runnable = runnable
-        self.jobs: dict[str, ActiveJob] = {}
-        self._queue: list[tuple[float, str, ActiveJob]] = []
-        self._last: Key = (float("-inf"), "")
-
-    def __len__(self) -> int:
-        """Jobs in the window and in the queue."""
-        return len(self.jobs) + len(self._queue)
-
-    @property
-    def queued(self) -> int:
-        """Jobs behind the window."""
-        return len(self._queue)
-
-    @property
-    def full(self) -> bool:
-        """Whether a job that comes now would have to wait behind the window."""
-        return len(self.jobs) + len(self._queue) >= self.runnable
-
-    def put(self, job: ActiveJob) -> bool:
-        """A job comes; whether it entered the window."""
-        heappush(self._queue, (job.request.submitted, job.name, job))
-        return self.fill()
-
-    def fill(self) -> bool:
-        """Let jobs in while there is room; whether any came."""
-        came = False
-        while self._queue and len(self.jobs) < self.runnable:
-            submitted, name, job = heappop(self._queue)
-            self.jobs[name] = job
-            if (submitted, name) < self._last:
-                # It was submitted late: put the window into order again.
-                self.jobs = {one.name: one for one in sorted(self.jobs.values(), key=arrival)}
-            else:
-                self._last = (submitted, name)
-            came = True
-        return came
-
-    def withdraw(self, name: str) -> bool:
-        """A job is taken back, from the window or from the queue; whether it was in one."""
-        return self.take(name) is not None
-
-    def take(self, name: str) -> ActiveJob | None:
-        """The same, with the job; None where it was in neither."""
-        job = self.jobs.pop(name, None)
-        if job is not None:
-            return job
-        job = next((entry[2] for entry in self._queue if entry[1] == name), None)
-        if job is not None:
-            self._queue = [entry for entry in self._queue if entry[1] != name]
-            heapify(self._queue)
-        return job
-
-    def remove(self, name: str) -> ActiveJob:
-        """A job of the window ends; the next may come in by `fill`."""
-        return self.jobs.pop(name)
-
-    def waiting(self) -> list[ActiveJob]:
-        """The queue behind the window, in order."""
-        return [job for _, _, job in sorted(self._queue, key=lambda entry: entry[:2])]
 
 
 AtOnce = Literal["never", "end", "always"]
@@ -614,88 +480,3 @@ class Loop:
             for count in counts
         }
         return solo, solo_or_reason(solo, request.gpus, most, others)
-
-
-#: A bound that no group of two or more can keep.
-ALONE = 1e-9
-#: How `Loop.ended` begins of a job that never ran; it may be submitted again.
-REFUSED = "refused: "
-
-
-@dataclass(slots=True)
-class FailureRecord:
-    """How often a job's groups failed."""
-
-    shared: int = 0
-    alone: int = 0
-    steps: float = 0.0
-    suspect: bool = True
-
-
-class RetryPolicy:
-    """The jobs whose groups failed: run alone to find who is at fault, and given up at last.
-
-    A group that fails without naming a job says nothing of who it was. Its jobs are under suspicion
-    and run alone, until one of them has got further than it was; a job that was suspected too often
-    stays alone for good.
-
-    tries   failures alone, without progress between, after which a job is given up
-    """
-
-    def __init__(self, tries: int) -> None:
-        self.tries = tries
-        self._records: dict[str, FailureRecord] = {}
-
-    def failed(self, jobs: Iterable[ActiveJob]) -> list[ActiveJob]:
-        """A group failed; its jobs' steps are settled. Returns those to give up."""
-        members = list(jobs)
-        lost = []
-        for job in members:
-            record = self._records.setdefault(job.name, FailureRecord(steps=job.steps_done))
-            if job.steps_done > record.steps:
-                record.alone = 0
-            record.steps = job.steps_done
-            record.suspect = True
-            if len(members) > 1:
-                record.shared += 1
-            else:
-                record.alone += 1
-            if record.alone >= self.tries:
-                lost.append(job)
-        return lost
-
-    def committed(self, steps: Mapping[str, float]) -> None:
-        """Jobs got further: suspicion ends, unless it was raised too often."""
-        for name, done in steps.items() if self._records else ():
-            record = self._records.get(name)
-            if record is not None and done > record.steps:
-                record.suspect = record.shared >= self.tries
-                record.alone = 0
-
-    def forget(self, name: str) -> None:
-        """A job ended."""
-        self._records.pop(name, None)
-
-    def suspects(self, name: str) -> bool:
-        """Whether a job must run alone."""
-        record = self._records.get(name)
-        return record is not None and record.suspect
-
-    def shown(self, jobs: Mapping[str, ActiveJob]) -> dict[str, ActiveJob]:
-        """Jobs as a policy shall see them: suspects bear no neighbour."""
-        seen = dict(jobs)
-        for name in self._records:
-            if name in seen and self.suspects(name):
-                job = seen[name]
-                request = replace(job.request, max_slowdown=ALONE, max_slowdown_opt_in=0.0)
-                seen[name] = ActiveJob(request, job.solo_seconds, job.steps_done, job.credit)
-        return seen
-
-    def parted(self, group: Group) -> Group:
-        """A group of a policy that looks at no bounds, without suspects; of suspects the first."""
-        if not self._records or len(group.jobs) < 2:
-            return group
-        rest = tuple(name for name in group.jobs if not self.suspects(name))
-        if len(rest) == len(group.jobs):
-            return group
-        return replace(group, jobs=rest or group.jobs[:1])

@@ -91,17 +91,6 @@ def request_of(
     )
 
 
-def lengths_of(job: Job) -> list[int]:
-    """Tokens of what batches of a job count as a sample, read and tokenised.
-
-    raises    DataError, TokenizerNotLoadable
-    """
-    from tlora_fx.runtime.checks import load_tokenizer
-    from tlora_fx.runtime.data.samples import load_job_data
-
-    return load_job_data(job, load_tokenizer(job.base)).lengths
-
-
 def steps_of(job: Job, samples: int | None) -> int:
     """Optimizer steps of a job, as its data counts them.
 

@@ -50,17 +50,9 @@ from tlora_fx.scheduler.local.admission import (
     JobRestored,
 )
 from tlora_fx.scheduler.local.admission_worker import prepare, reason_of
-from tlora_fx.scheduler.local.executor import (
-    RESERVED,
-    HeldFolder,
-    LocalExecutor,
-    LocalOptions,
-    cpu_threads,
-    held,
-    recover,
-    sources,
-)
+from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions, cpu_threads
 from tlora_fx.scheduler.local.processes import WORKER, ForkServer
+from tlora_fx.scheduler.local.recovery import RESERVED, HeldFolder, held, recover, sources
 from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.state import (
     ChangeCosts,

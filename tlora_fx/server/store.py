@@ -212,7 +212,10 @@ class ServiceStore:
         revoking tokens, even the last one, cannot open a run to everybody.
         """
         with self._reading() as base:
-            return _tokens_required(base)
+            (required,) = base.execute(
+                "SELECT EXISTS (SELECT 1 FROM users) OR EXISTS (SELECT 1 FROM access)"
+            ).fetchone()
+            return bool(required)
 
     def refuse_open_network(self, host: str) -> None:
         """Refuse to listen to a network without tokens; raises ServiceRefused."""
@@ -450,13 +453,6 @@ class ServiceStore:
                 base.execute("ROLLBACK")
                 raise
             base.execute("COMMIT")
-
-
-def _tokens_required(base: sqlite3.Connection) -> bool:
-    (required,) = base.execute(
-        "SELECT EXISTS (SELECT 1 FROM users) OR EXISTS (SELECT 1 FROM access)"
-    ).fetchone()
-    return bool(required)
 
 
 def hash_of(token: str) -> str:

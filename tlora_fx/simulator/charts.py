@@ -21,21 +21,9 @@ from tlora_fx.simulator.comparison import (
     part_ratios,
     spread,
 )
-from tlora_fx.simulator.figures import (
-    TINY,
-    Block,
-    Figure,
-    Number,
-    Series,
-    bars,
-    gantt,
-    lines,
-)
+from tlora_fx.simulator.figures import TINY, Block, Figure, Number, Series, bars, gantt, lines
 from tlora_fx.simulator.metrics import SIZES, Distribution
-from tlora_fx.simulator.sweep import (
-    ScenarioResult,
-    SweepPlan,
-)
+from tlora_fx.simulator.sweep import ScenarioResult, SweepPlan
 
 #: A policy keeps its colour in all figures.
 COLOURED = (

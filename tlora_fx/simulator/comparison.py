@@ -9,10 +9,7 @@ from operator import attrgetter
 from typing import Literal
 
 from tlora_fx.simulator.metrics import Summary
-from tlora_fx.simulator.sweep import (
-    Scenario,
-    ScenarioResult,
-)
+from tlora_fx.simulator.sweep import Scenario, ScenarioResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +148,13 @@ class Ratio:
     busy: Spread
 
 
+def ratio_text(ratio: Spread) -> str:
+    """Mean and spread of a ratio."""
+    if ratio.count == 1:
+        return f"{ratio.mean:.2f}×"
+    return f"{ratio.mean:.2f}× ({ratio.low:.2f}–{ratio.high:.2f}, {ratio.count} seeds)"
+
+
 def ratios(
     policies: Mapping[str, Sequence[ScenarioResult]], ours: str, baselines: Iterable[str]
 ) -> list[Ratio]:
@@ -173,6 +177,13 @@ def _over(metric: Metric, above: ScenarioResult, below: ScenarioResult) -> float
     base = metric.of(below.summary)
     return metric.of(above.summary) / base if base else 0.0
 
+
+BASELINES = ("mlora-fifo", "mlora-memory", "megatron", "megatron:backfill=true")
+#: tLoRA, abstract: over its baselines.
+PAPER_THROUGHPUT = (1.2, 1.8)
+PAPER_COMPLETION = (2.3, 5.4)
+#: GPU utilisation, "up to 37 %".
+PAPER_BUSY = 1.37
 
 #: Policies that lack a part of ours, and the part. Unfused adapters run in no graph, so the first
 #: lacks two; the second lacks one of them.

@@ -363,7 +363,11 @@ class BucketedSum:
         """Amounts that flow evenly for a while; rates [8] a second, in the order of COLUMNS."""
         if end <= start:
             return
-        self._reach(end)
+        count = len(self.sums)  # two buckets become one until the end lies inside
+        while end > self.begin + count * self.width:
+            half = self.sums.reshape(count // 2, 2, -1).sum(axis=1)
+            self.sums[: count // 2], self.sums[count // 2 :] = half, 0.0
+            self.width *= 2
         first, last = int((start - self.begin) / self.width), int((end - self.begin) / self.width)
         last = min(last, len(self.sums) - 1)
         if first >= last:
@@ -392,13 +396,6 @@ class BucketedSum:
                 break
             points.append(SeriesPoint(time, seconds, *(float(value) / seconds for value in row)))
         return tuple(points)
-
-    def _reach(self, time: float) -> None:
-        count = len(self.sums)
-        while time > self.begin + count * self.width:
-            half = self.sums.reshape(count // 2, 2, -1).sum(axis=1)
-            self.sums[: count // 2], self.sums[count // 2 :] = half, 0.0
-            self.width *= 2
 
 
 def _since(times: Floats, edges: Floats) -> Floats:

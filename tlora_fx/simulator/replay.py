@@ -201,11 +201,6 @@ class SimulatedGroup:
         self._from, self._steps = time, target
         return gone
 
-    def drop_job(self, name: str, time: float) -> None:
-        """A job leaves before its end."""
-        self._steps, self._from = self.steps_at(time), max(time, self._from)
-        self.requests = [job for job in self.requests if job.name != name]
-
 
 #: What happens to a node, in the heap of events.
 LOSS, RETURN = -1, -2
@@ -442,12 +437,6 @@ class SimulatedExecutor:
             event = replace(event, epoch=self._holders[event.job])
         self._events.append(event)
 
-    def _hear_early(self, epoch: int) -> None:
-        """Of jobs that had ended before their group failed nothing is lost."""
-        for number, event in list(self._late.items()):
-            if isinstance(event, Finished) and self._holders[event.job] == epoch:
-                self._hear(replace(self._late.pop(number), time=self.clock.now))
-
     def kill(self, group: Group, epoch: int) -> None:
         self._groups.pop(epoch, None)
         self._takeovers.pop(epoch, None)
@@ -478,21 +467,13 @@ class SimulatedExecutor:
     def fail_group(self, epoch: int, reason: str = "a simulated failure") -> None:
         """A group ends; its jobs go on from their last commits."""
         running, takeover = self._groups.pop(epoch, None), self._takeovers.pop(epoch, None)
-        self._hear_early(epoch)
+        # Jobs that ended before their group failed lose nothing.
+        for number, event in list(self._late.items()):
+            if isinstance(event, Finished) and self._holders[event.job] == epoch:
+                self._hear(replace(self._late.pop(number), time=self.clock.now))
         if running is not None or takeover is not None:
             steps = self._safe(running) if running is not None else {}
             self._events.append(Failed(self.clock.now, epoch, None, reason, steps))
-
-    def fail_job(self, epoch: int, job: str, reason: str = "a simulated failure") -> None:
-        """A job is at fault and ends; its group goes on."""
-        now = self.clock.now
-        running = self._groups.get(epoch)
-        if running is None or all(request.name != job for request in running.requests):
-            return
-        steps = self._safe(running, job)
-        running.drop_job(job, now)
-        self._events.append(Failed(now, epoch, job, reason, {job: steps[job]}))
-        self._goes_on(running)
 
     def lose_node(self, node: int) -> None:
         """A node goes away, and what runs on it fails."""
@@ -510,12 +491,11 @@ class SimulatedExecutor:
             self._cluster = replace(self._cluster, lost=self._cluster.lost - {node})
             self._events.append(NodeBack(self.clock.now, node))
 
-    def _safe(self, group: SimulatedGroup, job: str | None = None) -> dict[str, float]:
-        """Steps at the last commit; what was done since is lost, of one job or of all."""
+    def _safe(self, group: SimulatedGroup) -> dict[str, float]:
+        """Steps at the last commit; what was done since is lost."""
         now = self.clock.now
         done, safe = group.steps(now), group.committed(now, self.disturbances.commit_seconds)
-        names = done if job is None else (job,)
-        self.steps_lost += sum(done[name] - safe[name] for name in names)
+        self.steps_lost += sum(done[name] - safe[name] for name in done)
         return safe
 
     def _group_event(self, group: SimulatedGroup, time: float) -> None:

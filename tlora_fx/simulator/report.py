@@ -16,33 +16,25 @@ from tlora_fx.host.durable import replace_file
 from tlora_fx.host.version import __version__
 from tlora_fx.simulator.charts import figures_of
 from tlora_fx.simulator.comparison import (
+    BASELINES,
     METRICS,
     OURS,
+    PAPER_BUSY,
+    PAPER_COMPLETION,
+    PAPER_THROUGHPUT,
     TRAINED,
     WHOLE,
     Metric,
     Outcomes,
     Ratio,
     by_policy,
+    ratio_text,
     ratios,
     spread,
     trained_while_loaded,
 )
-from tlora_fx.simulator.figures import (
-    Figure,
-    Number,
-    csv_of,
-    shown,
-)
+from tlora_fx.simulator.figures import Figure, Number, csv_of, shown
 from tlora_fx.simulator.metrics import OUTCOMES
-from tlora_fx.simulator.reasons import (
-    BASELINES,
-    PAPER_BUSY,
-    PAPER_COMPLETION,
-    PAPER_THROUGHPUT,
-    ratio_text,
-    reasons,
-)
 from tlora_fx.simulator.sweep import (
     Choices,
     ClusterOptions,
@@ -142,13 +134,13 @@ def chosen(plan: SweepPlan) -> list[tuple[str, str, str]]:
 def _choice_rows(scenario: Scenario, seeds: Sequence[int]) -> list[tuple[str, str, str]]:
     jobs, *choices = option_rows(Choices, scenario.choices)
     if scenario.source.synthetic:
-        jobs = ("jobs", f"{scenario.source.jobs:,}", "that are drawn")
+        jobs = ("jobs", f"{scenario.source.jobs:,}", "number of jobs that are drawn")
     return [
         jobs,
         *choices,
         *option_rows(ClusterOptions, scenario.cluster),
         *option_rows(ReplayOptions, scenario),
-        ("seeds", ", ".join(map(str, seeds)), "of all that is drawn"),
+        ("seeds", ", ".join(map(str, seeds)), "seeds of all random choices"),
         *(row for row in option_rows(JobSource, scenario.source) if row[0] == "bad-rows"),
     ]
 
@@ -322,7 +314,6 @@ def page(report: Report) -> str:
         style=style,
         trace=report.first.trace,
         dropped=report.first.dropped,
-        reasons=reasons(report.policies, report.ratios),
         paper_throughput=PAPER_THROUGHPUT,
         paper_completion=PAPER_COMPLETION,
         paper_busy=PAPER_BUSY,

@@ -77,15 +77,25 @@ Counts = Annotated[tuple[PositiveInt, ...], BeforeValidator(_listed)]
 class JobSource:
     """Where the jobs come from; `jobs` are those of a synthetic trace."""
 
-    trace: str = option("synthetic", "file, or 'synthetic'")
-    format: str | None = option(None, "acme, pollux, kalos, own; by its columns")
+    trace: str = option("synthetic", "trace file to replay, or 'synthetic' to draw a trace")
+    format: str | None = option(
+        None,
+        "format of the trace file (acme, pollux, kalos, own); if not given, known by its columns",
+    )
     bad_rows: Literal["drop", "refuse"] = option(
-        "drop", "rows that say what no job can be: left out and counted, or refused"
+        "drop",
+        "rows of the trace that describe no possible job: drop and count them, or refuse the trace",
     )
     jobs: int = 1000
-    intensity: float = option(1.0, "synthetic arrivals, times the trace's rate")
-    burstiness: float = option(1.0, "variation of synthetic arrivals; 1: Poisson")
-    marginals: Path | None = option(None, "a synthetic trace is fitted to this file")
+    intensity: float = option(
+        1.0, "arrival rate of a synthetic trace, as a multiple of the original trace's mean rate"
+    )
+    burstiness: float = option(
+        1.0, "coefficient of variation of a synthetic trace's inter-arrival times; 1 is Poisson"
+    )
+    marginals: Path | None = option(
+        None, "file of marginal distributions to fit a synthetic trace to"
+    )
 
     @property
     def synthetic(self) -> bool:
@@ -100,38 +110,68 @@ class Choices:
     source  field notes, "Replaying AcmeTrace"; tLoRA, section 4.1
     """
 
-    jobs: int | None = option(None, "the first of the trace; 1,000 if synthetic", ge=1)
-    scale: float = option(1.0, "arrivals so many times sooner", gt=0)
-    rebase: bool = option(True, "the first job is submitted at second 0")
-    states: Annotated[Words, AfterValidator(_upper)] = option(
-        (), "last states that are replayed, such as COMPLETED"
+    jobs: int | None = option(
+        None,
+        "replay only this many jobs, the first of the trace; if not given, a synthetic trace has "
+        "1,000",
+        ge=1,
     )
-    types: Words = option((), "types that are replayed, such as SFT,Eval")
-    cpu_jobs: Literal["drop", "one-gpu"] = option("drop", "jobs with gpu_num = 0")
-    too_large: Literal["drop", "clip"] = option("drop", "jobs with more GPUs than the cluster")
+    scale: float = option(1.0, "divide inter-arrival times by this factor", gt=0)
+    rebase: bool = option(True, "shift submit times so that the first job is submitted at second 0")
+    states: Annotated[Words, AfterValidator(_upper)] = option(
+        (), "replay only jobs that ended in these states, such as COMPLETED"
+    )
+    types: Words = option((), "replay only jobs of these types, such as SFT,Eval")
+    cpu_jobs: Literal["drop", "one-gpu"] = option(
+        "drop", "jobs that ask for no GPU: drop them, or give each one GPU"
+    )
+    too_large: Literal["drop", "clip"] = option(
+        "drop",
+        "jobs that ask for more GPUs than the cluster has: drop them, or give them all of its GPUs",
+    )
     steps: int | None = option(
         None,
-        "of every job, so that each alone lasts as long as in the trace",
+        "optimizer steps of every job; if not given, as many as make it last as long as in the "
+        "trace when it runs alone",
         none="max(1, round(duration / T_solo))",
         ge=1,
     )
-    bases: Words = option(("llama-3-8b", "qwen3-8b"), "drawn uniformly", min_length=1)
-    ranks: Counts = option((2, 4, 8, 16), "drawn uniformly", min_length=1)
-    batches: Counts = option((1, 2, 4, 8), "sequences of a step", min_length=1)
+    bases: Words = option(
+        ("llama-3-8b", "qwen3-8b"),
+        "base models, of which each job gets one at random",
+        min_length=1,
+    )
+    ranks: Counts = option(
+        (2, 4, 8, 16), "LoRA ranks, of which each job gets one at random", min_length=1
+    )
+    batches: Counts = option(
+        (1, 2, 4, 8), "batch sizes, in sequences per step, of which each job gets one", min_length=1
+    )
     batch_rule: Literal["independent", "gpus"] = option(
         "independent",
-        "drawn, whatever the GPUs; or the largest batch not above them (the paper is unclear)",
+        "how a job gets its batch size: at random (independent), or the largest one that is not "
+        "above the job's number of GPUs (gpus); the paper is unclear",
     )
-    mean_tokens: float = option(130.0, "of a sample; GSM8K's is about 130", ge=2)
-    spread: float = option(0.387, "of the logarithm of a sample's tokens", ge=0)
-    most_tokens: int = option(422, "of a sample; GSM8K's longest has 422", ge=2)
+    mean_tokens: float = option(
+        130.0, "mean length of a sample, in tokens; GSM8K's is about 130", ge=2
+    )
+    spread: float = option(
+        0.387, "standard deviation of the logarithm of a sample's length in tokens", ge=0
+    )
+    max_tokens: int = option(422, "longest sample, in tokens; GSM8K's has 422", ge=2)
     lengths: Literal["typical", "drawn"] = option(
-        "typical", "typical: quantiles, alike for all jobs of one batch; drawn: each job's own"
+        "typical",
+        "sample lengths: the same quantiles for all jobs of one batch size (typical), or drawn for "
+        "each job (drawn)",
     )
-    max_slowdown: float = option(MAX_SLOWDOWN, "in every group of two or more", ge=1)
+    max_slowdown: float = option(
+        MAX_SLOWDOWN,
+        "how many times slower than alone a job may become in a group of two or more",
+        ge=1,
+    )
     seed: int = 0
 
-    @field_validator("most_tokens")
+    @field_validator("max_tokens")
     @classmethod
     def _no_less_than_the_mean(cls, most: int, info: ValidationInfo) -> int:
         if most < info.data.get("mean_tokens", 0):
@@ -143,25 +183,31 @@ class Choices:
 class ReplayOptions:
     """How the scheduler is replayed."""
 
-    month: int | None = option(None, "of the trace, counted from 1", ge=1)
-    runnable: int = option(128, "jobs that a policy sees at once", ge=1)
-    horizon: float = option(60.0, "between decisions, such as 60s or 5m", unit=" s", gt=0)
-    switch_seconds: float = option(20.0, "that forming a group costs it", unit=" s", ge=0)
+    month: int | None = option(None, "month of the trace to replay, counted from 1", ge=1)
+    runnable: int = option(128, "number of jobs that a policy sees at once", ge=1)
+    horizon: float = option(
+        60.0, "time between scheduling decisions, such as 60s or 5m", unit=" s", gt=0
+    )
+    switch_seconds: float = option(
+        20.0, "seconds without progress that forming a group costs the group", unit=" s", ge=0
+    )
     change_seconds: float | None = option(
-        None, "that joins and leaves cost a running group, moves twice; none: it is formed anew",
+        None,
+        "seconds without progress that a join or a leave costs a running group; a move costs "
+        "twice that. If not given, a group is formed anew for each change",
         none="none", unit=" s", ge=0,
     )  # fmt: skip
-    allow_estimated: bool = option(False, "profiles that were scaled from other hardware")
+    allow_estimated: bool = option(False, "allow profiles that were scaled from other hardware")
 
 
 @validated(frozen=True)
 class ClusterOptions:
     """The GPUs that there are."""
 
-    gpus: int = option(128, "of the cluster", ge=1)
-    gpu: str = option("h200", "their kind")
-    gpus_per_node: int = option(8, "in one node", ge=1)
-    nodes_per_rack: int = option(4, "in one rack", ge=1)
+    gpus: int = option(128, "number of GPUs in the cluster", ge=1)
+    gpu: str = option("h200", "kind of GPU in the cluster, such as h200")
+    gpus_per_node: int = option(8, "GPUs per node", ge=1)
+    nodes_per_rack: int = option(4, "nodes per rack", ge=1)
 
 
 @validated(frozen=True)
@@ -170,13 +216,19 @@ class SweepOptions:
 
     policies: str = option(
         "all",
-        "all; parts: tlora without each part; or names, such as tlora,megatron:backfill=true",
+        "policies to compare: all; parts, which replays tlora without each of its parts; or names, "
+        "such as tlora,megatron:backfill=true",
     )
-    seeds: int = option(5, "how many", ge=1)
-    seed: int = option(0, "the first one", ge=0)
-    sweeps: str = option("none", "all, none, or some of scale, cluster, months, nano")
-    sweep_seeds: int = option(1, "of each point of a sweep", ge=1)
-    cluster_sizes: Counts = option((32, 64, 128, 256), "of the sweep over them")
+    seeds: int = option(5, "number of seeds; each policy is replayed once for each", ge=1)
+    seed: int = option(0, "first seed", ge=0)
+    sweeps: str = option(
+        "none",
+        "what to vary in further replays: all, none, or some of scale, cluster, months, nano",
+    )
+    sweep_seeds: int = option(1, "number of seeds for each point of a sweep", ge=1)
+    cluster_sizes: Counts = option(
+        (32, 64, 128, 256), "cluster sizes that the cluster sweep replays, in GPUs"
+    )
 
 
 Options = TypeVar("Options")
@@ -591,7 +643,7 @@ class Demands:
         values = mean * np.exp(spread * logs - spread**2 / 2)
         if exact_mean:
             values *= mean / values.mean()
-        return [round(v) for v in np.clip(values, 2, self.choices.most_tokens)]
+        return [round(v) for v in np.clip(values, 2, self.choices.max_tokens)]
 
 
 def replayed(scenario: Scenario, trace: Trace) -> tuple[ReplayResult, Workload]:

@@ -55,13 +55,7 @@ from tlora_fx.tracing.layer_calls import LayerCalls
 from tlora_fx.tracing.layers import plan_layers, pruned_copy
 from tlora_fx.tracing.masks import unpacked_lines
 from tlora_fx.tracing.positions import CountsBySequence, counts_positions
-from tlora_fx.tracing.refusals import (
-    DETAIL,
-    model_line,
-    not_traceable,
-    require_no_reads,
-    words_of,
-)
+from tlora_fx.tracing.refusals import DETAIL, model_line, not_traceable, require_no_reads, words_of
 from tlora_fx.tracing.state import meta_copy
 from tlora_fx.tracing.watch import Watch
 

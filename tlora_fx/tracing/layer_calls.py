@@ -75,7 +75,8 @@ class LayerCalls:
 
         def note(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
             self.calls.append(self._call(layer, args, kwargs, out))
-            self.last = _first_tensor(out)
+            leaves = pytree.tree_leaves(out)
+            self.last = next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
 
         module.register_forward_hook(note, with_kwargs=True)
 
@@ -124,11 +125,6 @@ class LayerCalls:
             if like is call:
                 firsts.append(call)
         return representative
-
-
-def _first_tensor(value: Any) -> Tensor | None:
-    leaves = pytree.tree_leaves(value)
-    return next((leaf for leaf in leaves if isinstance(leaf, Tensor)), None)
 
 
 class StandIn(nn.Module):

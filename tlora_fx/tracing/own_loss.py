@@ -38,7 +38,7 @@ def refuse_other_loss(backbone: Backbone) -> str | None:
     """
     if backbone.spec.is_classifier or backbone.config is None:
         return None
-    if not _takes_labels(backbone.model):
+    if "labels" not in inspect.signature(backbone.model.forward).parameters:
         return None
     example = _example(backbone)
     if example is None:
@@ -53,10 +53,6 @@ def refuse_other_loss(backbone: Backbone) -> str | None:
             help="give a causal language model; the decoder of an encoder-decoder is none",
         )
     return None
-
-
-def _takes_labels(model: nn.Module) -> bool:
-    return "labels" in inspect.signature(model.forward).parameters
 
 
 class _Example(NamedTuple):

@@ -32,7 +32,7 @@ LARGEST = 127
 class Int8Base(GroupPass):
     """Keep frozen matrices in int8, weight-only.
 
-    at_least   numbers that a matrix must have; smaller ones stay as they are
+    at_least   smallest matrix to quantise, in elements; smaller ones stay as they are
     """
 
     name: ClassVar[str] = "int8-base"

@@ -4,8 +4,6 @@
 # spec       KernelSpec(kind='expand', inner=4096, outer=4096, dropout=True, accumulate=True,
 #            tile=Tile(rows=64, columns=64, depth=0, warps=4, stages=3, chunk=0, slab=512))
 # generator  1
-# FLOP       2 M O r
-# bytes      4 M O + 2 (M W + P O) + M O / 8
 # again      tlora-fx kernels show expand --in 4096 --out 4096 --dropout --accumulate --tile
 #            64,64,0,4,3,0,512
 #

@@ -4,8 +4,6 @@
 # spec       KernelSpec(kind='forward', inner=4096, outer=14336, tile=Tile(rows=128, columns=256,
 #            depth=64, warps=8, stages=3, chunk=0, slab=0))
 # generator  1
-# FLOP       2 M O (I + r)
-# bytes      2 (M I + I O + M r + R O + M O)
 # again      tlora-fx kernels show forward --in 4096 --out 14336 --tile 128,256,64,8,3,0,0
 #
 # sha256 of what follows: 61f660f30d6901ff5432c04d4931ed2dd759ad5350e09b9aed3356eb3efa2ba1

@@ -5,8 +5,6 @@
 #            weight_layout='in_out', tile=Tile(rows=128, columns=256, depth=64, warps=8, stages=3,
 #            chunk=0, slab=0))
 # generator  1
-# FLOP       2 M O (I + r)
-# bytes      2 (M I + I O + M r + R O + M O)
 # again      tlora-fx kernels show forward --in 768 --out 2304 --dtype float16 --bias
 #            --weight-layout in_out --tile 128,256,64,8,3,0,0
 #

@@ -4,8 +4,6 @@
 # spec       KernelSpec(kind='input_gradient', inner=4096, outer=14336, dropout=True,
 #            tile=Tile(rows=128, columns=256, depth=64, warps=8, stages=3, chunk=0, slab=0))
 # generator  1
-# FLOP       2 M I (O + r)
-# bytes      2 (M O + I O + M r + R I + M I) + M I / 8
 # again      tlora-fx kernels show input_gradient --in 4096 --out 14336 --dropout --tile
 #            128,256,64,8,3,0,0
 #

@@ -4,8 +4,6 @@
 # spec       KernelSpec(kind='lora_a_backward', inner=4096, outer=4096, dropout=True,
 #            tile=Tile(rows=64, columns=256, depth=0, warps=4, stages=3, chunk=512, slab=0))
 # generator  1
-# FLOP       2 M I r
-# bytes      2 M (I + 1 r) + 1 M I / 8 + 4 M r I / 512
 # again      tlora-fx kernels show lora_a_backward --in 4096 --out 4096 --dropout --tile
 #            64,256,0,4,3,512,0
 #

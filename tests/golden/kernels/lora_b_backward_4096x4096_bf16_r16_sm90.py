@@ -4,8 +4,6 @@
 # spec       KernelSpec(kind='lora_b_backward', inner=4096, outer=4096, tile=Tile(rows=64,
 #            columns=512, depth=0, warps=8, stages=3, chunk=512, slab=512))
 # generator  1
-# FLOP       4 M O r
-# bytes      2 M (O + r) + 4 M r (8 + O / 512) + 2 r O
 # again      tlora-fx kernels show lora_b_backward --in 4096 --out 4096 --tile 64,512,0,8,3,512,512
 #
 # sha256 of what follows: 8df3cd4be070bc0f6e86e6f32deb05f9734729dad5c483e0d1482446829a1fe3

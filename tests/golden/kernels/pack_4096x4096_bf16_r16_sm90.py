@@ -4,8 +4,6 @@
 # spec       KernelSpec(kind='pack', inner=4096, outer=4096, tile=Tile(rows=16, columns=512,
 #            depth=0, warps=8, stages=2, chunk=0, slab=0))
 # generator  1
-# FLOP       0
-# bytes      (4 R + 2 P) (I + O)
 # again      tlora-fx kernels show pack --in 4096 --out 4096 --tile 16,512,0,8,2,0,0
 #
 # sha256 of what follows: 18e343e5b6916e452aa944a974b2fd8ab40280010ca8932fdb7581952869c141

@@ -4,8 +4,6 @@
 # spec       KernelSpec(kind='shrink', inner=14336, outer=4096, gated='silu', tile=Tile(rows=16,
 #            columns=16, depth=128, warps=4, stages=4, chunk=0, slab=2048))
 # generator  1
-# FLOP       2 M I r
-# bytes      6 M I + 2 (M W + P I)
 # again      tlora-fx kernels show shrink --in 14336 --out 4096 --gated silu --tile
 #            16,16,128,4,4,0,2048
 #

@@ -4,8 +4,6 @@
 # spec       KernelSpec(kind='shrink', inner=4096, outer=4096, dropout=True, tile=Tile(rows=32,
 #            columns=32, depth=64, warps=4, stages=6, chunk=0, slab=0))
 # generator  1
-# FLOP       2 M I r
-# bytes      2 M I + 2 (M W + P I) + M I / 8
 # again      tlora-fx kernels show shrink --in 4096 --out 4096 --dropout --tile 32,32,64,4,6,0,0
 #
 # sha256 of what follows: aef8cdbd2c1b3672124a577912a454267ad6a5568e350b5010a82d24cc197e53

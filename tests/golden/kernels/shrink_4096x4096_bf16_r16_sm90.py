@@ -4,8 +4,6 @@
 # spec       KernelSpec(kind='shrink', inner=4096, outer=4096, tile=Tile(rows=32, columns=16,
 #            depth=128, warps=4, stages=5, chunk=0, slab=512))
 # generator  1
-# FLOP       2 M I r
-# bytes      2 M I + 2 (M W + P I)
 # again      tlora-fx kernels show shrink --in 4096 --out 4096 --tile 32,16,128,4,5,0,512
 #
 # sha256 of what follows: a2be261d4cc09086d53939c11f9fc5ef68f47386db2f5d8046e4f2de9cf2a80a

@@ -4,8 +4,6 @@
 # spec       KernelSpec(kind='shrink', inner=4096, outer=4096, sites=2, tile=Tile(rows=64,
 #            columns=32, depth=64, warps=4, stages=4, chunk=0, slab=0))
 # generator  1
-# FLOP       4 M I r
-# bytes      2 M I + 4 (M W + P I)
 # again      tlora-fx kernels show shrink --in 4096 --out 4096 --sites 2 --tile 64,32,64,4,4,0,0
 #
 # sha256 of what follows: aae5d1a7a1528577eecf606190de4c793d38526d68a9778d282c0f288131b585

@@ -4,8 +4,6 @@
 # spec       KernelSpec(kind='sum_ds', inner=4096, outer=4096, tile=Tile(rows=32, columns=16,
 #            depth=0, warps=4, stages=1, chunk=0, slab=512))
 # generator  1
-# FLOP       8 M r
-# bytes      32 M r + 2 M r
 # again      tlora-fx kernels show sum_ds --in 4096 --out 4096 --tile 32,16,0,4,1,0,512
 #
 # sha256 of what follows: ff411237bf80cad240453de2672f195e3306e0d341c9391550448e219e1b4ac8

@@ -4,8 +4,6 @@
 # spec       KernelSpec(kind='sum_gradients', inner=4096, outer=4096, tile=Tile(rows=4,
 #            columns=1024, depth=0, warps=4, stages=1, chunk=512, slab=0))
 # generator  1
-# FLOP       M r (I + O) / 512
-# bytes      (4 M r / 512 + 4 R) (I + O)
 # again      tlora-fx kernels show sum_gradients --in 4096 --out 4096 --tile 4,1024,0,4,1,512,0
 #
 # sha256 of what follows: 8b3dd81e157af813259eb873b50aa2796dfaacf6b526ba264bf5702bf099b3b5

@@ -5,8 +5,6 @@
 #            extend='tail', tile=Tile(rows=32, columns=16, depth=0, warps=4, stages=1, chunk=0,
 #            slab=1024))
 # generator  1
-# FLOP       8 M r
-# bytes      32 M r + 4 M r + 4 M T
 # again      tlora-fx kernels show sum_s --in 4096 --out 4096 --sites 2 --beside 1024 --extend tail
 #            --tile 32,16,0,4,1,0,1024
 #

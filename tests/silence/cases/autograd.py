@@ -9,16 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.silence.modules import (
-    HIDDEN,
-    Cases,
-    Decoder,
-    Ending,
-    decoder,
-    mixes,
-    seeded,
-    with_part,
-)
+from tests.silence.modules import HIDDEN, Cases, Decoder, Ending, decoder, mixes, seeded, with_part
 
 
 class StraightThrough(torch.autograd.Function):

@@ -8,12 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.silence.modules import (
-    Cases,
-    Make,
-    decoder,
-    with_part,
-)
+from tests.silence.modules import Cases, Make, decoder, with_part
 
 
 def tries(x: Tensor) -> Tensor:

@@ -9,15 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.silence.modules import (
-    HIDDEN,
-    Cases,
-    Decoder,
-    Layer,
-    Make,
-    causal,
-    seeded,
-)
+from tests.silence.modules import HIDDEN, Cases, Decoder, Layer, Make, causal, seeded
 
 
 class ByIndex(Decoder):

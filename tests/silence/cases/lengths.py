@@ -8,15 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.silence.modules import (
-    Cases,
-    attended,
-    blocks,
-    causal,
-    decoder,
-    distance,
-    with_part,
-)
+from tests.silence.modules import Cases, attended, blocks, causal, decoder, distance, with_part
 
 
 class Keeps(nn.Module):

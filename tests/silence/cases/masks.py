@@ -8,16 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.silence.modules import (
-    HIDDEN,
-    Attention,
-    Cases,
-    Decoder,
-    Make,
-    distance,
-    eager,
-    seeded,
-)
+from tests.silence.modules import HIDDEN, Attention, Cases, Decoder, Make, distance, eager, seeded
 
 
 def through(

@@ -9,14 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.silence.cases.right import CausalConv
-from tests.silence.modules import (
-    HIDDEN,
-    Cases,
-    attended,
-    distance,
-    mixes,
-    with_part,
-)
+from tests.silence.modules import HIDDEN, Cases, attended, distance, mixes, with_part
 
 
 class Recurrent(nn.Module):

@@ -6,11 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.silence.cases.right import Learned
-from tests.silence.modules import (
-    Cases,
-    Decoder,
-    seeded,
-)
+from tests.silence.modules import Cases, Decoder, seeded
 
 
 class FromOne(Learned):

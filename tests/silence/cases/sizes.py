@@ -7,11 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from tests.silence.modules import (
-    Cases,
-    mixes,
-    rows,
-)
+from tests.silence.modules import Cases, mixes, rows
 
 SIZES: Cases = mixes(
     length=lambda x: x / x.shape[1],

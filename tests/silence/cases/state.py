@@ -11,15 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.silence.modules import (
-    HIDDEN,
-    Cases,
-    Decoder,
-    attended,
-    decoder,
-    seeded,
-    with_part,
-)
+from tests.silence.modules import HIDDEN, Cases, Decoder, attended, decoder, seeded, with_part
 
 
 class Seen(nn.Module):

@@ -2,6 +2,6 @@
 
 from tlora_fx.ops.kernels.device_tables import refresh, release
 from tlora_fx.ops.kernels.packed import extend_weight
-from tlora_fx.ops.kernels.select import force_plan, strict, weight_copies
+from tlora_fx.ops.kernels.select import force_plan, strict
 
-__all__ = ["extend_weight", "force_plan", "refresh", "release", "strict", "weight_copies"]
+__all__ = ["extend_weight", "force_plan", "refresh", "release", "strict"]

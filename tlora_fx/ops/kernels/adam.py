@@ -23,11 +23,6 @@ from torch import Tensor
 
 #: Elements of a chunk.
 CHUNK = 4096
-#: int64 a chunk: addresses of parameter, gradient, first and second moment; elements; job; row of
-#: what is given.
-WORDS = 7
-#: float64 a row, in the order that `adam` says.
-GIVEN = 10
 #: float64 a job that come back: loss, norm before clipping, whether it was updated, its scale.
 FACTS = 4
 

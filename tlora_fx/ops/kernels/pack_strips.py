@@ -14,8 +14,6 @@ from torch import Tensor
 
 from tlora_fx.codegen.kernels.pack import STRIP
 
-#: int64 of the table a strip, in the order that `pack_strips` says.
-WORDS = 13
 # Elements of one step of a program: half as many as of `pack`, so that twice as many programs fit.
 _ELEMENTS = 4096
 _TYPES = {

@@ -65,7 +65,6 @@ class _Settings:
     forced: Plan | None = None
     strict: bool | None = None
     """None: not yet asked for; the environment decides."""
-    copies: bool = False
     cut_by_jobs: bool = False
     tiles: dict[Kind, Tile] = field(default_factory=dict)
     read: int = 0
@@ -75,7 +74,7 @@ class _Settings:
     def settle(self) -> None:
         """Note in one value what choices follow from."""
         tiles = tuple(self.tiles.items())
-        self.facts = (self.forced, self.strict, self.copies, tiles, self.read)
+        self.facts = (self.forced, self.strict, tiles, self.read)
 
 
 # Of the process, not of a context: autograd runs backwards in threads of its own.
@@ -107,13 +106,6 @@ def strict(on: bool = True) -> Iterator[None]:
 
 
 @contextmanager
-def weight_copies(on: bool = True) -> Iterator[None]:
-    """Whether concat-K may copy weights that are not extended (see `extend_weight`)."""
-    with _set(copies=on):
-        yield
-
-
-@contextmanager
 def cut_by_jobs(on: bool = True) -> Iterator[None]:
     """Whether rows may be cut by what their tables say on the host: no graph will hold them."""
     with _set(cut_by_jobs=on):
@@ -127,7 +119,7 @@ def may_cut_by_jobs() -> bool:
 
 def may_copy_weights() -> bool:
     """Whether a plan may make a copy of a weight."""
-    return _settings.copies or _settings.forced == "concat"
+    return _settings.forced == "concat"
 
 
 def may_join() -> bool:

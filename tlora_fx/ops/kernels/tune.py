@@ -394,17 +394,13 @@ def precompile(tasks: Sequence[Task], seconds: float) -> None:
 def _compile(tasks: Sequence[Task]) -> None:
     for task in tasks:
         try:
-            _run_once(task)
+            case = _case(task.point, task.dtype)
+            call = case.direction(task.kind) if task.kind in DIRECTIONS else case.kernel(task.kind)
+            with select.force_tiles({task.kind: task.tile}), select.force_plan("fused"):
+                call()
+            torch.cuda.synchronize()
         except Exception as error:  # noqa: BLE001  # compilers and drivers raise what they like
             logger.info("%s %s does not run: %s", task.kind, task.tile, error)
-
-
-def _run_once(task: Task) -> None:
-    case = _case(task.point, task.dtype)
-    call = case.direction(task.kind) if task.kind in DIRECTIONS else case.kernel(task.kind)
-    with select.force_tiles({task.kind: task.tile}), select.force_plan("fused"):
-        call()
-    torch.cuda.synchronize()
 
 
 @lru_cache(maxsize=4)

@@ -98,6 +98,10 @@ class JobState:
     best: Mapping[str, Tensor] = field(default_factory=dict)
     companions: Companions = field(default_factory=dict)
 
+    def detached(self) -> JobState:
+        """The state in tensors that no further step reaches, where they are."""
+        return replace(self, optimizer=_cloned(self.optimizer), best=_cloned(self.best))
+
     def snapshot(self) -> JobState:
         """The state in main memory, where no further step reaches it.
 
@@ -699,3 +703,11 @@ class ResumeSources:
                 )
             checkpoints |= dict.fromkeys(names, checkpoint)
         return checkpoints
+
+
+def _cloned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies, made by as few launches as possible."""
+    if not tensors:
+        return {}
+    copies = torch._foreach_mul(list(tensors.values()), 1)
+    return dict(zip(tensors, copies, strict=True))

@@ -35,6 +35,7 @@ def rows_of_round(
     batches: Mapping[int, MicroBatches],
     steps: Mapping[int, int],
     max_row_tokens: int,
+    before: Mapping[int, int] | None = None,
 ) -> Iterator[list[JobTokens]]:
     """The rows of one round; each is what `pack` or `pad` takes.
 
@@ -42,8 +43,9 @@ def rows_of_round(
     batches          by job index, the micro-batches of the step that it is at
     steps            by job index, that step
     max_row_tokens   a row is closed before it grows beyond this; a larger micro-batch has one alone
+    before           by job index, tokens of the same step that earlier rounds had
     """
-    offsets = dict.fromkeys(batches, 0)
+    offsets = dict.fromkeys(batches, 0) | dict(before or {})
     for number in range(max(map(len, batches.values()), default=0)):
         row = _empty(jobs)
         size = 0

@@ -18,12 +18,7 @@ import numpy as np
 
 from tlora_fx.config.base_task import pools_first
 from tlora_fx.config.job import Job
-from tlora_fx.errors import (
-    ChatTemplateError,
-    EmptyDataError,
-    MalformedRowError,
-    NoTargetsError,
-)
+from tlora_fx.errors import ChatTemplateError, EmptyDataError, MalformedRowError, NoTargetsError
 from tlora_fx.runtime.data.encoding import (
     CHATS,
     BadRowError,

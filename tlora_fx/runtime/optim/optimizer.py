@@ -149,6 +149,8 @@ _ARGUMENTS = (
     "self grads exp_avgs exp_avg_sqs max_exp_avg_sqs state_steps lr beta1 beta2 weight_decay eps "
     "amsgrad maximize grad_scale found_inf"
 )
+# What one step may have otherwise than the job says.
+OVERRIDABLE = ("lr", "weight_decay", "eps")
 # Options that only torch's own step knows.
 _OTHERS = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -337,6 +339,40 @@ class JobOptimizer:
     def is_fused(self) -> bool:
         """Whether one kernel updates all parameters; it keeps its counters on the GPU."""
         return bool(self._optimizer.param_groups[0].get("fused"))
+
+    def require_options(self, options: Mapping[str, float]) -> None:
+        """Refuse what `override` cannot set.
+
+        raises   OptimizerError
+        """
+        known = [name for name in OVERRIDABLE if name in self._optimizer.param_groups[0]]
+        for name, value in options.items():
+            if name not in known or not math.isfinite(value) or value < 0:
+                raise OptimizerError(
+                    "the optimizer does not take this for a step",
+                    found=f"{name}={value}",
+                    expected=f"finite and not negative: {', '.join(known)}",
+                    help="other arguments are fixed when the optimizer is made: see optim_args",
+                )
+
+    def override(self, options: Mapping[str, float]) -> None:
+        """Use other hyperparameters: `lr` for the next step alone, others from now on.
+
+        options   checked by `require_options`. Groups with rates of their own, as LoRA+ has, keep
+                  their ratio to the first
+        """
+        groups = self._optimizer.param_groups
+        ratios = [group["lr"] / groups[0]["lr"] if groups[0]["lr"] else 1.0 for group in groups]
+        for group, ratio in zip(groups, ratios, strict=True):
+            group.update({name: float(value) for name, value in options.items()})
+            if "lr" in options:
+                group["lr"] = float(options["lr"]) * ratio
+
+    def keep_to_schedule(self) -> None:
+        """Forget the rate of a step that was not done: the next one has the schedule's."""
+        rates = self._rates(self._schedule.state_dict())
+        for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
     def zero_grad(self) -> None:
         """Fill every gradient with zeros, in place."""

@@ -375,7 +375,7 @@ class EventCallback(TrainerCallback):
         self._committed |= {run.job.name: _Held(run.step, run.status, run.reason) for run in runs}
         self._write_saved({run.job.name for run in runs})
         if self._next is not None and self._next.asked:
-            self._next.seconds += self.trainer.save_seconds
+            self._next.seconds += self.trainer.checkpoints.save_seconds
             self._hand_over(self._next)
 
     def warned(self, text: str) -> None:
@@ -435,7 +435,7 @@ class EventCallback(TrainerCallback):
                 trainer.pause(run.job.name)
         takeover.asked, takeover.seconds = True, time.perf_counter() - begun
         # A checkpoint that is being written already hands nobody over.
-        trainer.save_seconds = 0.0
+        trainer.checkpoints.save_seconds = 0.0
 
     def _hand_over(self, takeover: Takeover) -> None:
         """Write into the other group's log from now on, once a checkpoint holds who is in it."""

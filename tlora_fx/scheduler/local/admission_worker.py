@@ -21,11 +21,7 @@ from typing import Any, NamedTuple, Self
 from pydantic import TypeAdapter
 
 from tlora_fx.config.job import Job
-from tlora_fx.config.job_file import (
-    load_job_file,
-    require_trusted,
-    require_trusted_functions,
-)
+from tlora_fx.config.job_file import load_job_file, require_trusted, require_trusted_functions
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.errors import AdmissionError, TloraError
 from tlora_fx.host.durable import replace_file

@@ -13,35 +13,26 @@ are removed as soon as no job needs them.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import re
 import shutil
 import signal
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import GIB, Cluster
-from tlora_fx.errors import PlaceTaken, RunFolderError, WorkerLost, WorkerStalled
+from tlora_fx.errors import PlaceTaken
 from tlora_fx.host.durable import replace_file
 from tlora_fx.host.memory import usable_cpus
-from tlora_fx.runtime.checkpoints.store import CheckpointStore
-from tlora_fx.runtime.run_folder import PRIVATE
 from tlora_fx.runtime.workers.protocol import (
-    CROWDED,
     EVENTS,
     SUCCESSOR,
     WORKER_CONFIG,
-    EventReader,
     WorkerConfig,
-    existing,
 )
 from tlora_fx.scheduler.executor import (
     Committed,
@@ -50,309 +41,13 @@ from tlora_fx.scheduler.executor import (
     Failed,
     Finished,
     GroupEvent,
-    GroupStarted,
     Noted,
-    Progress,
-    Warned,
 )
-from tlora_fx.scheduler.lease import revoke
+from tlora_fx.scheduler.local.group import Processes, RunningGroup
 from tlora_fx.scheduler.local.processes import IdleNews
+from tlora_fx.scheduler.local.recovery import CheckpointSource
+from tlora_fx.scheduler.local.watchdog import StallLimits, Watchdog
 from tlora_fx.scheduler.state import Group, JobRequest
-from tlora_fx.scheduler.store import Ledger
-
-TAIL_LINES = 12
-NO_ROOM = "no memory beside idle workers, which are let go of"
-#: The least that a group may go without progress.
-STEP_SECONDS = 300.0
-#: Compiled layers may be compiled anew for rows of another size, in the middle of a step.
-COMPILING_SECONDS = 1800.0
-
-
-@dataclass(frozen=True, slots=True)
-class StallLimits:
-    """How long a group may go without progress before it is killed.
-
-    seconds        None: `times` its longest step so far, and at least `least_seconds`
-    first_seconds  until its first step is done, which loads, compiles and captures; and while it
-                   evaluates or writes a checkpoint
-    """
-
-    seconds: float | None = None
-    times: float = 20.0
-    min_seconds: float = STEP_SECONDS
-    first_seconds: float = 1800.0
-
-    def of(self, longest_seconds: float) -> float:
-        """For a group whose longest step took so long."""
-        if self.seconds is not None:
-            return self.seconds
-        return max(self.min_seconds, self.times * longest_seconds)
-
-
-class Watchdog:
-    """Knows when a group has gone too long without a sign.
-
-    longest   seconds of its longest step
-    """
-
-    def __init__(self, limits: StallLimits) -> None:
-        self.limits = limits
-        self.longest = 0.0
-        self._heard = time.monotonic()
-        self._stepped = self._busy = False
-        self._asked: float | None = None
-        self._grace: float | None = None
-
-    def hear(self, kind: str) -> None:
-        """A line of the group's event log came."""
-        now = time.monotonic()
-        if kind == "progress":
-            # The first one ends a time in which it compiled.
-            self.longest = max(self.longest, now - self._heard) if self._stepped else 0.0
-            self._stepped = True
-        self._busy = kind in ("saving", "evaluating")
-        self._heard = now
-
-    def asked(self) -> None:
-        """The group is to stop."""
-        self._asked = time.monotonic()
-
-    def hurry(self, grace_seconds: float) -> None:
-        """From now on it has no longer than this to stop."""
-        self._asked, self._grace = time.monotonic(), grace_seconds
-
-    @property
-    def seconds(self) -> float:
-        """How long it may go without a sign now."""
-        usual = self.limits.of(self.longest)
-        busy = self._busy or not self._stepped
-        return max(usual, self.limits.first_seconds) if busy else usual
-
-    def reason(self) -> str:
-        """Why it is to be killed; "" where it is not."""
-        now = time.monotonic()
-        if self._asked is not None and self._grace is not None:
-            if now - self._asked <= self._grace:
-                return ""
-            what, most = "a group did not stop in its grace", self._grace
-        elif now - self._heard <= self.seconds:
-            return ""
-        else:
-            what, most = "a group made no progress and was killed", self.seconds
-        silent = f"no sign for {now - self._heard:.1f} s"
-        step = f"; its longest step took {self.longest:.1f} s" if self.longest else ""
-        return str(WorkerStalled(what, expected=f"at most {most:.4g} s", found=silent + step))
-
-
-class Processes(Protocol):
-    """What starts the processes of groups, by number; see `ForkServer`."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether processes begin at once."""
-
-    def begin(self) -> None:
-        """Make ready."""
-
-    def start(
-        self,
-        order: Path,
-        log: Path,
-        environment: Mapping[str, str],
-        module: str = "",
-        *,
-        stays: str = "",
-        place: Iterable[int] = (),
-        needs: float | None = None,
-        rank: int = 0,
-        size: int = 1,
-    ) -> int:
-        """Start one; its number."""
-
-    def free_memory(self, worker: int, needs: float | None) -> None:
-        """One will need so many bytes."""
-
-    def news(self) -> list[IdleNews]:
-        """What became of idle ones since the last call."""
-
-    def signal(self, worker: int, number: int) -> None:
-        """Send one a signal; nothing happens where it has ended."""
-
-    def code(self, worker: int) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
-
-    def close(self) -> None:
-        """End all."""
-
-
-@dataclass(slots=True)
-class RunningGroup:
-    """A formation that was launched.
-
-    clock       from time of day to the executor's seconds
-    output      the run folder with its checkpoints, which one that took over has from the other
-    layout      that its processes have, and those of whoever takes over from it
-    stays       what jobs must have that join it, as `WorkerConfig` says
-    log         where it prints
-    begun       whether it has processes; one that is to take over has none yet
-    successor   what takes over from it
-    needs       bytes of each of its GPUs, or of main memory; None: not known
-    """
-
-    epoch: int
-    jobs: tuple[str, ...]
-    folder: Path
-    server: Processes
-    workers: tuple[int, ...]
-    clock: Callable[[float], float]
-    committed: dict[str, float]
-    watchdog: Watchdog
-    output: Path
-    layout: Layout | None = None
-    stays: str = ""
-    log: Path | None = None
-    begun: bool = True
-    successor: RunningGroup | None = None
-    needs: float | None = None
-    asked: bool = False
-    over: bool = False
-    handed_over: bool = False
-    failed: bool = False
-    at_fault: str | None = None
-    reason: str = ""
-    settled: set[str] = field(default_factory=set)
-    event_reader: EventReader = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.event_reader = EventReader(self.folder / EVENTS)
-
-    def drain(self) -> None:
-        """Ask for a checkpoint and an end; once."""
-        if not self.asked:
-            self.asked = True
-            self.watchdog.asked()
-            self.send(signal.SIGTERM)
-
-    def send(self, number: int) -> None:
-        """A signal for each process."""
-        for worker in self.workers:
-            self.server.signal(worker, number)
-
-    def ended(self) -> bool:
-        """Whether no process is left."""
-        return all(self.server.code(worker) is not None for worker in self.workers)
-
-    def events(self, now: float) -> Iterator[GroupEvent]:
-        """What is new."""
-        if self.over:
-            return
-        codes = [self.server.code(worker) for worker in self.workers]
-        whole = all(code is not None for code in codes)
-        # Read after the codes: once all have ended, nothing more is told.
-        for line in self.event_reader.lines():
-            yield from self._read(line)
-        if self.handed_over:
-            return
-        if whole:
-            self.over = True
-            yield from self._end(now, [code for code in codes if code is not None])
-        elif any(codes):
-            # The others wait for one that has died.
-            self.send(signal.SIGKILL)
-        elif reason := self.watchdog.reason():
-            self.reason = reason
-            self.send(signal.SIGKILL)
-
-    def _read(self, line: Mapping[str, Any]) -> Iterator[GroupEvent]:
-        time = self.clock(line["time"])
-        self.watchdog.hear(line["kind"])
-        match line["kind"]:
-            case "started":
-                yield GroupStarted(time, self.epoch, line.get("paused"))
-            case "handed_over":
-                yield self._hand_over(time)
-            case "declined":
-                yield Warned(time, self.epoch, f"it is formed anew: {line['reason']}")
-                self.drain()
-            case "progress":
-                yield Progress(time, self.epoch, line["steps"])
-            case "saved":
-                self.committed |= line["steps"]
-                yield Committed(time, self.epoch, line["steps"], str(self.output))
-                yield from self._settled(time, line)
-            case "warned":
-                yield Warned(time, self.epoch, line["text"])
-            case "failed":
-                self.reason = line["reason"]
-                # A job alone is at fault for whatever its trainer refuses.
-                alone = self.jobs[0] if len(self.jobs) == 1 else None
-                self.at_fault = line["job"] if line["job"] in self.jobs else alone
-
-    def _hand_over(self, time: float) -> Drained:
-        """The successor has the processes now."""
-        assert self.successor is not None
-        self.over = self.handed_over = True
-        self.successor.workers, self.successor.begun = self.workers, True
-        return Drained(time, self.epoch, dict(self.committed), self.successor.epoch)
-
-    def _settled(self, time: float, line: Mapping[str, Any]) -> Iterator[GroupEvent]:
-        for job, (status, reason) in line["ended"].items():
-            if job in self.settled:
-                continue
-            self.settled.add(job)
-            if status == "done":
-                yield Finished(time, self.epoch, job, line["steps"][job])
-            else:
-                yield Failed(time, self.epoch, job, reason)
-
-    def _end(self, now: float, codes: list[int]) -> Iterator[GroupEvent]:
-        """The last events; those of single jobs that ended came before."""
-        if CROWDED in codes:
-            # No job is at fault that would have had memory without the idle workers beside it.
-            self.at_fault, self.reason = None, f"{NO_ROOM}: {self.reason or self._why(codes)}"
-        # Where it was asked to stop, that may be what the trainer stumbled over.
-        if not self.asked and self.at_fault is not None and self.at_fault not in self.settled:
-            yield Failed(now, self.epoch, self.at_fault, self.reason)
-        stopped = self.asked and all(code in (0, 128 + signal.SIGTERM) for code in codes)
-        yield from self._unwritten(now)
-        if stopped or not any(codes):
-            yield Drained(now, self.epoch, dict(self.committed))
-        else:
-            self.failed = True
-            yield Failed(
-                now, self.epoch, None, self.reason or self._why(codes), dict(self.committed)
-            )
-
-    def _unwritten(self, now: float) -> Iterator[GroupEvent]:
-        """A checkpoint that was written, and its writer killed before it told."""
-        ended = {}
-        steps = {}
-        # Of jobs that left it, another group may know better by now.
-        mine = {*self.jobs, *(self.successor.jobs if self.successor else ())}
-        # One that was to come back has been elsewhere: what it left here may be old.
-        known = {**(self.successor.committed if self.successor else {}), **self.committed}
-        found = CheckpointStore(self.output).counters()
-        for job, counters in found.items():
-            if job not in mine:
-                continue
-            if counters["step"] > known.get(job, 0) or counters["status"] != "running":
-                steps[job] = counters["step"]
-            if counters["status"] != "running":
-                ended[job] = (counters["status"], counters["reason"])
-        if steps and (steps.keys() - self.settled):
-            self.committed |= steps
-            epoch = self.successor.epoch if self.successor else self.epoch
-            yield Committed(now, epoch, steps, str(self.output))
-            yield from self._settled(now, {"steps": steps, "ended": ended})
-
-    def _why(self, codes: list[int]) -> str:
-        bad = next(code for code in codes if code)
-        how = f"killed by {signal.Signals(-bad).name}" if bad < 0 else f"exit code {bad}"
-        log = next(iter(sorted(self.folder.glob("*.log"))), self.log)
-        lines = log.read_text(errors="replace").splitlines() if log and log.exists() else []
-        said = [line for line in lines if not re.match(r"\s*$", line)][-TAIL_LINES:]
-        return "\n".join([f"a process ended: {how}", *said])
-
 
 KILL_SECONDS = 30.0
 #: That a group whose jobs have all ended may take for its own end.
@@ -384,17 +79,6 @@ class LocalOptions:
     callbacks: tuple[str, ...] = ()
     resident: bool = True
     memory_of: Callable[[Group, Sequence[JobRequest]], float | None] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointSource:
-    """Where a job's newest committed state lies.
-
-    steps   optimizer steps that it has done there
-    """
-
-    path: Path
-    steps: float
 
 
 class LocalExecutor:
@@ -731,143 +415,3 @@ def cpu_threads(slots: int) -> dict[str, str]:
     """Each slot's share of the cores, for its worker."""
     cores = usable_cpus()
     return {"OMP_NUM_THREADS": str(max(1, cores // slots))}
-
-
-# Go on with a run whose process was killed: what its ledger and its groups' folders say.
-#
-# The ledger may not have heard of the last checkpoints: their writers outlive the run by some
-# seconds, and stop with one more. So nothing is read before the last of them has ended.
-
-WAIT_SECONDS = 120.0
-GRACE_SECONDS = 3.0
-KILLED = "the run was killed"
-#: What a run keeps beside the folders of its jobs, which therefore cannot have these names.
-RESERVED = frozenset(
-    {
-        "admission",
-        "groups",
-        "state.json",
-        "workers.log",
-        "ledger.sqlite",
-        "ledger.sqlite-wal",
-        "ledger.sqlite-shm",
-    }
-)
-
-
-@dataclass(frozen=True, slots=True)
-class HeldFolder:
-    """A run's folder that this process holds.
-
-    workers   a file descriptor for the workers to inherit: the folder is held as long as one of
-              them is there
-    """
-
-    path: Path
-    workers: int
-    _lock: os.stat_result
-
-    def require_there(self) -> None:
-        """Refuse to go on where the folder was removed, or another took its place.
-
-        raises    RunFolderError
-        """
-        try:
-            there = os.path.samestat((self.path / ".lock").stat(), self._lock)
-        except OSError:
-            there = False
-        if not there:
-            raise RunFolderError(
-                "the output folder was removed or replaced while it was in use",
-                folder=self.path,
-                help="what was trained since is lost; start again with another -o",
-            )
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[HeldFolder]:
-    """Hold a run's folder for this process.
-
-    raises    RunFolderError where another process runs in it, WorkerLost where the workers of a
-              killed one do not end
-    """
-    with _opened(folder, ".lock") as mine, _opened(folder, ".workers.lock") as theirs:
-        # A run that is killed while it starts its server leaves the lock to that until its exec.
-        if not _locked(mine, GRACE_SECONDS):
-            raise RunFolderError(
-                "another process is running in the output folder",
-                folder=folder,
-                help="wait for it, or choose another folder with -o",
-            )
-        if not _locked(theirs, WAIT_SECONDS):
-            raise WorkerLost(
-                f"a process of the killed run still trains after {WAIT_SECONDS:g} seconds",
-                folder=folder,
-                help=f"see who holds it with: fuser {folder / '.workers.lock'}",
-            )
-        yield HeldFolder(folder, theirs.fileno(), os.fstat(mine.fileno()))
-
-
-def _opened(folder: Path, name: str) -> IO[str]:
-    try:
-        folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-        return (folder / name).open("a")
-    except OSError as error:
-        raise RunFolderError(
-            "the output folder cannot be written",
-            folder=folder,
-            found=error,
-            help="choose another folder with -o",
-        ) from error
-
-
-def _locked(file: IO[str], seconds: float) -> bool:
-    """Whether a lock is had within some seconds."""
-    end = time.monotonic() + seconds
-    while True:
-        with suppress(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-
-
-def recover(ledger: Ledger, folder: Path, now: float) -> list[int]:
-    """Write down what the groups of a killed run have committed, and end them; their epochs."""
-    open_epochs = [record for record in ledger.epochs() if record.ended is None]
-    for record in open_epochs:
-        group = folder / "groups" / f"{record.epoch:06d}"
-        train = _output(group)
-        # Workers on other machines may not have ended; one that took over has the other's lease.
-        for folder_of_lease in (group, train.parent):
-            revoke(folder_of_lease)
-        counters = CheckpointStore(train).counters()
-        steps = {job: float(counters_of_job["step"]) for job, counters_of_job in counters.items()}
-        if steps:
-            ledger.record(Committed(now, record.epoch, steps, str(train)))
-        for job, counters_of_job in counters.items():
-            if counters_of_job["status"] == "done":
-                ledger.record(Finished(now, record.epoch, job, steps[job]))
-            elif counters_of_job["status"] == "failed":
-                ledger.record(Failed(now, record.epoch, job, counters_of_job["reason"]))
-        ledger.record(Failed(now, record.epoch, None, KILLED))
-    return [record.epoch for record in open_epochs]
-
-
-def _output(folder: Path) -> Path:
-    """Where a formation left its checkpoints: one that took over went on in the other's folder."""
-    with suppress(OSError, ValueError):
-        output = Path(WorkerConfig.read(existing(folder, WORKER_CONFIG)).output)
-        if output.parent.parent.name == folder.parent.name:
-            return folder.with_name(output.parent.name) / output.name
-    return folder / "train"
-
-
-def sources(ledger: Ledger) -> dict[str, CheckpointSource]:
-    """By job that is not done, where its newest committed state lies."""
-    return {
-        record.name: CheckpointSource(Path(record.path), record.steps)
-        for record in ledger.jobs()
-        if record.path and record.is_active
-    }

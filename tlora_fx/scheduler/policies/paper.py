@@ -35,14 +35,7 @@ from tlora_fx.scheduler.search.objective import (
     sized,
 )
 from tlora_fx.scheduler.search.placement import Placer, arrange
-from tlora_fx.scheduler.state import (
-    ROUNDING,
-    Decision,
-    Reason,
-    SchedulerState,
-    arrival,
-    urgency,
-)
+from tlora_fx.scheduler.state import ROUNDING, Decision, Reason, SchedulerState, arrival, urgency
 
 MAX_KNOWN = 200_000
 

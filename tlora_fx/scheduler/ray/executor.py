@@ -32,13 +32,10 @@ from tlora_fx.host.version import __version__
 from tlora_fx.runtime.workers.protocol import LOST, NEEDS_NEW_PROCESS, WORKER_CONFIG, WorkerConfig
 from tlora_fx.scheduler.executor import Committed, ExecutorEvent, NodeBack, NodeLost
 from tlora_fx.scheduler.lease import grant, revoke
-from tlora_fx.scheduler.local.executor import (
-    CheckpointSource,
-    LocalExecutor,
-    LocalOptions,
-    RunningGroup,
-)
+from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
+from tlora_fx.scheduler.local.group import RunningGroup
 from tlora_fx.scheduler.local.processes import STOP_SECONDS, ForkServer, IdleNews
+from tlora_fx.scheduler.local.recovery import CheckpointSource
 from tlora_fx.scheduler.ray.cluster import RayCluster
 from tlora_fx.scheduler.ray.worker import Worker
 from tlora_fx.scheduler.service import RunOptions

@@ -1,6 +1,6 @@
 """Every kernel compiles for every architecture without a GPU, and comes out as it should.
 
-One spec a kind here, two with the slow ones; `tlora-fx kernels check` compiles all forms and
+One spec a kind here, two with the slow ones; `scripts/check_kernels.py` compiles all forms and
 shapes.
 """
 
@@ -18,13 +18,13 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 if sys.platform != "linux":
     pytest.skip("Triton's compiler is built for Linux", allow_module_level=True)
 
+from scripts import check_kernels
+from scripts.check_kernels import KernelNotCompilable, Resources, faults, few, resources
 from tests.sampled import sampled
-from tlora_fx.codegen import compiled_check
-from tlora_fx.codegen.compiled_check import Resources, faults, few, resources
 from tlora_fx.codegen.kernels import stem
 from tlora_fx.codegen.kernels.shrink import tile_for
 from tlora_fx.codegen.spec import KernelSpec, Tile
-from tlora_fx.errors import KernelNotCompilable, KernelToolMissing
+from tlora_fx.errors import KernelSpecError, KernelToolMissing, UnknownKernel
 
 SPECS = {stem(spec).removesuffix("_sm90"): spec for spec in few()}
 
@@ -149,7 +149,7 @@ def test_a_missing_disassembler_is_told(monkeypatch, tmp_path):
     """With the place where it was looked for."""
     monkeypatch.setenv("TRITON_CUOBJDUMP_PATH", str(tmp_path / "none"))
     with pytest.raises(KernelToolMissing, match=r"(?s)missing.*none"):
-        compiled_check._disassembler()
+        check_kernels._disassembler()
 
 
 def test_an_interpreting_process_says_that_it_cannot_compile(monkeypatch):
@@ -157,3 +157,62 @@ def test_an_interpreting_process_says_that_it_cannot_compile(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(KernelToolMissing, match="unset TRITON_INTERPRET"):
         resources(KernelSpec("pack", 64, 64))
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """Let compiling give these resources instead of asking Triton."""
+
+    def give(found):
+        monkeypatch.setattr(check_kernels, "resources", lambda spec, arch=None: found)
+
+    return give
+
+
+def check(*words):
+    """The exit status of the script."""
+    return check_kernels.app(list(words), standalone_mode=False)
+
+
+def test_a_check_that_finds_a_fault_fails(capsys, compiles):
+    """Each spec and architecture is a line, with its faults."""
+    compiles(Resources(90, 101, 0, 4096, {"STL": 2}))
+    status = check("kinds", "pack", "--arch", "90", "--extent", "few")
+    out = capsys.readouterr().out
+
+    assert status == 1
+    assert "pack_4096x14336_bf16_r16 " in out
+    assert "2 loads and stores of spilled registers" in out
+    assert "2 specs, 2 faults" in out
+
+
+def test_a_check_without_faults_succeeds(capsys, compiles):
+    """For all architectures where none is named."""
+    compiles(Resources(90, 101, 0, 4096, {}))
+    status = check("kinds", "pack", "--extent", "few")
+
+    assert not status
+    assert capsys.readouterr().out.count(" ok\n") == 6
+
+
+def test_one_kernel_is_checked(capsys, compiles):
+    """By the options that `tlora-fx kernels show` takes."""
+    compiles(Resources(90, 101, 0, 4096, {"LDG.E.128": 7}))
+    status = check("one", "pack", "--in", "4096", "--out", "14336", "--extend", "tail")
+
+    assert not status
+    assert "  7 16-byte" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "said"),
+    [
+        (("pak",), UnknownKernel, "nearest  pack"),
+        (("forward", "--arch", "90", "--arch", "999"), KernelSpecError, "capability 999"),
+    ],
+)
+def test_what_no_gpu_or_kernel_is_called_is_refused(compiles, words, error, said):
+    """Before any kernel is compiled."""
+    compiles(None)
+    with pytest.raises(error, match=said):
+        check("kinds", *words)

@@ -1,4 +1,7 @@
-"""Compile a generated kernel for an architecture that need not be there, and read what came out.
+"""Compile generated kernels for architectures that need not be there, and look for faults.
+
+    python scripts/check_kernels.py kinds forward --arch 90
+    python scripts/check_kernels.py one forward --in 4096 --out 14336 --dtype bf16
 
 Triton compiles without a GPU, and its wheel brings NVIDIA's disassembler. So registers, spills,
 shared memory and the instructions that matter are known before a kernel ever runs. `few`, `forms`
@@ -10,20 +13,26 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import typer
+from rich.console import Console
+
+from tlora_fx.cli.kernels import KernelOptions, require_architecture
+from tlora_fx.cli.options import command_group, takes_options
+from tlora_fx.codegen.kernels import stem
 from tlora_fx.codegen.loading import GeneratedModule, load
 from tlora_fx.codegen.spec import KINDS, SHARED_BYTES, KernelSpec, Kind
-from tlora_fx.errors import KernelNotCompilable, KernelSpecError, KernelToolMissing
+from tlora_fx.errors import KernelToolMissing, TloraError, UnknownKernel, nearest
 
+CHECKED_ARCHITECTURES = (80, 90, 100)
 MAX_REGISTERS = 255
-#: Compute capabilities that there are, as far back as Triton compiles for.
-ARCHITECTURES = (75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 TENSOR_MEMORY_COLUMNS = 512
 
 _MULTIPLYING = {
@@ -80,6 +89,10 @@ _FORMS: dict[Kind, tuple[dict[str, object], ...]] = {
 }
 
 
+class KernelNotCompilable(Exception):
+    """Triton does not compile a generated kernel for an architecture; another tile may do."""
+
+
 def forms(kind: Kind) -> Iterator[KernelSpec]:
     """The plain spec of a kind for a widening linear, then its other forms."""
     plain = KernelSpec(kind, 4096, 14336)
@@ -110,20 +123,6 @@ def specs_of(extent: str) -> list[KernelSpec]:
         return list(few())
     each = forms if extent == "forms" else everything
     return [spec for kind in KINDS for spec in each(kind)]
-
-
-def require_architecture(arch: int) -> None:
-    """Refuse a compute capability that no GPU has, before a compiler fails on it.
-
-    raises    KernelSpecError
-    """
-    if arch not in ARCHITECTURES:
-        raise KernelSpecError(
-            f"no GPU has compute capability {arch}",
-            expected=", ".join(map(str, ARCHITECTURES)),
-            found=arch,
-            help="say --arch 80 for an A100, 90 for an H100 or H200, 100 for a B200",
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,10 +250,8 @@ def _compiled(spec: KernelSpec, module: GeneratedModule, tokens_divisible: bool)
         return triton.compile(source, target=target, options=dict(module.META))
     except (TritonError, RuntimeError) as error:
         raise KernelNotCompilable(
-            f"Triton {triton.__version__} does not compile a {spec.kind} kernel for sm_{spec.arch}",
-            file=module.__file__,
-            spec=spec.text(),
-            found="\n".join(_messages(error)),
+            f"Triton {triton.__version__} does not compile a {spec.kind} kernel for "
+            f"sm_{spec.arch}\n{module.__file__}\n{spec.text()}\n" + "\n".join(_messages(error))
         ) from error
 
 
@@ -282,7 +279,7 @@ def _disassembled(cubin: bytes) -> str:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         tool = _disassembler()
-        done = subprocess.run(  # noqa: S603  (Triton's own tool, on a file that we wrote)
+        done = subprocess.run(
             [tool, "-sass", "-res-usage", str(path)], capture_output=True, text=True, check=False
         )
     if done.returncode:
@@ -307,3 +304,73 @@ def _disassembler() -> str:
             help="Triton's wheels for Linux bring cuobjdump; or set TRITON_CUOBJDUMP_PATH",
         )
     return tool
+
+
+app = command_group("Compile generated kernels without a GPU and look for faults.")
+Architectures = Annotated[list[int] | None, typer.Option(help="80, 90 and 100 where none.")]
+
+
+@app.command()
+def kinds(
+    names: Annotated[list[str] | None, typer.Argument(help="Kinds; all where none.")] = None,
+    arch: Architectures = None,
+    extent: Annotated[
+        Literal["few", "forms", "everything"],
+        typer.Option("--extent", help="Two specs a kind, all forms, or all forms and shapes."),
+    ] = "forms",
+) -> None:
+    """Compile specs that stand for all of a kind; exits with 1 where a kernel has a fault."""
+    if wrong := [name for name in names or () if name not in KINDS]:
+        raise UnknownKernel(
+            f"there is no kernel kind {wrong[0]!r}",
+            nearest=nearest(wrong[0], KINDS),
+            help="`tlora-fx kernels list` lists them",
+        )
+    _check([spec for spec in specs_of(extent) if not names or spec.kind in names], arch)
+
+
+@app.command()
+@takes_options
+def one(kernel: KernelOptions) -> None:
+    """Compile one kernel for its --arch; exits with 1 where it has a fault."""
+    _check([kernel.spec()], [kernel.arch])
+
+
+def _check(specs: list[KernelSpec], architectures: list[int] | None) -> None:
+    """Print a line for each spec and architecture."""
+    for arch in architectures or ():
+        require_architecture(arch)
+    broken = 0
+    console = Console()
+    for spec in specs:
+        for arch in architectures or CHECKED_ARCHITECTURES:
+            line, good = _checked(spec, arch)
+            broken += not good
+            console.print(line, soft_wrap=True, highlight=False, markup=False)
+    console.print(f"{len(specs)} specs, {broken} faults", highlight=False)
+    if broken:
+        raise typer.Exit(1)
+
+
+def _checked(spec: KernelSpec, arch: int) -> tuple[str, bool]:
+    name = stem(spec).removesuffix(f"_sm{spec.arch}")
+    head = f"{name:<48} sm_{arch:<4}"
+    try:
+        used = resources(spec, arch)
+    except KernelToolMissing:
+        raise
+    except (TloraError, KernelNotCompilable) as error:
+        return f"{head} {error}", False
+    wrong = faults(spec, used)
+    sizes = (
+        f"{used.registers:>4} registers {used.shared_bytes:>7} shared {used.total:>6} instr. "
+        f"{used.tensor_core:>4} tensor core {used.bulk_loads:>3} bulk {used.wide_loads:>3} 16-byte"
+    )
+    return f"{head}{sizes}  {'; '.join(wrong) or 'ok'}", not wrong
+
+
+if __name__ == "__main__":
+    try:
+        app()
+    except TloraError as error:
+        sys.exit(str(error))

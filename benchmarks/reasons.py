@@ -9,32 +9,27 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from tlora_fx.cost.load import Demand, demand_of
 from tlora_fx.simulator.comparison import (
     ALLOCATED,
+    BASELINES,
     COMPLETION,
     OURS,
+    PAPER_BUSY,
+    PAPER_COMPLETION,
+    PAPER_THROUGHPUT,
     QUEUE,
     SLOWDOWN,
     Metric,
     Policies,
     Ratio,
-    Spread,
     part_ratios,
+    ratio_text,
     spread,
 )
-from tlora_fx.simulator.figures import (
-    shown,
-)
-from tlora_fx.simulator.sweep import (
-    Scenario,
-    ScenarioResult,
-)
+from tlora_fx.simulator.figures import shown
+from tlora_fx.simulator.sweep import Scenario, ScenarioResult, estimator_of
 
-#: tLoRA, abstract: over its baselines.
-PAPER_THROUGHPUT = (1.2, 1.8)
-PAPER_COMPLETION = (2.3, 5.4)
-#: GPU utilisation, "up to 37 %".
-PAPER_BUSY = 1.37
 LESS_THAN_ROOM = (
     " With less work than room, throughput while jobs arrive is near what arrives, whatever the "
     "policy."
@@ -43,7 +38,6 @@ BETTER_ALONE = (
     " Alone, then, a job is faster without them by what was measured: policies that run many jobs "
     "alone gain by unfused kernels, which is a fact about short rows and not about grouping."
 )
-BASELINES = ("mlora-fifo", "mlora-memory", "megatron", "megatron:backfill=true")
 
 
 def reasons(policies: Policies, ratios: Sequence[Ratio]) -> list[str]:
@@ -76,13 +70,6 @@ def place(value: float, paper: tuple[float, float]) -> str:
     if value < low:
         return f"below the paper's {low:g}–{high:g}"
     return f"above the paper's {low:g}–{high:g}" if value > high else f"within {low:g}–{high:g}"
-
-
-def ratio_text(ratio: Spread) -> str:
-    """Mean and spread of a ratio."""
-    if ratio.count == 1:
-        return f"{ratio.mean:.2f}×"
-    return f"{ratio.mean:.2f}× ({ratio.low:.2f}–{ratio.high:.2f}, {ratio.count} seeds)"
 
 
 def _mean(policies: Policies, name: str, metric: Metric) -> float | None:
@@ -205,9 +192,6 @@ def _kernels(policies: Policies) -> Iterator[str]:
     """What fused kernels are worth by the estimator, for one job and for eight."""
     if "no-kernel-fuser" not in policies:
         return
-    from tlora_fx.cost.load import Demand, demand_of
-    from tlora_fx.simulator.sweep import estimator_of
-
     scenario = policies[OURS][0].scenario
     base, rank, batch = scenario.choices.bases[0], 8, 4
     demand = demand_of(base, rank, batch, scenario.choices.mean_tokens)
@@ -224,11 +208,6 @@ def _kernels(policies: Policies) -> Iterator[str]:
         f"{scenario.choices.mean_tokens:g} tokens) takes {', '.join(sentences)}."
         + (BETTER_ALONE if lone[1] < lone[0] else "")
     )
-
-
-def _ratio(policies: Policies, metric: Metric, above: str, below: str) -> float:
-    top, base = _mean(policies, above, metric), _mean(policies, below, metric)
-    return top / base if top is not None and base else float("nan")
 
 
 def _bounds_kept(policies: Policies) -> Iterator[str]:

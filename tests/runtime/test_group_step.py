@@ -1,0 +1,297 @@
+"""A loop of one's own: jobs step when they want, each as it would alone."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from tests.runtime.elastic import SLOTS, coming_jobs
+from tests.runtime.groups import losses_of, make_data, tiny_base
+from tlora_fx.compiler import compile
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.errors import NotFinite, OptimizerError, StepMisuse
+from tlora_fx.runtime.group_step import Batch, GroupStep
+from tlora_fx.runtime.trainer import Trainer
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("base")
+    tiny_base(folder)
+    return BaseSpec(config=folder, dtype="float64", seed=7)
+
+
+@pytest.fixture(scope="module")
+def jobs(base):
+    """Four jobs that differ in ranks, sites, dropout, accumulation and optimizer."""
+    return coming_jobs(base)
+
+
+@pytest.fixture(scope="module")
+def data(jobs):
+    return make_data(list(jobs.values()))
+
+
+def group_of(*jobs, **how):
+    return GroupStep(compile(list(jobs), **how), device="cpu")
+
+
+def adapter(group, name):
+    return group.member(name).final_adapter()
+
+
+def train_alone(job, data, steps=None):
+    """A job's losses and its adapter, by a step of its own."""
+    group = group_of(job)
+    losses = [one_step(group, {job.name: data.step(n)})[job.name] for n in range(steps or 4)]
+    return losses, adapter(group, job.name)
+
+
+def one_step(group, batches):
+    outputs = group.accumulate(batches)
+    group.apply({name: {} for name in batches})
+    return {name: output.loss for name, output in outputs.items()}
+
+
+def assert_same(found, expected, tolerance=1e-12):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=tolerance, atol=tolerance)
+
+
+def test_a_loop_of_steps_is_what_the_trainer_does(tmp_path, jobs, data):
+    """Bit by bit: losses and adapters of all jobs."""
+    named = {name: jobs[name] for name in "abcd"}
+    Trainer(compile(list(named.values())), output=tmp_path, device="cpu", data=data).run()
+    group = group_of(*named.values())
+
+    losses = {name: [] for name in named}
+    for step in range(5):
+        running = {name: data[name].step(step) for name in named if step < data[name].steps}
+        for name, loss in one_step(group, running).items():
+            losses[name].append(loss)
+
+    assert losses == losses_of(tmp_path, list(named.values()))
+    for name in named:
+        assert_same(adapter(group, name), load_file(tmp_path / name / "adapter_model.safetensors"))
+
+
+@settings(
+    max_examples=6, deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)  # fmt: skip
+@given(st.lists(st.sets(st.sampled_from("abcd"), min_size=1), min_size=1, max_size=6))
+def test_jobs_step_when_they_want(jobs, data, rounds):
+    """Whoever shares a row with a job, its losses and its adapter are those that it has alone."""
+    group = group_of(*jobs.values())
+    losses: dict[str, list[float]] = {}
+    for names in rounds:
+        steps = {name: len(losses.get(name, [])) for name in sorted(names)}
+        steps = {name: step for name, step in steps.items() if step < data[name].steps}
+        if steps:
+            batches = {name: data[name].step(step) for name, step in steps.items()}
+            for name, loss in one_step(group, batches).items():
+                losses.setdefault(name, []).append(loss)
+
+    for name, own in losses.items():
+        expected, tensors = train_alone(jobs[name], data[name], len(own))
+        assert own == pytest.approx(expected, rel=1e-9)
+        assert_same(adapter(group, name), tensors, 1e-9)
+
+
+def test_gradients_add_up_over_calls(jobs, data):
+    """Two calls with one normalizer are one call with both micro-batches; others step meanwhile."""
+    job, micro = jobs["b"], data["b"].step(0)
+    assert len(micro) == 2
+    whole = group_of(job)
+    loss = one_step(whole, {"b": micro})["b"]
+    terms = whole.accumulate({"b": micro})["b"].terms
+    group = group_of(job, jobs["a"])
+
+    first = group.accumulate({"b": Batch(micro[:1], terms), "a": data["a"].step(0)})
+    group.apply({"a": {}})
+    second = group.accumulate({"b": Batch(micro[1:], terms)})
+    update = group.apply({"b": {}})["b"]
+
+    assert first["b"].loss + second["b"].loss == pytest.approx(loss, rel=1e-12)
+    assert (update.step, update.updated) == (1, True)
+    alone = group_of(job)
+    one_step(alone, {"b": micro})
+    assert_same(adapter(group, "b"), adapter(alone, "b"))
+
+
+def failing(group, sick):
+    """Let rows fail that hold targets of one job."""
+    plain, index = group.runner.run, group.member(sick).index
+
+    def run(rows, weights):
+        ends = [row.target_segments.tolist() for row in rows]
+        if any(each[index + 1] > each[index] for each in ends):
+            raise ValueError("this row is broken")
+        return plain(rows, weights)
+
+    group.runner.run = run
+    return plain
+
+
+def test_a_row_that_fails_costs_nobody_gathered_gradients(jobs, data):
+    """The job at fault and its neighbours go on as if the failed batch had not been sent."""
+    group, undisturbed = (group_of(jobs["a"], jobs["d"]) for _ in range(2))
+    first = {name: data[name].step(0) for name in "ad"}
+    later = {name: data[name].step(1) for name in "ad"}
+    group.accumulate(first)
+    plain = failing(group, "a")
+
+    outputs = group.accumulate(later)
+
+    assert isinstance(outputs["a"].error, ValueError)
+    assert math.isnan(outputs["a"].loss)
+    assert outputs["d"].error is None
+    group.runner.run = plain
+    updates = group.apply({"a": {}, "d": {}})
+    undisturbed.accumulate(first)
+    undisturbed.accumulate({"d": later["d"]})
+    assert updates == undisturbed.apply({"a": {}, "d": {}})
+    for name in "ad":
+        assert_same(adapter(group, name), adapter(undisturbed, name), 0)
+
+
+def test_where_all_rows_fail_all_gradients_are_as_before(jobs, data):
+    """The failure itself is raised."""
+    group = group_of(jobs["a"])
+    group.accumulate({"a": data["a"].step(0)})
+    before = [each.grad.clone() for each in group.member("a").optimizer.trained.values()]
+    failing(group, "a")
+
+    with pytest.raises(ValueError, match="this row is broken"):
+        group.accumulate({"a": data["a"].step(1)})
+
+    after = [each.grad for each in group.member("a").optimizer.trained.values()]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+def test_a_loss_that_is_not_finite_fails_its_batch_alone(jobs, data):
+    """Its job keeps what it had gathered, and may go on; the other's output stands."""
+    group = group_of(jobs["a"], jobs["d"])
+    with torch.no_grad():
+        sound = {n: p.clone() for n, p in group_parameters(group, "a").items()}
+        for parameter in group_parameters(group, "a").values():
+            parameter.fill_(math.nan)
+
+    outputs = group.accumulate({name: data[name].step(0) for name in "ad"})
+
+    assert isinstance(outputs["a"].error, NotFinite)
+    assert math.isfinite(outputs["d"].loss)
+    with pytest.raises(StepMisuse, match="gathered no gradients"):
+        group.apply({"a": {}})
+    with torch.no_grad():
+        for name, parameter in group_parameters(group, "a").items():
+            parameter.copy_(sound[name])
+    loss = one_step(group, {"a": data["a"].step(0)})["a"]
+    assert loss == pytest.approx(train_alone(jobs["a"], data["a"], 1)[0][0], rel=1e-12)
+
+
+def group_parameters(group, name):
+    group._ready()
+    return group.member(name).parameters
+
+
+def test_gradients_that_are_not_finite_are_dropped(jobs, data):
+    """The update says so, the adapter stays, and the next step is the first one."""
+    group = group_of(jobs["a"])
+    group.accumulate({"a": data["a"].step(0)})
+    before = adapter(group, "a")
+    next(iter(group.member("a").optimizer.trained.values())).grad.fill_(math.nan)
+
+    update = group.apply({"a": {"lr": 0.5}})["a"]
+
+    assert (update.step, update.updated) == (0, False)
+    assert_same(adapter(group, "a"), before, 0)
+    one_step(group, {"a": data["a"].step(0)})
+    assert_same(adapter(group, "a"), train_alone(jobs["a"], data["a"], 1)[1])
+
+
+@pytest.mark.parametrize("name", "ac")
+def test_a_rate_holds_for_one_step(jobs, data, name):
+    """The step is that of a job with this rate; the next one has the schedule's again."""
+    job = jobs[name]
+    group = group_of(job)
+    group.accumulate({name: data[name].step(0)})
+    scheduled = group.member(name).optimizer.learning_rate
+    update = group.apply({name: {"lr": 3e-3}})[name]
+
+    other = job.model_copy(update={"learning_rate": 3e-3, "lr_scheduler_type": "constant"})
+    assert update.learning_rate == 3e-3 != scheduled
+    assert_same(adapter(group, name), train_alone(other, data[name], 1)[1])
+    after = group_of(job)
+    one_step(after, {name: data[name].step(0)})
+    assert group.member(name).optimizer.learning_rate == after.member(name).optimizer.learning_rate
+
+
+def test_hyperparameters_that_an_optimizer_does_not_have_are_refused(jobs, data):
+    """Before any job is changed."""
+    group = group_of(jobs["a"], jobs["c"])
+    group.accumulate({name: data[name].step(0) for name in "ac"})
+    before = adapter(group, "a")
+
+    for wrong in ({"lr": -1.0}, {"lr": math.nan}, {"momentum": 0.9}, {"betas": 0.9}):
+        with pytest.raises(OptimizerError):
+            group.apply({"a": {}, "c": wrong})
+    assert_same(adapter(group, "a"), before, 0)
+    assert group.apply({"a": {}, "c": {}})["c"].updated
+
+
+def test_jobs_join_leave_and_wait_in_memory(jobs, data):
+    """One that was parked goes on as if it had stayed; one that was released leaves its state."""
+    group = GroupStep(compile([jobs["a"]], open=SLOTS), device="cpu")
+    losses = {name: [] for name in "abd"}
+
+    def step(*names):
+        batches = {name: data[name].step(len(losses[name])) for name in names}
+        for name, loss in one_step(group, batches).items():
+            losses[name].append(loss)
+
+    step("a")
+    group.admit(jobs["b"])
+    step("a", "b")
+    group.park("a")
+    assert [member.job.name for member in group.members.values()] == ["b"]
+    group.admit(jobs["d"])
+    step("b", "d")
+    group.restore(jobs["a"])
+    step("a", "d")
+    state = group.release("d")
+    step("a", "b")
+
+    assert state.step == 2
+    for name in "ab":
+        expected, tensors = train_alone(jobs[name], data[name], len(losses[name]))
+        assert losses[name] == pytest.approx(expected, rel=1e-9)
+        assert_same(adapter(group, name), tensors, 1e-9)
+    expected, tensors = train_alone(jobs["d"], data["d"], 2)
+    assert losses["d"] == pytest.approx(expected, rel=1e-9)
+    assert_same(state.adapter, tensors, 1e-9)
+
+
+def test_what_a_group_cannot_do_says_what_to_do(jobs, data):
+    """Unknown jobs, steps without gradients, parked gradients, schedules without an end."""
+    group = GroupStep(compile([jobs["a"]], open=SLOTS), device="cpu")
+    with pytest.raises(StepMisuse, match="no such job trains"):
+        group.accumulate({"z": data["a"].step(0)})
+    with pytest.raises(StepMisuse, match="gathered no gradients"):
+        group.apply({"a": {}})
+    group.accumulate({"a": data["a"].step(0)})
+    with pytest.raises(StepMisuse, match="cannot be parked"):
+        group.park("a")
+    with pytest.raises(StepMisuse, match="parked"):
+        group.restore(jobs["b"])
+    endless = jobs["b"].model_copy(update={"max_steps": None})
+    with pytest.raises(StepMisuse, match="how many steps"):
+        group.admit(endless)
+    group.steps = {"b": 4}
+    assert group.admit(endless)[0].optimizer.learning_rate > 0

@@ -1,0 +1,545 @@
+"""Steps of the jobs that share one base: rows, gradients, optimizers and membership.
+
+`Trainer` steps by it, and so does a loop of one's own. It knows nothing of data files, folders,
+statuses or evaluation: who calls brings batches, and decides what a failure means for a job.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tlora_fx.config.job import Job
+from tlora_fx.cost.load import MAX_ROW_TOKENS
+from tlora_fx.cost.plan import Plan
+from tlora_fx.errors import NotFinite, StepMisuse
+from tlora_fx.model.batch import PackedBatch
+from tlora_fx.model.elastic import Admission
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.ops.dora import norms_kept
+from tlora_fx.ops.kernels.select import is_strict
+from tlora_fx.parallel.apply import Applied, ReducingRunner, RowRunner, apply, load, mesh_for
+from tlora_fx.parallel.cuda_graphs import RowGraphs
+from tlora_fx.parallel.prepare import prepared
+from tlora_fx.parallel.stage_graphs import StageGraphs
+from tlora_fx.runtime.adapters.files import base_tensors, start_adapter, start_adapters
+from tlora_fx.runtime.checkpoints.store import JobState
+from tlora_fx.runtime.checks import probe_base
+from tlora_fx.runtime.data.batching import (
+    Cutting,
+    MicroBatches,
+    RowBucketer,
+    count_terms,
+    count_tokens,
+    cut_round,
+    rows_of_round,
+)
+from tlora_fx.runtime.distributed import StateGatherer
+from tlora_fx.runtime.group_updater import GroupUpdater
+from tlora_fx.runtime.isolation import Ran, run_isolated
+from tlora_fx.runtime.member import Member
+from tlora_fx.runtime.optim.rank_allocation import regularise
+
+DataStarts = Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What one job learns from in one call of `GroupStep.accumulate`.
+
+    micro_batches   lists of samples; a micro-batch stays whole in one row
+    normalizer      the sum of the token losses is divided by it; None: by the number of the
+                    batch's own targets, or of its pairs where the job compares pairs
+    """
+
+    micro_batches: MicroBatches
+    normalizer: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """What one batch of one job came to.
+
+    loss     sum of token losses over the batch's normalizer; NaN where the batch failed
+    tokens   of the batch
+    terms    its target tokens, or pairs
+    error    why it failed: the job's gradients are then what they were before the call
+    """
+
+    loss: float
+    tokens: int
+    terms: int
+    error: Exception | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepUpdate:
+    """What one optimizer step of one job came to.
+
+    step            optimizer steps done, this one included where it was done
+    grad_norm       2-norm over the job's gradients, before clipping
+    learning_rate   that the step used
+    updated         whether the adapter changed: not where `grad_norm` is not finite; the gathered
+                    gradients are dropped either way
+    """
+
+    step: int
+    grad_norm: float
+    learning_rate: float
+    updated: bool
+
+
+@dataclass(slots=True)
+class _Gathered:
+    """What a job has gathered since its last optimizer step."""
+
+    loss: float = 0.0
+    tokens: int = 0
+    batches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepOptions:
+    """How rows run.
+
+    max_row_tokens   a row is closed before it grows beyond this
+    compiled         layers are compiled by torch.compile; the first steps take longer
+    cuda_graphs      on a GPU, rows that come again run as CUDA graphs; never in strict mode
+    """
+
+    max_row_tokens: int = MAX_ROW_TOKENS
+    compiled: bool = False
+    cuda_graphs: bool = True
+
+
+@dataclass(eq=False)
+class GroupStep:
+    """Steps the jobs of a Shared Super-Model, each when its caller wants.
+
+    model     what `tlora_fx.compile` made; with `open=OpenSlots(...)` jobs may join later
+    plan      how it runs on a mesh; by default on one device. Where there are several processes,
+              each makes the same calls
+    device    by default the GPU where there is one
+    options   how rows run
+    steps     by job, optimizer steps from which its schedule takes its length; by default the
+              job's `max_steps`
+
+    members   by slot, the jobs that train
+    runner    runs rows; None before `prepare`
+    """
+
+    model: SuperModel
+    plan: Plan = field(default_factory=lambda: Plan(planner="single"))
+    device: torch.device | str | None = None
+    options: StepOptions = StepOptions()
+    steps: Mapping[str, int] = field(default_factory=dict)
+    members: dict[int, Member] = field(default_factory=dict, init=False)
+    runner: RowRunner | ReducingRunner | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self.model = prepared(self.model, self.plan)
+        self.mesh = mesh_for(self.model, self.plan, self.device or default_device())
+        self.device = self.mesh.device
+        self.gathering = StateGatherer(self.model, self.mesh)
+        self.updater = GroupUpdater(self.model, self.mesh)
+        # Numbers of strict mode follow from the lengths that users give.
+        lengthened = self.mesh.device.type == "cuda" and not is_strict()
+        self.bucketer = RowBucketer(self.model.group.form == "packed", lengthened)
+        self.captures = self.options.cuda_graphs and lengthened
+        self.row_tokens = self.options.max_row_tokens
+        self.cutting = Cutting.of(self.model, self.options.max_row_tokens)
+        self._gathered: dict[int, _Gathered] = {}
+        self._parked: dict[str, JobState] = {}
+
+    # Weights.
+
+    def prepare(
+        self,
+        *,
+        probe: Callable[[Mapping[str, Tensor] | None], None] | None = None,
+        starts: Callable[[], DataStarts] | None = None,
+        largest_row: int | None = None,
+        member: Callable[[Job], Member] | None = None,
+    ) -> None:
+        """Load the base, start the adapters, make optimizers; called once, at the latest by a step.
+
+        probe         compares the fused graph with the base alone, whose tensors it is given where
+                      processes will hold pieces of it; by default once a graph and process
+        starts        what is computed from jobs' data for their first adapters
+        largest_row   tokens of the largest row that may come, whose memory stays free
+        member        makes a job's member
+        raises        FusedDiffers, BaseNotLoadable, AdapterFolderError, PlanNotRunnable
+        """
+        probe = probe or self._probe
+        in_pieces = self.plan.planner not in ("single", "replicated")
+        if not self.model.ready:
+            base = base_tensors(self.model.backbone, self.mesh.device)
+            if in_pieces:
+                probe(base)
+            load(self.model, self.plan, self.mesh, base)
+        if not in_pieces:
+            probe(None)
+        start_adapters(self.model, {} if starts is None else starts())
+        if self.options.compiled and not self.model.is_compiled:
+            self.model.compile()
+        largest = self.row_tokens if largest_row is None else largest_row
+        captured = largest if self.captures else 0
+        self.runner = apply(self.model, self.plan, self.mesh, largest_row=captured)
+        for index in self.model.members.values():
+            job = self.model.jobs[index]
+            self.add(self._member(job) if member is None else member(job))
+
+    def _probe(self, base: Mapping[str, Tensor] | None) -> None:
+        if base is None:
+            probe_base(self.model, {})
+
+    def _member(self, job: Job) -> Member:
+        parameters = self.model.job_parameters(job.name)
+        return Member(self.model.members[job.name], job, parameters, self._steps_of(job))
+
+    def _steps_of(self, job: Job) -> int:
+        steps = self.steps.get(job.name, job.max_steps or 0)
+        if not steps:
+            raise StepMisuse(
+                "nothing says how many steps a job's schedule takes",
+                job=job.name,
+                help=f"set max_steps in the job, or GroupStep(steps={{'{job.name}': N}})",
+            )
+        return steps
+
+    @property
+    def graphs(self) -> RowGraphs | StageGraphs | None:
+        """Rows or stages as CUDA graphs, where they may run so; None before `prepare`."""
+        return None if self.runner is None else self.runner.graphs
+
+    # Gradients and optimizer steps of a loop of one's own.
+
+    def accumulate(self, batches: Mapping[str, Batch | MicroBatches]) -> dict[str, StepOutput]:
+        """Forward and backward of these jobs' batches; gradients add up until `apply`.
+
+        batches   by job name; jobs that are left out keep what they have gathered
+        returns   by job name, in the order given. Where a job's rows fail, or its loss is not
+                  finite, that job's output has the error, its gradients are as before the call,
+                  and its neighbours' outputs stand
+        raises    StepMisuse for a job that does not train here; the failure itself where it is no
+                  single job's, as OutOfMemory: all gradients are as before the call then
+        """
+        self._ready()
+        given = {
+            self.member(name).index: batch if isinstance(batch, Batch) else Batch(batch)
+            for name, batch in batches.items()
+        }
+        micro = {index: batch.micro_batches for index, batch in given.items()}
+        terms = {i: count_terms(self.members[i].job, each) for i, each in micro.items()}
+        normalizers = {
+            index: float(terms[index]) if batch.normalizer is None else batch.normalizer
+            for index, batch in given.items()
+        }
+        before = {index: self._copied_gradients(index) for index in given}
+
+        def forget(indices: Iterable[int]) -> None:
+            for index in indices:
+                self._restore_gradients(index, before[index])
+            self.free_memory()
+
+        try:
+            ran = self.run(micro, normalizers, forget=forget)
+        except Exception:
+            forget(given)
+            raise
+        losses = ran.losses.tolist()
+        outputs: dict[str, StepOutput] = {}
+        for index, batch in given.items():
+            job, tokens = self.members[index].job, count_tokens(batch.micro_batches)
+            error, loss = ran.errors.get(index), losses[index]
+            if error is None and not math.isfinite(loss):
+                self._restore_gradients(index, before[index])
+                error = NotFinite("a batch's loss is not finite", job=job.name, found=loss)
+            if error is None:
+                own = self._gathered.setdefault(index, _Gathered())
+                own.loss, own.tokens = own.loss + loss, own.tokens + tokens
+                own.batches += 1
+            shown = math.nan if error else loss
+            outputs[job.name] = StepOutput(shown, tokens, terms[index], error)
+        return outputs
+
+    def apply(self, hyperparameters: Mapping[str, Mapping[str, float]]) -> dict[str, StepUpdate]:
+        """One optimizer step of each of these jobs, from what they have gathered.
+
+        hyperparameters   by job name: `lr` for this step alone, by default the schedule's;
+                          `weight_decay` and `eps` from now on
+        returns           by job name, in the order given
+        raises            StepMisuse for a job that does not train here or has gathered nothing,
+                          OptimizerError for hyperparameters that its optimizer does not have;
+                          nothing is changed then
+        """
+        self._ready()
+        members = [self.member(name) for name in hyperparameters]
+        for member in members:
+            if member.index not in self._gathered:
+                raise StepMisuse(
+                    "a job has gathered no gradients since its last step",
+                    job=member.job.name,
+                    help="call accumulate with a batch of the job first",
+                )
+            member.optimizer.require_options(hyperparameters[member.job.name])
+        losses = torch.zeros(len(self.model.jobs), dtype=torch.float64)
+        for member in members:
+            member.optimizer.override(hyperparameters[member.job.name])
+            losses[member.index] = self._gathered[member.index].loss
+        rates = {member.index: member.optimizer.learning_rate for member in members}
+        norms = self._update(members, losses.to(self.mesh.device))
+        updates: dict[str, StepUpdate] = {}
+        for member in members:
+            norm, updated = norms[member.index], math.isfinite(norms[member.index])
+            gathered = self._gathered.pop(member.index)
+            if updated:
+                member.step, member.tokens = member.step + 1, member.tokens + gathered.tokens
+            member.optimizer.zero_grad()
+            updates[member.job.name] = StepUpdate(member.step, norm, rates[member.index], updated)
+        if not all(update.updated for update in updates.values()):
+            # Kernels leave out a job whose step failed until they are told anew.
+            self.updater.forget()
+        return updates
+
+    def _update(self, members: Sequence[Member], losses: Tensor) -> dict[int, float]:
+        """Update from gradients; the norms before clipping, not finite where nothing changed."""
+        split = self.updater.split(members)
+        pending, norms = self.updater.launch(split, losses)
+        for member in split.together:
+            member.optimizer.noted()
+        outcomes = [] if pending is None else pending.read()
+        for member, outcome in zip(split.together, outcomes, strict=True):
+            norms[member.index] = outcome.norm if outcome.updated else math.nan
+            if not outcome.updated:
+                member.optimizer.noted(-1)
+                member.optimizer.keep_to_schedule()
+        for member in split.apart:
+            if math.isfinite(norms[member.index]):
+                member.optimizer.step(norms[member.index])
+            else:
+                member.optimizer.keep_to_schedule()
+        return norms
+
+    # Rows.
+
+    def rows_of(self, batches: Mapping[int, MicroBatches]) -> list[PackedBatch]:
+        """The rows of some jobs' micro-batches, by slot; the same on every process."""
+        steps = {index: self.members[index].step for index in batches}
+        offsets = {index: self._gathered[index].tokens for index in batches if self._has(index)}
+        rows = rows_of_round(self.model.jobs, batches, steps, self.row_tokens, offsets)
+        return self.bucketer.made(cut_round(rows, self.plan.parts, self.cutting))
+
+    def run_rows(
+        self,
+        rows: Sequence[PackedBatch],
+        batches: Mapping[int, MicroBatches],
+        normalizers: Mapping[int, float] | None = None,
+    ) -> Tensor:
+        """Forward and backward of rows; gradients add up in the parameters.
+
+        rows          what `rows_of` made of the batches
+        normalizers   by slot; by default the terms of each job's batch
+        returns       losses over normalizers, [J] on the device, which may still compute
+        """
+        assert self.runner is not None
+        counts = torch.zeros(len(self.model.jobs), dtype=torch.float64)
+        for index, micro_batches in batches.items():
+            terms = count_terms(self.members[index].job, micro_batches)
+            counts[index] = terms if normalizers is None else normalizers[index]
+        weights = torch.where(counts > 0, 1 / counts.clamp(min=1e-30), 0)
+        weights = weights.to(self.mesh.device, non_blocking=True)
+        with norms_kept():
+            losses = self.runner.run(rows, weights) if batches else weights
+        for index in batches:
+            if not self._has(index):
+                regularise(self.members[index].job, self.members[index].parameters)
+        return losses
+
+    def run(
+        self,
+        batches: Mapping[int, MicroBatches],
+        normalizers: Mapping[int, float] | None = None,
+        *,
+        rows: Sequence[PackedBatch] | None = None,
+        forget: Callable[[Iterable[int]], None] | None = None,
+    ) -> Ran:
+        """As `run_rows`; where rows of one process fail, the jobs at fault are left out.
+
+        Only where one process trains: others would wait for what this one does not send.
+
+        rows      of the batches, where they are made already
+        forget    undoes what a failed row has left of some jobs; by default their gradients are
+                  zeroed
+        returns   what ran, and why the others did not. Where there was no memory for all jobs
+                  together, later rows have at most the tokens that there was memory for
+        raises    the failure itself where it is nobody's, OutOfMemory where no job fits
+        """
+        rows = self.rows_of(batches) if rows is None else rows
+        if self.mesh.size > 1:
+            return Ran(self.run_rows(rows, batches, normalizers), batches)
+
+        def alone(index: int) -> tuple[Tensor, int]:
+            own = {index: batches[index]}
+            rows = self.rows_of(own)
+            return self.run_rows(rows, own, normalizers), max(r.input_ids.numel() for r in rows)
+
+        together = partial(self.run_rows, rows, batches, normalizers)
+        ran = run_isolated(together, alone, forget or self.drop, self.model.jobs, batches)
+        if ran.largest:
+            self.row_tokens = min(self.row_tokens, ran.largest)
+        return ran
+
+    def drop(self, indices: Iterable[int]) -> None:
+        """Zero the gradients of some jobs, and free what a failed row has left."""
+        for index in indices:
+            self.members[index].optimizer.zero_grad()
+            self._gathered.pop(index, None)
+        self.free_memory()
+
+    def free_memory(self) -> None:
+        """Free captured rows and cached memory."""
+        if self.graphs is not None and self.mesh.size == 1:
+            # Processes that capture together forget together, or not at all.
+            self.graphs.clear()
+        gc.collect()
+        if self.mesh.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _copied_gradients(self, index: int) -> list[Tensor] | None:
+        """A job's gradients, where it has gathered any; None where they are all zero."""
+        if not self._has(index):
+            return None
+        trained = self.members[index].optimizer.trained.values()
+        return [each.grad.clone() for each in trained if each.grad is not None]
+
+    @torch.no_grad()
+    def _restore_gradients(self, index: int, gradients: list[Tensor] | None) -> None:
+        optimizer = self.members[index].optimizer
+        optimizer.zero_grad()
+        if gradients:
+            own = [each.grad for each in optimizer.trained.values() if each.grad is not None]
+            torch._foreach_copy_(own, gradients)
+
+    def _has(self, index: int) -> bool:
+        """Whether a job has gathered gradients."""
+        return index in self._gathered
+
+    # Membership.
+
+    def member(self, name: str) -> Member:
+        """The job of this name; raises StepMisuse where it does not train here."""
+        for member in self.members.values():
+            if member.job.name == name:
+                return member
+        raise StepMisuse(
+            "no such job trains in this group",
+            job=name,
+            expected=", ".join(member.job.name for member in self.members.values()) or "none",
+        )
+
+    def add(self, member: Member) -> Member:
+        """Let a member train whose rows are in the model already."""
+        member.optimizer.zero_grad()
+        self.members[member.index] = member
+        return member
+
+    def admit(
+        self, job: Job, state: JobState | None = None, *, may_grow: bool = True
+    ) -> tuple[Member, Admission]:
+        """Let a job join; nothing is traced, compiled or loaded again.
+
+        state      what it goes on from; None: it starts anew
+        may_grow   banks may double where no slot is free
+        raises     NotAdmitted where it does not fit, StepMisuse where nothing says how long its
+                   schedule is; nothing is changed then
+        """
+        self._ready()
+        self._steps_of(job)
+        admission = self.take_in(job, may_grow=may_grow)
+        member = self.add(self._member(job))
+        if state is None:
+            start_adapter(self.model, job)
+        else:
+            member.restore(self.gathering.own(job.name, state), "its state")
+        return member, admission
+
+    def take_in(self, job: Job, *, may_grow: bool) -> Admission:
+        """Give a job rows in the model, and move those who have to make way.
+
+        raises   NotAdmitted where there are none; nothing is changed then
+        """
+        admission = self.model.admit(job, may_grow=may_grow)
+        for member in self.members.values():
+            if member.job.name in admission.moved or admission.grown:
+                member.rebind(self.model.job_parameters(member.job.name))
+        self.updater.forget()
+        if admission.grown:
+            if self.graphs is not None:
+                self.graphs.clear()
+            assert self.runner is not None
+            # Alone, rows run by the new banks as they did by the old ones.
+            self.model.applied = Applied(self.plan, self.mesh, self.runner)
+        return admission
+
+    def release(self, name: str) -> JobState:
+        """Let a job leave; its rows are free then.
+
+        returns   its last state, whole on the leader; gathered gradients are dropped
+        """
+        return self.let_go(self.member(name))
+
+    def park(self, name: str) -> None:
+        """Let a job leave for now; its state waits in main memory for `restore`.
+
+        raises   StepMisuse where it has gathered gradients that no step has used
+        """
+        member = self.member(name)
+        if self._has(member.index):
+            raise StepMisuse(
+                "a job with gathered gradients cannot be parked",
+                job=name,
+                help="call apply for it first, or drop them with `drop([index])`",
+            )
+        self._parked[name] = self.let_go(member).with_own_values().in_main_memory()
+
+    def restore(self, job: Job) -> Member:
+        """Let a parked job go on where it was; raises StepMisuse where it is not parked."""
+        if job.name not in self._parked:
+            raise StepMisuse(
+                "no such job is parked",
+                job=job.name,
+                expected=", ".join(self._parked) or "none",
+            )
+        member, _ = self.admit(job, self._parked[job.name])
+        del self._parked[job.name]
+        return member
+
+    def let_go(self, member: Member) -> JobState:
+        """Free a member's rows; returns its state, whole on the leader, in tensors of its own."""
+        name = member.job.name
+        state = self.gathering.whole(name, member.state())
+        if self.mesh.leader:
+            # On the device: copies to main memory would keep the others waiting.
+            state = state.detached()
+        member.depart()
+        del self.members[member.index]
+        self._gathered.pop(member.index, None)
+        self.model.release(name)
+        self.updater.forget()
+        return state
+
+    def _ready(self) -> None:
+        if self.runner is None:
+            self.prepare()
+
+
+def default_device() -> str:
+    """The GPU where there is one."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,0 +1,245 @@
+"""A formation of a group on this machine, and the processes that train it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from tlora_fx.cost.estimator import Layout
+from tlora_fx.runtime.checkpoints.store import CheckpointStore
+from tlora_fx.runtime.workers.protocol import (
+    CROWDED,
+    EVENTS,
+    EventReader,
+)
+from tlora_fx.scheduler.executor import (
+    Committed,
+    Drained,
+    Failed,
+    Finished,
+    GroupEvent,
+    GroupStarted,
+    Progress,
+    Warned,
+)
+from tlora_fx.scheduler.local.processes import IdleNews
+from tlora_fx.scheduler.local.watchdog import Watchdog
+
+TAIL_LINES = 12
+
+
+NO_MEMORY = "no memory beside idle workers, which are let go of"
+
+
+class Processes(Protocol):
+    """What starts the processes of groups, by number; see `ForkServer`."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether processes begin at once."""
+
+    def begin(self) -> None:
+        """Make ready."""
+
+    def start(
+        self,
+        order: Path,
+        log: Path,
+        environment: Mapping[str, str],
+        module: str = "",
+        *,
+        stays: str = "",
+        place: Iterable[int] = (),
+        needs: float | None = None,
+        rank: int = 0,
+        size: int = 1,
+    ) -> int:
+        """Start one; its number."""
+
+    def free_memory(self, worker: int, needs: float | None) -> None:
+        """One will need so many bytes."""
+
+    def news(self) -> list[IdleNews]:
+        """What became of idle ones since the last call."""
+
+    def signal(self, worker: int, number: int) -> None:
+        """Send one a signal; nothing happens where it has ended."""
+
+    def code(self, worker: int) -> int | None:
+        """Its exit code, negative for a signal; None while it runs."""
+
+    def close(self) -> None:
+        """End all."""
+
+
+@dataclass(slots=True)
+class RunningGroup:
+    """A formation that was launched.
+
+    clock       from time of day to the executor's seconds
+    output      the run folder with its checkpoints, which one that took over has from the other
+    layout      that its processes have, and those of whoever takes over from it
+    stays       what jobs must have that join it, as `WorkerConfig` says
+    log         where it prints
+    begun       whether it has processes; one that is to take over has none yet
+    successor   what takes over from it
+    needs       bytes of each of its GPUs, or of main memory; None: not known
+    """
+
+    epoch: int
+    jobs: tuple[str, ...]
+    folder: Path
+    server: Processes
+    workers: tuple[int, ...]
+    clock: Callable[[float], float]
+    committed: dict[str, float]
+    watchdog: Watchdog
+    output: Path
+    layout: Layout | None = None
+    stays: str = ""
+    log: Path | None = None
+    begun: bool = True
+    successor: RunningGroup | None = None
+    needs: float | None = None
+    asked: bool = False
+    over: bool = False
+    handed_over: bool = False
+    failed: bool = False
+    at_fault: str | None = None
+    reason: str = ""
+    settled: set[str] = field(default_factory=set)
+    event_reader: EventReader = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.event_reader = EventReader(self.folder / EVENTS)
+
+    def drain(self) -> None:
+        """Ask for a checkpoint and an end; once."""
+        if not self.asked:
+            self.asked = True
+            self.watchdog.asked()
+            self.send(signal.SIGTERM)
+
+    def send(self, number: int) -> None:
+        """A signal for each process."""
+        for worker in self.workers:
+            self.server.signal(worker, number)
+
+    def ended(self) -> bool:
+        """Whether no process is left."""
+        return all(self.server.code(worker) is not None for worker in self.workers)
+
+    def events(self, now: float) -> Iterator[GroupEvent]:
+        """What is new."""
+        if self.over:
+            return
+        codes = [self.server.code(worker) for worker in self.workers]
+        whole = all(code is not None for code in codes)
+        # Read after the codes: once all have ended, nothing more is told.
+        for line in self.event_reader.lines():
+            yield from self._read(line)
+        if self.handed_over:
+            return
+        if whole:
+            self.over = True
+            yield from self._end(now, [code for code in codes if code is not None])
+        elif any(codes):
+            # The others wait for one that has died.
+            self.send(signal.SIGKILL)
+        elif reason := self.watchdog.reason():
+            self.reason = reason
+            self.send(signal.SIGKILL)
+
+    def _read(self, line: Mapping[str, Any]) -> Iterator[GroupEvent]:
+        time = self.clock(line["time"])
+        self.watchdog.hear(line["kind"])
+        match line["kind"]:
+            case "started":
+                yield GroupStarted(time, self.epoch, line.get("paused"))
+            case "handed_over":
+                yield self._hand_over(time)
+            case "declined":
+                yield Warned(time, self.epoch, f"it is formed anew: {line['reason']}")
+                self.drain()
+            case "progress":
+                yield Progress(time, self.epoch, line["steps"])
+            case "saved":
+                self.committed |= line["steps"]
+                yield Committed(time, self.epoch, line["steps"], str(self.output))
+                yield from self._settled(time, line)
+            case "warned":
+                yield Warned(time, self.epoch, line["text"])
+            case "failed":
+                self.reason = line["reason"]
+                # A job alone is at fault for whatever its trainer refuses.
+                alone = self.jobs[0] if len(self.jobs) == 1 else None
+                self.at_fault = line["job"] if line["job"] in self.jobs else alone
+
+    def _hand_over(self, time: float) -> Drained:
+        """The successor has the processes now."""
+        assert self.successor is not None
+        self.over = self.handed_over = True
+        self.successor.workers, self.successor.begun = self.workers, True
+        return Drained(time, self.epoch, dict(self.committed), self.successor.epoch)
+
+    def _settled(self, time: float, line: Mapping[str, Any]) -> Iterator[GroupEvent]:
+        for job, (status, reason) in line["ended"].items():
+            if job in self.settled:
+                continue
+            self.settled.add(job)
+            if status == "done":
+                yield Finished(time, self.epoch, job, line["steps"][job])
+            else:
+                yield Failed(time, self.epoch, job, reason)
+
+    def _end(self, now: float, codes: list[int]) -> Iterator[GroupEvent]:
+        """The last events; those of single jobs that ended came before."""
+        if CROWDED in codes:
+            # No job is at fault that would have had memory without the idle workers beside it.
+            self.at_fault, self.reason = None, f"{NO_MEMORY}: {self.reason or self._why(codes)}"
+        # Where it was asked to stop, that may be what the trainer stumbled over.
+        if not self.asked and self.at_fault is not None and self.at_fault not in self.settled:
+            yield Failed(now, self.epoch, self.at_fault, self.reason)
+        stopped = self.asked and all(code in (0, 128 + signal.SIGTERM) for code in codes)
+        yield from self._unwritten(now)
+        if stopped or not any(codes):
+            yield Drained(now, self.epoch, dict(self.committed))
+        else:
+            self.failed = True
+            yield Failed(
+                now, self.epoch, None, self.reason or self._why(codes), dict(self.committed)
+            )
+
+    def _unwritten(self, now: float) -> Iterator[GroupEvent]:
+        """A checkpoint that was written, and its writer killed before it told."""
+        ended = {}
+        steps = {}
+        # Of jobs that left it, another group may know better by now.
+        mine = {*self.jobs, *(self.successor.jobs if self.successor else ())}
+        # One that was to come back has been elsewhere: what it left here may be old.
+        known = {**(self.successor.committed if self.successor else {}), **self.committed}
+        found = CheckpointStore(self.output).counters()
+        for job, counters in found.items():
+            if job not in mine:
+                continue
+            if counters["step"] > known.get(job, 0) or counters["status"] != "running":
+                steps[job] = counters["step"]
+            if counters["status"] != "running":
+                ended[job] = (counters["status"], counters["reason"])
+        if steps and (steps.keys() - self.settled):
+            self.committed |= steps
+            epoch = self.successor.epoch if self.successor else self.epoch
+            yield Committed(now, epoch, steps, str(self.output))
+            yield from self._settled(now, {"steps": steps, "ended": ended})
+
+    def _why(self, codes: list[int]) -> str:
+        bad = next(code for code in codes if code)
+        how = f"killed by {signal.Signals(-bad).name}" if bad < 0 else f"exit code {bad}"
+        log = next(iter(sorted(self.folder.glob("*.log"))), self.log)
+        lines = log.read_text(errors="replace").splitlines() if log and log.exists() else []
+        said = [line for line in lines if not re.match(r"\s*$", line)][-TAIL_LINES:]
+        return "\n".join([f"a process ended: {how}", *said])

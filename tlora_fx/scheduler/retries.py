@@ -1,0 +1,102 @@
+"""Which failures a job is tried again after, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from tlora_fx.scheduler.state import (
+    ActiveJob,
+    Group,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+#: A bound that no group of two or more can keep.
+ALONE = 1e-9
+
+
+#: How `Loop.ended` begins of a job that never ran; it may be submitted again.
+REFUSED = "refused: "
+
+
+@dataclass(slots=True)
+class FailureRecord:
+    """How often a job's groups failed."""
+
+    shared: int = 0
+    alone: int = 0
+    steps: float = 0.0
+    suspect: bool = True
+
+
+class RetryPolicy:
+    """The jobs whose groups failed: run alone to find who is at fault, and given up at last.
+
+    A group that fails without naming a job says nothing of who it was. Its jobs are under suspicion
+    and run alone, until one of them has got further than it was; a job that was suspected too often
+    stays alone for good.
+
+    tries   failures alone, without progress between, after which a job is given up
+    """
+
+    def __init__(self, tries: int) -> None:
+        self.tries = tries
+        self._records: dict[str, FailureRecord] = {}
+
+    def failed(self, jobs: Iterable[ActiveJob]) -> list[ActiveJob]:
+        """A group failed; its jobs' steps are settled. Returns those to give up."""
+        members = list(jobs)
+        lost = []
+        for job in members:
+            record = self._records.setdefault(job.name, FailureRecord(steps=job.steps_done))
+            if job.steps_done > record.steps:
+                record.alone = 0
+            record.steps = job.steps_done
+            record.suspect = True
+            if len(members) > 1:
+                record.shared += 1
+            else:
+                record.alone += 1
+            if record.alone >= self.tries:
+                lost.append(job)
+        return lost
+
+    def committed(self, steps: Mapping[str, float]) -> None:
+        """Jobs got further: suspicion ends, unless it was raised too often."""
+        for name, done in steps.items() if self._records else ():
+            record = self._records.get(name)
+            if record is not None and done > record.steps:
+                record.suspect = record.shared >= self.tries
+                record.alone = 0
+
+    def forget(self, name: str) -> None:
+        """A job ended."""
+        self._records.pop(name, None)
+
+    def suspects(self, name: str) -> bool:
+        """Whether a job must run alone."""
+        record = self._records.get(name)
+        return record is not None and record.suspect
+
+    def shown(self, jobs: Mapping[str, ActiveJob]) -> dict[str, ActiveJob]:
+        """Jobs as a policy shall see them: suspects bear no neighbour."""
+        seen = dict(jobs)
+        for name in self._records:
+            if name in seen and self.suspects(name):
+                job = seen[name]
+                request = replace(job.request, max_slowdown=ALONE, max_slowdown_opt_in=0.0)
+                seen[name] = ActiveJob(request, job.solo_seconds, job.steps_done, job.credit)
+        return seen
+
+    def parted(self, group: Group) -> Group:
+        """A group of a policy that looks at no bounds, without suspects; of suspects the first."""
+        if not self._records or len(group.jobs) < 2:
+            return group
+        rest = tuple(name for name in group.jobs if not self.suspects(name))
+        if len(rest) == len(group.jobs):
+            return group
+        return replace(group, jobs=rest or group.jobs[:1])
