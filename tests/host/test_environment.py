@@ -15,8 +15,12 @@ from tlora_fx.host.environment import CHOICES
 from tlora_fx.host.paths import cache_folder, profile_folder, profile_folders
 from tlora_fx.ops.kernels import select
 
-VARIABLES = {*CHOICES, environment.CACHE, environment.PROFILES, environment.LOG, environment.STATE}
-VARIABLES |= {environment.SERVER, environment.TOKEN, environment.AUTHORITY}
+VARIABLES = {
+    value
+    for value in vars(environment).values()
+    if isinstance(value, str) and value.startswith("TLORA_FX_")
+}
+PAGE = Path(tlora_fx.__file__).parents[1] / "docs/environment.md"
 READERS = {
     environment.KERNELS: environment.kernel_mode,
     environment.STRICT: environment.wants_strict_kernels,
@@ -126,6 +130,17 @@ def test_a_folder_of_an_unknown_user_is_refused(monkeypatch):
     monkeypatch.setenv(environment.PROFILES, "~nobody-here/p")
     with pytest.raises(EnvironmentVariableWrong, match="TLORA_FX_PROFILES"):
         profile_folder()
+
+
+def test_the_page_lists_each_variable_with_its_default_and_its_values():
+    """docs/environment.md and host/environment.py know the same variables."""
+    lines = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("| `TLORA")]
+    rows = {cells[0].strip("| `"): cells for cells in (line.split(" | ") for line in lines)}
+
+    assert set(rows) == VARIABLES
+    for name, values in CHOICES.items():
+        assert rows[name][3] == f"`{values[0]}`"
+        assert all(f"`{value}`" in rows[name][2] for value in values)
 
 
 def test_no_other_module_names_a_variable_of_ours():
