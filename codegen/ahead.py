@@ -20,7 +20,7 @@ from typing import Any
 
 from tlora_fx.host.memory import usable_cpus
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 #: Threads: most of a compilation is outside of Python.
 MOST = 16
 

@@ -50,7 +50,7 @@ from tlora_fx.tracing.layers import layer_list
 from tlora_fx.tracing.own_loss import refuse_other_loss
 from tlora_fx.tracing.rope import prepare_rope
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Fold = Literal["structures", "layers", "nothing"]
 Sites = list[dict[str, AdapterSite]]
@@ -398,7 +398,7 @@ def _probe(group: GroupGraph, given: Prepared) -> None:
     """Try the fused graph against the base alone; the report says where that cannot be done."""
     with torch.enable_grad():
         found = probe_once(group, given.backbone, given.jobs)
-    log.info("%s", found)
+    logger.info("%s", found)
     if found.skipped:
         group.notes.append(("probe", str(found)))
 
@@ -423,7 +423,7 @@ def _fuse_folded(given: Prepared, runner: Runner, form: Form) -> GroupGraph:
             with runner.phase(f"{form} rows, fold {fold}{numbers}"):
                 group = _fuse_once(given, runner, form, fold, exact)
         except NotFoldable as error:
-            log.info("not folded (fold=%s, exact=%s): %s", fold, exact, error)
+            logger.info("not folded (fold=%s, exact=%s): %s", fold, exact, error)
             reasons.append(error.render())
             chained = not isinstance(error, LayersNotChained)
             last = error

@@ -134,7 +134,7 @@ def test_the_log_says_why_weights_cannot_be_shared(
         raise RuntimeError("no room in shared memory")
 
     monkeypatch.setattr(peer_copies, "_handle", refused)
-    with caplog.at_level("WARNING", logger="tlora_fx.planners"):
+    with caplog.at_level("WARNING", logger="tlora_fx.parallel"):
         offer = peer_copies._offer([[torch.zeros(2)]], torch.device("cpu"))
 
     assert offer is None

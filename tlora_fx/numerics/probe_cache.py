@@ -29,7 +29,7 @@ from tlora_fx.ir.verifier import fingerprint
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.numerics.probe import Probed, probe_compiled
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def probe_once(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> Probed:
@@ -59,7 +59,7 @@ def _read(path: Path) -> Probed | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        log.info("the result of a probe cannot be read from %s: %s", path, error)
+        logger.info("the result of a probe cannot be read from %s: %s", path, error)
         return None
 
 
@@ -68,7 +68,7 @@ def _write(path: Path, found: Probed) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(asdict(found)).encode())
     except OSError as error:
-        log.info("the result of a probe cannot be kept in %s: %s", path, error)
+        logger.info("the result of a probe cannot be kept in %s: %s", path, error)
 
 
 def _key(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> str:

@@ -33,7 +33,7 @@ from tlora_fx.ops.tables import INTEGERS, check_rate
 if TYPE_CHECKING:
     from tlora_fx.ops.kernels.short_attention import Form, Tiles
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 
 #: What computes a row: our kernels, FlashAttention-4, torch's varlen kernel, or cuDNN on a batch of
 #: equal sequences.

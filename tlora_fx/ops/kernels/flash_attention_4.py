@@ -25,7 +25,7 @@ from tlora_fx.host.environment import allows_flash_attention_4
 from tlora_fx.ops.kernels import select
 from tlora_fx.ops.tables import token_bounds
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 
 MODULE = "flash_attn.cute.interface"
 _VARLEN = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}

@@ -30,7 +30,7 @@ from tlora_fx.host.environment import wants_strict_kernels
 from tlora_fx.host.paths import cache_folder
 from tlora_fx.ops.kernels.support import Site
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 FORMAT = 2
 SHIPPED = Path(__file__).parent / "tables"
 

@@ -28,7 +28,7 @@ from tlora_fx.errors import TooManyJobs
 from tlora_fx.host.environment import kernel_mode
 from tlora_fx.ops.tables import SiteGroup, tokens_of
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 
 # Rows of every TMA box are multiples of 16 bytes, and so are those of every vector load.
 GRANULE = 16

@@ -38,7 +38,7 @@ from tlora_fx.ops.kernels.launch import KernelCall, gpu_name
 from tlora_fx.ops.kernels.support import KernelGroup, Site
 from tlora_fx.ops.tables import SiteGroup
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 
 #: A Llama-3-8B layer; the rows of a step; jobs as they come: few and small, many, large.
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 1024))
