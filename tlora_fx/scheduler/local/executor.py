@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -393,13 +392,13 @@ def _wait(running: RunningGroup, seconds: float) -> None:
 
 
 def _environments(gpus: tuple[int, ...]) -> Iterable[dict[str, str]]:
-    """The variables of torchrun for each process; none where there is one only."""
+    """The variables of torchrun for each process; none where there is one only.
+
+    The first process chooses the port (`runtime.launch.join`).
+    """
     if len(gpus) == 1:
         yield {}
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     for rank in range(len(gpus)):
         yield {
             "RANK": str(rank),
@@ -407,7 +406,7 @@ def _environments(gpus: tuple[int, ...]) -> Iterable[dict[str, str]]:
             "WORLD_SIZE": str(len(gpus)),
             "LOCAL_WORLD_SIZE": str(len(gpus)),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": "0",
         }
 
 
