@@ -20,6 +20,7 @@ PAGES = (
     "CONTRIBUTING.md",
     "examples/README.md",
     "benchmarks/README.md",
+    "benchmarks/results/*.md",
     "docs/**/*.md",
 )
 #: Pages of the reference: their modules, in the order of the page.

@@ -30,11 +30,11 @@ from peft.tuners.lora.layer import LoraLayer
 from tlora_fx import compiler as _compiler
 from tlora_fx.compiler import Prepared
 from tlora_fx.config.job import Job
+from tlora_fx.host import environment
 from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.numerics.state import copy_state
 from tlora_fx.pipeline import Runner
-from tlora_fx.tracing import trace_cache
 from tlora_fx.tracing.adapters import graph_structure
 from tlora_fx.tracing.export import wrap_pruned
 
@@ -52,7 +52,7 @@ TRACES = "TLORA_FX_TEST_TRACES"
 
 def install() -> None:
     """Let the compiler ask for a known graph before it traces."""
-    os.environ.pop(trace_cache.VARIABLE, None)
+    os.environ.pop(environment.TRACE_CACHE, None)
     if not hasattr(compiler.job_graph, "plain"):
         compiler.base_graph = _base(compiler.base_graph)
         compiler.job_graph = _job(compiler.job_graph)
@@ -68,7 +68,7 @@ def install_fused() -> None:
 
 def uninstall() -> None:
     """Trace each time."""
-    os.environ[trace_cache.VARIABLE] = "0"
+    os.environ[environment.TRACE_CACHE] = "0"
     if hasattr(compiler.job_graph, "plain"):
         for name in ("base_graph", "job_graph", "require_common_loss"):
             setattr(compiler, name, getattr(compiler, name).plain)

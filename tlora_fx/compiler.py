@@ -34,7 +34,8 @@ from tlora_fx.errors import (
     StoppedAfter,
     TloraError,
 )
-from tlora_fx.inspect.instruments import LOG_VARIABLE, Watch, watch_from
+from tlora_fx.host.environment import LOG, log_words
+from tlora_fx.inspect.instruments import Watch, watch_from
 from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph, OpenSlots, rename_job, vacant
 from tlora_fx.model.backbone import Backbone, load_backbone
 from tlora_fx.model.elastic import Resolve
@@ -52,7 +53,7 @@ from tlora_fx.tracing.adapters import (
 from tlora_fx.tracing.rope import prepare_rope
 from tlora_fx.tracing.trace_cache import base_graph, job_graph, require_common_loss
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Fold = Literal["structures", "layers", "nothing"]
 Sites = list[dict[str, AdapterSite]]
@@ -109,7 +110,7 @@ def compile(
     on_failure    told where a pass fails, such as `partial(tools.replay.keep_replay, folder)`
     raises        TloraError, whose subclasses name the job, the node and the line of model code
     """
-    watch = watch_from()
+    watch = watch_from(log_words())
     passes = resolve_pipeline(pipeline)
     _require_fusing(passes)
     lowers = _lowers(passes)
@@ -125,7 +126,7 @@ def compile(
         if watch.stop_after is not None:
             raise StoppedAfter(
                 f"compiling stopped after pass '{watch.stop_after}'",
-                found=f"stop-after in {LOG_VARIABLE}",
+                found=f"stop-after in {LOG}",
                 help="leave it out to build the model, or use tlora_fx.run_passes",
             )
         with runner.phase("build the module"):
@@ -198,7 +199,7 @@ def run_passes(
 
     verify, instruments, on_failure   as of `compile`
     """
-    watch = watch_from()
+    watch = watch_from(log_words())
     passes = resolve_pipeline(pipeline)
     lowers = _lowers(passes)
     last = stop_after or watch.stop_after
@@ -400,7 +401,7 @@ def _probe(group: GroupGraph, given: Prepared) -> None:
     """Try the fused graph against the base alone; the report says where that cannot be done."""
     with torch.enable_grad():
         found = probe_once(group, given.backbone, given.jobs)
-    log.info("%s", found)
+    logger.info("%s", found)
     if found.skipped:
         group.notes.append(("probe", str(found)))
 
@@ -425,7 +426,7 @@ def _fuse_folded(given: Prepared, runner: Runner, form: Form) -> GroupGraph:
             with runner.phase(f"{form} rows, fold {fold}{numbers}"):
                 group = _fuse_once(given, runner, form, fold, exact)
         except NotFoldable as error:
-            log.info("not folded (fold=%s, exact=%s): %s", fold, exact, error)
+            logger.info("not folded (fold=%s, exact=%s): %s", fold, exact, error)
             reasons.append(error.render())
             chained = not isinstance(error, LayersNotChained)
             last = error

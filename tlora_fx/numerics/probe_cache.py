@@ -18,9 +18,9 @@ from pathlib import Path
 
 from torch import nn
 
-from tlora_fx.codegen.loading import cache_folder
 from tlora_fx.config.job import Job
 from tlora_fx.host.durable import replace_file
+from tlora_fx.host.paths import cache_folder
 from tlora_fx.host.sources import own_source, source_of
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.ir.verifier import fingerprint
@@ -33,7 +33,7 @@ ROOMS = (
     "ops", "codegen", "config", "errors", "host",
 )  # fmt: skip
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def probe_once(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> Probed:
@@ -53,7 +53,7 @@ def probe_once(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> Pr
 
 def probes_folder() -> Path:
     """Where results lie, beside generated kernels."""
-    return cache_folder().parent / "probes"
+    return cache_folder() / "probes"
 
 
 def _read(path: Path) -> Probed | None:
@@ -63,7 +63,7 @@ def _read(path: Path) -> Probed | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        log.info("the result of a probe cannot be read from %s: %s", path, error)
+        logger.info("the result of a probe cannot be read from %s: %s", path, error)
         return None
 
 
@@ -72,7 +72,7 @@ def _write(path: Path, found: Probed) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(asdict(found)).encode())
     except OSError as error:
-        log.info("the result of a probe cannot be kept in %s: %s", path, error)
+        logger.info("the result of a probe cannot be kept in %s: %s", path, error)
 
 
 def _key(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> str:

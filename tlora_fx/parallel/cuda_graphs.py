@@ -36,7 +36,7 @@ from tlora_fx.ops.kernels.pack_together import Packing, noting, serving
 from tlora_fx.ops.kernels.select import cut_by_jobs
 from tlora_fx.parallel.peer_copies import SideStreams
 
-logger = logging.getLogger("tlora_fx.planners")
+logger = logging.getLogger(__name__)
 MAX_GRAPHS = 48
 # Rows of a form before it is captured: lengths that never come again are many.
 WARMUP_ROWS = 1

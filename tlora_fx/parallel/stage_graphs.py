@@ -41,7 +41,7 @@ from tlora_fx.parallel.cuda_graphs import (
     overwrite,
 )
 
-logger = logging.getLogger("tlora_fx.planners")
+logger = logging.getLogger(__name__)
 
 
 class StageGraphs:

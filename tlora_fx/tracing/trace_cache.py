@@ -19,20 +19,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tlora_fx.codegen.loading import cache_root
 from tlora_fx.config.job import Job
 from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
 from tlora_fx.graph_file import graph_text, graphs_of_text, to_document
+from tlora_fx.host import environment
 from tlora_fx.host.durable import replace_file
+from tlora_fx.host.paths import cache_folder
 from tlora_fx.ir.graph import AdapterSite, Form, JobGraph
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing import attention, export, own_loss
 from tlora_fx.tracing.trace_keys import base_key, job_key, wrapped_key
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-VARIABLE = "TLORA_FX_TRACE_CACHE"
-DEFAULT_MIB = 256
 FORMAT = 1
 
 
@@ -90,18 +89,13 @@ def is_on() -> bool:
 
 
 def max_bytes() -> int:
-    """How large the folder may be."""
-    text = os.environ.get(VARIABLE, "")
-    try:
-        return int(float(text or DEFAULT_MIB) * 2**20)
-    except (ValueError, OverflowError):
-        log.warning("%s is no number of MiB: %r; %d are used", VARIABLE, text, DEFAULT_MIB)
-        return DEFAULT_MIB * 2**20
+    """How large the folder may be; raises EnvironmentVariableWrong."""
+    return environment.max_bytes(environment.TRACE_CACHE)
 
 
 def traces_folder() -> Path:
     """Where traced graphs lie, beside generated kernels."""
-    return cache_root() / "traces"
+    return cache_folder() / "traces"
 
 
 def _wrap_once(
@@ -143,7 +137,7 @@ def _text_of(graph: JobGraph) -> str | None:
         if document.left_out or again is None or graph_text(again) != document.text:
             return None
     except (GraphNotStorable, GraphFileNotReadable) as error:
-        log.info("a traced graph is not kept: %s", error)
+        logger.info("a traced graph is not kept: %s", error)
         return None
     return document.text
 
@@ -153,7 +147,7 @@ def _graph_of(text: object) -> JobGraph | None:
     try:
         graph = graphs_of_text(str(text))
     except GraphFileNotReadable as error:
-        log.info("a traced graph cannot be read: %s", error)
+        logger.info("a traced graph cannot be read: %s", error)
         return None
     return graph if isinstance(graph, JobGraph) else None
 
@@ -167,10 +161,10 @@ def _read(key: str) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        log.info("what was traced cannot be read from %s: %s", path, error)
+        logger.info("what was traced cannot be read from %s: %s", path, error)
         return None
     if digest != _digest(key, kept) or not isinstance(kept, dict):
-        log.info("%s holds something else than was written", path)
+        logger.info("%s holds something else than was written", path)
         return None
     with suppress(OSError):
         os.utime(path)  # the oldest files go first
@@ -187,7 +181,7 @@ def _write(key: str, kept: dict[str, Any]) -> None:
         replace_file(path, entry)
         _remove_oldest(path.parent, keep=path)
     except OSError as error:
-        log.info("what was traced cannot be kept in %s: %s", path, error)
+        logger.info("what was traced cannot be kept in %s: %s", path, error)
 
 
 def _remove_oldest(folder: Path, *, keep: Path) -> None:
