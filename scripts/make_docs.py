@@ -52,7 +52,6 @@ REFERENCE: Mapping[str, tuple[str, ...]] = {
         "tlora_fx.rewriting.matching",
         "tlora_fx.rewriting.examples",
         "tlora_fx.rewriting.rewriter",
-        "tlora_fx.rewriting.rules",
         "tlora_fx.rewriting.outlining",
     ),
     "testing": ("tlora_fx.testing.equivalence", "tlora_fx.testing.plugin"),
