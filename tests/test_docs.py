@@ -20,7 +20,8 @@ from tests import fresh
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+TOP = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")]
+PAGES = [*sorted((ROOT / "docs").rglob("*.md")), *TOP]
 PACKAGE = ROOT / "examples" / "extension"
 
 
