@@ -17,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "README.md",
+    "CHANGELOG.md",
     "CONTRIBUTING.md",
     "examples/README.md",
     "benchmarks/README.md",
@@ -52,7 +53,6 @@ REFERENCE: Mapping[str, tuple[str, ...]] = {
         "tlora_fx.rewriting.matching",
         "tlora_fx.rewriting.examples",
         "tlora_fx.rewriting.rewriter",
-        "tlora_fx.rewriting.rules",
         "tlora_fx.rewriting.outlining",
     ),
     "testing": ("tlora_fx.testing.equivalence", "tlora_fx.testing.plugin"),
