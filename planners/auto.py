@@ -132,6 +132,10 @@ class Auto(Planner):
         require_memory(plans, work)
         return plans.best()
 
+    def holds_whole_base(self, plan: Plan) -> bool:
+        """Whether the plan has replicas alone, and no base that is sharded over them."""
+        return plan.mesh.size == plan.mesh.dp and not plan.shard_base
+
 
 def device_name() -> str:
     """The GPU at hand, as the driver names it."""

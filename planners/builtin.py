@@ -49,6 +49,14 @@ class Single(Planner):
             )
         return Plan(planner=self.name, model=model_fingerprint(model), recompute=options.recompute)
 
+    def holds_whole_base(self, plan: Plan) -> bool:
+        """True."""
+        return True
+
+    def may_grow(self, plan: Plan) -> bool:
+        """True: there is one process."""
+        return True
+
 
 class Replicated(Planner):
     """Data parallelism: adapters' gradients are summed once a round, and nothing else is sent.
@@ -72,6 +80,10 @@ class Replicated(Planner):
             model=model_fingerprint(model),
             recompute=options.recompute,
         )
+
+    def holds_whole_base(self, plan: Plan) -> bool:
+        """True."""
+        return True
 
 
 class Fsdp(Planner):

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tests.runtime.groups import make_data, make_job, tiny_base
 from tlora_fx.cli import train
 from tlora_fx.compiler import compile
-from tlora_fx.cost import profile_sources
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GPUS
 from tlora_fx.cost.load import round_of_batches
@@ -85,7 +84,7 @@ def test_a_job_too_long_is_named_before_weights(jobs, data, model):
 
 def test_without_a_measurement_nothing_is_refused(data, model, monkeypatch, tmp_path):
     """Estimates are no reason to refuse a run that its user asked for."""
-    monkeypatch.setenv(profile_sources.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("TLORA_FX_PROFILES", str(tmp_path))
 
     check_memory(model, PLAN, data, 16384)
 

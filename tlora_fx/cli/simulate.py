@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -20,6 +19,7 @@ from rich.table import Table
 from tlora_fx.cli.options import seconds, with_options
 from tlora_fx.cli.terminal import Console, print_whole
 from tlora_fx.cost.hardware import Cluster
+from tlora_fx.host.memory import usable_cpus
 from tlora_fx.scheduler.policies import POLICIES, policy_of
 from tlora_fx.simulator.comparison import PARTS, ratio_text
 from tlora_fx.simulator.report import Report, chosen, require_folder, write_report
@@ -137,7 +137,7 @@ def run(**values: Any) -> None:
     _say(console, before(base, plan))
     if output.save_trace is not None:
         _say(console, [saved(plan.main[0], output.save_trace)])
-    report = replayed(plan, output.processes or os.cpu_count() or 1)
+    report = replayed(plan, output.processes or usable_cpus())
     _say(console, after(report))
     for part in tables(report):
         print_whole(console, part)

@@ -10,7 +10,6 @@ for the networks.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +19,6 @@ from tlora_fx.errors import UnknownGpu, nearest
 
 LinkTier = Literal["node", "network"]
 GIB = 2**30
-PEER_COPIES = "TLORA_FX_PEER_COPIES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +85,6 @@ def gpu_of_device(name: str) -> Gpu | None:
         return GPUS[lowered]
     words = set(lowered.replace("-", " ").split())
     return next((gpu for short, gpu in GPUS.items() if short in words), None)
-
-
-def wants_peer_copies() -> bool:
-    """Whether GPUs may copy shards out of each other's memory (`peer_copies`)."""
-    return os.environ.get(PEER_COPIES) != "off"
 
 
 #: The smallest unit that holds some GPUs.

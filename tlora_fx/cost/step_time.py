@@ -28,12 +28,13 @@ from tlora_fx.cost.fit import (
     Links,
     fit_nonnegative,
 )
-from tlora_fx.cost.hardware import LinkTier, gpu_of_device, wants_peer_copies
+from tlora_fx.cost.hardware import LinkTier, gpu_of_device
 from tlora_fx.cost.load import Array, Load, Mask, Round, Rows, is_small
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.pipeline_simulation import Order, Times, schedule_order, simulate
 from tlora_fx.cost.plan import MeshShape, Plan, Schedule
 from tlora_fx.cost.profile import Operation, Profile
+from tlora_fx.host.environment import wants_peer_copies
 
 #: Hidden columns times this many: where attention costs as much as all else (see load.Cutting).
 SQUARE = 12.0

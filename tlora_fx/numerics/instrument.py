@@ -38,7 +38,7 @@ from tlora_fx.numerics.state import copy_state, layer_calls, layers_to_run
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
 from tlora_fx.pipeline import Done, Event, Instrument, Pipeline, Runner
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
@@ -126,7 +126,7 @@ class Numerics(Instrument):
     def finished(self, group: GroupGraph) -> None:
         for line in self.report():
             if self.out is None:
-                log.info(line)
+                logger.info(line)
             else:
                 self.out.write(line + "\n")
         self._held = self._last = None

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tlora_fx.errors import AttentionShapeError, MaskKeyError, SegmentError
+from tlora_fx.host.environment import kernel_mode
 from tlora_fx.ops.dropout import JobMasks, keep_scale, threshold_of
 from tlora_fx.ops.kernels import flash_attention_4, select, support
 from tlora_fx.ops.philox import sixteens
@@ -32,7 +33,7 @@ from tlora_fx.ops.tables import INTEGERS, check_rate
 if TYPE_CHECKING:
     from tlora_fx.ops.kernels.short_attention import Form, Tiles
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 
 #: What computes a row: our kernels, FlashAttention-4, torch's varlen kernel, or cuDNN on a batch of
 #: equal sequences.
@@ -413,7 +414,7 @@ def _say(heads: int, key_heads: int, width: int, forward: str, backward: str) ->
 def _short_form(q: Tensor, k: Tensor, cu_seqlens: Tensor, rule: AttentionRule) -> Form | None:
     """What was measured of our kernels for such heads."""
     many = len(cu_seqlens) > _MAX_SEQUENCES
-    if many or not rule.causal or not support.has_triton() or support.mode() == "off":
+    if many or not rule.causal or not support.has_triton() or kernel_mode() == "off":
         return None
     # Triton is not everywhere.
     from tlora_fx.ops.kernels.short_attention import FORMS

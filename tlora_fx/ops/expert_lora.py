@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tlora_fx.errors import ExpertLinearError, FrozenGradientError
+from tlora_fx.host.environment import kernel_mode
 from tlora_fx.ops.experts import (
     check_experts,
     expert_linear,
@@ -291,7 +292,7 @@ multi_lora_experts_forward.register_autograd(_backward, setup_context=_setup)
 
 def served(call: Call) -> bool:
     """Whether kernels serve a call, by metadata alone."""
-    device, asked = call.x.device.type, support.mode()
+    device, asked = call.x.device.type, kernel_mode()
     if device not in ("cuda", "cpu") or (device == "cpu" and asked != "interpret"):
         return False
     if asked == "off" or not support.has_triton():

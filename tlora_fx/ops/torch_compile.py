@@ -9,7 +9,6 @@ they hold which processes a tensor-parallel graph sums over (see parallel.py).
 from __future__ import annotations
 
 import functools
-import os
 import re
 import sys
 from hashlib import sha256
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 import torch.compiler.config as settings
 
+from tlora_fx.host.environment import kernel_mode, wants_strict_kernels
 from tlora_fx.host.version import __version__
-from tlora_fx.ops.kernels.support import mode
 from tlora_fx.ops.parallel import facts as groups
 
 _OURS = re.compile(r";?tlora_fx=[0-9a-f]+")
@@ -35,8 +34,8 @@ def mark_compile_caches() -> None:
 
 
 def _part() -> str:
-    strict = os.environ.get("TLORA_FX_STRICT", "")
-    facts = (__version__, *_schemas(), mode(), strict, holds_rows(), *groups())
+    modes = kernel_mode(), wants_strict_kernels()
+    facts = (__version__, *_schemas(), *modes, holds_rows(), *groups())
     return f"tlora_fx={sha256(repr(facts).encode()).hexdigest()[:16]}"
 
 

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tlora_fx.cost.hardware import wants_peer_copies
+from tlora_fx.host.environment import wants_peer_copies
 from tlora_fx.parallel.mesh import Mesh
 
-logger = logging.getLogger("tlora_fx.planners")
+logger = logging.getLogger(__name__)
 # Copies under way at once (two H200: two are faster than one, more are not), and bytes of one.
 LANES, PIECE = 2, 2**25
 # FSDP2 asks for the signature of what a shard brings along at every gather.

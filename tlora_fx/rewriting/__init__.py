@@ -23,8 +23,7 @@ from tlora_fx.rewriting.patterns import (
     uncast,
     where,
 )
-from tlora_fx.rewriting.rewriter import Maker, Rewriter
-from tlora_fx.rewriting.rules import RewriteRule, rewrite_greedily
+from tlora_fx.rewriting.rewriter import Maker, Rewriter, RewriteRule, rewrite_greedily
 
 __all__ = [
     "Maker",

@@ -40,7 +40,7 @@ from tlora_fx.runtime.evaluation import find_function
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def load_all_data(jobs: Sequence[Job]) -> dict[str, JobData]:
@@ -258,7 +258,7 @@ def _tried(
         except Exception as error:  # noqa: BLE001  (such as no memory for it: no fault of the model)
             probed = Probed(skipped=f"{type(error).__name__}: {error}")
         _probed[key] = longest, probed
-        log.info("%s", probed)
+        logger.info("%s", probed)
     return probed
 
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import JobsDiffer, NotAdmitted
+from tlora_fx.host import memory
 from tlora_fx.model.elastic import ALONE, Admission
 from tlora_fx.parallel.cuda_graphs import free_gpu_bytes
 from tlora_fx.parallel.mesh import Mesh
@@ -330,9 +331,7 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that new tensors can have."""
     if device.type == "cuda":
         return free_gpu_bytes(device)
-    with Path("/proc/meminfo").open(encoding="ascii") as file:
-        sizes = dict(line.split(":", 1) for line in file)
-    return int(sizes["MemAvailable"].split()[0]) << 10
+    return memory.free_bytes()
 
 
 def _step_tokens(job: Job, data: JobData) -> int:

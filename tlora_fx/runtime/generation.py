@@ -22,6 +22,7 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import GenerationError
 from tlora_fx.model.backbone import build_skeleton, load_backbone, longest_sequence
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.adapters.files import (
     adapter_tensors,
     canonical_names,
@@ -342,7 +343,7 @@ class Sampler:
             self._warn_once(described(refusal), callback)
 
     def _refusal(self) -> GenerationError | None:
-        if self.plan.planner in ("single", "replicated"):
+        if planner_of(self.plan).holds_whole_base(self.plan):
             return None
         return GenerationError(
             f"the plan '{self.plan.planner}' holds the base in pieces",

@@ -28,6 +28,7 @@ from tlora_fx.parallel.apply import Applied, ReducingRunner, RowRunner, apply, l
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.parallel.stage_graphs import StageGraphs
+from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.adapters.files import base_tensors, start_adapter, start_adapters
 from tlora_fx.runtime.checkpoints.store import JobState
 from tlora_fx.runtime.checks import probe_base
@@ -177,7 +178,7 @@ class GroupStep:
         raises        FusedDiffers, BaseNotLoadable, AdapterFolderError, PlanNotRunnable
         """
         probe = probe or self._probe
-        in_pieces = self.plan.planner not in ("single", "replicated")
+        in_pieces = not planner_of(self.plan).holds_whole_base(self.plan)
         if not self.model.ready:
             base = base_tensors(self.model.backbone, self.mesh.device)
             if in_pieces:

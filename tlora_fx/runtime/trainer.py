@@ -29,6 +29,7 @@ from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.mesh import FIRST_STEP, limit_waits
 from tlora_fx.parallel.prepare import require_fits
 from tlora_fx.parallel.stage_graphs import StageGraphs
+from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.callbacks import EachInTurn, TrainerCallback
 from tlora_fx.runtime.checkpoints.store import Checkpoint, ResumeSources
 from tlora_fx.runtime.checks import (
@@ -126,6 +127,7 @@ class Trainer:
         options: TrainerOptions = TrainerOptions(),
     ) -> None:
         self.plan = plan or Plan(planner="single")
+        self.may_grow = planner_of(self.plan).may_grow(self.plan)
         nano = options.nano_batches
         require_nano(self.plan, nano is not None or self.plan.nano_batches > 1)
         rows = StepOptions(options.max_row_tokens, options.compiled, options.cuda_graphs)
@@ -300,7 +302,7 @@ class Trainer:
         self.roster.request_join(
             job, data, resume,
             mesh=self.mesh, accept=self.options.accept_changes,
-            described=self.checkpoints.described, may_grow=self.plan.planner == "single",
+            described=self.checkpoints.described, may_grow=self.may_grow,
         )  # fmt: skip
 
     def release(self, name: str) -> None:
@@ -343,11 +345,10 @@ class Trainer:
         changes.leaving.clear()
         if self.model.is_open:
             self.roster.retire()
-        may_grow = self.plan.planner == "single"
         while changes.pending_joins:
             joining = changes.pending_joins[0]
             try:
-                run, admission = self.roster.join(joining, may_grow=may_grow)
+                run, admission = self.roster.join(joining, may_grow=self.may_grow)
             except NotAdmitted as error:
                 if self._active():
                     break

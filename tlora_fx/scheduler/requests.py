@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +23,7 @@ from tlora_fx.cost.load import Demand
 from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
 from tlora_fx.errors import StepsUnknown
 from tlora_fx.host.durable import replace_file
+from tlora_fx.host.memory import total_bytes
 from tlora_fx.host.quiet_import import quiet_import
 from tlora_fx.scheduler.state import JobRequest
 
@@ -157,7 +157,7 @@ def facts_of_job(job: Job) -> ModelFacts:
     if key not in _compiled:
         _compiled[key] = _kept_facts(job, fields)
     facts = _ranked(_compiled[key], job.name, rank) if scales else _compiled[key]
-    if 4 * facts.trained[0] > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+    if 4 * facts.trained[0] > total_bytes():
         # No machine has room for such a rank: compiling it says where, and what would do.
         return _facts_by_compiling(job)
     return facts

@@ -35,6 +35,7 @@ from tlora_fx.errors import (
     TloraError,
     UnknownGpu,
 )
+from tlora_fx.host.memory import usable_cpus
 from tlora_fx.runtime.early_checks import job_files, require_folder
 from tlora_fx.runtime.run_folder import LEDGER, RunFolder
 from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
@@ -81,7 +82,7 @@ def machine(device: str | None, slots: int | None) -> tuple[Cluster, str]:
             found=kind,
             help="leave --device out, and say how many GPUs to use with --slots",
         )
-    there = torch.cuda.device_count() if kind == "cuda" else len(os.sched_getaffinity(0))
+    there = torch.cuda.device_count() if kind == "cuda" else usable_cpus()
     wanted = slots or (there if kind == "cuda" else 1)
     if wanted > there or not there:
         raise RunRefused(
@@ -156,7 +157,7 @@ class Estimates:
         """What profiles of a CPU were measured with another number of cores than a slot has."""
         if self.cluster.gpu != "cpu":
             return []
-        cores = max(1, len(os.sched_getaffinity(0)) // self.cluster.gpus)
+        cores = max(1, usable_cpus() // self.cluster.gpus)
         return [
             f"{profile.name} was measured on {profile.hardware.processors} cores, a slot has "
             f"{cores}: measure it with OMP_NUM_THREADS={cores}"

@@ -50,7 +50,7 @@ from tlora_fx.server.store import LOCAL, ServiceStore, User
 from tlora_fx.server.submission import Intake, IntakeLimits
 from tlora_fx.server.view import Event, GroupSpan, JobStatus, Overview, RunView, log_lines
 
-LOG = logging.getLogger("tlora_fx.server")
+logger = logging.getLogger(__name__)
 #: A request's body without an upload; an upload has a bound of its own.
 BODY_BYTES, ANY_BYTES = 1 << 20, 1 << 62
 REFRESH_SECONDS = 0.5
@@ -443,7 +443,7 @@ class Gate:
             service.seconds.labels(route).observe(seconds)
             if request.method != "GET":
                 told = {"event": "request", "status": status, "seconds": seconds}
-                LOG.info("%s %s %s", request.method, scope["path"], status, extra=told)
+                logger.info("%s %s %s", request.method, scope["path"], status, extra=told)
 
     def _strange(self, request: Request, *, open_to_all: bool) -> str:
         """Why a page of somebody else must have sent a browser; "" where none did."""
@@ -488,7 +488,7 @@ async def _failed(request: Request, error: Exception) -> Response:
         case HTTPException():
             refused = RequestRefused(str(error.detail), path=request.url.path)
             return problem(refused, error.status_code)
-    LOG.error("a request failed", exc_info=error, extra={"event": "error"})
+    logger.error("a request failed", exc_info=error, extra={"event": "error"})
     return problem(RequestRefused("the service failed", help="see its log"), 500)
 
 
@@ -530,7 +530,7 @@ async def _repeat(action: Callable[[], None], seconds: float) -> None:
         try:
             await run_in_threadpool(action)
         except Exception:
-            LOG.exception("%s failed", action.__qualname__, extra={"event": "error"})
+            logger.exception("%s failed", action.__qualname__, extra={"event": "error"})
         await asyncio.sleep(seconds)
 
 

@@ -23,7 +23,7 @@ from tlora_fx.scheduler.state import ActiveJob, JobRequest
 from tlora_fx.server.store import OwnedJob, ServiceStore
 
 LOOK_SECONDS = 0.25
-LOG = logging.getLogger("tlora_fx.server")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class EventLog(Callback):
     def say(self, time: float | None, kind: str, jobs: Sequence[str], text: str) -> None:
         """One event; time in seconds of the run's clock, None: now."""
         at = _now() if time is None else self.store.started + time
-        LOG.info(text, extra={"event": kind, "jobs": list(jobs)})
+        logger.info(text, extra={"event": kind, "jobs": list(jobs)})
         self.store.tell(at, kind, jobs, text)
 
     def submitted(self, time: float, job: ActiveJob) -> None:

@@ -30,6 +30,7 @@ from tlora_fx.ir.graph import (
 )
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing.experts import is_experts, product_names
+from tlora_fx.tracing.layers import layer_list
 
 
 def resolve_sites(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
@@ -431,6 +432,20 @@ def layer_signature(sites: dict[str, AdapterSite], layer: str, bias: str, exact:
             numbers = (site.rank, site.scaling, site.dropout) if exact else ()
             rows.append((path[len(layer) :], site.kind, numbers))
     return (bias, tuple(sorted(rows)))
+
+
+def graph_structure(
+    job: Job, backbone: Backbone, sites: dict[str, AdapterSite], exact: bool
+) -> Hashable:
+    """What two jobs must have in common to share one traced graph.
+
+    exact     True: the numbers of the job's branches are in its graph
+    """
+    bias = str(getattr(job.lora_config(), "bias", "none"))
+    names = ("trainable_token_indices",) if job.is_lora else sorted(job.lora_fields)
+    fields = tuple((name, repr(job.lora_fields.get(name))) for name in names)
+    parts = [layer_signature(sites, layer, bias, exact) for layer in layer_list(backbone.model)]
+    return (exact, job.adapter_dtype, fields, layer_signature(sites, "", bias, exact), *parts)
 
 
 def check_wrapped(model: nn.Module, sites: dict[str, AdapterSite], job: Job) -> None:

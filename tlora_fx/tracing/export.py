@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
@@ -32,6 +31,7 @@ from tlora_fx.errors import (
     StateChanged,
     TloraError,
 )
+from tlora_fx.host.memory import total_bytes
 from tlora_fx.ir.graph import (
     INPUTS,
     PEFT_PREFIX,
@@ -127,6 +127,19 @@ def trace_job(
     graph = _trace(backbone, plan, form, f"job '{job.name}'", job, sites, config)
     graph.sites = sites
     return graph
+
+
+def wrap_pruned(
+    job: Job, backbone: Backbone, sites: dict[str, AdapterSite], fold: bool = True
+) -> None:
+    """Let PEFT wrap the layers that would be traced of a job, and compare them with its sites.
+
+    raises    AdapterMismatch
+    """
+    config = job.lora_config()
+    bias = str(getattr(config, "bias", "none"))
+    plan = plan_layers(backbone, lambda layer: layer_signature(sites, layer, bias, False), fold)
+    check_wrapped(_wrap(pruned_copy(backbone, plan)[0], job, config, backbone), sites, job)
 
 
 def _trace(
@@ -247,7 +260,7 @@ def _use_packed_attention(model: nn.Module, subject: str) -> None:
 
 
 def _require_room(model: nn.Module, job: Job, config: LoraConfig) -> None:
-    """Refuse ranks of which one linear's adapter alone is more than this machine's memory.
+    """Refuse ranks of which one linear's adapter alone needs more memory than there is.
 
     PEFT makes adapters where they are, on the CPU, before anything could say how large they are.
 
@@ -256,7 +269,7 @@ def _require_room(model: nn.Module, job: Job, config: LoraConfig) -> None:
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     sides = [linear.in_features + linear.out_features for linear in linears]
     rank = max([getattr(config, "r", 1), *(getattr(config, "rank_pattern", None) or {}).values()])
-    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    room = total_bytes()
     needed = 4 * rank * min(sides, default=0)
     if needed > room:
         raise JobError(

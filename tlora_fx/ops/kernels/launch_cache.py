@@ -30,7 +30,7 @@ from tlora_fx.ops.kernels.packed import ExtendedWeight, Packed, extended_weight_
 from tlora_fx.ops.kernels.support import KernelGroup
 from tlora_fx.ops.tables import SiteGroup
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 _MOST = 2048
 _TRIES = 3
 _ALIGNED = 15

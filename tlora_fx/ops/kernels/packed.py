@@ -38,6 +38,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlora_fx.host.environment import kernel_mode
 from tlora_fx.ops.kernels import select, support
 from tlora_fx.ops.kernels.device_tables import SiteTables
 from tlora_fx.ops.kernels.support import Site
@@ -312,7 +313,7 @@ def _tail_behind(weight: Tensor, adapter_rows: int) -> int:
     """Rows and columns that a weight gets for adapters; 0 where it stays as it is."""
     # A piece of a sharded weight stands where FSDP2 wants it.
     whole = type(weight) in (Tensor, torch.nn.Parameter)
-    able = whole and (weight.device.type == "cuda" or support.mode() == "interpret")
+    able = whole and (weight.device.type == "cuda" or kernel_mode() == "interpret")
     rows, columns = weight.shape
     fits = weight.stride() == (columns, 1) and not (rows | columns) % support.GRANULE
     return tail_columns_of(adapter_rows) if able and fits and not select.is_strict() else 0

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 from functools import cache, cached_property, lru_cache
@@ -26,9 +25,10 @@ from tlora_fx.codegen.kernels.lora_b_backward import chunk_of
 from tlora_fx.codegen.kernels.pack import STRIP
 from tlora_fx.codegen.spec import Dtype, KernelSpec, Layout
 from tlora_fx.errors import TooManyJobs
+from tlora_fx.host.environment import kernel_mode
 from tlora_fx.ops.tables import SiteGroup, tokens_of
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 
 # Rows of every TMA box are multiples of 16 bytes, and so are those of every vector load.
 GRANULE = 16
@@ -170,9 +170,9 @@ class KernelGroup:
 def kernel_group(x: Tensor, group: SiteGroup) -> KernelGroup | None:
     """The group as kernels see it, or None where PyTorch serves it."""
     device = x.device.type
-    if device not in ("cuda", "cpu") or (device == "cpu" and mode() != "interpret"):
+    if device not in ("cuda", "cpu") or (device == "cpu" and kernel_mode() != "interpret"):
         return None
-    facts = (*_facts(x, group), group.compute_dtype, mode())
+    facts = (*_facts(x, group), group.compute_dtype, kernel_mode())
     if len(facts) > _ALONE and (known := _known.get(facts)) is not None:
         return known
     reason = why_not(x, group)
@@ -217,7 +217,7 @@ def _remember(facts: tuple[Any, ...], kernels: KernelGroup) -> None:
 
 def why_not(x: Tensor, group: SiteGroup) -> str:
     """Why PyTorch serves a group on a device that has kernels, or ""."""
-    asked = mode()
+    asked = kernel_mode()
     if asked == "off":
         return "TLORA_FX_KERNELS=off"
     if not has_triton():
@@ -253,11 +253,6 @@ def _other_types(x: Tensor, group: SiteGroup, asked: str) -> str:
     if group.compute_dtype != x.dtype:
         return f"adapters compute in {group.compute_dtype} on a base in {x.dtype}"
     return ""
-
-
-def mode() -> str:
-    """TLORA_FX_KERNELS: auto, on, off or interpret."""
-    return os.environ.get("TLORA_FX_KERNELS", "auto")
 
 
 @cache

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,12 +32,13 @@ from torch import Tensor
 from tlora_fx.codegen.kernels import emitter, shrink
 from tlora_fx.codegen.spec import Dtype, KernelSpec, Kind, Tile
 from tlora_fx.errors import KernelToolMissing
+from tlora_fx.host.memory import usable_cpus
 from tlora_fx.ops.kernels import dispatch, packed, select, support
 from tlora_fx.ops.kernels.launch import KernelCall, gpu_name
 from tlora_fx.ops.kernels.support import KernelGroup, Site
 from tlora_fx.ops.tables import SiteGroup
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 
 #: A Llama-3-8B layer; the rows of a step; jobs as they come: few and small, many, large.
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 1024))
@@ -378,7 +378,7 @@ def precompile(tasks: Sequence[Task], seconds: float) -> None:
 
     What fails here fails again where it is measured, and is noted there.
     """
-    workers = min(_MAX_WORKERS, max(1, (os.cpu_count() or 2) - 2))
+    workers = min(_MAX_WORKERS, max(1, usable_cpus() - 2))
     until = time.monotonic() + seconds
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         groups = [tasks[start : start + _TOGETHER] for start in range(0, len(tasks), _TOGETHER)]

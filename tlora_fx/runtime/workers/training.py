@@ -210,7 +210,7 @@ def _slots_for(jobs: Sequence[Job]) -> OpenSlots:
 def _trainer(config: WorkerConfig, launch: Launch, events: EventCallback | None) -> Trainer:
     jobs = _jobs(config)
     device = _device(config, launch)
-    everyone = Ranks(join(launch, device))
+    everyone = Ranks(join(launch, device, Path(config.event_log).parent))
     data = everyone.together(lambda: load_all_data(jobs))
     model = everyone.together(lambda: _model(jobs, config))
     plan = everyone.together(lambda: _plan(config, model, launch))

@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.errors import AdmissionError
+from tlora_fx.host.memory import total_bytes
 from tlora_fx.runtime.workers.protocol import EVENTS, EventReader
 from tlora_fx.scheduler.local.admission_worker import AdmissionOrder
 from tlora_fx.scheduler.requests import FACTS
@@ -62,7 +63,7 @@ class AdmissionLimits:
         """Of memory."""
         if self.memory_bytes is not None:
             return self.memory_bytes
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+        return total_bytes() // 4
 
 
 class WorkerServer(Protocol):

@@ -14,10 +14,8 @@ are removed as soon as no job needs them.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +26,7 @@ from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import GIB, Cluster
 from tlora_fx.errors import PlaceTaken
 from tlora_fx.host.durable import replace_file
+from tlora_fx.host.memory import usable_cpus
 from tlora_fx.runtime.workers.protocol import (
     EVENTS,
     SUCCESSOR,
@@ -393,13 +392,13 @@ def _wait(running: RunningGroup, seconds: float) -> None:
 
 
 def _environments(gpus: tuple[int, ...]) -> Iterable[dict[str, str]]:
-    """The variables of torchrun for each process; none where there is one only."""
+    """The variables of torchrun for each process; none where there is one only.
+
+    The first process chooses the port (`runtime.launch.join`).
+    """
     if len(gpus) == 1:
         yield {}
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     for rank in range(len(gpus)):
         yield {
             "RANK": str(rank),
@@ -407,11 +406,11 @@ def _environments(gpus: tuple[int, ...]) -> Iterable[dict[str, str]]:
             "WORLD_SIZE": str(len(gpus)),
             "LOCAL_WORLD_SIZE": str(len(gpus)),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": "0",
         }
 
 
 def cpu_threads(slots: int) -> dict[str, str]:
     """Each slot's share of the cores, for its worker."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cpus()
     return {"OMP_NUM_THREADS": str(max(1, cores // slots))}

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+from tlora_fx.host.memory import free_bytes, total_bytes
 from tlora_fx.runtime.workers.protocol import CROWDED, LOST, NEEDS_NEW_PROCESS, OUT_OF_MEMORY
 
 WORKER = "tlora_fx.runtime.workers.training"
@@ -594,9 +595,7 @@ def _pipes() -> tuple[int, int, int, int]:
 
 def _free_memory(needs: float) -> float:
     """The part of main memory that can be had, once so many bytes are taken."""
-    with Path("/proc/meminfo").open(encoding="ascii") as file:
-        sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in file}
-    return (sizes["MemAvailable"] - needs) / sizes["MemTotal"]
+    return (free_bytes() - needs) / total_bytes()
 
 
 def _become_worker(

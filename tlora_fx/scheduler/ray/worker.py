@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -43,10 +42,13 @@ class Worker:
         self.module.warm()
 
     def address(self) -> tuple[str, int]:
-        """Where the others of its group find it."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        """Where the others of its group find its store, which is there from now on."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        host = ray.util.get_node_ip_address()
+        # As this process joins its group, torch finds the store by its port.
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        return host, self._store.port
 
     def work(
         self,
