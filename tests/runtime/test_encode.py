@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tlora_fx.runtime.data.encoding import (
-    BadRowError,
-    Encoded,
-    Format,
-    PrefixError,
-    SampleLayout,
-    TextEncoder,
-)
+from tlora_fx.runtime.data.chats import BadRowError, Encoded, PrefixError
+from tlora_fx.runtime.data.encoding import Format, SampleLayout, TextEncoder
 
 CHAT = [
     {"role": "user", "content": "hi"},

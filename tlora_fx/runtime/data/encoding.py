@@ -7,8 +7,6 @@ adds, and stands once.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -23,6 +21,15 @@ from tlora_fx.config.job import (
     columns_of,
 )
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError, nearest
+from tlora_fx.runtime.data.chats import (
+    BadRowError,
+    ChatEncoder,
+    Encoded,
+    messages_of,
+    require_encodable,
+    template_of,
+    tools_of,
+)
 from tlora_fx.runtime.data.labels import label_code
 
 if TYPE_CHECKING:
@@ -196,44 +203,6 @@ def _mapping_help(present: list[str], guesses: Sequence[Sequence[str]]) -> str:
 
 # Turn rows into token ids and the mask of the tokens that are trained.
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-#: What a message of a role that a template shows is found again by.
-_MARK = "Xq7Zk"
-#: Roles that chat templates print as they come; another must stand in the template by its name.
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-#: What ShareGPT's data sets call these roles.
-_SHAREGPT: Mapping[str, str] = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-}
-
-
-class BadRowError(ValueError):
-    """A row has values that make no sample. Internal: callers count it or name the row."""
-
-
-class PrefixError(BadRowError):
-    """A chat template renders the start of a conversation otherwise than the whole of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Encoded:
-    """The tokens of one row before truncation.
-
-    ids             token ids
-    targets         per token, whether it is trained
-    prefix_differs  the prompt's tokens alone are no prefix of the sample's
-    """
-
-    ids: list[int]
-    targets: list[bool]
-    prefix_differs: bool = False
-
 
 @dataclass(frozen=True, slots=True)
 class Labelled:
@@ -253,14 +222,17 @@ class TextEncoder:
 
     tokenizer: PreTrainedTokenizerBase
     layout: SampleLayout
-    _shown: set[str] = field(default_factory=set)
+    _chats: ChatEncoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_chats", ChatEncoder(self.tokenizer))
 
     def encode(self, fields: Mapping[str, Any]) -> Encoded:
         """The tokens of a row; raises BadRowError when a column is missing or has a wrong type."""
         ours, format = self._ours(fields), self.layout.format
         if format in CHATS:
             conversation = ours["messages" if format == "messages" else "conversations"]
-            return self._chat(messages_of(conversation), _tools(ours.get("tools")))
+            return self._chat(messages_of(conversation), tools_of(ours.get("tools")))
         if format == "text":
             ids = self._closed(self._text(ours, "text"))
             return Encoded(ids, [True] * len(ids))
@@ -278,7 +250,7 @@ class TextEncoder:
         """
         ours = self._ours(fields)
         text = self._text(ours, "text")
-        _require_encodable(text)
+        require_encodable(text)
         try:
             code = label_code(ours["label"], base)
         except ValueError as error:
@@ -318,7 +290,7 @@ class TextEncoder:
     def _paired_chats(self, ours: Mapping[str, Any]) -> tuple[list[int], list[list[int]]]:
         """The tokens of a prompt that is a conversation, and with each of its completions."""
         chosen, rejected = (messages_of(ours[name]) for name in ("chosen", "rejected"))
-        tools = _tools(ours.get("tools"))
+        tools = tools_of(ours.get("tools"))
         if isinstance(ours.get("prompt"), list):
             prompt = messages_of(ours["prompt"])
         else:
@@ -327,8 +299,11 @@ class TextEncoder:
             prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
         if not (prompt and chosen and rejected):
             raise BadRowError("chosen and rejected have no prompt in common, or nothing behind it")
-        before = self._render(prompt, tools, add_generation_prompt=True)
-        return before, [self._render(prompt + each, tools) for each in (chosen, rejected)]
+        before = self._chats.ids(prompt, tools, add_generation_prompt=True)
+        return before, [self._chats.ids(prompt + each, tools) for each in (chosen, rejected)]
+
+    def _chat(self, messages: list[dict[str, Any]], tools: Any) -> Encoded:
+        return self._chats.encode(messages, tools, on_assistant=self.layout.on_completion)
 
     def _ours(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The row's values by our names; optional ones only where they are there."""
@@ -363,9 +338,9 @@ class TextEncoder:
     def _reply(self, ours: Mapping[str, Any]) -> Encoded:
         """A prompt and a completion that are both messages."""
         prompt, reply = (messages_of(ours[name]) for name in ("prompt", "completion"))
-        tools = _tools(ours.get("tools"))
-        before = self._render(prompt, tools, add_generation_prompt=True)
-        ids = self._render(prompt + reply, tools)
+        tools = tools_of(ours.get("tools"))
+        before = self._chats.ids(prompt, tools, add_generation_prompt=True)
+        ids = self._chats.ids(prompt + reply, tools)
         start = _common(before, ids)
         targets = [not self.layout.on_completion or at >= start for at in range(len(ids))]
         return Encoded(ids, targets, start < len(before))
@@ -384,7 +359,7 @@ class TextEncoder:
 
     def _ids(self, text: str) -> list[int]:
         """The tokens of a text with what the tokenizer adds before it, and nothing after it."""
-        _require_encodable(text)
+        require_encodable(text)
         encoding = self.tokenizer(text, add_special_tokens=True, truncation=False, verbose=False)
         ids: list[int] = list(encoding["input_ids"])
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
@@ -402,140 +377,6 @@ class TextEncoder:
         ids = self._ids(text)
         eos = self.tokenizer.eos_token_id
         return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
-
-    def _chat(self, messages: list[dict[str, Any]], tools: Any) -> Encoded:
-        if not self.layout.on_completion:
-            ids = self._render(messages, tools)
-            return Encoded(ids, [True] * len(ids))
-        if self.tokenizer.is_fast and _GENERATION.search(template_of(self.tokenizer)):
-            self._require_roles(messages, tools)
-            encoding = self._template(messages, tools, return_assistant_tokens_mask=True)
-            trained = [bool(mask) for mask in encoding["assistant_masks"]]
-            return Encoded(list(encoding["input_ids"]), trained)
-        return self._by_prefix(messages, tools)
-
-    def _by_prefix(self, messages: list[dict[str, Any]], tools: Any) -> Encoded:
-        """Find each assistant turn as what it adds to the conversation before it."""
-        ids = self._render(messages, tools)
-        targets = [False] * len(ids)
-        for turn, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            head = messages[:turn]
-            before = self._render(head, tools, add_generation_prompt=True) if head else []
-            after = self._render(messages[: turn + 1], tools)
-            if ids[: len(after)] != after or after[: len(before)] != before:
-                raise PrefixError(f"the template shows turn {turn + 1} otherwise in the whole chat")
-            targets[len(before) : len(after)] = [True] * (len(after) - len(before))
-        return Encoded(ids, targets)
-
-    def _render(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> list[int]:
-        self._require_roles(messages, tools)
-        return list(self._template(messages, tools, **options)["input_ids"])
-
-    def _require_roles(self, messages: list[dict[str, Any]], tools: Any) -> None:
-        """Refuse roles that the template does not know, or whose words it leaves out."""
-        for role in {message["role"] for message in messages} - self._shown:
-            named = re.search(rf"['\"]{re.escape(role)}['\"]", template_of(self.tokenizer))
-            if role not in _ROLES and not named:
-                near = nearest(role, _ROLES)
-                known = f"did you mean '{near}'?" if near else f"it may be {', '.join(_ROLES)}"
-                raise BadRowError(f"the chat template knows no role '{role}'; {known}")
-            said = [m for m in messages if m["role"] == role and m.get("content")]
-            if not said:
-                continue
-            marked = [{**m, "content": _MARK} if m in said else m for m in messages]
-            if _MARK not in self._template(marked, tools, tokenize=False, return_dict=False):
-                raise BadRowError(f"the chat template leaves out what the role '{role}' says")
-            self._shown.add(role)
-
-    def _template(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
-        from jinja2 import TemplateError
-
-        for message in messages:
-            _require_encodable(message.get("content") or "")
-        options = {"tokenize": True, "return_dict": True, **options}
-        try:
-            return self.tokenizer.apply_chat_template(messages, tools=tools or None, **options)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise BadRowError(f"the chat template refuses the messages: {error}") from error
-
-
-def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template that plain conversations use, or nothing when the tokenizer has none."""
-    try:
-        return str(tokenizer.get_chat_template())
-    except ValueError:
-        return ""
-
-
-def _require_encodable(text: str) -> None:
-    """Refuse half a character, which JSON can write and no tokenizer can read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start].encode("ascii", "backslashreplace").decode()
-        raise BadRowError(f"the text has half a character, {half} at {error.start + 1}") from None
-
-
-def messages_of(value: object) -> list[dict[str, Any]]:
-    """A conversation as chat templates take it, from OpenAI's form or from ShareGPT's.
-
-    raises   BadRowError
-    """
-    if not isinstance(value, list) or not value:
-        raise BadRowError("the messages are no list with at least one message")
-    return [_message(number, message) for number, message in enumerate(value, 1)]
-
-
-def _message(number: int, message: object) -> dict[str, Any]:
-    if isinstance(message, dict) and "role" not in message and isinstance(message.get("from"), str):
-        role = _SHAREGPT.get(message["from"], message["from"])
-        message = {"role": role, "content": message.get("value")}
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadRowError(f"message {number} is no object with a role")
-    kept = {key: item for key, item in message.items() if item is not None}
-    if isinstance(message.get("content"), list):
-        kept["content"] = _joined(number, message["content"])
-    if kept.get("tool_calls"):
-        kept["tool_calls"] = [_call(number, call) for call in kept["tool_calls"]]
-    elif not isinstance(kept.get("content"), str):
-        raise BadRowError(f"message {number} has no text in 'content'")
-    return kept
-
-
-def _joined(number: int, parts: list[Any]) -> str:
-    """The text of a message that stands in parts, as OpenAI's may."""
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    kinds = {str(part.get("type")) for part in parts if isinstance(part, dict)} - {"text"}
-    if kinds or not all(isinstance(text, str) for text in texts):
-        what = f" but {', '.join(sorted(kinds))}" if kinds else ""
-        raise BadRowError(f"message {number} has no text in 'content'{what}")
-    return "".join(map(str, texts))
-
-
-def _call(number: int, call: object) -> object:
-    """A tool call whose arguments are an object: OpenAI writes them as JSON in a text."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError as error:
-        raise BadRowError(f"message {number} calls a tool with no JSON: {error}") from None
-    assert isinstance(call, dict)
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _tools(value: object) -> object:
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise BadRowError("the column 'tools' holds text that is no JSON") from None
-    if value is None or value == "" or isinstance(value, list):
-        return value
-    raise BadRowError(f"the column 'tools' holds {type(value).__name__}, no list")
 
 
 def _common(left: Sequence[Any], right: Sequence[Any]) -> int:

@@ -19,16 +19,8 @@ import numpy as np
 from tlora_fx.config.base_task import pools_first
 from tlora_fx.config.job import Job
 from tlora_fx.errors import ChatTemplateError, EmptyDataError, MalformedRowError, NoTargetsError
-from tlora_fx.runtime.data.encoding import (
-    CHATS,
-    BadRowError,
-    Encoded,
-    Labelled,
-    PrefixError,
-    TextEncoder,
-    find_layout,
-    template_of,
-)
+from tlora_fx.runtime.data.chats import BadRowError, Encoded, PrefixError, template_of
+from tlora_fx.runtime.data.encoding import CHATS, Labelled, TextEncoder, find_layout
 from tlora_fx.runtime.data.rows import DataRow, evaluated, read_rows
 
 if TYPE_CHECKING:
