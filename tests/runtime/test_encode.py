@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from tlora_fx.runtime.data.chats import BadRowError, Encoded, PrefixError
+from tlora_fx.runtime.data.chats import UnlocatedTurnError
+from tlora_fx.runtime.data.conversations import BadRowError
 from tlora_fx.runtime.data.encoding import Format, SampleLayout, TextEncoder
+from tlora_fx.runtime.data.rendered import Encoded
 
 CHAT = [
     {"role": "user", "content": "hi"},
@@ -126,7 +128,7 @@ def test_a_template_that_changes_earlier_turns_is_refused(
     """Nothing is guessed where the start of a chat is rendered otherwise in the whole."""
     tokenizer = make_tokenizer(templates["shortening"])
 
-    with pytest.raises(PrefixError, match="turn 2"):
+    with pytest.raises(UnlocatedTurnError, match="turn 2"):
         encoder(tokenizer, "messages").encode({"messages": CHAT})
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tlora_fx.config.job import (
@@ -21,16 +22,17 @@ from tlora_fx.config.job import (
     columns_of,
 )
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError, nearest
-from tlora_fx.runtime.data.chats import (
+from tlora_fx.runtime.data.chats import ChatRenderer, template_of
+from tlora_fx.runtime.data.conversations import (
     BadRowError,
-    ChatEncoder,
-    Encoded,
-    messages_of,
+    Conversation,
+    conversation_of,
+    is_conversation,
     require_encodable,
-    template_of,
     tools_of,
 )
 from tlora_fx.runtime.data.labels import label_code
+from tlora_fx.runtime.data.rendered import Encoded, Rendered, common, tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -218,28 +220,79 @@ class Labelled:
 
 @dataclass(frozen=True, slots=True)
 class TextEncoder:
-    """Encodes the rows of one layout with one tokenizer."""
+    """Encodes the rows of one layout with one tokenizer.
+
+    append_eos   end conversations by the end-of-sequence token where the template does not
+    clock        what a chat template that asks for the time is told; None: the time it is then
+    """
 
     tokenizer: PreTrainedTokenizerBase
     layout: SampleLayout
-    _chats: ChatEncoder = field(init=False)
+    append_eos: bool = False
+    clock: datetime | None = None
+    _chats: ChatRenderer = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_chats", ChatEncoder(self.tokenizer))
+        chats = ChatRenderer(self.tokenizer, self.layout.on_completion, self.append_eos, self.clock)
+        object.__setattr__(self, "_chats", chats)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the chat template, as far as rows have shown it."""
+        return tuple(self._chats.notes)
+
+    def render(self, fields: Mapping[str, Any]) -> Rendered | None:
+        """What the chat template makes of a row; None for a row that is no conversation.
+
+        raises   BadRowError
+        """
+        ours, format = self._ours(fields), self.layout.format
+        if format in CHATS:
+            chat = conversation_of(ours["messages" if format == "messages" else "conversations"])
+            return self._chats.render(chat, tools_of(ours.get("tools")))
+        if format == "alpaca" and template_of(self.tokenizer):
+            said = (("user", self._question(ours)), ("assistant", self._text(ours, "output")))
+            messages = [{"role": role, "content": text} for role, text in said]
+            return self._chats.render(Conversation(messages), None)
+        if format == "prompt-completion" and is_conversation(ours["prompt"]):
+            prompt, reply = (conversation_of(ours[name]) for name in ("prompt", "completion"))
+            return self._chats.render_reply(prompt, reply, tools_of(ours.get("tools")))
+        return None
+
+    def render_pair(self, fields: Mapping[str, Any]) -> tuple[Rendered, Rendered] | None:
+        """What the chat template makes of a chosen and of a rejected completion.
+
+        returns  None for completions that are no messages
+        raises   BadRowError
+        """
+        ours = self._ours(fields)
+        if not is_conversation(ours["chosen"]):
+            return None
+        chosen, rejected = (conversation_of(ours[name]) for name in ("chosen", "rejected"))
+        tools = tools_of(ours.get("tools"))
+        if is_conversation(ours.get("prompt")):
+            prompt = conversation_of(ours["prompt"])
+        else:
+            # A prompt given as text too stands at the start of both conversations anyway.
+            shared = _shared(chosen.messages, rejected.messages)
+            prompt = Conversation(chosen.messages[:shared])
+            chosen, rejected = chosen.behind(shared), rejected.behind(shared)
+        if not (prompt.messages and chosen.messages and rejected.messages):
+            raise BadRowError("chosen and rejected have no prompt in common, or nothing behind it")
+        first, second = (self._chats.render_reply(prompt, c, tools) for c in (chosen, rejected))
+        return first, second
 
     def encode(self, fields: Mapping[str, Any]) -> Encoded:
         """The tokens of a row; raises BadRowError when a column is missing or has a wrong type."""
+        rendered = self.render(fields)
+        if rendered is not None:
+            return tokenize(self.tokenizer, [rendered])[0]
         ours, format = self._ours(fields), self.layout.format
-        if format in CHATS:
-            conversation = ours["messages" if format == "messages" else "conversations"]
-            return self._chat(messages_of(conversation), tools_of(ours.get("tools")))
         if format == "text":
             ids = self._closed(self._text(ours, "text"))
             return Encoded(ids, [True] * len(ids))
         if format == "alpaca":
-            return self._exchange(ours)
-        if isinstance(ours["prompt"], list):
-            return self._reply(ours)
+            return self._completion(f"{self._question(ours)}\n\n", self._text(ours, "output"))
         return self._completion(self._text(ours, "prompt"), self._text(ours, "completion"))
 
     def encode_label(self, fields: Mapping[str, Any], base: BaseSpec, most: int) -> Labelled:
@@ -268,42 +321,21 @@ class TextEncoder:
 
         raises   BadRowError
         """
+        rendered = self.render_pair(fields)
+        if rendered is not None:
+            return paired(*tokenize(self.tokenizer, rendered))
         ours = self._ours(fields)
-        if isinstance(ours["chosen"], list):
-            before, ids = self._paired_chats(ours)
+        chosen, rejected = self._text(ours, "chosen"), self._text(ours, "rejected")
+        if "prompt" in ours:
+            prompt = self._text(ours, "prompt")
         else:
-            chosen, rejected = self._text(ours, "chosen"), self._text(ours, "rejected")
-            if "prompt" in ours:
-                prompt = self._text(ours, "prompt")
-            else:
-                prompt = chosen[: _common(chosen, rejected)].rstrip()
-                chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-            before = self._ids(prompt)
-            ids = [self._closed(prompt + completion) for completion in (chosen, rejected)]
-        if ids[0] == ids[1]:
-            raise BadRowError("the chosen completion is the rejected one")
-        start = min(_common(before, line) for line in ids)
-        differs = start < len(before)
-        first, second = (Encoded(i, [at >= start for at in range(len(i))], differs) for i in ids)
-        return first, second
-
-    def _paired_chats(self, ours: Mapping[str, Any]) -> tuple[list[int], list[list[int]]]:
-        """The tokens of a prompt that is a conversation, and with each of its completions."""
-        chosen, rejected = (messages_of(ours[name]) for name in ("chosen", "rejected"))
-        tools = tools_of(ours.get("tools"))
-        if isinstance(ours.get("prompt"), list):
-            prompt = messages_of(ours["prompt"])
-        else:
-            # A prompt given as text too stands at the start of both conversations anyway.
-            shared = _common(chosen, rejected)
-            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        if not (prompt and chosen and rejected):
-            raise BadRowError("chosen and rejected have no prompt in common, or nothing behind it")
-        before = self._chats.ids(prompt, tools, add_generation_prompt=True)
-        return before, [self._chats.ids(prompt + each, tools) for each in (chosen, rejected)]
-
-    def _chat(self, messages: list[dict[str, Any]], tools: Any) -> Encoded:
-        return self._chats.encode(messages, tools, on_assistant=self.layout.on_completion)
+            prompt = chosen[: _shared(chosen, rejected)]
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        before = self._ids(prompt)
+        first, second = (
+            _behind(before, self._closed(prompt + completion)) for completion in (chosen, rejected)
+        )
+        return paired(first, second)
 
     def _ours(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The row's values by our names; optional ones only where they are there."""
@@ -323,34 +355,19 @@ class TextEncoder:
         theirs = self.layout.columns[name]
         raise BadRowError(f"the column '{theirs}' holds {type(value).__name__}, no text")
 
-    def _exchange(self, ours: Mapping[str, Any]) -> Encoded:
-        """A row of Alpaca's: one exchange, by the chat template where there is one."""
-        asked, given = self._text(ours, "instruction"), ours.get("input") or ""
-        if not isinstance(given, str):
-            raise BadRowError(f"the column 'input' holds {type(given).__name__}, no text")
-        question = f"{asked}\n\n{given}" if given.strip() else asked
-        answer = self._text(ours, "output")
-        if not template_of(self.tokenizer):
-            return self._completion(f"{question}\n\n", answer)
-        said = (("user", question), ("assistant", answer))
-        return self._chat([{"role": role, "content": text} for role, text in said], None)
-
-    def _reply(self, ours: Mapping[str, Any]) -> Encoded:
-        """A prompt and a completion that are both messages."""
-        prompt, reply = (messages_of(ours[name]) for name in ("prompt", "completion"))
-        tools = tools_of(ours.get("tools"))
-        before = self._chats.ids(prompt, tools, add_generation_prompt=True)
-        ids = self._chats.ids(prompt + reply, tools)
-        start = _common(before, ids)
-        targets = [not self.layout.on_completion or at >= start for at in range(len(ids))]
-        return Encoded(ids, targets, start < len(before))
+    def _question(self, ours: Mapping[str, Any]) -> str:
+        """What a row of Alpaca's asks."""
+        asked, more = self._text(ours, "instruction"), ours.get("input") or ""
+        if not isinstance(more, str):
+            raise BadRowError(f"the column 'input' holds {type(more).__name__}, no text")
+        return f"{asked}\n\n{more}" if more.strip() else asked
 
     def _completion(self, prompt: str, completion: str) -> Encoded:
         before = self._ids(prompt)
         ids = self._closed(prompt + completion)
         # A tokenizer may merge across the border. All tokens from the first that differs on hold
         # some of the completion.
-        start = _common(before, ids)
+        start = common(before, ids)
         differs = start < len(before)
         if not self.layout.on_completion:
             return Encoded(ids, [True] * len(ids), differs)
@@ -379,10 +396,37 @@ class TextEncoder:
         return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
 
-def _common(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """How many items both start with."""
-    pairs = zip(left, right, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+def paired(chosen: Encoded, rejected: Encoded) -> tuple[Encoded, Encoded]:
+    """Two completions of one prompt, both trained from where one of them parts from it.
+
+    raises   BadRowError when they are the same
+    """
+    if chosen.ids == rejected.ids:
+        raise BadRowError("the chosen completion is the rejected one")
+    start = min(sum(not on for on in each.targets) for each in (chosen, rejected))
+    differs = chosen.prefix_differs or rejected.prefix_differs
+    first, second = (
+        Encoded(each.ids, [at >= start for at in range(len(each.ids))], differs)
+        for each in (chosen, rejected)
+    )
+    return first, second
+
+
+def _behind(prompt: list[int], ids: list[int]) -> Encoded:
+    start = common(prompt, ids)
+    return Encoded(ids, [at >= start for at in range(len(ids))], start < len(prompt))
+
+
+def _shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """How much of two completions without a prompt is the prompt, as of TRL's `extract_prompt`.
+
+    A space before the first difference is of the completions, and so is the last item of the
+    shorter one that is the start of the other.
+    """
+    at = common(chosen, rejected)
+    if at == min(len(chosen), len(rejected)):
+        return max(at - 1, 0)
+    return at - 1 if at and chosen[at - 1] == " " else at
 
 
 def _special(tokenizer: PreTrainedTokenizerBase, name: str) -> str:

@@ -19,8 +19,10 @@ import numpy as np
 from tlora_fx.config.base_task import pools_first
 from tlora_fx.config.job import Job
 from tlora_fx.errors import ChatTemplateError, EmptyDataError, MalformedRowError, NoTargetsError
-from tlora_fx.runtime.data.chats import BadRowError, Encoded, PrefixError, template_of
+from tlora_fx.runtime.data.chats import UnlocatedTurnError, template_of
+from tlora_fx.runtime.data.conversations import BadRowError
 from tlora_fx.runtime.data.encoding import CHATS, Labelled, TextEncoder, find_layout
+from tlora_fx.runtime.data.rendered import Encoded
 from tlora_fx.runtime.data.rows import DataRow, evaluated, read_rows
 
 if TYPE_CHECKING:
@@ -401,7 +403,7 @@ def _encoded(
             else:
                 yield (encoder.encode(row.fields),)
         except BadRowError as error:
-            if isinstance(error, PrefixError) and not job.data.skip_bad_rows:
+            if isinstance(error, UnlocatedTurnError) and not job.data.skip_bad_rows:
                 raise ChatTemplateError(
                     "the chat template does not show which tokens the assistant wrote",
                     file=row.where,
