@@ -32,6 +32,11 @@ HIDES_REASONING = (
     "the chat template leaves the reasoning out of some of the assistant's turns: it is not trained"
 )
 
+ENDS_OTHERWISE = (
+    "the chat template ends the assistant's last turn otherwise than earlier ones: where both "
+    "differ, the ends of earlier ones are not trained"
+)
+
 
 class UnlocatedTurnError(BadRowError):
     """A turn of the assistant cannot be found in what a chat template renders."""
@@ -187,6 +192,8 @@ class ChatRenderer:
             self.notes[ENDS_NO_TURN] = None
         if turns.hidden:
             self.notes[HIDES_REASONING] = None
+        if turns.loose:
+            self.notes[ENDS_OTHERWISE] = None
 
     def _unlocated(self, error: TurnError) -> UnlocatedTurnError:
         name = self.tokenizer.name_or_path

@@ -11,6 +11,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, overload
 
@@ -19,9 +20,15 @@ import numpy as np
 from tlora_fx.config.base_task import pools_first
 from tlora_fx.config.job import Job
 from tlora_fx.errors import ChatTemplateError, EmptyDataError, MalformedRowError, NoTargetsError
-from tlora_fx.runtime.data.chats import UnlocatedTurnError, template_of
-from tlora_fx.runtime.data.conversations import BadRowError
-from tlora_fx.runtime.data.encoding import CHATS, Labelled, TextEncoder, find_layout
+from tlora_fx.runtime.data.chats import UnlocatedTurnError, asks_for_the_time, template_of
+from tlora_fx.runtime.data.conversations import BadRowError, is_conversation
+from tlora_fx.runtime.data.encoding import (
+    CHATS,
+    Labelled,
+    SampleLayout,
+    TextEncoder,
+    find_layout,
+)
 from tlora_fx.runtime.data.rendered import Encoded
 from tlora_fx.runtime.data.rows import DataRow, evaluated, read_rows
 
@@ -155,6 +162,7 @@ class JobData:
     tokenizer   that made the samples, where they were read; an adapter's folder gets it
     units       what a batch counts as one, by indices of samples: pairs, or what is packed into one
                 sequence; None: each sample is one
+    clock       the time that the chat template was told; None where it did not ask
     """
 
     job: Job
@@ -163,6 +171,7 @@ class JobData:
     evaluation: Sequence[Sample] = ()
     tokenizer: PreTrainedTokenizerBase | None = None
     units: Sequence[Sequence[int]] | None = None
+    clock: datetime | None = None
 
     @cached_property
     def count(self) -> int:
@@ -241,16 +250,24 @@ def sample_order(count: int, job: Job, epoch: int) -> np.ndarray:
     return np.random.default_rng((job.seed, epoch)).permutation(count)
 
 
-def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
+def load_job_data(
+    job: Job, tokenizer: PreTrainedTokenizerBase, clock: datetime | None = None
+) -> JobData:
     """Read, tokenise and truncate the data of a job, and what it is evaluated on.
 
+    clock   what a chat template that asks for the time is told; None: the time it is now
     raises  DataError, one of its classes for each mistake
     """
     samples: Sequence[Sample]
     evaluation: Sequence[Sample] = ()
     limit = samples_of_steps(job) if job.data.streaming else None
-    samples, report = _samples(job, tokenizer, limit)
-    notes: list[str] = []
+    told = (
+        (clock or datetime.now().astimezone())
+        if asks_for_the_time(template_of(tokenizer))
+        else None
+    )
+    samples, report = _samples(job, tokenizer, told, limit)
+    notes = list(report.notes)
     if isinstance(job.eval_split, float):
         samples, evaluation = held_out(samples, job)
         each = job.sequences_per_sample
@@ -259,7 +276,7 @@ def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
         tokens = f"{_tokens(evaluation)} tokens, {_targets(evaluation, job)} counted"
         notes.append(f"evaluation: {len(evaluation) // each} samples held out, {tokens}")
     elif (spec := evaluated(job)) is not None:
-        evaluation, found = _samples(job.model_copy(update={"data": spec}), tokenizer)
+        evaluation, found = _samples(job.model_copy(update={"data": spec}), tokenizer, told)
         notes += [f"evaluation: {line}" for line in found.lines()]
     units = units_of(job, samples)
     if job.packing and units is not None:
@@ -272,7 +289,7 @@ def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
     if tokenizer.eos_token_id is None and not job.base.is_classifier:
         notes.append("the tokenizer has no end-of-sequence token: samples end without one")
     report.notes = tuple(notes)
-    return JobData(job, samples, report, evaluation, tokenizer, units)
+    return JobData(job, samples, report, evaluation, tokenizer, units, told)
 
 
 def samples_of_steps(job: Job) -> int | None:
@@ -348,7 +365,10 @@ def _targets(samples: Sequence[Sample], job: Job) -> int:
 
 
 def _samples(
-    job: Job, tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+    job: Job,
+    tokenizer: PreTrainedTokenizerBase,
+    clock: datetime | None,
+    limit: int | None = None,
 ) -> tuple[SampleTable, DataReport]:
     """The samples of the data that a job's `data` names, at least one.
 
@@ -357,7 +377,7 @@ def _samples(
     report, table = DataReport(), SampleTable()
     size = 2 if job.is_preference else 1
     position = _label_position(job) if job.base.is_classifier else None
-    for encoded in _encoded(job, tokenizer, report):
+    for encoded in _encoded(job, tokenizer, report, clock):
         if isinstance(encoded, Labelled):
             _keep_labelled(encoded, position, report, table)
         else:
@@ -382,7 +402,7 @@ def _samples(
 
 
 def _encoded(
-    job: Job, tokenizer: PreTrainedTokenizerBase, report: DataReport
+    job: Job, tokenizer: PreTrainedTokenizerBase, report: DataReport, clock: datetime | None
 ) -> Iterator[tuple[Encoded, ...] | Labelled]:
     """What becomes of each row: a sample, the two of a pair, or a sample that has a label."""
     encoder: TextEncoder | None = None
@@ -392,16 +412,17 @@ def _encoded(
             report.add_bad_row(job, row.where, row.reason)
             continue
         if encoder is None:
-            encoder = _encoder(job, tokenizer, row)
-            report.layout = encoder.layout.line()
+            encoder = _encoder(job, tokenizer, row, clock)
+            report.layout = encoder.layout.line() + _by_default(job, encoder.layout)
             report.format = encoder.layout.format
         try:
+            encoded: tuple[Encoded, ...] | Labelled
             if job.base.is_classifier:
-                yield encoder.encode_label(row.fields, job.base, job.max_length)
+                encoded = encoder.encode_label(row.fields, job.base, job.max_length)
             elif job.is_preference:
-                yield encoder.encode_pair(row.fields)
+                encoded = encoder.encode_pair(row.fields)
             else:
-                yield (encoder.encode(row.fields),)
+                encoded = (encoder.encode(row.fields),)
         except BadRowError as error:
             if isinstance(error, UnlocatedTurnError) and not job.data.skip_bad_rows:
                 raise ChatTemplateError(
@@ -412,16 +433,29 @@ def _encoded(
                     help="use a template with {% generation %}, or set loss_on: all",
                 ) from None
             report.add_bad_row(job, row.where, str(error))
+            continue
+        report.notes = encoder.notes
+        yield encoded
 
 
-def _encoder(job: Job, tokenizer: PreTrainedTokenizerBase, row: DataRow) -> TextEncoder:
+def _by_default(job: Job, layout: SampleLayout) -> str:
+    """What TRL trains of chats where a job does not say what is trained."""
+    said = job.assistant_only_loss is not None or job.data.loss_on != "auto"
+    if said or layout.format not in CHATS:
+        return ""
+    return "; assistant_only_loss: false trains all tokens, as TRL does by default"
+
+
+def _encoder(
+    job: Job, tokenizer: PreTrainedTokenizerBase, row: DataRow, clock: datetime | None
+) -> TextEncoder:
     fields = row.fields or {}
     layout = find_layout(job, fields, where=row.where)
-    talks = any(isinstance(fields.get(theirs), list) for theirs in layout.columns.values())
+    talks = any(is_conversation(fields.get(theirs)) for theirs in layout.columns.values())
     if (layout.format in CHATS or talks) and not template_of(tokenizer):
         help = "name a chat model's tokenizer under base, or give prompt and completion columns"
         raise ChatTemplateError("the tokenizer has no chat template", job=job.name, help=help)
-    return TextEncoder(tokenizer, layout)
+    return TextEncoder(tokenizer, layout, job.data.append_eos, clock)
 
 
 def _keep(encoded: Sequence[Encoded], job: Job, report: DataReport, table: SampleTable) -> None:

@@ -21,6 +21,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,7 @@ class LocalExecutor:
             accept_changes=options.accept_changes,
             callbacks=options.callbacks,
             stays=self._stays(group),
+            now=datetime.now().astimezone().isoformat(timespec="seconds"),
         )
 
     def _stays(self, group: Group) -> str:
