@@ -280,6 +280,7 @@ class DataSpec(Spec):
     loss_on        which tokens are trained: those of completions, or all; auto: those of
                    completions if the data has any, else all
     skip_bad_rows  skip and count invalid rows, instead of refusing the data
+    append_eos     end conversations by the end-of-sequence token where the chat template does not
     """
 
     other_names: ClassVar[Mapping[str, str]] = DATA_KEYS
@@ -292,6 +293,7 @@ class DataSpec(Spec):
     format: FormatName = Field(default="auto", validate_default=True)
     loss_on: Literal["auto", "completion", "all"] = "auto"
     skip_bad_rows: StrictBool = False
+    append_eos: StrictBool = False
 
     @field_validator("format")
     @classmethod

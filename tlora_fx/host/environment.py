@@ -22,14 +22,16 @@ PEER_COPIES = "TLORA_FX_PEER_COPIES"
 LOG = "TLORA_FX_LOG"
 #: Largest size of kept traces, in MiB.
 TRACE_CACHE = "TLORA_FX_TRACE_CACHE"
+#: Largest size of kept tables of tokens, in GiB.
+DATA_CACHE = "TLORA_FX_DATA_CACHE"
 #: `tlora-fx bisect` sets it for the command of `--check`.
 STATE = "TLORA_FX_STATE"
 #: Defaults of options of `tlora-fx client`, which typer reads.
 SERVER, TOKEN, AUTHORITY = "TLORA_FX_SERVER", "TLORA_FX_TOKEN", "TLORA_FX_CA"
 
 #: What a folder of kept results may hold where its variable is not set, in bytes.
-MAX_BYTES = {TRACE_CACHE: 256 * 2**20}
-_UNITS = {TRACE_CACHE: ("MiB", 2**20)}
+MAX_BYTES = {TRACE_CACHE: 256 * 2**20, DATA_CACHE: 32 * 2**30}
+_UNITS = {TRACE_CACHE: ("MiB", 2**20), DATA_CACHE: ("GiB", 2**30)}
 
 KernelMode = Literal["auto", "on", "off", "interpret"]
 #: The values that a variable may have, its default first.

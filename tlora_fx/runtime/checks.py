@@ -33,6 +33,7 @@ from tlora_fx.model.batch import repeating_length
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import Probed, probe_loaded
 from tlora_fx.planners.auto import device_name
+from tlora_fx.runtime.clocks import JobClocks
 from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.data.tables import largest_id, lengths_of
 from tlora_fx.runtime.evaluation import find_function
@@ -43,16 +44,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def load_all_data(jobs: Sequence[Job]) -> dict[str, JobData]:
+def load_all_data(jobs: Sequence[Job], clocks: JobClocks | None = None) -> dict[str, JobData]:
     """Every job's samples, by job name.
 
+    clocks    what time it is for each job, where a chat template asks for it; None: all start now
     raises    DataError, naming file, line and job; TokenizerNotLoadable; MetricFunctionError
     """
     for job in jobs:
         if job.compute_metrics is not None:
             find_function(job.compute_metrics, job.name)
     tokenizer = load_tokenizer(jobs[0].base)
-    return {job.name: load_job_data(job, tokenizer) for job in jobs}
+    clocks = clocks or JobClocks()
+    return {job.name: load_job_data(job, tokenizer, clocks.of(job.name)) for job in jobs}
 
 
 def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:

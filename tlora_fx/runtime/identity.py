@@ -18,6 +18,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.checkpoints.digests import base_digests, file_digest, tensor_digests
 from tlora_fx.runtime.checkpoints.store import Checkpoint, CheckpointStore
 from tlora_fx.runtime.checks import load_tokenizer
+from tlora_fx.runtime.clocks import clocks_of
 from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.optim.trainable import learning_rates
 
@@ -73,6 +74,11 @@ def describe_jobs(jobs: Sequence[Job], data: Mapping[str, JobData]) -> dict[str,
         "jobs": {job.name: _described(job) for job in jobs},
         "steps": {job.name: data[job.name].steps for job in jobs},
         "data": {job.name: _data(job, data[job.name]) for job in jobs},
+        "clocks": {
+            job.name: clock.isoformat(timespec="seconds")
+            for job in jobs
+            if (clock := data[job.name].clock) is not None
+        },
     }
 
 
@@ -172,7 +178,7 @@ def require_same_files(job: Job, folder: Path) -> None:
     data_before, path = before["data"][job.name], Path(job.data.path)
     texts = []
     if data_before["file"] is not None and data_before["file"] != file_digest(path):
-        data = load_job_data(job, load_tokenizer(job.base))
+        data = load_job_data(job, load_tokenizer(job.base), clocks_of(before).get(job.name))
         texts += [
             text for text, kind in _of_data(data_before, _data(job, data)) if kind != "harmless"
         ]

@@ -22,6 +22,7 @@ from tlora_fx.config.job import Job
 from tlora_fx.errors import CheckpointError, MetricsError
 from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.checkpoints.store import Checkpoint, CheckpointStore, JobState, ResumeSources
+from tlora_fx.runtime.clocks import JobClocks, clocks_in, kept_clocks
 from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.elastic import Roster
@@ -256,6 +257,13 @@ class RunCheckpoints:
             )
         for change in dict.fromkeys(changes):
             self.callback.noted(f"changed since the checkpoint: {change}")
+
+    def clocks(self) -> JobClocks:
+        """What time it is for each job, the same on all processes."""
+        kept = clocks_in(self.folder.path) if self.resume else {}
+        if self.carried is not None:
+            kept = kept_clocks(self.carried.sources)
+        return self.ranks.from_leader(JobClocks(kept=kept))
 
     def describe(self, jobs: Sequence[Job], data: Mapping[str, JobData]) -> None:
         """Note what the run is, so that only the same run goes on from its checkpoints."""

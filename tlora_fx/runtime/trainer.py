@@ -224,7 +224,7 @@ class Trainer:
 
     def _checked(self, stack: ExitStack) -> Mapping[str, JobData]:
         """The data, after all checks that need no weights; the folder is then held."""
-        data = self._data or load_all_data(self.jobs)
+        data = self._data or load_all_data(self.jobs, self.checkpoints.clocks())
         check_fits(self.model.backbone, data, self.model.group.vocabulary)
         require_fits(self.model, self.plan.mesh)
         require_shardable(self.model, self.plan)

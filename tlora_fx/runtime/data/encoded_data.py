@@ -7,25 +7,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from tlora_fx.config.base_task import pools_first
 from tlora_fx.config.job import Job
 from tlora_fx.errors import ChatTemplateError, DataError, MalformedRowError
 from tlora_fx.runtime.checkpoints.digests import file_digest
+from tlora_fx.runtime.data.chats import UnlocatedTurnError, template_of
+from tlora_fx.runtime.data.conversations import BadRowError, is_conversation
 from tlora_fx.runtime.data.encoding import (
     CHATS,
-    BadRowError,
-    Encoded,
-    PrefixError,
+    DraftRow,
+    LabelPosition,
     TextEncoder,
     find_layout,
-    template_of,
     trains_completions,
 )
 from tlora_fx.runtime.data.rows import DataRow, is_local, read_rows
@@ -40,14 +40,18 @@ CHUNK_ROWS = 1024
 
 
 def encoded_data(
-    job: Job, tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+    job: Job,
+    tokenizer: PreTrainedTokenizerBase,
+    clock: datetime | None = None,
+    limit: int | None = None,
 ) -> TokenTable:
     """The tokens of the rows that a job's `data` names.
 
+    clock    what a chat template that asks for the time is told
     limit    rows are read until so many samples can be trained
     raises   DataError, one of its classes for each mistake
     """
-    encoder = _RowEncoder(job, tokenizer)
+    encoder = _RowEncoder(job, tokenizer, clock)
     if limit is not None:
         return encode_once((), lambda counts: encoder.first(limit, counts), lambda _: True)
 
@@ -62,7 +66,7 @@ def encoded_data(
         job.completion_only_loss, job.assistant_only_loss,
     )  # fmt: skip
     parts = _decisive(job, tokenizer)
-    keys = [table_key(*parts, masked) for masked in (asks, not asks)] if parts else []
+    keys = [table_key(*parts, clock, masked) for masked in (asks, not asks)] if parts else []
     return encode_once(keys, encoder.all, serves)
 
 
@@ -107,9 +111,12 @@ _FLAGS = (
 class _RowEncoder:
     """Encodes the rows of a job's data, some at a time."""
 
-    def __init__(self, job: Job, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.job, self.tokenizer = job, tokenizer
+    def __init__(
+        self, job: Job, tokenizer: PreTrainedTokenizerBase, clock: datetime | None
+    ) -> None:
+        self.job, self.tokenizer, self._clock = job, tokenizer, clock
         self._encoder: TextEncoder | None = None
+        self._draft: DraftRow
         self._position = _label_position(job) if job.base.is_classifier else None
 
     def all(self, counts: RowCounts) -> Iterator[TokenRow]:
@@ -118,6 +125,7 @@ class _RowEncoder:
         while chunk := list(islice(rows, CHUNK_ROWS)):
             for row in self._encoded(chunk, counts):
                 yield from row
+        self._note(counts)
 
     def first(self, limit: int, counts: RowCounts) -> Iterator[TokenRow]:
         """The sequences of so many rows that `limit` samples can be trained."""
@@ -126,6 +134,14 @@ class _RowEncoder:
             for row in self._encoded(chunk, counts):
                 left -= all(self._is_trained(sequence) for sequence in row)
                 yield from row
+        self._note(counts)
+
+    def _note(self, counts: RowCounts) -> None:
+        """What is known at the end."""
+        if self._encoder is not None:
+            counts.notes = list(self._encoder.notes)
+            # Where all tokens are trained, chats are not searched for those of the assistant.
+            counts.is_masked = self._encoder.layout.on_completion or not self._encoder.has_chats
 
     def _is_trained(self, sequence: TokenRow) -> bool:
         """Whether a token of a sequence is trained after the job has cut it."""
@@ -144,11 +160,11 @@ class _RowEncoder:
         fields = [row.fields for row in chunk if row.fields is not None]
         if self._encoder is None and fields:
             where = next(row.where for row in chunk if row.fields is not None)
-            self._encoder = _text_encoder(self.job, self.tokenizer, fields[0], where)
+            self._encoder = _text_encoder(self.job, self.tokenizer, self._clock, fields[0], where)
             counts.format = self._encoder.layout.format
             counts.columns = dict(self._encoder.layout.columns)
-            counts.is_masked = self._encoder.layout.on_completion
-        encoded = iter(self._encode_rows(fields))
+            self._draft = self._draft_of(self._encoder)
+        encoded = iter(self._encoder.encode_rows(fields, self._draft) if self._encoder else ())
         for row in chunk:
             made = BadRowError(row.reason) if row.fields is None else next(encoded)
             if isinstance(made, BadRowError):
@@ -156,40 +172,23 @@ class _RowEncoder:
             else:
                 yield made
 
-    def _encode_rows(
-        self, rows: Sequence[Mapping[str, Any]]
-    ) -> Iterator[tuple[TokenRow, ...] | BadRowError]:
-        """The sequences of each row, or what is wrong with it."""
-        encoder, job = self._encoder, self.job
-        for fields in rows:
-            assert encoder is not None
-            try:
-                if self._position is not None:
-                    made = encoder.encode_label(fields, job.base, job.max_length)
-                    at = self._position(made.ids) if made.ids else 0
-                    spans = (at, at + 1) if made.ids else ()
-                    yield (TokenRow(made.ids, spans, made.code, cut=made.is_truncated),)
-                elif job.is_preference:
-                    yield tuple(map(_token_row, encoder.encode_pair(fields)))
-                else:
-                    yield (_token_row(encoder.encode(fields)),)
-            except BadRowError as error:
-                yield error
+    def _draft_of(self, encoder: TextEncoder) -> DraftRow:
+        if self._position is not None:
+            base, most = self.job.base, self.job.max_length
+            return partial(encoder.draft_label, base=base, most=most, position=self._position)
+        return encoder.draft_pair if self.job.is_preference else encoder.draft
 
     def _add_bad_row(self, counts: RowCounts, where: str, error: BadRowError) -> None:
         """Count a bad row; raises DataError unless the job skips them."""
         if not self.job.data.skip_bad_rows:
-            raise bad_row(self.job, where, str(error), by_template=isinstance(error, PrefixError))
+            raise bad_row(
+                self.job, where, str(error), by_template=isinstance(error, UnlocatedTurnError)
+            )
         place = where.removeprefix(self.job.data.path)
-        counts.add_bad_row(place, str(error), isinstance(error, PrefixError))
+        counts.add_bad_row(place, str(error), isinstance(error, UnlocatedTurnError))
 
 
-def _token_row(encoded: Encoded) -> TokenRow:
-    edges = np.flatnonzero(np.diff(np.array([False, *encoded.targets, False], np.int8)))
-    return TokenRow(encoded.ids, edges.tolist(), differs=encoded.prefix_differs)
-
-
-def _label_position(job: Job) -> Callable[[Sequence[int]], int]:
+def _label_position(job: Job) -> LabelPosition:
     """Which token of a sample the base's class reads for its label.
 
     As in transformers: an encoder's first one, else the last one that is no padding.
@@ -223,11 +222,15 @@ def bad_row(job: Job, where: str, reason: str, *, by_template: bool) -> DataErro
 
 
 def _text_encoder(
-    job: Job, tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Any], where: str
+    job: Job,
+    tokenizer: PreTrainedTokenizerBase,
+    clock: datetime | None,
+    fields: Mapping[str, Any],
+    where: str,
 ) -> TextEncoder:
     layout = find_layout(job, fields, where=where)
-    talks = any(isinstance(fields.get(theirs), list) for theirs in layout.columns.values())
+    talks = any(is_conversation(fields.get(theirs)) for theirs in layout.columns.values())
     if (layout.format in CHATS or talks) and not template_of(tokenizer):
         help = "name a chat model's tokenizer under base, or give prompt and completion columns"
         raise ChatTemplateError("the tokenizer has no chat template", job=job.name, help=help)
-    return TextEncoder(tokenizer, layout)
+    return TextEncoder(tokenizer, layout, job.data.append_eos, clock)

@@ -7,10 +7,10 @@ adds, and stands once.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
+from itertools import chain
 from typing import TYPE_CHECKING, Any, get_args
 
 from tlora_fx.config.job import (
@@ -24,7 +24,18 @@ from tlora_fx.config.job import (
     columns_of,
 )
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError, nearest
+from tlora_fx.runtime.data.chats import ChatRenderer, template_of
+from tlora_fx.runtime.data.conversations import (
+    BadRowError,
+    Conversation,
+    conversation_of,
+    is_conversation,
+    require_encodable,
+    tools_of,
+)
 from tlora_fx.runtime.data.labels import label_code
+from tlora_fx.runtime.data.rendered import Encoded, Rendered, behind, common, tokenize, whole
+from tlora_fx.runtime.data.tables import TokenRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -195,141 +206,187 @@ def _mapping_help(present: list[str], guesses: Sequence[Sequence[str]]) -> str:
     return ""
 
 
-# Turn rows into token ids and the mask of the tokens that are trained.
+# Turn rows into token ids and the spans of the tokens that are trained.
 
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-#: What a message of a role that a template shows is found again by.
-_MARK = "Xq7Zk"
-#: Roles that chat templates print as they come; another must stand in the template by its name.
-_ROLES = ("system", "developer", "user", "assistant", "tool")
-#: What ShareGPT's data sets call these roles.
-_SHAREGPT: Mapping[str, str] = {
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-}
-
-
-class BadRowError(ValueError):
-    """A row has values that make no sample. Internal: callers count it or name the row."""
-
-
-class PrefixError(BadRowError):
-    """A chat template renders the start of a conversation otherwise than the whole of it."""
+#: Which token of a sample has its label.
+LabelPosition = Callable[[Sequence[int]], int]
+DraftRow = Callable[[Mapping[str, Any]], "Draft"]
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
-    """The tokens of one row before truncation.
+class Draft:
+    """A row before its texts are tokenised.
 
-    ids             token ids
-    targets         per token, whether it is trained
-    prefix_differs  the prompt's tokens alone are no prefix of the sample's
+    chats     what the chat template rendered
+    texts     other texts, which the tokenizer adds its tokens to
+    finish    makes the row's sequences of the tokens of both; raises BadRowError
     """
 
-    ids: list[int]
-    targets: list[bool]
-    prefix_differs: bool = False
+    finish: Callable[[Sequence[Encoded], Sequence[list[int]]], tuple[TokenRow, ...]]
+    chats: tuple[Rendered, ...] = ()
+    texts: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Labelled:
-    """The tokens of a row that has a label, as many as are kept.
-
-    code   the label as of `label_code`
-    """
-
-    ids: list[int]
-    code: int
-    is_truncated: bool = False
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextEncoder:
-    """Encodes the rows of one layout with one tokenizer."""
+    """Encodes the rows of one layout with one tokenizer.
+
+    append_eos   end conversations by the end-of-sequence token where the template does not
+    clock        what a chat template that asks for the time is told; None: the time it is then
+    has_chats    whether a row was a conversation
+    """
 
     tokenizer: PreTrainedTokenizerBase
     layout: SampleLayout
-    _shown: set[str] = field(default_factory=set)
+    append_eos: bool = False
+    clock: datetime | None = None
+    has_chats: bool = field(init=False, default=False)
+    _chats: ChatRenderer = field(init=False)
 
-    def encode(self, fields: Mapping[str, Any]) -> Encoded:
-        """The tokens of a row; raises BadRowError when a column is missing or has a wrong type."""
+    def __post_init__(self) -> None:
+        self._chats = ChatRenderer(
+            self.tokenizer, self.layout.on_completion, self.append_eos, self.clock
+        )
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know of the chat template, as far as rows have shown it."""
+        return tuple(self._chats.notes)
+
+    def render(self, fields: Mapping[str, Any]) -> Rendered | None:
+        """What the chat template makes of a row; None for a row that is no conversation.
+
+        raises   BadRowError
+        """
         ours, format = self._ours(fields), self.layout.format
         if format in CHATS:
-            conversation = ours["messages" if format == "messages" else "conversations"]
-            return self._chat(messages_of(conversation), _tools(ours.get("tools")))
-        if format == "text":
-            ids = self._closed(self._text(ours, "text"))
-            return Encoded(ids, [True] * len(ids))
-        if format == "alpaca":
-            return self._exchange(ours)
-        if isinstance(ours["prompt"], list):
-            return self._reply(ours)
-        return self._completion(self._text(ours, "prompt"), self._text(ours, "completion"))
+            chat = conversation_of(ours["messages" if format == "messages" else "conversations"])
+            return self._chats.render(chat, tools_of(ours.get("tools")))
+        if format == "alpaca" and template_of(self.tokenizer):
+            said = (("user", self._question(ours)), ("assistant", self._text(ours, "output")))
+            messages = [{"role": role, "content": text} for role, text in said]
+            return self._chats.render(Conversation(messages), None)
+        if format == "prompt-completion" and is_conversation(ours["prompt"]):
+            prompt, reply = (conversation_of(ours[name]) for name in ("prompt", "completion"))
+            return self._chats.render_reply(prompt, reply, tools_of(ours.get("tools")))
+        return None
 
-    def encode_label(self, fields: Mapping[str, Any], base: BaseSpec, most: int) -> Labelled:
-        """The tokens of a row's text as the tokenizer alone makes and cuts them, and its label.
+    def render_pair(self, fields: Mapping[str, Any]) -> tuple[Rendered, Rendered] | None:
+        """What the chat template makes of a chosen and of a rejected completion.
 
-        most     tokens that are kept
+        returns  None for completions that are no messages
         raises   BadRowError
         """
         ours = self._ours(fields)
-        text = self._text(ours, "text")
-        _require_encodable(text)
+        if not is_conversation(ours["chosen"]):
+            return None
+        chosen, rejected = (conversation_of(ours[name]) for name in ("chosen", "rejected"))
+        tools = tools_of(ours.get("tools"))
+        if is_conversation(ours.get("prompt")):
+            prompt = conversation_of(ours["prompt"])
+        else:
+            # A prompt given as text too stands at the start of both conversations anyway.
+            shared = _shared(chosen.messages, rejected.messages)
+            prompt = Conversation(chosen.messages[:shared])
+            chosen, rejected = chosen.behind(shared), rejected.behind(shared)
+        if not (prompt.messages and chosen.messages and rejected.messages):
+            raise BadRowError("chosen and rejected have no prompt in common, or nothing behind it")
+        first, second = (self._chats.render_reply(prompt, c, tools) for c in (chosen, rejected))
+        return first, second
+
+    def encode_rows(
+        self, rows: Sequence[Mapping[str, Any]], draft: DraftRow
+    ) -> list[tuple[TokenRow, ...] | BadRowError]:
+        """The sequences of each row, or what is wrong with it.
+
+        All texts are tokenised by one call, which a fast tokenizer spreads over all cores.
+
+        draft    one of `draft`, `draft_pair`, `draft_label`
+        """
+        drafts: list[Draft | BadRowError] = []
+        for fields in rows:
+            try:
+                drafts.append(draft(fields))
+            except BadRowError as error:
+                drafts.append(error)
+        good = [each for each in drafts if isinstance(each, Draft)]
+        chats = iter(tokenize(self.tokenizer, [chat for each in good for chat in each.chats]))
+        ids = iter(self._ids([text for each in good for text in each.texts]))
+        return [
+            each if isinstance(each, BadRowError) else _finished(each, chats, ids)
+            for each in drafts
+        ]
+
+    def draft(self, fields: Mapping[str, Any]) -> Draft:
+        """A row of supervised training, before its texts are tokenised; raises BadRowError."""
+        rendered = self.render(fields)
+        if rendered is not None:
+            self.has_chats = True
+            return Draft(lambda chats, _: (_row(chats[0]),), chats=(rendered,))
+        ours, format = self._ours(fields), self.layout.format
+        if format == "text":
+            text = _encodable(self._text(ours, "text"))
+            return Draft(lambda _, ids: (_row(whole(self._closed(ids[0]))),), texts=(text,))
+        if format == "alpaca":
+            prompt, completion = f"{self._question(ours)}\n\n", self._text(ours, "output")
+        else:
+            prompt, completion = self._text(ours, "prompt"), self._text(ours, "completion")
+
+        def finish(_: Sequence[Encoded], ids: Sequence[list[int]]) -> tuple[TokenRow, ...]:
+            # A tokenizer may merge across the border. All tokens from the first that differs on
+            # hold some of the completion.
+            made = _row(behind(ids[0], self._closed(ids[1])))
+            return (made if completion else made._replace(spans=()),)
+
+        return Draft(finish, texts=(_encodable(prompt), _encodable(prompt + completion)))
+
+    def draft_label(
+        self, fields: Mapping[str, Any], base: BaseSpec, most: int, position: LabelPosition
+    ) -> Draft:
+        """A row of text with a label, before it is tokenised as the tokenizer alone does.
+
+        most      tokens that are kept, as the tokenizer cuts them
+        position  which token has the label, by the row's token ids
+        raises    BadRowError
+        """
+        ours = self._ours(fields)
+        text = _encodable(self._text(ours, "text"))
         try:
             code = label_code(ours["label"], base)
         except ValueError as error:
             raise BadRowError(str(error)) from None
         ids = list(self.tokenizer(text, verbose=False)["input_ids"])
-        if len(ids) <= most:
-            return Labelled(ids, code)
-        cut = self.tokenizer(text, truncation=True, max_length=most)["input_ids"]
-        return Labelled(list(cut), code, is_truncated=True)
+        is_cut = len(ids) > most
+        if is_cut:
+            ids = list(self.tokenizer(text, truncation=True, max_length=most)["input_ids"])
+        at = position(ids) if ids else 0
+        row = TokenRow(ids, (at, at + 1) if ids else (), code, cut=is_cut)
+        return Draft(lambda _, __: (row,))
 
-    def encode_pair(self, fields: Mapping[str, Any]) -> tuple[Encoded, Encoded]:
-        """The tokens of a chosen and of a rejected completion of one prompt.
+    def draft_pair(self, fields: Mapping[str, Any]) -> Draft:
+        """A chosen and a rejected completion of one prompt, before they are tokenised.
 
         What is trained is where both part from the prompt's own tokens, as in TRL's DPOTrainer.
 
         raises   BadRowError
         """
+        rendered = self.render_pair(fields)
+        if rendered is not None:
+            return Draft(lambda chats, _: paired(chats[0], chats[1]), chats=rendered)
         ours = self._ours(fields)
-        if isinstance(ours["chosen"], list):
-            before, ids = self._paired_chats(ours)
+        chosen, rejected = self._text(ours, "chosen"), self._text(ours, "rejected")
+        if "prompt" in ours:
+            prompt = self._text(ours, "prompt")
         else:
-            chosen, rejected = self._text(ours, "chosen"), self._text(ours, "rejected")
-            if "prompt" in ours:
-                prompt = self._text(ours, "prompt")
-            else:
-                prompt = chosen[: _common(chosen, rejected)].rstrip()
-                chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-            before = self._ids(prompt)
-            ids = [self._closed(prompt + completion) for completion in (chosen, rejected)]
-        if ids[0] == ids[1]:
-            raise BadRowError("the chosen completion is the rejected one")
-        start = min(_common(before, line) for line in ids)
-        differs = start < len(before)
-        first, second = (Encoded(i, [at >= start for at in range(len(i))], differs) for i in ids)
-        return first, second
+            prompt = chosen[: _shared(chosen, rejected)]
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
 
-    def _paired_chats(self, ours: Mapping[str, Any]) -> tuple[list[int], list[list[int]]]:
-        """The tokens of a prompt that is a conversation, and with each of its completions."""
-        chosen, rejected = (messages_of(ours[name]) for name in ("chosen", "rejected"))
-        tools = _tools(ours.get("tools"))
-        if isinstance(ours.get("prompt"), list):
-            prompt = messages_of(ours["prompt"])
-        else:
-            # A prompt given as text too stands at the start of both conversations anyway.
-            shared = _common(chosen, rejected)
-            prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
-        if not (prompt and chosen and rejected):
-            raise BadRowError("chosen and rejected have no prompt in common, or nothing behind it")
-        before = self._render(prompt, tools, add_generation_prompt=True)
-        return before, [self._render(prompt + each, tools) for each in (chosen, rejected)]
+        def finish(_: Sequence[Encoded], ids: Sequence[list[int]]) -> tuple[TokenRow, ...]:
+            first, second = (behind(ids[0], self._closed(line)) for line in ids[1:])
+            return paired(first, second)
+
+        texts = (prompt, prompt + chosen, prompt + rejected)
+        return Draft(finish, texts=tuple(map(_encodable, texts)))
 
     def _ours(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The row's values by our names; optional ones only where they are there."""
@@ -349,45 +406,31 @@ class TextEncoder:
         theirs = self.layout.columns[name]
         raise BadRowError(f"the column '{theirs}' holds {type(value).__name__}, no text")
 
-    def _exchange(self, ours: Mapping[str, Any]) -> Encoded:
-        """A row of Alpaca's: one exchange, by the chat template where there is one."""
-        asked, given = self._text(ours, "instruction"), ours.get("input") or ""
-        if not isinstance(given, str):
-            raise BadRowError(f"the column 'input' holds {type(given).__name__}, no text")
-        question = f"{asked}\n\n{given}" if given.strip() else asked
-        answer = self._text(ours, "output")
-        if not template_of(self.tokenizer):
-            return self._completion(f"{question}\n\n", answer)
-        said = (("user", question), ("assistant", answer))
-        return self._chat([{"role": role, "content": text} for role, text in said], None)
+    def _question(self, ours: Mapping[str, Any]) -> str:
+        """What a row of Alpaca's asks."""
+        asked, more = self._text(ours, "instruction"), ours.get("input") or ""
+        if not isinstance(more, str):
+            raise BadRowError(f"the column 'input' holds {type(more).__name__}, no text")
+        return f"{asked}\n\n{more}" if more.strip() else asked
 
-    def _reply(self, ours: Mapping[str, Any]) -> Encoded:
-        """A prompt and a completion that are both messages."""
-        prompt, reply = (messages_of(ours[name]) for name in ("prompt", "completion"))
-        tools = _tools(ours.get("tools"))
-        before = self._render(prompt, tools, add_generation_prompt=True)
-        ids = self._render(prompt + reply, tools)
-        start = _common(before, ids)
-        targets = [not self.layout.on_completion or at >= start for at in range(len(ids))]
-        return Encoded(ids, targets, start < len(before))
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of texts with what the tokenizer adds before them, and nothing after them."""
+        if not texts:
+            return []
+        distinct = list(dict.fromkeys(texts))  # pairs have their prompt in common
+        encoding = self.tokenizer(
+            distinct,
+            add_special_tokens=True,
+            truncation=False,
+            verbose=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
+        lines = zip(distinct, encoding["input_ids"], strict=True)
+        known = {text: self._opened(text, ids) for text, ids in lines}
+        return [known[text] for text in texts]
 
-    def _completion(self, prompt: str, completion: str) -> Encoded:
-        before = self._ids(prompt)
-        ids = self._closed(prompt + completion)
-        # A tokenizer may merge across the border. All tokens from the first that differs on hold
-        # some of the completion.
-        start = _common(before, ids)
-        differs = start < len(before)
-        if not self.layout.on_completion:
-            return Encoded(ids, [True] * len(ids), differs)
-        trained = bool(completion)
-        return Encoded(ids, [trained and at >= start for at in range(len(ids))], differs)
-
-    def _ids(self, text: str) -> list[int]:
-        """The tokens of a text with what the tokenizer adds before it, and nothing after it."""
-        _require_encodable(text)
-        encoding = self.tokenizer(text, add_special_tokens=True, truncation=False, verbose=False)
-        ids: list[int] = list(encoding["input_ids"])
+    def _opened(self, text: str, ids: list[int]) -> list[int]:
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if (
             bos is not None
@@ -399,150 +442,56 @@ class TextEncoder:
         added = ids[-2:] == [eos, eos] if written else ids[-1:] == [eos]
         return ids[:-1] if eos is not None and added else ids
 
-    def _closed(self, text: str) -> list[int]:
-        ids = self._ids(text)
+    def _closed(self, ids: list[int]) -> list[int]:
         eos = self.tokenizer.eos_token_id
         return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
-    def _chat(self, messages: list[dict[str, Any]], tools: Any) -> Encoded:
-        if not self.layout.on_completion:
-            ids = self._render(messages, tools)
-            return Encoded(ids, [True] * len(ids))
-        if self.tokenizer.is_fast and _GENERATION.search(template_of(self.tokenizer)):
-            self._require_roles(messages, tools)
-            encoding = self._template(messages, tools, return_assistant_tokens_mask=True)
-            trained = [bool(mask) for mask in encoding["assistant_masks"]]
-            return Encoded(list(encoding["input_ids"]), trained)
-        return self._by_prefix(messages, tools)
 
-    def _by_prefix(self, messages: list[dict[str, Any]], tools: Any) -> Encoded:
-        """Find each assistant turn as what it adds to the conversation before it."""
-        ids = self._render(messages, tools)
-        targets = [False] * len(ids)
-        for turn, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            head = messages[:turn]
-            before = self._render(head, tools, add_generation_prompt=True) if head else []
-            after = self._render(messages[: turn + 1], tools)
-            if ids[: len(after)] != after or after[: len(before)] != before:
-                raise PrefixError(f"the template shows turn {turn + 1} otherwise in the whole chat")
-            targets[len(before) : len(after)] = [True] * (len(after) - len(before))
-        return Encoded(ids, targets)
-
-    def _render(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> list[int]:
-        self._require_roles(messages, tools)
-        return list(self._template(messages, tools, **options)["input_ids"])
-
-    def _require_roles(self, messages: list[dict[str, Any]], tools: Any) -> None:
-        """Refuse roles that the template does not know, or whose words it leaves out."""
-        for role in {message["role"] for message in messages} - self._shown:
-            named = re.search(rf"['\"]{re.escape(role)}['\"]", template_of(self.tokenizer))
-            if role not in _ROLES and not named:
-                near = nearest(role, _ROLES)
-                known = f"did you mean '{near}'?" if near else f"it may be {', '.join(_ROLES)}"
-                raise BadRowError(f"the chat template knows no role '{role}'; {known}")
-            said = [m for m in messages if m["role"] == role and m.get("content")]
-            if not said:
-                continue
-            marked = [{**m, "content": _MARK} if m in said else m for m in messages]
-            if _MARK not in self._template(marked, tools, tokenize=False, return_dict=False):
-                raise BadRowError(f"the chat template leaves out what the role '{role}' says")
-            self._shown.add(role)
-
-    def _template(self, messages: list[dict[str, Any]], tools: Any, **options: Any) -> Any:
-        from jinja2 import TemplateError
-
-        for message in messages:
-            _require_encodable(message.get("content") or "")
-        options = {"tokenize": True, "return_dict": True, **options}
-        try:
-            return self.tokenizer.apply_chat_template(messages, tools=tools or None, **options)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:
-            raise BadRowError(f"the chat template refuses the messages: {error}") from error
-
-
-def template_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template that plain conversations use, or nothing when the tokenizer has none."""
+def _finished(
+    draft: Draft, chats: Iterator[Encoded], ids: Iterator[list[int]]
+) -> tuple[TokenRow, ...] | BadRowError:
+    own = [next(chats) for _ in draft.chats], [next(ids) for _ in draft.texts]
     try:
-        return str(tokenizer.get_chat_template())
-    except ValueError:
-        return ""
+        return draft.finish(*own)
+    except BadRowError as error:
+        return error
 
 
-def _require_encodable(text: str) -> None:
-    """Refuse half a character, which JSON can write and no tokenizer can read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = text[error.start].encode("ascii", "backslashreplace").decode()
-        raise BadRowError(f"the text has half a character, {half} at {error.start + 1}") from None
+def _row(encoded: Encoded) -> TokenRow:
+    return TokenRow(encoded.ids, [*chain(*encoded.spans)], differs=encoded.prefix_differs)
 
 
-def messages_of(value: object) -> list[dict[str, Any]]:
-    """A conversation as chat templates take it, from OpenAI's form or from ShareGPT's.
+def _encodable(text: str) -> str:
+    require_encodable(text)
+    return text
 
-    raises   BadRowError
+
+def paired(chosen: Encoded, rejected: Encoded) -> tuple[TokenRow, TokenRow]:
+    """Two completions of one prompt, both trained from where one of them parts from it.
+
+    raises   BadRowError when they are the same
     """
-    if not isinstance(value, list) or not value:
-        raise BadRowError("the messages are no list with at least one message")
-    return [_message(number, message) for number, message in enumerate(value, 1)]
+    if chosen.ids == rejected.ids:
+        raise BadRowError("the chosen completion is the rejected one")
+    start = min(each.spans[0][0] if each.spans else len(each.ids) for each in (chosen, rejected))
+    differs = chosen.prefix_differs or rejected.prefix_differs
+    first, second = (
+        TokenRow(each.ids, (min(start, len(each.ids)), len(each.ids)), differs=differs)
+        for each in (chosen, rejected)
+    )
+    return first, second
 
 
-def _message(number: int, message: object) -> dict[str, Any]:
-    if isinstance(message, dict) and "role" not in message and isinstance(message.get("from"), str):
-        role = _SHAREGPT.get(message["from"], message["from"])
-        message = {"role": role, "content": message.get("value")}
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise BadRowError(f"message {number} is no object with a role")
-    kept = {key: item for key, item in message.items() if item is not None}
-    if isinstance(message.get("content"), list):
-        kept["content"] = _joined(number, message["content"])
-    if kept.get("tool_calls"):
-        kept["tool_calls"] = [_call(number, call) for call in kept["tool_calls"]]
-    elif not isinstance(kept.get("content"), str):
-        raise BadRowError(f"message {number} has no text in 'content'")
-    return kept
+def _shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
+    """How much of two completions without a prompt is the prompt, as of TRL's `extract_prompt`.
 
-
-def _joined(number: int, parts: list[Any]) -> str:
-    """The text of a message that stands in parts, as OpenAI's may."""
-    texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
-    kinds = {str(part.get("type")) for part in parts if isinstance(part, dict)} - {"text"}
-    if kinds or not all(isinstance(text, str) for text in texts):
-        what = f" but {', '.join(sorted(kinds))}" if kinds else ""
-        raise BadRowError(f"message {number} has no text in 'content'{what}")
-    return "".join(map(str, texts))
-
-
-def _call(number: int, call: object) -> object:
-    """A tool call whose arguments are an object: OpenAI writes them as JSON in a text."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
-        return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError as error:
-        raise BadRowError(f"message {number} calls a tool with no JSON: {error}") from None
-    assert isinstance(call, dict)
-    return {**call, "function": {**function, "arguments": arguments}}
-
-
-def _tools(value: object) -> object:
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except ValueError:
-            raise BadRowError("the column 'tools' holds text that is no JSON") from None
-    if value is None or value == "" or isinstance(value, list):
-        return value
-    raise BadRowError(f"the column 'tools' holds {type(value).__name__}, no list")
-
-
-def _common(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """How many items both start with."""
-    pairs = zip(left, right, strict=False)
-    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+    A space before the first difference is of the completions, and so is the last item of the
+    shorter one that is the start of the other.
+    """
+    at = common(chosen, rejected)
+    if at == min(len(chosen), len(rejected)):
+        return max(at - 1, 0)
+    return at - 1 if at and chosen[at - 1] == " " else at
 
 
 def _special(tokenizer: PreTrainedTokenizerBase, name: str) -> str:

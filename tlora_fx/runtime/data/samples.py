@@ -9,6 +9,7 @@ import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -16,8 +17,9 @@ import numpy as np
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import EmptyDataError, NoTargetsError
+from tlora_fx.runtime.data.chats import asks_for_the_time, template_of
 from tlora_fx.runtime.data.encoded_data import bad_row, encoded_data
-from tlora_fx.runtime.data.encoding import SampleLayout, trains_completions
+from tlora_fx.runtime.data.encoding import CHATS, SampleLayout, trains_completions
 from tlora_fx.runtime.data.rows import evaluated
 from tlora_fx.runtime.data.tables import (
     NO_TARGET,
@@ -96,6 +98,7 @@ class JobData:
     tokenizer   that made the samples, where they were read; an adapter's folder gets it
     units       what a batch counts as one, by indices of samples: pairs ([N, 2]), or what is packed
                 into one sequence; None: each sample is one
+    clock       the time that the chat template was told; None where it did not ask
     """
 
     job: Job
@@ -104,6 +107,7 @@ class JobData:
     evaluation: Sequence[Sample] = ()
     tokenizer: PreTrainedTokenizerBase | None = None
     units: Units | None = None
+    clock: datetime | None = None
 
     @cached_property
     def count(self) -> int:
@@ -183,15 +187,23 @@ def sample_order(count: int, job: Job, epoch: int) -> np.ndarray:
     return np.random.default_rng((job.seed, epoch)).permutation(count)
 
 
-def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
+def load_job_data(
+    job: Job, tokenizer: PreTrainedTokenizerBase, clock: datetime | None = None
+) -> JobData:
     """Read, tokenise and truncate the data of a job, and what it is evaluated on.
 
+    clock   what a chat template that asks for the time is told; None: the time it is now
     raises  DataError, one of its classes for each mistake
     """
     evaluation: Sequence[Sample] = ()
     limit = samples_of_steps(job) if job.data.streaming else None
-    samples, report = _samples(job, tokenizer, limit)
-    notes: list[str] = []
+    told = (
+        (clock or datetime.now().astimezone())
+        if asks_for_the_time(template_of(tokenizer))
+        else None
+    )
+    samples, report = _samples(job, tokenizer, told, limit)
+    notes = list(report.notes)
     if isinstance(job.eval_split, float):
         samples, evaluation = held_out(samples, job)
         each = job.sequences_per_sample
@@ -200,7 +212,7 @@ def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
         tokens = f"{evaluation.tokens} tokens, {evaluation.targets(job.label_shift)} counted"
         notes.append(f"evaluation: {len(evaluation) // each} samples held out, {tokens}")
     elif (spec := evaluated(job)) is not None:
-        evaluation, found = _samples(job.model_copy(update={"data": spec}), tokenizer)
+        evaluation, found = _samples(job.model_copy(update={"data": spec}), tokenizer, told)
         notes += [f"evaluation: {line}" for line in found.lines()]
     units = units_of(job, samples)
     if job.packing and units is not None:
@@ -212,8 +224,8 @@ def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
         notes.append(f"{size} is more than there are: each step takes all {count} samples")
     if tokenizer.eos_token_id is None and not job.base.is_classifier:
         notes.append("the tokenizer has no end-of-sequence token: samples end without one")
-    report.notes = (*report.notes, *notes)
-    return JobData(job, samples, report, evaluation, tokenizer, units)
+    report.notes = tuple(notes)
+    return JobData(job, samples, report, evaluation, tokenizer, units, told)
 
 
 def samples_of_steps(job: Job) -> int | None:
@@ -277,13 +289,16 @@ _HELD_OUT = 2**32 - 1
 
 
 def _samples(
-    job: Job, tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+    job: Job,
+    tokenizer: PreTrainedTokenizerBase,
+    clock: datetime | None,
+    limit: int | None = None,
 ) -> tuple[SampleTable, DataReport]:
     """The samples of the data that a job's `data` names, at least one.
 
     limit   rows are read until there are so many
     """
-    table = encoded_data(job, tokenizer, limit)
+    table = encoded_data(job, tokenizer, clock, limit)
     samples, report = _cut(job, table)
     if report.rows == report.bad_rows:
         what = "all rows of the data are bad" if report.rows else "the data has no rows"
@@ -319,7 +334,7 @@ def _cut(job: Job, table: TokenTable) -> tuple[SampleTable, DataReport]:
     if counts.format is not None:
         on_completion = trains_completions(job, counts.format, job.data.path)
         layout = SampleLayout(counts.format, counts.columns, on_completion)
-        report.layout, whole = layout.line(), not on_completion
+        report.layout, whole = layout.line() + _by_default(job, layout), not on_completion
     cut = Cut(
         job.max_length, whole, odd_spans=job.method == "orpo", labelled=job.base.is_classifier
     )
@@ -334,6 +349,14 @@ def _cut(job: Job, table: TokenTable) -> tuple[SampleTable, DataReport]:
     samples = SampleTable(table, np.flatnonzero(np.repeat(kept, size)), cut)
     report.samples, report.tokens = len(samples) // size, samples.tokens
     return samples, report
+
+
+def _by_default(job: Job, layout: SampleLayout) -> str:
+    """What TRL trains of chats where a job does not say what is trained."""
+    said = job.assistant_only_loss is not None or job.data.loss_on != "auto"
+    if said or layout.format not in CHATS:
+        return ""
+    return "; assistant_only_loss: false trains all tokens, as TRL does by default"
 
 
 def _rows_with(flags: np.ndarray, size: int) -> int:

@@ -25,14 +25,13 @@ from weakref import WeakValueDictionary
 
 import pyarrow as pa
 
-from tlora_fx.codegen.loading import cache_root
+from tlora_fx.host import environment
+from tlora_fx.host.paths import cache_folder
 from tlora_fx.host.sources import own_source
 from tlora_fx.runtime.data.tables import BadRow, RowCounts, TokenRow, TokenTable, write_rows
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
-VARIABLE = "TLORA_FX_DATA_CACHE"
-DEFAULT_GIB = 32.0
 FORMAT = 1
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 _open: WeakValueDictionary[str, TokenTable] = WeakValueDictionary()
@@ -62,7 +61,7 @@ def encode_once(
             try:
                 table = _built(keys[0], encode)
             except OSError as error:
-                log.info("encoded data cannot be kept in %s: %s", tables_folder(), error)
+                logger.info("encoded data cannot be kept in %s: %s", tables_folder(), error)
                 table = _temporary(encode)
         else:
             table = _temporary(encode)
@@ -70,19 +69,14 @@ def encode_once(
         return table
 
 
-def max_bytes() -> float:
-    """How large all tables together may be."""
-    text = os.environ.get(VARIABLE, "")
-    try:
-        return float(text or DEFAULT_GIB) * 2**30
-    except ValueError:
-        log.warning("%s is no number of GiB: %r; %g are used", VARIABLE, text, DEFAULT_GIB)
-        return DEFAULT_GIB * 2**30
+def max_bytes() -> int:
+    """How large all tables together may be; raises EnvironmentVariableWrong."""
+    return environment.max_bytes(environment.DATA_CACHE)
 
 
 def tables_folder() -> Path:
     """Where tables lie."""
-    return cache_root() / "data"
+    return cache_folder() / "data"
 
 
 def table_key(*parts: object) -> str:
@@ -102,7 +96,7 @@ def _read(key: str) -> TokenTable | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError, pa.ArrowException) as error:
-        log.info("encoded data cannot be read from %s: %s", folder, error)
+        logger.info("encoded data cannot be read from %s: %s", folder, error)
         return None
     with suppress(OSError):
         os.utime(folder)  # the oldest go first
@@ -145,7 +139,7 @@ def _locked(key: str) -> Iterator[bool]:
         home.mkdir(parents=True, exist_ok=True)
         lock = (home / f".{key}.lock").open("w")
     except OSError as error:
-        log.info("encoded data cannot be kept in %s: %s", home, error)
+        logger.info("encoded data cannot be kept in %s: %s", home, error)
         yield False
         return
     with lock:

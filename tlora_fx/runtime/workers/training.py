@@ -15,6 +15,7 @@ from collections.abc import Container, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -36,6 +37,7 @@ from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.callbacks import Callbacks, EachInTurn, TrainerCallback, callback_named
 from tlora_fx.runtime.checkpoints.store import Checkpoint, ResumeSources
 from tlora_fx.runtime.checks import load_all_data
+from tlora_fx.runtime.clocks import JobClocks, kept_clocks
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.isolation import is_out_of_memory
 from tlora_fx.runtime.launch import Launch, exits_at_once, join
@@ -211,7 +213,8 @@ def _trainer(config: WorkerConfig, launch: Launch, events: EventCallback | None)
     jobs = _jobs(config)
     device = _device(config, launch)
     everyone = Ranks(join(launch, device, Path(config.event_log).parent))
-    data = everyone.together(lambda: load_all_data(jobs))
+    clocks = _clocks(config)
+    data = everyone.together(lambda: load_all_data(jobs, clocks))
     model = everyone.together(lambda: _model(jobs, config))
     plan = everyone.together(lambda: _plan(config, model, launch))
     sources = {job: Path(folder) for job, folder in config.sources.items()}
@@ -301,7 +304,7 @@ class Takeover:
         sources = ResumeSources(Path(config.job_folders), elsewhere)
         data: Future[tuple[Mapping[str, JobData], Mapping[str, Checkpoint]]] = Future()
         if joining:
-            data = _reader.submit(_read, joining, sources)
+            data = _reader.submit(_read, joining, sources, _clocks(config))
         else:
             # Who only leaves need not wait for another round.
             data.set_result(({}, {}))
@@ -309,16 +312,24 @@ class Takeover:
 
 
 def _read(
-    jobs: Sequence[Job], sources: ResumeSources
+    jobs: Sequence[Job], sources: ResumeSources, clocks: JobClocks
 ) -> tuple[Mapping[str, JobData], Mapping[str, Checkpoint]]:
     """All that takes long of those who come: data, and beside it where they go on from."""
     beside = ThreadPoolExecutor(1, "checkpoints")
     states = beside.submit(sources.checkpoints)
     beside.shutdown(wait=False)
-    data = load_all_data(jobs)
+    data = load_all_data(jobs, clocks)
     for job in jobs:
         require_trainable(job, data[job.name].steps)
     return data, states.result()
+
+
+def _clocks(config: WorkerConfig) -> JobClocks:
+    """What time it is for the jobs of an order."""
+    kept = kept_clocks({job: Path(folder) for job, folder in config.sources.items()})
+    return (
+        JobClocks(datetime.fromisoformat(config.now), kept) if config.now else JobClocks(kept=kept)
+    )
 
 
 _reader = ThreadPoolExecutor(1, "data")

@@ -19,6 +19,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -288,6 +289,7 @@ class LocalExecutor:
             accept_changes=options.accept_changes,
             callbacks=options.callbacks,
             stays=self._stays(group),
+            now=datetime.now().astimezone().isoformat(timespec="seconds"),
         )
 
     def _stays(self, group: Group) -> str:
