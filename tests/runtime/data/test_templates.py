@@ -460,3 +460,19 @@ def test_a_character_of_several_tokens_is_trained_whole() -> None:
     encoded = encoder(tokenizer).encode({"messages": messages})
 
     assert (sum(encoded.targets), sum(of_trl)) == (5, 3)
+
+
+def test_a_template_that_stands_for_a_public_one_is_noted() -> None:
+    """Once it has made a difference, and where turns are trained alone."""
+    tokenizer = tokenizer_of((OF_TRL / "qwen3.jinja").read_text())
+    chats, replies = (
+        encoder(tokenizer), encoder(tokenizer, "prompt-completion", "prompt", "completion")
+    )  # fmt: skip
+    chats.encode({"messages": TWO[:2]})
+    replies.encode({"prompt": TWO[:3], "completion": TWO[3:]})
+    assert not chats.notes
+    assert not replies.notes
+
+    chats.encode({"messages": TWO})
+
+    assert "trained in each turn, as in TRL" in chats.notes[0]
