@@ -476,3 +476,12 @@ def test_a_template_that_stands_for_a_public_one_is_noted() -> None:
     chats.encode({"messages": TWO})
 
     assert "trained in each turn, as in TRL" in chats.notes[0]
+
+
+@pytest.mark.parametrize("calls", [True, 1.5, {"name": "f"}, ["f"], "f"])
+def test_calls_that_are_none_are_told(calls: object) -> None:
+    """Odd rows are named, never a traceback."""
+    messages = [TWO[0], {"role": "assistant", "content": "a", "tool_calls": calls}]
+
+    with pytest.raises(BadRowError, match="message 2 has no list of objects in 'tool_calls'"):
+        encoder(tokenizer_of(MARKED["chatml"])).encode({"messages": messages})

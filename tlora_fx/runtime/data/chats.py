@@ -252,6 +252,7 @@ class ChatRenderer:
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise BadRowError(f"the chat template refuses the messages: {error}") from error
         texts, spans = rendered
+        require_encodable(texts[0])
         return texts[0], list(spans[0]) if marks else None
 
     def _require_known_roles(self, messages: Sequence[Message]) -> None:
