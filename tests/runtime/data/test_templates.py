@@ -461,3 +461,28 @@ def test_a_character_of_several_tokens_is_trained_whole() -> None:
     encoded = encode(encoder(tokenizer), {"messages": messages})
 
     assert (sum(encoded.targets), sum(of_trl)) == (5, 3)
+
+
+def test_a_template_that_stands_for_a_public_one_is_noted() -> None:
+    """Once it has made a difference, and where turns are trained alone."""
+    tokenizer = tokenizer_of((OF_TRL / "qwen3.jinja").read_text())
+    chats, replies = (
+        encoder(tokenizer), encoder(tokenizer, "prompt-completion", "prompt", "completion")
+    )  # fmt: skip
+    chats.encode({"messages": TWO[:2]})
+    replies.encode({"prompt": TWO[:3], "completion": TWO[3:]})
+    assert not chats.notes
+    assert not replies.notes
+
+    chats.encode({"messages": TWO})
+
+    assert "trained in each turn, as in TRL" in chats.notes[0]
+
+
+@pytest.mark.parametrize("calls", [True, 1.5, {"name": "f"}, ["f"], "f"])
+def test_calls_that_are_none_are_told(calls: object) -> None:
+    """Odd rows are named, never a traceback."""
+    messages = [TWO[0], {"role": "assistant", "content": "a", "tool_calls": calls}]
+
+    with pytest.raises(BadRowError, match="message 2 has no list of objects in 'tool_calls'"):
+        encoder(tokenizer_of(MARKED["chatml"])).encode({"messages": messages})

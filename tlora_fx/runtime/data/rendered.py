@@ -5,8 +5,10 @@ Rendering and tokenising are two steps, so that many texts are tokenised by one 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -110,18 +112,9 @@ def _by_offsets(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span]) 
     Characters that a tokenizer drops, such as white space, are of no token.
     """
     trained = []
-    first = 0
     for start, end in spans:
-        while first < len(offsets) and offsets[first][1] <= start:
-            first += 1
-        last = first
-        for at in range(first, len(offsets)):
-            begins, ends = offsets[at]
-            if begins >= end:
-                break
-            if ends > start and ends > begins:
-                last = at + 1
-        trained.append((first, last))
+        first = bisect_right(offsets, start, key=itemgetter(1))
+        trained.append((first, bisect_left(offsets, end, lo=first, key=itemgetter(0))))
     return Encoded(ids, merged(trained))
 
 

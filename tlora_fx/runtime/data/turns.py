@@ -231,7 +231,9 @@ class _Outline:
         for number, (start, end) in self.marks:
             between, piece = self.text[behind:start], stencil.pieces[number]
             at += len(between)
-            words = next((w for w in _written(piece.text) if text.startswith(w, at)), None)
+            words: str | None = piece.text
+            if not text.startswith(piece.text, at):
+                words = next((w for w in _in_json(piece.text) if text.startswith(w, at)), None)
             if text[at - len(between) : at] != between or words is None:
                 return None
             texts.append((piece.message, (at, at + len(words))))
@@ -254,9 +256,9 @@ class _Outline:
         )
 
 
-def _written(text: str) -> tuple[str, ...]:
-    """How a template may write a text: as it is, or inside JSON."""
-    return text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]
+def _in_json(text: str) -> tuple[str, ...]:
+    """How a template may write a text inside JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]
 
 
 def _marks(stencil: _Stencil, text: str) -> list[tuple[int, Span]]:
