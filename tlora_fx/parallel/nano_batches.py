@@ -400,7 +400,6 @@ class NanoModel:
     """Cuts the rows of a model into nano-batches, also where others call the model.
 
     model     with its weights
-    counts    of nano-batches that may be asked for
     layers    consecutive layers that are compiled as one graph
     inside    clone layers' code, not their calls: each layer is called once a row, and is compiled
               by itself. For layers whose weights are gathered when they are called (FSDP)
@@ -411,13 +410,11 @@ class NanoModel:
     def __init__(
         self,
         model: SuperModel,
-        counts: Sequence[int] = COUNTS,
         *,
         layers: int = 2,
         inside: bool = False,
     ) -> None:
         self.model = model
-        self.counts = tuple(sorted({1, *counts}))
         self.layers = max(1, layers)
         self.inside = inside
         self.count = 1
@@ -445,16 +442,16 @@ class NanoModel:
     def count_for(self, sequences: int) -> int:
         """Into how many nano-batches a row of so many sequences is cut.
 
-        raises    NanoBatchesWrong for a count that is not among the counts
+        raises    NanoBatchesWrong for a count that is not in COUNTS
         """
-        if self.count not in self.counts:
+        if self.count not in COUNTS:
             raise NanoBatchesWrong(
-                "this number of nano-batches was not asked for at first",
-                expected=", ".join(map(str, self.counts)),
+                "there is no such number of nano-batches",
+                expected=", ".join(map(str, COUNTS)),
                 found=self.count,
             )
         most = max(1, min(self.count, sequences))
-        return max(count for count in self.counts if count <= most)
+        return max(count for count in COUNTS if count <= most)
 
     def _run(self, *inputs: Tensor) -> Tensor:
         """What the model runs in place of its own root."""
