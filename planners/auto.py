@@ -179,7 +179,8 @@ def search(
     for mesh in meshes or every_mesh(processes):
         reason = _obstacle(model, mesh, gpus_per_node)
         if reason:
-            candidates.append(Candidate(_first(mesh), reason=reason))
+            bare = Plan(planner=Auto.name).model_copy(update={"mesh": mesh})
+            candidates.append(Candidate(bare, reason=reason))
             continue
         for variant in variants(cost, mesh, work, legal):
             plan = variant.model_copy(update={"model": fingerprint})
@@ -190,11 +191,6 @@ def search(
                 candidates.append(_judged(model, cost, again, work))
     ordered = tuple(_estimated(candidate, cost) for candidate in sorted(candidates, key=_order))
     return PlanSearch(ordered, work.load.total, cost, work.load.sequences)
-
-
-def _first(mesh: MeshShape) -> Plan:
-    """A mesh as a plan, of which nothing else is known."""
-    return Plan(planner=Auto.name).model_copy(update={"mesh": mesh})
 
 
 def variants(cost: CostModel, mesh: MeshShape, work: Round, legal: Sequence[int]) -> Iterator[Plan]:

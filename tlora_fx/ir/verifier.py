@@ -105,7 +105,8 @@ def _serves_several(node: fx.Node) -> bool:
 
 
 def _check_loss(group: GroupGraph) -> None:
-    losses = [node for graph in group.graphs() for node in graph.nodes if _is_loss(node)]
+    nodes = [node for graph in group.graphs() for node in graph.nodes]
+    losses = [node for node in nodes if node.meta.get("role") == "loss"]
     if not losses:
         return
     returned = list(_nodes(output_of(group.root).args))
@@ -115,10 +116,6 @@ def _check_loss(group: GroupGraph) -> None:
     shape = tuple(losses[0].meta["val"].shape)
     if shape != (len(group.jobs),):
         raise _broken(losses[0], "", f"a loss for each of {len(group.jobs)} jobs", str(shape))
-
-
-def _is_loss(node: fx.Node) -> bool:
-    return node.meta.get("role") == "loss"
 
 
 def _nodes(value: object) -> Iterator[fx.Node]:

@@ -398,15 +398,11 @@ def _place(node: fx.Node) -> str:
     jobs = node.meta.get("jobs") or ()
     if is_call(node, torch.ops.aten.sym_size.int):
         return ""
-    if node.meta.get("role") != "adapter" or _is_lowered(node) or not jobs:
+    if node.meta.get("role") != "adapter" or is_lowered(node) or is_call(node, GATED) or not jobs:
         return str(node.meta.get("path") or "between modules")
     users = (user.meta.get("site") for user in node.users)
     site = node.meta.get("site") or next(filter(None, users), "")
     return f"{site}, job {jobs[0]} alone"
-
-
-def _is_lowered(node: fx.Node) -> bool:
-    return is_lowered(node) or is_call(node, GATED)
 
 
 def _site_of(node: fx.Node) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -311,6 +311,67 @@ class SiteGroup:
         for site, weight in enumerate(self.weights):
             bias = biases[site] if biases else None
             check_adapters(x, weight, bias, self.a[site], self.b[site])
+
+
+# What `PART_SCHEMA` names.
+_PART_TABLES = 12
+
+
+class ForwardCall(NamedTuple):
+    """What the operators of a forward take behind their weights and biases.
+
+    joined   all y are one tensor
+    """
+
+    group: SiteGroup
+    tail_columns: int = 0
+    joined: bool = False
+
+    @classmethod
+    def of(cls, weights: list[Tensor], rest: Sequence[Any]) -> ForwardCall:
+        """From arguments as the schemas have them; torch leaves out what is as by default."""
+        return cls(SiteGroup(weights, *rest[:_PART_TABLES]), *rest[_PART_TABLES:])
+
+    def arguments(self) -> tuple[Any, ...]:
+        """As the schemas have them."""
+        return (*self.group.arguments(), self.tail_columns, self.joined)
+
+
+class InputGradientCall(NamedTuple):
+    """What the operators of dx and dS take behind their weights.
+
+    s, bits   of each site, as the forward gave them
+    """
+
+    group: SiteGroup
+    s: list[Tensor]
+    bits: list[Tensor]
+    need_dx: bool
+    tail_columns: int = 0
+
+    @classmethod
+    def of(cls, weights: list[Tensor], rest: Sequence[Any]) -> InputGradientCall:
+        """From arguments as the schemas have them."""
+        return cls(SiteGroup(weights, *rest[:_PART_TABLES]), *rest[_PART_TABLES:])
+
+
+class AdapterGradientsCall(NamedTuple):
+    """What the operator of dA and dB takes behind its weights.
+
+    s, bits        of each site, as the forward gave them
+    ds, db_parts   of each site, as the operator of dx gave them
+    """
+
+    group: SiteGroup
+    s: list[Tensor]
+    bits: list[Tensor]
+    ds: list[Tensor]
+    db_parts: list[Tensor]
+
+    @classmethod
+    def of(cls, weights: list[Tensor], rest: Sequence[Any]) -> AdapterGradientsCall:
+        """From arguments as the schemas have them."""
+        return cls(SiteGroup(weights, *rest[:_PART_TABLES]), *rest[_PART_TABLES:])
 
 
 # The module paths that numbers were made of in this process.
