@@ -265,7 +265,7 @@ def chunk_of(spec: KernelSpec) -> int:
 
 
 def slabs_of(spec: KernelSpec, outer: int) -> int:
-    """How many slabs a site has in the settled spec of `lora_b_backward` or `sum_ds`."""
+    """Number of slabs of a site in the settled spec of `lora_b_backward` or `sum_ds`."""
     return -(-outer // spec.cut.slab)
 
 

@@ -569,7 +569,7 @@ def _split(spec: KernelSpec, rule: Tile, rows: int, slab: int) -> Tile:
 
 
 def split_candidates(spec: KernelSpec) -> tuple[Tile, ...]:
-    """What tuning tries of shares; the caller gives room for them and starts `finish`."""
+    """Tiles with shares that tuning tries; the caller allocates the shares and starts `finish`."""
     if not few_tokens(spec):
         return ()
     rule = default_tile(spec)
