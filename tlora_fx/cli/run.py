@@ -49,7 +49,7 @@ SHOW_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RunCommandOptions:
-    """What the command line says."""
+    """Options of the command line."""
 
     jobs: Annotated[Path, typer.Argument(help="Folder of job files (YAML), or one file.")]
     output: Annotated[
@@ -173,7 +173,7 @@ class RunCommandOptions:
     ] = False
 
     def service(self, kind: str, estimates: Estimates) -> RunOptions:
-        """Of the run that they ask for, on kind "cpu" or "cuda"."""
+        """Service options of the run that the command line asks for, on kind "cpu" or "cuda"."""
         from tlora_fx.scheduler.local.executor import LocalOptions
         from tlora_fx.scheduler.local.watchdog import COMPILING_SECONDS, STEP_SECONDS, StallLimits
         from tlora_fx.scheduler.service import RunOptions
@@ -332,7 +332,7 @@ def _empty(folder: Path) -> JobFolderError:
 def placed(
     options: RunCommandOptions,
 ) -> tuple[Cluster, str, Callable[[RunOptions], RunOptions]]:
-    """Where groups run: its GPUs, "cuda" or "cpu", and what has a run take place there.
+    """Cluster of the run, "cuda" or "cpu", and a function that adapts the run's options to it.
 
     raises   RunRefused, RayUnreachable
     """
@@ -538,7 +538,7 @@ def _place(run: Formation) -> str:
 
 
 def summary(records: Iterable[JobRecord], output: Path, *, stopped: bool = False) -> Table:
-    """What came out; jobs that have not ended are `stopped` with their run."""
+    """Table of results; jobs that have not ended are `stopped` with their run."""
     output_table = Table(box=None, pad_edge=False)
     for title in ("job", "status", "steps", "queued s", "run s", "adapter"):
         right = title in ("steps", "queued s", "run s")
