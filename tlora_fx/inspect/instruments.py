@@ -1,4 +1,4 @@
-"""What people watch a pipeline with: times, prints and numbered dumps.
+"""Instruments that watch a pipeline: times, prints and numbered dumps.
 
 All of it goes to one stream, stderr unless another is given. The same can be asked for on the
 command line, from Python, and by the environment variable `TLORA_FX_LOG`:
@@ -48,7 +48,7 @@ class Span:
     passes: list[Done] = field(default_factory=list)
 
     def child(self, name: str) -> Span:
-        """What runs inside, by its name."""
+        """Span inside this one, by its name."""
         return self.inside.setdefault(name, Span(name))
 
     @property
@@ -191,7 +191,7 @@ def state_source(graphs: JobGraph | GroupGraph) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What is asked to be watched, wherever it was asked.
+    """Settings of instruments, whether options or the environment asked for them.
 
     time            print how long passes take
     print_after     names of passes, "all", or "changed"
@@ -207,7 +207,7 @@ class Watch:
     verify: Verify | None = None
 
     def instruments(self, out: TextIO | None = None) -> list[Instrument]:
-        """What does the watching."""
+        """Instruments that these settings ask for."""
         found: list[Instrument] = [PrintAfter(name, out) for name in self.print_after]
         if self.dump_changed is not None:
             found.append(DumpChanged(self.dump_changed))
@@ -217,7 +217,7 @@ class Watch:
 
 
 def watch_from(environment: Mapping[str, str] = os.environ) -> Watch:
-    """What `TLORA_FX_LOG` asks for; raises PipelineError for a word that it does not know."""
+    """Settings in `TLORA_FX_LOG`; raises PipelineError for a word that it does not know."""
     watch = Watch()
     for word in environment.get(LOG_VARIABLE, "").split(","):
         name, _, value = word.strip().partition("=")
