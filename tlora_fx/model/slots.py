@@ -1,4 +1,4 @@
-"""Which rows of a bank each slot of an open super-model owns, while jobs come and go.
+"""Rows of a bank that each slot of an open super-model owns, while jobs come and go.
 
 Operators read one table of offsets, and slot j owns rows offsets[j]:offsets[j + 1]. So offsets
 rise, and rows that nobody uses must belong to somebody: to vacant slots between two jobs, or to the
