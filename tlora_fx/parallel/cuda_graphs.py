@@ -47,7 +47,7 @@ Asked = dict[tuple[object, ...], Callable[[], Tensor]]
 
 
 class GraphKey(NamedTuple):
-    """What a graph is made for: the sizes of a row, and the longest sequence that it may hold."""
+    """Key of a graph: the sizes of a row, and the longest sequence that it may hold."""
 
     tokens: int
     sequences: int
@@ -104,7 +104,7 @@ class RowGraphs:
 
     @property
     def keys(self) -> list[GraphKey]:
-        """Those that have a graph."""
+        """Keys that have a graph."""
         return list(self._graphs)
 
     def run(self, row: PackedBatch, weights: Tensor) -> Tensor | None:
@@ -136,7 +136,7 @@ class RowGraphs:
 
     @contextmanager
     def launching(self, row: PackedBatch) -> Iterator[None]:
-        """Within it a row is run as it is, by what is kept of weights, as in graphs."""
+        """Run a row launch by launch within this context, with the kept weights of graphs."""
         too_large = not self.refused and row.input_ids.numel() > self.most
         with (
             cut_by_jobs(too_large or bool(self.refused)),
@@ -146,7 +146,7 @@ class RowGraphs:
             yield
 
     def clear(self) -> None:
-        """Let go of all graphs and of their memory, and forget which rows came."""
+        """Free all graphs and their memory, and forget which rows came."""
         while self._graphs:
             self._evict()
         self._seen.clear()
@@ -304,7 +304,7 @@ class RowGraph:
         self._graph, self._losses = graph, losses.detach()
 
     def release(self) -> None:
-        """Let go of what the graph read on the device; it is not replayed any more."""
+        """Free what the graph read on the device; it is not replayed any more."""
         self._graph = None
         release(self.row.segments, self.row.keys, self.row.target_segments)
 
@@ -336,7 +336,7 @@ class NormGraph:
 
     @property
     def held(self) -> int:
-        """How many norms the graph computes."""
+        """Number of norms that the graph computes."""
         return len(self._norms)
 
     def note(self, key: tuple[object, ...], compute: Callable[[], Tensor]) -> None:
@@ -356,7 +356,7 @@ class NormGraph:
             kept.update(self._norms)
 
     def clear(self) -> None:
-        """Let go of the graph, and of what it reads."""
+        """Free the graph, and what it reads."""
         self._asked.clear()
         self._before.clear()
         self._graph, self._norms, self._refused = None, Norms(), False
@@ -411,7 +411,7 @@ def free_gpu_bytes(device: torch.device) -> int:
 
 
 def add_gradients(losses: Tensor, model: nn.Module, kept: int) -> None:
-    """As `losses.sum().backward()`, with one sum over all parameters in place of one for each.
+    """Do `losses.sum().backward()`, with one sum over all parameters in place of one for each.
 
     Of a Llama layer's fourteen banks that would be as many kernels, each of a few microseconds.
     What is summed stays until the end, in the place of activations that are gone by then.
@@ -447,7 +447,7 @@ def _is_watched(leaf: Tensor) -> bool:
 
 
 def overwrite(own: PackedBatch, row: PackedBatch) -> None:
-    """Let the row of a graph be another one of its form, on the CPU."""
+    """Overwrite the row of a graph by another one with the same key, on the CPU."""
     for name, tensor in row.tensors().items():
         getattr(own, name).copy_(tensor, non_blocking=True)
     refresh(own.segments, own.keys, own.target_segments)
@@ -460,7 +460,7 @@ def copied(row: PackedBatch) -> PackedBatch:
 
 
 def broken(error: Exception) -> PlanNotRunnable:
-    """What ends a run where a capture that failed leaves other processes halfway."""
+    """Error for a capture that failed and left other processes halfway."""
     return PlanNotRunnable(
         "a row could not be captured as a CUDA graph",
         found=f"{type(error).__name__}: {error}",
@@ -470,7 +470,7 @@ def broken(error: Exception) -> PlanNotRunnable:
 
 
 def forget_capture(device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
-    """Let streams, memory and random numbers go on after a capture that failed.
+    """Restore streams, memory and random numbers after a capture that failed.
 
     torch leaves the stream of a capture, and tells its allocator and its generator of the end, only
     where it ends well.

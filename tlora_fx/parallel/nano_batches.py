@@ -1,4 +1,4 @@
-"""Let the layers of a Shared Super-Model run on nano-batches, a number that may change any time.
+"""Nano-batches of the layers of a Shared Super-Model; their number may change at any time.
 
 Each number is a variant: another root over the same layers, tensors and adapters. A variant is
 made, and compiled as the model is, when it is first asked for, and kept.
@@ -42,7 +42,7 @@ LAYERS = "layers"
 
 @dataclass(frozen=True, slots=True)
 class NanoRegion:
-    """Where a region hangs, the layers that it runs, and what each input is to a layer.
+    """Path of a region, the layers that it runs, and what each input is to a layer.
 
     inputs   for each input (a layer's path, the name that the layer's code has for it)
     """
@@ -226,7 +226,7 @@ class _Memory:
                 self.readers[index] += 1
 
     def during(self, index: int) -> int:
-        """How much there is while a task runs: its inputs and its own."""
+        """Bytes held while a task runs: its inputs and its own."""
         return self.live + self.tasks[index].bytes
 
     def run(self, index: int) -> int:
@@ -485,7 +485,7 @@ class OverlapPass(CustomGraphPass):
         schedule_graph(graph, self.limit_bytes)
 
     def uuid(self) -> Any:
-        """What code that was compiled with this pass is known by; None: it may not be kept."""
+        """Key of code that was compiled with this pass; None: it may not be kept."""
         code = Path(__file__).read_bytes()
         known = str(self.limit_bytes)
         if self.first is not None:
@@ -511,7 +511,7 @@ def inductor_options(
 
 
 def region_options(given: Mapping[str, Any], limit_bytes: int | None = None) -> dict[str, Any]:
-    """How to compile regions of a model that was compiled in a certain way.
+    """Options to compile regions of a model that was itself compiled with options.
 
     Another backend than Inductor compiles them as it is. Inductor takes the schedule too, beside
     all that it was asked for; what was asked for stands before what keeps the schedule as it is.

@@ -80,7 +80,7 @@ class StageGraphs:
 
     @property
     def keys(self) -> list[GraphKey]:
-        """Those that have a graph, once for each stage and slot."""
+        """Keys that have a graph, once for each stage and slot."""
         return [position.key for position in self._graphs]
 
     def begin(self, rows: Sequence[PackedBatch], weights: Tensor) -> None:
@@ -147,7 +147,7 @@ class StageGraphs:
                 self._capture(position, graph)
 
     def clear(self) -> None:
-        """Let go of all graphs and of their memory, and forget which rows came."""
+        """Free all graphs and their memory, and forget which rows came."""
         while self._graphs:
             self._graphs.popitem(last=False)[1].release()
         self._keys.clear()
@@ -215,7 +215,7 @@ class StageGraphs:
 
 
 class Stage(Protocol):
-    """What `StageGraphs` needs of a stage.
+    """Interface of a stage that `StageGraphs` captures.
 
     learns       whether it has a backward
     needs_grad   whether that goes on below
@@ -228,11 +228,11 @@ class Stage(Protocol):
         """Run its forward; hidden is None in the first stage."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What it reads of weights."""
+        """Parameters that the stage reads."""
 
 
 class Position(NamedTuple):
-    """Where a graph is used: by which stage of its process, in which slot."""
+    """Position of a graph: the stage of its process, and the slot."""
 
     stage: int
     slot: int
@@ -332,7 +332,7 @@ class CapturedStage:
         return dx
 
     def release(self) -> None:
-        """Let go of what the graphs read on the device; they are not replayed any more."""
+        """Free what the graphs read on the device; they are not replayed any more."""
         self._forward = self._backward = None
         release(self.row.segments, self.row.keys, self.row.target_segments)
 
