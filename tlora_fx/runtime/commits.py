@@ -74,7 +74,7 @@ class Commits:
         unchanged: Collection[str],
         elsewhere: Mapping[str, Path],
     ) -> None:
-        """Let a checkpoint be written, as `CheckpointStore.save` does; no other may be.
+        """Begin to write a checkpoint, as `CheckpointStore.save` does; no other may be in progress.
 
         states    that nothing changes any more
         elsewhere see `CheckpointStore.save`

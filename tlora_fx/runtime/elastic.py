@@ -1,4 +1,4 @@
-"""Who trains: jobs that join, leave and pause while others train on.
+"""Membership of a run: jobs that join, leave and pause while others train on.
 
 A change is asked for at any time and happens between two rounds, on all processes at the same one.
 What a job needs to go on leaves the model with it, and comes back with it.
@@ -60,7 +60,7 @@ class PendingJoin:
 
 @dataclass(slots=True)
 class Changes:
-    """What happens before the next round.
+    """Changes that happen before the next round.
 
     pending_joins  jobs in the order in which they join; one without a free slot waits, and so do
                    those behind it
@@ -129,7 +129,7 @@ class Roster:
         described: Mapping[str, Any],
         may_grow: bool,
     ) -> None:
-        """Let a job wait to join, where nothing but room may keep it out.
+        """Queue a job to join, where nothing but free memory may keep it out.
 
         data        its samples; None: they are read
         resume      output folder of the run whose newest checkpoint it goes on from, or that
@@ -176,7 +176,7 @@ class Roster:
         self.changes.pending_joins.append(joining)
 
     def watch_rows(self, most_tokens: int) -> None:
-        """From now on see what rows take, each of so many tokens at most."""
+        """Measure from now on the memory that rows take, each of so many tokens at most."""
         self._most_tokens = most_tokens
         if self.gathering.mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.gathering.mesh.device)
@@ -213,7 +213,7 @@ class Roster:
             )
 
     def request_leave(self, name: str, how: Leaving) -> None:
-        """Let a job that trains leave before the next round.
+        """Request that a job in training leaves before the next round.
 
         raises    NotAdmitted where it does not train
         """
@@ -224,7 +224,7 @@ class Roster:
         self.changes.leaving[name] = how
 
     def cancel_join(self, names: Iterable[str]) -> None:
-        """Let jobs that wait to join wait no longer."""
+        """Remove jobs from those that wait to join."""
         gone = set(names)
         waiting = [
             joining for joining in self.changes.pending_joins if joining.job.name not in gone
@@ -248,7 +248,7 @@ class Roster:
         return [run.job.name for run in ended]
 
     def leave(self, run: JobRun) -> None:
-        """Let a job's rows go; all that it needs to go on is kept."""
+        """Release a job's rows; all that it needs to go on is kept."""
         state = self.group.let_go(run)
         if self.folder.writes:
             self._gone[run.job.name] = state
@@ -256,7 +256,7 @@ class Roster:
         self._blocked = False
 
     def join(self, joining: PendingJoin, *, may_grow: bool) -> tuple[JobRun, Admission]:
-        """Let a job into the model, as it starts or as it left.
+        """Admit a job into the model, as it starts or as it left.
 
         raises    NotAdmitted where there is no room now; nothing is changed then
         """
@@ -282,7 +282,7 @@ class Roster:
         return run, admission
 
     def states(self) -> dict[str, JobState]:
-        """By job, those that have left: all that pause, and the last ones that ended; whole.
+        """Whole states of jobs that have left, by name: all paused ones, the last ended ones.
 
         The leader alone keeps them.
         """
@@ -300,7 +300,7 @@ class Roster:
         return None if state is None or run.status == "paused" else state.best or state.adapter
 
     def ended(self) -> list[str]:
-        """Those that have left because they ended, in the order in which they did."""
+        """Names of jobs that have left because they ended, in the order in which they did."""
         return [name for name, state in self._gone.items() if state.status != "running"]
 
     def saved(self, ended: Sequence[str]) -> None:

@@ -38,7 +38,7 @@ def out_of_memory(jobs: Sequence[Job], active: Iterable[int], error: Exception) 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a round came to.
+    """Result of a round.
 
     losses    [J] on the device
     indices   of the jobs that ran

@@ -72,7 +72,7 @@ STILL_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class TrainerOptions:
-    """How rows run.
+    """Options of how rows run.
 
     max_row_tokens   rows are closed before they grow beyond this
     compiled         layers are compiled by torch.compile; the first rounds take longer
@@ -287,7 +287,7 @@ class Trainer:
         *,
         resume: Path | str | Checkpoint | None = None,
     ) -> None:
-        """Let a job join before the next round that has room for it; jobs wait in their order.
+        """Queue a job to join before the next round that has memory for it; first come, first in.
 
         One that `pause` took out goes on where it was.
 
@@ -311,7 +311,7 @@ class Trainer:
         self.roster.request_leave(name, "release")
 
     def pause(self, name: str) -> None:
-        """Let a job leave before the next round; `admit` lets it go on, as does a resumed run.
+        """Pause a job before the next round; `admit` lets it go on, as does a resumed run.
 
         raises    NotAdmitted where it does not train
         """

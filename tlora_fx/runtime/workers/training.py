@@ -288,7 +288,7 @@ class Takeover:
 
     @classmethod
     def of(cls, path: Path, jobs: Container[str]) -> Self:
-        """That an order says; jobs are those that train."""
+        """Takeover by an order; jobs are those that train."""
         config = WorkerConfig.read(path)
         every = [Job.model_validate(job) for job in config.jobs]
         joining = tuple(job for job in every if job.name not in jobs)
