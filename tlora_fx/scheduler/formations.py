@@ -22,7 +22,7 @@ Membership = tuple[frozenset[str], frozenset[int]]
 
 
 def membership(group: Group) -> Membership:
-    """What tells two groups apart: who, and where."""
+    """Key of a group: its jobs and its GPUs."""
     return frozenset(group.jobs), frozenset(group.place)
 
 
@@ -101,7 +101,7 @@ class StepTimes:
     def of(
         self, requests: Sequence[JobRequest], place: Sequence[int], cluster: Cluster
     ) -> GroupStepTime:
-        """Of a group of one base on some GPUs."""
+        """Step time of a group of one base on some GPUs."""
         gpus, tier = len(place), cluster.tier(place)
         base = requests[0].base
         key = (base, gpus, tier, *sorted([request.demand for request in requests]))
@@ -139,7 +139,7 @@ class Callback:
         """Something went wrong in a group, and it goes on."""
 
     def noted(self, time: float, text: str) -> None:
-        """What became of a worker that waits for a group."""
+        """Something became of a worker that waits for a group."""
 
     def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
         """A job ended, done ("") or failed for a reason; its group still has it in `run.jobs`."""
@@ -151,7 +151,7 @@ class Callback:
         """A job that is in no group will not be run again."""
 
     def capacity(self, time: float, gpus: int) -> None:
-        """How many GPUs there are from now on."""
+        """The number of GPUs has changed."""
 
     def parked(self, time: float, request: JobRequest, reason: str) -> None:
         """A job of an earlier process cannot go on now; the next start tries it again."""
@@ -174,7 +174,7 @@ LayoutOf = Callable[[Group, Sequence[JobRequest]], Layout | None]
 
 
 class Formations:
-    """What an executor was asked to run.
+    """Formations that an executor was asked to run.
 
     pending   groups that shall run, once their jobs and GPUs are free
     """
@@ -198,7 +198,7 @@ class Formations:
         self._standing: tuple[Group, ...] | None = None
 
     def standing(self) -> tuple[Group, ...]:
-        """What runs or is about to, for a policy: nothing that leaves."""
+        """Groups that run or are about to, for a policy, without those that leave."""
         if self._standing is None:
             running = [
                 (run.successor or run).group
@@ -220,7 +220,7 @@ class Formations:
         self._standing = None
 
     def want(self, groups: Sequence[Group]) -> None:
-        """From now on these shall run: what is not among them changes, or is asked to stop."""
+        """Set the groups that shall run: other groups change, or are asked to stop."""
         self.pending = list(groups)
         for run in list(self.runs.values()):
             if not run.leaving:
@@ -249,7 +249,7 @@ class Formations:
         return stays and there and self._executor.can_change(run.launched, run.epoch, group)
 
     def part(self, run: Formation, name: str) -> None:
-        """Let a job leave a run; where the others cannot go on without a stop, that is drained."""
+        """Remove a job from a formation; where that takes a stop, drain the formation."""
         if run.leaving:
             return
         rest = tuple(other for other in run.group.jobs if other != name)

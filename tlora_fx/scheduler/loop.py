@@ -209,7 +209,7 @@ AtOnce = Literal["never", "end", "always"]
 
 @dataclass(frozen=True, slots=True)
 class LoopOptions:
-    """When it is decided, and what policies see.
+    """Options of when decisions are made, and of what policies see.
 
     switch_seconds   what policies are told that forming a group costs
     changes          and what joins and leaves cost a group that runs; None: groups form anew
@@ -289,7 +289,7 @@ class Loop:
 
     @property
     def groups(self) -> dict[int, Group]:
-        """What runs, by epoch; groups that were asked to stop and have not yet are among it."""
+        """Running groups, by epoch, with those that were asked to stop and have not yet."""
         return {epoch: run.group for epoch, run in self.formations.runs.items()}
 
     @property
@@ -311,7 +311,7 @@ class Loop:
 
     @property
     def quiet(self) -> bool:
-        """Nothing runs: what a loop that was told to stop comes to."""
+        """Whether nothing runs, as a loop that was told to stop ends up."""
         return not self.formations.runs
 
     def submit(
@@ -364,7 +364,7 @@ class Loop:
         return True
 
     def hold(self, name: str) -> bool:
-        """Let an active job wait until `let_go`, whatever policies say; whether it will.
+        """Hold back an active job until `let_go`, whatever policies say; whether it will be held.
 
         It leaves a group that can go on without it; another is drained, and its other jobs are
         grouped anew. No step is lost.
@@ -402,7 +402,7 @@ class Loop:
                 moved |= launched
 
     def next_due(self, now: float) -> float | None:
-        """When `advance` is due next if nothing happens until then; None: not at all."""
+        """Time when `advance` is due next if nothing happens until then; None: not at all."""
         if self.stopping or not self.window.jobs:
             return None
         if self.changed:
@@ -412,7 +412,7 @@ class Loop:
         return max(now, self._decided + self.options.horizon * self.options.refresh)
 
     def state(self, now: float) -> SchedulerState:
-        """What a policy is shown."""
+        """State that a policy is shown."""
         self._events.pull()
         for run in self.formations.runs.values() if self.credits.used else ():
             self.credits.settle(run, now)

@@ -115,7 +115,7 @@ class Estimates:
         self.estimator = ProfileEstimator({}, self.cluster)
 
     def request(self, job: Job, now: float) -> JobRequest:
-        """What the loop is told of a job, prepared in this process.
+        """Request of a job to the loop, prepared in this process.
 
         raises   TloraError: its data, its base or its targets are wrong, or nothing was measured
         """
@@ -153,7 +153,7 @@ class Estimates:
         return device_bytes(expected.memory) if expected.layout is not None else None
 
     def threads(self) -> list[str]:
-        """What profiles of a CPU were measured with another number of cores than a slot has."""
+        """Warnings of CPU profiles measured with another number of cores than a slot has."""
         if self.cluster.gpu != "cpu":
             return []
         cores = max(1, len(os.sched_getaffinity(0)) // self.cluster.gpus)
@@ -236,7 +236,7 @@ class JobFolder:
         require_folder(self.path)
 
     def look(self, busy: Collection[Path] = ()) -> list[SubmittedFile]:
-        """What is new since the last look; files that others are still at have time."""
+        """Files that are new since the last look; files that others are still at have time."""
         stamps = {path: _stamp(path) for path in job_files(self.path)}
         now = {path: stamp for path, stamp in stamps.items() if stamp is not None}
         before, self._seen = self._seen, now
@@ -280,7 +280,7 @@ class JobFolder:
         self.ledger.forget_file(key_of(path))
 
     def differing(self, path: Path, jobs: Sequence[Mapping[str, Any]]) -> str:
-        """What is said of jobs that are known otherwise."""
+        """Message for jobs of a file that are known otherwise."""
         known = self.specs
         others = [job["name"] for job in jobs if job != known.get(job["name"], job)]
         if not others:
@@ -315,7 +315,7 @@ GATHER_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a run is run.
+    """Options of a run.
 
     loop        its costs hold until groups were formed or have changed: then they are the medians
                 of what that took
@@ -344,7 +344,7 @@ class RunOptions:
 
 @dataclass
 class MeasuredCosts:
-    """What forming and changing groups took, in seconds."""
+    """Measured seconds of forming and changing groups."""
 
     formed: list[float] = field(default_factory=list)
     joined: list[float] = field(default_factory=list)
@@ -370,7 +370,7 @@ class MeasuredCosts:
                 self.moved.append(run.started - run.asked)
 
     def tell(self, loop: Loop) -> None:
-        """Let policies reckon with the medians."""
+        """Give policies the medians."""
         if self.formed:
             loop.switch_seconds = median(self.formed)
         if loop.changes is not None:
@@ -385,7 +385,7 @@ class MeasuredCosts:
 
 
 class Learning(Protocol):
-    """What estimates jobs."""
+    """Estimator of jobs that learns."""
 
     def learn(self, job: str, base: str, shape: ModelFacts | None) -> None:
         """Know what is needed of a job's base; raises TloraError where nobody can."""
@@ -758,7 +758,7 @@ class Recorded:
         self.policy, self.path, self.name = policy, path, policy.name
 
     def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
-        """What the policy decides."""
+        """Decide as the policy does."""
         # Estimators of other people need no file form.
         with suppress(StateFileError):
             save_snapshot(self.path, Snapshot(state, self.policy))

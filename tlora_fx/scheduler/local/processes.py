@@ -28,7 +28,7 @@ WORKER = "tlora_fx.runtime.workers.training"
 
 @dataclass(frozen=True, slots=True)
 class IdleNews:
-    """What became of an idle worker.
+    """News of an idle worker.
 
     kind    what it keeps
     held    bytes of its device, or of main memory on a CPU
@@ -147,7 +147,7 @@ class ForkServer:
             self._ask({"room": worker, "needs": needs})
 
     def news(self) -> list[IdleNews]:
-        """What became of idle workers since the last call."""
+        """News of idle workers since the last call."""
         self._hear()
         news, self._news = self._news, []
         return news
@@ -280,7 +280,7 @@ def main() -> None:
 
 
 def forget_no_device() -> None:
-    """Let torch ask anew whether Triton has a device: whoever asked so far was told of none.
+    """Make torch ask anew whether Triton has a device: whoever asked so far was told of none.
 
     Libraries such as torchao ask as they are imported, and torch keeps the answer.
     """

@@ -1,4 +1,4 @@
-"""What runs stays: the groups of a moment, without jobs that have ended and nodes that are lost.
+"""Baseline policies. What runs stays: groups without jobs that ended and nodes that are lost.
 
 The policies that never regroup start from here and only fill.
 """
@@ -32,7 +32,7 @@ class Slot:
         return self.jobs[0].request.base
 
     def demand(self, *more: ActiveJob) -> Demand:
-        """Of its jobs, and some more."""
+        """Demand of its jobs, and of some more."""
         return Demand.total(job.request.demand for job in (*self.jobs, *more))
 
 
@@ -48,7 +48,7 @@ class Allocation:
 
     @classmethod
     def of(cls, state: SchedulerState) -> Allocation:
-        """As a moment has them."""
+        """Allocation at a moment."""
         placer, slots = Placer(state.cluster), []
         held: set[str] = set()
         for group in state.groups:
@@ -63,7 +63,7 @@ class Allocation:
         return cls(state, placer, slots, sorted(waiting, key=arrival))
 
     def seconds(self, base: str, demand: Demand, gpus: int) -> float:
-        """Of a step of a group on so many GPUs; infinite where nothing fits."""
+        """Seconds of a group's step on so many GPUs; infinite where nothing fits."""
         return seconds_of(self.state, base, demand.row(), gpus)
 
     def resize(self, slot: Slot, gpus: int) -> bool:
@@ -88,7 +88,7 @@ class Allocation:
         return self.slots[-1]
 
     def groups(self) -> tuple[Group, ...]:
-        """As a decision has them."""
+        """Groups as a decision has them."""
         return tuple(slot.group or self._group(slot) for slot in self.slots)
 
     def _group(self, slot: Slot) -> Group:

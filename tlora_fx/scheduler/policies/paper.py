@@ -58,7 +58,7 @@ class Cutter:
             known.clear()
 
     def cut(self, seed: CandidateGroup, queue: Sequence[CandidateGroup]) -> int:
-        """How many of the last of a queue of one base the seed should merge with; 0 is none."""
+        """Number of last units of one base's queue that the seed should merge with; 0 is none."""
         suffixes = _Suffixes(self, seed, queue)
         low, high = 0, len(queue)
         while low < high:
@@ -88,7 +88,7 @@ class Cutter:
         return key
 
     def seconds(self, key: int, unit: CandidateGroup) -> float:
-        """Of a group's step on all its jobs' GPUs; infinite once the budget is spent."""
+        """Seconds of a group's step on all its jobs' GPUs; infinite once the budget is spent."""
         if key in self._known:
             return self._known[key]
         if self.evaluations >= self.budget or unit.asked > self.valuation.capacity:
@@ -125,7 +125,7 @@ class _Suffixes:
         self._gains: dict[int, float] = {0: 0.0}
 
     def gain(self, count: int) -> float:
-        """Of merging with the last `count`; -inf where a bound or memory forbids it."""
+        """Gain of merging with the last `count`; -inf where a bound or memory forbids it."""
         if count not in self._gains:
             self._gains[count] = self._compute(count)
         return self._gains[count]

@@ -1,4 +1,4 @@
-"""What runs in an actor of a Ray cluster: a process that carries out orders of groups.
+"""Actor of a Ray cluster: a process that carries out orders of groups.
 
 It imports nothing of the driver's side, so that a node has it soon.
 """
@@ -43,7 +43,7 @@ class Worker:
         self.module.warm()
 
     def address(self) -> tuple[str, int]:
-        """Where the others of its group find it."""
+        """Address where the others of its group find the worker."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Which GPUs groups get: what runs keeps its own, then those that wait, the most pressed first.
+"""Place groups on GPUs: what runs keeps its own, then those that wait, the most pressed first.
 
 A group that fits into a node stands in one node, one that fits into a rack in one rack. Places are
 chosen so that what is free stays whole: the fullest node that has room, then the fullest rack.
@@ -59,11 +59,11 @@ class Placer:
 
     @property
     def free(self) -> int:
-        """How many GPUs are free."""
+        """Number of free GPUs."""
         return self._count
 
     def free_by_node(self) -> dict[int, int]:
-        """How many GPUs are free of each node that is there."""
+        """Number of free GPUs of each node that is there."""
         return {node: len(gpus) for node, gpus in self._free.items()}
 
     def has(self, place: Iterable[int]) -> bool:
@@ -160,7 +160,7 @@ def _fullest(nodes: list[int], rooms: dict[int, int], held: dict[int, int]) -> l
 
 @dataclass(slots=True)
 class Placed:
-    """Where everything stands.
+    """Placement of all units.
 
     waiting    units without a place, in the order in which they are taken
     """
@@ -171,7 +171,7 @@ class Placed:
     reserved: frozenset[int] = frozenset()
 
     def groups(self, now: float) -> tuple[Group, ...]:
-        """Of the units that run, in their order; what did not change is what it was."""
+        """Groups of the units that run, in their order; an unchanged group is the same object."""
         groups = []
         for unit in self.running:
             place = self.places[id(unit)]
@@ -302,7 +302,7 @@ class Arranging:
             self.placed.waiting.append(unit)
 
     def start_apart(self, collector: CandidateCollector, valuation: GroupValuation) -> None:
-        """Let jobs start by themselves whose unit waits, on GPUs that nobody else takes.
+        """Start jobs alone whose unit waits, on GPUs that nobody else takes.
 
         Where few wait a lone job may start on fewer GPUs too. Behind a long queue that would hold
         GPUs which the queue's units make more of.
