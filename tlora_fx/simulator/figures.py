@@ -33,7 +33,7 @@ class Axis:
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Where a number stands."""
+        """Coordinate of a number."""
         low, high, given = self.low, self.high, value
         if self.log:
             low, high, given = math.log10(low), math.log10(high), math.log10(max(value, low))
@@ -263,7 +263,7 @@ def gantt(
     blocks: Sequence[Block],
     legend: Sequence[tuple[str, int]],
 ) -> str:
-    """Who holds which rows, over time.
+    """Chart of who holds which rows, over time.
 
     rows      how many there are, from 0 at the bottom
     legend    names of colours

@@ -1,4 +1,4 @@
-"""What a replay brought: one flat set of numbers, JSON-able, with units in their names.
+"""Metrics of a replay: one flat set of numbers, JSON-able, with units in their names.
 
 Two spans appear. `whole` is from the first submission to the end of the last job; `loaded` is from
 the first submission to the last one, without the tail in which a cluster runs empty.
@@ -27,7 +27,7 @@ SIZES = ("small", "medium", "large")
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How some numbers are spread; all zero where there are none.
+    """Distribution of some numbers; all zero where there are none.
 
     quantiles   at 0, 1, ... 100 percent: the CDF, turned over
     """
@@ -43,7 +43,7 @@ class Distribution:
 
     @classmethod
     def of(cls, numbers: Sequence[float] | Floats) -> Self:
-        """Of some numbers; those that are not finite are left out."""
+        """Distribution of some numbers; those that are not finite are left out."""
         given = np.asarray(numbers, dtype=np.float64)
         given = given[np.isfinite(given)]
         if not len(given):
@@ -64,7 +64,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a cluster did in a span of time.
+    """Work of a cluster in a span of time.
 
     capacity_gpu_seconds     GPUs that were there, over time; `allocated` and `idle` add up to it
     allocated_gpu_seconds    GPUs that a group held, switches included
@@ -227,7 +227,7 @@ RATES = (
 
 
 def thirds(costs: Floats) -> NDArray[np.int64]:
-    """Which third each job is in by its cost [n], 0 to 2; equal costs go by their order."""
+    """Third that each job is in by its cost [n], 0 to 2; equal costs go by their order."""
     ranks = np.empty(len(costs), dtype=np.int64)
     ranks[np.argsort(costs, kind="stable")] = np.arange(len(costs))
     return ranks * 3 // max(1, len(costs))
@@ -279,21 +279,21 @@ class JobTable:
 
     @property
     def done(self) -> Flags:
-        """Which jobs finished."""
+        """Mask of the jobs that finished."""
         done: Flags = self.outcome == DONE
         return done
 
     def count(self, outcome: int) -> int:
-        """How many jobs came to that."""
+        """Number of jobs with an outcome."""
         return int(np.count_nonzero(self.outcome == outcome))
 
     def completion_seconds(self) -> Floats:
-        """From submission to the end, of finished jobs."""
+        """Seconds from submission to the end, of finished jobs."""
         seconds: Floats = (self.ended - self.submitted)[self.done]
         return seconds
 
     def distributions(self) -> dict[str, Distribution]:
-        """Of finished jobs, by the names that `Summary` has for them."""
+        """Distributions over finished jobs, by the names that `Summary` has for them."""
         done = self.done
         completion, run = self.completion_seconds(), self.run_seconds[done]
         alone = (self.steps * self.solo_seconds)[done]
@@ -306,12 +306,12 @@ class JobTable:
         }
 
     def violating_share(self) -> float:
-        """Of the jobs that ran, those that were ever slower than they allow."""
+        """Share of jobs that were ever slower than they allow, of those that ran."""
         ran = np.isfinite(self.started)
         return float(np.mean(self.violated[ran])) if ran.any() else 0.0
 
     def grouped_share(self) -> float:
-        """Of the finished jobs, those that ever shared a group."""
+        """Share of jobs that ever shared a group, of those that finished."""
         done = self.done
         return float(np.mean(self.grouped_seconds[done] > 0)) if done.any() else 0.0
 
@@ -330,7 +330,7 @@ class JobTable:
 
 
 class Interval(NamedTuple):
-    """What a group did from when its jobs last changed to when they change again.
+    """Time of a group between two changes of its jobs.
 
     group         epoch of its formation
     gpus          that it held
