@@ -158,7 +158,7 @@ def facts_of_job(job: Job) -> ModelFacts:
         _compiled[key] = _kept_facts(job, fields)
     facts = _ranked(_compiled[key], job.name, rank) if scales else _compiled[key]
     if 4 * facts.trained[0] > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
-        # No machine has room for such a rank: compiling it says where, and what would do.
+        # No machine has enough memory for such a rank: compiling it says where, and what would do.
         return _facts_by_compiling(job)
     return facts
 

@@ -225,8 +225,8 @@ def limit_seconds(job: ActiveJob, now: float, *, lending: bool = False) -> float
     limit = bound * job.solo_seconds
     if request.deadline is None or job.steps_left <= 0:
         return limit
-    room = (request.deadline - now) / job.steps_left
-    return min(limit, room) if room >= job.solo_seconds else limit
+    slack = (request.deadline - now) / job.steps_left
+    return min(limit, slack) if slack >= job.solo_seconds else limit
 
 
 def keeps(jobs: Iterable[ActiveJob], seconds: float, now: float, *, lending: bool = False) -> bool:
@@ -251,7 +251,7 @@ class Urgency(IntEnum):
 
     The paper uses one name for two quantities. Here a slowdown (`bounds`) admits a job to a group,
     and lateness orders jobs: rho = (elapsed + remaining) / (total alone), queueing included.
-    Urgency is rho over the bound, in three classes, so that sorting by urgency leaves room for a
+    Urgency is rho over the bound, in three classes, so that sorting by urgency allows a
     second key.
     """
 

@@ -79,7 +79,7 @@ class Allocation:
         return True
 
     def open(self, jobs: Sequence[ActiveJob], gpus: int) -> Slot | None:
-        """A new group; None where there is no room."""
+        """A new group; None where too few GPUs are free."""
         place = self.placer.find(gpus)
         if place is None:
             return None
@@ -140,7 +140,7 @@ Share = Literal["pooled", "widest"]
 class MloraFifo:
     """Fill groups to a count, first come first served.
 
-    A job joins the oldest group of its base that has room, or begins one. Neither slowdown nor
+    A job joins the oldest group of its base with a free slot, or begins one. Neither slowdown nor
     deadlines are looked at. Nothing that runs is taken apart.
 
     gpus    of a group: "pooled", all that its jobs asked for, or "widest", those of its widest job
@@ -171,7 +171,7 @@ class MloraFifo:
             joined = None if left else self._take(allocation, job)
             if joined is None:
                 left.append(job)
-                reasons.append(Reason(job.name, "waits", detail="no group has room for it"))
+                reasons.append(Reason(job.name, "waits", detail="no group can take it"))
             else:
                 others = tuple(name for name in names_of(joined.jobs) if name != job.name)
                 reasons.append(Reason(job.name, "joined" if others else "alone", others))
@@ -179,7 +179,7 @@ class MloraFifo:
         return Decision(allocation.groups(), names_of(left), kept)
 
     def _take(self, allocation: Allocation, job: ActiveJob) -> Slot | None:
-        """Where a job goes; None where there is no room."""
+        """The group that a job goes to; None where none can take it."""
         for slot in allocation.slots:
             if slot.base == job.request.base and len(slot.jobs) < self.cap:
                 gpus = self._gpus([*slot.jobs, job])

@@ -1,4 +1,4 @@
-"""The exact policy, for few jobs: the best grouping where there is room for all.
+"""The exact policy, for few jobs: the best grouping where there are GPUs for all.
 
 It answers the uncontended problem and then fills the cluster; it knows no cost of switching.
 """

@@ -215,15 +215,15 @@ def _tier(
     old: frozenset[int],
 ) -> list[CandidateGroup]:
     """Group within each node, rack or the cluster; what spans several passes through."""
-    rooms: dict[tuple[int, str], list[CandidateGroup]] = {}
+    queues: dict[tuple[int, str], list[CandidateGroup]] = {}
     done: list[CandidateGroup] = []
     for unit in units:
         inside = {unit_of(node) for name in unit.jobs for node in places[name]}
         if len(inside) == 1:
-            rooms.setdefault((inside.pop(), unit.base), []).append(unit)
+            queues.setdefault((inside.pop(), unit.base), []).append(unit)
         else:
             done.append(unit)
-    for _, queue in sorted(rooms.items()):
+    for _, queue in sorted(queues.items()):
         if len(queue) == 1 or all(id(unit) in old for unit in queue):
             done += queue
         else:
@@ -283,12 +283,12 @@ def _tiers(cluster: Cluster) -> tuple[Callable[[int], int], ...]:
 
 
 def _places(state: SchedulerState, units: list[CandidateGroup]) -> dict[str, frozenset[int]]:
-    """The nodes where each job stands, or would if there were room for all alone."""
+    """The nodes where each job stands, or would if there were GPUs for all alone."""
     cluster = state.cluster
     more = sum(-(-job.request.gpus // cluster.gpus_per_node) for job in state.jobs.values())
     size = (cluster.nodes + more) * cluster.gpus_per_node
-    roomy = Cluster(size, cluster.gpus_per_node, cluster.nodes_per_rack, lost=cluster.lost)
-    placer = Placer(roomy)
+    enlarged = Cluster(size, cluster.gpus_per_node, cluster.nodes_per_rack, lost=cluster.lost)
+    placer = Placer(enlarged)
     running = {name: group.place for group in state.groups for name in group.jobs}
     for group in state.groups:
         if placer.has(group.place):

@@ -224,7 +224,7 @@ class Tlora:
     dwell_seconds   a new group is left alone for so long, unless a bound is broken; where joins
                     cost less than forming a group, for as much less
     knee            a group gives back GPUs where its step grows by no more than this part
-    reserve         set nodes aside for a pressed job that finds no room
+    reserve         set nodes aside for a pressed job that does not fit
     lending         slow jobs down past their bound where they consented to lend
     breadth         groups that are all compared; of more, each with a quarter as many
     thorough        jobs up to which several beginnings are tried where all is new
@@ -232,7 +232,7 @@ class Tlora:
     search          evaluations that each horizon saves up for the next search of all groups
     share           jobs share groups
     release         groups may hold fewer GPUs than their jobs asked for
-    backfill        what waits may start before what is more pressed, where that finds no room
+    backfill        what waits may start before what is more pressed, where that does not fit
     """
 
     name: ClassVar[str] = "tlora"

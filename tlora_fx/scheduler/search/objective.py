@@ -1,6 +1,6 @@
 """Worth of groups, and the gain of merging two of them.
 
-Where there is room for all, a group is worth its weighted speed-up, sum of T_solo over T, on the
+Where there are GPUs for all, a group is worth its weighted speed-up, sum of T_solo over T, on the
 GPUs that its jobs asked for together (or its samples a second, where that is the objective).
 
 Where there is not, GPUs have a price. A group is then worth the GPU-seconds of lone training that
