@@ -150,7 +150,7 @@ class AdapterBank(nn.Module):
 
     @torch.no_grad()
     def grow(self, slots: int, rows: int) -> None:
-        """Make room for more jobs and rows; everybody stays where they are.
+        """Add slots and rows; everybody stays where they are.
 
         The tensors are others afterwards: what reads them is compiled and captured again.
         """

@@ -390,7 +390,7 @@ class SuperModel(nn.Module):
                 location.fill(tensor)
             if layer and loaded is not None:
                 loaded(layer)
-        self._make_room_for_training(device)
+        self._allocate_trained(device)
         for name, value in self.group.constants.items():
             moved = value.to(device)
             for module in self.net.modules():
@@ -544,7 +544,7 @@ class SuperModel(nn.Module):
             tensors.append(tensor.detach().to(device))
         return stored_value(entry.ref, *tensors)
 
-    def _make_room_for_training(self, device: torch.device) -> None:
+    def _allocate_trained(self, device: torch.device) -> None:
         """Zeroed memory for what this process trains, and for its gradients."""
         for job in self._layout.own:
             for _, location in self._held_own(job):

@@ -45,7 +45,7 @@ class PendingJoin:
     path     the checkpoint that holds it, where one does
     start    what its data decides of its start, where that is known
     needed   bytes that it will take, rows and larger banks not counted
-    growth   bytes that larger banks take, where it finds no room in those that are
+    growth   bytes that larger banks take, where those that are have no free rows
     """
 
     job: Job
@@ -102,7 +102,7 @@ class Roster:
         return list(self._inside.values())
 
     def is_due(self) -> bool:
-        """Whether a change may happen now: a job that found no room waits for another's end."""
+        """Whether a change may happen now: a job without a free slot waits for another's end."""
         training = [run.job.name for run in self.inside() if run.status == "running"]
         self.changes.leaving |= dict.fromkeys(self.folder.take_stops(training), "release")
         ended = any(run.status != "running" for run in self.inside())
@@ -146,7 +146,7 @@ class Roster:
         require_data_starts(self.model, [job])
         require_trainable(job, data.steps)
         needed = self.model.bytes_needed(job, may_grow=False)
-        # Those who wait will be there first, and may leave no room; banks grow once for all.
+        # Those who wait will be there first, and may leave no free slot; banks grow once for all.
         others = self.changes.pending_joins
         whole = self.model.bytes_needed(job, may_grow=may_grow, crowded=bool(others))
         growth = whole - needed
@@ -232,7 +232,7 @@ class Roster:
         self.changes.pending_joins = deque(waiting)
 
     def without_free_slots(self) -> list[str]:
-        """Jobs that asked to join and found no room."""
+        """Jobs that asked to join and found no free slot."""
         return [joining.job.name for joining in self.changes.pending_joins] if self._blocked else []
 
     def forget(self, names: Iterable[str]) -> None:
@@ -258,7 +258,7 @@ class Roster:
     def join(self, joining: PendingJoin, *, may_grow: bool) -> tuple[JobRun, Admission]:
         """Admit a job into the model, as it starts or as it left.
 
-        raises    NotAdmitted where there is no room now; nothing is changed then
+        raises    NotAdmitted where no slot is free now; nothing is changed then
         """
         job, state = joining.job, joining.state
         try:

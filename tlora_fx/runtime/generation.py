@@ -244,15 +244,15 @@ class Speakers:
 
     def _allowed_tokens(self, tokens: int, wanted: int) -> int:
         positions = longest_sequence(self.base)
-        room = wanted if positions is None else min(wanted, positions - tokens)
-        if room < 1:
+        allowed = wanted if positions is None else min(wanted, positions - tokens)
+        if allowed < 1:
             raise GenerationError(
                 "a prompt leaves no room for an answer",
                 expected=f"fewer than {positions} tokens",
                 found=tokens,
                 help="shorten it",
             )
-        return room
+        return allowed
 
 
 def _own_copy(base: nn.Module) -> nn.Module:

@@ -287,7 +287,7 @@ class Trainer:
         *,
         resume: Path | str | Checkpoint | None = None,
     ) -> None:
-        """Queue a job to join before the next round that has memory for it; first come, first in.
+        """Queue a job to join before the next round that has a free slot; first come, first in.
 
         One that `pause` took out goes on where it was.
 
@@ -323,7 +323,7 @@ class Trainer:
         return waits or bool(self._active())
 
     def _change(self) -> None:
-        """Let jobs leave and join, on all processes; who finds no room waits."""
+        """Let jobs leave and join, on all processes; who finds no free slot waits."""
         begun = time.perf_counter()
         self._catch_up()
         self.group.updater.forget()

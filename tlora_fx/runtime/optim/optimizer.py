@@ -550,7 +550,7 @@ class JobOptimizer:
         return [base * function(saved["last_epoch"]) for base, function in pairs]
 
     def _like(self, name: str, kind: str, value: Tensor) -> Tensor:
-        """Room for what is saved of a parameter."""
+        """An empty tensor for saved state of a parameter."""
         param = self._known[name]
         if kind in HOST_SCALARS:
             return torch.empty_like(value, device=param.device if self.is_fused else "cpu")
