@@ -402,7 +402,7 @@ def _tiles(spec: KernelSpec, *, narrow: bool) -> tuple[Tile, ...]:
 def _gather(spec: KernelSpec, tile: Tile) -> int:
     """Packed rows of a tile's first step: two jobs of rank 16, or one of rank 64.
 
-    They wait in registers beside the accumulator while a main loop runs; where there is no room
+    They wait in registers beside the accumulator while a main loop runs; where there are too few
     for 64, higher ranks take more steps. The order of a sum is the same.
     """
     threads = 32 * tile.warps
