@@ -2,7 +2,7 @@
 
 Each LoRA layer becomes a subgraph: the frozen linear, and the branch between segment reads and a
 segment write, in the vocabulary of tracing. All else of Dynamo's graph stays out of it, so what
-this room does not know is never rewritten. The job owns every token: its segment is the whole.
+this package does not know is never rewritten. The job owns every token: its segment is the whole.
 """
 
 from __future__ import annotations

@@ -268,14 +268,14 @@ def tables(report: Report) -> list[Table]:
     names = ["policy", *report.policies]
     first = max(map(len, names))
     parts: list[list[list[str]]] = [[]]
-    room = WIDE - first
+    free_width = WIDE - first
     for column in columns:
         width = max(map(len, column)) + 2
-        if width > room:
+        if width > free_width:
             parts.append([])
-            room = WIDE - first
+            free_width = WIDE - first
         parts[-1].append(column)
-        room -= width
+        free_width -= width
     title = "SYNTHETIC trace; means over seeds" if report.synthetic else "means over seeds"
     return [
         _table(title if at == 0 else "", [names, *part]) for at, part in enumerate(parts) if part

@@ -103,7 +103,7 @@ def write_file(path: Path, text: str, what: str) -> None:
             f"{what} cannot be written",
             file=path,
             found=error,
-            help="name another file, or make room on the disk",
+            help="name another file, or free disk space",
         ) from error
 
 

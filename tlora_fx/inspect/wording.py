@@ -165,7 +165,7 @@ class Columns:
         numbers: tuple[int, ...] = (),
         dispensable: Sequence[int] = (),
     ) -> Columns:
-        """Columns that leave room for what stands behind them: those that matter least go first.
+        """Columns that leave `rest` free behind them: those that matter least go first.
 
         dispensable   indices, those that matter least first
         """

@@ -219,7 +219,7 @@ class GroupGraph:
     constants   values lifted out of model code, by the name that get_attr nodes give
     exact       branches carry each job's own numbers, so any of them may run as it is
     compute     dtype in which adapters multiply: "base", or "float32" as PEFT does
-    open        room for jobs that come and go; None: these jobs stay
+    open        slots for jobs that come and go; None: these jobs stay
     facts       what holds of the graphs, and the pass that provides it, as pipelines spell it
     """
 

@@ -109,7 +109,7 @@ def _our_source() -> str:
     """A hash of tlora_fx's own code, of which any part may change what a graph computes."""
     known = hashlib.sha256()
     for part in sorted(Path(__file__).parents[1].iterdir()):
-        # Some rooms are links in a checkout, which rglob does not follow.
+        # Some packages are links in a checkout, which rglob does not follow.
         for path in [part] if part.suffix == ".py" else sorted(part.resolve().rglob("*.py")):
             known.update(path.read_bytes())
     return known.hexdigest()

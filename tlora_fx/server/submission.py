@@ -118,7 +118,10 @@ class Intake:
                         )
                     if stored + size > self.limits.stored_bytes:
                         most = self.limits.stored_bytes
-                        raise QuotaReached("no room is left", expected=f"at most {most} bytes")
+                        raise QuotaReached(
+                            "no space is left for uploads",
+                            expected=f"at most {most} bytes",
+                        )
                     file.write(chunk)
             if digest.hexdigest() != sha256:
                 raise UploadRefused(

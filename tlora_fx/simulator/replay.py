@@ -1,8 +1,8 @@
 """Replay jobs under a policy on a simulated clock: the real loop over a simulated executor.
 
 Time goes from event to event: an arrival that a policy can see, the end of a job, a failure, a
-decision that is due. Jobs that arrive while the window is full cost nothing until it has room, so
-the cost of a replay grows with its jobs, not with its queue. The same arguments give the same
+decision that is due. Jobs that arrive while the window is full cost nothing until a slot is free,
+so the cost of a replay grows with its jobs, not with its queue. The same arguments give the same
 replay.
 """
 
