@@ -136,17 +136,19 @@ class Credits:
         if self.ledger.balance(name):
             self.ledger.close(name)
 
-    def settle(self, run: Formation, now: float) -> None:
-        """Write down what a run's jobs gave and took since it was settled last."""
+    def settle(self, formation: Formation, now: float) -> None:
+        """Write down what a formation's jobs gave and took since it was settled last."""
         if not self.used:
             return
-        begin = run.time + self.switch_seconds if run.started is None else run.started
-        since, run.settled = max(run.settled, begin), now
-        if len(run.jobs) < 2 or now <= since:
+        begin = (
+            formation.time + self.switch_seconds if formation.started is None else formation.started
+        )
+        since, formation.settled = max(formation.settled, begin), now
+        if len(formation.jobs) < 2 or now <= since:
             return
-        jobs = list(run.jobs.values())
+        jobs = list(formation.jobs.values())
         if any(self._concerns(job) for job in jobs):
-            seconds = run.group.seconds
+            seconds = formation.group.seconds
             if seconds > 0 and not broken(jobs, seconds, now):
                 self.ledger.settle(jobs, seconds, now - since)
 

@@ -352,22 +352,26 @@ class MeasuredCosts:
     moved: list[float] = field(default_factory=list)
     _known: set[int] = field(default_factory=set)
 
-    def take(self, runs: Iterable[Formation]) -> bool:
+    def take(self, formations: Iterable[Formation]) -> bool:
         """Note groups that have begun since; whether any has."""
-        new = [run for run in runs if run.started is not None and run.epoch not in self._known]
-        for run in new:
-            self._known.add(run.epoch)
-            self._note(run)
+        new = [
+            formation
+            for formation in formations
+            if formation.started is not None and formation.epoch not in self._known
+        ]
+        for formation in new:
+            self._known.add(formation.epoch)
+            self._note(formation)
         return bool(new)
 
-    def _note(self, run: Formation) -> None:
-        assert run.started is not None
-        if run.origin is None:
-            self.formed.append(run.started - run.time)
-        elif run.paused is not None:
-            (self.joined if run.came else self.left).append(run.paused)
-            if any(run.committed[name] for name in run.came):
-                self.moved.append(run.started - run.asked)
+    def _note(self, formation: Formation) -> None:
+        assert formation.started is not None
+        if formation.origin is None:
+            self.formed.append(formation.started - formation.time)
+        elif formation.paused is not None:
+            (self.joined if formation.came else self.left).append(formation.paused)
+            if any(formation.committed[name] for name in formation.came):
+                self.moved.append(formation.started - formation.asked)
 
     def tell(self, loop: Loop) -> None:
         """Give policies the medians."""
@@ -557,7 +561,7 @@ class SchedulerService:
         return due
 
     def _measure(self) -> None:
-        if self.options.learns and self._measured.take(self.loop.runs.values()):
+        if self.options.learns and self._measured.take(self.loop.running.values()):
             self._measured.tell(self.loop)
 
     def stop(self) -> None:

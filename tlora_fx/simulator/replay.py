@@ -633,7 +633,7 @@ class _Engine:
                 loop.submit(requests[came])
                 came += 1
             loop.advance(time)
-            if not loop.runs and loop.active and not loop.cluster.lost:
+            if not loop.running and loop.active and not loop.cluster.lost:
                 self._stalls()
             else:
                 self.stalled = 0
@@ -654,7 +654,7 @@ class _Engine:
         """The last job comes: what the cluster did until then."""
         self.clock.go_to(max(time, self.clock.now))
         self.loop.state(self.clock.now)
-        self.loaded = self.recorder.cut(self.clock.now, self.loop.runs.values())
+        self.loaded = self.recorder.cut(self.clock.now, self.loop.running.values())
 
     def _prompt(self) -> bool:
         """Nothing will happen by itself: ask the policy again; whether that may help."""
@@ -680,7 +680,7 @@ class _Engine:
     def replayed(self) -> ReplayResult:
         recorder, table = self.recorder, self.recorder.table
         end = float(np.nanmax(table.ended)) if np.isfinite(table.ended).any() else self.clock.now
-        whole = recorder.cut(max(end, self.clock.now), self.loop.runs.values())
+        whole = recorder.cut(max(end, self.clock.now), self.loop.running.values())
         gone = np.where(np.isfinite(table.ended), table.ended, self.clock.now)
         there = table.outcome != REFUSED
         recorder.series.count_waiting(table.submitted[there], gone[there])
