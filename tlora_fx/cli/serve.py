@@ -34,7 +34,7 @@ KEEP_SECONDS = 75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeCommandOptions(RunCommandOptions):
-    """What the command line says: as for `run`, less a folder of job files."""
+    """Options of the command line: those of `run`, less a folder of job files."""
 
     jobs: Path = field(init=False, default=Path())
     until_empty: bool = field(init=False, default=False)

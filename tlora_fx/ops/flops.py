@@ -1,4 +1,4 @@
-"""What the operators cost, for `torch.utils.flop_counter`.
+"""Costs of the operators, for `torch.utils.flop_counter`.
 
 Counted as torch counts its own: two operations a multiply-add, matrix products only, attention
 without the causal half. Tables without values (fake tensors) count as equal shares.

@@ -78,7 +78,7 @@ def _linear(
 ) -> Tensor:  # fmt: skip
     _check(gate, up, activation)
     group = SiteGroup.single([weight], *tables)
-    # Room behind x is what a traced graph has where kernels serve and no strict mode is on.
+    # A traced graph has tail columns behind x where kernels serve and no strict mode is on.
     tail_columns = packed.behind_x(gate, group)
     if not tail_columns:
         x = ACTIVATIONS[activation](gate) * up

@@ -284,7 +284,7 @@ def _adapter_gradients_fake(
 
 
 def nothing(like: Tensor, count: int) -> list[Tensor]:
-    """What stands for so many S, bits or parts where no kernel made them."""
+    """Empty tensors in place of S, bits or parts that no kernel made."""
     return [like.new_empty(0) for _ in range(count)]
 
 
@@ -534,7 +534,7 @@ def _add_forward_fake(y: Tensor, x: Tensor, *tables: Any) -> list[Tensor]:
     schema=f"(Tensor dy, {PART_SCHEMA}, Tensor[] s, Tensor[] bits, bool need_dx) -> Tensor[]",
 )
 def multi_lora_add_input_gradient(dy: Tensor, *rest: Any) -> list[Tensor]:
-    """What the branches add to the gradient of x.
+    """Contribution of the branches to the gradient of x.
 
     dy        [..., out]
     s, bits   as the forward gave them

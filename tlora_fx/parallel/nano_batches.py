@@ -1,4 +1,4 @@
-"""Let the layers of a Shared Super-Model run on nano-batches, a number that may change any time.
+"""Nano-batches of the layers of a Shared Super-Model; their number may change at any time.
 
 Each number is a variant: another root over the same layers, tensors and adapters. A variant is
 made, and compiled as the model is, when it is first asked for, and kept.
@@ -42,7 +42,7 @@ LAYERS = "layers"
 
 @dataclass(frozen=True, slots=True)
 class NanoRegion:
-    """Where a region hangs, the layers that it runs, and what each input is to a layer.
+    """Path of a region, the layers that it runs, and what each input is to a layer.
 
     inputs   for each input (a layer's path, the name that the layer's code has for it)
     """

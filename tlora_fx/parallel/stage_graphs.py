@@ -117,7 +117,7 @@ class StageGraphs(GraphCache["CapturedStage"]):
 
 
 class Stage(Protocol):
-    """What `StageGraphs` needs of a stage.
+    """Interface of a stage that `StageGraphs` captures.
 
     learns       whether it has a backward
     needs_grad   whether that goes on below
@@ -130,7 +130,7 @@ class Stage(Protocol):
         """Run its forward; hidden is None in the first stage."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What it reads of weights."""
+        """Parameters that the stage reads."""
 
 
 @dataclass(eq=False)

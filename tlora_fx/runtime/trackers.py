@@ -60,7 +60,7 @@ class TrackedJob:
     step: int
 
     def settings(self) -> dict[str, Any]:
-        """What the job's user wrote, as JSON has it."""
+        """Settings by the job's user, as JSON."""
         return self.job.model_dump(mode="json", exclude_none=True) | {"tlora_fx": __version__}
 
 
