@@ -35,12 +35,12 @@ class _Like:
         self.address: int = tensor.data_ptr()
 
     def data_ptr(self) -> int:
-        """Where the tensor lies."""
+        """Address of the tensor."""
         return self.address
 
 
 class Ahead:
-    """What is compiled ahead in this process.
+    """Kernels that are compiled ahead in this process.
 
     is_on   whether launchers start nothing now
     """

@@ -1,4 +1,4 @@
-"""From a spec to the module that launches its kernel: its file, its module, its launcher.
+"""Load the module that launches a spec's kernel: its file, its module, its launcher.
 
 Triton reads a kernel's source from its file, so every kernel that runs is a file first. Files are
 never changed in place: their names hold a hash of what they were generated from.
@@ -99,7 +99,7 @@ def _instead(folder: str, reason: str) -> Path:
 
 
 class GeneratedModule(Protocol):
-    """What a generated file offers; `launch` has the arguments of its kind."""
+    """Interface of a generated module; `launch` has the arguments of its kind."""
 
     __file__: str
     SIGNATURE: dict[str, str]

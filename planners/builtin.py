@@ -171,7 +171,7 @@ def trained_bytes(model: SuperModel) -> int:
 
 
 def activation_bytes(model: SuperModel, row_tokens: int) -> int:
-    """What all layers together keep of one row, at most."""
+    """Most bytes that all layers together keep of one row for backward."""
     blocks = [block for block in model.group.blocks.values() if block.name != HEAD]
     return sum(len(block.instances) * _kept_bytes(block, row_tokens) for block in blocks)
 
@@ -200,7 +200,7 @@ class Tensor(Planner):
     name: ClassVar[str] = "tensor"
 
     class Options(PlannerOptions):
-        """What can be chosen of pieces.
+        """Options of tensor parallelism.
 
         recompute      layers are computed again in the backward
         nano_batches   parts of a row whose sums and products overlap
@@ -249,7 +249,7 @@ class PipelineParallel(Planner):
     name: ClassVar[str] = "pipeline"
 
     class Options(PlannerOptions):
-        """What can be chosen of stages.
+        """Options of pipeline parallelism.
 
         schedule             the order in which stages work
         stages_per_process   of an interleaved schedule

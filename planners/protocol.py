@@ -1,4 +1,4 @@
-"""What every planner offers.
+"""Interface of planners, and the options that all of them take.
 
 A planner is a class with a name and a model of its options. Other packages offer theirs in the
 entry-point group `tlora_fx.planners`.
@@ -39,7 +39,7 @@ PACKAGE = "tlora_fx.planners"
 
 
 class PlannerOptions(BaseModel):
-    """What every planner is told of the processes; each planner adds options of its own.
+    """Options of every planner: the processes it plans for; each planner adds its own.
 
     processes        GPUs to plan for, where no mesh is given
     gpus_per_node    of these
@@ -108,7 +108,7 @@ class Planner:
         return self.make(model, shape, self.Options.model_validate(options or {}), profile)
 
     def make(self, model: SuperModel, shape: MeshShape | None, options: Any, profile: Any) -> Plan:
-        """What `plan` returns, by options that were validated: an instance of `Options`."""
+        """Make a plan by options that were validated: an instance of `Options`."""
         raise NotImplementedError
 
     def holds_whole_base(self, plan: Plan) -> bool:

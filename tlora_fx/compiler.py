@@ -102,7 +102,7 @@ def compile(
 
     jobs          a job file, its path, or jobs
     pipeline      passes to run instead of the default
-    open          room for jobs that come and go (`SuperModel.admit`, `release`)
+    open          slots for jobs that come and go (`SuperModel.admit`, `release`)
     dropout       False: every rate is 0, the base's too
     verify        what is checked after each pass: "none", "structure" or "numerics"; by default
                   what TLORA_FX_LOG says, else "structure"

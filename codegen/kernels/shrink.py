@@ -590,7 +590,7 @@ def _streamed(spec: KernelSpec) -> tuple[Tile, ...]:
     tokens (H200) the three kernels of a layer took 27 microseconds each, of one to three sites,
     where tiles that such times chose took 45.
 
-    returns   the deepest first; none where masks take time too, or shared memory has no room
+    returns   the deepest first; none where masks take time too, or shared memory is too small
     """
     if spec.dropout or spec.rank_block > 16 or not _is_short(spec) or spec.arch < 90:
         return ()
@@ -599,7 +599,7 @@ def _streamed(spec: KernelSpec) -> tuple[Tile, ...]:
     return tuple(
         Tile(rows=rows, columns=columns, depth=depth, warps=4, stages=stages)
         for stages in (6, 4)
-        # What leaves takes room too.
+        # The output takes shared memory too.
         if (stages + 1) * step <= shared_bytes(spec.arch)
     )
 
@@ -622,7 +622,7 @@ def _split(spec: KernelSpec, rule: Tile, rows: int, slab: int) -> Tile:
 
 
 def split_candidates(spec: KernelSpec) -> tuple[Tile, ...]:
-    """What tuning tries of shares; the caller gives room for them and starts `finish`."""
+    """Tiles with shares that tuning tries; the caller allocates the shares and starts `finish`."""
     if not few_tokens(spec):
         return ()
     rule = default_tile(spec)

@@ -1,4 +1,4 @@
-"""How operators carry a cut: the dimension along which processes hold pieces of a value.
+"""Rules by operator for a cut: the dimension along which processes hold pieces of a value.
 
 Pieces are equal and follow each other along that dimension, or along each of several runs in it
 (`Runs`). Each process runs the same operator on its piece; a rule says along which dimension the
@@ -65,13 +65,13 @@ def dim_of_cut(cut: Cut) -> Any:
 
 
 def ends_of(sizes: tuple[int, ...]) -> set[int]:
-    """Where runs begin and end."""
+    """Offsets where runs of these sizes begin and end."""
     return {0, *accumulate(sizes)}
 
 
 @dataclass(slots=True)
 class Operands:
-    """What a rule is told of one call.
+    """Arguments of one call, as a rule reads them.
 
     cuts     of all values before it
     stored   frozen tensors that are to be cut with it, and along which dimension
@@ -101,7 +101,7 @@ class Operands:
         return arguments_of(self.node).get(name, default)
 
     def take(self, value: fx.Node, dim: int) -> bool:
-        """Let a frozen tensor that only this call reads be cut too; False where it cannot be."""
+        """Cut a frozen tensor that only this call reads; False where it cannot be cut."""
         ref = value.meta.get("tensor")
         own = value.op == "get_attr" and list(value.users) == [self.node]
         if not own or ref is None or ref.owner != "base" or ref.originals:
@@ -180,7 +180,7 @@ def _scaled(sizes: tuple[int, ...], after: int, pieces: int) -> tuple[int, ...]:
 
 
 def resized(node: fx.Node, cut: Cut, pieces: int) -> None:
-    """Let a call that names its result's sizes name a piece's."""
+    """Change the sizes that a call names for its result to those of a piece."""
     if getattr(node.target, "overloadpacket", None) in SIZES:
         cut = dim_of_cut(cut)
         sizes: Any = list(node.args[1])  # type: ignore[arg-type]
@@ -275,7 +275,7 @@ def _getitem(call: Operands) -> Cut:
 
 
 def resize_parts(node: fx.Node, cuts: dict[fx.Node, Cut], pieces: int) -> None:
-    """Let a call that parts what is cut name the bounds, or the sizes, of a piece's parts."""
+    """Change the bounds, or the sizes, of a splitting call to those of a piece's parts."""
     if not _parts(node) or _dim(node) != dim_of_cut(cuts.get(node.args[0])):  # type: ignore[arg-type]
         return
     source: Any = node.args[0]

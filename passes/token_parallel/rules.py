@@ -1,4 +1,4 @@
-"""How operators carry the row's axis: the dimension along which jobs lie side by side.
+"""Rules by operator for the row's axis: the dimension along which jobs lie side by side.
 
 In packed form that is the token dimension, in batch form the dimension of lines. A node may serve
 several jobs only if every operator on the way works on each token (line) by itself. The axis of a

@@ -117,7 +117,7 @@ def test_jobs_that_change_company_end_as_they_would_alone(tmp_path):
     stopped = []
 
     def stop(it):
-        if not stopped and any(run.started is not None for run in it.loop.runs.values()):
+        if not stopped and any(run.started is not None for run in it.loop.running.values()):
             stopped.append(it.stop())
 
     for policy in ("mlora-fifo", "megatron"):

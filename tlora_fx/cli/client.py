@@ -66,7 +66,7 @@ class Connection:
         )
 
     def ask(self, method: str, path: str, body: Any = None, **more: Any) -> Any:
-        """What the service answers, as JSON; raises ServiceUnreachable, AnswerRefused.
+        """Ask the service, and return its JSON; raises ServiceUnreachable, AnswerRefused.
 
         body   what makes the content, anew for each try
         """

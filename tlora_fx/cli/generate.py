@@ -104,7 +104,7 @@ def loaded(
 
 
 def sow(seed: int) -> None:
-    """Let what is drawn follow from a seed."""
+    """Seed all random generators that sampling draws from."""
     import torch
 
     torch.manual_seed(seed)

@@ -100,7 +100,7 @@ class KernelOptions:
     ] = None
 
     def spec(self) -> KernelSpec:
-        """What they name; raises UnknownKernel, KernelSpecError."""
+        """Spec that the options name; raises UnknownKernel, KernelSpecError."""
         words = {field.name: getattr(self, field.name) for field in fields(self)}
         words |= {name: _SHORT.get(words[name], words[name]) for name in ("dtype", "adapter_dtype")}
         return KernelSpec(**words | {"tile": _tile(self.tile), "beside": _widths(self.beside)})

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """What the command line says."""
+    """Options of the command line."""
 
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
     output: Annotated[

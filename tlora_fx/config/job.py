@@ -261,7 +261,7 @@ class BaseSpec(Spec):
 
     @property
     def objective(self) -> Objective:
-        """What a loss is of: next tokens, or a classifier's labels as transformers takes them."""
+        """Objective of the loss: next tokens, or a classifier's labels as in transformers."""
         if not self.is_classifier:
             return "tokens"
         one = len(self.label_names) == 1
@@ -269,7 +269,7 @@ class BaseSpec(Spec):
 
 
 class DataSpec(Spec):
-    """Where a job's samples come from and which of their tokens are trained.
+    """Source of a job's samples, and the choice of their tokens that are trained.
 
     path           a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or the hub id of a data set
     name           name of the configuration of a data set of the hub
@@ -335,7 +335,7 @@ def _trackers(value: object) -> object:
 
 
 class ScheduleSpec(Spec):
-    """What a job asks of a scheduler (`tlora-fx run`, `serve`); `tlora-fx train` ignores it.
+    """Requests of a job to a scheduler (`tlora-fx run`, `serve`); `tlora-fx train` ignores them.
 
     gpus                 number of GPUs that the job would get if it trained alone
     max_slowdown         how many times slower than alone the job may become in a group
@@ -836,7 +836,7 @@ class Job(Spec):
 
     @property
     def label_shift(self) -> int:
-        """How far before its label a prediction stands: a token, in a classifier's sample none."""
+        """Distance from a prediction to its label: 1 for next tokens, 0 for a classifier."""
         return 0 if self.base.is_classifier else 1
 
     @property
@@ -863,7 +863,7 @@ class Job(Spec):
         return not self.best_metric.endswith("loss")
 
     def optimizer_arguments(self) -> dict[str, Any]:
-        """What the job's optimizer class is made with, beside its parameters."""
+        """Keyword arguments of the job's optimizer class, beside its parameters."""
         arguments: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
         if self.optim in ADAM_LIKE:
             arguments |= {"betas": (self.adam_beta1, self.adam_beta2), "eps": self.adam_epsilon}
@@ -889,5 +889,5 @@ class Job(Spec):
         return found
 
     def warmup(self, steps: int) -> int:
-        """How many of `steps` optimizer steps are warmup, rounded up as transformers does."""
+        """Number of warmup steps among `steps` optimizer steps, rounded up as transformers does."""
         return self.warmup_steps or math.ceil(self.warmup_ratio * steps)

@@ -100,7 +100,7 @@ class Spec(BaseModel):
 
     @classmethod
     def unknown_key(cls, key: str, value: object) -> Mistake:
-        """What to say of a key that is no field."""
+        """Message for a key that is no field."""
         near = nearest(key, cls.model_fields)
         known = ", ".join(cls.model_fields)
         help = f"did you mean '{near}'?" if near else f"known keys: {known}"

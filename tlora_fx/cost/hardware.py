@@ -1,4 +1,4 @@
-"""What public data sheets say of GPUs: the ceilings under which a roofline is drawn.
+"""Data sheets of GPUs, from public sources: the ceilings under which a roofline is drawn.
 
 And whether GPUs of one node may read each other's memory, which is the user's to say.
 
@@ -110,7 +110,7 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are, lost ones included."""
+        """Number of nodes, lost ones included."""
         return -(-self.gpus // self.gpus_per_node)
 
     def node(self, gpu: int) -> int:
@@ -122,7 +122,7 @@ class Cluster:
         return list(_present(self))
 
     def capacity(self) -> int:
-        """How many GPUs are there."""
+        """Number of GPUs that are there."""
         return len(_present(self))
 
     def tier(self, gpus: Iterable[int]) -> Tier:

@@ -50,7 +50,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What of a layer counts here (see LayerProfile)."""
+    """Size of a layer, in the quantities that count here (see LayerProfile)."""
 
     elements: float
     attention_width: float
@@ -257,7 +257,7 @@ def scaled(profile: Profile, gpu: Gpu, facts: ModelFacts) -> Profile:
 def carried(
     profile: Profile, layer: LayerFacts, facts: ModelFacts, tp: int, gpu: Gpu | None = None
 ) -> tuple[LayerProfile, bool]:
-    """What a profile says of a layer; where it does not know it, of the one that is most like it.
+    """Profile of a layer; where the layer was not measured, that of the most similar one.
 
     gpu       None: the profile's own
     returns   the layer's profile, and whether it was measured as it is
@@ -336,7 +336,7 @@ ON_CPU = " --eager --tokens 64,256,1024 --lengths 32"
 
 
 def own_file(profile: Profile) -> Path:
-    """Where the user's profile of its base on its GPU lies; one of another base stays beside it."""
+    """File of the user's profile of its base on its GPU; one of another base stays beside it."""
     name = name_of(profile.shape.title, profile.hardware.gpu)
     names = chain([name], (f"{name}-{number}" for number in count(2)))
     paths = (profile_folder() / f"{each}.json" for each in names)

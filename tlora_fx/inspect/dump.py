@@ -95,7 +95,7 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()
             "the folder for the compiled model cannot be written",
             folder=folder,
             found=error,
-            help="choose another folder with -o, or make room on the disk",
+            help="choose another folder with -o, or free disk space",
         ) from error
     return listing
 

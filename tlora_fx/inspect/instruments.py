@@ -1,4 +1,4 @@
-"""What people watch a pipeline with: times, prints and numbered dumps.
+"""Instruments that watch a pipeline: times, prints and numbered dumps.
 
 All of it goes to one stream, stderr unless another is given. The same can be asked for on the
 command line, from Python, and by the environment variable `TLORA_FX_LOG`:
@@ -47,7 +47,7 @@ class Span:
     passes: list[Done] = field(default_factory=list)
 
     def child(self, name: str) -> Span:
-        """What runs inside, by its name."""
+        """Span inside this one, by its name."""
         return self.inside.setdefault(name, Span(name))
 
     @property
@@ -190,7 +190,7 @@ def state_source(graphs: JobGraph | GroupGraph) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What is asked to be watched, wherever it was asked.
+    """Settings of instruments, whether options or the environment asked for them.
 
     time            print how long passes take
     print_after     names of passes, "all", or "changed"
@@ -206,7 +206,7 @@ class Watch:
     verify: Verify | None = None
 
     def instruments(self, out: TextIO | None = None) -> list[Instrument]:
-        """What does the watching."""
+        """Instruments that these settings ask for."""
         found: list[Instrument] = [PrintAfter(name, out) for name in self.print_after]
         if self.dump_changed is not None:
             found.append(DumpChanged(self.dump_changed))
@@ -216,7 +216,7 @@ class Watch:
 
 
 def watch_from(words: str) -> Watch:
-    """What the words of `TLORA_FX_LOG` ask for; raises PipelineError for an unknown word."""
+    """Settings in the words of `TLORA_FX_LOG`; raises PipelineError for an unknown word."""
     watch = Watch()
     for word in words.split(","):
         name, _, value = word.strip().partition("=")

@@ -94,7 +94,7 @@ class SuperModel(nn.Module):
         return {name: index for index, name in enumerate(self.group.job_names)}
 
     def admit(self, job: Job, *, may_grow: bool = True) -> Admission:
-        """Let a job join an open model, between two rounds; its adapter is zeros.
+        """Admit a job to an open model, between two rounds; its adapter is zeros.
 
         Nothing is traced or compiled, but where `may_grow` and all slots or rows are taken: banks
         double then, once. Views of jobs that moved are to be asked for again.
@@ -126,7 +126,7 @@ class SuperModel(nn.Module):
         return self._opened().bytes_needed(job, may_grow=may_grow, crowded=crowded)
 
     def release(self, name: str) -> None:
-        """Let a job leave an open model, between two rounds; its rows are zeros then.
+        """Release a job of an open model, between two rounds; its rows are zeros then.
 
         raises    NotAdmitted where it is not in the model
         """
@@ -185,7 +185,7 @@ class SuperModel(nn.Module):
 
     @property
     def compiled_with(self) -> Mapping[str, Any] | None:
-        """What the last `compile` was given, another mapping each time; None where there was none.
+        """Arguments of the last `compile`, another mapping each time; None where there was none.
 
         Code that replaces the model's layers is compiled the same way.
         """
@@ -242,7 +242,7 @@ class SuperModel(nn.Module):
 
     @contextmanager
     def weighing(self, weights: Tensor) -> Iterator[None]:
-        """Let the loss know what its sums are going to be multiplied with, [J]."""
+        """Tell the loss what its sums are going to be multiplied with, [J]."""
         loss = self._loss()
         loss.weights = weights
         try:
@@ -317,7 +317,7 @@ class SuperModel(nn.Module):
 
     @property
     def finish(self) -> Finish | None:
-        """What chunks of the loss begin with in a compiled model, commonly the last norm."""
+        """Start of each chunk of the loss in a compiled model, commonly the last norm."""
         return self.net.__dict__.get(FINISH)
 
     @contextmanager
@@ -390,7 +390,7 @@ class SuperModel(nn.Module):
                 location.fill(tensor)
             if layer and loaded is not None:
                 loaded(layer)
-        self._make_room_for_training(device)
+        self._allocate_trained(device)
         for name, value in self.group.constants.items():
             moved = value.to(device)
             for module in self.net.modules():
@@ -412,7 +412,7 @@ class SuperModel(nn.Module):
         return list(dict.fromkeys(path for path in calls if path in layers and path != LOSS))
 
     def job_parameters(self, job: str) -> dict[str, nn.Parameter]:
-        """What a job trains in this process, by PEFT's names.
+        """Parameters that a job trains in this process, by PEFT's names.
 
         Where a bank holds it, value and gradient are views of the bank; where processes hold
         pieces, these are this process's (see `shards`).
@@ -429,7 +429,7 @@ class SuperModel(nn.Module):
         return self._parameters_of[job]
 
     def shards(self, job: str) -> dict[str, Shard | None]:
-        """Which piece of the whole each of a job's parameters is; None where it is the whole."""
+        """Shard of the whole that each of a job's parameters is; None where it is the whole."""
         shards: dict[str, Shard | None] = {name: None for name, _ in self._held_own(job)}
         index = self.group.job_names.index(job)
         for path, bank in self._held_banks().items():
@@ -452,7 +452,7 @@ class SuperModel(nn.Module):
         ]
 
     def forget_views(self) -> None:
-        """Let `job_parameters` make its views again, after banks have moved."""
+        """Make `job_parameters` build its views again, after banks have moved."""
         self._parameters_of.clear()
 
     def jobs_with_tied_tokens(self) -> list[str]:
@@ -482,7 +482,7 @@ class SuperModel(nn.Module):
         return names - set(self._layout.base)
 
     def base_shard(self, name: str) -> Shard | None:
-        """Which piece of a tensor of the base this process holds, None for the whole."""
+        """Shard of a tensor of the base that this process holds, None for the whole."""
         locations = self._layout.base.get(name)
         return self.part.shard(locations[0].cut) if locations else None
 
@@ -544,7 +544,7 @@ class SuperModel(nn.Module):
             tensors.append(tensor.detach().to(device))
         return stored_value(entry.ref, *tensors)
 
-    def _make_room_for_training(self, device: torch.device) -> None:
+    def _allocate_trained(self, device: torch.device) -> None:
         """Zeroed memory for what this process trains, and for its gradients."""
         for job in self._layout.own:
             for _, location in self._held_own(job):

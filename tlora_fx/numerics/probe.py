@@ -71,7 +71,7 @@ TIMES_NOISE_WIDE, MAX_WIDE = 4.0, 6.0
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a probe found.
+    """Result of a probe.
 
     lengths    of the sequences that ran
     logits     the largest relative difference of a sequence's logits from those alone

@@ -1,4 +1,4 @@
-"""What a probe found at `compile` stays known: an equal graph on an equal base is not tried again.
+"""Cache of probes at `compile`: an equal graph on an equal base is not tried again.
 
 A file under $TLORA_FX_CACHE/probes holds the result. Its name is a hash of all that decides it: the
 fused graph, the base's config and code, the jobs' adapters, and the versions and the source of what
@@ -52,7 +52,7 @@ def probe_once(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> Pr
 
 
 def probes_folder() -> Path:
-    """Where results lie, beside generated kernels."""
+    """Folder of results, beside generated kernels."""
     return cache_folder() / "probes"
 
 

@@ -303,7 +303,7 @@ def served(call: Call) -> bool:
 
 
 def why_no_kernel(call: Call, asked: str) -> str:
-    """Why no GPU has kernels for a call under a mode, or ""; its tensors may be anywhere."""
+    """Reason why no GPU has kernels for a call under a mode, or ""; its tensors may be anywhere."""
     kind, adapters = call.x.dtype, call.a[0].dtype
     bases = (torch.float16, torch.float32, torch.float64)
     if not (kind in bases if asked == "interpret" else has_grouped_types(kind)):

@@ -1,4 +1,4 @@
-"""Which calls of our operators read tables of jobs on the host of a GPU.
+"""Calls of our operators that read tables of jobs on the host of a GPU.
 
 A CUDA graph would keep for all rows what a table says while it is captured, so `check_table`
 refuses to be captured, and a model with one such call runs no row as a graph. This says so of a

@@ -47,7 +47,7 @@ Asked = dict[tuple[object, ...], Callable[[], Tensor]]
 
 
 class GraphKey(NamedTuple):
-    """What a graph is made for: the sizes of a row, and the longest sequence that it may hold."""
+    """Key of a graph: the sizes of a row, and the longest sequence that it may hold."""
 
     tokens: int
     sequences: int
@@ -313,7 +313,7 @@ class RowGraphs(GraphCache["RowGraph"]):
 
     @contextmanager
     def launching(self, row: PackedBatch) -> Iterator[None]:
-        """Within it a row is run as it is, by what is kept of weights, as in graphs."""
+        """Run a row launch by launch within this context, with the kept weights of graphs."""
         too_large = not self.refused and row.input_ids.numel() > self.most
         with (
             cut_by_jobs(too_large or bool(self.refused)),
@@ -407,7 +407,7 @@ class NormGraph:
 
     @property
     def held(self) -> int:
-        """How many norms the graph computes."""
+        """Number of norms that the graph computes."""
         return len(self._norms)
 
     def note(self, key: tuple[object, ...], compute: Callable[[], Tensor]) -> None:
@@ -427,7 +427,7 @@ class NormGraph:
             kept.update(self._norms)
 
     def clear(self) -> None:
-        """Let go of the graph, and of what it reads."""
+        """Free the graph, and what it reads."""
         self._asked.clear()
         self._before.clear()
         self._graph, self._norms, self._refused = None, Norms(), False
@@ -487,7 +487,7 @@ def free_gpu_bytes(device: torch.device) -> int:
 
 
 def add_gradients(losses: Tensor, model: nn.Module, kept: int) -> None:
-    """As `losses.sum().backward()`, with one sum over all parameters in place of one for each.
+    """Do `losses.sum().backward()`, with one sum over all parameters in place of one for each.
 
     Of a Llama layer's fourteen banks that would be as many kernels, each of a few microseconds.
     What is summed stays until the end, in the place of activations that are gone by then.
@@ -523,7 +523,7 @@ def _is_watched(leaf: Tensor) -> bool:
 
 
 def overwrite(own: PackedBatch, row: PackedBatch) -> None:
-    """Let the row of a graph be another one of its form, on the CPU."""
+    """Overwrite the row of a graph by another one with the same key, on the CPU."""
     for name, tensor in row.tensors().items():
         getattr(own, name).copy_(tensor, non_blocking=True)
     refresh(own.segments, own.keys, own.target_segments)
@@ -536,7 +536,7 @@ def copied(row: PackedBatch) -> PackedBatch:
 
 
 def broken(error: Exception) -> PlanNotRunnable:
-    """What ends a run where a capture that failed leaves other processes halfway."""
+    """Error for a capture that failed and left other processes halfway."""
     return PlanNotRunnable(
         "a row could not be captured as a CUDA graph",
         found=f"{type(error).__name__}: {error}",
@@ -546,7 +546,7 @@ def broken(error: Exception) -> PlanNotRunnable:
 
 
 def forget_capture(device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
-    """Let streams, memory and random numbers go on after a capture that failed.
+    """Restore streams, memory and random numbers after a capture that failed.
 
     torch leaves the stream of a capture, and tells its allocator and its generator of the end, only
     where it ends well.

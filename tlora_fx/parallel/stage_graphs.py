@@ -57,7 +57,8 @@ class StageGraphs(GraphCache["CapturedStage"]):
         rows      its micro-batches, on the CPU
         weights   [J] on the device
         """
-        self._rows, self._weights = [_repeating(row) for row in rows], weights
+        self._rows = [repeating_form(row) if len(row.target_rows) else row for row in rows]
+        self._weights = weights
         self._slots.clear()
         for graph in self._wanted.values():
             # Of a round that failed.
@@ -116,7 +117,7 @@ class StageGraphs(GraphCache["CapturedStage"]):
 
 
 class Stage(Protocol):
-    """What `StageGraphs` needs of a stage.
+    """Interface of a stage that `StageGraphs` captures.
 
     learns       whether it has a backward
     needs_grad   whether that goes on below
@@ -129,7 +130,7 @@ class Stage(Protocol):
         """Run its forward; hidden is None in the first stage."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What it reads of weights."""
+        """Parameters that the stage reads."""
 
 
 @dataclass(eq=False)
@@ -246,8 +247,3 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return None, None, ctx.graph.replay_backward(*grads)
-
-
-def _repeating(row: PackedBatch) -> PackedBatch:
-    """The row in a form that comes again, where it has one."""
-    return repeating_form(row) if len(row.target_rows) else row

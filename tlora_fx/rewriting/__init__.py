@@ -1,4 +1,4 @@
-"""What pass authors need: match by pattern, and rewrite so that graphs stay whole.
+"""Tools of pass authors: match by pattern, and rewrite so that graphs stay whole.
 
 Patterns say why they do not fit (matching.py). Rewriting helpers keep shapes, tags and provenance,
 and count as rewrites that a bisection may hold back (rewriter.py, outlining.py).

@@ -158,7 +158,7 @@ class Rewriter:
     def insert_after(
         self, node: fx.Node, build: Build, what: str = "", tags: Tags | None = None
     ) -> fx.Node | None:
-        """Let everyone who reads a node read what is made of it.
+        """Make all users of a node read a value that is made of it.
 
         build, what, tags, returns, raises   as of `replace`
         """
@@ -177,7 +177,7 @@ class Rewriter:
         what: str = "",
         tags: Tags | None = None,
     ) -> fx.Node | None:
-        """Let one node read what is made of one of its arguments; others read the argument itself.
+        """Make one node read a value made of its argument; others read the argument itself.
 
         build, what, tags, returns, raises   as of `replace`
         """
@@ -190,7 +190,7 @@ class Rewriter:
         return new
 
     def bypass(self, node: fx.Node, by: fx.Node, what: str = "") -> bool:
-        """Let everyone who reads a node read another one that is there; False where held back.
+        """Make all users of a node read another one that is there; False where held back.
 
         raises    RewriteMismatch where shape or dtype is another
         """
@@ -227,7 +227,7 @@ class Rewriter:
 def needed_before(
     first: fx.Node, nodes: Collection[fx.Node], order: Mapping[fx.Node, int]
 ) -> list[fx.Node] | None:
-    """What must stand before the first of several nodes so that all could run there, in order.
+    """Nodes that must move before the first of several, so that all could run there, in order.
 
     returns   None where one of them reads what another computes
     """

@@ -1,4 +1,4 @@
-"""What must hold between jobs, data and base before any weight is loaded."""
+"""Checks of jobs, data and base against each other, before any weight is loaded."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
 
 
 def unusual(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> Iterator[str]:
-    """What is accepted, and is most likely not meant; a line each."""
+    """Warnings of what is accepted, and is most likely not meant; a line each."""
     for job in jobs:
         if not 0 < job.learning_rate <= MAX_RATE:
             why = "nothing is trained" if not job.learning_rate else "adapters take 1e-5 to 1e-2"

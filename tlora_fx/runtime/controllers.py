@@ -24,7 +24,7 @@ LOUDEST = 0.5
 
 @dataclass(frozen=True, slots=True)
 class ControllerDecision:
-    """What a controller chose at the end of a horizon.
+    """Decision of a controller at the end of a horizon.
 
     horizon          counted from 1
     count            N of the next horizon

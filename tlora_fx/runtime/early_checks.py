@@ -1,4 +1,4 @@
-"""What commands can refuse before torch is imported: names, files, columns, meshes.
+"""Checks of commands before torch is imported: names, files, columns, meshes.
 
 All of it is checked again where it is used. Here it is told within a second, not after the seconds
 that importing torch, and reading and compiling, take.

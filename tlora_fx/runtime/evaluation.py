@@ -168,7 +168,7 @@ def _count(sample: Sample) -> int:
 
 
 def own_metrics(data: JobData, predicted: Sequence[np.ndarray]) -> dict[str, float]:
-    """What the function of `compute_metrics` says, under names that begin with eval_.
+    """Metrics from the function of `compute_metrics`, under names that begin with eval_.
 
     It takes transformers' EvalPrediction. Its predictions are the most likely next tokens, int64
     [samples, longest]: [i, t] is for label_ids[i, t + 1], and -100 where that is -100.
@@ -187,7 +187,7 @@ def own_metrics(data: JobData, predicted: Sequence[np.ndarray]) -> dict[str, flo
 
 
 def values_of(data: JobData, predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """What the function of `compute_metrics` says of predictions and labels.
+    """Metrics from the function of `compute_metrics`, of predictions and labels.
 
     raises      MetricFunctionError
     """

@@ -1,4 +1,4 @@
-"""What a run is, so that only the same run goes on: its jobs, their samples, the base's tensors.
+"""Identity of a run, so that only the same run goes on: its jobs, samples, the base's tensors.
 
 Content decides. A path may change when what it names is the same, and the same path may not hold
 other samples or another base.
@@ -60,7 +60,7 @@ class Difference:
 def describe_run(
     model: SuperModel, jobs: Sequence[Job], data: Mapping[str, JobData], *, whole: bool = False
 ) -> dict[str, Any]:
-    """What a checkpoint says of its run, JSON-able.
+    """Description of a run in its checkpoints, JSON-able.
 
     whole    read every byte of the base (see `digests`)
     raises   BaseNotLoadable
@@ -69,7 +69,7 @@ def describe_run(
 
 
 def describe_jobs(jobs: Sequence[Job], data: Mapping[str, JobData]) -> dict[str, Any]:
-    """What a checkpoint says of the jobs of a run."""
+    """Description of the jobs of a run in its checkpoints."""
     return {
         "jobs": {job.name: _described(job) for job in jobs},
         "steps": {job.name: data[job.name].steps for job in jobs},

@@ -37,7 +37,7 @@ FIRST_TELLS_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Where this process stands among those that were started together.
+    """Rank of this process among those that were started together.
 
     rank, size    among all
     local_rank    among those of one machine
@@ -58,7 +58,7 @@ class Launch:
 
     @staticmethod
     def found(environment: Mapping[str, str] = os.environ) -> Launch:
-        """What torchrun says; a single process where there is no torchrun.
+        """Launch by torchrun's environment; a single process where there is no torchrun.
 
         raises    LaunchError where it says only a part
         """

@@ -306,7 +306,7 @@ class RunCheckpoints:
         return runs
 
     def restore(self) -> int:
-        """Let all jobs go on from where they were; returns the rounds that were done."""
+        """Restore all jobs where they were; returns the rounds that were done."""
         if self.carried is not None:
             states = {name: each.jobs[name] for name, each in self._sources.items()}
             sources = {name: str(each.path) for name, each in self._sources.items()}
@@ -349,7 +349,7 @@ class RunCheckpoints:
         self._saved_at = time.monotonic()
 
     def hasten(self) -> None:
-        """Let one be due before the next round."""
+        """Make a checkpoint due before the next round."""
         self._saved_at = float("-inf")
 
     def save(self, rounds: int, *, last: bool, only: Container[str] | None = None) -> None:

@@ -73,7 +73,7 @@ STILL_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class TrainerOptions:
-    """How rows run.
+    """Options of how rows run.
 
     max_row_tokens   rows are closed before they grow beyond this
     compiled         layers are compiled by torch.compile; the first rounds take longer
@@ -289,7 +289,7 @@ class Trainer:
         *,
         resume: Path | str | Checkpoint | None = None,
     ) -> None:
-        """Let a job join before the next round that has room for it; jobs wait in their order.
+        """Queue a job to join before the next round that has a free slot; first come, first in.
 
         One that `pause` took out goes on where it was.
 
@@ -313,7 +313,7 @@ class Trainer:
         self.roster.request_leave(name, "release")
 
     def pause(self, name: str) -> None:
-        """Let a job leave before the next round; `admit` lets it go on, as does a resumed run.
+        """Pause a job before the next round; `admit` lets it go on, as does a resumed run.
 
         raises    NotAdmitted where it does not train
         """
@@ -325,7 +325,7 @@ class Trainer:
         return waits or bool(self._active())
 
     def _change(self) -> None:
-        """Let jobs leave and join, on all processes; who finds no room waits."""
+        """Let jobs leave and join, on all processes; who finds no free slot waits."""
         begun = time.perf_counter()
         self._catch_up()
         self.group.updater.forget()

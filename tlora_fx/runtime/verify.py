@@ -54,7 +54,7 @@ DISTURBANCES = 12
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """How far one run of a job lies from another; `JobDifference` says what the numbers are."""
+    """Differences of two runs of a job; `JobDifference` says what the numbers are."""
 
     loss: float
     gradient: float
@@ -94,7 +94,7 @@ _HALF = {"bfloat16": Bounds(2e-3, 3e-2, 1e-2, 2), "float16": Bounds(5e-4, 5e-3, 
 
 
 def bounds_of(dtype: str, device: torch.device | str | None = None) -> Bounds:
-    """What passes for a base of this dtype on this device (default: where training would run)."""
+    """Bounds for a base of this dtype on this device (default: where training would run)."""
     if dtype in _HALF:
         return _HALF[dtype]
     if not isinstance(device, torch.device):
@@ -231,7 +231,7 @@ class _Fused:
     extremes: list[tuple[list[Sample], Outcome]] = field(default_factory=list)
 
     def gradients(self) -> Gradients:
-        """What the job's parameters have gathered."""
+        """Gradients that the job's parameters have gathered."""
         return {
             saved_name(name): parameter.grad.detach().cpu().clone()
             for name, parameter in self.run.parameters.items()

@@ -1,4 +1,4 @@
-"""Why a job is grouped as it is, and what each alternative would have cost."""
+"""Explain why a job is grouped as it is, and what each alternative would have cost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DecisionExplanation:
     reasons: tuple[Reason, ...]
 
     def table(self) -> Table:
-        """As a table for a terminal."""
+        """Table for a terminal."""
         table = Table(title=f"{self.job}: {self.standing}", title_justify="left")
         for column in HEAD:
             table.add_column(column, justify="left" if column in LEFT else "right")
@@ -97,7 +97,7 @@ LEFT = frozenset({"alternative", "why not"})
 
 
 def explain(state: SchedulerState, decision: Decision, job: str) -> DecisionExplanation:
-    """Why a job runs as it does, or waits, by fresh evaluations and the policy's reasons.
+    """Explain a job's place in a decision, by fresh evaluations and the policy's reasons.
 
     decision   of this state; with reasons where the policy was asked to record them
     raises     JobNotInState

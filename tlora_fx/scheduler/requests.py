@@ -47,7 +47,7 @@ def keep_facts(folder: Path) -> None:
 
 
 def base_of(job: Job) -> str:
-    """What jobs must have in common to share a group: base, dtype and adapter arithmetic."""
+    """Key of jobs that may share a group: base, dtype and adapter arithmetic."""
     base = job.base
     source = base.model or (str(base.config) if base.config else type(base.module).__name__)
     words = [_short(source), base.dtype]
@@ -65,7 +65,7 @@ def request_of(
     submitted: float = 0.0,
     facts: ModelFacts | None = None,
 ) -> JobRequest:
-    """What the scheduler is told of a job.
+    """Request of a job to the scheduler.
 
     lengths     tokens of each of its samples; None: all are as long as `max_length` allows
     submitted   seconds
@@ -112,7 +112,7 @@ def steps_of(job: Job, samples: int | None) -> int:
 
 
 def demand_of_facts(facts: ModelFacts, samples: int, lengths: Sequence[int]) -> Demand:
-    """What one step of a job asks for.
+    """Demand of one step of a job.
 
     lengths   of all its samples; a step has as many as the mean says
     """

@@ -1,4 +1,4 @@
-"""What the service shows: every job, its curve, and the groups on the GPUs, kept in memory.
+"""View of the service: every job, its curve, and the groups on the GPUs, kept in memory.
 
 One thread reads what is new in the ledger and in the jobs' metrics, so that a thousand who ask how
 a job is cost no more than one. A curve is thinned as it grows and has at most `POINTS` points.
@@ -120,7 +120,7 @@ class Curve:
 
 @dataclass
 class Metrics:
-    """What a job's metrics file tells, as far as it was read."""
+    """Contents of a job's metrics file, as far as it was read."""
 
     path: Path
     curve: Curve = field(default_factory=Curve)
@@ -250,7 +250,7 @@ class RunView:
         return [self._as_seen(span, user) for span in self.groups]
 
     def events(self, user: User, after: int, most: int = 200) -> list[Event]:
-        """What happened to a user's jobs, and to the service."""
+        """Events of a user's jobs, and of the service."""
         return [
             # What a group told in detail may name the others in it.
             Event(

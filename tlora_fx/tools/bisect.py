@@ -52,7 +52,7 @@ SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a bisection found.
+    """Result of a bisection.
 
     place      of the pass that breaks the check, counted from 1; 0 where none could be named
     rewrite    its rewrite that does, "" where none could be named
@@ -206,7 +206,7 @@ def _unnamed(bracket: Bracket, names: list[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """Where a row of states turns bad.
+    """Interval in which a list of states turns bad.
 
     good    the last state that is known to be good, -1 where none is
     bad     the first state that is known to be bad, the number of states where none is

@@ -1,4 +1,4 @@
-"""What a model's code does while it is traced that a graph does not keep.
+"""Watch what a model's code does while it is traced that a graph does not keep.
 
 A trace holds the operators of one forward. It holds neither the gradient that an autograd function
 or a tensor hook gives, nor what a forward leaves behind for the next one, nor the branch that the
@@ -91,7 +91,7 @@ class Watch:
 
     @contextmanager
     def running(self, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Within this, the model runs on inputs."""
+        """Watch the model run on inputs, within this context."""
         with ExitStack() as stack:
             self._patch(stack)
             before, draws = state_of(self.model), generators()
@@ -281,12 +281,12 @@ class TracedDevice(_Kind):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[torch.device]:  # type: ignore[override]
-        """What isinstance shall say."""
+        """Class that isinstance shall see."""
         return torch.device
 
     @property
     def type(self) -> str:
-        """Its kind, which is "meta"."""
+        """Kind of the device, which is "meta"."""
         kind = _Kind(str.partition(self, ":")[0])
         kind.watch = self.watch
         return kind

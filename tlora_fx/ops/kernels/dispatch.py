@@ -1,4 +1,4 @@
-"""How a group of sites runs on generated kernels, forward and backward.
+"""Run a group of sites on generated kernels, forward and backward.
 
     fused     shrink, then one GEMM with the rank block in it
     sidecar   shrink, expand into the output, then cuBLAS adds the frozen product to it
@@ -497,7 +497,7 @@ def _add_forward(
 def add_input_gradient(
     dy: Tensor, group: SiteGroup, s: Tensor, bits: Tensor, need_dx: bool
 ) -> list[Tensor]:
-    """What the branches add to dx, or [0]; dS; the parts of dB."""
+    """Contribution of the branches to dx, or [0]; dS; the parts of dB."""
     kernels, rows = KernelGroup.of(dy, group), plain(dy)
     run = KernelCall.open(kernels, group, len(rows), dy.device)
     dx = run.empty(*((len(rows), group.inner) if need_dx else (0,)), dtype=dy.dtype)

@@ -48,7 +48,7 @@ SEVERAL_JOBS_WIDTHS = (128,)
 
 @dataclass(frozen=True, slots=True)
 class JobSpans:
-    """What parts of a row it is called for.
+    """Parts of a row that the kernel is called for.
 
     bounds   of the jobs, from 0 to the number of tokens; empty: a batch of equal sequences
     """
@@ -65,7 +65,7 @@ class JobSpans:
 def job_spans(
     tokens: int, width: int, sequences: int, longest: int, segments: Tensor
 ) -> tuple[JobSpans | None, JobSpans | None]:
-    """How it serves a row forward and backward, None where another kernel is faster.
+    """Parts of a row to call it for, forward and backward; None where another kernel is faster.
 
     tokens      of the row
     width       of a head

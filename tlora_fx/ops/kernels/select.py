@@ -1,4 +1,4 @@
-"""Which plan serves a site at run time, by token count.
+"""Select the plan that serves a site at run time, by token count.
 
 Chosen by what was measured on this GPU for this shape (`tlora-fx kernels tune` writes it), else by
 an estimate of what each plan moves. Strict mode always takes the fused plan with one tile, so that
@@ -84,7 +84,7 @@ _settings.settle()
 
 @contextmanager
 def force_plan(plan: Plan | None) -> Iterator[None]:
-    """Let every site take one plan, where it can; None: as measured."""
+    """Force one plan on every site that can take it; None: as measured."""
     if plan is not None and plan not in PLANS:
         raise AdapterTableError("no such plan", expected=", ".join(PLANS), found=plan)
     with _set(forced=plan):
@@ -93,7 +93,7 @@ def force_plan(plan: Plan | None) -> Iterator[None]:
 
 @contextmanager
 def force_tiles(tiles: dict[Kind, Tile]) -> Iterator[None]:
-    """Let kernels of these kinds cut their work so."""
+    """Force tiles on kernels of these kinds."""
     with _set(tiles=tiles):
         yield
 
@@ -128,7 +128,7 @@ def may_join() -> bool:
 
 
 def facts() -> tuple[object, ...]:
-    """What all choices follow from, beside the site and the row."""
+    """Facts that all choices follow from, beside the site and the row."""
     is_strict()  # may settle them
     return _settings.facts
 
@@ -297,14 +297,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where something was measured: numbers in which neighbours stand in for each other."""
+    """Coordinates of a measurement: numbers in which neighbours stand in for each other."""
 
     tokens: int
     width: int
     tail: int
 
     def distance(self, other: Coordinates) -> float:
-        """How unlike two points are; a wrong width costs more than a wrong token count."""
+        """Distance of two points; a wrong width costs more than a wrong token count."""
         pairs = zip(astuple(self), astuple(other), (1.0, 2.0, 1.5), strict=True)
         return sum(weight * abs(math.log2(here / there)) for here, there, weight in pairs)
 
@@ -315,12 +315,12 @@ def file_name(gpu: str) -> str:
 
 
 def own_table(gpu: str) -> Path:
-    """Where `tlora-fx kernels tune` writes by default."""
+    """Default file that `tlora-fx kernels tune` writes to."""
     return cache_folder() / "tables" / file_name(gpu)
 
 
 def family(kind: str, site: Site, sites: int = 1) -> str:
-    """What must be equal for a measurement to tell anything.
+    """Key of the measurements that can stand in for each other.
 
     sites   that a kernel serves at once, of which `site` is the first
     """
@@ -387,7 +387,7 @@ def _tables(gpu: str, arch: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def entries_of(path: Path, versions: dict[str, str]) -> list[dict[str, Any]]:
-    """What a table holds, if these versions measured it; a list of the caller's own."""
+    """Entries of a table, if these versions measured it; a list of the caller's own."""
     _read.cache_clear()
     document = _read(path)
     same = all(document.get(name) == version for name, version in versions.items())

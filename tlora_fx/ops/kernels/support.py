@@ -152,7 +152,7 @@ class KernelGroup:
         return [make(tokens, site.width, dtype=like.dtype) for site in self.sites]
 
     def gradient_parts(self, like: Tensor, make: Make | None = None) -> list[Tensor]:
-        """What the pass over dy finds of dB, a part a chunk, [C, width, out], not filled."""
+        """Buffers for the parts of dB, one for each chunk of dy, [C, width, out], not filled."""
         wide = torch.promote_types(torch.float32, like.dtype)
         make, tokens = make or like.new_empty, tokens_of(like)
         return [
@@ -228,7 +228,7 @@ def why_not(x: Tensor, group: SiteGroup) -> str:
 
 
 def why_no_kernel(x: Tensor, group: SiteGroup, asked: str) -> str:
-    """Why no GPU has kernels for a group under a mode, or ""; its tensors may be anywhere."""
+    """Reason why no GPU has kernels for a group under a mode, or ""; tensors may be anywhere."""
     if reason := _other_types(x, group, asked):
         return reason
     if group.inner % GRANULE or any(b.shape[1] % GRANULE for b in group.b):
@@ -267,7 +267,7 @@ def tail_of(rows: int) -> int:
 
 
 def rank_block(most: int) -> int:
-    """What ranks up to `most` are padded to a multiple of."""
+    """Multiple that ranks up to `most` are padded to."""
     return 64 if most > SMALL_RANK else 16
 
 

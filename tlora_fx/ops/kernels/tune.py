@@ -68,7 +68,7 @@ _TOGETHER = 3
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one site is measured at.
+    """Measuring point of one site.
 
     beside       outputs of others on its x
     plans_only   kernels are cut as tables know them
@@ -344,7 +344,7 @@ def _entry(kind: str, case: Case, point: Point, best: dict[str, Any]) -> dict[st
 
 
 def versions() -> dict[str, str]:
-    """Of what compiles and starts kernels: times of others are not comparable."""
+    """Versions of what compiles and starts kernels: times of others are not comparable."""
     import triton
 
     return {"torch": torch.__version__, "triton": triton.__version__}

@@ -1,4 +1,4 @@
-"""What files hold, as digests that are made once.
+"""Digests of the contents of files, each made once.
 
 The digest of a file is kept in the cache folder under the file's path, size, times and inode, so
 that it is made again only after somebody has written to the file. Small files are read each time.

@@ -28,7 +28,7 @@ KERNELS = frozenset({"cuda"})
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a round came to for one job.
+    """Result of a round for one job.
 
     loss       mean over its targets
     norm       of its gradients, before clipping
@@ -114,7 +114,7 @@ class GroupUpdate:
         places: Sequence[int],
         counts: Callable[[nn.Parameter], bool] | None = None,
     ) -> GroupUpdate | None:
-        """What updates at once those of these jobs that kernels serve; None where they serve none.
+        """Update at once of those of these jobs that kernels serve; None where they serve none.
 
         Of jobs of several dtypes or devices those of the first one are served.
         """

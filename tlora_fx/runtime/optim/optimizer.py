@@ -327,7 +327,7 @@ class JobOptimizer:
 
     @property
     def trained(self) -> Mapping[str, nn.Parameter]:
-        """What it updates, by name."""
+        """Parameters that it updates, by name."""
         return self._params
 
     @property
@@ -393,7 +393,7 @@ class JobOptimizer:
         return float(self.measured_norm())
 
     def measured_norm(self) -> Tensor:
-        """What `gradient_norm` returns, on the device: many jobs' need only one wait for it."""
+        """Result of `gradient_norm`, on the device: many jobs' need only one wait for it."""
         return self._held_gradients().norm()
 
     @torch.no_grad()
@@ -423,7 +423,7 @@ class JobOptimizer:
         return norm
 
     def adam(self) -> AdamState | None:
-        """What a kernel needs that updates many jobs at once; None where torch.optim is to do it.
+        """State for a kernel that updates many jobs at once; None where torch.optim is to do it.
 
         Each update that such a kernel does is told by `noted`.
         """
@@ -486,7 +486,7 @@ class JobOptimizer:
         }
 
     def state_values(self) -> dict[str, Any]:
-        """What is not a tensor, JSON-able: the schedule's counters, and plain numbers by name."""
+        """State that is no tensor, JSON-able: the schedule's counters, and numbers by name."""
         values = {
             f"{kind}/{name}": value
             for name, param in self._known.items()
@@ -550,7 +550,7 @@ class JobOptimizer:
         return [base * function(saved["last_epoch"]) for base, function in pairs]
 
     def _like(self, name: str, kind: str, value: Tensor) -> Tensor:
-        """Room for what is saved of a parameter."""
+        """An empty tensor for saved state of a parameter."""
         param = self._known[name]
         if kind in HOST_SCALARS:
             return torch.empty_like(value, device=param.device if self.is_fused else "cpu")

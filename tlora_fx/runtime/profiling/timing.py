@@ -182,7 +182,7 @@ def _noise(values: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class Bytes:
-    """What a forward leaves until the backward, and the most that each took meanwhile."""
+    """Bytes that a forward leaves until the backward, and the most that each took meanwhile."""
 
     saved: float = 0.0
     forward_peak: float = 0.0

@@ -129,7 +129,7 @@ class EventReader:
         self._read = 0
 
     def lines(self) -> list[dict[str, Any]]:
-        """What was written since the last call; a line without its end waits."""
+        """Lines that were written since the last call; a line without its end waits."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._read)

@@ -115,7 +115,7 @@ def _train(config: WorkerConfig, launch: Launch) -> None:
 
 #: Slots, and rows for a job, of a model that stays.
 SLOTS = 16
-#: The least rank that it has room for: what kernels pad ranks to.
+#: The least rank that its slots can hold: what kernels pad ranks to.
 MIN_RANK = 16
 _kept: list[SuperModel] = []
 
@@ -194,7 +194,7 @@ def _joined(model: SuperModel, jobs: Sequence[Job]) -> bool:
 
 
 def _slots_for(jobs: Sequence[Job]) -> OpenSlots:
-    """Room for these jobs and for others like them.
+    """Slots for these jobs and for others like them.
 
     raises    NotAdmitted where one of them is of another structure
     """
@@ -291,7 +291,7 @@ class Takeover:
 
     @classmethod
     def of(cls, path: Path, jobs: Container[str]) -> Self:
-        """That an order says; jobs are those that train."""
+        """Takeover by an order; jobs are those that train."""
         config = WorkerConfig.read(path)
         every = [Job.model_validate(job) for job in config.jobs]
         joining = tuple(job for job in every if job.name not in jobs)
@@ -429,7 +429,7 @@ class EventCallback(TrainerCallback):
         """Let jobs join and leave before the next round; all of them, or none."""
         begun, trainer = time.perf_counter(), self.trainer
         if not trainer.model.is_open:
-            raise NotAdmitted("the running model has no room for others", help="it is formed anew")
+            raise NotAdmitted("the running model has no slots for others", help="it is formed anew")
         config, (data, states) = takeover.config, takeover.data.result()
         try:
             for job in takeover.joining:
@@ -456,7 +456,7 @@ class EventCallback(TrainerCallback):
         joining = {job.name for job in takeover.joining}
         if joining & set(self.trainer.roster.without_free_slots()):
             self.trainer.roster.cancel_join(joining)
-            self._decline("the running model has no room for all of them")
+            self._decline("the running model has no free slots for all of them")
             return
         left = all(status.get(name, "running") != "running" for name in self.names - names)
         if not left or any(status.get(name, "paused") == "paused" for name in joining):

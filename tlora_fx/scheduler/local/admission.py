@@ -47,7 +47,7 @@ _REQUEST = "request.json"
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """What reading a file, or preparing one job of it, may take and do.
+    """Limits of reading a file, or of preparing one job of it.
 
     seconds        wall time; twice as much CPU time
     memory_bytes   beyond what its process needs before; None: a quarter of the machine's
@@ -60,14 +60,14 @@ class AdmissionLimits:
 
     @property
     def bytes(self) -> int:
-        """Of memory."""
+        """Bytes of memory."""
         if self.memory_bytes is not None:
             return self.memory_bytes
         return total_bytes() // 4
 
 
 class WorkerServer(Protocol):
-    """What starts processes; see `ForkServer`."""
+    """Interface of what starts processes; see `ForkServer`."""
 
     @property
     def ready(self) -> bool:
@@ -82,7 +82,7 @@ class WorkerServer(Protocol):
         """Send one a signal."""
 
     def code(self, worker: int) -> int | None:
-        """Its exit code; None while it runs."""
+        """Exit code of a worker; None while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class _Task:
         return self.file is None and not self.jobs
 
     def give_up(self, reason: str) -> Answer:
-        """Of what it is at."""
+        """Answer for the file or job that the task was at."""
         if self.file is not None:
             path, self.file = self.file, None
             return FileRead(path, mistake=reason)
@@ -214,7 +214,7 @@ class Admission:
             self._tasks.append(_Task(jobs=deque(jobs), again=True, sources=sources))
 
     def answers(self) -> Iterator[Answer]:
-        """What is new."""
+        """Answers since the last call."""
         for process in list(self._running):
             yield from self._hear(process)
         for waiting, most in ((self._files, 1), (self._tasks, PROCESSES)):

@@ -56,7 +56,7 @@ LAST_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """How groups are run.
+    """Options of how groups run.
 
     more             for workers of other kinds
     pipeline         passes instead of the default, with extensions that bring some of them
@@ -215,7 +215,7 @@ class LocalExecutor:
         return kind
 
     def can_change(self, group: Group, epoch: int, successor: Group) -> bool:
-        """Where the group trains jobs of the same base, on one process or several."""
+        """Whether a group can change into its successor: its workers serve the same base."""
         running = self._groups.get(epoch)
         if running is None or running.over or running.asked or not running.stays:
             return False
@@ -342,7 +342,7 @@ class LocalExecutor:
             self._groups[epoch].drain()
 
     def hurry(self, grace_seconds: float) -> None:
-        """From now on no group has longer than this to stop; what has not is killed."""
+        """Limit how long groups have to stop from now on; those that do not are killed."""
         for running in self._groups.values():
             running.watchdog.hurry(grace_seconds)
 

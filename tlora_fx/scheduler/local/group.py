@@ -36,7 +36,7 @@ NO_MEMORY = "no memory beside idle workers, which are let go of"
 
 
 class Processes(Protocol):
-    """What starts the processes of groups, by number; see `ForkServer`."""
+    """Interface of what starts the processes of groups, by number; see `ForkServer`."""
 
     @property
     def ready(self) -> bool:
@@ -64,13 +64,13 @@ class Processes(Protocol):
         """One will need so many bytes."""
 
     def news(self) -> list[IdleNews]:
-        """What became of idle ones since the last call."""
+        """News of idle workers since the last call."""
 
     def signal(self, worker: int, number: int) -> None:
         """Send one a signal; nothing happens where it has ended."""
 
     def code(self, worker: int) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Exit code of a worker, negative for a signal; None while it runs."""
 
     def close(self) -> None:
         """End all."""
@@ -134,7 +134,7 @@ class RunningGroup:
         return all(self.server.code(worker) is not None for worker in self.workers)
 
     def events(self, now: float) -> Iterator[GroupEvent]:
-        """What is new."""
+        """Events since the last call."""
         if self.over:
             return
         codes = [self.server.code(worker) for worker in self.workers]

@@ -29,7 +29,7 @@ WORKER = "tlora_fx.runtime.workers.training"
 
 @dataclass(frozen=True, slots=True)
 class IdleNews:
-    """What became of an idle worker.
+    """News of an idle worker.
 
     kind    what it keeps
     held    bytes of its device, or of main memory on a CPU
@@ -120,7 +120,7 @@ class ForkServer:
                  leads a process group, and the whole group is killed when the parent has gone
         stays    what the worker keeps when its order is done: the next order of the same kind and
                  place goes to it. "": it ends
-        place    GPUs on which no other works; idle ones keep their memory there while it has room
+        place    GPUs on which no other works; idle ones keep their memory there while it suffices
         needs    bytes of each of these, or of main memory; None: nobody knows, and its GPUs are
                  cleared
         rank     among the workers of an order, which stay together: the first one starts when all
@@ -145,10 +145,10 @@ class ForkServer:
     def free_memory(self, worker: int, needs: float | None) -> None:
         """A worker will need so many bytes from now on; as of `start`."""
         if worker in self._running:
-            self._ask({"room": worker, "needs": needs})
+            self._ask({"free_memory": worker, "needs": needs})
 
     def news(self) -> list[IdleNews]:
-        """What became of idle workers since the last call."""
+        """News of idle workers since the last call."""
         self._hear()
         news, self._news = self._news, []
         return news
@@ -281,7 +281,7 @@ def main() -> None:
 
 
 def forget_no_device() -> None:
-    """Let torch ask anew whether Triton has a device: whoever asked so far was told of none.
+    """Make torch ask anew whether Triton has a device: whoever asked so far was told of none.
 
     Libraries such as torchao ask as they are imported, and torch keeps the answer.
     """
@@ -356,12 +356,12 @@ class _Server:
             if order["start"] == asked.get("signal"):
                 order["signalled"] = asked["number"]
                 self.send(pid, asked["number"])
-            if order["start"] == asked.get("room"):
+            if order["start"] == asked.get("free_memory"):
                 order["needs"] = asked["needs"]
                 self.free_memory(order, self.residents.get(pid))
         for path, waiting in list(self.gathering.items()):
             for order in list(waiting):
-                if order["start"] == asked.get("room"):
+                if order["start"] == asked.get("free_memory"):
                     order["needs"] = asked["needs"]
                 if order["start"] == asked.get("signal"):
                     # It has no process that could hear it.
@@ -444,7 +444,7 @@ class _Server:
         return [(pid, worker) for pid, worker in self.idle() if worker.place & place or not place]
 
     def settle(self, asked: dict[str, Any], mine: _Resident | None = None) -> None:
-        """Make room for an order's process, and say who stays beside it."""
+        """Free memory for an order's process, and say who stays beside it."""
         self.free_memory(asked, mine)
         for _, worker in self.beside(frozenset(asked["place"])):
             self.tell_of(worker, stays=True, order=asked["start"])

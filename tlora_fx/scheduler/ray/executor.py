@@ -90,7 +90,7 @@ class _Order:
 
     @property
     def asked(self) -> Path:
-        """Where it finds the signals that it shall have."""
+        """File of the signals that the worker shall have."""
         return self.log.with_suffix(".asked")
 
 

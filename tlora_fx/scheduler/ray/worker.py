@@ -1,4 +1,4 @@
-"""What runs in an actor of a Ray cluster: a process that carries out orders of groups.
+"""Actor of a Ray cluster: a process that carries out orders of groups.
 
 It imports nothing of the driver's side, so that a node has it soon.
 """

@@ -1,6 +1,6 @@
-"""What groups are worth, and what merging two of them gains.
+"""Worth of groups, and the gain of merging two of them.
 
-Where there is room for all, a group is worth its weighted speed-up, sum of T_solo over T, on the
+Where there are GPUs for all, a group is worth its weighted speed-up, sum of T_solo over T, on the
 GPUs that its jobs asked for together (or its samples a second, where that is the objective).
 
 Where there is not, GPUs have a price. A group is then worth the GPU-seconds of lone training that
@@ -71,7 +71,7 @@ class CandidateGroup:
     held: bool = False
 
     def with_(self, other: CandidateGroup, gpus: int, seconds: float) -> CandidateGroup:
-        """Both together, on so many GPUs."""
+        """Union with another group, on so many GPUs."""
         return CandidateGroup(
             self.jobs + other.jobs,
             self.base,
@@ -122,7 +122,7 @@ class StepTimeCache:
             self._of = of
 
     def seconds(self, valuation: GroupValuation, base: str, demand: Array, gpus: Array) -> Array:
-        """Of n groups of one base; only what is new is asked for."""
+        """Seconds of a step of n groups of one base; only what is new is asked for."""
         rows = np.column_stack([demand, gpus])
         text, width, times = rows.tobytes(), rows.itemsize * rows.shape[1], self._times
         name = base.encode()
@@ -138,7 +138,7 @@ class StepTimeCache:
 
 @dataclass(slots=True)
 class GroupValuation:
-    """What groups are worth in one moment.
+    """Values of groups at one moment.
 
     crowded   jobs ask for more GPUs than there are
     price     of a GPU, in the worth of a second; 0 where not crowded
@@ -164,25 +164,25 @@ class GroupValuation:
             self.known.begin(self.state)
 
     def mass(self, unit: CandidateGroup) -> float:
-        """What a unit does in one step."""
+        """Work of a group in one step."""
         if self.objective == "throughput":
             return float(unit.demand[SAMPLES])
         return unit.gpu_solo if self.crowded else unit.solo
 
     def worth(self, unit: CandidateGroup) -> float:
-        """Of a unit as it is."""
+        """Value of a group on its GPUs."""
         return self.mass(unit) / unit.seconds - self.price * unit.gpus
 
     def lost(self, unit: CandidateGroup) -> float:
-        """What re-forming it costs: worth of the time without progress."""
+        """Cost of re-forming a group: worth of the time without progress."""
         return self._worth_of(self.state.switch_seconds, unit)
 
     def changed(self, unit: CandidateGroup) -> float:
-        """What it costs that jobs join it or leave it, where it keeps its GPUs."""
+        """Cost of jobs that join a group or leave it, where it keeps its GPUs."""
         return self._worth_of(self.state.change_seconds, unit)
 
     def moved(self, unit: CandidateGroup) -> float:
-        """What it costs besides that all its jobs go to another group that runs."""
+        """Additional cost of moving all jobs of a group to another group that runs."""
         changes = self.state.changes
         return self._worth_of(changes.move if changes else 0.0, unit)
 
@@ -202,7 +202,7 @@ class GroupValuation:
         )
 
     def seconds(self, bases: Ints, demand: Array, gpus: Array) -> Array:
-        """Of one step of n groups on so many GPUs each, at most as many as there are."""
+        """Seconds of one step of n groups on so many GPUs each, at most as many as there are."""
         seconds = np.empty(len(gpus))
         for index in np.unique(bases):
             rows = np.flatnonzero(bases == index)
@@ -246,7 +246,7 @@ class GroupValuation:
 
 
 def tier_for(cluster: Cluster, count: int) -> Tier:
-    """How far apart so many GPUs stand, wherever they are placed.
+    """Tier of so many GPUs, wherever they are placed.
 
     A group spans racks only where it is wider than every rack is now, lost nodes not counted.
     """
@@ -281,7 +281,7 @@ def powers(asked: Array) -> Array:
 def seconds_of(
     state: SchedulerState, base: str, demand: Array, gpus: int, tier: Tier | None = None
 ) -> float:
-    """Of a step of one group of demand [12] on so many GPUs; infinite where nothing fits.
+    """Seconds of one step of one group of demand [12] on so many GPUs; infinite where nothing fits.
 
     tier    how far apart they stand; by default as near as so many can
     """
@@ -292,7 +292,7 @@ def seconds_of(
 
 @dataclass(slots=True)
 class PolicyMemory:
-    """What a policy keeps from round to round.
+    """Memory that a policy keeps from round to round.
 
     waiting   jobs that were to run together, and have not begun
     """
@@ -464,7 +464,7 @@ def sized(
 
 
 def slim(valuation: GroupValuation, search_round: SearchRound) -> None:
-    """Where not all find room, groups give back what only jobs that have ended had asked for."""
+    """Give back GPUs that only ended jobs had asked for, where not all groups find free GPUs."""
     if sum(unit.gpus for unit in search_round.units) <= valuation.capacity:
         return
     for index, unit in enumerate(search_round.units):
