@@ -19,6 +19,7 @@ from tlora_fx.cost.step_time import CostModel
 from tlora_fx.errors import JobTooLong
 from tlora_fx.model.batch import repeating_length
 from tlora_fx.runtime.checks import check_memory, longest_round, longest_row
+from tlora_fx.runtime.clocks import JobClocks
 from tlora_fx.runtime.data.batching import Cutting, cut_round, rows_of_round
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.launch import Launch
@@ -93,7 +94,9 @@ def test_every_plan_of_the_command_line_is_looked_at(monkeypatch, tmp_path):
     """Before the trainer is made."""
     seen = []
     monkeypatch.setattr("tlora_fx.runtime.checks.check_memory", lambda *given: seen.append(given))
-    monkeypatch.setattr("tlora_fx.runtime.checks.load_all_data", make_data)
+    monkeypatch.setattr(
+        "tlora_fx.runtime.checks.load_all_data", lambda jobs, clocks: make_data(jobs)
+    )
     base = tiny_base(tmp_path / "base")
     path = tmp_path / "jobs.yaml"
     path.write_text(
@@ -103,7 +106,7 @@ def test_every_plan_of_the_command_line_is_looked_at(monkeypatch, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
     options = train.TrainOptions(jobs=path, output=tmp_path, max_row_tokens=64, plan="single")
 
-    _, model, plan = train._prepared(options, Launch(), None)
+    _, model, plan = train._prepared(options, Launch(), None, JobClocks())
 
     ((given, chosen, _, tokens),) = seen
     assert (given, chosen, tokens) == (model, plan, 64)

@@ -26,9 +26,9 @@ from tlora_fx.errors import (
     UnknownPlanner,
     nearest,
 )
-from tlora_fx.runtime.data.encoded_data import bad_row
 from tlora_fx.runtime.data.encoding import find_layout
 from tlora_fx.runtime.data.rows import evaluated, is_local, read_rows, require_files
+from tlora_fx.runtime.data.tokenized import bad_row
 from tlora_fx.runtime.run_folder import RunFolder
 
 #: What the modules of planners and controllers define, which cannot be imported without torch.

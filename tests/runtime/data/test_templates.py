@@ -469,12 +469,12 @@ def test_a_template_that_stands_for_a_public_one_is_noted() -> None:
     chats, replies = (
         encoder(tokenizer), encoder(tokenizer, "prompt-completion", "prompt", "completion")
     )  # fmt: skip
-    chats.encode({"messages": TWO[:2]})
-    replies.encode({"prompt": TWO[:3], "completion": TWO[3:]})
+    encode(chats, {"messages": TWO[:2]})
+    encode(replies, {"prompt": TWO[:3], "completion": TWO[3:]})
     assert not chats.notes
     assert not replies.notes
 
-    chats.encode({"messages": TWO})
+    encode(chats, {"messages": TWO})
 
     assert "trained in each turn, as in TRL" in chats.notes[0]
 
@@ -485,4 +485,4 @@ def test_calls_that_are_none_are_told(calls: object) -> None:
     messages = [TWO[0], {"role": "assistant", "content": "a", "tool_calls": calls}]
 
     with pytest.raises(BadRowError, match="message 2 has no list of objects in 'tool_calls'"):
-        encoder(tokenizer_of(MARKED["chatml"])).encode({"messages": messages})
+        encode(encoder(tokenizer_of(MARKED["chatml"])), {"messages": messages})

@@ -18,7 +18,6 @@ import numpy as np
 from tlora_fx.config.job import Job
 from tlora_fx.errors import EmptyDataError, NoTargetsError
 from tlora_fx.runtime.data.chats import asks_for_the_time, template_of
-from tlora_fx.runtime.data.encoded_data import bad_row, encoded_data
 from tlora_fx.runtime.data.encoding import CHATS, SampleLayout, trains_completions
 from tlora_fx.runtime.data.rows import evaluated
 from tlora_fx.runtime.data.tables import (
@@ -30,6 +29,7 @@ from tlora_fx.runtime.data.tables import (
     digest_of,
     lengths_of,
 )
+from tlora_fx.runtime.data.tokenized import bad_row, tokenized_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -298,7 +298,7 @@ def _samples(
 
     limit   rows are read until there are so many
     """
-    table = encoded_data(job, tokenizer, clock, limit)
+    table = tokenized_rows(job, tokenizer, clock, limit)
     samples, report = _cut(job, table)
     if report.rows == report.bad_rows:
         what = "all rows of the data are bad" if report.rows else "the data has no rows"

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 CHUNK_ROWS = 1024
 
 
-def encoded_data(
+def tokenized_rows(
     job: Job,
     tokenizer: PreTrainedTokenizerBase,
     clock: datetime | None = None,
