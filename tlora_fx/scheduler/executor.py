@@ -132,7 +132,7 @@ class NodeBack(ExecutorEvent):
 
 
 class Executor(Protocol):
-    """Runs groups."""
+    """Executor of groups."""
 
     def inventory(self) -> Cluster:
         """The GPUs, and which nodes are lost now."""

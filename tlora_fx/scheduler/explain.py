@@ -33,7 +33,7 @@ MAX_ROWS = 24
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One way in which the job could run.
+    """Alternative way in which the job could run.
 
     what           "as decided", "alone", "with ...", "without ..."
     slowdowns      of each job of the group, over the job alone
@@ -52,7 +52,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class DecisionExplanation:
-    """All that can be said of one job in one snapshot."""
+    """Explanation of one job in one snapshot."""
 
     job: str
     standing: str
@@ -289,7 +289,7 @@ def _bytes(count: float) -> str:
 def explained(
     snapshot: Snapshot | None, history: History | None, job: str, *, terms: bool = False
 ) -> str:
-    """All that a state and a ledger tell of a job.
+    """Explanation of a job by a state and a ledger.
 
     What is decided now is asked of the policy; what was decided before is read from the ledger, and
     its alternatives are weighed anew.

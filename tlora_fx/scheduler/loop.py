@@ -463,7 +463,7 @@ class Loop:
 
     def _could_start(self) -> bool:
         """Whether a GPU is free and a job of the window waits."""
-        if self.formations.spoken_for() >= self.cluster.capacity():
+        if self.formations.claimed_gpus() >= self.cluster.capacity():
             return False
         standing = sum(len(group.jobs) for group in self.formations.standing())
         return standing < len(self.window.jobs)

@@ -138,7 +138,7 @@ class ChangeCosts:
 
 @dataclass(slots=True)
 class SchedulerState:
-    """One moment.
+    """State of the scheduler at one moment.
 
     now             seconds
     jobs            active jobs that may run, by name, in order of submission

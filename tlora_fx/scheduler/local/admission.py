@@ -75,10 +75,10 @@ class WorkerServer(Protocol):
     def start(
         self, order: Path, log: Path, environment: Mapping[str, str], module: str = ""
     ) -> int:
-        """Start one; its number."""
+        """Start a worker; returns its number."""
 
     def signal(self, worker: int, number: int) -> None:
-        """Send one a signal."""
+        """Send a worker a signal."""
 
     def code(self, worker: int) -> int | None:
         """Exit code of a worker; None while it runs."""

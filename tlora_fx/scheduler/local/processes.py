@@ -142,7 +142,7 @@ class ForkServer:
             self._ask({"signal": worker, "number": number})
 
     def free_memory(self, worker: int, needs: float | None) -> None:
-        """A worker will need so many bytes from now on; as of `start`."""
+        """Free memory for a worker that needs so many bytes from now on; as of `start`."""
         if worker in self._running:
             self._ask({"free_memory": worker, "needs": needs})
 
@@ -543,9 +543,11 @@ class _Server:
                     else:
                         self.start(asked)
                     continue
-                self.tell(asked["start"], self.crowd_out(asked) if code == OUT_OF_MEMORY else code)
+                self.tell(
+                    asked["start"], self.end_idle_beside(asked) if code == OUT_OF_MEMORY else code
+                )
 
-    def crowd_out(self, asked: dict[str, Any]) -> int:
+    def end_idle_beside(self, asked: dict[str, Any]) -> int:
         """A process had no memory: end the idle workers beside it; its exit code."""
         crowd = self.beside(frozenset(asked["place"]))
         for pid, _ in crowd:

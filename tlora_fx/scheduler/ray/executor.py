@@ -163,7 +163,7 @@ class Actors:
                 file.write(b"%d\n" % number)
 
     def free_memory(self, worker: int, needs: float | None) -> None:
-        """Nobody is beside it."""
+        """Do nothing: no idle worker stands beside another."""
 
     def news(self) -> list[IdleNews]:
         """Actors that wait tell nothing."""
