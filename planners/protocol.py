@@ -142,7 +142,7 @@ def find_planner(name: str) -> Planner:
 
 
 def planner_names() -> list[str]:
-    """All names of planners."""
+    """Names of all planners."""
     return sorted({*_own_planners(), *(entry.name for entry in entry_points(group=PLANNERS))})
 
 
