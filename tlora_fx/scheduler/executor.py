@@ -175,7 +175,7 @@ class Executor(Protocol):
         are committed; `GroupStarted` of the new one follows. Where this proves impossible, it
         is formed anew, on the same place. Where the old one fails, nothing is told of it.
 
-        jobs         of the successor
+        jobs         jobs of the successor
         """
 
     def events(self) -> list[ExecutorEvent]:

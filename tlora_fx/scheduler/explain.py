@@ -36,8 +36,8 @@ class Alternative:
     """Alternative way in which the job could run.
 
     what           "as decided", "alone", "with ...", "without ..."
-    slowdowns      of each job of the group, over the job alone
-    gain           of weighted speed-up against what was decided; None for that itself
+    slowdowns      slowdown of each job of the group, over the job alone
+    gain           gain of weighted speed-up over the decision; None for the decision itself
     """
 
     what: str
@@ -99,7 +99,7 @@ LEFT = frozenset({"alternative", "why not"})
 def explain(state: SchedulerState, decision: Decision, job: str) -> DecisionExplanation:
     """Explain a job's place in a decision, by fresh evaluations and the policy's reasons.
 
-    decision   of this state; with reasons where the policy was asked to record them
+    decision   decision on this state; with reasons where the policy was asked to record them
     raises     JobNotInState
     """
     if job not in state.jobs:
@@ -295,7 +295,7 @@ def explained(
     its alternatives are weighed anew.
 
     snapshot  the newest state of the run; None: nothing was decided yet
-    history   of the run; None: nobody has it
+    history   history of the run; None where there is none
     terms     tell what the step of its group, or of the job alone where it waits, is made of
     raises    JobNotInState
     """

@@ -263,7 +263,7 @@ _ROW = 8
 class AdamState:
     """One job's Adam, laid open.
 
-    gradients          of its parameters
+    gradients          gradients of its parameters
     firsts, seconds    their moments
     options            torch.optim's, of which the rates change, for each group of parameters
     groups             the index of each parameter's group
@@ -400,7 +400,7 @@ class JobOptimizer:
     def step(self, norm: float | None = None) -> float:
         """Clip, update the parameters, and advance the schedule.
 
-        norm      what `gradient_norm` returned for these gradients; measured when left out
+        norm      result of `gradient_norm` for these gradients; measured when left out
         returns   the norm before clipping
         """
         if norm is None:

@@ -126,7 +126,7 @@ Answer = FileRead | JobPrepared | JobRestored | JobRefused
 class _Task:
     """A file to read, or jobs to prepare.
 
-    jobs      those that nothing was told of yet
+    jobs      jobs without an answer yet
     sources   by job, the run that it goes on from
     """
 
@@ -170,8 +170,8 @@ class _Process:
 class Admission:
     """Turns job files into requests, without ever trusting one.
 
-    folder   of the run
-    module   what a process runs
+    folder   folder of the run
+    module   module that a process runs
     """
 
     def __init__(

@@ -86,7 +86,7 @@ class RunningGroup:
     stays       what jobs must have that join it, as `WorkerConfig` says
     log         where it prints
     begun       whether it has processes; one that is to take over has none yet
-    successor   what takes over from it
+    successor   group that takes over from it
     needs       bytes of each of its GPUs, or of main memory; None: not known
     """
 

@@ -30,10 +30,10 @@ WORKER = "tlora_fx.runtime.workers.training"
 class IdleNews:
     """News of an idle worker.
 
-    kind    what it keeps
+    kind    kind of model that it keeps
     held    bytes of its device, or of main memory on a CPU
     stays   beside the order's process; otherwise it was ended
-    order   of whoever needed memory; 0: nobody, there was too little for all
+    order   order that needed memory; 0: none, there was too little for all
     """
 
     kind: str
@@ -45,7 +45,7 @@ class IdleNews:
 class ForkServer:
     """Starts workers, and hears when they end.
 
-    module        what workers run; see `forkserver`
+    module        module that workers run; see `forkserver`
     held          a file descriptor that the server and all workers inherit; what is locked by it
                   stays locked until the last of them has ended
     """
@@ -415,7 +415,7 @@ class _Server:
     def fork(self, asked: dict[str, Any], team: int) -> None:
         """Give an order to a new worker.
 
-        team   by which those of its order know each other, where they stay
+        team   id by which the workers of an order know each other, where they stay
         """
         kind, place = asked["stays"], frozenset(asked["place"])
         pipes = _pipes() if kind else ()
@@ -566,7 +566,7 @@ class _Resident:
                   what is free
     since         when it began to wait
     held          bytes then
-    team          of those that stay together
+    team          id that workers share which stay together
     rank, size    among them
     """
 

@@ -147,7 +147,7 @@ class GroupValuation:
     """Values of groups at one moment.
 
     crowded   jobs ask for more GPUs than there are
-    price     of a GPU, in the worth of a second; 0 where not crowded
+    price     price of a GPU, in worth a second; 0 where not crowded
     window    seconds that a gain lasts at most
     """
 
