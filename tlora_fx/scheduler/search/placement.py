@@ -191,7 +191,7 @@ def arrange(
 ) -> Placed:
     """Find places: what runs first, then what waits, the most pressed first.
 
-    valuation    values single jobs, which start where their unit does not fit; None: none starts alone
+    valuation    values single jobs, which start where their unit does not fit; None: none starts
     backfill     False: behind a unit that does not fit all others wait
     """
     arranging = Arranging(state)
