@@ -95,7 +95,7 @@ class Fsdp(Planner):
     name: ClassVar[str] = "fsdp"
 
     class Options(PlannerOptions):
-        """Both are chosen by `memory_bytes` where they are left out.
+        """Options of sharding; both are chosen by `memory_bytes` where they are left out.
 
         Without `memory_bytes` weights are gathered twice and nothing is recomputed.
 

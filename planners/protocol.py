@@ -166,7 +166,7 @@ def planner_of(plan: Plan) -> Planner:
 
 
 def planner_names() -> list[str]:
-    """All names of planners."""
+    """Names of all planners."""
     return sorted({*_own_planners(), *(entry.name for entry in entry_points(group=PLANNERS))})
 
 

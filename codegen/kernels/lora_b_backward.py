@@ -234,7 +234,7 @@ def default_tile(spec: KernelSpec) -> Tile:
 
 
 def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
-    """Other depths, slabs and warps; the chunk is shared with `lora_a_backward` and stays.
+    """Tiles of other depths, slabs and warps; the chunk is that of `lora_a_backward`.
 
     `sum_ds` must be given the slab that wins.
     """

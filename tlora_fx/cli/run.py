@@ -298,7 +298,7 @@ def _require_right(options: RunCommandOptions) -> None:
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.cost.profile import Profile
     from tlora_fx.runtime import early_checks as early
-    from tlora_fx.runtime.run_folder import LEDGER, RUNS_OWN, require_new
+    from tlora_fx.runtime.run_folder import LEDGER, RUN_COMMAND_FILES, require_new
 
     early.require_folder(options.jobs)
     for name in ("horizon", "save_every", "stall", "grace"):
@@ -308,7 +308,7 @@ def _require_right(options: RunCommandOptions) -> None:
         Profile.load(path)
     begun = options.output is not None and (options.output / LEDGER).exists()
     if options.output is not None and not begun:
-        require_new(options.output, among=RUNS_OWN)
+        require_new(options.output, among=RUN_COMMAND_FILES)
     if options.until_empty and not begun and not early.job_files(options.jobs):
         raise _empty(options.jobs)
     if options.jobs.is_file():

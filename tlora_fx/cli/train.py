@@ -208,7 +208,7 @@ def _starting(output: Path, jobs: Sequence[Job]) -> Iterator[None]:
     try:
         yield
     except TloraError:
-        folder.renounce(names)
+        folder.withdraw(names)
         raise
 
 

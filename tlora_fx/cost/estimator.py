@@ -62,7 +62,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One step of a group, term by term.
+    """Predicted terms of one step of a group.
 
     seconds        of one step; infinite where nothing fits
     layout         the fastest that fits; None where none does
@@ -106,7 +106,7 @@ class Estimator(Protocol):
         """The part of the GPUs' time that each of n groups uses, 0 to 1; 1 minus it is residual."""
 
     def explain(self, base: str, demand: Demand, gpus: int, tier: Tier) -> Prediction:
-        """One group, term by term."""
+        """Prediction of one group's step, term by term."""
 
     def solo(self, base: str, demand: Demand, gpus: int) -> float:
         """Seconds of one step of a job alone on the GPUs it asked for; cached."""
@@ -185,7 +185,7 @@ class ProfileEstimator:
         return np.where(np.isfinite(seconds), np.clip(found, 0.0, 1.0), 0.0)
 
     def explain(self, base: str, demand: Demand, gpus: int, tier: Tier) -> Prediction:
-        """One group, term by term; raises BaseUnknown."""
+        """Prediction of one group's step, term by term; raises BaseUnknown."""
         known, count = self.base(base), np.array([gpus])
         return known.explain(known.groups(demand.row()[None], count, [tier]), count)
 
@@ -508,7 +508,7 @@ class LayoutCosts:
         return float(self.ms().min()) * 1e-3
 
     def prediction(self) -> Prediction:
-        """The fastest one, told."""
+        """Prediction by the fastest layout."""
         place, known = int(self.ms().argmin()), self.known
         layout, span = int(self.pairs.layout[place]), int(self.pairs.span[place])
         mesh = known.layouts.plans[layout].mesh

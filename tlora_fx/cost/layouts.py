@@ -306,7 +306,7 @@ class Pairs:
         return cls.of(groups, layouts, group[kept], layout[kept])
 
     def only(self, chosen: Mask | Indices) -> Pairs:
-        """Some of them."""
+        """Pairs at some indices."""
         return Pairs(
             self.groups, self.layout[chosen], self.span[chosen], self.rows.only(chosen),
             self.count[chosen],

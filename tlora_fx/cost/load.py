@@ -88,7 +88,7 @@ Row = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of all jobs.
+    """Loads of one round of all jobs.
 
     rows             what one process would run one after the other
     max_row_tokens   no part is longer, where its sequences allow it
@@ -99,7 +99,7 @@ class Round:
 
     @property
     def load(self) -> Load:
-        """All rows together."""
+        """Load of all rows together."""
         first, *rest = (Load.of_lengths(row) for row in self.rows)
         return sum(rest, first)
 
@@ -404,14 +404,14 @@ class Rows:
         )
 
     def only(self, chosen: Indices | Mask) -> Rows:
-        """Some of them."""
+        """Rows at some indices."""
         return Rows(
             self.tokens[chosen], self.targets[chosen], self.size[chosen], self.launched[chosen],
             self.load[chosen], self.part[chosen], self.work,
         )  # fmt: skip
 
     def split(self, count: Array | float) -> Rows:
-        """One of so many equal parts of each."""
+        """Rows whose loads are one of so many equal parts."""
         tokens, targets, part = (one / count for one in (self.tokens, self.targets, self.part))
         return replace(self, tokens=tokens, targets=targets, part=part)
 

@@ -71,7 +71,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """One round.
+    """Result of simulating one round.
 
     makespan_seconds   from the first forward to the last backward
     busy_seconds       how long each process works

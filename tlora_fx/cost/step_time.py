@@ -278,7 +278,7 @@ class Sharding:
 
 @dataclass
 class RowClock:
-    """Tells times of rows.
+    """Clock that tells times of rows.
 
     recompute   layers are computed again in the backward
     learns      [k] 1 where layers have a backward, 0 where not
@@ -514,7 +514,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The whole round."""
+        """Seconds of the whole round."""
         return (self.host + self.compute + self.bubble + self.reduce + self.optimizer) * 1e-3
 
 
@@ -642,7 +642,7 @@ def measure(load: Load, facts: ModelFacts) -> float:
 
 
 def total(terms: Terms) -> Array:
-    """All terms together."""
+    """Sum of all terms."""
     return np.asarray(sum(terms.values()))
 
 

@@ -214,7 +214,7 @@ def _module(node: NodeEntry) -> str:
 
 
 def difference_lines(diff: ProgramDiff, width: int = WIDTH) -> list[Line]:
-    """All of it; no line is wider."""
+    """Lines that show the whole difference; no line is wider than `width`."""
     counts = Counter(change.what for change in diff.changes)
     counted = ", ".join(f"{number} {what}" for what, number in counts.items())
     lines: list[Line] = [[(cut(f"{diff.first} → {diff.second}", width), "title")], []]

@@ -365,7 +365,7 @@ class NodeEntry:
 
     @property
     def notes_text(self) -> str:
-        """All that is noted of it, in one line."""
+        """Notes of the node, in one line."""
         noted = [f"{name}: {value}" for name, value in self.notes.items()]
         return "; ".join(filter(None, (self.note, *noted)))
 

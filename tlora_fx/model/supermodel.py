@@ -108,7 +108,7 @@ class SuperModel(nn.Module):
             self.forget_views()
             self.applied = None
         self._layout.own.setdefault(job.name, {})
-        self._sleep()
+        self._set_site_gradients()
         return admission
 
     def require_fits(self, job: Job) -> None:
@@ -133,7 +133,7 @@ class SuperModel(nn.Module):
         self._opened().release(name)
         self._parameters_of.pop(name, None)
         self._layout.own.pop(name, None)
-        self._sleep()
+        self._set_site_gradients()
 
     def _opened(self) -> Membership:
         if self._membership is None:
@@ -143,13 +143,13 @@ class SuperModel(nn.Module):
             )
         return self._membership
 
-    def stay_awake(self) -> None:
+    def keep_all_gradients(self) -> None:
         """Compute gradients of sites without rows too: somebody holds them for all jobs to come."""
         self._grad_enabled = True
-        self._sleep()
+        self._set_site_gradients()
 
-    def _sleep(self) -> None:
-        """Let no backward look at sites without rows.
+    def _set_site_gradients(self) -> None:
+        """Enable gradients of the sites that have rows, so that no backward looks at others.
 
         Compiled code is made for all sites, whoever comes.
         """
@@ -157,10 +157,10 @@ class SuperModel(nn.Module):
         for bank in self.banks.values() if self.is_open else ():
             a, b = bank.a, bank.b
             made = self._grad_enabled or self._extends_weights or a.device.type != "cpu"
-            awake = made or (bank.table is not None and any(bank.table.ranks))
-            if a.requires_grad != awake:
-                a.requires_grad_(awake)
-                b.requires_grad_(awake)
+            wanted = made or (bank.table is not None and any(bank.table.ranks))
+            if a.requires_grad != wanted:
+                a.requires_grad_(wanted)
+                b.requires_grad_(wanted)
 
     @property
     def adapted_sites(self) -> frozenset[str]:
@@ -278,7 +278,7 @@ class SuperModel(nn.Module):
         options = {"fullgraph": fullgraph, "dynamic": dynamic, **options}
         self._compiled_with = options
         self._extends_weights, self.applied = True, None
-        self._sleep()
+        self._set_site_gradients()
         self._extend_weights()
         layers = [block for block in self.group.blocks.values() if block.name != HEAD]
         if not layers and any(job.is_preference for job in self.jobs):
@@ -401,7 +401,7 @@ class SuperModel(nn.Module):
         unused = [name for name in base if name not in self._layout.base and name not in used]
         self._unused = {name: base[name].to(device) for name in unused}
         self.ready = True
-        self._sleep()
+        self._set_site_gradients()
         self.forget_views()
         self._extend_weights()
 

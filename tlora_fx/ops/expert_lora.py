@@ -63,7 +63,7 @@ class Call:
 
     @property
     def experts(self) -> int:
-        """E."""
+        """Number of experts, E."""
         return self.weight.shape[0]
 
     @property
@@ -88,7 +88,7 @@ class Call:
 
     @property
     def pairs(self) -> int:
-        """S."""
+        """Number of pairs, S."""
         return self.index.shape[0] * self.index.shape[1]
 
     def check(self, row_jobs: int | None = None) -> None:

@@ -176,7 +176,7 @@ def quantized_linear_flops(
 def quantized_linear_backward_flops(
     dy: Tensor, stored: list[Tensor], form: str, shape: list[int], **out: Any
 ) -> int:
-    """dx."""
+    """Operations of dx."""
     return 2 * tokens_of(dy) * int(shape[0] * shape[1])
 
 
@@ -184,13 +184,13 @@ def quantized_linear_backward_flops(
 def float8_linear_flops(
     x: Tensor, codes: Tensor, scale: Tensor, stored: list[Tensor], *rest: Any, **out: Any
 ) -> int:
-    """The product alone."""
+    """Operations of the product alone."""
     return 2 * tokens_of(x) * stored[0].numel()
 
 
 @register_flop_formula(ops.float8_input_gradient, get_raw=True)
 def float8_input_gradient_flops(codes: Tensor, scale: Tensor, columns: Tensor, **out: Any) -> int:
-    """dx."""
+    """Operations of dx."""
     return 2 * tokens_of(codes) * columns.numel()
 
 

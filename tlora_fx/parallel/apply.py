@@ -129,7 +129,7 @@ def _applied(
     require_nano(plan, plan.nano_batches > 1)
     require_whole_pairs(model, plan, cuts=plan.nano_batches > 1)
     if mesh.size > 1:
-        model.stay_awake()
+        model.keep_all_gradients()
     sharded = shard_base(model, plan, mesh) if shards(plan) and plan.mesh.pp == 1 else None
     if plan.mesh.pp > 1:
         from tlora_fx.parallel.pipeline import PipelineRunner

@@ -90,7 +90,7 @@ class Question:
 class Speakers:
     """A base and adapters by job name, ready to answer.
 
-    base      of transformers, with its weights; it is not changed
+    base      base model of transformers, with its weights; it is not changed
     formats   of the data of each, by job name, as of `DataReport`
     """
 

@@ -219,7 +219,7 @@ class JobRun(Member):
         return report
 
     @property
-    def is_looked_at(self) -> bool:
+    def needs_round_end(self) -> bool:
         """Whether something follows at once from the step that the job is at."""
         save = self.step % self.job.save_steps == 0
         return save or self.step >= self.data.steps or self.is_evaluated or self.is_sampled

@@ -276,7 +276,7 @@ class RunCheckpoints:
             self.describe(jobs, data)
 
     def describe_joined(self, run: JobRun) -> None:
-        """Note one job more."""
+        """Note one more job."""
         more = describe_jobs([run.job], {run.job.name: run.data})
         for kind, entries in more.items():
             self.described[kind] = {**self.described.get(kind, {}), **entries}
@@ -348,7 +348,7 @@ class RunCheckpoints:
         """Count from now until one is due."""
         self._saved_at = time.monotonic()
 
-    def hasten(self) -> None:
+    def make_due(self) -> None:
         """Make a checkpoint due before the next round."""
         self._saved_at = float("-inf")
 

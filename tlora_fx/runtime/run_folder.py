@@ -329,7 +329,7 @@ class RunFolder:
                 help="choose another folder with -o",
             ) from error
 
-    def renounce(self, jobs: Sequence[str]) -> None:
+    def withdraw(self, jobs: Sequence[str]) -> None:
         """Take back what `announce` left of jobs that came to nothing, empty folders too."""
         for job in jobs:
             folder = self.job(job)
@@ -392,7 +392,7 @@ def ask_to_stop(path: Path, job: str) -> None:
 #: What `tlora-fx run` keeps of its jobs.
 LEDGER = "ledger.sqlite"
 #: What it may have left before it kept anything.
-RUNS_OWN = frozenset({".workers.lock"})
+RUN_COMMAND_FILES = frozenset({".workers.lock"})
 
 
 def require_new(path: Path, *, among: Collection[str] = ()) -> None:

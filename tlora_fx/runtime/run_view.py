@@ -34,7 +34,7 @@ class JobView:
 
     @property
     def name(self) -> str:
-        """The job's."""
+        """Name of the job."""
         return self.folder.name
 
     @property
@@ -44,7 +44,7 @@ class JobView:
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Steps that are done."""
         return int(self.steps[-1]["step"]) if self.steps else int(self.status.get("step", 0))
 
     @property

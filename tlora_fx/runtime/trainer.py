@@ -341,7 +341,7 @@ class Trainer:
                 self._to_tell.append(run)
             else:
                 self._conclude(run)
-                self.checkpoints.hasten()
+                self.checkpoints.make_due()
         changes.leaving.clear()
         if self.model.is_open:
             self.roster.retire()
@@ -498,7 +498,7 @@ class Trainer:
         if (
             due
             or self._to_tell
-            or any(run.status != "running" or run.is_looked_at for run in active)
+            or any(run.status != "running" or run.needs_round_end for run in active)
         ):
             outside |= self._end.collect()
         self._judge(active, outside, due=due)

@@ -107,12 +107,12 @@ def bounds_of(dtype: str, device: torch.device | str | None = None) -> Bounds:
 class JobDifference:
     """One job's largest relative differences between fused and alone.
 
-    form       of the fused run: packed, or batch
+    form       form of the fused rows: packed, or batch
     steps      optimizer steps of both, after which the job's longest and shortest samples ran
-    loss       of any of these, over the loss alone
+    loss       difference in any of these, over the loss alone
     gradient   norm of the difference over the norm alone, of all that the job trains, any of these
-    adapter    of what all steps together made of the adapter, over the norm of the adapter
-    noise      of the job alone from itself in batches of other shapes
+    adapter    difference of the adapter after all steps, over the norm of the adapter
+    noise      difference of the job alone from itself in batches of other shapes
     kinks      steps compared with the job alone on embeddings that a rounding disturbs
     """
 

@@ -132,7 +132,7 @@ class Credits:
             self.ledger.open(job.name, job.credit)
 
     def close(self, name: str) -> None:
-        """A job ended."""
+        """Close the account of a job that has ended."""
         if self.ledger.balance(name):
             self.ledger.close(name)
 

@@ -132,7 +132,7 @@ class NodeBack(ExecutorEvent):
 
 
 class Executor(Protocol):
-    """Runs groups."""
+    """Executor of groups."""
 
     def inventory(self) -> Cluster:
         """The GPUs, and which nodes are lost now."""
@@ -175,7 +175,7 @@ class Executor(Protocol):
         are committed; `GroupStarted` of the new one follows. Where this proves impossible, it
         is formed anew, on the same place. Where the old one fails, nothing is told of it.
 
-        jobs         of the successor
+        jobs         jobs of the successor
         """
 
     def events(self) -> list[ExecutorEvent]:

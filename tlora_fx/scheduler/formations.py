@@ -211,12 +211,12 @@ class Formations:
     def _is_pending(self, group: Group | None) -> bool:
         return any(other is group for other in self.pending)
 
-    def spoken_for(self) -> int:
+    def claimed_gpus(self) -> int:
         """GPUs that are held, or will be as soon as they are free."""
         return len(self._held.union(*(group.place for group in self.pending)))
 
     def touched(self) -> None:
-        """A formation has changed."""
+        """Note that a formation has changed."""
         self._standing = None
 
     def want(self, groups: Sequence[Group]) -> None:

@@ -292,7 +292,7 @@ AtOnce = Literal["never", "end", "always"]
 class LoopOptions:
     """Options of when decisions are made, and of what policies see.
 
-    switch_seconds   what policies are told that forming a group costs
+    switch_seconds   cost of forming a group, as policies are told
     changes          and what joins and leaves cost a group that runs; None: groups form anew
     at_once          what makes it decide before the horizon, if a job waits and a GPU is free: the
                      end of a job or a change of nodes ("end"), arrivals too ("always"), or nothing
@@ -322,7 +322,7 @@ class LoopOptions:
 class Loop:
     """Runs submitted jobs until they are done.
 
-    ledger           what must outlive this process; None: nothing
+    ledger           record that outlives this process; None: there is none
     layout_of        how a group is spread over its GPUs; None: as the executor finds best
     times            step times shared with a simulated executor
 
@@ -540,7 +540,7 @@ class Loop:
 
     def _could_start(self) -> bool:
         """Whether a GPU is free and a job of the window waits."""
-        if self.formations.spoken_for() >= self.cluster.capacity():
+        if self.formations.claimed_gpus() >= self.cluster.capacity():
             return False
         standing = sum(len(group.jobs) for group in self.formations.standing())
         return standing < len(self.window.jobs)

@@ -69,7 +69,7 @@ def request_of(
 
     lengths     tokens of each of its samples; None: all are as long as `max_length` allows
     submitted   seconds
-    facts       of the job compiled alone; None: it is compiled, or was
+    facts       facts of the job compiled alone; None: it is compiled, or was
     raises      StepsUnknown where the job counts epochs and `lengths` are not given, and what
                 compiling raises
     """
@@ -114,7 +114,7 @@ def steps_of(job: Job, samples: int | None) -> int:
 def demand_of_facts(facts: ModelFacts, samples: int, lengths: Sequence[int]) -> Demand:
     """Demand of one step of a job.
 
-    lengths   of all its samples; a step has as many as the mean says
+    lengths   lengths of all its samples; a step has as many as the mean says
     """
     each = np.asarray(lengths, dtype=np.float64)
     tokens = samples * float(each.mean())
@@ -141,7 +141,7 @@ def demand_of_facts(facts: ModelFacts, samples: int, lengths: Sequence[int]) -> 
 def facts_of_job(job: Job) -> ModelFacts:
     """The facts of a job compiled alone, without weights.
 
-    raises    what compiling raises: the base cannot be loaded, its targets are unknown, ...
+    raises    errors of compiling: the base cannot be loaded, its targets are unknown, ...
     """
     lora_fields = job.lora_fields
     rank = int(lora_fields.get("r", DEFAULT_RANK)) * (2 if job.changes_base else 1)

@@ -74,7 +74,7 @@ class RetryPolicy:
                 record.alone = 0
 
     def forget(self, name: str) -> None:
-        """A job ended."""
+        """Forget a job that has ended."""
         self._records.pop(name, None)
 
     def suspects(self, name: str) -> bool:

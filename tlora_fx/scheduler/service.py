@@ -457,7 +457,7 @@ def opened(
 class OpenFile:
     """A file of which not all jobs are in the ledger yet.
 
-    left   those that are not; None: it is not read yet
+    left   jobs of the file that are not yet submitted; None: it is not read yet
     """
 
     file: SubmittedFile

@@ -83,7 +83,7 @@ REQUEST = TypeAdapter(JobRequest)
 class ActiveJob:
     """A job that is not done.
 
-    solo_seconds   of one step alone on the GPUs it asked for
+    solo_seconds   seconds of one step alone on the GPUs it asked for
     steps_done     may be a fraction between commits, in simulation
     credit         GPU-seconds that it has given (positive) or taken, beyond its own
     """
@@ -117,9 +117,9 @@ class ActiveJob:
 class ChangeCosts:
     """Costs of jobs that join and leave a running group, in seconds without progress.
 
-    join     of all jobs of a group that some join
-    leave    of all jobs of a group that some leave, which are committed then
-    move     of a job that goes from one running group to another, besides
+    join     cost to all jobs of a group that some join
+    leave    cost to all jobs of a group that some leave, which are committed then
+    move     additional cost to a job that goes from one running group to another
     end      from a job's last step until it is written and told; others train on meanwhile, but a
              group that has no others keeps its GPUs
     """
@@ -138,13 +138,13 @@ class ChangeCosts:
 
 @dataclass(slots=True)
 class SchedulerState:
-    """One moment.
+    """State of the scheduler at one moment.
 
     now             seconds
     jobs            active jobs that may run, by name, in order of submission
     horizon         seconds until the next decision
     switch_seconds  what forming a group costs it, in seconds without progress
-    changes         what joins and leaves cost; None: a group changes by being formed anew
+    changes         costs of joins and leaves; None: a group changes by being formed anew
     """
 
     now: float
@@ -169,7 +169,7 @@ class Reason:
     """Reason for something a policy did, for `schedule explain`.
 
     verdict    such as "merged", "kept apart", "waits", "released 2 GPUs"
-    gain       of the objective; None where it never came to that
+    gain       gain of the objective; None where none was computed
     """
 
     job: str

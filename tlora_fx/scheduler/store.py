@@ -116,7 +116,7 @@ class DecisionRecord:
 
     @property
     def jobs(self) -> list[str]:
-        """All that were active then."""
+        """Jobs that were active then."""
         return [name for group in self.groups for name in group.jobs] + list(self.waiting)
 
 

@@ -89,7 +89,7 @@ class EventLog(Callback):
     store: ServiceStore
 
     def say(self, time: float | None, kind: str, jobs: Sequence[str], text: str) -> None:
-        """One event; time in seconds of the run's clock, None: now."""
+        """Write one event; time in seconds of the run's clock, None: now."""
         at = _now() if time is None else self.store.started + time
         logger.info(text, extra={"event": kind, "jobs": list(jobs)})
         self.store.tell(at, kind, jobs, text)

@@ -263,7 +263,7 @@ class ServiceStore:
         return Submission(number, tuple(names), document, folder)
 
     def submissions(self) -> list[Submission]:
-        """All that were taken."""
+        """Submissions that were accepted."""
         with self._reading() as base:
             rows = base.execute("SELECT number, document, folder FROM submissions").fetchall()
         return [Submission(number, (), document, folder) for number, document, folder in rows]
@@ -350,7 +350,7 @@ class ServiceStore:
             return base.execute(query, values).fetchall()
 
     def version(self) -> tuple[int, int, int]:
-        """Another one whenever the ledger has changed, as seen by the thread that asks."""
+        """Version of the ledger, which changes with it, as seen by the thread that asks."""
         base = self._base
         [version] = base.execute("PRAGMA data_version").fetchone()
         return id(base), version, base.total_changes

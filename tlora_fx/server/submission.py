@@ -55,7 +55,7 @@ class IntakeLimits:
 
 
 class Intake:
-    """Takes uploads and submissions."""
+    """Intake of uploads and submissions."""
 
     def __init__(self, store: ServiceStore, limits: IntakeLimits) -> None:
         self.store, self.limits = store, limits

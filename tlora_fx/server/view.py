@@ -104,7 +104,7 @@ class Curve:
     _count: int = 0
 
     def add(self, step: int, loss: float) -> None:
-        """One more step; one that was told before takes back all behind it."""
+        """Add a step; one that was told before takes back all behind it."""
         while self.points and self.points[-1][0] >= step:
             self.points.pop()
         self._sum, self._count = self._sum + loss, self._count + 1
@@ -199,7 +199,7 @@ class RunView:
         self._places: dict[str, GroupSpan] = {}
 
     def refresh(self) -> None:
-        """Read what is new."""
+        """Read what is new in the run's files."""
         ledger = self.store.version()
         if ledger != self._ledger:
             self._owned = self.store.jobs()
@@ -265,7 +265,7 @@ class RunView:
         ]
 
     def overview(self, user: User) -> Overview:
-        """The whole."""
+        """Overview of the service for a user."""
         now = time.time()
         counts: dict[str, int] = {}
         for owned in self._owned:

@@ -41,7 +41,7 @@ class Axis:
         return self.start + (self.end - self.start) * min(1.0, max(0.0, part))
 
     def ticks(self) -> list[float]:
-        """Round numbers along it."""
+        """Round numbers along the axis."""
         if self.log:
             least, most = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
             every = max(1, (most - least) // 6)

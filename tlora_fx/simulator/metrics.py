@@ -143,7 +143,7 @@ class SeriesPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A whole replay.
+    """Metrics of a whole replay.
 
     runnable                most jobs that a policy saw at once
     refusals                how often each reason of a refusal was given

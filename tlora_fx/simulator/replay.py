@@ -55,7 +55,7 @@ class Clock:
         self.now = now
 
     def go_to(self, time: float) -> None:
-        """Time passes; raises ClockBackwards."""
+        """Advance the time; raises ClockBackwards."""
         if time < self.now:
             raise ClockBackwards(
                 "a simulated clock cannot go back",
@@ -130,7 +130,7 @@ class Disturbances:
 
 
 class SimulatedGroup:
-    """A formation that runs.
+    """Formation that runs in the simulator.
 
     requests       of the jobs that are left, the one that ends next last
     begins         when its first step does, seconds

@@ -63,7 +63,7 @@ class Report:
 
     @cached_property
     def policies(self) -> dict[str, list[ScenarioResult]]:
-        """The main comparison."""
+        """Replays of the main comparison, by policy."""
         return by_policy(self.plan.main, self.outcomes)
 
     @property
@@ -94,7 +94,7 @@ class Report:
 
     @cached_property
     def figures(self) -> list[Figure]:
-        """All of them."""
+        """Figures of the report."""
         return figures_of(self.plan, self.outcomes)
 
     def choices(self) -> list[tuple[str, str, str]]:

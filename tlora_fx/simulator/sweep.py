@@ -99,7 +99,7 @@ class JobSource:
 
     @property
     def synthetic(self) -> bool:
-        """Whether it is drawn."""
+        """Whether the trace is drawn."""
         return self.trace == SYNTHETIC
 
 
@@ -283,7 +283,7 @@ SWEEPS = ("scale", "cluster", "months", "nano")
 
 @validated(frozen=True)
 class Scenario(ReplayOptions):
-    """One replay.
+    """Settings of one replay.
 
     nano_batches    of every group; None: the best of each
     recorded        the result says who ran where and when
@@ -397,7 +397,7 @@ class SweepPlan:
     sweeps: dict[str, list[tuple[float, tuple[Scenario, ...]]]]
 
     def scenarios(self) -> list[Scenario]:
-        """All of them; some twice."""
+        """Scenarios of the report; some twice."""
         others = [scenario for rows in self.sweeps.values() for _, row in rows for scenario in row]
         return [*self.main, *others]
 

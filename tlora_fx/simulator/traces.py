@@ -57,7 +57,7 @@ class Dropped:
     first: dict[str, str] = field(default_factory=dict)
 
     def add(self, reason: str, where: str, *, rule: bool = False) -> None:
-        """Count one."""
+        """Count one more row that was left out."""
         (self.by_rule if rule else self.wrong)[reason] += 1
         self.first.setdefault(reason, where)
 
@@ -123,7 +123,7 @@ class Trace:
         return replace(self, jobs=kept, source=f"{self.source}, month {number}")
 
     def first(self, count: int) -> Trace:
-        """The first so many jobs."""
+        """Trace of the first so many jobs."""
         return replace(self, jobs=self.jobs[:count])
 
     @property

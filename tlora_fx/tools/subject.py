@@ -35,12 +35,12 @@ class Subject:
 
     @cached_property
     def listing(self) -> Listing:
-        """A row a module."""
+        """Listing with a row for each module."""
         return Listing.load(self.path)
 
     @cached_property
     def program(self) -> Program:
-        """An entry a node."""
+        """Program with an entry for each node."""
         if not (self.folder / Program.FILE).exists():
             Listing.load(self.path)  # which says what is wrong with the folder
         return Program.load(self.folder / Program.FILE)
@@ -145,7 +145,7 @@ class GraphSubject(Subject):
 
     @cached_property
     def program(self) -> Program:
-        """An entry a node."""
+        """Program with an entry for each node."""
         from tlora_fx.inspect.program import make_program
         from tlora_fx.ir.graph import TRACE
 

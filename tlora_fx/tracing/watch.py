@@ -48,7 +48,7 @@ def is_own_code(filename: str) -> bool:
 
 
 class Watch:
-    """All that was seen in one traced forward.
+    """Observations of one traced forward.
 
     refused   errors, in the order in which their causes were seen
     left      attributes that the forward gave other values, by path
@@ -307,7 +307,7 @@ class TracedDevice(_Kind):
 
 
 class AppliedFunction:
-    """One use of a custom autograd function; its backward is lost, so it is tried."""
+    """Use of a custom autograd function; its backward is lost, so it is tried."""
 
     def __init__(self, function: Any, args: tuple[Any, ...], place: tuple[str, int] | None) -> None:
         self.function, self.place = function, place

@@ -63,7 +63,7 @@ class Gate:
 
 @dataclass(slots=True)
 class KernelCall:
-    """One call on a group of sites.
+    """Call of kernels on a group of sites.
 
     row, tables   on the device, of the row and of each site
     token_index   int32 [tokens]

@@ -111,7 +111,7 @@ class Recordable(Protocol):
         """Whether they, and the extended weight, hold what is to be packed."""
 
     def note_packed(self, index: int, extended: ExtendedWeight | None) -> None:
-        """Note that they do."""
+        """Note that the buffers hold what is to be packed."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

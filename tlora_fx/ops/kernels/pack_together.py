@@ -107,7 +107,7 @@ class Packing:
         self.served = frozenset(alone)
 
     def start(self) -> None:
-        """Pack all of them."""
+        """Pack all sites."""
         if self.tables:
             from tlora_fx.ops.kernels.pack_strips import pack_strips
         for (stored, compute, block, capacity, jobs), table, blocks in self.tables:
@@ -149,7 +149,7 @@ def is_noting() -> bool:
 
 
 def note(work: Work) -> None:
-    """Tell who asks."""
+    """Tell all packings that take notes what a site packs."""
     for packing in _noting:
         packing.works.append(work)
 
@@ -160,5 +160,5 @@ def is_serving() -> bool:
 
 
 def is_served(work: Work) -> bool:
-    """Whether this one is."""
+    """Whether the site of a work is packed already."""
     return any(work in packing.served for packing in _serving)

@@ -323,7 +323,7 @@ def query_gradient(
 def key_gradient(
     dout: Tensor, saved: tuple[Tensor, ...], delta: Tensor, bounds: Tensor, rule: Rule, tile: Tile
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv."""
+    """Gradients dk and dv."""
     q, k, v, _, lse = saved
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     tensors = q, k, v, dout, lse, delta, dk, dv, bounds

@@ -475,25 +475,25 @@ class Case:
 
     def kernel(self, kind: Kind) -> Call:
         """One kernel alone: of all sites where it serves several at once, else of the first."""
-        run = KernelCall.open(self.kernels, self.group, len(self.x), self.x.device)
-        helds, site = [run.packed(index) for index in range(len(self.s))], self.site
+        call = KernelCall.open(self.kernels, self.group, len(self.x), self.x.device)
+        helds, site = [call.packed(index) for index in range(len(self.s))], self.site
         held = helds[0]
         wide = torch.promote_types(torch.float32, self.x.dtype)
         chunks = site.chunks(len(self.x), self.kernels.jobs)
         if kind == "shrink":
-            return lambda: run.shrink(self.x, helds, self.s, self.bits)
+            return lambda: call.shrink(self.x, helds, self.s, self.bits)
         if kind == "expand":
             y = torch.empty_like(self.dy)
-            return lambda: run.expand([0], self.s, [held.b], None, y, accumulate=False)
+            return lambda: call.expand([0], self.s, [held.b], None, y, accumulate=False)
         if kind == "lora_b_backward":
-            parts = run.empty(chunks, site.width, site.outer, dtype=wide)
+            parts = call.empty(chunks, site.width, site.outer, dtype=wide)
             ds = torch.empty_like(self.s[0])
-            return lambda: run.lora_b_backward(
+            return lambda: call.lora_b_backward(
                 [self.dy], self.s[:1], helds[:1], [parts], [ds], [None], [False], [(0, 0)]
             )
         assert kind == "lora_a_backward"
-        sums = [run.empty(chunks, site.width, site.inner, dtype=wide) for _ in self.s]
-        return lambda: run.lora_a_backward(self.x, self.s, self.bits, sums)
+        sums = [call.empty(chunks, site.width, site.inner, dtype=wide) for _ in self.s]
+        return lambda: call.lora_a_backward(self.x, self.s, self.bits, sums)
 
 
 def _widened(rows: Tensor, columns: int) -> Tensor:
@@ -514,7 +514,7 @@ def microseconds(calls: Sequence[Call], device: torch.device, rounds: int = 5) -
 
 
 def _by_the_clock(call: Call) -> float:
-    """One run: what tests take, under the interpreter."""
+    """One launch: what tests take, under the interpreter."""
     start = time.perf_counter()
     call()
     return 1e6 * (time.perf_counter() - start)

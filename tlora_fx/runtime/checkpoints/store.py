@@ -368,7 +368,7 @@ class _Earlier:
 
     @classmethod
     def of(cls, folder: Path, names: list[str], jobs: Collection[str]) -> _Earlier:
-        """Of the newest checkpoint; raises OSError where that cannot be read."""
+        """State of the newest checkpoint; raises OSError where that cannot be read."""
         if not jobs:
             return cls(folder)
         newest = folder / names[0] if names else folder

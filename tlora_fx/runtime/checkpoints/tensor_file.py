@@ -39,7 +39,7 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> _Layout:
-        """Of a file with these tensors."""
+        """Layout of a file with these tensors."""
         # Wide ones first, so that each lies where its dtype may begin.
         names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -169,7 +169,7 @@ class _Stage:
         self.done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def up(self, source: Tensor, target: Tensor) -> None:
-        """To the GPU; it may still copy afterwards, in the order of its stream."""
+        """Copy to the GPU; it may go on afterwards, in the order of its stream."""
         pieces = zip(torch.split(source, STAGED), torch.split(target, STAGED), strict=True)
         with self.lock, torch.cuda.device(self.device):
             for index, (here, there) in enumerate(pieces):
@@ -180,7 +180,7 @@ class _Stage:
                 done.record()
 
     def down(self, source: Tensor, target: Tensor) -> None:
-        """From the GPU."""
+        """Copy from the GPU."""
         pieces = list(zip(torch.split(source, STAGED), torch.split(target, STAGED), strict=True))
         with self.lock, torch.cuda.device(self.device):
             for index in range(len(pieces) + 1):

@@ -31,7 +31,7 @@ class Outcome:
     """Result of a round for one job.
 
     loss       mean over its targets
-    norm       of its gradients, before clipping
+    norm       norm of its gradients, before clipping
     updated    not where loss or norm are not finite, in this round or one before
     """
 
@@ -68,7 +68,7 @@ class PendingOutcomes:
 class GroupUpdate:
     """Updates the same jobs round after round.
 
-    optimizers   of the jobs
+    optimizers   optimizers of the jobs
     states       theirs, laid open
     own          each job's part of the kernels' table
     places       each job's index in a round's losses

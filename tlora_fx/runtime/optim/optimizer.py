@@ -263,7 +263,7 @@ _ROW = 8
 class AdamState:
     """One job's Adam, laid open.
 
-    gradients          of its parameters
+    gradients          gradients of its parameters
     firsts, seconds    their moments
     options            torch.optim's, of which the rates change, for each group of parameters
     groups             the index of each parameter's group
@@ -314,7 +314,7 @@ class JobOptimizer:
         # Those by `GroupUpdate` that the counters of torch.optim's state do not have yet.
         self._uncounted = 0
 
-    def _down_of(self, job: Job, params: Mapping[str, nn.Parameter]) -> Downs:
+    def _down_of(self, job: Job, params: Mapping[str, nn.Parameter]) -> ProjectionOfB:
         """The A and the scaling of each B."""
         downs = {
             name: name.replace(".lora_B.", ".lora_A.") for name in params if ".lora_B." in name
@@ -400,7 +400,7 @@ class JobOptimizer:
     def step(self, norm: float | None = None) -> float:
         """Clip, update the parameters, and advance the schedule.
 
-        norm      what `gradient_norm` returned for these gradients; measured when left out
+        norm      result of `gradient_norm` for these gradients; measured when left out
         returns   the norm before clipping
         """
         if norm is None:
@@ -604,7 +604,7 @@ def _kind_of(name: str, param: Tensor) -> str:
 # LoRA-FA: A stays as it starts, and B's gradient is projected so that W changes as near as it can
 # to what W's own gradient asks for (Zhang and others 2023).
 
-Downs = Mapping[Tensor, tuple[Tensor, float]]
+ProjectionOfB = Mapping[Tensor, tuple[Tensor, float]]
 #: What PEFT adds to the diagonal of A A^T.
 _RIDGE = 1e-8
 
@@ -628,7 +628,7 @@ class LoraFA(torch.optim.Optimizer):
     ) -> None:
         options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {"lr": lr, "correct_bias": correct_bias, **options})
-        self.down_of: Downs = {}
+        self.down_of: ProjectionOfB = {}
         self._projections: dict[Tensor, Tensor] = {}
 
     def forget(self) -> None:
@@ -677,7 +677,7 @@ class LoraFA(torch.optim.Optimizer):
             torch._foreach_mul_(params, 1 - rate * options["weight_decay"])
 
 
-def _projections(down_of: Downs) -> dict[Tensor, Tensor]:
+def _projections(down_of: ProjectionOfB) -> dict[Tensor, Tensor]:
     """(A A^T)^-1 / s^2 for each B, [r, r], in float32 at least; those of one shape together."""
     alike: dict[tuple[int, ...], list[Tensor]] = {}
     for up, (down, _) in down_of.items():

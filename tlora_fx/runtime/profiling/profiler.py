@@ -73,11 +73,11 @@ class ProfileRequest:
     """Settings of a measurement.
 
     device    that this process measures
-    tokens    of the rows
-    lengths   of their sequences
+    tokens    numbers of tokens of the rows
+    lengths   lengths of their sequences
     tp        sizes of tensor parallelism
     rounds    in which all pieces take turns
-    command   what the user typed, for the profile
+    command   command line of the user, for the profile
     """
 
     device: torch.device
@@ -478,9 +478,9 @@ class RowCalls:
     """One row, on the device.
 
     row      its tables
-    layers   what each layer is called with
+    layers   arguments of each layer
     hidden   index of the hidden state among that
-    loss     what the loss is called with, the hidden state first
+    loss     arguments of the loss, the hidden state first
     """
 
     row: PackedBatch

@@ -76,10 +76,10 @@ class WorkerServer(Protocol):
     def start(
         self, order: Path, log: Path, environment: Mapping[str, str], module: str = ""
     ) -> int:
-        """Start one; its number."""
+        """Start a worker; returns its number."""
 
     def signal(self, worker: int, number: int) -> None:
-        """Send one a signal."""
+        """Send a worker a signal."""
 
     def code(self, worker: int) -> int | None:
         """Exit code of a worker; None while it runs."""
@@ -127,7 +127,7 @@ Answer = FileRead | JobPrepared | JobRestored | JobRefused
 class _Task:
     """A file to read, or jobs to prepare.
 
-    jobs      those that nothing was told of yet
+    jobs      jobs without an answer yet
     sources   by job, the run that it goes on from
     """
 
@@ -171,8 +171,8 @@ class _Process:
 class Admission:
     """Turns job files into requests, without ever trusting one.
 
-    folder   of the run
-    module   what a process runs
+    folder   folder of the run
+    module   module that a process runs
     """
 
     def __init__(

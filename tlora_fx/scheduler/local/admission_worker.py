@@ -206,7 +206,7 @@ class _Limits:
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
     def begin(self) -> None:
-        """Another job has its own time; SIGXCPU ends the process that takes more."""
+        """Start the time of another job; SIGXCPU ends a process that takes more."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         seconds = used.ru_utime + used.ru_stime + self.order.cpu_seconds
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)

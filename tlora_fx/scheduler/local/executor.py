@@ -85,7 +85,7 @@ class LocalExecutor:
     """Runs groups on this machine.
 
     cluster   one node: its GPUs, or slots of a CPU
-    specs     what the trainer must know of a job, by name; it may grow
+    specs     specs of jobs for the trainer, by name; more may be added
     sources   by job, where its newest committed state lies; those of an earlier process
     started   time of day at second 0 of the executor's clock
     commits   hears of commits that no event tells: those of groups that are killed

@@ -43,7 +43,7 @@ class Processes(Protocol):
         """Whether processes begin at once."""
 
     def begin(self) -> None:
-        """Make ready."""
+        """Make the server ready."""
 
     def start(
         self,
@@ -58,10 +58,10 @@ class Processes(Protocol):
         rank: int = 0,
         size: int = 1,
     ) -> int:
-        """Start one; its number."""
+        """Start a worker; returns its number."""
 
     def free_memory(self, worker: int, needs: float | None) -> None:
-        """One will need so many bytes."""
+        """Free memory for a worker that will need so many bytes."""
 
     def news(self) -> list[IdleNews]:
         """News of idle workers since the last call."""
@@ -73,7 +73,7 @@ class Processes(Protocol):
         """Exit code of a worker, negative for a signal; None while it runs."""
 
     def close(self) -> None:
-        """End all."""
+        """End all workers."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class RunningGroup:
     stays       what jobs must have that join it, as `WorkerConfig` says
     log         where it prints
     begun       whether it has processes; one that is to take over has none yet
-    successor   what takes over from it
+    successor   group that takes over from it
     needs       bytes of each of its GPUs, or of main memory; None: not known
     """
 

@@ -31,10 +31,10 @@ WORKER = "tlora_fx.runtime.workers.training"
 class IdleNews:
     """News of an idle worker.
 
-    kind    what it keeps
+    kind    kind of model that it keeps
     held    bytes of its device, or of main memory on a CPU
     stays   beside the order's process; otherwise it was ended
-    order   of whoever needed memory; 0: nobody, there was too little for all
+    order   order that needed memory; 0: none, there was too little for all
     """
 
     kind: str
@@ -46,7 +46,7 @@ class IdleNews:
 class ForkServer:
     """Starts workers, and hears when they end.
 
-    module        what workers run; see `forkserver`
+    module        module that workers run; see `forkserver`
     held          a file descriptor that the server and all workers inherit; what is locked by it
                   stays locked until the last of them has ended
     """
@@ -143,7 +143,7 @@ class ForkServer:
             self._ask({"signal": worker, "number": number})
 
     def free_memory(self, worker: int, needs: float | None) -> None:
-        """A worker will need so many bytes from now on; as of `start`."""
+        """Free memory for a worker that needs so many bytes from now on; as of `start`."""
         if worker in self._running:
             self._ask({"free_memory": worker, "needs": needs})
 
@@ -416,7 +416,7 @@ class _Server:
     def fork(self, asked: dict[str, Any], team: int) -> None:
         """Give an order to a new worker.
 
-        team   by which those of its order know each other, where they stay
+        team   id by which the workers of an order know each other, where they stay
         """
         kind, place = asked["stays"], frozenset(asked["place"])
         pipes = _pipes() if kind else ()
@@ -544,9 +544,11 @@ class _Server:
                     else:
                         self.start(asked)
                     continue
-                self.tell(asked["start"], self.crowd_out(asked) if code == OUT_OF_MEMORY else code)
+                self.tell(
+                    asked["start"], self.end_idle_beside(asked) if code == OUT_OF_MEMORY else code
+                )
 
-    def crowd_out(self, asked: dict[str, Any]) -> int:
+    def end_idle_beside(self, asked: dict[str, Any]) -> int:
         """A process had no memory: end the idle workers beside it; its exit code."""
         crowd = self.beside(frozenset(asked["place"]))
         for pid, _ in crowd:
@@ -565,7 +567,7 @@ class _Resident:
                   what is free
     since         when it began to wait
     held          bytes then
-    team          of those that stay together
+    team          id that workers share which stay together
     rank, size    among them
     """
 

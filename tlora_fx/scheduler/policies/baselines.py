@@ -143,7 +143,7 @@ class MloraFifo:
     A job joins the oldest group of its base with a free slot, or begins one. Neither slowdown nor
     deadlines are looked at. Nothing that runs is taken apart.
 
-    gpus    of a group: "pooled", all that its jobs asked for, or "widest", those of its widest job
+    gpus    GPUs of a group: "pooled", all that its jobs asked for, or "widest", its widest job's
 
     source   the baseline "mLoRA" of tLoRA, section 4.1; field notes: FIFO fill, cap 4
     """

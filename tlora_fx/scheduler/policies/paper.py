@@ -142,7 +142,7 @@ class _Suffixes:
         seconds = cutter.seconds(self._keys[count], unit)
         if not isfinite(seconds) or seconds > unit.limit * (1 + ROUNDING):
             return -inf
-        return valuation.mass(unit) / seconds - self._parts[count]
+        return valuation.step_work(unit) / seconds - self._parts[count]
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ class TloraPaper:
             for unit, group in itertools.product(units, state.groups):
                 if set(group.jobs) == set(unit.jobs) and group.gpus == unit.gpus:
                     # The same jobs run already: the group stays where it is.
-                    unit.homes, unit.settled = (group,), True
+                    unit.current_groups, unit.settled = (group,), True
         placed = arrange(state, collector, units, reserve=True)
         waiting = tuple(name for unit in placed.waiting for name in unit.jobs)
         reasons = tuple(cutter.reasons) if explain else ()

@@ -119,7 +119,7 @@ def net_worth(
     """Worth of units, less the cost of re-forming those of `before` that are gone."""
     kept = {id(unit) for unit in units}
     return sum(valuation.worth(unit) for unit in units) - sum(
-        valuation.changed(unit) / valuation.window for unit in before if id(unit) not in kept
+        valuation.change_cost(unit) / valuation.window for unit in before if id(unit) not in kept
     )
 
 
@@ -137,7 +137,7 @@ def reasons_of(
     new = [unit for unit in search_round.units if unit.held]
     reasons = []
     for unit in new:
-        seconds = unit.homes[0].formed + dwell - state.now
+        seconds = unit.current_groups[0].formed + dwell - state.now
         detail = f"its group is new: for {seconds:.0f} s yet"
         reasons += [Reason(name, "left alone", detail=detail) for name in unit.jobs]
     for merge in result.merger.merges if result.merger else ():
@@ -206,7 +206,7 @@ class Unchanged:
         return self._last
 
     def keep(self, state: SchedulerState, decision: Decision) -> None:
-        """Remember."""
+        """Remember a decision and its state."""
         self._jobs, self._groups = tuple(state.jobs), decision.groups
         self._cluster, self._last = state.cluster, decision
 
@@ -303,7 +303,7 @@ class Tlora:
         return self.dwell_seconds * state.change_seconds / state.switch_seconds
 
     def _keep(self, state: SchedulerState, search_round: SearchRound) -> Decision:
-        groups = tuple(unit.homes[0] for unit in search_round.units)
+        groups = tuple(unit.current_groups[0] for unit in search_round.units)
         pairs = zip(groups, search_round.units, strict=True)
         self._memory = PolicyMemory({_key(group): unit for group, unit in pairs})
         answer = Decision(groups)
@@ -319,8 +319,10 @@ class Tlora:
         used = sum(self._used[name] for name in state.jobs)
         valuation.crowded = self.release and used > state.cluster.capacity()
         if valuation.crowded:
-            running = [unit for unit in search_round.units if unit.homes] or search_round.units
-            work = sum(valuation.mass(unit) / unit.seconds for unit in running)
+            running = [
+                unit for unit in search_round.units if unit.current_groups
+            ] or search_round.units
+            work = sum(valuation.step_work(unit) / unit.seconds for unit in running)
             valuation.price = work / sum(unit.gpus for unit in running)
         return valuation
 
@@ -343,7 +345,7 @@ class Tlora:
         valuation: GroupValuation,
     ) -> Placed:
         """Places for all that find one; what runs must not lose its own by a search."""
-        ran = {name for unit in search_round.units if unit.homes for name in unit.jobs}
+        ran = {name for unit in search_round.units if unit.current_groups for name in unit.jobs}
 
         def place(units: Sequence[CandidateGroup]) -> Placed:
             if self.release:

@@ -103,7 +103,7 @@ class RayCluster:
     """A cluster that this process has joined as a driver.
 
     kind       "cuda" or "cpu"
-    cluster    what policies are told
+    cluster    cluster as policies see it
     """
 
     kind: str

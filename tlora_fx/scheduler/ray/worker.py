@@ -28,8 +28,8 @@ class Worker:
 
     It trains in the main thread, where signals are heard; a thread of its own listens.
 
-    module     what carries an order out, as of `ForkServer`
-    version    of tlora-fx, where the run is
+    module     module that carries an order out, as of `ForkServer`
+    version    version of tlora-fx where the run is
     folder     where the run works, for paths that are not absolute
     """
 
@@ -60,7 +60,7 @@ class Worker:
         """Carry out an order: its exit code, and whether something is kept for the next one.
 
         environment   besides that of the process
-        address       of the first process of the group
+        address       address of the first process of the group
         """
         _take_up(Path(log), environment, address)
         before = signal.signal(signal.SIGTERM, _stop)

@@ -54,9 +54,9 @@ class Merger:
         self._many = valuation.many(units)
         self._gpus = np.array([float(unit.gpus) for unit in units])
         self._worth = np.array([valuation.worth(unit) for unit in units])
-        self._lost = np.array([valuation.lost(unit) for unit in units])
-        self._changed = np.array([valuation.changed(unit) for unit in units])
-        self._moved = np.array([valuation.moved(unit) for unit in units])
+        self._lost = np.array([valuation.reforming_cost(unit) for unit in units])
+        self._changed = np.array([valuation.change_cost(unit) for unit in units])
+        self._moved = np.array([valuation.move_cost(unit) for unit in units])
         self._runs = np.array([unit.settled for unit in units])
         self._left = np.array([unit.left for unit in units])
         self._open = np.array([not unit.held for unit in units])
@@ -108,7 +108,11 @@ class Merger:
         self.units[a], self.units[b] = merged, None
         many = self._many
         many.demand[a], many.asked[a] = merged.demand, merged.asked
-        many.mass[a], many.limit[a], many.single[a] = many.mass[a] + many.mass[b], merged.limit, 0
+        many.step_work[a], many.limit[a], many.single[a] = (
+            many.step_work[a] + many.step_work[b],
+            merged.limit,
+            0,
+        )
         self._gpus[a], self._worth[a] = merged.gpus, self.valuation.worth(merged)
         for costs in (self._lost, self._changed, self._moved):
             costs[a] += costs[b]
@@ -148,7 +152,7 @@ class Merger:
             many.bases[a],
             many.demand[a] + many.demand[b],
             many.asked[a] + many.asked[b],
-            many.mass[a] + many.mass[b],
+            many.step_work[a] + many.step_work[b],
             np.minimum(many.limit[a], many.limit[b]),
             np.zeros(len(a), dtype=np.bool_),
         )
@@ -243,7 +247,7 @@ class Mover:
         self._evaluate(list(range(unit_count)))
 
     def run(self, limit: int) -> list[CandidateGroup]:
-        """Make at most so many moves, and hand over what there is then."""
+        """Make at most so many moves; returns the units that result."""
         for _ in range(limit):
             if not self._step():
                 break
@@ -286,7 +290,7 @@ class Mover:
     def _grow(self) -> None:
         self.units.append(None)
         tables = self._tables
-        for name in ("bases", "demand", "asked", "mass", "limit", "single"):
+        for name in ("bases", "demand", "asked", "step_work", "limit", "single"):
             old = getattr(tables, name)
             setattr(tables, name, np.concatenate([old, old[-1:]]))
         self._unit_gpus = np.append(self._unit_gpus, 0.0)
@@ -306,7 +310,7 @@ class Mover:
             unit = replace(self._alone[inside[0]])
             for job in inside[1:]:
                 unit = unit.with_(self._alone[job], 1, 1.0)
-            unit.homes = before.homes if before is not None else ()
+            unit.current_groups = before.current_groups if before is not None else ()
             gpus = self._choice(before, unit.asked)
             many = self.valuation.many([unit])
             _, chosen, seconds = self.valuation.best(many, gpus[:, None])
@@ -328,16 +332,16 @@ class Mover:
         unit = self.units[index]
         tables = self._tables
         if unit is None:
-            tables.demand[index], tables.asked[index], tables.mass[index] = 0.0, 0.0, 0.0
+            tables.demand[index], tables.asked[index], tables.step_work[index] = 0.0, 0.0, 0.0
             tables.limit[index], self._unit_gpus[index] = np.inf, 0.0
             self._worth[index], self._lost[index], self._left[index] = 0.0, 0.0, np.inf
             self._open[index] = index == len(self.units) - 1
             return
         tables.bases[index] = self.valuation.bases.index(unit.base)
         tables.demand[index], tables.asked[index] = unit.demand, unit.asked
-        tables.mass[index], tables.limit[index] = self.valuation.mass(unit), unit.limit
+        tables.step_work[index], tables.limit[index] = self.valuation.step_work(unit), unit.limit
         self._unit_gpus[index], self._worth[index] = unit.gpus, self.valuation.worth(unit)
-        self._lost[index] = self.valuation.changed(unit)
+        self._lost[index] = self.valuation.change_cost(unit)
         self._left[index] = unit.left * unit.seconds
         self._open[index] = not unit.held
 
@@ -375,24 +379,29 @@ class Mover:
             return np.zeros(0)
         tables, jobs = self._tables, self._jobs
         demand, asked = tables.demand[indices].copy(), tables.asked[indices].copy()
-        mass, limit = tables.mass[indices].copy(), tables.limit[indices].copy()
+        step_work, limit = tables.step_work[indices].copy(), tables.limit[indices].copy()
         bases, gpus = tables.bases[indices], self._unit_gpus[indices].copy()
         if out is not None:
             demand, asked = demand - jobs.demand[out], asked - jobs.asked[out]
-            mass, limit = mass - jobs.mass[out], self._rest[out]
+            step_work, limit = step_work - jobs.step_work[out], self._rest[out]
         if into is not None:
             demand, asked = demand + jobs.demand[into], asked + jobs.asked[into]
-            mass, limit = mass + jobs.mass[into], np.minimum(limit, jobs.limit[into])
+            step_work, limit = step_work + jobs.step_work[into], np.minimum(limit, jobs.limit[into])
             bases = jobs.bases[into]
         # Differences of sums: an emptied unit has none left, whatever rounding says.
         empty = asked <= 0.5
         count = np.rint(demand[:, 0])
-        many = CandidateBatch(bases, demand, asked, mass, limit, count == 1)
+        many = CandidateBatch(bases, demand, asked, step_work, limit, count == 1)
         worth = np.zeros(len(indices))
         full = np.flatnonzero(~empty)
         if len(full):
             part = CandidateBatch(
-                bases[full], demand[full], asked[full], mass[full], limit[full], many.single[full]
+                bases[full],
+                demand[full],
+                asked[full],
+                step_work[full],
+                limit[full],
+                many.single[full],
             )
             choices = self._choices(
                 gpus[full], asked[full], swap=out is not None and into is not None
@@ -479,7 +488,7 @@ class UnitPacker:
         unit.gpus, unit.seconds = int(self._on[best]), float(self._took[best])
         self.units[a], many = unit, self._many
         many.demand[a], many.asked[a], many.limit[a] = unit.demand, unit.asked, unit.limit
-        many.mass[a], self._gpus[a] = self.valuation.mass(unit), unit.gpus
+        many.step_work[a], self._gpus[a] = self.valuation.step_work(unit), unit.gpus
         self._worth[a] = self.valuation.worth(unit)
         self._hosts[a] = self._hosts[a] or bool(self._hosts[gone].any())
         self._alive[gone] = False
@@ -537,7 +546,7 @@ class UnitPacker:
             many.bases[sets[:, 0]],
             np.where(member[:, :, None], many.demand[sets], 0.0).sum(axis=1),
             np.where(member, many.asked[sets], 0.0).sum(axis=1),
-            np.where(member, many.mass[sets], 0.0).sum(axis=1),
+            np.where(member, many.step_work[sets], 0.0).sum(axis=1),
             np.where(member, many.limit[sets], np.inf).min(axis=1),
             np.zeros(len(sets), dtype=np.bool_),
         )
@@ -647,7 +656,7 @@ def _evaluate(
         np.full(len(first), many.bases[0]),
         _sums(many.demand)[last + 1] - _sums(many.demand)[first],
         _sums(many.asked)[last + 1] - _sums(many.asked)[first],
-        _sums(many.mass)[last + 1] - _sums(many.mass)[first],
+        _sums(many.step_work)[last + 1] - _sums(many.step_work)[first],
         limit[first, last],
         np.zeros(len(first), dtype=np.bool_),
     )
@@ -655,7 +664,7 @@ def _evaluate(
     worth, gpus, seconds = valuation.best(segments, choices)
     alone = first == last
     worth[alone] = [valuation.worth(unit) for unit in row]
-    lost = np.array([valuation.lost(unit) for unit in row])
+    lost = np.array([valuation.reforming_cost(unit) for unit in row])
     left = np.array([unit.left for unit in row])
     fewest = np.minimum.accumulate(np.where(np.tri(len(row), dtype=bool).T, left, np.inf), 1)
     lasting = np.minimum(valuation.window, fewest[first, last] * np.where(alone, 1.0, seconds))

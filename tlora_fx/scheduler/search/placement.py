@@ -176,7 +176,7 @@ class Placed:
         for unit in self.running:
             place = self.places[id(unit)]
             new = Group(unit.jobs, len(place), place, unit.seconds, now)
-            groups.append(unit.homes[0] if unit.settled else new)
+            groups.append(unit.current_groups[0] if unit.settled else new)
         return tuple(groups)
 
 
@@ -191,12 +191,12 @@ def arrange(
 ) -> Placed:
     """Find places: what runs first, then what waits, the most pressed first.
 
-    valuation    of single jobs, which start where their unit does not fit; None: units wait whole
+    valuation    values single jobs, which start where their unit does not fit; None: none starts
     backfill     False: behind a unit that does not fit all others wait
     """
     arranging = Arranging(state)
-    waiting = [unit for unit in units if not unit.homes]
-    for unit in arranging.settle([unit for unit in units if unit.homes]):
+    waiting = [unit for unit in units if not unit.current_groups]
+    for unit in arranging.settle([unit for unit in units if unit.current_groups]):
         waiting += _undo(state, collector, arranging, unit)
     keys = {
         id(unit): min(pressed_first(state.jobs[name], state.now) for name in unit.jobs)
@@ -214,7 +214,7 @@ def _undo(
 ) -> list[CandidateGroup]:
     """Leave what runs where it is; the others wait."""
     left = set(unit.jobs)
-    for home in unit.homes:
+    for home in unit.current_groups:
         jobs = [state.jobs[name] for name in home.jobs if name in left]
         left -= set(home.jobs)
         if not jobs:
@@ -232,12 +232,12 @@ def _at_home(
 ) -> tuple[CandidateGroup, set[str]]:
     """What is left of a group on its GPUs, and the jobs that cannot stay with it."""
     unit = collector.unit(jobs, home.gpus, home.seconds)
-    unit.homes, unit.settled = (home,), len(jobs) == len(home.jobs)
+    unit.current_groups, unit.settled = (home,), len(jobs) == len(home.jobs)
     out: set[str] = set()
     while not unit.settled:
         stay = [job for job in jobs if job.name not in out]
         unit = collector.unit(stay, home.gpus, home.seconds)
-        unit.homes, unit.gpus = (home,), min(home.gpus, unit.asked)
+        unit.current_groups, unit.gpus = (home,), min(home.gpus, unit.asked)
         unit.seconds = seconds_of(state, unit.base, unit.demand, unit.gpus)
         if len(stay) == 1 or unit.seconds <= unit.limit * (1 + ROUNDING):
             break
@@ -257,15 +257,15 @@ class Arranging:
         """Units that run or have a home get their places; those that find none are returned."""
         moving = []
         for unit in units:
-            for home in unit.homes:
+            for home in unit.current_groups:
                 self.placer.take(home.place)
             if unit.settled:
-                self.put(unit, unit.homes[0].place)
+                self.put(unit, unit.current_groups[0].place)
             else:
                 moving.append(unit)
         homeless = []
         for unit in sorted(moving, key=lambda unit: (unit.gpus, unit.jobs)):
-            old = [gpu for home in unit.homes for gpu in home.place]
+            old = [gpu for home in unit.current_groups for gpu in home.place]
             self.placer.give(old)
             place = self.placer.find(unit.gpus, keep=old)
             if place is None:
@@ -363,7 +363,7 @@ class Arranging:
         self.put(unit, place)
 
     def put(self, unit: CandidateGroup, place: tuple[int, ...]) -> None:
-        """A unit runs there."""
+        """Place a unit on GPUs, where it runs."""
         self.placed.places[id(unit)] = place
         self.placed.running.append(unit)
 
