@@ -8,7 +8,7 @@ import pytest
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError
-from tlora_fx.runtime.data.encoding import SampleLayout, find_layout
+from tlora_fx.runtime.data.layout import SampleLayout, find_layout
 
 
 def layout(present: list[str], **fields: Any) -> SampleLayout:

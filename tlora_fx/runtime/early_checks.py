@@ -26,7 +26,7 @@ from tlora_fx.errors import (
     UnknownPlanner,
     nearest,
 )
-from tlora_fx.runtime.data.encoding import find_layout
+from tlora_fx.runtime.data.layout import find_layout
 from tlora_fx.runtime.data.rows import evaluated, is_local, read_rows, require_files
 from tlora_fx.runtime.data.samples import DataReport
 from tlora_fx.runtime.run_folder import RunFolder

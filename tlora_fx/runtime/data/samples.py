@@ -21,7 +21,8 @@ from tlora_fx.config.job import Job
 from tlora_fx.errors import ChatTemplateError, EmptyDataError, MalformedRowError, NoTargetsError
 from tlora_fx.runtime.data.chats import UnlocatedTurnError, template_of
 from tlora_fx.runtime.data.conversations import BadRowError
-from tlora_fx.runtime.data.encoding import CHATS, Labelled, TextEncoder, find_layout
+from tlora_fx.runtime.data.encoding import Labelled, TextEncoder
+from tlora_fx.runtime.data.layout import CHATS, find_layout
 from tlora_fx.runtime.data.rendered import Encoded
 from tlora_fx.runtime.data.rows import DataRow, evaluated, read_rows
 
