@@ -15,7 +15,7 @@ def layout(present: list[str], **fields: Any) -> SampleLayout:
     """The layout of data with these columns."""
     data = {"path": "x.jsonl", **fields}
     job = Job(name="a", base={"model": "m"}, lora={"r": 2}, data=data)
-    return find_layout(job, present, where="x.jsonl:1")
+    return find_layout(job, [dict.fromkeys(present, "a")], where="x.jsonl:1")
 
 
 @pytest.mark.parametrize(

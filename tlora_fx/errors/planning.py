@@ -78,6 +78,14 @@ class AmbiguousFormatError(DataError, code="T0308"):
     """
 
 
+class UnreadColumnError(DataError, code="T0309"):
+    """The data has a column that looks as if it said what is trained, and no format reads it.
+
+    Such are `weight`, `mask`, `train`, and in a job of method sft `label`. Leave out the rows that
+    shall not be trained, then say that the column is not read: `columns: {weight: null}`.
+    """
+
+
 class EmptyDataError(DataError, code="T0305"):
     """The data of a job has no usable row."""
 

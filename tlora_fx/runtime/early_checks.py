@@ -26,7 +26,7 @@ from tlora_fx.errors import (
     UnknownPlanner,
     nearest,
 )
-from tlora_fx.runtime.data.layout import find_layout
+from tlora_fx.runtime.data.layout import LaidOutRows
 from tlora_fx.runtime.data.rows import evaluated, is_local, read_rows, require_files
 from tlora_fx.runtime.data.samples import DataReport
 from tlora_fx.runtime.run_folder import RunFolder
@@ -123,7 +123,7 @@ def require_job_folders(jobs: Sequence[Job], output: Path) -> None:
 def require_data(jobs: Sequence[Job]) -> None:
     """Refuse jobs whose data files are not there, are of a type that is not read, or do not fit.
 
-    Of a file that is read line by line the first row is looked at.
+    Of a file that is read line by line the first rows are looked at.
 
     raises    DataError
     """
@@ -140,11 +140,10 @@ _BY_LINE = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 
 def _require_layout(job: Job) -> None:
     report = DataReport()
-    for row in read_rows(job.data, job.name, limit=100):
-        if row.fields is not None:
-            find_layout(job, row.fields, where=row.where)
-            return
-        report.add_bad_row(job, row.where, row.reason)
+    first = read_rows(job.data, job.name, limit=100)
+    for row in LaidOutRows(job, first, is_whole=False):
+        if row.fields is None:
+            report.add_bad_row(job, row.where, row.reason)
 
 
 def require_trainable(jobs: Sequence[Job]) -> None:

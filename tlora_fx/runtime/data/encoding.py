@@ -13,6 +13,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tlora_fx.config.job import COLUMNS_OF, BaseSpec
+from tlora_fx.runtime.data.beside import lead_of, led, masked
 from tlora_fx.runtime.data.chats import ChatRenderer, template_of
 from tlora_fx.runtime.data.conversations import (
     BadRowError,
@@ -25,6 +26,7 @@ from tlora_fx.runtime.data.conversations import (
 from tlora_fx.runtime.data.labels import label_code
 from tlora_fx.runtime.data.layout import CHATS, SampleLayout
 from tlora_fx.runtime.data.rendered import Encoded, Rendered, common, tokenize
+from tlora_fx.runtime.data.tokenised import encode_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,16 +74,55 @@ class TextEncoder:
         """
         ours, format = self._ours(fields), self.layout.format
         if format in CHATS:
+            self._require_template()
             chat = conversation_of(ours["messages" if format == "messages" else "conversations"])
+            mask, on_assistant = ours.get("loss_mask"), self.layout.on_completion
+            chat = led(masked(chat, mask, on_assistant=on_assistant), self._lead(ours))
             return self._chats.render(chat, tools_of(ours.get("tools")))
-        if format == "alpaca" and template_of(self.tokenizer):
+        if format == "alpaca":
+            lead = self._text_lead(ours)
+            if not template_of(self.tokenizer):
+                return None
             said = (("user", self._question(ours)), ("assistant", self._text(ours, "output")))
             messages = [{"role": role, "content": text} for role, text in said]
-            return self._chats.render(Conversation(messages), None)
-        if format == "prompt-completion" and is_conversation(ours["prompt"]):
-            prompt, reply = (conversation_of(ours[name]) for name in ("prompt", "completion"))
-            return self._chats.render_reply(prompt, reply, tools_of(ours.get("tools")))
+            return self._chats.render(led(Conversation(messages), lead), None)
+        if format == "prompt-completion":
+            pair = self._said(ours, "completion")
+            if pair is not None:
+                prompt, reply = led(pair[0], self._lead(ours)), pair[1]
+                return self._chats.render_reply(prompt, reply, tools_of(ours.get("tools")))
         return None
+
+    def _said(self, ours: Mapping[str, Any], name: str) -> tuple[Conversation, Conversation] | None:
+        """A prompt and what is said to it in the column `name`; None for plain texts."""
+        if is_conversation(ours["prompt"]):
+            self._require_template()
+            return conversation_of(ours["prompt"]), conversation_of(ours[name])
+        self._text_lead(ours)
+        if not self.layout.is_instructed:
+            return None
+        prompt, reply = self._text(ours, "prompt"), self._text(ours, name)
+        return (
+            Conversation([{"role": "user", "content": prompt}]),
+            Conversation([{"role": "assistant", "content": reply}]),
+        )
+
+    def _lead(self, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return lead_of(ours, self.layout.columns)
+
+    def _text_lead(self, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What stands before a prompt that is text; raises BadRowError where no row had any."""
+        lead = self._lead(ours)
+        if lead and not self.layout.is_instructed:
+            raise BadRowError(
+                "the row has a system or a history, and none of the first rows has: move such a "
+                "row to the front, or set columns: {system: null, history: null}"
+            )
+        return lead
+
+    def _require_template(self) -> None:
+        if not template_of(self.tokenizer):
+            raise BadRowError("the row is a conversation, and the tokenizer has no chat template")
 
     def render_pair(self, fields: Mapping[str, Any]) -> tuple[Rendered, Rendered] | None:
         """What the chat template makes of a chosen and of a rejected completion.
@@ -90,10 +131,11 @@ class TextEncoder:
         raises   BadRowError
         """
         ours = self._ours(fields)
+        tools, lead = tools_of(ours.get("tools")), self._lead(ours)
         if not is_conversation(ours["chosen"]):
-            return None
+            return self._exchanges(ours, tools)
+        self._require_template()
         chosen, rejected = (conversation_of(ours[name]) for name in ("chosen", "rejected"))
-        tools = tools_of(ours.get("tools"))
         if is_conversation(ours.get("prompt")):
             prompt = conversation_of(ours["prompt"])
         else:
@@ -103,7 +145,21 @@ class TextEncoder:
             chosen, rejected = chosen.behind(shared), rejected.behind(shared)
         if not (prompt.messages and chosen.messages and rejected.messages):
             raise BadRowError("chosen and rejected have no prompt in common, or nothing behind it")
+        prompt = led(prompt, lead)
         first, second = (self._chats.render_reply(prompt, c, tools) for c in (chosen, rejected))
+        return first, second
+
+    def _exchanges(self, ours: Mapping[str, Any], tools: Any) -> tuple[Rendered, Rendered] | None:
+        """Two texts said to a prompt behind a system or a history; None where no row has these."""
+        lead = self._text_lead(ours)
+        if not self.layout.is_instructed:
+            return None
+        if "prompt" not in ours:
+            raise BadRowError("a system or a history needs the column prompt behind it")
+        pairs = [self._said(ours, name) for name in ("chosen", "rejected")]
+        first, second = (
+            self._chats.render_reply(led(pair[0], lead), pair[1], tools) for pair in pairs if pair
+        )
         return first, second
 
     def encode(self, fields: Mapping[str, Any]) -> Encoded:
@@ -112,6 +168,8 @@ class TextEncoder:
         if rendered is not None:
             return tokenize(self.tokenizer, [rendered])[0]
         ours, format = self._ours(fields), self.layout.format
+        if format == "tokens":
+            return encode_tokens(ours, is_masked=self.layout.on_completion)
         if format == "text":
             ids = self._closed(self._text(ours, "text"))
             return Encoded(ids, [True] * len(ids))

@@ -22,9 +22,9 @@ from tlora_fx.errors import ChatTemplateError, EmptyDataError, MalformedRowError
 from tlora_fx.runtime.data.chats import UnlocatedTurnError, template_of
 from tlora_fx.runtime.data.conversations import BadRowError
 from tlora_fx.runtime.data.encoding import Labelled, TextEncoder
-from tlora_fx.runtime.data.layout import CHATS, find_layout
+from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows, SampleLayout
 from tlora_fx.runtime.data.rendered import Encoded
-from tlora_fx.runtime.data.rows import DataRow, evaluated, read_rows
+from tlora_fx.runtime.data.rows import evaluated, read_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,6 +106,7 @@ class DataReport:
     layout                  what the rows were read as
     notes                   other things that a user should know
     format                  of its rows, as of `SampleLayout`; empty where none was read
+    unread                  columns of the rows that are not read
     """
 
     rows: int = 0
@@ -120,6 +121,7 @@ class DataReport:
     layout: str = ""
     notes: tuple[str, ...] = ()
     format: str = ""
+    unread: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """The report as text: what is left, then each thing that was changed or left out."""
@@ -133,6 +135,7 @@ class DataReport:
             if count:
                 lines.append(f"{count} of {self.rows} {what}")
         lines += [self.layout] if self.layout else []
+        lines += [f"columns that are not read: {', '.join(self.unread)}"] if self.unread else []
         return [*lines, *(f"bad row {row}" for row in self.first_bad_rows), *self.notes]
 
     def add_bad_row(self, job: Job, where: str, reason: str) -> None:
@@ -358,7 +361,8 @@ def _samples(
     report, table = DataReport(), SampleTable()
     size = 2 if job.is_preference else 1
     position = _label_position(job) if job.base.is_classifier else None
-    for encoded in _encoded(job, tokenizer, report):
+    rows = LaidOutRows(job, read_rows(job.data, job.name), min(WINDOW, limit or WINDOW))
+    for encoded in _encoded(job, tokenizer, rows, report):
         if isinstance(encoded, Labelled):
             _keep_labelled(encoded, position, report, table)
         else:
@@ -366,6 +370,7 @@ def _samples(
         if limit is not None and len(table) >= limit * size:
             break
     report.samples, report.tokens = len(table) // size, table.tokens
+    report.unread = tuple(rows.unread)
     if report.rows == report.bad_rows:
         what = "all rows of the data are bad" if report.rows else "the data has no rows"
         found = "\n".join(report.first_bad_rows) or None
@@ -383,17 +388,18 @@ def _samples(
 
 
 def _encoded(
-    job: Job, tokenizer: PreTrainedTokenizerBase, report: DataReport
+    job: Job, tokenizer: PreTrainedTokenizerBase, rows: LaidOutRows, report: DataReport
 ) -> Iterator[tuple[Encoded, ...] | Labelled]:
     """What becomes of each row: a sample, the two of a pair, or a sample that has a label."""
     encoder: TextEncoder | None = None
-    for row in read_rows(job.data, job.name):
+    for row in rows:
         report.rows += 1
         if row.fields is None:
             report.add_bad_row(job, row.where, row.reason)
             continue
         if encoder is None:
-            encoder = _encoder(job, tokenizer, row)
+            assert rows.layout is not None
+            encoder = _encoder(job, tokenizer, rows.layout)
             report.layout = encoder.layout.line()
             report.format = encoder.layout.format
         try:
@@ -415,11 +421,8 @@ def _encoded(
             report.add_bad_row(job, row.where, str(error))
 
 
-def _encoder(job: Job, tokenizer: PreTrainedTokenizerBase, row: DataRow) -> TextEncoder:
-    fields = row.fields or {}
-    layout = find_layout(job, fields, where=row.where)
-    talks = any(isinstance(fields.get(theirs), list) for theirs in layout.columns.values())
-    if (layout.format in CHATS or talks) and not template_of(tokenizer):
+def _encoder(job: Job, tokenizer: PreTrainedTokenizerBase, layout: SampleLayout) -> TextEncoder:
+    if layout.needs_template and not template_of(tokenizer):
         help = "name a chat model's tokenizer under base, or give prompt and completion columns"
         raise ChatTemplateError("the tokenizer has no chat template", job=job.name, help=help)
     return TextEncoder(tokenizer, layout)
