@@ -274,9 +274,11 @@ class BaseSpec(Spec):
 class DataSpec(Spec):
     """Where a job's samples come from and which of their tokens are trained.
 
-    path           a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or the hub id of a data set
+    path           a .jsonl, .json, .csv, .tsv, .parquet or .txt file, text also with .gz or .zst; a
+                   pattern of such files, such as data/*.jsonl; a folder that save_to_disk of
+                   datasets wrote; or the hub id of a data set
     name           name of the configuration of a data set of the hub
-    split          name of the split of a data set of the hub
+    split          name of the split of a data set of the hub, or of such a folder
     streaming      read only as many rows of a data set of the hub as the job's steps need
     columns        column names of the format, each mapped to the file's name of that column; and
                    names of the file's columns mapped to null, which are not read

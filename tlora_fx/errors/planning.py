@@ -44,7 +44,8 @@ class DataError(TloraError, code="T0300"):
 class DataFileError(DataError, code="T0301"):
     """A data file does not exist or cannot be read.
 
-    Give a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a hub id.
+    Give a .jsonl, .json, .csv, .tsv, .parquet or .txt file, a pattern of such files, a folder that
+    `save_to_disk` of `datasets` wrote, or a hub id.
     """
 
 

@@ -26,9 +26,10 @@ from tlora_fx.errors import (
     UnknownPlanner,
     nearest,
 )
-from tlora_fx.runtime.data.layout import LaidOutRows
+from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows
 from tlora_fx.runtime.data.rows import evaluated, is_local, read_rows, require_files
 from tlora_fx.runtime.data.samples import DataReport
+from tlora_fx.runtime.data.text_files import suffix_of
 from tlora_fx.runtime.run_folder import RunFolder
 
 #: What the modules of planners and controllers define, which cannot be imported without torch.
@@ -130,7 +131,7 @@ def require_data(jobs: Sequence[Job]) -> None:
     for job in jobs:
         require_files(job)
         for spec in (job.data, evaluated(job)):
-            if spec is not None and spec.path.lower().endswith(_BY_LINE):
+            if spec is not None and suffix_of(Path(spec.path)) in _BY_LINE:
                 _require_layout(job.model_copy(update={"data": spec}))
 
 
@@ -140,7 +141,7 @@ _BY_LINE = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 
 def _require_layout(job: Job) -> None:
     report = DataReport()
-    first = read_rows(job.data, job.name, limit=100)
+    first = read_rows(job.data, job.name, limit=WINDOW)
     for row in LaidOutRows(job, first, is_whole=False):
         if row.fields is None:
             report.add_bad_row(job, row.where, row.reason)

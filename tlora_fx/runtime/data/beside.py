@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from tlora_fx.runtime.data.conversations import BadRowError, Conversation
@@ -57,9 +58,9 @@ def masked(chat: Conversation, mask: object, *, on_assistant: bool) -> Conversat
     on_assistant  whether turns of others are not trained anyway
     raises        BadRowError when the mask is no such list, or cannot be followed
     """
-    if mask is None:
+    if mask in (None, ""):
         return chat
-    count = len(chat.messages)
+    count, mask = len(chat.messages), _parsed(mask)
     if not isinstance(mask, list) or len(mask) != count or any(each not in (0, 1) for each in mask):
         raise BadRowError(f"loss_mask is not a 0 or 1 for each of {count} messages")
     for number, (message, on) in enumerate(zip(chat.messages, mask, strict=True), 1):
@@ -75,11 +76,7 @@ def masked(chat: Conversation, mask: object, *, on_assistant: bool) -> Conversat
 
 
 def _turns(history: object, theirs: str) -> list[dict[str, Any]]:
-    if isinstance(history, str) and history.strip():
-        try:
-            history = json.loads(history)
-        except ValueError:
-            history = None, None
+    history = _parsed(history)
     if not history:
         return []
     pairs = history if isinstance(history, list) else [None]
@@ -99,3 +96,11 @@ def _turns(history: object, theirs: str) -> list[dict[str, Any]]:
             for role, text in zip(("user", "assistant"), pair, strict=True)
         ]
     return messages
+
+
+def _parsed(value: object) -> object:
+    """A value of a column of text, which holds lists as JSON."""
+    if isinstance(value, str) and value.strip():
+        with suppress(ValueError, RecursionError):
+            return json.loads(value)
+    return value

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args
 from tlora_fx.config.job import COLUMNS_OF, OPTIONAL_COLUMNS, ColumnName, DataSpec, Job, columns_of
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError, UnreadColumnError, nearest
 from tlora_fx.runtime.data.conversations import is_conversation
-from tlora_fx.runtime.data.rows import DataRow
+from tlora_fx.runtime.data.text_files import DataRow
 
 Format = Literal[
     "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label", "tokens"
@@ -208,7 +208,7 @@ class _RowCheck:
             elif not _governs(self.job, name):
                 self._known.add(name)
                 self.unread[name] = None
-            elif fields[name] is not None:
+            elif fields[name] not in (None, ""):
                 raise self._governing(where, name, fields)
 
     def require_mapped(self, where: str) -> None:
