@@ -108,7 +108,9 @@ def saved_rows(table: Path, job: str) -> Iterator[DataRow]:
 
     saved_files(table, job)
     try:
-        rows = datasets.load_from_disk(str(table))
+        rows: Any = datasets.load_from_disk(str(table))
+        # What a damaged file says of lengths would be read from beyond its memory.
+        rows.data.validate(full=True)
         yield from _rows(table, rows)
     except _DAMAGED as error:
         what = "the data folder cannot be read"
