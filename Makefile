@@ -11,8 +11,8 @@
 
 PYTHON ?= python3
 WORKERS ?= 3
-# Damaged files of each of 13 kinds that `make fuzz` reads.
-FUZZ_CASES ?= 1660
+# Damaged files of each of 16 kinds that `make fuzz` reads.
+FUZZ_CASES ?= 1350
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tlora_fx.config.adapter_folder import read_adapter_config
+from tlora_fx.config.adapter_folder import ignored_fields, read_adapter_config
 from tlora_fx.errors import AdapterFolderError
 
 
@@ -26,6 +26,33 @@ def test_only_lora_fields_are_read(tmp_path: Path) -> None:
     config = {"peft_type": "LORA", "task_type": None, "peft_version": "0.1", "r": 4, "bias": "none"}
 
     assert read_adapter_config(folder(tmp_path, config)) == {"bias": "none", "r": 4}
+
+
+@pytest.mark.parametrize("value", [None, False, "", [], {}])
+@pytest.mark.parametrize("kind", ["LORA", "LOHA"])
+def test_an_unknown_field_that_says_nothing_is_left_out(
+    tmp_path: Path, value: object, kind: str
+) -> None:
+    """PEFT 0.3 wrote enable_lora: null; a later PEFT writes fields of its own."""
+    path = folder(tmp_path, {"peft_type": kind, "r": 4, "future_field": value, "enable_lora": None})
+
+    assert read_adapter_config(path)["r"] == 4
+    assert ignored_fields(path) == ["future_field", "enable_lora"]
+
+
+def test_a_known_field_is_not_left_out_because_it_is_empty(tmp_path: Path) -> None:
+    """False may be the value that means something."""
+    path = folder(tmp_path, {"peft_type": "LORA", "r": 4, "init_lora_weights": False})
+
+    assert read_adapter_config(path) == {"init_lora_weights": False, "r": 4}
+    assert ignored_fields(path) == []
+
+
+def test_an_empty_list_of_parameters_is_none(tmp_path: Path) -> None:
+    """PEFT 0.21 writes it for adapters on a mixture's attention."""
+    config = {"r": 4, "target_modules": ["q_proj"], "target_parameters": []}
+
+    assert read_adapter_config(folder(tmp_path, config)) == {"r": 4, "target_modules": ["q_proj"]}
 
 
 def test_a_pickle_is_never_read(tmp_path: Path) -> None:

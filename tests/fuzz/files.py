@@ -6,6 +6,7 @@ are also damaged beneath their checksums.
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import re
@@ -173,6 +174,77 @@ def data() -> Kind:
         return load_job_data(job_of(path), tokenizer())
 
     return Kind(writes("data.jsonl", b"\n".join(lines[0])), cases, read)
+
+
+def columns() -> Kind:
+    """Rows of several formats with optional columns, some of which are gone, moved or of others."""
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 1}]
+    beside = {"system": "s", "history": [["c", "d"]]}
+    rows: list[list[dict[str, Any]]] = [
+        [{"instruction": "a", "input": "b", "output": "c", **beside}, {"instruction": "a"}],
+        [{"messages": chat, "tools": [], "loss_mask": [0, 1], **beside}, {"messages": chat}],
+        [{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}],
+        [{"prompt": "a", "completion": "b", **beside}, {"prompt": chat, "completion": chat[1:]}],
+        [{"input_ids": [1, 2, 3], "labels": [-100, 2, 3], "attention_mask": [1, 1, 0]}],
+    ]
+
+    def as_lines(changed: Any) -> Write:
+        listed = changed if isinstance(changed, list) else [changed]
+        return writes("data.jsonl", "\n".join(json.dumps(row) for row in listed).encode())
+
+    cases = st.one_of(*(altered(some * 2).map(as_lines) for some in rows))
+    good = as_lines(rows[4])
+    return Kind(
+        good, cases, lambda folder: load_job_data(job_of(folder / "data.jsonl"), tokenizer())
+    )
+
+
+def tables() -> Kind:
+    """The same rows as tables and lines of text, plain and compressed."""
+    import pyarrow as arrow
+
+    plain = b'prompt,completion\n"a\nb",c\n"d ""e""",f\n'
+    texts = {"data.csv": plain, "data.tsv": plain.replace(b",", b"\t"), "data.txt": b"a b\nc\n"}
+    squeezed = {
+        "data.csv.gz": gzip.compress(plain),
+        "data.jsonl.gz": gzip.compress(b'{"text": "a"}\n{"text": "b"}'),
+        "data.csv.zst": arrow.Codec("zstd").compress(plain, asbytes=True),
+    }
+
+    def read(folder: Path) -> object:
+        [path] = folder.iterdir()
+        return load_job_data(job_of(path), tokenizer())
+
+    cases = [bytes_of(name, content) for name, content in {**texts, **squeezed}.items()]
+    packed = damaged(plain).map(gzip.compress).map(lambda content: writes("data.csv.gz", content))
+    return Kind(writes("data.csv", plain), st.one_of(*cases, packed), read)
+
+
+def saved(scratch: Path) -> Kind:
+    """A folder that `save_to_disk` wrote, of splits."""
+    import datasets
+
+    table = datasets.Dataset.from_list([{"text": "a b", "n": {"a": 1}}, {"text": "c", "n": {}}])
+    datasets.DatasetDict({"train": table}).save_to_disk(str(scratch / "saved"))
+    files = {
+        str(each.relative_to(scratch / "saved")): each.read_bytes()
+        for each in (scratch / "saved").rglob("*")
+        if each.is_file()
+    }
+
+    def whole(folder: Path) -> None:
+        for name, content in files.items():
+            put(folder / name, content)
+
+    documents = [
+        json_of(name, json.loads(content))
+        for name, content in files.items()
+        if name.endswith(".json")
+    ]
+    cases = st.one_of(*(bytes_of(name, content) for name, content in files.items()), *documents)
+    return Kind(
+        whole, beside(cases, whole), lambda folder: load_job_data(job_of(folder), tokenizer())
+    )
 
 
 def parquet() -> Kind:
@@ -445,8 +517,8 @@ def metrics() -> Kind:
 
 
 NAMES = (
-    "adapter", "checkpoint", "data", "graph", "job", "ledger", "metrics", "parquet", "plan",
-    "profile", "state", "trace", "weights",
+    "adapter", "checkpoint", "columns", "data", "graph", "job", "ledger", "metrics", "parquet",
+    "plan", "profile", "saved", "state", "tables", "trace", "weights",
 )  # fmt: skip
 
 
@@ -454,12 +526,12 @@ def kind_of(name: str, scratch: Path) -> Kind:
     """A kind by its name; `scratch` is an empty folder for its good files."""
     plain = {
         "job": jobs, "data": data, "parquet": parquet, "profile": profile, "plan": plan,
-        "metrics": metrics,
+        "metrics": metrics, "columns": columns, "tables": tables,
     }  # fmt: skip
     if name in plain:
         return plain[name]()
     made: dict[str, Callable[[Path], Kind]] = {
-        "trace": trace, "graph": graph, "ledger": ledger, "state": state,
+        "trace": trace, "saved": saved, "graph": graph, "ledger": ledger, "state": state,
         "checkpoint": checkpoint, "adapter": adapter, "weights": weights,
     }  # fmt: skip
     return made[name](scratch)

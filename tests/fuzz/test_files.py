@@ -19,7 +19,7 @@ from tlora_fx.errors import TloraError
 #: Cases of each kind.
 CASES = int(os.environ.get("TLORA_FX_FUZZ_CASES", "20"))
 #: Reading one takes a tenth of a second.
-SLOW = {"parquet": 10}
+SLOW = {"parquet": 10, "saved": 4}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,14 +8,14 @@ import pytest
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError
-from tlora_fx.runtime.data.encoding import SampleLayout, find_layout
+from tlora_fx.runtime.data.layout import SampleLayout, find_layout
 
 
 def layout(present: list[str], **fields: Any) -> SampleLayout:
     """The layout of data with these columns."""
     data = {"path": "x.jsonl", **fields}
     job = Job(name="a", base={"model": "m"}, lora={"r": 2}, data=data)
-    return find_layout(job, present, where="x.jsonl:1")
+    return find_layout(job, [dict.fromkeys(present, "a")], where="x.jsonl:1")
 
 
 @pytest.mark.parametrize(

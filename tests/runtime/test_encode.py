@@ -10,7 +10,8 @@ from transformers import PreTrainedTokenizerFast
 from tests.runtime.encode import encode
 from tlora_fx.runtime.data.chats import UnlocatedTurnError
 from tlora_fx.runtime.data.conversations import BadRowError
-from tlora_fx.runtime.data.encoding import Format, SampleLayout, TextEncoder
+from tlora_fx.runtime.data.encoding import TextEncoder
+from tlora_fx.runtime.data.layout import Format, SampleLayout
 from tlora_fx.runtime.data.rendered import Encoded
 
 CHAT = [

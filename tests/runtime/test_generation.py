@@ -160,6 +160,14 @@ def test_conversations_are_asked_by_the_chat_template(trained):
     assert speakers.tokenizer.decode(ids).replace(" ", "") == "<|user|>1+1<|assistant|>"
 
 
+def test_a_prompt_that_begins_with_the_start_token_gets_no_second_one(trained):
+    """A prompt may be what a chat template wrote."""
+    run, _, _ = trained
+    speakers = Speakers.of_folders({"a": run / "a"}, "cpu")
+
+    assert speakers.encode("<s>1+1") == speakers.encode("1+1")
+
+
 def test_a_prompt_without_room_costs_its_samples_and_not_the_run(folder, base):
     """It is told, and the job is done."""
     listen = Listen()

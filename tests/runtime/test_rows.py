@@ -12,7 +12,8 @@ import pytest
 
 from tlora_fx.config.job import DataSpec
 from tlora_fx.errors import DataFileError
-from tlora_fx.runtime.data.rows import DataRow, read_rows
+from tlora_fx.runtime.data.rows import read_rows
+from tlora_fx.runtime.data.text_files import DataRow
 
 ROWS = [{"text": "a"}, {"text": "é"}]
 

@@ -222,6 +222,38 @@ def test_our_own_trace_of_before_graphs_is_read(tmp_path, name):
     assert read_trace(path).requests == {"one": job}
 
 
+def test_a_quoted_header_is_read(file):
+    """As spreadsheets write it, with each cell in quotes."""
+    header, *rows = (",".join(f'"{cell}"' for cell in line.split(",")) for line in (ACME, *ROWS))
+
+    assert read_trace(file(*rows, header=header)).jobs == read_trace(file(*ROWS)).jobs
+
+
+@pytest.mark.parametrize("user", ['"u1', '"u1" x'])
+def test_an_open_quote_is_an_error_with_its_line(file, user):
+    """It would take the rows behind it into one field, and these would be missing."""
+    rows = [ROWS[0], ROWS[1].replace("u1", user), ROWS[2]]
+    rows = rows if user in rows[1] else [ROWS[0].replace("u1", user), *ROWS[1:]]
+    with pytest.raises(TraceFileError, match="no CSV") as caught:
+        read_trace(file(*rows))
+
+    assert caught.value.facts["line"] == str(next(n for n, r in enumerate(rows, 2) if user in r))
+
+
+def test_a_row_of_other_columns_is_wrong(file):
+    """A line that is cut, one with a cell too many, and a quote that runs over several rows."""
+    cut, more = ROWS[1].rsplit(",", 3)[0], ROWS[1].replace("b,", "d,", 1) + ",1"
+    over = ROWS[2].replace("c,u2", 'e,"u2\nx"')
+    trace = read_trace(file(ROWS[0], cut, more, over, ROWS[2] + ",,"))
+
+    assert [job.name for job in trace.jobs] == ["a", "c"]
+    assert sorted(trace.dropped.wrong) == [
+        "10 fields under 13 names",
+        "14 fields under 13 names",
+        "a quoted field that runs over several lines",
+    ]
+
+
 @settings(max_examples=50, deadline=None)
 @given(table=st.lists(st.lists(st.text(max_size=8), min_size=13, max_size=13), max_size=4))
 def test_no_row_breaks_the_reader(tmp_path_factory, table):

@@ -12,8 +12,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from tlora_fx.config.fields import IDENTITY, changes_base
-from tlora_fx.config.other_kinds import adapter_mapping, adapter_spec, kind_of, other_kind_names
+from tlora_fx.config.fields import IDENTITY, REFUSED, changes_base
+from tlora_fx.config.other_kinds import (
+    adapter_mapping,
+    adapter_spec,
+    kind_of,
+    other_kind_names,
+    peft_fields,
+)
 from tlora_fx.config.paths import is_file, is_folder
 from tlora_fx.config.validation import collecting, mistakes_in
 from tlora_fx.errors import AdapterFolderError
@@ -48,12 +54,14 @@ def read_adapter_config(folder: Path, task: str = "CAUSAL_LM") -> dict[str, Any]
                 folder=folder,
                 found=config[key],
             )
-    fields = {key: value for key, value in config.items() if key not in IDENTITY}
+    fields = _fields(config)
+    left_out = _ignored(fields)
     if fields.get("init_lora_weights") == EVA:
         # Its A came from data, and is in the folder; the base is whole.
-        fields = {k: v for k, v in fields.items() if k not in ("init_lora_weights", "eva_config")}
-    if kind_of(config) != "LORA":
-        fields["peft_type"] = kind_of(config)
+        left_out += ["init_lora_weights", "eva_config"]
+    if fields.get("target_parameters") == []:
+        left_out.append("target_parameters")
+    fields = {key: value for key, value in fields.items() if key not in left_out}
     lines = []
     with collecting():
         try:
@@ -66,6 +74,34 @@ def read_adapter_config(folder: Path, task: str = "CAUSAL_LM") -> dict[str, Any]
     raise AdapterFolderError(
         f"{CONFIG} has fields that tlora-fx refuses", folder=folder, found="\n".join(lines)
     )
+
+
+def ignored_fields(folder: Path) -> list[str]:
+    """The fields of an adapter folder that no version of PEFT here knows, and that say nothing.
+
+    Other versions of PEFT wrote them, as null, false or empty.
+
+    folder   one that `read_adapter_config` reads
+    """
+    return _ignored(_fields(json.loads((folder / CONFIG).read_bytes())))
+
+
+def _fields(config: dict[str, Any]) -> dict[str, Any]:
+    """What of a folder's configuration a job's `lora` has too."""
+    fields = {key: value for key, value in config.items() if key not in IDENTITY}
+    return fields if kind_of(config) == "LORA" else {**fields, "peft_type": kind_of(config)}
+
+
+def _ignored(fields: dict[str, Any]) -> list[str]:
+    """Empty fields of which neither our tables nor the installed PEFT know anything."""
+    spec = adapter_spec(fields)
+    known = {*IDENTITY, *REFUSED, *spec.model_fields, *getattr(spec, "refused", ())}
+    empty = [key for key, value in fields.items() if key not in known and _is_empty(value)]
+    return [key for key in empty if key not in peft_fields(kind_of(fields))] if empty else []
+
+
+def _is_empty(value: object) -> bool:
+    return value is None or value is False or value in ("", [], {})
 
 
 def _require_whole_base(fields: dict[str, Any], folder: Path) -> None:

@@ -57,15 +57,14 @@ if TYPE_CHECKING:
     import torch
 
 DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
-Format = Literal[
-    "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label"
-]
 FormatName = Literal[
-    "auto", "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label"
-]
+    "auto", "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label",
+    "tokens",
+]  # fmt: skip
 ColumnName = Literal[
     "prompt", "completion", "messages", "text", "instruction", "input", "output", "conversations",
-    "chosen", "rejected", "tools", "label",
+    "chosen", "rejected", "tools", "label", "system", "history", "loss_mask", "input_ids",
+    "labels", "attention_mask", "completion_mask", "assistant_masks",
 ]  # fmt: skip
 Objective = Literal[
     "tokens", "single_label_classification", "multi_label_classification", "regression"
@@ -98,16 +97,20 @@ COLUMNS_OF: Mapping[str, frozenset[str]] = {
     "sharegpt": frozenset({"conversations"}),
     "preference": frozenset({"chosen", "rejected"}),
     "label": frozenset({"text", "label"}),
+    "tokens": frozenset({"input_ids"}),
 }
 #: Columns that a row of a format may have or lack.
 OPTIONAL_COLUMNS: Mapping[str, frozenset[str]] = {
-    "prompt-completion": frozenset({"tools"}),
-    "messages": frozenset({"tools"}),
+    "prompt-completion": frozenset({"tools", "system", "history"}),
+    "messages": frozenset({"tools", "system", "history", "loss_mask"}),
     "text": frozenset(),
-    "alpaca": frozenset({"input"}),
-    "sharegpt": frozenset({"tools"}),
-    "preference": frozenset({"prompt", "tools"}),
+    "alpaca": frozenset({"input", "system", "history"}),
+    "sharegpt": frozenset({"tools", "system", "history", "loss_mask"}),
+    "preference": frozenset({"prompt", "tools", "system", "history"}),
     "label": frozenset(),
+    "tokens": frozenset(
+        {"labels", "attention_mask", "completion_mask", "assistant_masks", "loss_mask"}
+    ),
 }
 
 
@@ -271,11 +274,14 @@ class BaseSpec(Spec):
 class DataSpec(Spec):
     """Source of a job's samples, and the choice of their tokens that are trained.
 
-    path           a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or the hub id of a data set
+    path           a .jsonl, .json, .csv, .tsv, .parquet or .txt file, text also with .gz or .zst; a
+                   pattern of such files, such as data/*.jsonl; a folder that save_to_disk of
+                   datasets wrote; or the hub id of a data set
     name           name of the configuration of a data set of the hub
-    split          name of the split of a data set of the hub
+    split          name of the split of a data set of the hub, or of such a folder
     streaming      read only as many rows of a data set of the hub as the job's steps need
-    columns        column names of the format, each mapped to the file's name of that column
+    columns        column names of the format, each mapped to the file's name of that column; and
+                   names of the file's columns mapped to null, which are not read
     format         which columns a row has; auto: recognised by the names of the columns
     loss_on        which tokens are trained: those of completions, or all; auto: those of
                    completions if the data has any, else all
@@ -289,16 +295,37 @@ class DataSpec(Spec):
     name: StrictStr | None = Field(default=None, min_length=1)
     split: StrictStr = Field(default="train", min_length=1)
     streaming: StrictBool = False
-    columns: dict[ColumnName, StrictStr] = Field(default={})
+    columns: dict[str, StrictStr | None] = Field(default={})
     format: FormatName = Field(default="auto", validate_default=True)
     loss_on: Literal["auto", "completion", "all"] = "auto"
     skip_bad_rows: StrictBool = False
     append_eos: StrictBool = False
 
+    @field_validator("columns")
+    @classmethod
+    def _columns_known(cls, columns: dict[str, str | None]) -> dict[str, str | None]:
+        known = get_args(ColumnName)
+        for name, theirs in columns.items():
+            if theirs is not None and name not in known:
+                near = nearest(name, known)
+                help = f"did you mean '{near}'?" if near else f"columns are {', '.join(known)}"
+                raise refuse(f"no format has a column '{name}'", help=help)
+        return columns
+
+    @property
+    def mapped_columns(self) -> dict[str, str]:
+        """Our names of columns, each with the data's name of that column."""
+        return {name: theirs for name, theirs in self.columns.items() if theirs is not None}
+
+    @property
+    def ignored_columns(self) -> frozenset[str]:
+        """Columns of the data that are not read though their names say otherwise."""
+        return frozenset(name for name, theirs in self.columns.items() if theirs is None)
+
     @field_validator("format")
     @classmethod
     def _columns_fit(cls, format: str, info: ValidationInfo) -> str:
-        given = set(info.data.get("columns", {}))
+        given = {name for name, to in info.data.get("columns", {}).items() if to is not None}
         wanted = columns_of(format)
         if format == "auto" and not any(given <= columns_of(name) for name in COLUMNS_OF):
             raise refuse(f"'columns' maps {' and '.join(sorted(given))}", help="name one format")

@@ -20,7 +20,7 @@ from pydantic import ValidationError
 
 from tlora_fx.config.job import BaseSpec, Job, is_written_as_path
 from tlora_fx.config.other_names import BASE_KEYS, ELSEWHERE, JOB_KEYS, LORA_KEYS, hint
-from tlora_fx.config.paths import is_there
+from tlora_fx.config.paths import is_pattern, is_there
 from tlora_fx.config.validation import Mistake, Spec, collecting, mistakes_in
 from tlora_fx.errors import (
     JobFileError,
@@ -39,7 +39,9 @@ _TAG = "tag:yaml.org,2002:"
 
 SHARED = ("adapter_dtype", "adapter_compute")
 KEYS = ("base", *SHARED, "defaults", "jobs")
-DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt")
+DATA_SUFFIXES = (
+    ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst",
+)  # fmt: skip
 
 SpecT = TypeVar("SpecT", bound=Spec)
 
@@ -258,7 +260,7 @@ class _JobFileReader:
         if not isinstance(value, str) or not value:
             return value
         path = self.path.absolute().parent / Path(value).expanduser()
-        written = is_written_as_path(value) or value.endswith(DATA_SUFFIXES)
+        written = is_written_as_path(value) or value.endswith(DATA_SUFFIXES) or is_pattern(value)
         return str(path) if written or not must_exist or is_there(path) else value
 
 

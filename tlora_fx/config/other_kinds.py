@@ -406,6 +406,11 @@ def _config_class(kind: str) -> Any:
     return classes[kind]
 
 
+def peft_fields(kind: str) -> frozenset[str]:
+    """The fields of PEFT's config of a kind. Imports PEFT."""
+    return frozenset(field.name for field in dataclasses.fields(_config_class(kind)))
+
+
 def _is_default(kind: str, key: str, value: object) -> bool:
     """Whether PEFT has this field for the kind, and this is its default. Imports PEFT."""
     for field in dataclasses.fields(_config_class(kind)):

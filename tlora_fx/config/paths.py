@@ -5,7 +5,13 @@ pathlib raises for a name that is too long or a folder that may not be entered; 
 
 from __future__ import annotations
 
+import glob
 from pathlib import Path
+
+
+def is_pattern(path: str) -> bool:
+    """Whether text names files by a pattern, such as "data/*.jsonl", and no file is called so."""
+    return glob.has_magic(path) and not is_there(path)
 
 
 def is_there(path: Path | str) -> bool:

@@ -44,7 +44,8 @@ class DataError(TloraError, code="T0300"):
 class DataFileError(DataError, code="T0301"):
     """A data file does not exist or cannot be read.
 
-    Give a .jsonl, .json, .csv, .tsv, .parquet or .txt file, or a hub id.
+    Give a .jsonl, .json, .csv, .tsv, .parquet or .txt file, a pattern of such files, a folder that
+    `save_to_disk` of `datasets` wrote, or a hub id.
     """
 
 
@@ -75,6 +76,14 @@ class AmbiguousFormatError(DataError, code="T0308"):
     """The columns of the data fit more than one format.
 
     Set `format` in the job's data.
+    """
+
+
+class UnreadColumnError(DataError, code="T0309"):
+    """The data has a column that looks as if it said what is trained, and no format reads it.
+
+    Such are `weight`, `mask`, `train`, and in a job of method sft `label`. Leave out the rows that
+    shall not be trained, then say that the column is not read: `columns: {weight: null}`.
     """
 
 

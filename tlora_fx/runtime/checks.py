@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlora_fx.config.adapter_folder import ignored_fields
 from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.facts import facts_of
@@ -139,6 +140,10 @@ def unusual(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: in
         if not 0 < job.learning_rate <= MAX_RATE:
             why = "nothing is trained" if not job.learning_rate else "adapters take 1e-5 to 1e-2"
             yield f"job '{job.name}': learning_rate {job.learning_rate:g}: {why}"
+        ignored = [] if job.adapter is None else ignored_fields(job.adapter)
+        if ignored:
+            names = ", ".join(ignored)
+            yield f"job '{job.name}': fields of its adapter folder are unknown and empty: {names}"
         if job.eval_steps is not None and job.eval_strategy == "no":
             yield f"job '{job.name}': eval_steps without eval_data or eval_split: no evaluation"
         longest = int(max(data[job.name].lengths, default=0))

@@ -26,9 +26,10 @@ from tlora_fx.errors import (
     UnknownPlanner,
     nearest,
 )
-from tlora_fx.runtime.data.encoding import find_layout
+from tlora_fx.runtime.data.encode_data import bad_row
+from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows
 from tlora_fx.runtime.data.rows import evaluated, is_local, read_rows, require_files
-from tlora_fx.runtime.data.tokenized import bad_row
+from tlora_fx.runtime.data.text_files import suffix_of
 from tlora_fx.runtime.run_folder import RunFolder
 
 #: What the modules of planners and controllers define, which cannot be imported without torch.
@@ -123,14 +124,14 @@ def require_job_folders(jobs: Sequence[Job], output: Path) -> None:
 def require_data(jobs: Sequence[Job]) -> None:
     """Refuse jobs whose data files are not there, are of a type that is not read, or do not fit.
 
-    Of a file that is read line by line the first row is looked at.
+    Of a file that is read line by line the first rows are looked at.
 
     raises    DataError
     """
     for job in jobs:
         require_files(job)
         for spec in (job.data, evaluated(job)):
-            if spec is not None and spec.path.lower().endswith(_BY_LINE):
+            if spec is not None and suffix_of(Path(spec.path)) in _BY_LINE:
                 _require_layout(job.model_copy(update={"data": spec}))
 
 
@@ -139,11 +140,9 @@ _BY_LINE = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 
 
 def _require_layout(job: Job) -> None:
-    for row in read_rows(job.data, job.name, limit=100):
-        if row.fields is not None:
-            find_layout(job, row.fields, where=row.where)
-            return
-        if not job.data.skip_bad_rows:
+    first = read_rows(job.data, job.name, limit=WINDOW)
+    for row in LaidOutRows(job, first, is_whole=False):
+        if row.fields is None and not job.data.skip_bad_rows:
             raise bad_row(job, row.where, row.reason, by_template=False)
 
 

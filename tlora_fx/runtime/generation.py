@@ -32,7 +32,7 @@ from tlora_fx.runtime.adapters.files import (
 from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.checks import load_tokenizer
 from tlora_fx.runtime.data.chats import template_of
-from tlora_fx.runtime.data.encoding import CHATS
+from tlora_fx.runtime.data.layout import CHATS
 from tlora_fx.runtime.job_run import JobRun, SampleReport, described
 from tlora_fx.runtime.merge import job_of
 
@@ -137,6 +137,10 @@ class Speakers:
         """
         if isinstance(prompt, str):
             ids: list[int] = list(self.tokenizer(prompt).input_ids)
+            bos, written = self.tokenizer.bos_token_id, self.tokenizer.bos_token
+            # A text that begins with the token itself gets no second one, as in training.
+            if bos is not None and ids[:2] == [bos, bos] and prompt.startswith(str(written)):
+                ids = ids[1:]
             # What the tokenizer puts behind a text ends it, and nothing would be said.
             return ids[:-1] if ids and ids[-1] == self.tokenizer.eos_token_id else ids
         if not template_of(self.tokenizer):

@@ -6,6 +6,7 @@ other samples or another base.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,12 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tlora_fx.config.job import Job
-from tlora_fx.errors import CheckpointError, OptimizerError, ResumeMismatch
+from tlora_fx.errors import CheckpointError, DataFileError, OptimizerError, ResumeMismatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.checkpoints.digests import base_digests, file_digest, tensor_digests
 from tlora_fx.runtime.checkpoints.store import Checkpoint, CheckpointStore
 from tlora_fx.runtime.checks import load_tokenizer
 from tlora_fx.runtime.clocks import clocks_of
+from tlora_fx.runtime.data.rows import data_files
 from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.optim.trainable import learning_rates
 
@@ -89,11 +91,21 @@ def _described(job: Job) -> dict[str, Any]:
 
 
 def _data(job: Job, data: JobData) -> dict[str, Any]:
-    path = Path(job.data.path)
     content = None
-    with suppress(OSError):
-        content = file_digest(path) if path.is_file() else None
-    return {"path": str(path), "file": content, "samples": data.digest}
+    with suppress(OSError, DataFileError):
+        content = _content(job)
+    return {"path": str(Path(job.data.path)), "file": content, "samples": data.digest}
+
+
+def _content(job: Job) -> str | None:
+    """The digest of a job's data file, or of all its files; None for a hub id.
+
+    raises   OSError, DataFileError
+    """
+    digests = [file_digest(path) for path in data_files(job.data, job.name)]
+    if len(digests) < 2:
+        return digests[0] if digests else None
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:32]
 
 
 def _base(model: SuperModel, *, whole: bool) -> dict[str, Any]:
@@ -175,9 +187,8 @@ def require_same_files(job: Job, folder: Path) -> None:
     before = CheckpointStore(folder).run()
     if job.name not in before.get("data", {}):
         return  # of an older version, or not readable: its worker says so
-    data_before, path = before["data"][job.name], Path(job.data.path)
-    texts = []
-    if data_before["file"] is not None and data_before["file"] != file_digest(path):
+    data_before, texts = before["data"][job.name], []
+    if data_before["file"] is not None and data_before["file"] != _content(job):
         data = load_job_data(job, load_tokenizer(job.base), clocks_of(before).get(job.name))
         texts += [
             text for text, kind in _of_data(data_before, _data(job, data)) if kind != "harmless"

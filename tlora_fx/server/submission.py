@@ -11,6 +11,7 @@ the submission itself, into which its uploads are put.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import re
@@ -24,7 +25,7 @@ from typing import Any
 
 from tlora_fx.config.job import Job, is_written_as_path
 from tlora_fx.config.job_file import DATA_SUFFIXES, SHARED, load_job_file, read_yaml
-from tlora_fx.config.paths import is_there
+from tlora_fx.config.paths import is_pattern, is_there
 from tlora_fx.errors import QuotaReached, SubmissionRefused, TloraError, UploadRefused
 from tlora_fx.host.durable import link_or_copy
 from tlora_fx.server.store import FOLDER, ServiceStore, Submission, User, full_name
@@ -219,12 +220,18 @@ class Intake:
             if "://" in text or "\0" in text:
                 raise SubmissionRefused("a job reads files and the hub alone", **{where: text})
             named = is_written_as_path(text) or text.endswith(DATA_SUFFIXES) or ".." in text
+            named = named or is_pattern(text)
             named = named or where.endswith(("adapter", "config", "compute_metrics"))
             here = is_there(folder / text)
             paths = [folder / _home(text)] if named or here else []
             # What is no path here may be one where the service was started.
             paths += [Path(text)] if is_there(text) and not here else []
-            if not all(self._is_inside(folder, path) for path in paths):
+            inside = all(self._is_inside(folder, path) for path in paths)
+            if inside and is_pattern(text):
+                # What a pattern names may be a link to another place.
+                matches = glob.iglob(str(folder / _home(text)), recursive=True)  # noqa: PTH207
+                inside = all(self._is_inside(folder, Path(match)) for match in matches)
+            if not inside:
                 raise SubmissionRefused(
                     "a job may not read this path",
                     **{where: text},

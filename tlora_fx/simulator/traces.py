@@ -230,6 +230,8 @@ def jobs_of(path: Path, reader: TraceReader, dropped: Dropped) -> Iterator[Trace
     seen: set[str] = set()
     for line, row in rows_of(path):
         try:
+            if isinstance(row, WrongRow):
+                raise row
             job = reader.job(row)
             if job.name in seen:
                 raise WrongRow("a name that stands twice")
@@ -243,10 +245,12 @@ def jobs_of(path: Path, reader: TraceReader, dropped: Dropped) -> Iterator[Trace
 def header_of(path: Path) -> list[str]:
     """The columns of a file: of a CSV's first line, or the keys of the first JSON object."""
     with opened(path) as file, _decoding(path):
-        first = file.readline().strip()
-    if first.startswith("{"):
-        return list(_object(first, 1, path))
-    return [name.strip() for name in first.split(",") if name.strip()]
+        if file.read(1) == "{":
+            file.seek(0)
+            return list(_object(file.readline(), 1, path))
+        file.seek(0)
+        _, names = next(_records(file, path), (1, []))
+    return [name.strip() for name in names if name.strip()]
 
 
 def require_columns(path: Path, header: Iterable[str], needed: Iterable[str], format: str) -> None:
@@ -266,8 +270,13 @@ def require_columns(path: Path, header: Iterable[str], needed: Iterable[str], fo
         )
 
 
-def rows_of(path: Path) -> Iterator[tuple[int, Row]]:
-    """The rows of a CSV file, or of a file of JSON lines, each with the number of its line."""
+def rows_of(path: Path) -> Iterator[tuple[int, Row | WrongRow]]:
+    """The rows of a CSV file, or of a file of JSON lines, each with the number of its first line.
+
+    A row that has other columns than its file is given as what is wrong with it.
+
+    raises    TraceFileError
+    """
     with opened(path) as file, _decoding(path):
         if file.read(1) == "{":
             file.seek(0)
@@ -276,13 +285,39 @@ def rows_of(path: Path) -> Iterator[tuple[int, Row]]:
                     yield line, _object(text, line, path)
             return
         file.seek(0)
-        reader = csv.DictReader(file, skipinitialspace=True)
-        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
-        try:
-            for row in reader:
-                yield reader.line_num, row
-        except csv.Error as error:
-            raise TraceFileError("a trace that is no CSV", file=path, found=error) from None
+        records = _records(file, path)
+        names = [name.strip() for name in next(records, (1, []))[1]]
+        for line, cells in records:
+            yield line, _row(names, cells)
+
+
+def _records(file: IO[str], path: Path) -> Iterator[tuple[int, list[str]]]:
+    """The records of a CSV file, blank lines left out, each with the number of its first line."""
+    reader = csv.reader(file, skipinitialspace=True, strict=True)
+    line = 1
+    try:
+        for cells in reader:
+            if cells:
+                yield line, cells
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise TraceFileError(
+            "a trace that is no CSV",
+            file=path,
+            line=line,
+            found=f"{error}, in line {reader.line_num}",
+            help='close each quote that is opened; double a quote inside a quoted field: ""',
+        ) from None
+
+
+def _row(names: Sequence[str], cells: Sequence[str]) -> Row | WrongRow:
+    if any("\n" in cell or "\r" in cell for cell in cells):
+        return WrongRow("a quoted field that runs over several lines")
+    while len(cells) > len(names) and not cells[-1].strip():
+        cells = cells[:-1]
+    if len(cells) != len(names):
+        return WrongRow(f"{len(cells)} fields under {len(names)} names")
+    return dict(zip(names, cells, strict=True))
 
 
 def opened(path: Path) -> IO[str]:

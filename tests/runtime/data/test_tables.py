@@ -19,11 +19,11 @@ from tlora_fx.config.job import Job
 from tlora_fx.errors import ChatTemplateError, EnvironmentVariableWrong, MalformedRowError
 from tlora_fx.host import environment
 from tlora_fx.runtime.data import tables
+from tlora_fx.runtime.data.encode_data import tokens_of_data
 from tlora_fx.runtime.data.encoding import TextEncoder
 from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.data.table_cache import encode_once, tables_folder
 from tlora_fx.runtime.data.tables import Cut, Sample, SampleTable, TokenRow, digest_of
-from tlora_fx.runtime.data.tokenized import tokenized_rows
 
 ROWS = [{"prompt": "1+" * n, "completion": "ab" * (n % 3 + 1)} for n in range(1, 9)]
 
@@ -242,6 +242,6 @@ def test_a_stream_is_read_as_far_as_the_steps_need(make_tokenizer, tmp_path, mon
     fields = {"max_steps": 2, "per_device_train_batch_size": 2}
     tokenizer, path = make_tokenizer(), write(tmp_path / "a.jsonl", rows)
     made = Job(name="a", base={"model": "m"}, lora={"r": 2}, data={"path": str(path)}, **fields)
-    table = tokenized_rows(made, tokenizer, limit=4)
+    table = tokens_of_data(made, tokenizer, limit=4)
 
     assert len(table) == table.counts.rows == 4

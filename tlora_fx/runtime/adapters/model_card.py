@@ -88,7 +88,8 @@ def _data_rows(job: Job, data: JobData) -> dict[str, object]:
 
 def _named(data: DataSpec) -> str:
     """A file by its name alone: folders of the machine are nobody's business."""
-    return Path(data.path).name if Path(data.path).suffix else f"{data.path} ({data.split})"
+    path = Path(data.path)
+    return path.name if path.suffix or path.is_absolute() else f"{data.path} ({data.split})"
 
 
 def _hyperparameters(job: Job) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""What a row of a job's data becomes: by its columns a format, by its texts tokens.
+"""What a row of a job's data becomes: tokens, and which of them are trained.
 
 Texts are tokenised as TRL's trainers do: the prompt alone, and prompt and completion as one text.
 An end-of-sequence token closes a sample. The beginning-of-sequence token is whatever the tokenizer
@@ -7,23 +7,14 @@ adds, and stands once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import chain
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
-from tlora_fx.config.job import (
-    COLUMNS_OF,
-    OPTIONAL_COLUMNS,
-    BaseSpec,
-    ColumnName,
-    DataSpec,
-    Format,
-    Job,
-    columns_of,
-)
-from tlora_fx.errors import AmbiguousFormatError, MissingColumnError, nearest
+from tlora_fx.config.job import COLUMNS_OF, BaseSpec
+from tlora_fx.runtime.data.beside import lead_of, led, masked
 from tlora_fx.runtime.data.chats import ChatRenderer, template_of
 from tlora_fx.runtime.data.conversations import (
     BadRowError,
@@ -34,179 +25,14 @@ from tlora_fx.runtime.data.conversations import (
     tools_of,
 )
 from tlora_fx.runtime.data.labels import label_code
+from tlora_fx.runtime.data.layout import CHATS, SampleLayout
 from tlora_fx.runtime.data.rendered import Encoded, Rendered, behind, common, tokenize, whole
 from tlora_fx.runtime.data.tables import TokenRow
+from tlora_fx.runtime.data.tokenised import encode_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-FORMATS: tuple[Format, ...] = (
-    "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label",
-)  # fmt: skip
-CHATS = ("messages", "sharegpt")
-
-#: What data sets often call our columns.
-_USUAL: Mapping[str, tuple[str, ...]] = {
-    "prompt": ("question", "instruction", "input", "query", "problem"),
-    "completion": ("answer", "output", "response", "target", "solution"),
-    "messages": ("conversation", "chat", "dialog"),
-    "text": ("content", "document"),
-    "chosen": ("preferred", "accepted", "response_chosen", "answer_chosen"),
-    "rejected": ("dispreferred", "response_rejected", "answer_rejected"),
-    "label": ("labels", "class", "category", "score", "target"),
-}
-_GUESSES = (("chosen", "rejected"), ("prompt", "completion"), ("messages",), ("text",))
-_LABELLED = (("text", "label"),)
-
-
-@dataclass(frozen=True, slots=True)
-class SampleLayout:
-    """How rows become samples.
-
-    format         what a row holds
-    columns        our column names mapped to those of the data, optional ones that it has too
-    on_completion  whether only the completion, or the assistant's turns, are trained
-    """
-
-    format: Format
-    columns: Mapping[str, str]
-    on_completion: bool
-
-    def line(self) -> str:
-        """What a user is told of it."""
-        order = get_args(ColumnName)
-        names = [
-            name if name == theirs else f"{name} from {theirs}"
-            for name, theirs in sorted(self.columns.items(), key=lambda at: order.index(at[0]))
-        ]
-        if self.format == "label":
-            return f"read as label ({', '.join(names)})"
-        what = "the assistant's turns" if self.format in CHATS else "completions"
-        if self.format == "preference":
-            what = "the difference of both"
-        trained = what if self.on_completion else "all tokens"
-        return f"read as {self.format} ({', '.join(names)}); trained on {trained}"
-
-
-def find_layout(job: Job, columns: Iterable[str], *, where: str) -> SampleLayout:
-    """The layout of a job's data with these columns.
-
-    where   the row that the columns are of
-    raises  MissingColumnError, AmbiguousFormatError
-    """
-    spec, present = job.data, set(columns)
-    formats = _wanted(job)
-    fitting = [name for name in formats if present.issuperset(_needed(spec, name).values())]
-    if len(fitting) > 1:
-        raise AmbiguousFormatError(
-            f"the columns fit the formats {' and '.join(fitting)}",
-            file=where,
-            job=job.name,
-            help=f"set format in the job's data, such as format: {fitting[0]}",
-        )
-    if not fitting:
-        raise _missing(job, formats, sorted(present), where)
-    [format] = fitting
-    optional = {name: spec.columns.get(name, name) for name in sorted(OPTIONAL_COLUMNS[format])}  # type: ignore[call-overload]
-    has = {name: theirs for name, theirs in optional.items() if theirs in present}
-    on_completion = trains_completions(job, format, where)
-    return SampleLayout(format, _needed(spec, format) | has, on_completion)
-
-
-def trains_completions(job: Job, format: Format, where: str) -> bool:
-    """Whether completions alone are trained; raises MissingColumnError where there are none.
-
-    where    the row or file that errors name
-    """
-    if format in ("preference", "label"):
-        return True
-    chat = format in CHATS
-    mine, other = "completion_only_loss", "assistant_only_loss"
-    if chat:
-        mine, other = other, mine
-    asked = getattr(job, mine)
-    if getattr(job, other) and asked is None:
-        raise MissingColumnError(
-            f"the data is read as {format}, which '{other}' says nothing of",
-            file=where,
-            job=job.name,
-            found=f"{other}: true",
-            help=f"write {mine}: true, or map the columns that are meant",
-        )
-    if job.data.loss_on != "auto":
-        asked = job.data.loss_on == "completion"
-    if format == "text" and asked:
-        raise MissingColumnError(
-            "the data is plain text and has no completion to train on",
-            file=where,
-            job=job.name,
-            help="set loss_on: all, or map the columns prompt and completion",
-        )
-    return format != "text" if asked is None else bool(asked)
-
-
-def _wanted(job: Job) -> list[Format]:
-    """The formats that a job's data may have."""
-    if job.data.format != "auto":
-        return [job.data.format]
-    if job.method != "sft":
-        return ["preference"]
-    if job.base.is_classifier:
-        return ["label"]
-    formats: list[Format] = [format for format in FORMATS if format not in ("preference", "label")]
-    if job.data.columns:
-        return [name for name in formats if set(job.data.columns) <= columns_of(name)]
-    return formats
-
-
-def _needed(spec: DataSpec, format: Format) -> dict[str, str]:
-    mapped: Mapping[str, str] = {str(ours): theirs for ours, theirs in spec.columns.items()}
-    return {name: mapped.get(name, name) for name in sorted(COLUMNS_OF[format])}
-
-
-def _missing(job: Job, formats: list[Format], present: list[str], where: str) -> MissingColumnError:
-    found = ", ".join(present) or "none"
-    usual = _mapping_help(present, _LABELLED if job.base.is_classifier else _GUESSES)
-    if {"chosen", "rejected"} <= set(present) and job.method == "sft":
-        usual = "these are preferences: set method: dpo (or orpo) in the job"
-    if len(formats) != 1:
-        return MissingColumnError(
-            "the data has no prompt and completion, no messages, and no text",
-            file=where,
-            job=job.name,
-            found=f"columns {found}",
-            help=usual or "map the data's names under columns",
-        )
-    absent = [name for name in _needed(job.data, formats[0]).values() if name not in present]
-    near = [near for name in absent if (near := nearest(name, present))]
-    fits = [name for name in FORMATS if set(present) >= COLUMNS_OF[name]]
-    if fits and job.data.format != "auto":
-        usual = f"the columns are those of format: {fits[0]}"
-    return MissingColumnError(
-        f"the data has no column {' and no column '.join(repr(name) for name in absent)}",
-        file=where,
-        job=job.name,
-        found=f"columns {found}",
-        help=f"did you mean {' and '.join(repr(name) for name in near)}?"
-        if near and not fits
-        else usual or "map the data's names under columns",
-    )
-
-
-def _mapping_help(present: list[str], guesses: Sequence[Sequence[str]]) -> str:
-    """The mapping that fits names which data sets often use, or nothing."""
-    guess = {
-        ours: next((name for name in (ours, *usual) if name in present), "")
-        for ours, usual in _USUAL.items()
-    }
-    for names in guesses:
-        if all(guess[name] for name in names):
-            pairs = ", ".join(f"{name}: {guess[name]}" for name in names)
-            return f"perhaps columns: {{{pairs}}}"
-    return ""
-
-
-# Turn rows into token ids and the spans of the tokens that are trained.
 
 #: Which token of a sample has its label.
 LabelPosition = Callable[[Sequence[int]], int]
@@ -260,16 +86,55 @@ class TextEncoder:
         """
         ours, format = self._ours(fields), self.layout.format
         if format in CHATS:
+            self._require_template()
             chat = conversation_of(ours["messages" if format == "messages" else "conversations"])
+            mask, on_assistant = ours.get("loss_mask"), self.layout.on_completion
+            chat = led(masked(chat, mask, on_assistant=on_assistant), self._lead(ours))
             return self._chats.render(chat, tools_of(ours.get("tools")))
-        if format == "alpaca" and template_of(self.tokenizer):
+        if format == "alpaca":
+            lead = self._text_lead(ours)
+            if not template_of(self.tokenizer):
+                return None
             said = (("user", self._question(ours)), ("assistant", self._text(ours, "output")))
             messages = [{"role": role, "content": text} for role, text in said]
-            return self._chats.render(Conversation(messages), None)
-        if format == "prompt-completion" and is_conversation(ours["prompt"]):
-            prompt, reply = (conversation_of(ours[name]) for name in ("prompt", "completion"))
-            return self._chats.render_reply(prompt, reply, tools_of(ours.get("tools")))
+            return self._chats.render(led(Conversation(messages), lead), None)
+        if format == "prompt-completion":
+            pair = self._said(ours, "completion")
+            if pair is not None:
+                prompt, reply = led(pair[0], self._lead(ours)), pair[1]
+                return self._chats.render_reply(prompt, reply, tools_of(ours.get("tools")))
         return None
+
+    def _said(self, ours: Mapping[str, Any], name: str) -> tuple[Conversation, Conversation] | None:
+        """A prompt and what is said to it in the column `name`; None for plain texts."""
+        if is_conversation(ours["prompt"]):
+            self._require_template()
+            return conversation_of(ours["prompt"]), conversation_of(ours[name])
+        self._text_lead(ours)
+        if not self.layout.is_instructed:
+            return None
+        prompt, reply = self._text(ours, "prompt"), self._text(ours, name)
+        return (
+            Conversation([{"role": "user", "content": prompt}]),
+            Conversation([{"role": "assistant", "content": reply}]),
+        )
+
+    def _lead(self, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return lead_of(ours, self.layout.columns)
+
+    def _text_lead(self, ours: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What stands before a prompt that is text; raises BadRowError where no row had any."""
+        lead = self._lead(ours)
+        if lead and not self.layout.is_instructed:
+            raise BadRowError(
+                "the row has a system or a history, and none of the first rows has: move such a "
+                "row to the front, or set columns: {system: null, history: null}"
+            )
+        return lead
+
+    def _require_template(self) -> None:
+        if not template_of(self.tokenizer):
+            raise BadRowError("the row is a conversation, and the tokenizer has no chat template")
 
     def render_pair(self, fields: Mapping[str, Any]) -> tuple[Rendered, Rendered] | None:
         """What the chat template makes of a chosen and of a rejected completion.
@@ -278,10 +143,11 @@ class TextEncoder:
         raises   BadRowError
         """
         ours = self._ours(fields)
+        tools, lead = tools_of(ours.get("tools")), self._lead(ours)
         if not is_conversation(ours["chosen"]):
-            return None
+            return self._exchanges(ours, tools)
+        self._require_template()
         chosen, rejected = (conversation_of(ours[name]) for name in ("chosen", "rejected"))
-        tools = tools_of(ours.get("tools"))
         if is_conversation(ours.get("prompt")):
             prompt = conversation_of(ours["prompt"])
         else:
@@ -291,7 +157,21 @@ class TextEncoder:
             chosen, rejected = chosen.behind(shared), rejected.behind(shared)
         if not (prompt.messages and chosen.messages and rejected.messages):
             raise BadRowError("chosen and rejected have no prompt in common, or nothing behind it")
+        prompt = led(prompt, lead)
         first, second = (self._chats.render_reply(prompt, c, tools) for c in (chosen, rejected))
+        return first, second
+
+    def _exchanges(self, ours: Mapping[str, Any], tools: Any) -> tuple[Rendered, Rendered] | None:
+        """Two texts said to a prompt behind a system or a history; None where no row has these."""
+        lead = self._text_lead(ours)
+        if not self.layout.is_instructed:
+            return None
+        if "prompt" not in ours:
+            raise BadRowError("a system or a history needs the column prompt behind it")
+        pairs = [self._said(ours, name) for name in ("chosen", "rejected")]
+        first, second = (
+            self._chats.render_reply(led(pair[0], lead), pair[1], tools) for pair in pairs if pair
+        )
         return first, second
 
     def encode_rows(
@@ -324,6 +204,9 @@ class TextEncoder:
             self.has_chats = True
             return Draft(lambda chats, _: (_row(chats[0]),), chats=(rendered,))
         ours, format = self._ours(fields), self.layout.format
+        if format == "tokens":
+            row = _row(encode_tokens(ours))
+            return Draft(lambda _, __: (row,))
         if format == "text":
             text = _encodable(self._text(ours, "text"))
             return Draft(lambda _, ids: (_row(whole(self._closed(ids[0]))),), texts=(text,))

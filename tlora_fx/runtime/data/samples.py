@@ -18,7 +18,8 @@ import numpy as np
 from tlora_fx.config.job import Job
 from tlora_fx.errors import EmptyDataError, NoTargetsError
 from tlora_fx.runtime.data.chats import asks_for_the_time, template_of
-from tlora_fx.runtime.data.encoding import CHATS, SampleLayout, trains_completions
+from tlora_fx.runtime.data.encode_data import bad_row, tokens_of_data
+from tlora_fx.runtime.data.layout import CHATS, SampleLayout, layout_of
 from tlora_fx.runtime.data.rows import evaluated
 from tlora_fx.runtime.data.tables import (
     NO_TARGET,
@@ -29,7 +30,6 @@ from tlora_fx.runtime.data.tables import (
     digest_of,
     lengths_of,
 )
-from tlora_fx.runtime.data.tokenized import bad_row, tokenized_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,6 +58,7 @@ class DataReport:
     layout                  what the rows were read as
     notes                   other things that a user should know
     format                  of its rows, as of `SampleLayout`; empty where none was read
+    unread                  columns of the rows that are not read
     """
 
     rows: int = 0
@@ -72,6 +73,7 @@ class DataReport:
     layout: str = ""
     notes: tuple[str, ...] = ()
     format: str = ""
+    unread: tuple[str, ...] = ()
 
     def lines(self) -> list[str]:
         """The report as text: what is left, then each thing that was changed or left out."""
@@ -85,6 +87,7 @@ class DataReport:
             if count:
                 lines.append(f"{count} of {self.rows} {what}")
         lines += [self.layout] if self.layout else []
+        lines += [f"columns that are not read: {', '.join(self.unread)}"] if self.unread else []
         return [*lines, *(f"bad row {row}" for row in self.first_bad_rows), *self.notes]
 
 
@@ -298,7 +301,7 @@ def _samples(
 
     limit   rows are read until there are so many
     """
-    table = tokenized_rows(job, tokenizer, clock, limit)
+    table = tokens_of_data(job, tokenizer, clock, limit)
     samples, report = _cut(job, table)
     if report.rows == report.bad_rows:
         what = "all rows of the data are bad" if report.rows else "the data has no rows"
@@ -327,14 +330,14 @@ def _cut(job: Job, table: TokenTable) -> tuple[SampleTable, DataReport]:
         rows=counts.rows,
         bad_rows=counts.bad_rows,
         first_bad_rows=tuple(f"{where}: {row.reason}" for where, row in bad),
-        format=counts.format or "",
         notes=tuple(counts.notes),
+        unread=tuple(counts.unread),
     )
     whole = False
-    if counts.format is not None:
-        on_completion = trains_completions(job, counts.format, job.data.path)
-        layout = SampleLayout(counts.format, counts.columns, on_completion)
-        report.layout, whole = layout.line() + _by_default(job, layout), not on_completion
+    if counts.layout is not None:
+        layout = layout_of(job, counts.layout)
+        report.format, whole = layout.format, not layout.on_completion
+        report.layout = layout.line() + _by_default(job, layout)
     cut = Cut(
         job.max_length, whole, odd_spans=job.method == "orpo", labelled=job.base.is_classifier
     )

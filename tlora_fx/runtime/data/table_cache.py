@@ -28,6 +28,7 @@ import pyarrow as pa
 from tlora_fx.host import environment
 from tlora_fx.host.paths import cache_folder
 from tlora_fx.host.sources import own_source
+from tlora_fx.runtime.data.layout import SampleLayout
 from tlora_fx.runtime.data.tables import BadRow, RowCounts, TokenRow, TokenTable, write_rows
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,9 @@ def _read(key: str) -> TokenTable | None:
     try:
         counts = json.loads((folder / "rows.json").read_text("utf-8"))
         counts["first_bad"] = [BadRow(*row) for row in counts["first_bad"]]
+        if counts["layout"] is not None:
+            seen = counts["layout"].pop("seen")
+            counts["layout"] = SampleLayout(**counts["layout"], seen=seen and frozenset(seen))
         table = TokenTable(folder / "tokens.arrow", RowCounts(**counts), folder)
     except FileNotFoundError:
         return None
@@ -109,7 +113,7 @@ def _built(key: str, encode: Encode) -> TokenTable:
     written, counts = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=home)), RowCounts()
     try:
         write_rows(written / "tokens.arrow", encode(counts))
-        (written / "rows.json").write_text(json.dumps(asdict(counts)), "utf-8")
+        (written / "rows.json").write_text(json.dumps(asdict(counts), default=sorted), "utf-8")
         shutil.rmtree(home / key, ignore_errors=True)
         written.rename(home / key)
     finally:

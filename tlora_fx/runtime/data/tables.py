@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, overload
 import numpy as np
 import pyarrow as pa
 
-from tlora_fx.config.job import Format
 from tlora_fx.host.durable import replace_file
+from tlora_fx.runtime.data.layout import SampleLayout
 
 NO_TARGET = -100
 #: Sequences in one record batch of a file.
@@ -62,8 +62,8 @@ class RowCounts:
     bad_rows         rows of which no tokens could be made
     first_bad        the first few of them
     template_faults  those of them of which the chat template hides what is trained
-    format           of the rows, as of `SampleLayout`; None where none was read
-    columns          our column names mapped to those of the data
+    layout           of the rows, as the job that read them trains them; None where none was read
+    unread           columns of the rows that are not read
     is_masked        spans are those of completions; else all tokens are trained
     notes            what a user should know of the data
     """
@@ -71,8 +71,8 @@ class RowCounts:
     rows: int = 0
     bad_rows: int = 0
     first_bad: list[BadRow] = field(default_factory=list)
-    format: Format | None = None
-    columns: dict[str, str] = field(default_factory=dict)
+    layout: SampleLayout | None = None
+    unread: list[str] = field(default_factory=list)
     is_masked: bool = True
     template_faults: int = 0
     notes: list[str] = field(default_factory=list)

@@ -7,30 +7,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import partial
 from itertools import islice
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tlora_fx.config.base_task import pools_first
 from tlora_fx.config.job import Job
 from tlora_fx.errors import ChatTemplateError, DataError, MalformedRowError
 from tlora_fx.runtime.checkpoints.digests import file_digest
 from tlora_fx.runtime.data.chats import UnlocatedTurnError, template_of
-from tlora_fx.runtime.data.conversations import BadRowError, is_conversation
-from tlora_fx.runtime.data.encoding import (
-    CHATS,
-    DraftRow,
-    LabelPosition,
-    TextEncoder,
-    find_layout,
-    trains_completions,
-)
-from tlora_fx.runtime.data.rows import DataRow, is_local, read_rows
+from tlora_fx.runtime.data.conversations import BadRowError
+from tlora_fx.runtime.data.encoding import DraftRow, LabelPosition, TextEncoder
+from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows, SampleLayout, layout_of
+from tlora_fx.runtime.data.rows import data_files, read_rows
 from tlora_fx.runtime.data.table_cache import encode_once, table_key
 from tlora_fx.runtime.data.tables import RowCounts, TokenRow, TokenTable
+from tlora_fx.runtime.data.text_files import DataRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +33,7 @@ if TYPE_CHECKING:
 CHUNK_ROWS = 1024
 
 
-def tokenized_rows(
+def tokens_of_data(
     job: Job,
     tokenizer: PreTrainedTokenizerBase,
     clock: datetime | None = None,
@@ -56,9 +50,9 @@ def tokenized_rows(
         return encode_once((), lambda counts: encoder.first(limit, counts), lambda _: True)
 
     def serves(counts: RowCounts) -> bool:
-        if counts.format is None:
+        if counts.layout is None:
             return True
-        if trains_completions(job, counts.format, job.data.path):
+        if layout_of(job, counts.layout).on_completion:
             return counts.is_masked
         return not counts.template_faults
 
@@ -72,19 +66,18 @@ def tokenized_rows(
 
 def _decisive(job: Job, tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
     """What decides the tokens of a job's rows; nothing where that cannot be told."""
-    known = tokenizer_digest(tokenizer)
-    if known is None or not is_local(job.data.path):
+    known, files = tokenizer_digest(tokenizer), data_files(job.data, job.name)
+    if known is None or not files:
         return ()
     try:
-        digest = file_digest(Path(job.data.path))
+        content = [(path.suffixes, file_digest(path)) for path in files]
     except OSError:
         return ()
-    suffix = Path(job.data.path).suffix.lower()
     spec = job.data.model_dump(exclude={"path", "loss_on", "skip_bad_rows", "streaming"})
     base: tuple[object, ...] = ()
     if job.base.is_classifier:
         base = (job.base.model_dump_json(), job.max_length)
-    return (digest, suffix, known, json.dumps(spec, sort_keys=True), job.method, base)
+    return (content, known, json.dumps(spec, sort_keys=True), job.method, base)
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -94,7 +87,7 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
     parts = (
         type(tokenizer).__qualname__,
         tokenizer.backend_tokenizer.to_str(),
-        template_of(tokenizer),
+        repr(tokenizer.chat_template),
         sorted((name, str(token)) for name, token in tokenizer.special_tokens_map.items()),
         [getattr(tokenizer, name, None) for name in _FLAGS],
     )
@@ -121,23 +114,35 @@ class _RowEncoder:
 
     def all(self, counts: RowCounts) -> Iterator[TokenRow]:
         """The sequences of all rows."""
-        rows = read_rows(self.job.data, self.job.name)
-        while chunk := list(islice(rows, CHUNK_ROWS)):
+        rows = self._laid_out(counts, WINDOW)
+        left = iter(rows)
+        while chunk := list(islice(left, CHUNK_ROWS)):
             for row in self._encoded(chunk, counts):
                 yield from row
-        self._note(counts)
+        self._note(rows, counts)
 
     def first(self, limit: int, counts: RowCounts) -> Iterator[TokenRow]:
         """The sequences of so many rows that `limit` samples can be trained."""
-        rows, left = read_rows(self.job.data, self.job.name), limit
-        while left and (chunk := list(islice(rows, min(left, CHUNK_ROWS)))):
+        rows = self._laid_out(counts, min(WINDOW, limit))
+        left, more = iter(rows), limit
+        while more and (chunk := list(islice(left, min(more, CHUNK_ROWS)))):
             for row in self._encoded(chunk, counts):
-                left -= all(self._is_trained(sequence) for sequence in row)
+                more -= all(self._is_trained(sequence) for sequence in row)
                 yield from row
-        self._note(counts)
+        self._note(rows, counts)
 
-    def _note(self, counts: RowCounts) -> None:
+    def _laid_out(self, counts: RowCounts, window: int) -> LaidOutRows:
+        """The rows of the data, of which as many are looked at for the columns."""
+        rows = LaidOutRows(self.job, read_rows(self.job.data, self.job.name), window)
+        counts.layout = rows.layout
+        if rows.layout is not None:
+            self._encoder = _text_encoder(self.job, self.tokenizer, self._clock, rows.layout)
+            self._draft = self._draft_of(self._encoder)
+        return rows
+
+    def _note(self, rows: LaidOutRows, counts: RowCounts) -> None:
         """What is known at the end."""
+        counts.unread = list(rows.unread)
         if self._encoder is not None:
             counts.notes = list(self._encoder.notes)
             # Where all tokens are trained, chats are not searched for those of the assistant.
@@ -158,12 +163,6 @@ class _RowEncoder:
         """The sequences of each row of a chunk that is not bad."""
         counts.rows += len(chunk)
         fields = [row.fields for row in chunk if row.fields is not None]
-        if self._encoder is None and fields:
-            where = next(row.where for row in chunk if row.fields is not None)
-            self._encoder = _text_encoder(self.job, self.tokenizer, self._clock, fields[0], where)
-            counts.format = self._encoder.layout.format
-            counts.columns = dict(self._encoder.layout.columns)
-            self._draft = self._draft_of(self._encoder)
         encoded = iter(self._encoder.encode_rows(fields, self._draft) if self._encoder else ())
         for row in chunk:
             made = BadRowError(row.reason) if row.fields is None else next(encoded)
@@ -222,15 +221,9 @@ def bad_row(job: Job, where: str, reason: str, *, by_template: bool) -> DataErro
 
 
 def _text_encoder(
-    job: Job,
-    tokenizer: PreTrainedTokenizerBase,
-    clock: datetime | None,
-    fields: Mapping[str, Any],
-    where: str,
+    job: Job, tokenizer: PreTrainedTokenizerBase, clock: datetime | None, layout: SampleLayout
 ) -> TextEncoder:
-    layout = find_layout(job, fields, where=where)
-    talks = any(is_conversation(fields.get(theirs)) for theirs in layout.columns.values())
-    if (layout.format in CHATS or talks) and not template_of(tokenizer):
+    if layout.needs_template and not template_of(tokenizer):
         help = "name a chat model's tokenizer under base, or give prompt and completion columns"
         raise ChatTemplateError("the tokenizer has no chat template", job=job.name, help=help)
     return TextEncoder(tokenizer, layout, job.data.append_eos, clock)
