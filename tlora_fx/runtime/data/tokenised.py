@@ -15,6 +15,7 @@ from tlora_fx.runtime.data.layout import TOKEN_MASKS
 from tlora_fx.runtime.data.rendered import Encoded
 
 _NO_TARGET = -100
+_ID_LIMIT = 1 << 31
 
 
 def encode_tokens(ours: Mapping[str, Any], *, is_masked: bool) -> Encoded:
@@ -25,9 +26,9 @@ def encode_tokens(ours: Mapping[str, Any], *, is_masked: bool) -> Encoded:
     raises     BadRowError
     """
     ids = _numbers(ours, "input_ids", len(_numbers(ours, "input_ids")))
-    negative = next((at for at, token in enumerate(ids) if token < 0), None)
-    if negative is not None:
-        raise BadRowError(f"input_ids[{negative}] is {ids[negative]}, which is no token")
+    wrong = next((at for at, token in enumerate(ids) if not 0 <= token < _ID_LIMIT), None)
+    if wrong is not None:
+        raise BadRowError(f"input_ids[{wrong}] is {ids[wrong]:.6g}, which is no token")
     targets = [True] * len(ids)
     for name in TOKEN_MASKS:
         if is_masked and ours.get(name) is not None:
