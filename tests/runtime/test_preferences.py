@@ -150,6 +150,70 @@ def test_a_job_of_pairs_trains_as_by_trl(tmp_path: Path, tokenizer: Any, method:
     assert max(float(change.abs().max()) for change in moved) > 1e-2
 
 
+def continuing(folder: Path, tokenizer: Any, steps: int, **fields: Any) -> list[Job]:
+    """The same jobs, of which that of pairs continues an adapter that is no zero."""
+    jobs = group(folder, "dpo", steps=3)
+    Trainer(compile(jobs), output=folder / "before", data=data_of(jobs, tokenizer)).run()
+    first = {"lora": None, "adapter": folder / "before" / "pairs", "max_steps": steps, **fields}
+    given = {key: getattr(jobs[0], key) for key in jobs[0].model_fields_set}
+    return [Job(**{**given, **first}), jobs[1].model_copy(update={"max_steps": steps})]
+
+
+def test_a_continued_adapter_is_its_own_reference(tmp_path: Path, tokenizer: Any) -> None:
+    """20 steps as by TRL, which keeps a copy of a loaded adapter to compare with."""
+    from peft import PeftModel
+
+    jobs = continuing(tmp_path, tokenizer, 20)
+    model = compile(jobs)
+    Trainer(model, output=tmp_path / "run", data=data_of(jobs, tokenizer)).run()
+    base = plain_base(model.backbone)
+    wrapped = PeftModel.from_pretrained(base, str(jobs[0].adapter), is_trainable=True)
+    losses = trained_by_trl(wrapped, jobs[0], tokenizer, tmp_path)
+
+    assert losses[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert losses_of(tmp_path / "run", jobs)["pairs"] == pytest.approx(losses, abs=2e-6)
+
+
+def test_a_continued_adapter_may_be_compared_with_the_base(tmp_path: Path, tokenizer: Any) -> None:
+    """It begins with the margin that it has; only dpo compares."""
+    jobs = continuing(tmp_path, tokenizer, 1, reference="base")
+    Trainer(compile(jobs), output=tmp_path / "run", data=data_of(jobs, tokenizer)).run()
+
+    assert abs(losses_of(tmp_path / "run", jobs)["pairs"][0] - math.log(2)) > 1e-4
+    with pytest.raises(JobError, match="'reference' needs method dpo"):
+        make_job(jobs[0].base, "sft", lora=LORA, reference="base")
+
+
+class StopAtTwo(TrainerCallback):
+    """The user's Ctrl-C after two steps."""
+
+    def stepped(self, report: Any) -> None:
+        if report.step == 2:
+            raise KeyboardInterrupt
+
+
+def test_a_resumed_job_keeps_its_reference(tmp_path: Path, tokenizer: Any) -> None:
+    """The adapter that the folder holds, not the one that the checkpoint holds."""
+    jobs = continuing(tmp_path, tokenizer, 4, save_steps=2, num_train_epochs=None)
+    data = data_of(jobs, tokenizer)
+    Trainer(compile(jobs), output=tmp_path / "whole", data=data).run()
+    with pytest.raises(KeyboardInterrupt):
+        Trainer(compile(jobs), output=tmp_path / "cut", data=data, callback=StopAtTwo()).run()
+    Trainer(compile(jobs), output=tmp_path / "cut", data=data, resume=True).run()
+
+    whole, cut = (losses_of(tmp_path / name, jobs)["pairs"] for name in ("whole", "cut"))
+    assert cut == pytest.approx(whole, abs=1e-12)
+
+
+def test_a_continued_job_of_pairs_is_verified(tmp_path: Path, tokenizer: Any) -> None:
+    """Beside a job of texts, with dropout, against plain PEFT with a copy of the adapter."""
+    jobs = continuing(tmp_path, tokenizer, 2)
+    rows = list(verify(jobs, 2, device="cpu", data=data_of(jobs, tokenizer)))
+
+    assert all(row.within(bounds_of("float64", "cpu")) for row in rows)
+    assert max(row.gradient for row in rows if row.job == "pairs") < 1e-12
+
+
 def trained_by_trl(model: Any, job: Job, tokenizer: Any, folder: Path) -> list[float]:
     """The losses of the job by TRL's trainer, in the order of the data."""
     from datasets import Dataset

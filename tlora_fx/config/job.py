@@ -446,6 +446,8 @@ class Job(Spec):
     method                       sft: learn from samples; dpo, orpo: learn from pairs of a chosen
                                  and a rejected completion, as TRL's trainers do
     beta                         beta of the dpo or orpo loss; None: 0.1
+    reference                    what dpo compares with where the job continues an adapter: the
+                                 adapter as it is loaded, or the base alone
     completion_only_loss         train only the tokens of completions; None: if the data has any
     assistant_only_loss          train only the assistant's turns; None: if the data has any
     packing                      put several samples into one sequence of `max_length` tokens;
@@ -515,6 +517,7 @@ class Job(Spec):
     data: DataSpec
     method: Method = Field(default="sft", validate_default=True)
     beta: StrictFloat | None = Field(default=None, gt=0)
+    reference: Literal["adapter", "base"] = "adapter"
     completion_only_loss: StrictBool | None = None
     assistant_only_loss: StrictBool | None = None
     packing: StrictBool = False
@@ -622,6 +625,13 @@ class Job(Spec):
             )
             raise refuse(what, help="train LoRA, or take method: orpo")
         return method
+
+    @field_validator("reference")
+    @classmethod
+    def _is_of_dpo(cls, reference: str, info: ValidationInfo) -> str:
+        if reference == "base" and info.data.get("method", "dpo") != "dpo":
+            raise refuse("'reference' needs method dpo", help="leave it out, or set method: dpo")
+        return reference
 
     @field_validator("beta", "completion_only_loss", "assistant_only_loss", "packing")
     @classmethod
@@ -865,6 +875,11 @@ class Job(Spec):
     def label_shift(self) -> int:
         """Distance from a prediction to its label: 1 for next tokens, 0 for a classifier."""
         return 0 if self.base.is_classifier else 1
+
+    @property
+    def has_adapter_reference(self) -> bool:
+        """Whether the job compares with the adapter that it continues, and not with the base."""
+        return self.method == "dpo" and self.adapter is not None and self.reference == "adapter"
 
     @property
     def is_preference(self) -> bool:

@@ -1,8 +1,9 @@
 """The losses of jobs that learn from pairs: what of a row's token losses they compare.
 
 A pair is two sequences behind each other, the chosen one first. DPO asks how much more the adapter
-prefers the chosen one than the base does; ORPO asks for the chosen one's likelihood and for the
-odds of both.
+prefers the chosen one than its reference does: the base, or the adapter that the job continues.
+ORPO asks for the chosen one's likelihood and for the odds of both. What is called the base here is
+that reference.
 
 source   Rafailov et al., Direct Preference Optimization, equation 7; Hong et al., ORPO, equations
          6 and 7; both as TRL's trainers average them

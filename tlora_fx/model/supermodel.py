@@ -71,6 +71,7 @@ class SuperModel(nn.Module):
         self.applied: Any = None
         self._compiled_with: Mapping[str, Any] | None = None
         self._parameters_of: dict[str, dict[str, nn.Parameter]] = {}
+        self._references: dict[str, dict[str, Tensor]] = {}
         self._inputs = tuple(placeholders(group.root))
         self._layout = build_module(group, self.source)
         self.net = self._layout.net
@@ -131,6 +132,7 @@ class SuperModel(nn.Module):
         raises    NotAdmitted where it is not in the model
         """
         self._opened().release(name)
+        self._references.pop(name, None)
         self._parameters_of.pop(name, None)
         self._layout.own.pop(name, None)
         self._set_site_gradients()
@@ -211,25 +213,38 @@ class SuperModel(nn.Module):
     def _tensors(self, row: PackedBatch) -> Iterator[Tensor]:
         return (getattr(row, name) for name in self._inputs)
 
+    def keep_reference(self, job: str) -> None:
+        """Let a job's pairs be compared with its adapter as it is now, and not with the base.
+
+        Its tensors are kept beside the model until the job leaves, or calls this again.
+        """
+        parameters = self.job_parameters(job)
+        self._references[job] = {key: each.detach().clone() for key, each in parameters.items()}
+
     def _losses_of_base(self, row: PackedBatch, jobs: Sequence[int]) -> Tensor:
-        """The token losses of a row, [N], as without these jobs' adapters and without dropout."""
-        names = (self.jobs[job].name for job in jobs)
-        halves = [
-            parameter
-            for name in names
-            for key, parameter in self.job_parameters(name).items()
-            if ".lora_B." in key or ".lora_embedding_B" in key
-        ]
-        kept = [half.detach().clone() for half in halves]
+        """The token losses of a row, [N], by what these jobs compare with, and without dropout."""
+        changed = [pair for job in jobs for pair in self._reference_of(self.jobs[job].name)]
+        kept = [parameter.detach().clone() for parameter, _ in changed]
         with torch.no_grad(), without_dropout(), self._loss().scoring() as losses:
             try:
-                for half in halves:
-                    half.zero_()
+                for parameter, value in changed:
+                    parameter.zero_() if value is None else parameter.copy_(value)
                 self._run(*self._tensors(row))
             finally:
-                for half, value in zip(halves, kept, strict=True):
-                    half.copy_(value)
+                for (parameter, _), value in zip(changed, kept, strict=True):
+                    parameter.copy_(value)
         return losses[0]
+
+    def _reference_of(self, job: str) -> list[tuple[nn.Parameter, Tensor | None]]:
+        """What of a job is other in what it compares with, and its values there; None: zeros."""
+        parameters, reference = self.job_parameters(job), self._references.get(job)
+        if reference is not None:
+            return [(parameters[key], value) for key, value in reference.items()]
+        return [
+            (parameter, None)
+            for key, parameter in parameters.items()
+            if ".lora_B." in key or ".lora_embedding_B" in key
+        ]
 
     def weighted(self, row: PackedBatch, weights: Tensor) -> Tensor:
         """`forward`'s sums, each multiplied by its job's weight, of a model with lower-loss.

@@ -277,6 +277,8 @@ class Roster:
             start_adapter(self.model, job, start)
             run.metrics.truncate_after(0)
         else:
+            if job.has_adapter_reference:
+                start_adapter(self.model, job)
             run.restore(self.gathering.own(job.name, state), joining.source)
             if joining.path is not None:
                 run.origin = joining.path, state.with_own_values()

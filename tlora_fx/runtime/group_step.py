@@ -465,9 +465,9 @@ class GroupStep:
         self._steps_of(job)
         admission = self.take_in(job, may_grow=may_grow)
         member = self.add(self._member(job))
-        if state is None:
+        if state is None or job.has_adapter_reference:
             start_adapter(self.model, job)
-        else:
+        if state is not None:
             member.restore(self.gathering.own(job.name, state), "its state")
         return member, admission
 

@@ -238,6 +238,8 @@ def _of_job(
         default = Job.model_fields[key].get_default() if key in Job.model_fields else None
         # A field that is younger than the checkpoint was as it is by default.
         was = before.get(key, default)
+        if key == "reference" and key not in before and job.has_adapter_reference:
+            was = "base"  # which all jobs compared with
         if key in BY_CONTENT or was == now[key]:
             continue
         kind: Kind = "altering"

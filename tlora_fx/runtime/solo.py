@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
     from tlora_fx.runtime.data.samples import JobData, Sample
 
+#: Tensors that a job trains, each with its value in what the job compares with.
+Reference = Sequence[tuple[nn.Parameter, Tensor]]
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 
 
@@ -75,6 +77,9 @@ class SoloTrainer:
         self._model = _wrapped(job, base, masks)
         self.load(start)
         self._model.train()
+        trained = [param for param in self._model.parameters() if param.requires_grad]
+        kept = [(param, param.detach().clone()) for param in trained]
+        self._reference = kept if job.has_adapter_reference else None
         self._drop = (
             KeyedDropout(self._model, job.seed, pools=job.base.is_classifier) if masks else None
         )
@@ -99,7 +104,9 @@ class SoloTrainer:
         """
         self._optimizer.zero_grad()
         with _adalora(self._model, orth_reg_weight=0.0):
-            loss = _backward(self._model, batches, self._drop, step, self.job, self._padding)
+            loss = _backward(
+                self._model, batches, self._drop, step, self.job, self._padding, self._reference
+            )
         _regularise(self._model)
         return loss, _gradients(self._model)
 
@@ -155,6 +162,7 @@ def _backward(
     step: int,
     job: Job,
     padding: int = 0,
+    reference: Reference | None = None,
 ) -> float:
     """Add the gradients of one optimizer step; returns its loss."""
     pairs = sum(map(len, batches)) // 2
@@ -166,7 +174,7 @@ def _backward(
         ids, labels_of, attended, index = (part.to(device) for part in pad(batch))
         with nullcontext() if drop is None else drop.row(step, index):
             if job.is_preference:
-                loss = _pair_loss(model, job, ids, labels_of, attended) / pairs
+                loss = _pair_loss(model, job, ids, labels_of, attended, reference) / pairs
             elif job.base.is_classifier:
                 ids = ids.masked_fill(attended == 0, padding)
                 loss = _label_loss(model, job, ids, labels_of, attended) / targets
@@ -225,8 +233,18 @@ def _padding_of(job: Job, base: nn.Module, samples: Sequence[Sample]) -> int:
     return int(config.pad_token_id)
 
 
-def _pair_loss(model: PeftModel, job: Job, ids: Tensor, labels: Tensor, attended: Tensor) -> Tensor:
-    """The losses of a micro-batch's pairs, summed: chosen lines are even, rejected ones odd."""
+def _pair_loss(
+    model: PeftModel,
+    job: Job,
+    ids: Tensor,
+    labels: Tensor,
+    attended: Tensor,
+    reference: Reference | None,
+) -> Tensor:
+    """The losses of a micro-batch's pairs, summed: chosen lines are even, rejected ones odd.
+
+    reference    what the job trains, with its values in what dpo compares with; None: the base
+    """
 
     def token_losses() -> Tensor:
         out = model(input_ids=ids, attention_mask=attended, use_cache=False)
@@ -234,14 +252,15 @@ def _pair_loss(model: PeftModel, job: Job, ids: Tensor, labels: Tensor, attended
         return F.cross_entropy(logits, labels[:, 1:], reduction="none")
 
     beta = BETA if job.beta is None else job.beta
-    losses = token_losses()
     if job.method == "dpo":
         was_training = model.training
-        with torch.no_grad(), model.eval().disable_adapter():
+        # Before the job's own losses, whose backward reads its tensors as they were.
+        with torch.no_grad(), _as_reference(model.eval(), reference):
             base = token_losses()
         model.train(was_training)
-        gain = (base - losses).sum(1)
+        gain = (base - token_losses()).sum(1)
         return -F.logsigmoid(beta * (gain[::2] - gain[1::2])).sum()
+    losses = token_losses()
     trained = labels[:, 1:] != NO_TARGET
     # A chosen line's prompt counts for its likelihood, not for its odds.
     prompts = trained[1::2].int().argmax(1)
@@ -252,6 +271,23 @@ def _pair_loss(model: PeftModel, job: Job, ids: Tensor, labels: Tensor, attended
         odds.append(log - torch.log1p(-torch.exp(log)))
     likelihood = losses[::2][trained[::2]].mean() * len(prompts)
     return likelihood - beta * F.logsigmoid(odds[0] - odds[1]).sum()
+
+
+@contextmanager
+def _as_reference(model: PeftModel, reference: Reference | None) -> Iterator[None]:
+    """Within this, a model is what its job compares with."""
+    if reference is None:
+        with model.disable_adapter():
+            yield
+        return
+    kept = [param.detach().clone() for param, _ in reference]
+    try:
+        for param, value in reference:
+            param.copy_(value)
+        yield
+    finally:
+        for (param, _), value in zip(reference, kept, strict=True):
+            param.copy_(value)
 
 
 def _is_transformers(model: PeftModel) -> bool:

@@ -189,6 +189,8 @@ def _compare(
             if job.adapter is not None:
                 tensors = continued_adapter(model, job)
                 load_adapter(model.job_parameters(job.name), tensors, str(job.adapter))
+                if job.has_adapter_reference:
+                    model.keep_reference(job.name)
         fused = {run.job.name: _Fused(run) for run in trainer.runs}
         _train(trainer, fused, steps)
         _run_extremes(trainer, fused)

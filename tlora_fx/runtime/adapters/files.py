@@ -316,6 +316,8 @@ def start_adapter(model: SuperModel, job: Job, start: Mapping[str, Tensor] | Non
     if job.adapter is not None:
         tensors, whole = continued_adapter(model, job), model.part.held is None
         load_adapter(parameters, tensors, str(job.adapter), shards, whole=whole)
+        if job.has_adapter_reference:
+            model.keep_reference(job.name)
         return
     starter = _Starter(model, job)
     if not job.is_lora:
