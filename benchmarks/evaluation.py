@@ -34,7 +34,7 @@ from benchmarks.step_mixes import Shape
 from tlora_fx.config.job import DataSpec, Job
 from tlora_fx.runtime.adapters.files import adapter_tensors
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
-from tlora_fx.runtime.generation import AdapterWeights, Speakers, resident_base
+from tlora_fx.runtime.generation import AdapterGenerator, AdapterWeights, resident_base
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
 FUSED, ALONE, PEFT = "fused", "alone", "peft"
@@ -121,8 +121,8 @@ def _peft(trainer: Trainer) -> Callable[[int, Sequence[Sample], int], float]:
         for run in trainer.runs
     }
     names = tuple(adapters)
-    speakers = Speakers(resident_base(trainer.model), None, adapters)  # type: ignore[arg-type]
-    model: Any = speakers._adapted_by(names)
+    generator = AdapterGenerator(resident_base(trainer.model), None, adapters)  # type: ignore[arg-type]
+    model: Any = generator._adapted_by(names)
 
     def loss(place: int, samples: Sequence[Sample], batch: int) -> float:
         model.set_adapter(str(place))

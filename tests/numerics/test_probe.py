@@ -14,13 +14,13 @@ from tlora_fx.compiler import compile, prepare
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import FusedDiffers, TloraError
 from tlora_fx.numerics import probe
-from tlora_fx.numerics.probe import Probed, probe_compiled, probe_loaded
+from tlora_fx.numerics.probe import ProbeResult, probe_compiled, probe_loaded
 from tlora_fx.runtime.adapters.files import base_tensors
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def probed(model) -> Probed:
+def probed(model) -> ProbeResult:
     """What the probe finds of a compiled model."""
     return probe_compiled(model.group, model.backbone, model.jobs)
 

@@ -20,7 +20,7 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import GenerationError, JobError
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.adapters.files import plain_base
-from tlora_fx.runtime.generation import Drawing, Question, Sampler, Speakers
+from tlora_fx.runtime.generation import AdapterGenerator, Prompt, Sampler, SamplingOptions
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 
@@ -97,10 +97,10 @@ def by_transformers(run, base, name, prompt, tokens=6):
 def test_what_jobs_say_is_what_transformers_generates_with_each_adapter(trained, base):
     """Greedy, several jobs and prompts of other lengths in one call, against one at a time."""
     run, _, _ = trained
-    speakers = Speakers.of_folders({name: run / name for name in LORA}, "cpu")
+    generator = AdapterGenerator.of_folders({name: run / name for name in LORA}, "cpu")
     asked = [(name, prompt) for prompt in PROMPTS for name in LORA]
-    said = speakers.answers(
-        [Question(name, speakers.encode(prompt)) for name, prompt in asked], Drawing(6)
+    said = generator.answers(
+        [Prompt(name, generator.encode(prompt)) for name, prompt in asked], SamplingOptions(6)
     )
 
     assert said == [by_transformers(run, base, name, prompt) for name, prompt in asked]
@@ -154,10 +154,10 @@ def test_samples_are_drawn_on_the_tensors_that_train(trained):
 def test_conversations_are_asked_by_the_chat_template(trained):
     """A prompt is the user's turn, and the assistant's is begun."""
     run, _, _ = trained
-    speakers = Speakers.of_folders({"a": run / "a"}, "cpu")
-    ids = speakers.encode([{"role": "user", "content": "1+1"}])
+    generator = AdapterGenerator.of_folders({"a": run / "a"}, "cpu")
+    ids = generator.encode([{"role": "user", "content": "1+1"}])
 
-    assert speakers.tokenizer.decode(ids).replace(" ", "") == "<|user|>1+1<|assistant|>"
+    assert generator.tokenizer.decode(ids).replace(" ", "") == "<|user|>1+1<|assistant|>"
 
 
 def test_a_prompt_that_begins_with_the_start_token_gets_no_second_one(trained):
@@ -184,15 +184,15 @@ def test_a_prompt_without_room_costs_its_samples_and_not_the_run(folder, base):
 )
 def test_what_cannot_be_asked_is_refused(trained, prompt, told):
     """Nothing to go on from, and a message without content."""
-    speakers = Speakers.of_folders({"a": trained[0] / "a"}, "cpu")
-    speakers.tokenizer = AutoTokenizer.from_pretrained(trained[0] / "a", bos_token=None)
+    generator = AdapterGenerator.of_folders({"a": trained[0] / "a"}, "cpu")
+    generator.tokenizer = AutoTokenizer.from_pretrained(trained[0] / "a", bos_token=None)
     if not prompt:
         with pytest.raises(GenerationError, match=told):
-            speakers.answers([Question("a", [])])
+            generator.answers([Prompt("a", [])])
     else:
-        speakers.tokenizer.chat_template = None
+        generator.tokenizer.chat_template = None
         with pytest.raises(GenerationError, match=told):
-            speakers.encode(prompt)
+            generator.encode(prompt)
 
 
 def test_a_plan_that_holds_the_base_in_pieces_draws_no_samples(trained):
@@ -239,11 +239,11 @@ def test_a_chat_goes_on_from_what_was_said(trained, capsys, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("1+1\n\n2+2\n/new\n1+1\n/exit\nnever\n"))
     words = ["chat", run, "--job", "a", "--max-new-tokens", 4, "--device", "cpu"]
     code, out, _ = command(words, capsys)
-    speakers = Speakers.of_folders({"a": run / "a"}, "cpu")
+    generator = AdapterGenerator.of_folders({"a": run / "a"}, "cpu")
     turns, said = [], []
     for text in ("1+1", "2+2"):
         turns.append({"role": "user", "content": text})
-        [answer] = speakers.answers([Question("a", speakers.encode(turns))], Drawing(4))
+        [answer] = generator.answers([Prompt("a", generator.encode(turns))], SamplingOptions(4))
         turns.append({"role": "assistant", "content": answer})
         said.append(f"a: {answer}")
 
@@ -276,7 +276,7 @@ def test_jobs_of_other_bases_are_not_asked_together(trained, tmp_path):
     (tmp_path / "other" / "job.json").write_text(json.dumps(job))
 
     with pytest.raises(GenerationError) as caught:
-        Speakers.of_folders({"a": run / "a", "other": tmp_path / "other"}, "cpu")
+        AdapterGenerator.of_folders({"a": run / "a", "other": tmp_path / "other"}, "cpu")
     assert caught.value.facts["job"] == "other"
 
 

@@ -151,7 +151,7 @@ _said: set[str] = set()
 
 
 @dataclass(slots=True)
-class Tally:
+class BranchCounts:
     """Counts that stand in torch's counters: each branch of a model is counted once.
 
     Dynamo hands a graph over again for another shape, and when it has to start anew.
@@ -166,16 +166,16 @@ class Tally:
     unowned: dict[object, set[tuple[str, str]]]
 
 
-_tally = Tally(Counter(), WeakKeyDictionary(), {})
+_branch_counts = BranchCounts(Counter(), WeakKeyDictionary(), {})
 
 
 def count_branches(name: str, paths: Iterable[str]) -> None:
     """Add the branches of a model that were not counted under this name."""
     counter = counters["tlora_fx"]
-    if _tally.counter is not counter:
-        _tally.counter = counter
-        _tally.seen.clear()
-        _tally.unowned.clear()
+    if _branch_counts.counter is not counter:
+        _branch_counts.counter = counter
+        _branch_counts.seen.clear()
+        _branch_counts.unowned.clear()
     seen = _seen()
     fresh = {(name, path) for path in paths} - seen
     counter[name] += len(fresh)
@@ -184,7 +184,7 @@ def count_branches(name: str, paths: Iterable[str]) -> None:
 
 def branches_of(model: nn.Module) -> tuple[int, int]:
     """Numbers of a model's branches that were lowered and that were left, each branch once."""
-    seen = [name for name, _ in _tally.seen.get(model, ())]
+    seen = [name for name, _ in _branch_counts.seen.get(model, ())]
     return seen.count("branches_lowered"), seen.count("branches_left")
 
 
@@ -192,9 +192,9 @@ def _seen() -> set[tuple[str, str]]:
     outermost = running_modules()[-1:]
     if outermost:
         model = getattr(outermost[0], "_orig_mod", outermost[0])
-        return _tally.seen.setdefault(model, set())
+        return _branch_counts.seen.setdefault(model, set())
     compiled = CompileContext.current_compile_id()
-    return _tally.unowned.setdefault(compiled and compiled.frame_id, set())
+    return _branch_counts.unowned.setdefault(compiled and compiled.frame_id, set())
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from tlora_fx.cli.terminal import echo
 if TYPE_CHECKING:
     from tlora_fx.config.job_file import JobFile
     from tlora_fx.pipeline import Pipeline
-    from tlora_fx.tools.bisect import Finding
+    from tlora_fx.tools.bisect import BisectionResult
 
 NUMERICS = "numerics"
 
@@ -72,7 +72,9 @@ def run(
         raise typer.Exit(1)
 
 
-def _bisect(jobs: JobFile, check: str, passes: Pipeline, folder: Path, verbose: bool) -> Finding:
+def _bisect(
+    jobs: JobFile, check: str, passes: Pipeline, folder: Path, verbose: bool
+) -> BisectionResult:
     from tlora_fx.compiler import prepare
     from tlora_fx.tools.bisect import Bisector, CommandCheck, NumericsCheck, trace_states
 

@@ -36,18 +36,18 @@ def run(
     from tlora_fx.runtime.merge import adapter_of
 
     adapter = adapter_of(folder, job)
-    speakers = loaded(adapter, None, device, trusted=trust_remote_code)
+    generator = loaded(adapter, None, device, trusted=trust_remote_code)
 
     from transformers import TextStreamer
 
-    from tlora_fx.runtime.generation import Drawing, Question
+    from tlora_fx.runtime.generation import Prompt, SamplingOptions
 
-    [name] = speakers.adapters
+    [name] = generator.adapters
     begun = [] if system is None else [{"role": "system", "content": system}]
     # A tokenizer without a chat template is said before anybody has typed.
-    speakers.encode([*begun, {"role": "user", "content": ""}])
-    streamer = TextStreamer(speakers.tokenizer, skip_prompt=True, skip_special_tokens=True)
-    drawing = Drawing(max_new_tokens, temperature, streamer)
+    generator.encode([*begun, {"role": "user", "content": ""}])
+    streamer = TextStreamer(generator.tokenizer, skip_prompt=True, skip_special_tokens=True)
+    sampling = SamplingOptions(max_new_tokens, temperature, streamer)
     set_seed(seed)
     turns = list(begun)
     while (said := _heard()) not in (None, END):
@@ -56,7 +56,7 @@ def run(
         elif said:
             turns.append({"role": "user", "content": said})
             typer.echo(f"{name}: ", nl=False)
-            [answer] = speakers.answers([Question(name, speakers.encode(turns))], drawing)
+            [answer] = generator.answers([Prompt(name, generator.encode(turns))], sampling)
             turns.append({"role": "assistant", "content": answer})
 
 

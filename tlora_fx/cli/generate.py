@@ -13,7 +13,7 @@ from tlora_fx.cli.options import TrustRemoteCode
 from tlora_fx.cli.terminal import Console, Working, echo
 
 if TYPE_CHECKING:
-    from tlora_fx.runtime.generation import Speakers
+    from tlora_fx.runtime.generation import AdapterGenerator
 
 Folder = Annotated[
     Path,
@@ -65,13 +65,13 @@ def run(
     Prints one line for each answer: job, prompt, answer. The base model is loaded as for training,
     and PEFT applies the adapters.
     """
-    from tlora_fx.runtime.generation import Drawing
+    from tlora_fx.runtime.generation import SamplingOptions
 
-    speakers = loaded(folder, job, device, trusted=trust_remote_code)
-    asked = [(name, text) for text in prompt for name in speakers.adapters]
-    questions = [speakers.ask(name, text, chat=chat) for name, text in asked]
+    generator = loaded(folder, job, device, trusted=trust_remote_code)
+    asked = [(name, text) for text in prompt for name in generator.adapters]
+    questions = [generator.ask(name, text, chat=chat) for name, text in asked]
     set_seed(seed)
-    said = speakers.answers(questions, Drawing(max_new_tokens, temperature))
+    said = generator.answers(questions, SamplingOptions(max_new_tokens, temperature))
     for (name, text), answer in zip(asked, said, strict=True):
         if as_json:
             record = {"job": name, "prompt": text, "completion": answer}
@@ -82,7 +82,7 @@ def run(
 
 def loaded(
     folder: Path, jobs: Sequence[str] | None, device: str | None, *, trusted: bool
-) -> Speakers:
+) -> AdapterGenerator:
     """The jobs of a run that shall speak, all where none is named; what has none is refused.
 
     raises    RunFolderError, RemoteCodeRefused, and what loading the base raises
@@ -96,11 +96,11 @@ def loaded(
         require_trusted(job_of(at).base, at / JOB, trusted=trusted)
 
     from tlora_fx.runtime.distributed import device_named
-    from tlora_fx.runtime.generation import Speakers
+    from tlora_fx.runtime.generation import AdapterGenerator
 
     place = device_named(device)
     with Working(Console(stderr=True, highlight=False), f"loading the base of {folder}"):
-        return Speakers.of_folders(folders, place)
+        return AdapterGenerator.of_folders(folders, place)
 
 
 def set_seed(seed: int) -> None:

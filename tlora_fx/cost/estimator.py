@@ -17,7 +17,7 @@ from tlora_fx.cost.fit import QUANTITIES, SAVED, Line, Links
 from tlora_fx.cost.hardware import GIB, Cluster, Tier, gpu_of_device
 from tlora_fx.cost.layouts import SPINE, Groups, Layouts, Pairs, Sites
 from tlora_fx.cost.load import COLUMN, MAX_ROW_TOKENS, Array, Demand, Mask, is_small
-from tlora_fx.cost.memory import Held, in_flight, memory_terms, usable_bytes
+from tlora_fx.cost.memory import StageContents, in_flight, memory_terms, usable_bytes
 from tlora_fx.cost.model_facts import ADAM_STATES, TAIL, WIDEST_TAIL, ModelFacts, find_base
 from tlora_fx.cost.pipeline_simulation import Times, schedule_order, simulate
 from tlora_fx.cost.plan import MeshShape
@@ -420,7 +420,7 @@ class Base:
         best: Terms = {}
         for process, stage in enumerate(stages_of(plan, layers)):
             share = len(stage.layers) / layers
-            held = Held(
+            held = StageContents(
                 stage,
                 tp=tp,
                 dp=layouts.dp[pairs.layout],

@@ -59,7 +59,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class StageContents:
     """Contents of m processes of one stage, whose layers are the same.
 
     stage      its layers
@@ -87,7 +87,7 @@ class Held:
     recompute: bool = False
 
 
-def memory_terms(clock: RowClock, rows: Rows, held: Held) -> Terms:
+def memory_terms(clock: RowClock, rows: Rows, held: StageContents) -> Terms:
     """Bytes by the fields of Memory [m], where each process runs such a row."""
     cost, stage, tp = clock.cost, held.stage, held.tp
     facts = cost.facts
@@ -130,7 +130,7 @@ def memory_terms(clock: RowClock, rows: Rows, held: Held) -> Terms:
     }
 
 
-def _row_bytes(clock: RowClock, rows: Rows, held: Held) -> tuple[Array, Array]:
+def _row_bytes(clock: RowClock, rows: Rows, held: StageContents) -> tuple[Array, Array]:
     """What one row leaves in a process, and the most that a layer takes beside that [m]."""
     cost = clock.cost
     kinds = [cost.kind_of[layer] for layer in held.stage.layers]
@@ -159,7 +159,7 @@ def memory_of(cost: CostModel, plan: Plan, work: Round) -> Memory:
         own = [layer for stage in stages[process :: mesh.pp] for layer in stage.layers]
         trained = trained_in(facts, mesh.tp if mesh.pp == 1 else 1, own)
         states = 2.0 + np.array(facts.states, dtype=np.float64)
-        held = Held(
+        held = StageContents(
             Stage(own, process == 0, process == (len(stages) - 1) % mesh.pp),
             tp=mesh.tp,
             dp=mesh.dp,

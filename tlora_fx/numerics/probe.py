@@ -70,7 +70,7 @@ TIMES_NOISE_WIDE, MAX_WIDE = 4.0, 6.0
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class ProbeResult:
     """Result of a probe.
 
     lengths    of the sequences that ran
@@ -95,7 +95,7 @@ class Probed:
         )
 
 
-def probe_compiled(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> Probed:
+def probe_compiled(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> ProbeResult:
     """Try a fused graph on random weights on the CPU, half precision as float32.
 
     A base that is large runs with the first and the last layer of each structure; one beyond the
@@ -107,7 +107,7 @@ def probe_compiled(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -
     layers = _layers(group, backbone)
     count = _parameters(backbone, layers)
     if count * (wide or backbone.dtype).itemsize > WEIGHTS:
-        return Probed(skipped=f"{count / 1e9:.1f} billion parameters are too many to draw")
+        return ProbeResult(skipped=f"{count / 1e9:.1f} billion parameters are too many to draw")
     affordable = int(PRODUCTS / (8 * count))
     lengths = _lengths(backbone, min(TOKENS, max(sum(LENGTHS[:2]), affordable)))
     tensors = _Wide(group, backbone, wide)
@@ -122,7 +122,7 @@ def probe_loaded(
     longest: int,
     tokens: int = 2048,
     ids: Sequence[Sequence[int]] = (),
-) -> Probed:
+) -> ProbeResult:
     """Try a fused graph on the base's weights, where they lie.
 
     A base that is large runs with the first and the last layer of each structure: deeper, half
@@ -305,14 +305,16 @@ class _Probe:
         still = wide is not None or _drops(group, backbone)
         self.alone = _Alone(backbone, tensors, layers, wide, still=still)
 
-    def run(self) -> Probed:
+    def run(self) -> ProbeResult:
         """Compare, at all lengths at which the base runs.
 
         raises    FusedDiffers
         """
         stored = next((ref for ref in _references(self.group) if ref.form), None)
         if stored is not None:
-            return Probed(skipped=f"the graph holds {stored.name} in another form than the base")
+            return ProbeResult(
+                skipped=f"the graph holds {stored.name} in another form than the base"
+            )
         while self.lengths:
             try:
                 return self._compared()
@@ -320,10 +322,10 @@ class _Probe:
                 self.lengths = tuple(n for n in self.lengths if n < failure.tokens)
                 reason = str(failure)
             except Unchecked as unchecked:
-                return Probed(skipped=str(unchecked))
-        return Probed(skipped=reason)
+                return ProbeResult(skipped=str(unchecked))
+        return ProbeResult(skipped=reason)
 
-    def _compared(self) -> Probed:
+    def _compared(self) -> ProbeResult:
         self.alone.load()
         self.device = self.alone.device
         alone = {
@@ -337,7 +339,7 @@ class _Probe:
             job, bound = self.jobs[index], self._bound()
             values = [*outcome.logits, *outcome.gradients.values()]
             if not all(bool(torch.isfinite(part).all()) for part in values):
-                return Probed(skipped="the base's numbers are not finite on these weights")
+                return ProbeResult(skipped="the base's numbers are not finite on these weights")
             mine = fused[job.name]
             logits = [relative(a, b) for a, b in zip(outcome.logits, mine.logits, strict=True)]
             gradient = relative(_flat(outcome.gradients), _flat(mine.gradients, outcome.gradients))
@@ -347,7 +349,7 @@ class _Probe:
                 raise self._differs(job, index, logits, gradient, bound)
             worst_logits = max([worst_logits, *logits])
             worst_gradient = max(worst_gradient, gradient)
-        return Probed(self.lengths, worst_logits, worst_gradient, self._bound())
+        return ProbeResult(self.lengths, worst_logits, worst_gradient, self._bound())
 
     def _bound(self) -> float:
         """What passes: by the narrowest dtype in which the graph computes, or runs here."""

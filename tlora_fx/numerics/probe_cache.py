@@ -25,7 +25,7 @@ from tlora_fx.host.sources import own_source, source_of
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.ir.verifier import fingerprint
 from tlora_fx.model.backbone import Backbone
-from tlora_fx.numerics.probe import Probed, probe_compiled
+from tlora_fx.numerics.probe import ProbeResult, probe_compiled
 
 #: Rooms whose code the probe, or what made its graph, may run.
 ROOMS = (
@@ -36,7 +36,7 @@ ROOMS = (
 logger = logging.getLogger(__name__)
 
 
-def probe_once(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> Probed:
+def probe_once(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> ProbeResult:
     """`probe_compiled`, or what it found before.
 
     raises    FusedDiffers
@@ -56,10 +56,10 @@ def probes_folder() -> Path:
     return cache_folder() / "probes"
 
 
-def _read(path: Path) -> Probed | None:
+def _read(path: Path) -> ProbeResult | None:
     try:
         stored = json.loads(path.read_text("utf-8"))
-        return Probed(**stored | {"lengths": tuple(stored["lengths"])})
+        return ProbeResult(**stored | {"lengths": tuple(stored["lengths"])})
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -67,7 +67,7 @@ def _read(path: Path) -> Probed | None:
         return None
 
 
-def _write(path: Path, found: Probed) -> None:
+def _write(path: Path, found: ProbeResult) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(asdict(found)).encode())

@@ -57,7 +57,7 @@ def load(model: SuperModel, plan: Plan, mesh: Mesh, base: Mapping[str, Tensor]) 
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
+class AppliedPlan:
     """Plan, mesh and runner of an open model; its next trainer under the same plan reuses them."""
 
     plan: Plan
@@ -70,7 +70,7 @@ def mesh_for(model: SuperModel, plan: Plan, device: torch.device | str) -> Mesh:
 
     model   prepared for the plan
     """
-    before: Applied | None = model.applied
+    before: AppliedPlan | None = model.applied
     device = torch.device(device)
     if before is not None and before.plan == plan:
         mesh = before.mesh
@@ -94,17 +94,17 @@ def apply(
     raises        PlanNotRunnable
     """
     assert plan.mesh == mesh.shape, (plan.mesh, mesh.shape)
-    before: Applied | None = model.applied
+    before: AppliedPlan | None = model.applied
     if before is not None and before.plan == plan and before.mesh is mesh:
         return _again(before, largest_row)
     let_go(model)
     runner = _applied(model, plan, mesh, largest_row)
     if model.is_open:
-        model.applied = Applied(plan, mesh, runner)
+        model.applied = AppliedPlan(plan, mesh, runner)
     return runner
 
 
-def _again(before: Applied, largest_row: int) -> RowRunner | ReducingRunner:
+def _again(before: AppliedPlan, largest_row: int) -> RowRunner | ReducingRunner:
     """What ran a model before, for rows of another size."""
     before.runner.nano_batches = before.plan.nano_batches
     if before.runner.graphs is not None:
@@ -114,7 +114,7 @@ def _again(before: Applied, largest_row: int) -> RowRunner | ReducingRunner:
 
 def let_go(model: SuperModel) -> None:
     """Forget how an open model ran, and what was captured of it."""
-    before: Applied | None = model.applied
+    before: AppliedPlan | None = model.applied
     if before is not None and before.runner.graphs is not None:
         before.runner.graphs.clear()
     model.applied = None

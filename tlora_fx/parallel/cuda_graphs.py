@@ -43,7 +43,7 @@ WARMUP_ROWS = 1
 # What a row needs beyond the activations that its forward keeps.
 ACTIVATION_MARGIN, RESERVED_BYTES = 1.3, 2**28
 # How norms are computed that are asked for.
-Asked = dict[tuple[object, ...], Callable[[], Tensor]]
+NormCalls = dict[tuple[object, ...], Callable[[], Tensor]]
 
 
 class GraphKey(NamedTuple):
@@ -399,7 +399,7 @@ class NormGraph:
     def __init__(self, device: torch.device, lengths: Lengths) -> None:
         self.device = device
         self._lengths = lengths
-        self._asked: Asked = {}
+        self._asked: NormCalls = {}
         self._before: set[tuple[object, ...]] = set()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._norms = Norms()
@@ -432,7 +432,7 @@ class NormGraph:
         self._before.clear()
         self._graph, self._norms, self._refused = None, Norms(), False
 
-    def _capture(self, asked: Asked) -> None:
+    def _capture(self, asked: NormCalls) -> None:
         """Make the graph, know from now on that there can be none, or lack memory for it now."""
         try:
             self._graph, found = self._record(asked)
@@ -448,7 +448,7 @@ class NormGraph:
         for (key, compute), norms in zip(asked.items(), found, strict=True):
             self._norms[key] = norms, compute
 
-    def _record(self, asked: Asked) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    def _record(self, asked: NormCalls) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
         """The graph that computes what is asked for, and where it leaves that."""
         graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         outer = torch.cuda.current_stream(self.device)

@@ -25,7 +25,7 @@ from tlora_fx.parallel.peer_copies import SideStreams, copy_from_peers
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
+class LayerSpan:
     """Layers that one call runs, one after the other.
 
     caller   the module that is called: the model, or a stage of a pipeline
@@ -53,7 +53,7 @@ def shard_layer(model: SuperModel, plan: Plan, mesh: Mesh, path: str) -> None:
 class Sharded:
     """Result of sharding.
 
-    tables      for each stretch the paths of its embeddings
+    tables      for each span the paths of its embeddings
     gathering   streams on which weights are copied from peers; None where a collective gathers
     """
 
@@ -67,34 +67,34 @@ def shard_base(model: SuperModel, plan: Plan, mesh: Mesh) -> Sharded:
     To be called when all weights are there and the graph has its last form.
     """
     paths = [*model.layer_order(), LOSS]
-    every = Stretch(model, list(model.group.root.nodes), paths, first_trained(model, paths))
-    return shard_stretches(model, model, [every], plan, mesh)
+    every = LayerSpan(model, list(model.group.root.nodes), paths, first_trained(model, paths))
+    return shard_spans(model, model, [every], plan, mesh)
 
 
-def shard_stretches(
-    model: SuperModel, root: nn.Module, stretches: Sequence[Stretch], plan: Plan, mesh: Mesh
+def shard_spans(
+    model: SuperModel, root: nn.Module, spans: Sequence[LayerSpan], plan: Plan, mesh: Mesh
 ) -> Sharded:
     """Shard the layers and embeddings of a process, each to be gathered around its use.
 
     root        through whose call all layers of the process run
-    stretches   those of the process; the same on every process of dp
+    spans   those of the process; the same on every process of dp
     """
-    for stretch in stretches:
-        for path in stretch.paths:
+    for span in spans:
+        for path in span.paths:
             shard_layer(model, plan, mesh, path)
-    tables = _tables(model, stretches)
+    tables = _tables(model, spans)
     for path in chain(*tables):
         _shard(model.net.get_submodule(path), mesh, reshard_after_forward=True)
     _shard(root, mesh, reshard_after_forward=False, only=())
-    paths = [*chain(*(stretch.paths for stretch in stretches)), *chain(*tables)]
+    paths = [*chain(*(span.paths for span in spans)), *chain(*tables)]
     gathering = copy_from_peers([model.net.get_submodule(path) for path in paths], mesh)
     if gathering is not None:
-        for stretch in stretches:
-            _tell(stretch.caller, gathering, mesh.device)
-    for stretch, own in zip(stretches, tables, strict=True):
-        layers = [model.net.get_submodule(path) for path in stretch.paths]
-        _prefetch(layers, stretch.lowest, root)
-        _gather_around(stretch.caller, [model.net.get_submodule(path) for path in own], layers[0])
+        for span in spans:
+            _tell(span.caller, gathering, mesh.device)
+    for span, own in zip(spans, tables, strict=True):
+        layers = [model.net.get_submodule(path) for path in span.paths]
+        _prefetch(layers, span.lowest, root)
+        _gather_around(span.caller, [model.net.get_submodule(path) for path in own], layers[0])
     return Sharded(tables, gathering)
 
 
@@ -153,12 +153,12 @@ def _without_buffers(module: nn.Module) -> Iterator[None]:
             inner._buffers = buffers
 
 
-def _tables(model: SuperModel, stretches: Sequence[Stretch]) -> list[list[str]]:
-    """Modules whose tensors one stretch reads before its first layer and never after: embeddings.
+def _tables(model: SuperModel, spans: Sequence[LayerSpan]) -> list[list[str]]:
+    """Modules whose tensors one span reads before its first layer and never after: embeddings.
 
-    What another stretch of the process reads too is no table: it stays whole.
+    What another span of the process reads too is no table: it stays whole.
     """
-    read = [_read_directly(stretch) for stretch in stretches]
+    read = [_read_directly(span) for span in spans]
     readers = Counter(chain(*read))
     called = [*model.layer_order(), LOSS]
 
@@ -171,10 +171,10 @@ def _tables(model: SuperModel, stretches: Sequence[Stretch]) -> list[list[str]]:
     return [[path for path, early in own.items() if early and is_table(path)] for own in read]
 
 
-def _read_directly(stretch: Stretch) -> dict[str, bool]:
+def _read_directly(span: LayerSpan) -> dict[str, bool]:
     """The modules whose tensors a call reads itself, and whether only before its first layer."""
-    order = {node: index for index, node in enumerate(stretch.nodes)}
-    first = stretch.paths[0]
+    order = {node: index for index, node in enumerate(span.nodes)}
+    first = span.paths[0]
     begin = next(order[n] for n in order if n.op == "call_module" and n.target == first)
     early_only: dict[str, bool] = {}
     for node in order:
@@ -200,7 +200,7 @@ def _prefetch(modules: Sequence[Any], lowest: int | None, nothing: nn.Module) ->
 
 
 def _tell(caller: nn.Module, gathering: SideStreams, device: torch.device) -> None:
-    """Let gathers know the stream on which a stretch computes, forwards and backwards."""
+    """Let gathers know the stream on which a span computes, forwards and backwards."""
 
     def begin(*_: object) -> None:
         gathering.begin(device)
@@ -209,7 +209,7 @@ def _tell(caller: nn.Module, gathering: SideStreams, device: torch.device) -> No
 
 
 def _gather_around(caller: nn.Module, tables: Sequence[nn.Module], first: nn.Module) -> None:
-    """Gather embeddings when a stretch is called, and let go of them before its first layer."""
+    """Gather embeddings when a span is called, and let go of them before its first layer."""
     gathered: list[Any] = list(tables)
     following: Any = first
 

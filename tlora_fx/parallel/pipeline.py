@@ -32,7 +32,7 @@ from tlora_fx.errors import TloraError
 from tlora_fx.ir.graph import LOSS
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.fsdp import Stretch, first_trained, shard_stretches
+from tlora_fx.parallel.fsdp import LayerSpan, first_trained, shard_spans
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.scores import RowScores
 from tlora_fx.parallel.stage_graphs import StageGraphs
@@ -458,8 +458,8 @@ class ShardedStages(nn.Module):
         self.stages = nn.ModuleList(stages)
         self.keeps = plan.keep_gathered
         self.learns = any(stage.graph.learns for stage in stages)
-        stretches = [_stretch(model, stage) for stage in stages]
-        tables = shard_stretches(model, self, stretches, plan, mesh).tables
+        spans = [_span(model, stage) for stage in stages]
+        tables = shard_spans(model, self, spans, plan, mesh).tables
         for stage, paths in zip(stages, tables, strict=True):
             for path in paths:
                 # The stage's code has tensors of its own, which FSDP2 would not exchange.
@@ -482,11 +482,11 @@ class ShardedStages(nn.Module):
             _sharded(self)._get_fsdp_state()._root_post_backward_final_callback()
 
 
-def _stretch(model: SuperModel, stage: StageModule) -> Stretch:
+def _span(model: SuperModel, stage: StageModule) -> LayerSpan:
     graph = stage.graph
     paths = [*graph.layers, LOSS] if graph.last else list(graph.layers)
     lowest = 0 if graph.needs_grad else first_trained(model, paths)
-    return Stretch(stage, graph.nodes, paths, lowest if graph.learns else None)
+    return LayerSpan(stage, graph.nodes, paths, lowest if graph.learns else None)
 
 
 def _sharded(module: nn.Module) -> Any:

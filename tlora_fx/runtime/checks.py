@@ -32,7 +32,7 @@ from tlora_fx.errors import (
 from tlora_fx.model.backbone import Backbone, longest_sequence, text_config
 from tlora_fx.model.batch import repeating_length
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.numerics.probe import Probed, probe_loaded
+from tlora_fx.numerics.probe import ProbeResult, probe_loaded
 from tlora_fx.planners.auto import device_name
 from tlora_fx.runtime.clocks import JobClocks
 from tlora_fx.runtime.data.samples import JobData, load_job_data
@@ -214,10 +214,10 @@ def _first_difference(first: object, second: object) -> tuple[object, object]:
 # Samples whose token ids are counted, and ids that are tried.
 _SAMPLES, _IDS = 256, 64
 #: By the graph and the base: the longest sequence that was tried, and how that went.
-_probed: dict[Hashable, tuple[int, Probed]] = {}
+_probed: dict[Hashable, tuple[int, ProbeResult]] = {}
 
 
-def probe_base(model: SuperModel, data: Mapping[str, JobData]) -> Probed:
+def probe_base(model: SuperModel, data: Mapping[str, JobData]) -> ProbeResult:
     """Try a model that has its weights, whole, on its device; once a process for each graph.
 
     raises    FusedDiffers
@@ -231,7 +231,7 @@ def probe_ends(
     data: Mapping[str, JobData],
     base: Mapping[str, Tensor],
     device: torch.device,
-) -> Probed:
+) -> ProbeResult:
     """Try a model whose weights no process will hold whole, before it is loaded.
 
     base      its tensors by canonical name
@@ -252,10 +252,10 @@ def _tried(
     data: Mapping[str, JobData],
     device: torch.device,
     value: Callable[[str], Tensor],
-) -> Probed:
+) -> ProbeResult:
     longest = max((len(s.input_ids) for each in data.values() for s in each.samples), default=0)
     key = (model.source, model.backbone.fingerprint(), str(device))
-    tried, probed = _probed.get(key, (-1, Probed()))
+    tried, probed = _probed.get(key, (-1, ProbeResult()))
     if longest > tried:
         parts = model.group, model.backbone, model.jobs
         try:
@@ -264,7 +264,7 @@ def _tried(
         except TloraError:
             raise
         except Exception as error:  # noqa: BLE001  (such as no memory for it: no fault of the model)
-            probed = Probed(skipped=f"{type(error).__name__}: {error}")
+            probed = ProbeResult(skipped=f"{type(error).__name__}: {error}")
         _probed[key] = longest, probed
         logger.info("%s", probed)
     return probed

@@ -45,8 +45,8 @@ Messages = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
-    """Sampling of tokens.
+class SamplingOptions:
+    """Options of sampling tokens.
 
     max_new_tokens   at most; fewer where the base has no more positions
     temperature      0: the most likely token each time, as generate(do_sample=False)
@@ -79,15 +79,15 @@ class AdapterWeights:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """Question to an adapter, as token ids."""
+class Prompt:
+    """Prompt for an adapter, as token ids."""
 
     adapter: str
     ids: Sequence[int]
 
 
 @dataclass
-class Speakers:
+class AdapterGenerator:
     """A base and adapters by job name, ready to answer.
 
     base      base model of transformers, with its weights; it is not changed
@@ -102,7 +102,7 @@ class Speakers:
 
     @classmethod
     def of_folders(cls, folders: Mapping[str, Path], device: torch.device | str) -> Self:
-        """Speakers from the adapter folders of a run, by job name, whose base is loaded anew.
+        """Generator from the adapter folders of a run, by job name, whose base is loaded anew.
 
         raises    AdapterFolderError, BaseNotLoadable, TokenizerNotLoadable, RunFolderError;
                   GenerationError where they have several bases
@@ -161,7 +161,7 @@ class Speakers:
             ) from error
         return list(told["input_ids"])
 
-    def ask(self, name: str, text: str, *, chat: bool | None = None) -> Question:
+    def ask(self, name: str, text: str, *, chat: bool | None = None) -> Prompt:
         """A question as the job's data have them: of conversations, what the user says first.
 
         chat     by the chat template, or not; None: as the data
@@ -171,11 +171,13 @@ class Speakers:
         if chat is None:
             chat = format in CHATS or (format == "alpaca" and bool(template_of(self.tokenizer)))
         if chat:
-            return Question(name, self.encode([{"role": "user", "content": text}]))
+            return Prompt(name, self.encode([{"role": "user", "content": text}]))
         # As `TextEncoder` has the instruction without a template.
-        return Question(name, self.encode(f"{text}\n\n" if format == "alpaca" else text))
+        return Prompt(name, self.encode(f"{text}\n\n" if format == "alpaca" else text))
 
-    def answers(self, asked: Sequence[Question], drawing: Drawing = Drawing()) -> list[str]:
+    def answers(
+        self, asked: Sequence[Prompt], sampling: SamplingOptions = SamplingOptions()
+    ) -> list[str]:
         """Answer of each adapter, without the question and without special tokens.
 
         Questions to adapters that PEFT can mix are one batch.
@@ -186,7 +188,7 @@ class Speakers:
         for names in self._batches({question.adapter for question in asked}):
             places = [at for at, question in enumerate(asked) if question.adapter in names]
             model = self._adapted_by(names)
-            texts = self._generate(model, names, [asked[at] for at in places], drawing)
+            texts = self._generate(model, names, [asked[at] for at in places], sampling)
             said |= dict(zip(places, texts, strict=True))
         return [said[at] for at in range(len(asked))]
 
@@ -223,15 +225,19 @@ class Speakers:
         return config
 
     def _generate(
-        self, model: PeftModel, names: Sequence[str], asked: Sequence[Question], drawing: Drawing
+        self,
+        model: PeftModel,
+        names: Sequence[str],
+        asked: Sequence[Prompt],
+        sampling: SamplingOptions,
     ) -> list[str]:
         device = next(self.base.parameters()).device
         ids, attended = _padded([question.ids for question in asked], _pad_token(self.tokenizer))
-        options: dict[str, Any] = {"do_sample": drawing.temperature > 0}
-        if drawing.temperature:
-            options["temperature"] = drawing.temperature
-        if drawing.streamer is not None:
-            options["streamer"] = drawing.streamer
+        options: dict[str, Any] = {"do_sample": sampling.temperature > 0}
+        if sampling.temperature:
+            options["temperature"] = sampling.temperature
+        if sampling.streamer is not None:
+            options["streamer"] = sampling.streamer
         if len(names) > 1:
             options["adapter_names"] = [str(names.index(each.adapter)) for each in asked]
         generate: Any = model.generate
@@ -239,7 +245,7 @@ class Speakers:
             written = generate(
                 input_ids=ids.to(device),
                 attention_mask=attended.to(device),
-                max_new_tokens=self._allowed_tokens(ids.shape[1], drawing.max_new_tokens),
+                max_new_tokens=self._allowed_tokens(ids.shape[1], sampling.max_new_tokens),
                 pad_token_id=_pad_token(self.tokenizer),
                 use_cache=True,
                 **options,
@@ -394,22 +400,22 @@ class Sampler:
             for run in runs
         }
         formats = {run.job.name: run.data.report.format for run in runs}
-        speakers = Speakers(resident_base(self.model), tokenizer, adapters, formats)
+        generator = AdapterGenerator(resident_base(self.model), tokenizer, adapters, formats)
         reports: list[SampleReport] = []
         # A batch goes on until its longest answer ends.
         for most in sorted({run.job.sample_max_new_tokens for run in runs}):
             asked = [run for run in runs if run.job.sample_max_new_tokens == most]
-            reports += _sampled(speakers, asked, Drawing(most))
+            reports += _sampled(generator, asked, SamplingOptions(most))
         return reports
 
 
 def _sampled(
-    speakers: Speakers, runs: Sequence[JobRun], drawing: Drawing
+    generator: AdapterGenerator, runs: Sequence[JobRun], sampling: SamplingOptions
 ) -> Iterator[SampleReport]:
     questions = [
-        speakers.ask(run.job.name, prompt) for run in runs for prompt in run.job.sample_prompts
+        generator.ask(run.job.name, prompt) for run in runs for prompt in run.job.sample_prompts
     ]
-    said = iter(speakers.answers(questions, drawing))
+    said = iter(generator.answers(questions, sampling))
     for run in runs:
         texts = tuple((prompt, next(said)) for prompt in run.job.sample_prompts)
         yield SampleReport(run.job.name, run.step, texts)

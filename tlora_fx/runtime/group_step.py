@@ -24,7 +24,7 @@ from tlora_fx.model.elastic import Admission
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.dora import norms_kept
 from tlora_fx.ops.kernels.select import is_strict
-from tlora_fx.parallel.apply import Applied, ReducingRunner, RowRunner, apply, load, mesh_for
+from tlora_fx.parallel.apply import AppliedPlan, ReducingRunner, RowRunner, apply, load, mesh_for
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.parallel.stage_graphs import StageGraphs
@@ -43,7 +43,7 @@ from tlora_fx.runtime.data.batching import (
 )
 from tlora_fx.runtime.distributed import StateGatherer
 from tlora_fx.runtime.group_updater import GroupUpdater
-from tlora_fx.runtime.isolation import Ran, run_isolated
+from tlora_fx.runtime.isolation import RoundResult, run_isolated
 from tlora_fx.runtime.member import Member
 from tlora_fx.runtime.optim.rank_allocation import regularise
 
@@ -370,7 +370,7 @@ class GroupStep:
         *,
         rows: Sequence[PackedBatch] | None = None,
         forget: Callable[[Iterable[int]], None] | None = None,
-    ) -> Ran:
+    ) -> RoundResult:
         """Run batches as `run_rows` does; jobs at fault are left out where one process runs.
 
         Only where one process trains: others would wait for what this one does not send.
@@ -384,7 +384,7 @@ class GroupStep:
         """
         rows = self.rows_of(batches) if rows is None else rows
         if self.mesh.size > 1:
-            return Ran(self.run_rows(rows, batches, normalizers), batches)
+            return RoundResult(self.run_rows(rows, batches, normalizers), batches)
 
         def alone(index: int) -> tuple[Tensor, int]:
             own = {index: batches[index]}
@@ -486,7 +486,7 @@ class GroupStep:
                 self.graphs.clear()
             assert self.runner is not None
             # Alone, rows run by the new banks as they did by the old ones.
-            self.model.applied = Applied(self.plan, self.mesh, self.runner)
+            self.model.applied = AppliedPlan(self.plan, self.mesh, self.runner)
         return admission
 
     def release(self, name: str) -> JobState:

@@ -37,7 +37,7 @@ def out_of_memory(jobs: Sequence[Job], active: Iterable[int], error: Exception) 
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class RoundResult:
     """Result of a round.
 
     losses    [J] on the device
@@ -58,7 +58,7 @@ def run_isolated(
     free_memory: Callable[[Iterable[int]], None],
     jobs: Sequence[Job],
     batches: Mapping[int, MicroBatches],
-) -> Ran:
+) -> RoundResult:
     """Run all jobs' rows; where that fails, each job's by themselves: what fails there is at fault.
 
     together    runs all; the losses, [J]
@@ -67,7 +67,7 @@ def run_isolated(
     raises      the failure itself where it is nobody's, OutOfMemory where no job fits
     """
     try:
-        return Ran(together(), batches)
+        return RoundResult(together(), batches)
     except Exception as error:
         if len(batches) == 1 and not is_out_of_memory(error):
             raise
@@ -90,7 +90,9 @@ def run_isolated(
         raise out_of_memory(jobs, batches, failure)
     if not losses or not (errors or full):
         raise failure
-    return Ran(torch.stack(list(losses.values())).sum(0), losses, errors, 0 if errors else largest)
+    return RoundResult(
+        torch.stack(list(losses.values())).sum(0), losses, errors, 0 if errors else largest
+    )
 
 
 def _let_go(error: Exception) -> Exception:

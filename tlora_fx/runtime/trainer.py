@@ -19,7 +19,7 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import NotAdmitted
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.numerics.probe import Probed
+from tlora_fx.numerics.probe import ProbeResult
 from tlora_fx.parallel.apply import (
     require_nano,
     require_shardable,
@@ -565,8 +565,8 @@ def try_base(
         skipped = probe_base(model, data).skipped
     elif group.plan.mesh.tp == 1:
 
-        def tried() -> Probed:
-            return probe_ends(model, data, base, mesh.device) if mesh.leader else Probed()
+        def tried() -> ProbeResult:
+            return probe_ends(model, data, base, mesh.device) if mesh.leader else ProbeResult()
 
         skipped = ranks.together(tried).skipped
     else:

@@ -389,7 +389,7 @@ class MeasuredCosts:
             loop.changes = replace(before, join=join, leave=leave, move=move)
 
 
-class Learning(Protocol):
+class LearningEstimator(Protocol):
     """Estimator of jobs that learns."""
 
     def learn(self, job: str, base: str, shape: ModelFacts | None) -> None:
@@ -403,7 +403,7 @@ def opened(
     cluster: Cluster,
     policy: Policy,
     estimator: Estimator,
-    estimates: Learning,
+    estimates: LearningEstimator,
     callback: Callback,
     options: RunOptions,
 ) -> Iterator[SchedulerService]:
@@ -476,7 +476,7 @@ class SchedulerService:
     executor: LocalExecutor
     ledger: Ledger
     admission: Admission
-    estimates: Learning
+    estimates: LearningEstimator
     callback: Callback
     options: RunOptions
     specs: dict[str, Mapping[str, Any]]

@@ -579,7 +579,7 @@ class MetricsRecorder(Callback):
     def _close(
         self, time: float, formation: Formation, leaver: ActiveJob | None = None
     ) -> Mapping[str, float]:
-        """Count what a run did since its jobs last changed; how far its jobs are.
+        """Count what a formation did since its jobs last changed; how far its jobs are.
 
         leaver    of which it is known how far it came; the others came as far. None: all are known
         """

@@ -51,7 +51,7 @@ SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class BisectionResult:
     """Result of a bisection.
 
     place      of the pass that breaks the check, counted from 1; 0 where none could be named
@@ -83,7 +83,7 @@ class Bisector:
     runs: int = 0
     _kept: dict[int, PassState] = field(default_factory=dict)
 
-    def find(self) -> Finding:
+    def find(self) -> BisectionResult:
         """Name the pass and the rewrite.
 
         raises    BisectFails where the check cannot be run, or changes its mind
@@ -98,12 +98,16 @@ class Bisector:
         )
         bracket = first_bad(passes + 1, self._judge_pass)
         if not bracket.sure or bracket.bad in (0, passes + 1):
-            return Finding(tuple(_unnamed(bracket, self._names())), runs=(self.runs, self.runs))
+            return BisectionResult(
+                tuple(_unnamed(bracket, self._names())), runs=(self.runs, self.runs)
+            )
         self._require_steady(bracket)
         place, named = bracket.bad, self.runs
         verdict = f"pass {place} '{self._names()[place]}' breaks the check"
         rewrite, more = self._find_rewrite(place)
-        return Finding((verdict, *more), place, self._names()[place], rewrite, (named, self.runs))
+        return BisectionResult(
+            (verdict, *more), place, self._names()[place], rewrite, (named, self.runs)
+        )
 
     def _names(self) -> list[str]:
         return ["trace", *(item.name for item in self.states.pipeline.passes)]

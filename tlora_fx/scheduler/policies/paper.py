@@ -22,7 +22,7 @@ from typing import ClassVar
 import numpy as np
 
 from tlora_fx.cost.hardware import Cluster
-from tlora_fx.scheduler.policies.tlora import Unchanged
+from tlora_fx.scheduler.policies.tlora import LastAnswer
 from tlora_fx.scheduler.search.moves import MIN_GAIN
 from tlora_fx.scheduler.search.objective import (
     OBJECTIVES,
@@ -159,7 +159,7 @@ class TloraPaper:
     objective: Objective = "weighted"
     warm: bool = True
     evaluations: int = field(default=0, init=False)
-    _unchanged: Unchanged = field(default_factory=Unchanged, init=False, repr=False)
+    _last_answer: LastAnswer = field(default_factory=LastAnswer, init=False, repr=False)
     _memory: PolicyMemory = field(default_factory=PolicyMemory, init=False, repr=False)
     _known: dict[int, float] = field(default_factory=dict, init=False, repr=False)
 
@@ -171,7 +171,7 @@ class TloraPaper:
         if not state.jobs:
             self._memory = PolicyMemory()
             return Decision(())
-        if not explain and (last := self._unchanged.answer(state)) is not None:
+        if not explain and (last := self._last_answer.answer(state)) is not None:
             return last
         memory = self._memory if self.warm else PolicyMemory()
         collector = CandidateCollector(state, memory, lending=False)
@@ -202,7 +202,7 @@ class TloraPaper:
         kept = {(group.jobs, group.place): unit for group, unit in running}
         self._memory = PolicyMemory(kept, placed.waiting)
         answer = Decision(groups, waiting, reasons)
-        self._unchanged.keep(state, answer)
+        self._last_answer.keep(state, answer)
         return answer
 
 

@@ -33,7 +33,7 @@ from tlora_fx.scheduler.search.objective import (
     resized,
     sized,
 )
-from tlora_fx.scheduler.search.placement import Placed, arrange
+from tlora_fx.scheduler.search.placement import Placement, arrange
 from tlora_fx.scheduler.state import Decision, Group, Reason, SchedulerState, broken
 
 HOSTS = 12
@@ -58,7 +58,7 @@ class SearchResult:
 
 
 @dataclass(frozen=True, slots=True)
-class Depth:
+class SearchLimits:
     """Limits of how much a search may cost."""
 
     breadth: int
@@ -76,29 +76,29 @@ def search(
     valuation: GroupValuation,
     collector: CandidateCollector,
     search_round: SearchRound,
-    depth: Depth,
+    limits: SearchLimits,
     *,
     full: bool,
 ) -> SearchResult:
     """The groups of a round; `full` looks at all of them, not only at what is new or changed."""
     if not full and not any(search_round.fresh):
         return SearchResult(search_round.units, search_round.units)
-    merger = Merger(valuation, search_round.units, depth.breadth)
+    merger = Merger(valuation, search_round.units, limits.breadth)
     merged = merger.run(np.array([full or fresh for fresh in search_round.fresh]))
     result = SearchResult(merged, merged, merger)
     jobs = collector.state.jobs
-    if not full or len(jobs) > depth.breadth:
+    if not full or len(jobs) > limits.breadth:
         return result
     alone = {name: collector.alone(job) for name, job in jobs.items()}
     starts = [merged]
-    if len(search_round.units) <= depth.thorough and not any(
+    if len(search_round.units) <= limits.thorough and not any(
         unit.settled for unit in search_round.units
     ):
         starts += others(valuation, search_round.units)
     best: tuple[float, Mover | None] = (-np.inf, None)
     for start in starts:
         mover = Mover(valuation, resized(valuation, start), alone)
-        units = mover.run(depth.moves)
+        units = mover.run(limits.moves)
         worth = net_worth(valuation, units, search_round.units)
         if worth > best[0] + 1e-9:
             best, result.units, result.moves = (worth, mover), units, mover.moves
@@ -127,7 +127,7 @@ def reasons_of(
     state: SchedulerState,
     search_round: SearchRound,
     result: SearchResult,
-    placed: Placed,
+    placed: Placement,
     dwell: float,
 ) -> tuple[Reason, ...]:
     """Reasons for every job that something was decided about, one or more each.
@@ -169,7 +169,7 @@ def reasons_of(
     return tuple(sorted(reasons, key=lambda reason: order[reason.job]))
 
 
-def _waiting(placed: Placed, new: Sequence[CandidateGroup]) -> Iterator[Reason]:
+def _waiting(placed: Placement, new: Sequence[CandidateGroup]) -> Iterator[Reason]:
     """Why jobs wait, and with whom; nobody may join what is new."""
     aside = len(placed.reserved)
     for unit in placed.waiting:
@@ -185,7 +185,7 @@ def _waiting(placed: Placed, new: Sequence[CandidateGroup]) -> Iterator[Reason]:
 
 
 @dataclass(slots=True)
-class Unchanged:
+class LastAnswer:
     """Last answer of a policy, and the state that it answered."""
 
     _jobs: tuple[str, ...] = ()
@@ -253,7 +253,7 @@ class Tlora:
     backfill: bool = True
 
     _memory: PolicyMemory = field(default_factory=PolicyMemory, init=False, repr=False)
-    _unchanged: Unchanged = field(default_factory=Unchanged, init=False, repr=False)
+    _last_answer: LastAnswer = field(default_factory=LastAnswer, init=False, repr=False)
     _known: StepTimeCache = field(default_factory=StepTimeCache, init=False, repr=False)
     _used: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     _saved: float = field(default=0.0, init=False, repr=False)
@@ -269,11 +269,11 @@ class Tlora:
         if not state.jobs:
             self._memory = PolicyMemory()
             return Decision(())
-        depth = Depth(self.breadth, self.thorough, self.moves)
+        limits = SearchLimits(self.breadth, self.thorough, self.moves)
         passed = max(0.0, state.now - self._last) / max(state.horizon, 1e-9)
         self._saved, self._last = self._saved + self.search * passed, state.now
-        due = self._saved >= depth.cost(len(state.jobs), len(state.groups) + 1)
-        if not due and not explain and (last := self._unchanged.answer(state)) is not None:
+        due = self._saved >= limits.cost(len(state.jobs), len(state.groups) + 1)
+        if not due and not explain and (last := self._last_answer.answer(state)) is not None:
             return last
         collector = CandidateCollector(state, self._memory, lending=self.lending)
         dwell = self._dwell(state)
@@ -286,7 +286,7 @@ class Tlora:
         if full:
             self._saved = 0.0
         if self.share:
-            result = search(valuation, collector, search_round, depth, full=full)
+            result = search(valuation, collector, search_round, limits, full=full)
         else:
             result = SearchResult(search_round.units, search_round.units)
         placed = self._place(state, collector, search_round, result, valuation)
@@ -294,7 +294,7 @@ class Tlora:
         if explain:
             reasons = reasons_of(state, search_round, result, placed, dwell)
             answer = Decision(answer.groups, answer.waiting, reasons)
-        self._unchanged.keep(state, answer)
+        self._last_answer.keep(state, answer)
         return answer
 
     def _dwell(self, state: SchedulerState) -> float:
@@ -307,7 +307,7 @@ class Tlora:
         pairs = zip(groups, search_round.units, strict=True)
         self._memory = PolicyMemory({_key(group): unit for group, unit in pairs})
         answer = Decision(groups)
-        self._unchanged.keep(state, answer)
+        self._last_answer.keep(state, answer)
         return answer
 
     def _valuation(
@@ -343,11 +343,11 @@ class Tlora:
         search_round: SearchRound,
         result: SearchResult,
         valuation: GroupValuation,
-    ) -> Placed:
+    ) -> Placement:
         """Places for all that find one; what runs must not lose its own by a search."""
         ran = {name for unit in search_round.units if unit.current_groups for name in unit.jobs}
 
-        def place(units: Sequence[CandidateGroup]) -> Placed:
+        def place(units: Sequence[CandidateGroup]) -> Placement:
             if self.release:
                 units = released(valuation, units, self.knee)
             alone = valuation if self.release and self.backfill else None
@@ -367,7 +367,7 @@ class Tlora:
                 placed = place(result.safe)
         return placed
 
-    def _answer(self, state: SchedulerState, placed: Placed) -> Decision:
+    def _answer(self, state: SchedulerState, placed: Placement) -> Decision:
         groups = placed.groups(state.now)
         pairs = zip(groups, placed.running, strict=True)
         self._memory = PolicyMemory({_key(group): unit for group, unit in pairs}, placed.waiting)

@@ -159,7 +159,7 @@ def _fullest(nodes: list[int], free_gpus: dict[int, int], held: dict[int, int]) 
 
 
 @dataclass(slots=True)
-class Placed:
+class Placement:
     """Placement of all units.
 
     waiting    units without a place, in the order in which they are taken
@@ -188,29 +188,32 @@ def arrange(
     reserve: bool,
     valuation: GroupValuation | None = None,
     backfill: bool = True,
-) -> Placed:
+) -> Placement:
     """Find places: what runs first, then what waits, the most pressed first.
 
     valuation    values single jobs, which start where their unit does not fit; None: none starts
     backfill     False: behind a unit that does not fit all others wait
     """
-    arranging = Arranging(state)
+    arrangement = Arrangement(state)
     waiting = [unit for unit in units if not unit.current_groups]
-    for unit in arranging.settle([unit for unit in units if unit.current_groups]):
-        waiting += _undo(state, collector, arranging, unit)
+    for unit in arrangement.settle([unit for unit in units if unit.current_groups]):
+        waiting += _undo(state, collector, arrangement, unit)
     keys = {
         id(unit): min(pressed_first(state.jobs[name], state.now) for name in unit.jobs)
         for unit in waiting
     }
     waiting.sort(key=lambda unit: keys[id(unit)])
-    arranging.start(waiting, reserve=reserve, backfill=backfill)
+    arrangement.start(waiting, reserve=reserve, backfill=backfill)
     if valuation is not None:
-        arranging.start_apart(collector, valuation)
-    return arranging.placed
+        arrangement.start_apart(collector, valuation)
+    return arrangement.placed
 
 
 def _undo(
-    state: SchedulerState, collector: CandidateCollector, arranging: Arranging, unit: CandidateGroup
+    state: SchedulerState,
+    collector: CandidateCollector,
+    arrangement: Arrangement,
+    unit: CandidateGroup,
 ) -> list[CandidateGroup]:
     """Leave what runs where it is; the others wait."""
     left = set(unit.jobs)
@@ -218,11 +221,11 @@ def _undo(
         jobs = [state.jobs[name] for name in home.jobs if name in left]
         left -= set(home.jobs)
         if not jobs:
-            arranging.placer.give(home.place)
+            arrangement.placer.give(home.place)
             continue
         unit_at_home, out = _at_home(state, collector, jobs, home)
         left |= out
-        arranging.stay(unit_at_home, home.place)
+        arrangement.stay(unit_at_home, home.place)
     jobs = [state.jobs[name] for name in unit.jobs if name in left]
     return [collector.alone(job) for job in jobs]
 
@@ -245,13 +248,13 @@ def _at_home(
     return unit, out
 
 
-class Arranging:
+class Arrangement:
     """Places for the units of one round."""
 
     def __init__(self, state: SchedulerState) -> None:
         self.state = state
         self.placer = Placer(state.cluster)
-        self.placed = Placed()
+        self.placed = Placement()
 
     def settle(self, units: Sequence[CandidateGroup]) -> list[CandidateGroup]:
         """Units that run or have a home get their places; those that find none are returned."""
