@@ -23,9 +23,9 @@ from benchmarks.distributed_models import (
 )
 from benchmarks.interleaved import Spread, ratios
 from benchmarks.step_mixes import Shape
-from tlora_fx.cost.hardware import PEER_COPIES
 from tlora_fx.cost.model_facts import CAPTURED_TOKENS
 from tlora_fx.cost.plan import MeshShape, Plan
+from tlora_fx.host.environment import PEER_COPIES
 
 Work = Callable[[], object]
 GIB = 2**30

@@ -10,7 +10,6 @@ backwards have one of their own.
 from __future__ import annotations
 
 import logging
-import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +18,9 @@ from functools import partial
 from traceback import clear_frames
 from typing import Any
 
-logger = logging.getLogger("tlora_fx.kernels")
+from tlora_fx.host.memory import usable_cpus
+
+logger = logging.getLogger(__name__)
 #: Threads: most of a compilation is outside of Python.
 MOST = 16
 
@@ -34,12 +35,12 @@ class _Like:
         self.address: int = tensor.data_ptr()
 
     def data_ptr(self) -> int:
-        """Where the tensor lies."""
+        """Address of the tensor."""
         return self.address
 
 
 class Ahead:
-    """What is compiled ahead in this process.
+    """Kernels that are compiled ahead in this process.
 
     is_on   whether launchers start nothing now
     """
@@ -73,7 +74,7 @@ class Ahead:
     def compiling(self) -> Iterator[None]:
         """Compile what is started within it; at its end all of it is there."""
         assert not self.is_on, "one computation at a time"
-        workers = min(MOST, len(os.sched_getaffinity(0)))
+        workers = min(MOST, usable_cpus())
         self._pool = ThreadPoolExecutor(workers, "compile-ahead")
         self.is_on, whole = True, False
         try:

@@ -51,7 +51,7 @@ def job_of(row, bounds, jobs, JOBS: tl.constexpr):
 
     row     a scalar
     bounds  int32 [jobs + 1], job j owns bounds[j]:bounds[j + 1]
-    JOBS    room for jobs in one vector, a power of two
+    JOBS    jobs that fit in one vector, a power of two
     """
     index = tl.arange(0, JOBS)
     ends = tl.load(bounds + 1 + index, mask=index < jobs, other=2147483647)
@@ -66,7 +66,7 @@ def segment_tile(number, segments, jobs, ROWS: tl.constexpr, JOBS: tl.constexpr)
     a job's tiles do not depend on its neighbours. Behind the last job's tiles the job is `jobs`.
 
     segments  int32 [jobs + 1]
-    JOBS      room for jobs in one vector, a power of two
+    JOBS      jobs that fit in one vector, a power of two
     """
     index = tl.arange(0, JOBS)
     first = tl.load(segments + index, mask=index < jobs, other=0)
@@ -82,7 +82,7 @@ def chunks_of(job, segments, jobs, CHUNK: tl.constexpr, JOBS: tl.constexpr):
 
     segments  int32 [jobs + 1]
     CHUNK     tokens of a chunk, the last of a segment fewer: numbered as `segment_tile` does
-    JOBS      room for jobs in one vector, a power of two
+    JOBS      jobs that fit in one vector, a power of two
     """
     index = tl.arange(0, JOBS)
     first = tl.load(segments + index, mask=index < jobs, other=0)

@@ -1,4 +1,4 @@
-"""From a spec to the module that launches its kernel: its file, its module, its launcher.
+"""Load the module that launches a spec's kernel: its file, its module, its launcher.
 
 Triton reads a kernel's source from its file, so every kernel that runs is a file first. Files are
 never changed in place: their names hold a hash of what they were generated from.
@@ -23,6 +23,8 @@ from tlora_fx.codegen.kernels import Generated, build, intact
 from tlora_fx.codegen.launching import Interpreted, Launcher
 from tlora_fx.codegen.spec import KernelSpec
 from tlora_fx.errors import KernelCacheError, KernelToolMissing
+from tlora_fx.host.environment import overlaps_kernels
+from tlora_fx.host.paths import cache_folder
 
 _PACKAGE = "tlora_fx_kernels"
 _lock = threading.Lock()
@@ -33,17 +35,9 @@ class KernelCacheWarning(UserWarning):
     """A cached kernel was altered, or the cache folder cannot be written."""
 
 
-def cache_root() -> Path:
-    """$TLORA_FX_CACHE, or tlora-fx in $XDG_CACHE_HOME or ~/.cache."""
-    if own := os.environ.get("TLORA_FX_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "tlora-fx"
-
-
-def cache_folder() -> Path:
+def kernel_folder() -> Path:
     """Where generated kernels are kept."""
-    return cache_root() / "kernels"
+    return cache_folder() / "kernels"
 
 
 def stored(generated: Generated) -> Path:
@@ -52,14 +46,14 @@ def stored(generated: Generated) -> Path:
     raises   KernelCacheError when neither the cache nor a temporary folder can be written
     """
     try:
-        return _stored(generated, cache_folder())
+        return _stored(generated, kernel_folder())
     except OSError as error:
         try:
-            return _stored(generated, _instead(str(cache_folder()), str(error)))
+            return _stored(generated, _instead(str(kernel_folder()), str(error)))
         except OSError as second:
             raise KernelCacheError(
                 "generated kernels cannot be written anywhere",
-                file=cache_folder(),
+                file=kernel_folder(),
                 found=f"{error}; then {second}",
                 help="point TLORA_FX_CACHE to a folder that can be written",
             ) from second
@@ -105,7 +99,7 @@ def _instead(folder: str, reason: str) -> Path:
 
 
 class GeneratedModule(Protocol):
-    """What a generated file offers; `launch` has the arguments of its kind."""
+    """Interface of a generated module; `launch` has the arguments of its kind."""
 
     __file__: str
     SIGNATURE: dict[str, str]
@@ -152,7 +146,7 @@ def _imported(path: Path) -> GeneratedModule:
     generated = cast(GeneratedModule, module)
     # An interpreted kernel knows no launch options.
     compiled = hasattr(generated.kernel, "device_caches")
-    if not compiled or os.environ.get("TLORA_FX_PDL", "1") == "0":
+    if not compiled or not overlaps_kernels():
         # The kernel starts when the one before is done, as kernels usually do.
         import triton.language as tl
 

@@ -42,7 +42,7 @@ def shared_bytes(arch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a kernel cuts its work; each kind says which fields it reads.
+    """Sizes by which a kernel cuts its work; each kind says which fields it reads.
 
     rows      tokens of one tile
     columns   output columns of one tile

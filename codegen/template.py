@@ -1,4 +1,4 @@
-"""From a kernel's template to the text of a module for one spec.
+"""Fill a kernel's template: the text of a module for one spec.
 
 A template reads like the kernel. `fill` turns it into the code of one spec, so a generated file
 holds only the branches that its spec needs; `module` puts imports and constants above it. Functions
@@ -121,7 +121,7 @@ def of_sites(**values: Sequence[object]) -> dict[str, object]:
 
 
 def common_values(spec: KernelSpec) -> dict[str, object]:
-    """What templates of all kinds name alike, for `fill`."""
+    """Values that templates of all kinds share, for `fill`."""
     wide = accumulator(spec.dtype)
     return {
         "dtype": spec.dtype,
@@ -150,7 +150,7 @@ def common_values(spec: KernelSpec) -> dict[str, object]:
 
 
 def either(numbers: Sequence[int]) -> str:
-    """What a size is at each site, as a docstring says it: one number where all are equal."""
+    """A size at each site, as text for a docstring: one number where all sites are equal."""
     return " or ".join(str(number) for number in dict.fromkeys(numbers))
 
 
@@ -234,7 +234,7 @@ def accumulator(dtype: Dtype) -> str:
 
 
 def precision(dtype: Dtype) -> str:
-    """What a `tl.dot` of this type needs after its operands: fp32 must not become tf32."""
+    """Arguments of a `tl.dot` of this type behind its operands: fp32 must not become tf32."""
     exact = {"float32": ', input_precision="ieee"', "float64": ", out_dtype=tl.float64"}
     return exact.get(dtype, "")
 

@@ -408,7 +408,7 @@ def _set_numbers(node: fx.Node, site: AdapterSite | None) -> None:
 
 @dataclass(slots=True)
 class JobBranch:
-    """What a job computes instead of one base value.
+    """Value that a job computes in place of one base value.
 
     anchor   the base node whose value the branch replaces
     site     path of the wrapped module
@@ -424,7 +424,7 @@ class JobBranch:
 
 @dataclass(slots=True)
 class Alignment:
-    """How one graph of a job lies over the base's.
+    """Alignment of one job's graph with the base's.
 
     twins      job node to the base node that it repeats
     stands     job node to the base node that it stands for downstream

@@ -197,7 +197,7 @@ def _still(inner: Pattern) -> Pattern:
 
 
 class NoMatch(Exception):
-    """Why a branch is no plain LoRA branch, for the report; `miss` says it in full."""
+    """Reason why a branch is no plain LoRA branch, for the report; `miss` says it in full."""
 
     def __init__(self, why: str, miss: Miss) -> None:
         super().__init__(why)
@@ -258,7 +258,7 @@ def match_frozen(anchor: Any) -> Frozen:
 
 
 def match_operator(anchor: Any, writes: Sequence[fx.Node]) -> Frozen | Other:
-    """What a site's branches stand behind.
+    """Operator whose result a site's branches replace.
 
     anchor    its result
     writes    the nodes that write jobs' segments of it
@@ -541,7 +541,7 @@ class ExpertBranch:
 
     @property
     def kind(self) -> tuple[torch.dtype, bool]:
-        """What all branches of an operator must have in common."""
+        """Properties that all branches of one operator share: the dtype of A, and its layout."""
         return self.a.meta["tensor"].dtype, self.crossed
 
 
@@ -703,7 +703,7 @@ def _paths(group: GroupGraph, where: str, site: str) -> list[str]:
 
 
 def chains(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each replaced value the segment writes behind it, in order."""
+    """Segment writes behind each replaced value, in order."""
     chains: dict[fx.Node, list[fx.Node]] = {}
     first: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -1,4 +1,4 @@
-"""Let sites that read one input share one operator, which reads that input once.
+"""Merge the operators of sites that read one input, so that it is read once.
 
 Reads   the multi_lora_linear nodes that lower-adapters made.
 Writes  one multi_lora_linears for those that read the same value (q, k and v; gate and up), and a

@@ -59,7 +59,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class PlanSearch:
-    """What came of looking at all plans.
+    """Result of a search over all plans.
 
     candidates   those that run, best first, then those that do not
     tokens       of a round
@@ -73,12 +73,12 @@ class PlanSearch:
 
     @property
     def running(self) -> list[Candidate]:
-        """Those that run, best first."""
+        """Candidates that run, best first."""
         return [candidate for candidate in self.candidates if candidate.runs]
 
     @property
     def dropped(self) -> list[Candidate]:
-        """Those that do not."""
+        """Candidates that do not run."""
         return [candidate for candidate in self.candidates if not candidate.runs]
 
     def best(self) -> Plan:
@@ -100,7 +100,7 @@ class Auto(Planner):
     name: ClassVar[str] = "auto"
 
     class Options(PlannerOptions):
-        """What is planned for.
+        """Target of the search: the processes, and the memory of one.
 
         round             of the jobs; None: what their fields say
         allow_estimated   profiles that were scaled from another GPU's count too
@@ -131,6 +131,10 @@ class Auto(Planner):
         plans = search(model, profile, work, processes, options.gpus_per_node, meshes)
         require_memory(plans, work)
         return plans.best()
+
+    def holds_whole_base(self, plan: Plan) -> bool:
+        """Whether the plan has replicas alone, and no base that is sharded over them."""
+        return plan.mesh.size == plan.mesh.dp and not plan.shard_base
 
 
 def device_name() -> str:
@@ -175,7 +179,8 @@ def search(
     for mesh in meshes or every_mesh(processes):
         reason = _obstacle(model, mesh, gpus_per_node)
         if reason:
-            candidates.append(Candidate(_first(mesh), reason=reason))
+            bare = Plan(planner=Auto.name).model_copy(update={"mesh": mesh})
+            candidates.append(Candidate(bare, reason=reason))
             continue
         for variant in variants(cost, mesh, work, legal):
             plan = variant.model_copy(update={"model": fingerprint})
@@ -186,11 +191,6 @@ def search(
                 candidates.append(_judged(model, cost, again, work))
     ordered = tuple(_estimated(candidate, cost) for candidate in sorted(candidates, key=_order))
     return PlanSearch(ordered, work.load.total, cost, work.load.sequences)
-
-
-def _first(mesh: MeshShape) -> Plan:
-    """A mesh as a plan, of which nothing else is known."""
-    return Plan(planner=Auto.name).model_copy(update={"mesh": mesh})
 
 
 def variants(cost: CostModel, mesh: MeshShape, work: Round, legal: Sequence[int]) -> Iterator[Plan]:

@@ -49,6 +49,14 @@ class Single(Planner):
             )
         return Plan(planner=self.name, model=model_fingerprint(model), recompute=options.recompute)
 
+    def holds_whole_base(self, plan: Plan) -> bool:
+        """True."""
+        return True
+
+    def may_grow(self, plan: Plan) -> bool:
+        """True: there is one process."""
+        return True
+
 
 class Replicated(Planner):
     """Data parallelism: adapters' gradients are summed once a round, and nothing else is sent.
@@ -73,6 +81,10 @@ class Replicated(Planner):
             recompute=options.recompute,
         )
 
+    def holds_whole_base(self, plan: Plan) -> bool:
+        """True."""
+        return True
+
 
 class Fsdp(Planner):
     """FSDP2 over the frozen base: replicas share one copy, and gather a layer while it is needed.
@@ -83,7 +95,7 @@ class Fsdp(Planner):
     name: ClassVar[str] = "fsdp"
 
     class Options(PlannerOptions):
-        """Both are chosen by `memory_bytes` where they are left out.
+        """Options of sharding; both are chosen by `memory_bytes` where they are left out.
 
         Without `memory_bytes` weights are gathered twice and nothing is recomputed.
 
@@ -159,7 +171,7 @@ def trained_bytes(model: SuperModel) -> int:
 
 
 def activation_bytes(model: SuperModel, row_tokens: int) -> int:
-    """What all layers together keep of one row, at most."""
+    """Most bytes that all layers together keep of one row for backward."""
     blocks = [block for block in model.group.blocks.values() if block.name != HEAD]
     return sum(len(block.instances) * _kept_bytes(block, row_tokens) for block in blocks)
 
@@ -188,7 +200,7 @@ class Tensor(Planner):
     name: ClassVar[str] = "tensor"
 
     class Options(PlannerOptions):
-        """What can be chosen of pieces.
+        """Options of tensor parallelism.
 
         recompute      layers are computed again in the backward
         nano_batches   parts of a row whose sums and products overlap
@@ -237,7 +249,7 @@ class PipelineParallel(Planner):
     name: ClassVar[str] = "pipeline"
 
     class Options(PlannerOptions):
-        """What can be chosen of stages.
+        """Options of pipeline parallelism.
 
         schedule             the order in which stages work
         stages_per_process   of an interleaved schedule

@@ -1,4 +1,4 @@
-"""What every planner offers.
+"""Interface of planners, and the options that all of them take.
 
 A planner is a class with a name and a model of its options. Other packages offer theirs in the
 entry-point group `tlora_fx.planners`.
@@ -27,7 +27,7 @@ from tlora_fx.config.plugins import load_plugin
 from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import TAKEN_OUT, MeshShape, Plan
 from tlora_fx.cost.step_time import GPUS_PER_NODE
-from tlora_fx.errors import PlanNotRunnable, UnknownPlanner, nearest
+from tlora_fx.errors import PlanNotRunnable, PluginBroken, UnknownPlanner, nearest
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.pipeline.registry import PLANNERS
@@ -39,7 +39,7 @@ PACKAGE = "tlora_fx.planners"
 
 
 class PlannerOptions(BaseModel):
-    """What every planner is told of the processes; each planner adds options of its own.
+    """Options of every planner: the processes it plans for; each planner adds its own.
 
     processes        GPUs to plan for, where no mesh is given
     gpus_per_node    of these
@@ -108,8 +108,24 @@ class Planner:
         return self.make(model, shape, self.Options.model_validate(options or {}), profile)
 
     def make(self, model: SuperModel, shape: MeshShape | None, options: Any, profile: Any) -> Plan:
-        """What `plan` returns, by options that were validated: an instance of `Options`."""
+        """Make a plan by options that were validated: an instance of `Options`."""
         raise NotImplementedError
+
+    def holds_whole_base(self, plan: Plan) -> bool:
+        """Whether each process holds the whole base under a plan of this planner.
+
+        If so, samples are drawn while jobs train, and the base is checked with the weights that the
+        processes hold. False is right for any plan: no samples are drawn, and the base is checked
+        before its weights are spread.
+        """
+        return False
+
+    def may_grow(self, plan: Plan) -> bool:
+        """Whether banks of adapters may double under a plan of this planner, for a job that joins.
+
+        False is right for any plan: a job then waits until a slot is free.
+        """
+        return False
 
     def apply(self, model: SuperModel, plan: Plan, mesh: Mesh) -> StepRunner:
         """Make a model ready to run under a plan; all planners share one way."""
@@ -141,8 +157,16 @@ def find_planner(name: str) -> Planner:
     raise replace(plugin, broken=why).error(f"planner '{name}'")
 
 
+def planner_of(plan: Plan) -> Planner:
+    """The planner that made a plan; where it is not there or broken, one with the safe answers."""
+    try:
+        return find_planner(plan.planner)
+    except (UnknownPlanner, PluginBroken):
+        return Planner()
+
+
 def planner_names() -> list[str]:
-    """All names of planners."""
+    """Names of all planners."""
     return sorted({*_own_planners(), *(entry.name for entry in entry_points(group=PLANNERS))})
 
 

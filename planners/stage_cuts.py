@@ -1,4 +1,4 @@
-"""Where to cut layers into stages, so that the dearest stage is as cheap as can be.
+"""Cuts of layers into stages that make the slowest stage as fast as possible.
 
 Layers differ: adapters cost more where ranks are large, and below the lowest adapter there is no
 backward at all. A cut by cost puts more of the cheap layers into one stage.
@@ -67,7 +67,7 @@ def balanced_cuts(
 
 
 def layer_products(model: SuperModel, *, recompute: bool = False) -> list[float]:
-    """What each layer costs a token, forward and backward, in multiply-adds of matrices.
+    """Multiply-adds of each layer for one token, forward and backward, in its matrices.
 
     A frozen matrix costs its size in the forward, and again in the backward of its input; an
     adapter costs it a third time. Jobs have equal shares of the tokens. The loss, which computes

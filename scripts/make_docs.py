@@ -17,9 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = (
     "README.md",
+    "CHANGELOG.md",
     "CONTRIBUTING.md",
     "examples/README.md",
     "benchmarks/README.md",
+    "benchmarks/results/*.md",
     "docs/**/*.md",
 )
 #: Pages of the reference: their modules, in the order of the page.
@@ -51,7 +53,6 @@ REFERENCE: Mapping[str, tuple[str, ...]] = {
         "tlora_fx.rewriting.matching",
         "tlora_fx.rewriting.examples",
         "tlora_fx.rewriting.rewriter",
-        "tlora_fx.rewriting.rules",
         "tlora_fx.rewriting.outlining",
     ),
     "testing": ("tlora_fx.testing.equivalence", "tlora_fx.testing.plugin"),

@@ -24,6 +24,8 @@ if not Path("/dev/nvidiactl").exists():
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests import kept_between_runs
+
 # Tests under Triton's interpreter (tests/interpreted.py) compile no models.
 _MODELS = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tests.traced"]
 pytest_plugins = [*_MODELS, "tlora_fx.testing.plugin"]
@@ -49,12 +51,13 @@ LONG = (
     "model/test_exported.py",
 )
 
-# Where processes of one test run leave each other what they traced (tests/traced_once.py).
-_OWN_TRACES = "" if "TLORA_FX_TEST_TRACES" in os.environ else tempfile.mkdtemp(prefix="traces-")
-if _OWN_TRACES:
-    os.environ["TLORA_FX_TEST_TRACES"] = _OWN_TRACES
-    # Nothing is read from a user's cache, and nothing is left there.
-    os.environ["TLORA_FX_CACHE"] = str(Path(_OWN_TRACES) / "cache")
+# What was traced and probed is kept between test runs; its names say what decides it, its code too
+# (tests/traced_once.py). All else that a user's cache holds is of one run.
+_RUN = "" if "TLORA_FX_TEST_RUN" in os.environ else tempfile.mkdtemp(prefix="tlora-fx-run-")
+if _RUN:
+    os.environ["TLORA_FX_TEST_RUN"] = _RUN
+    os.environ["TLORA_FX_CACHE"] = str(Path(_RUN) / "cache")
+    os.environ["TLORA_FX_TEST_TRACES"] = str(kept_between_runs.link(Path(_RUN) / "cache"))
 
 # Tests assert no times, and a machine may be busy. What guards main draws the same examples each
 # time; TLORA_FX_RANDOM=1 (`make slow` sets it) draws new ones.
@@ -104,9 +107,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_unconfigure() -> None:
-    """Remove what was traced."""
-    if _OWN_TRACES:
-        shutil.rmtree(_OWN_TRACES, ignore_errors=True)
+    """Remove what is of this run alone."""
+    if _RUN:
+        shutil.rmtree(_RUN, ignore_errors=True)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -20,8 +20,14 @@ from tests import fresh
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
-PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+PAGES = [
+    *sorted((ROOT / "docs").rglob("*.md")),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "benchmarks").rglob("*.md")),
+]
 PACKAGE = ROOT / "examples" / "extension"
+CHANGELOG = ROOT / "CHANGELOG.md"
 
 
 def blocks(language):
@@ -57,7 +63,7 @@ def test_what_the_page_shows_stands_in_the_package():
             assert wanted.items() <= given.items(), piece
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+@pytest.mark.parametrize("page", [*PAGES, CHANGELOG], ids=lambda path: path.name)
 def test_links_between_pages_lead_somewhere(page):
     """No link of a page is broken."""
     prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
@@ -92,7 +98,8 @@ def test_the_tutorial_works_word_by_word(tmp_path):
 def test_a_newcomer_clones_runs_the_demo_and_follows_the_tutorial(tmp_path):
     """As the README and the tutorial say; what is installed already is taken for .venv."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    clone, demo = re.findall(r"^(git clone .*)\n(make demo)", readme, flags=re.MULTILINE)[0]
+    (clone,) = re.findall(r"^git clone .*", readme, flags=re.MULTILINE)
+    (demo,) = re.findall(r"^make demo\b", readme, flags=re.MULTILINE)
     subprocess.run(
         clone.split(" && ")[0].replace("<address of this repository>", str(ROOT)).split(),
         cwd=tmp_path, check=True, capture_output=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,13 @@ def test_importing_the_package_loads_no_torch():
     result = python("import sys, tlora_fx; sys.exit('torch' in sys.modules)")
 
     assert result.returncode == 0
+
+
+def test_the_newest_release_of_the_changelog_is_the_version():
+    """A release writes both."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+
+    assert re.search(r"^## ([\d.]+) ", text, flags=re.MULTILINE)[1] == tlora_fx.__version__
 
 
 @pytest.mark.parametrize("room", ROOMS)

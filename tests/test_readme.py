@@ -15,6 +15,7 @@ from tlora_fx.cli import main
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+BENCHMARKS = sorted((ROOT / "benchmarks").rglob("*.md"))
 
 
 def blocks(language):
@@ -99,9 +100,10 @@ def test_the_floors_stand_on_one_page():
     assert [name for name in rooms if f"`{name}/`" not in page and f"`{name}.py`" not in page] == []
 
 
-def test_tables_of_the_benchmarks_are_whole():
+@pytest.mark.parametrize("page", BENCHMARKS, ids=lambda path: path.name)
+def test_tables_of_the_benchmarks_are_whole(page):
     """No blank line parts a row from its table."""
-    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
     rows = [block.splitlines() for block in text.split("\n\n") if block.startswith("|")]
 
     assert rows

@@ -1,14 +1,14 @@
-"""What processes of one test run leave each other of their tracing (tests/traced_once.py)."""
+"""What processes of one test run, and one run after another, leave each other of their tracing."""
 
 from __future__ import annotations
 
 import pytest
-import torch
 
-from tests import traced_once
+from tests import kept_between_runs, traced_once
 from tests.models import base_of, job
 from tlora_fx.compiler import compile
 from tlora_fx.ir.verifier import fingerprint
+from tlora_fx.tracing import trace_cache
 
 KINDS = {
     "plain": {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1},
@@ -17,62 +17,72 @@ KINDS = {
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """Where graphs are left; this process knows none yet."""
-    monkeypatch.setenv(traced_once.TRACES, str(tmp_path / "traces"))
-    (tmp_path / "traces").mkdir()
-    monkeypatch.setattr(traced_once, "_known", {})
-    yield tmp_path / "traces"
-    traced_once.install()
+def forget(tmp_path, monkeypatch):
+    """An empty folder; a call of it makes this process know no graph, as a new one does."""
+    monkeypatch.setenv("TLORA_FX_CACHE", str(tmp_path / "cache"))
+
+    def forget():
+        monkeypatch.setattr(traced_once, "_known", {})
+        monkeypatch.setattr(traced_once, "_wrapped", set())
+
+    forget()
+    return forget
+
+
+def refuse(*given):
+    raise AssertionError("it is traced again")
+
+
+def left() -> set[str]:
+    """Names of the graphs in the folder."""
+    files = trace_cache.traces_folder().iterdir()
+    return {path.name for path in files if '"text"' in path.read_text()}
 
 
 @pytest.mark.parametrize("attention", ["packed", "batch"])
 def test_a_graph_of_another_process_compiles_to_the_same_model(
-    folder, tmp_path, monkeypatch, attention
+    forget, tmp_path, monkeypatch, attention
 ):
-    """Read instead of traced: nothing is written a second time, and the code is the same."""
-    base = base_of(tmp_path, "llama", attention=attention)
+    """Read instead of traced, and the code is the same."""
+    base = base_of(tmp_path, "llama", attention=attention, num_hidden_layers=2)
     jobs = [job(name, base, **lora) for name, lora in KINDS.items()]
     traced = fingerprint(compile(jobs).group)
-    left = {path.name for path in folder.iterdir() if not path.suffix}
-    monkeypatch.setattr(traced_once, "_known", {})
-    monkeypatch.setattr(traced_once, "_write", None)
+    before = left()
+    forget()
+    monkeypatch.setattr(trace_cache, "_text_of", refuse)
 
-    traced_once.install()
     read = fingerprint(compile(jobs).group)
 
-    assert len(left) == 1 + len(jobs)  # the base and the jobs
+    assert len(before) == 1 + len(jobs)  # the base and the jobs
     assert read == traced
 
 
-def test_jobs_that_differ_in_rates_and_starts_share_a_graph(folder, tmp_path, monkeypatch):
+def test_jobs_that_differ_in_rates_and_starts_share_a_graph(forget, tmp_path, monkeypatch):
     """It compiles to what its own would; PEFT is asked about each job's fields all the same."""
-    base = base_of(tmp_path, "llama")
+    base = base_of(tmp_path, "llama", num_hidden_layers=2)
     jobs = [
         job("one", base, **KINDS["plain"]),
         job("one", base, r=4, target_modules="all-linear", init_lora_weights="gaussian"),
     ]
     first, traced = (fingerprint(compile([own]).group) for own in reversed(jobs))
-    left = {path.name for path in folder.iterdir() if not path.suffix}
     asked = []
-    monkeypatch.setattr(traced_once, "check_wrapped", lambda *given: asked.append(given[-1].name))
-    monkeypatch.setattr(traced_once, "_known", {})
+    monkeypatch.setattr(traced_once, "wrap_pruned", lambda job, *rest: asked.append(job.name))
     monkeypatch.setattr(traced_once, "_wrapped", set())
 
     found = fingerprint(compile(jobs[:1]).group)
 
-    assert len(left) == 2  # the base and one job
+    assert len(left()) == 2  # the base and one job
     assert asked == ["one"]
     assert found == traced != first
 
 
-def test_code_of_a_test_is_not_shared():
-    """Neither a class of its own nor a forward that it put into a library's class."""
+def test_traces_and_probes_lie_in_a_folder_that_stays(tmp_path, monkeypatch):
+    """All else in the cache is of one run."""
+    monkeypatch.setenv("TLORA_FX_TEST_TRACES", str(tmp_path / "kept"))
 
-    class Own(torch.nn.Linear):
-        def forward(self, x):
-            return x
+    folder = kept_between_runs.link(tmp_path / "run" / "cache")
+    (tmp_path / "run" / "cache" / "traces" / "graph").touch()
 
-    assert traced_once._words((torch.nn.Linear, torch.nn.Linear.forward)) is not None
-    assert traced_once._words((Own, torch.nn.Linear.forward)) is None
-    assert traced_once._words((torch.nn.Linear, Own.forward)) is None
+    assert folder == tmp_path / "kept"
+    assert [path.name for path in (folder / "traces").iterdir()] == ["graph"]
+    assert sorted(path.name for path in folder.iterdir()) == ["probes", "traces"]

@@ -46,13 +46,13 @@ def group_after(base, backbone):
 
     def make(passes: str, *kinds: str) -> GroupGraph:
         runner = Runner(parse_pipeline(passes))
-        traced = compiler.trace_base(backbone, "packed")
+        traced = compiler.base_graph(backbone, "packed")
         runner.run_job(traced)
         graphs = []
         for kind in kinds:
             own = job(kind, base, **KINDS[kind])
             graphs.append(
-                compiler.trace_job(
+                compiler.job_graph(
                     own, backbone, resolve_sites(own, backbone), "packed", exact=True
                 )
             )

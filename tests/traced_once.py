@@ -8,8 +8,8 @@ next token. Tests of tracing (tests/tracing) do both each time.
 Processes of a group (tests/parallel/processes.py) train the same jobs under plan after plan. There
 passes run once over equal jobs too.
 
-Processes read what any process of the test run has traced, if the model's code is a library's. The
-graphs lie in the folder that TRACES names.
+Processes read what any process has traced, in this test run or in one before, from the product's
+own cache (tlora_fx/tracing/trace_cache.py). It lies in the folder that TRACES names.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import pickle
-from collections.abc import Callable, Hashable
-from contextlib import suppress
+import re
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,16 +30,13 @@ from peft.tuners.lora.layer import LoraLayer
 from tlora_fx import compiler as _compiler
 from tlora_fx.compiler import Prepared
 from tlora_fx.config.job import Job
-from tlora_fx.errors import GraphNotStorable
-from tlora_fx.graph_file import Document, from_document, to_document
+from tlora_fx.host import environment
 from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.numerics.state import copy_state
 from tlora_fx.pipeline import Runner
-from tlora_fx.tracing import attention
-from tlora_fx.tracing import export as _export
-from tlora_fx.tracing.adapters import check_wrapped, layer_signature
-from tlora_fx.tracing.layers import plan_layers, pruned_copy
+from tlora_fx.tracing.adapters import graph_structure
+from tlora_fx.tracing.export import wrap_pruned
 
 with suppress(ImportError):
     # PEFT imports it when it first wraps a model, and keys name all kinds of layers.
@@ -51,16 +48,15 @@ _known: dict[Hashable, JobGraph] = {}
 _wrapped: set[Hashable] = set()
 _compared: dict[Hashable, str | None] = {}
 TRACES = "TLORA_FX_TEST_TRACES"
-LIBRARIES = ("torch", "transformers", "peft")
-INSTALLED = str(Path(torch.__file__).parents[1])
 
 
 def install() -> None:
     """Let the compiler ask for a known graph before it traces."""
-    if not hasattr(compiler.trace_job, "plain"):
-        compiler.trace_base = _base(compiler.trace_base)
-        compiler.trace_job = _job(compiler.trace_job)
-        compiler.refuse_other_loss = _loss(compiler.refuse_other_loss)
+    os.environ.pop(environment.TRACE_CACHE, None)
+    if not hasattr(compiler.job_graph, "plain"):
+        compiler.base_graph = _base(compiler.base_graph)
+        compiler.job_graph = _job(compiler.job_graph)
+        compiler.require_common_loss = _loss(compiler.require_common_loss)
 
 
 def install_fused() -> None:
@@ -72,21 +68,22 @@ def install_fused() -> None:
 
 def uninstall() -> None:
     """Trace each time."""
-    if hasattr(compiler.trace_job, "plain"):
-        for name in ("trace_base", "trace_job", "refuse_other_loss"):
+    os.environ[environment.TRACE_CACHE] = "0"
+    if hasattr(compiler.job_graph, "plain"):
+        for name in ("base_graph", "job_graph", "require_common_loss"):
             setattr(compiler, name, getattr(compiler, name).plain)
 
 
 def _base(plain: Trace) -> Trace:
-    def trace_base(backbone: Backbone, *how: Any) -> JobGraph:
-        return _once(backbone, how, lambda: plain(backbone, *how))
+    def base_graph(backbone: Backbone, *how: Any) -> JobGraph:
+        return _once(backbone, ("base", *how), lambda: plain(backbone, *how))
 
-    trace_base.plain = plain  # type: ignore[attr-defined]
-    return trace_base
+    base_graph.plain = plain  # type: ignore[attr-defined]
+    return base_graph
 
 
 def _job(plain: Trace) -> Trace:
-    def trace_job(
+    def job_graph(
         job: Job,
         backbone: Backbone,
         sites: dict[str, AdapterSite],
@@ -101,7 +98,7 @@ def _job(plain: Trace) -> Trace:
         adapters = (repr(fields), job.adapter_dtype, repr(sites))
         code = _code(LoraLayer.__subclasses__())
         numbers = tuple((site.path, site.rank, site.scaling) for site in sites.values())
-        plain_lora = (compiler._structure(job, backbone, sites, exact), numbers)
+        plain_lora = (graph_structure(job, backbone, sites, exact), numbers)
         structure = adapters if exact else plain_lora
         seen = (form, fold, adapters, code)
         traced = []
@@ -111,26 +108,15 @@ def _job(plain: Trace) -> Trace:
             return plain(job, backbone, sites, form, fold, exact)
 
         graph = _once(backbone, (form, fold, exact, structure, code), trace)
-        if not exact and not traced:
-            _wrap_once(seen, job, backbone, sites, fold)
+        if _is_from_python(backbone):
+            return graph
+        if not exact and not traced and (_model(backbone), seen) not in _wrapped:
+            wrap_pruned(job, backbone, sites, fold)
+        _wrapped.add((_model(backbone), seen))
         return replace(graph, name=job.name, sites=sites)
 
-    trace_job.plain = plain  # type: ignore[attr-defined]
-    return trace_job
-
-
-def _wrap_once(
-    seen: Hashable, job: Job, backbone: Backbone, sites: dict[str, AdapterSite], fold: bool
-) -> None:
-    """Compare what PEFT makes of a job's fields with what is planned, as tracing does."""
-    key = (_model(backbone), seen)
-    if key in _wrapped:
-        return
-    bias = str(getattr(job.lora_config(), "bias", "none"))
-    plan = plan_layers(backbone, lambda layer: layer_signature(sites, layer, bias, False), fold)
-    model = pruned_copy(backbone, plan)[0]
-    check_wrapped(_export._wrap(model, job, job.lora_config(), backbone), sites, job)
-    _wrapped.add(key)
+    job_graph.plain = plain  # type: ignore[attr-defined]
+    return job_graph
 
 
 def _fuse(plain: Callable[..., GroupGraph]) -> Callable[..., GroupGraph]:
@@ -152,7 +138,7 @@ def _fuse(plain: Callable[..., GroupGraph]) -> Callable[..., GroupGraph]:
 
 
 def _loss(plain: Callable[[Backbone], str | None]) -> Callable[[Backbone], str | None]:
-    def refuse_other_loss(backbone: Backbone) -> str | None:
+    def require_common_loss(backbone: Backbone) -> str | None:
         if _is_from_python(backbone):
             return plain(backbone)
         key = (_model(backbone), backbone.spec.is_classifier)
@@ -160,8 +146,8 @@ def _loss(plain: Callable[[Backbone], str | None]) -> Callable[[Backbone], str |
             _compared[key] = plain(backbone)
         return _compared[key]
 
-    refuse_other_loss.plain = plain  # type: ignore[attr-defined]
-    return refuse_other_loss
+    require_common_loss.plain = plain  # type: ignore[attr-defined]
+    return require_common_loss
 
 
 def _is_from_python(backbone: Backbone) -> bool:
@@ -174,58 +160,28 @@ def _once(backbone: Backbone, how: Hashable, trace: Callable[[], JobGraph]) -> J
         return trace()
     key = (_model(backbone), how)
     if key not in _known:
-        _known[key] = _kept(_words(key), trace)
+        with _alone((key[0][0], how)):
+            _known[key] = trace()
     copied = copy_state(_known[key])
     assert isinstance(copied, JobGraph)
     return replace(copied, notes=list(copied.notes))
 
 
-def _kept(words: str | None, trace: Callable[[], JobGraph]) -> JobGraph:
-    """The graph of the folder, or a traced one, which is put there."""
+@contextmanager
+def _alone(key: Hashable) -> Iterator[None]:
+    """Processes of one group want the same at once: one traces, the others wait and read."""
     folder = os.environ.get(TRACES)
-    if not folder or words is None:
-        return trace()
-    path = Path(folder) / hashlib.sha256(words.encode()).hexdigest()
-    with path.with_suffix(".lock").open("w") as lock:
-        # Processes of one group want the same at once: one traces, the others wait.
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            graph = trace()
-            _write(path, graph)
-            return graph
-    attention.register()
-    read = from_document(pickle.loads(path.read_bytes()))
-    assert isinstance(read, JobGraph)
-    return read
-
-
-def _write(path: Path, graph: JobGraph) -> None:
-    try:
-        document: Document = to_document(graph)
-    except GraphNotStorable:
+    if not folder:
+        yield
         return
-    if not document.left_out:
-        written = path.with_suffix(f".{os.getpid()}")
-        written.write_bytes(pickle.dumps(document))
-        written.rename(path)
+    words = re.sub(r" at 0x\w+", "", repr(key))  # functions lie elsewhere in another process
+    name = hashlib.sha256(words.encode()).hexdigest()[:3]
+    with (Path(folder) / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
-def _words(key: Any) -> str | None:
-    """A key as another process would write it; None where it holds code that is no library's."""
-    if isinstance(key, tuple):
-        words = [_words(item) for item in key]
-        return None if None in words else repr(words)
-    if not callable(key):
-        return repr(key)
-    code = getattr(key, "__code__", None)
-    if not str(key.__module__).startswith(LIBRARIES) or (
-        code is not None and not code.co_filename.startswith(INSTALLED)
-    ):
-        return None
-    return f"{key.__module__}.{key.__qualname__}"
-
-
-def _model(backbone: Backbone) -> Hashable:
+def _model(backbone: Backbone) -> tuple[Hashable, ...]:
     """What decides a base's graph: its config, and of every module class, code and tensors."""
     config = {k: v for k, v in backbone.config.to_dict().items() if k != "_name_or_path"}
     tensors = [*backbone.model.named_parameters(), *backbone.model.named_buffers()]

@@ -34,7 +34,8 @@ from tlora_fx.errors import (
     StoppedAfter,
     TloraError,
 )
-from tlora_fx.inspect.instruments import LOG_VARIABLE, Watch, watch_from
+from tlora_fx.host.environment import LOG, log_words
+from tlora_fx.inspect.instruments import Watch, watch_from
 from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph, OpenSlots, rename_job, vacant
 from tlora_fx.model.backbone import Backbone, load_backbone
 from tlora_fx.model.elastic import Resolve
@@ -43,13 +44,16 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics import Numerics, watch_numerics
 from tlora_fx.numerics.probe_cache import probe_once
 from tlora_fx.pipeline import Instrument, Pipeline, Runner, Verify, parse_pipeline
-from tlora_fx.tracing.adapters import idle_patterns, layer_signature, require_trained, resolve_sites
-from tlora_fx.tracing.export import trace_base, trace_job
-from tlora_fx.tracing.layers import layer_list
-from tlora_fx.tracing.own_loss import refuse_other_loss
+from tlora_fx.tracing.adapters import (
+    graph_structure,
+    idle_patterns,
+    require_trained,
+    resolve_sites,
+)
 from tlora_fx.tracing.rope import prepare_rope
+from tlora_fx.tracing.trace_cache import base_graph, job_graph, require_common_loss
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Fold = Literal["structures", "layers", "nothing"]
 Sites = list[dict[str, AdapterSite]]
@@ -98,7 +102,7 @@ def compile(
 
     jobs          a job file, its path, or jobs
     pipeline      passes to run instead of the default
-    open          room for jobs that come and go (`SuperModel.admit`, `release`)
+    open          slots for jobs that come and go (`SuperModel.admit`, `release`)
     dropout       False: every rate is 0, the base's too
     verify        what is checked after each pass: "none", "structure" or "numerics"; by default
                   what TLORA_FX_LOG says, else "structure"
@@ -106,7 +110,7 @@ def compile(
     on_failure    told where a pass fails, such as `partial(tools.replay.keep_replay, folder)`
     raises        TloraError, whose subclasses name the job, the node and the line of model code
     """
-    watch = watch_from()
+    watch = watch_from(log_words())
     passes = resolve_pipeline(pipeline)
     _require_fusing(passes)
     lowers = _lowers(passes)
@@ -122,7 +126,7 @@ def compile(
         if watch.stop_after is not None:
             raise StoppedAfter(
                 f"compiling stopped after pass '{watch.stop_after}'",
-                found=f"stop-after in {LOG_VARIABLE}",
+                found=f"stop-after in {LOG}",
                 help="leave it out to build the model, or use tlora_fx.run_passes",
             )
         with runner.phase("build the module"):
@@ -195,7 +199,7 @@ def run_passes(
 
     verify, instruments, on_failure   as of `compile`
     """
-    watch = watch_from()
+    watch = watch_from(log_words())
     passes = resolve_pipeline(pipeline)
     lowers = _lowers(passes)
     last = stop_after or watch.stop_after
@@ -263,7 +267,7 @@ def prepare(jobs: Jobs, *, dropout: bool = True) -> Prepared:
     _refuse_auxiliary_losses(backbone)
     _refuse_adapter_dtype(given[0], backbone)
     sites = [resolve_sites(job, backbone) for job in given]
-    unknown = refuse_other_loss(backbone)
+    unknown = require_common_loss(backbone)
     prepare_rope(backbone)
     return Prepared(given, backbone, sites, notes=(unknown,) if unknown else ())
 
@@ -272,7 +276,7 @@ def trace(job: Job) -> JobGraph:
     """One job's graph over one row, cleaned, tagged and folded."""
     given = prepare([job])
     form: Form = "batch" if job.base.attention == "batch" else "packed"
-    graph = trace_job(given.jobs[0], given.backbone, given.sites[0], form, exact=True)
+    graph = job_graph(given.jobs[0], given.backbone, given.sites[0], form, exact=True)
     Runner(resolve_pipeline(None)).run_job(graph)
     return graph
 
@@ -397,7 +401,7 @@ def _probe(group: GroupGraph, given: Prepared) -> None:
     """Try the fused graph against the base alone; the report says where that cannot be done."""
     with torch.enable_grad():
         found = probe_once(group, given.backbone, given.jobs)
-    log.info("%s", found)
+    logger.info("%s", found)
     if found.skipped:
         group.notes.append(("probe", str(found)))
 
@@ -422,7 +426,7 @@ def _fuse_folded(given: Prepared, runner: Runner, form: Form) -> GroupGraph:
             with runner.phase(f"{form} rows, fold {fold}{numbers}"):
                 group = _fuse_once(given, runner, form, fold, exact)
         except NotFoldable as error:
-            log.info("not folded (fold=%s, exact=%s): %s", fold, exact, error)
+            logger.info("not folded (fold=%s, exact=%s): %s", fold, exact, error)
             reasons.append(error.render())
             chained = not isinstance(error, LayersNotChained)
             last = error
@@ -441,16 +445,16 @@ def _fuse_once(given: Prepared, runner: Runner, form: Form, fold: Fold, exact: b
     backbone = given.backbone
     runner.start()
     with runner.phase("trace the base"):
-        base = trace_base(backbone, form, fold == "structures")
+        base = base_graph(backbone, form, fold == "structures")
     _run_job(runner, base, fold)
     known: dict[Hashable, JobGraph] = {}
     graphs = []
     for job, own in zip(given.jobs, given.sites, strict=True):
         as_it_is = exact or any(site.kind != "lora" for site in own.values())
-        key = _structure(job, backbone, own, as_it_is)
+        key = graph_structure(job, backbone, own, as_it_is)
         if key not in known:
             with runner.phase(f"trace job {job.name}"):
-                known[key] = trace_job(job, backbone, own, form, fold == "structures", as_it_is)
+                known[key] = job_graph(job, backbone, own, form, fold == "structures", as_it_is)
             require_trained(job, known[key])
             _run_job(runner, known[key], fold)
             graphs.append(known[key])
@@ -467,15 +471,3 @@ def _run_job(runner: Runner, graph: JobGraph, fold: Fold) -> None:
     if fold == "nothing":
         graph.plan = None
     runner.run_job(graph)
-
-
-def _structure(
-    job: Job, backbone: Backbone, sites: dict[str, AdapterSite], exact: bool
-) -> Hashable:
-    """What two jobs must have in common to share one traced graph."""
-    bias = str(getattr(job.lora_config(), "bias", "none"))
-    # The numbers of these branches are in their graphs.
-    names = ("trainable_token_indices",) if job.is_lora else sorted(job.lora_fields)
-    fields = tuple((name, repr(job.lora_fields.get(name))) for name in names)
-    parts = [layer_signature(sites, layer, bias, exact) for layer in layer_list(backbone.model)]
-    return (exact, job.adapter_dtype, fields, layer_signature(sites, "", bias, exact), *parts)

@@ -1,4 +1,4 @@
-"""From a spec to the text of its kernel: one emitter a kind, one file a family of kernels.
+"""Emitters, which turn a spec into a kernel's text: one a kind, one file a family of kernels.
 
 `codegen/kernels/<kind>.py` is the emitter of a kind; `gemm.py` holds two, `sums.py` three. The
 first line of an emitter's docstring says what the kernel does. `source` fills a template with
@@ -44,7 +44,7 @@ _SUM = re.compile(r"^# sha256 of what follows: (?P<digest>[0-9a-f]{64})\n", re.M
 
 
 class Emitter(Protocol):
-    """What writes the kernels of one kind: a module, or an object in the module of a family."""
+    """Emitter of one kind of kernel: a module, or an object in the module of a family."""
 
     __doc__: str | None
 
@@ -52,7 +52,7 @@ class Emitter(Protocol):
         """The rule: how to cut the work of this spec where nothing was measured."""
 
     def candidates(self, spec: KernelSpec) -> tuple[Tile, ...]:
-        """What tuning tries, the rule's tile first."""
+        """Tiles that tuning tries, the rule's tile first."""
 
     def source(self, spec: KernelSpec) -> str:
         """The module's text for a settled spec: `spec.cut` is its tile."""
@@ -144,7 +144,7 @@ def _digest(body: str) -> str:
 
 
 def first_line(doc: str | None) -> str:
-    """What a kind does, in one line, from its emitter's docstring."""
+    """One-line description of a kind, from its emitter's docstring."""
     return (doc or "").strip().partition("\n")[0]
 
 

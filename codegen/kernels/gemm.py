@@ -292,7 +292,7 @@ def processors(device):
 
 @dataclass(frozen=True, slots=True)
 class Roles:
-    """What the matrices of a product are called, and its sizes.
+    """Names of the matrices of a product, and its sizes.
 
     left, low, high, out   names; out = left · weight + low high
     summed, width          K and N
@@ -318,7 +318,7 @@ class _Gemm:
     """The emitter of a product with these roles."""
 
     def roles(self, spec: KernelSpec) -> Roles:
-        """What the matrices are for a spec."""
+        """Names and sizes of the matrices for a spec."""
         raise NotImplementedError
 
     def default_tile(self, spec: KernelSpec) -> Tile:
@@ -402,7 +402,7 @@ def _tiles(spec: KernelSpec, *, narrow: bool) -> tuple[Tile, ...]:
 def _gather(spec: KernelSpec, tile: Tile) -> int:
     """Packed rows of a tile's first step: two jobs of rank 16, or one of rank 64.
 
-    They wait in registers beside the accumulator while a main loop runs; where there is no room
+    They wait in registers beside the accumulator while a main loop runs; where there are too few
     for 64, higher ranks take more steps. The order of a sum is the same.
     """
     threads = 32 * tile.warps

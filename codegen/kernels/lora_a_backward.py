@@ -286,7 +286,7 @@ def default_tile(spec: KernelSpec) -> Tile:
 
 
 def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
-    """Other depths, strips and warps; the chunk is shared with `lora_b_backward` and stays."""
+    """Tiles of other depths, strips and warps; the chunk is that of `lora_b_backward`."""
     usual = default_tile(spec)
     if size(spec.dtype) > 2:
         return (usual,)

@@ -225,16 +225,16 @@ def default_tile(spec: KernelSpec) -> Tile:
         return _tile(spec, rows=64, slab=512, warps=8, stages=3, chunk=chunk)
     # A copied tile needs one stage more for as many in flight. 1 KiB of a program is the system's.
     deep = (4, 3) if spec.extend == "copy" else (3, 2)
-    for room, depths in ((most // 2 - 1024, deep), (most, (*deep, 2))):
+    for free_bytes, depths in ((most // 2 - 1024, deep), (most, (*deep, 2))):
         for stages in depths:
             tile = _tile(spec, rows=64, slab=slab, warps=warps, stages=stages, chunk=chunk)
-            if _shared(spec, tile) <= room:
+            if _shared(spec, tile) <= free_bytes:
                 return tile
     return _tile(spec, rows=32, slab=slab // 2, warps=warps, stages=2, chunk=chunk)
 
 
 def candidates(spec: KernelSpec) -> tuple[Tile, ...]:
-    """Other depths, slabs and warps; the chunk is shared with `lora_a_backward` and stays.
+    """Tiles of other depths, slabs and warps; the chunk is that of `lora_a_backward`.
 
     `sum_ds` must be given the slab that wins.
     """
@@ -265,7 +265,7 @@ def chunk_of(spec: KernelSpec) -> int:
 
 
 def slabs_of(spec: KernelSpec, outer: int) -> int:
-    """How many slabs a site has in the settled spec of `lora_b_backward` or `sum_ds`."""
+    """Number of slabs of a site in the settled spec of `lora_b_backward` or `sum_ds`."""
     return -(-outer // spec.cut.slab)
 
 

@@ -22,8 +22,11 @@ always take a slab of columns: activations keep a program busy, so a GPU wants m
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from dataclasses import replace
+from itertools import starmap
 from textwrap import indent
+from typing import NamedTuple
 
 from tlora_fx.codegen.kernels import sums
 from tlora_fx.codegen.spec import Extend, KernelSpec, Tile, shared_bytes
@@ -452,6 +455,71 @@ _OF_SITES = (
 )
 
 
+class _Rule(NamedTuple):
+    """A line of the table of tiles: the specs that it fits, and their tile.
+
+    wide     whether ranks come in blocks of more than 16
+    below    architectures before this one
+    blocks   rank blocks of a panel
+    """
+
+    wide: Collection[bool]
+    dropout: Collection[bool]
+    sites: Collection[int]
+    extend: Collection[str]
+    below: int
+    rows: int
+    blocks: int
+    depth: int
+    warps: int
+    stages: int
+
+    def fits(self, spec: KernelSpec) -> bool:
+        return (
+            (spec.rank_block > 16) in self.wide
+            and spec.dropout in self.dropout
+            and spec.sites in self.sites
+            and spec.extend in self.extend
+            and spec.arch < self.below
+        )
+
+
+_YES, _NO, _BOTH = (True,), (False,), (False, True)
+_PLAIN, _COPY, _EACH = ("", "tail"), ("copy",), ("", "tail", "copy")
+_HOPPER, _BLACKWELL, _ALL = 90, 100, sys.maxsize
+# The first that fits a spec. Four wide sites fit into Hopper's registers only; newer ones take them
+# without masks too. Compiled for sm_100, four warps that draw masks spill, if only two registers.
+_RULES = tuple(starmap(_Rule, (
+    # wide, dropout, sites, extend, below; rows, blocks, depth, warps, stages
+    (_NO, _NO, (1,), _PLAIN, _ALL, 64, 2, 128, 4, 4),
+    (_NO, _NO, (1,), _COPY, _ALL, 32, 2, 64, 4, 4),
+    (_NO, _NO, (2, 3, 4), _PLAIN, _HOPPER, 32, 2, 64, 4, 4),
+    (_NO, _NO, (2, 3, 4), _PLAIN, _ALL, 64, 2, 64, 4, 4),
+    (_NO, _NO, (2, 3, 4), _COPY, _ALL, 32, 2, 64, 8, 4),
+    (_NO, _YES, (1,), _PLAIN, _BLACKWELL, 32, 2, 64, 4, 6),
+    (_NO, _YES, (1,), _PLAIN, _ALL, 32, 2, 64, 8, 6),
+    (_NO, _YES, (1,), _COPY, _BLACKWELL, 32, 2, 64, 4, 4),
+    (_NO, _YES, (1,), _COPY, _ALL, 32, 2, 64, 8, 4),
+    (_NO, _YES, (2,), ("",), _HOPPER, 32, 2, 64, 8, 4),
+    (_NO, _YES, (2,), ("",), _ALL, 64, 2, 64, 8, 4),
+    (_NO, _YES, (2, 3, 4), _EACH, _ALL, 64, 2, 32, 8, 6),
+    (_YES, _NO, (1,), _PLAIN, _ALL, 64, 2, 64, 4, 4),
+    (_YES, _YES, (1,), _PLAIN, _ALL, 64, 2, 64, 8, 4),
+    (_YES, _BOTH, (1,), _COPY, _ALL, 32, 2, 64, 8, 4),
+    (_YES, _NO, (2, 3), _PLAIN, _HOPPER, 32, 2, 64, 8, 3),
+    (_YES, _NO, (4,), _PLAIN, _HOPPER, 16, 2, 64, 8, 3),
+    (_YES, _NO, (2, 3, 4), _PLAIN, _ALL, 64, 2, 64, 8, 3),
+    (_YES, _NO, (2,), _COPY, _ALL, 32, 2, 64, 8, 3),
+    (_YES, _YES, (2,), ("",), _ALL, 32, 2, 64, 8, 3),
+    (_YES, _YES, (2,), ("tail", "copy"), _ALL, 64, 2, 32, 8, 6),
+    (_YES, _BOTH, (3,), _EACH, _ALL, 64, 1, 32, 8, 6),
+    (_YES, _BOTH, (4,), _EACH, _HOPPER, 16, 1, 32, 8, 6),
+    (_YES, _BOTH, (4,), _EACH, _BLACKWELL, 64, 1, 32, 8, 6),
+    (_YES, _NO, (4,), _EACH, _ALL, 64, 1, 32, 8, 6),
+    (_YES, _YES, (4,), _EACH, _ALL, 16, 1, 32, 8, 6),
+)))  # fmt: skip
+
+
 def default_tile(spec: KernelSpec) -> Tile:
     """Tiles of 64 rows: one or two programs an SM at 8,192 tokens, and whole warp groups.
 
@@ -463,24 +531,9 @@ def default_tile(spec: KernelSpec) -> Tile:
     """
     if spec.gated and _is_short(spec):
         return _gated_tile(spec, 2 * spec.rank_block, 2 * _FEW)
-    wide, several, copy = spec.rank_block > 16, spec.sites > 1, spec.extend == "copy"
-    crowded = (wide, several, spec.dropout, copy).count(True)
-    single = wide and spec.sites > 2 and (spec.dropout or copy)
-    heavy = several and spec.dropout and (spec.sites > 2 or spec.extend != "")
-    heavy = heavy or (single and copy)
-    alone = spec.dropout and crowded == 1
-    short = copy or alone or (wide and several and spec.dropout) or (several and spec.arch < 90)
-    # Four wide sites fit into Hopper's registers only; newer ones take them without masks too.
-    low = wide and spec.sites > 3 and (spec.arch < 90 or (spec.dropout and spec.arch > 90))
-    # Compiled for sm_100, four warps that draw masks spill, if only two registers.
-    eight = (crowded > 1 and (wide or several)) or (spec.dropout and spec.arch >= 100)
-    return Tile(
-        rows=16 if low else 32 if short and not heavy else 64,
-        columns=spec.rank_block * (1 if single else 2),
-        depth=32 if heavy else 64 if crowded else 128,
-        warps=8 if eight else 4,
-        stages=6 if heavy or alone else 3 if wide and several else 4,
-    )
+    rule = next(rule for rule in _RULES if rule.fits(spec))
+    columns = rule.blocks * spec.rank_block
+    return Tile(rule.rows, columns, rule.depth, rule.warps, rule.stages)
 
 
 def tile_for(spec: KernelSpec, tokens: int, width: int) -> Tile:
@@ -537,7 +590,7 @@ def _streamed(spec: KernelSpec) -> tuple[Tile, ...]:
     tokens (H200) the three kernels of a layer took 27 microseconds each, of one to three sites,
     where tiles that such times chose took 45.
 
-    returns   the deepest first; none where masks take time too, or shared memory has no room
+    returns   the deepest first; none where masks take time too, or shared memory is too small
     """
     if spec.dropout or spec.rank_block > 16 or not _is_short(spec) or spec.arch < 90:
         return ()
@@ -546,7 +599,7 @@ def _streamed(spec: KernelSpec) -> tuple[Tile, ...]:
     return tuple(
         Tile(rows=rows, columns=columns, depth=depth, warps=4, stages=stages)
         for stages in (6, 4)
-        # What leaves takes room too.
+        # The output takes shared memory too.
         if (stages + 1) * step <= shared_bytes(spec.arch)
     )
 
@@ -569,7 +622,7 @@ def _split(spec: KernelSpec, rule: Tile, rows: int, slab: int) -> Tile:
 
 
 def split_candidates(spec: KernelSpec) -> tuple[Tile, ...]:
-    """What tuning tries of shares; the caller gives room for them and starts `finish`."""
+    """Tiles with shares that tuning tries; the caller allocates the shares and starts `finish`."""
     if not few_tokens(spec):
         return ()
     rule = default_tile(spec)

@@ -348,7 +348,7 @@ class _SumDs:
     name, source_name = "dS", "dy"
 
     def widths(self, spec: KernelSpec) -> tuple[int, ...]:
-        """What was cut into slabs, of each site."""
+        """Width that was cut into slabs, of each site."""
         return spec.outers
 
     def default_tile(self, spec: KernelSpec) -> Tile:
@@ -406,7 +406,7 @@ class _SumS(_SumDs):
     name, source_name = "S", "x"
 
     def widths(self, spec: KernelSpec) -> tuple[int, ...]:
-        """Of x, at each site."""
+        """Width of x, at each site."""
         return (spec.inner,) * spec.sites
 
     def default_tile(self, spec: KernelSpec) -> Tile:
@@ -452,7 +452,7 @@ class _SumGradients:
         return Tile(rows=_CHUNKS, columns=columns, depth=0, warps=4, stages=1, chunk=chunk_of(spec))
 
     def candidates(self, spec: KernelSpec) -> tuple[Tile, ...]:
-        """It reads what others left in the L2 cache; there is nothing to tune."""
+        """The rule's tile alone: the kernel reads the L2 cache, so there is nothing to tune."""
         return (self.default_tile(spec),)
 
     def source(self, spec: KernelSpec) -> str:

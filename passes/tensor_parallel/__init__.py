@@ -1,1 +1,1 @@
-"""How operators are cut over tp, and the pass that cuts them."""
+"""Rules of how operators are cut over tp, and the pass that cuts them."""

@@ -1,4 +1,4 @@
-"""How operators carry a cut: the dimension along which processes hold pieces of a value.
+"""Rules by operator for a cut: the dimension along which processes hold pieces of a value.
 
 Pieces are equal and follow each other along that dimension, or along each of several runs in it
 (`Runs`). Each process runs the same operator on its piece; a rule says along which dimension the
@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from tlora_fx.passes.token_parallel.rules import dim_of, rank_of
+from tlora_fx.passes.operator_facts import FACTS, Fact, dim_of, key_of, rank_of, results
 from tlora_fx.rewriting import arguments_of
 
 aten = torch.ops.aten
@@ -65,13 +65,13 @@ def dim_of_cut(cut: Cut) -> Any:
 
 
 def ends_of(sizes: tuple[int, ...]) -> set[int]:
-    """Where runs begin and end."""
+    """Offsets where runs of these sizes begin and end."""
     return {0, *accumulate(sizes)}
 
 
 @dataclass(slots=True)
 class Operands:
-    """What a rule is told of one call.
+    """Arguments of one call, as a rule reads them.
 
     cuts     of all values before it
     stored   frozen tensors that are to be cut with it, and along which dimension
@@ -101,7 +101,7 @@ class Operands:
         return arguments_of(self.node).get(name, default)
 
     def take(self, value: fx.Node, dim: int) -> bool:
-        """Let a frozen tensor that only this call reads be cut too; False where it cannot be."""
+        """Cut a frozen tensor that only this call reads; False where it cannot be cut."""
         ref = value.meta.get("tensor")
         own = value.op == "get_attr" and list(value.users) == [self.node]
         if not own or ref is None or ref.owner != "base" or ref.originals:
@@ -128,7 +128,7 @@ def rule(*targets: Any, runs: OfRuns = "refused") -> Callable[[Rule], Rule]:
 
     def keep(function: Rule) -> Rule:
         for target in targets:
-            RULES[_key(target)], RUNS[_key(target)] = function, runs
+            RULES[key_of(target)], RUNS[key_of(target)] = function, runs
         return function
 
     return keep
@@ -136,7 +136,7 @@ def rule(*targets: Any, runs: OfRuns = "refused") -> Callable[[Rule], Rule]:
 
 def find_rule(target: Any) -> Rule | None:
     """The rule of an operator, for all its overloads alike."""
-    known = RULES.get(_key(target))
+    known = RULES.get(key_of(target))
     if known is None and torch.Tag.pointwise in getattr(target, "tags", ()):
         return pointwise
     return known
@@ -147,7 +147,7 @@ def carried(call: Operands) -> Cut:
     function = find_rule(call.node.target)
     if function is None:
         raise CannotCarry(f"{call.node.target} has no rule for pieces")
-    known = RUNS.get(_key(call.node.target), "kept")
+    known = RUNS.get(key_of(call.node.target), "kept")
     cuts = (call.cuts.get(value) for value in call.node.all_input_nodes)
     if known == "known" or not any(isinstance(cut, Runs) for cut in cuts):
         return function(call)
@@ -180,17 +180,13 @@ def _scaled(sizes: tuple[int, ...], after: int, pieces: int) -> tuple[int, ...]:
 
 
 def resized(node: fx.Node, cut: Cut, pieces: int) -> None:
-    """Let a call that names its result's sizes name a piece's."""
+    """Change the sizes that a call names for its result to those of a piece."""
     if getattr(node.target, "overloadpacket", None) in SIZES:
         cut = dim_of_cut(cut)
         sizes: Any = list(node.args[1])  # type: ignore[arg-type]
         if sizes[cut] != -1:
             sizes[cut] //= pieces
         node.update_arg(1, sizes)
-
-
-def _key(target: Any) -> str:
-    return str(getattr(target, "overloadpacket", target))
 
 
 @rule(
@@ -213,6 +209,26 @@ def pointwise(call: Operands) -> Cut:
         if whole and not call.take(other, own):
             raise CannotCarry(f"it joins a piece with the whole of '{other.name}'")
     return dim
+
+
+def _of_fact(fact: Fact) -> Rule:
+    """The rule of operators of which a fact says where they put a dimension."""
+
+    def carry(call: Operands) -> Cut:
+        cut = call.cut(call.source)
+        moved = None if cut is None else fact.move(call.node, cut)
+        if moved is None:
+            raise CannotCarry(fact.of_pieces)
+        return results(call.node, moved)
+
+    return carry
+
+
+for _fact in FACTS:
+    # Parts of several runs do not go into several results.
+    rule(*_fact.operators, runs="refused" if aten.unbind in _fact.operators else "kept")(
+        _of_fact(_fact)
+    )
 
 
 @rule(aten.type_as, runs="kept")
@@ -259,7 +275,7 @@ def _getitem(call: Operands) -> Cut:
 
 
 def resize_parts(node: fx.Node, cuts: dict[fx.Node, Cut], pieces: int) -> None:
-    """Let a call that parts what is cut name the bounds, or the sizes, of a piece's parts."""
+    """Change the bounds, or the sizes, of a splitting call to those of a piece's parts."""
     if not _parts(node) or _dim(node) != dim_of_cut(cuts.get(node.args[0])):  # type: ignore[arg-type]
         return
     source: Any = node.args[0]
@@ -361,26 +377,6 @@ def _flatten(call: Operands) -> Cut:
     return cut if cut <= first else cut - (last - first)
 
 
-@rule(aten.transpose, aten.swapaxes, runs="kept")
-def _transpose(call: Operands) -> Cut:
-    cut, ndim = call.cut(call.source), rank_of(call.node)
-    first, second = (dim_of(int(d), ndim) for d in call.node.args[1:3])  # type: ignore[arg-type]
-    return {first: second, second: first}.get(cut, cut)
-
-
-@rule(aten.permute, runs="kept")
-def _permute(call: Operands) -> Cut:
-    order: Any = call.node.args[1]
-    return [dim_of(d, rank_of(call.node)) for d in order].index(call.cut(call.source))
-
-
-@rule(aten.unsqueeze, runs="kept")
-def _unsqueeze(call: Operands) -> Cut:
-    cut = call.cut(call.source)
-    new = dim_of(int(call.given("dim")), rank_of(call.node))
-    return cut if cut < new else cut + 1
-
-
 @rule(aten.squeeze, runs="kept")
 def _squeeze(call: Operands) -> Cut:
     cut, dims = call.cut(call.source), call.given("dim")
@@ -393,22 +389,6 @@ def _squeeze(call: Operands) -> Cut:
     if cut in asked:
         raise CannotCarry("it may drop the dimension of the pieces")
     return cut - sum(dim < cut for dim in gone)
-
-
-@rule(aten.select, runs="kept")
-def _select(call: Operands) -> Cut:
-    cut, dim = call.cut(call.source), dim_of(int(call.given("dim")), rank_of(call.source))
-    if dim == cut:
-        raise CannotCarry("it takes a part of what is cut")
-    return cut - (dim < cut)
-
-
-@rule(aten.unbind)
-def _unbind(call: Operands) -> Cut:
-    cut, dim = call.cut(call.source), dim_of(int(call.given("dim", 0)), rank_of(call.source))
-    if dim == cut:
-        raise CannotCarry("it parts what is cut")
-    return (cut - (dim < cut),) * len(call.node.meta["val"])
 
 
 @rule(aten.cat, runs="kept")
@@ -428,35 +408,6 @@ def _size(call: Operands) -> Cut:
     if dim_of(int(call.given("dim")), rank_of(call.source)) == call.cut(call.source):
         raise CannotCarry("it reads the size of what is cut")
     return None
-
-
-@rule(aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, runs="kept")
-def _reduce(call: Operands) -> Cut:
-    cut, dims = call.cut(call.source), call.given("dim")
-    some = dims if isinstance(dims, (list, tuple)) else range(rank_of(call.source))
-    gone = {
-        dim_of(int(d), rank_of(call.source)) for d in ([dims] if isinstance(dims, int) else some)
-    }
-    if cut in gone:
-        raise CannotCarry("it reduces over what is cut")
-    keep = bool(call.given("keepdim", False))
-    return cut if keep else cut - sum(d < cut for d in gone)
-
-
-@rule(aten.softmax, aten._softmax, aten.log_softmax, runs="kept")
-def _along(call: Operands) -> Cut:
-    cut = call.cut(call.source)
-    if dim_of(int(call.given("dim")), rank_of(call.node)) == cut:
-        raise CannotCarry("it normalises over what is cut")
-    return cut
-
-
-@rule(aten.rms_norm, aten.layer_norm, runs="kept")
-def _normalise(call: Operands) -> Cut:
-    cut, inner = call.cut(call.source), len(call.given("normalized_shape"))
-    if cut is None or cut >= rank_of(call.node) - inner:
-        raise CannotCarry("it normalises over what is cut")
-    return cut
 
 
 @rule(aten.bmm, aten.matmul)

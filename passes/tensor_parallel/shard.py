@@ -98,7 +98,7 @@ class ShardTensor(GroupPass):
 
 
 def nothing_cut(group: GroupGraph, size: int) -> list[str]:
-    """Why no matrix of any layer can be cut into so many pieces; [] where one can."""
+    """Reasons why no matrix of any layer can be cut into so many pieces; [] where one can."""
     notes: list[str] = []
     for where, graph in named_graphs(group):
         cuts = search(graph, size) if where != HEAD else Cuts()
@@ -241,7 +241,7 @@ def _reached(graph: fx.Graph, start: set[fx.Node]) -> Iterator[fx.Node]:
 
 @dataclass(slots=True)
 class Cuts:
-    """How a graph is cut.
+    """The cut of each value of a graph.
 
     whole                 why the other linears stay as they are
     entries               operators that read pieces, and the whole values that they read beside
@@ -406,7 +406,7 @@ class Matrix:
     runs: tuple[int, ...] = ()
 
     def size(self, dim: int) -> int:
-        """How many columns results have (dim 0), or inputs (1)."""
+        """Number of columns of the results (dim 0), or of the inputs (1)."""
         assert self.stored is not None
         return int(self.stored.meta["val"].shape[dim if self.outer == 0 else 1 - dim])
 
@@ -415,7 +415,7 @@ class Matrix:
         return Runs(dim, self.runs) if self.runs else dim
 
     def cuts(self, dim: int) -> Iterator[tuple[fx.Node, Cut]]:
-        """Which stored tensors are cut, and how, by columns (0) or rows (1)."""
+        """Stored tensors that are cut, each with its cut by columns (0) or rows (1)."""
         assert self.stored is not None
         if dim == 1:
             yield self.stored, 1 - self.outer
@@ -461,7 +461,7 @@ class Linears:
         return replace(self, matrices=tuple(cut))
 
     def misfit(self, dim: int, pieces: int) -> str:
-        """Why it cannot be cut by columns (0) or rows (1); "" where it can."""
+        """Reason why it cannot be cut by columns (0) or rows (1); "" where it can."""
         if dim == 1 and is_call(self.node, SEVERAL):
             return "several matrices multiply one piece of a value"
         for matrix in self.matrices:

@@ -1,1 +1,1 @@
-"""Which operators work on each token by itself, and the pass that checks them."""
+"""Rules of which operators work on each token by itself, and the pass that checks them."""

@@ -1,4 +1,4 @@
-"""How operators carry the row's axis: the dimension along which jobs lie side by side.
+"""Rules by operator for the row's axis: the dimension along which jobs lie side by side.
 
 In packed form that is the token dimension, in batch form the dimension of lines. A node may serve
 several jobs only if every operator on the way works on each token (line) by itself. The axis of a
@@ -18,6 +18,17 @@ import torch
 from torch import fx
 
 import tlora_fx.ops.experts  # noqa: F401  (defines what is named below)
+from tlora_fx.passes.operator_facts import (
+    FACTS,
+    argument,
+    dim_of,
+    key_of,
+    rank_of,
+    reduced,
+    results,
+)
+
+__all__ = ["RULES", "Axis", "MixesTokens", "Rule", "dim_of", "find_rule", "rank_of", "rule"]
 
 aten = torch.ops.aten
 Axis = Any  # None, a dimension, or a tuple of them for operators with several results
@@ -38,7 +49,7 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
 
     def keep(function: Rule) -> Rule:
         for target in targets:
-            RULES[_key(target)] = function
+            RULES[key_of(target)] = function
         return function
 
     return keep
@@ -46,25 +57,10 @@ def rule(*targets: Any) -> Callable[[Rule], Rule]:
 
 def find_rule(target: Any) -> Rule | None:
     """The rule of an operator, for all its overloads alike."""
-    known = RULES.get(_key(target))
+    known = RULES.get(key_of(target))
     if known is None and torch.Tag.pointwise in getattr(target, "tags", ()):
         return pointwise
     return known
-
-
-def _key(target: Any) -> str:
-    packet = getattr(target, "overloadpacket", target)
-    return str(packet)
-
-
-def rank_of(value: Any) -> int:
-    """Number of dimensions of a node's value."""
-    return len(value.meta["val"].shape)
-
-
-def dim_of(value: int, ndim: int) -> int:
-    """A dimension counted from the front."""
-    return value + ndim if value < 0 else value
 
 
 @rule(
@@ -87,6 +83,23 @@ def pointwise(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     if len(found) > 1:
         raise MixesTokens(f"its inputs hold the row at different dimensions {sorted(found)}")
     return found.pop() if found else None
+
+
+def _of_fact(move: Callable[[fx.Node, int], int | None], reason: str) -> Rule:
+    """The rule of operators of which a fact says where they put a dimension."""
+
+    def carry(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
+        axis = axis_of(node.args[0])
+        moved = None if axis is None else move(node, axis)
+        if moved is None and axis is not None:
+            raise MixesTokens(reason)
+        return results(node, moved)
+
+    return carry
+
+
+for _fact in FACTS:
+    rule(*_fact.operators, *_fact.rows_only)(_of_fact(_fact.move, _fact.of_row))
 
 
 @rule(aten.linear)
@@ -142,13 +155,6 @@ def _embedding(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     return axis_of(node.args[1])
 
 
-@rule(aten.transpose, aten.swapaxes)
-def _transpose(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    axis, ndim = axis_of(node.args[0]), rank_of(node)
-    first, second = (dim_of(int(d), ndim) for d in node.args[1:3])  # type: ignore[arg-type]
-    return {first: second, second: first}.get(axis, axis)
-
-
 @rule(aten.t)
 def _t(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     axis = axis_of(node.args[0])
@@ -173,20 +179,6 @@ def _view_as_complex(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
 @rule(aten.view_as_real)
 def _view_as_real(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     return axis_of(node.args[0])
-
-
-@rule(aten.permute)
-def _permute(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    axis, ndim = axis_of(node.args[0]), rank_of(node)
-    order = [dim_of(d, ndim) for d in node.args[1]]  # type: ignore[union-attr, arg-type]
-    return None if axis is None else order.index(axis)
-
-
-@rule(aten.unsqueeze)
-def _unsqueeze(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    axis = axis_of(node.args[0])
-    new = dim_of(int(node.args[1]), rank_of(node))  # type: ignore[arg-type]
-    return axis if axis is None or axis < new else axis + 1
 
 
 @rule(aten.view, aten.reshape, aten._unsafe_view, aten.squeeze, aten.flatten, aten.unflatten)
@@ -221,47 +213,6 @@ def _symbols(size: Any) -> set[str]:
     return set() if isinstance(size, int) else {str(s) for s in size.node.expr.free_symbols}
 
 
-def _reduced(node: fx.Node, axis: Axis, dims: Any, keep: bool) -> Axis:
-    if axis is None:
-        return None
-    ndim = rank_of(node.args[0])
-    given = [dims] if isinstance(dims, int) else list(dims or range(ndim))
-    gone = {dim_of(int(d), ndim) for d in given}
-    if axis in gone:
-        raise MixesTokens("it reduces over the row")
-    return axis if keep else axis - sum(d < axis for d in gone)
-
-
-@rule(aten.mean, aten.sum, aten.amax, aten.amin, aten.var, aten.std, aten.any, aten.all)
-@rule(aten.linalg_vector_norm, aten.logsumexp)
-def _reduce(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    """Overloads have their arguments at other places, and some reduce over everything."""
-    keep = bool(_argument(node, "keepdim", False))
-    return _reduced(node, axis_of(node.args[0]), _argument(node, "dim"), keep)
-
-
-def _argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """What an operator is given by this name of its schema."""
-    if name in node.kwargs:
-        return node.kwargs[name]
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    given = names.index(name) if name in names else len(node.args)
-    return node.args[given] if given < len(node.args) else default
-
-
-@rule(aten.softmax, aten._softmax, aten.log_softmax, aten.cumsum, aten.sort, aten.flip)
-def _along(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", -1)
-    axis = _reduced(node, axis_of(node.args[0]), dim, keep=True)
-    return (axis, axis) if isinstance(node.meta["val"], (tuple, list)) else axis
-
-
-@rule(aten.topk)
-def _topk(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    axis = _reduced(node, axis_of(node.args[0]), _argument(node, "dim", -1), keep=True)
-    return (axis, axis)
-
-
 @rule(aten.pad, aten.constant_pad_nd)
 def _pad(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     """Two numbers for each dimension, from the last one on."""
@@ -288,15 +239,6 @@ def _triangle(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     axis = axis_of(node.args[0])
     if axis is not None and axis >= rank_of(node) - 2:
         raise MixesTokens("it keeps places of the row by their number")
-    return axis
-
-
-@rule(aten.rms_norm, aten.layer_norm)
-def _normalise(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    axis = axis_of(node.args[0])
-    inner = len(node.args[1])  # type: ignore[arg-type]
-    if axis is not None and axis >= rank_of(node.args[0]) - inner:
-        raise MixesTokens("it normalises over the row")
     return axis
 
 
@@ -354,14 +296,12 @@ def _cat(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     return axis
 
 
-@rule(aten.slice, aten.narrow, aten.select, aten.index_select)
+@rule(aten.slice, aten.narrow, aten.index_select)
 def _slice(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     axis = axis_of(node.args[0])
     dim = dim_of(int(node.args[1]) if len(node.args) > 1 else 0, rank_of(node.args[0]))  # type: ignore[arg-type]
     if axis is not None and dim == axis:
         raise MixesTokens("it takes some tokens of the row by their place")
-    if axis is not None and "select.int" in str(node.target):
-        return axis - (dim < axis)
     return axis
 
 
@@ -370,7 +310,7 @@ def _written_part(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     """A value in which a part along `dim` is another's."""
     whole, part = node.args[:2]
     axis, other = axis_of(whole), axis_of(part)
-    dim = dim_of(int(_argument(node, "dim", 0)), rank_of(whole))
+    dim = dim_of(int(argument(node, "dim", 0)), rank_of(whole))
     if other is not None and "select_scatter" in str(node.target):
         other += other >= dim
     if axis is not None and dim == axis:
@@ -380,17 +320,13 @@ def _written_part(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     return axis
 
 
-@rule(aten.split, aten.chunk, aten.split_with_sizes, aten.unbind)
+@rule(aten.split, aten.chunk, aten.split_with_sizes)
 def _split(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     axis = axis_of(node.args[0])
-    place = 1 if "unbind" in str(node.target) else 2
-    dim = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
-    dim = dim_of(int(dim), rank_of(node.args[0]))  # type: ignore[arg-type]
-    if axis is not None and dim == axis:
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    if axis is not None and dim_of(int(dim), rank_of(node.args[0])) == axis:  # type: ignore[arg-type]
         raise MixesTokens("it splits the row")
-    if axis is not None and place == 1:
-        axis -= dim < axis
-    return (axis,) * len(node.meta["val"])
+    return results(node, axis)
 
 
 @rule(operator.getitem)
@@ -426,10 +362,10 @@ def _index(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
 def _repeat_interleave(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     """Each place some times over, one behind the other."""
     axis = axis_of(node.args[0])
-    counts = _argument(node, "repeats")
+    counts = argument(node, "repeats")
     if isinstance(counts, fx.Node) and axis_of(counts) is not None:
         raise MixesTokens("it makes as many places as the row says")
-    dim = _argument(node, "dim")
+    dim = argument(node, "dim")
     if axis is not None and (dim is None or dim_of(int(dim), rank_of(node.args[0])) == axis):
         raise MixesTokens("it makes several places of each token")
     return axis
@@ -451,9 +387,9 @@ def _repeat(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
 @rule(aten.gather)
 def _gather(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     """A place's own index says where along `dim` it reads; elsewhere it reads its own place."""
-    source, index = node.args[0], _argument(node, "index")
+    source, index = node.args[0], argument(node, "index")
     axis, held = axis_of(source), axis_of(index)
-    dim = dim_of(int(_argument(node, "dim")), rank_of(source))
+    dim = dim_of(int(argument(node, "dim")), rank_of(source))
     if axis is None and held is None:
         return None
     if axis is None:
@@ -487,34 +423,21 @@ def _diff(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     return axis
 
 
-# Routing: what a mixture of experts does with a token's own scores, and its experts' products.
-
-
 @rule(aten.max, aten.min)
 def _extreme(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     """Of everything, of two values each, or along a dimension, with its places."""
     if "other" in str(node.target):
         return pointwise(node, axis_of)
-    axis, dim = axis_of(node.args[0]), _argument(node, "dim")
-    axis = _reduced(node, axis, dim, keep=bool(_argument(node, "keepdim", False)))
-    return axis if dim is None else (axis, axis)
+    return _of_fact(reduced, "it reduces over the row")(node, axis_of)
 
 
-@rule(aten.argmax, aten.argmin)
-def _place_of_extreme(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    keep = bool(_argument(node, "keepdim", False))
-    return _reduced(node, axis_of(node.args[0]), _argument(node, "dim"), keep)
-
-
-@rule(aten.argsort)
-def _order(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    return _reduced(node, axis_of(node.args[0]), _argument(node, "dim", -1), keep=True)
+# Routing: what a mixture of experts does with a token's own scores, and its experts' products.
 
 
 @rule(aten.one_hot)
 def _one_hot(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     """A dimension more, behind the others."""
-    if _argument(node, "num_classes", -1) == -1:
+    if argument(node, "num_classes", -1) == -1:
         raise MixesTokens("the largest number in the row says how wide it is")
     return axis_of(node.args[0])
 
@@ -528,7 +451,7 @@ def _scatter(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     rows = {axis_of(value) for value in (into, index, *sources)}
     if rows == {None}:
         return None
-    if dim_of(int(_argument(node, "dim")), rank_of(into)) in rows:
+    if dim_of(int(argument(node, "dim")), rank_of(into)) in rows:
         raise MixesTokens("it writes to other places of the row")
     if held is None or not rows <= {None, held}:
         raise MixesTokens("it writes values of one token with the index of another")
@@ -546,7 +469,7 @@ def _index_add(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
         raise MixesTokens("each token says where it is added")
     if axis != axis_of(source):
         raise MixesTokens("what it adds holds the row at another dimension")
-    if axis is not None and axis == dim_of(int(_argument(node, "dim")), rank_of(into)):
+    if axis is not None and axis == dim_of(int(argument(node, "dim")), rank_of(into)):
         raise MixesTokens("it adds to tokens of the row by their place")
     return axis
 

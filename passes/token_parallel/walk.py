@@ -112,11 +112,11 @@ class RowWalk:
 
     @property
     def dim(self) -> int:
-        """Where the ids hold the row."""
+        """Dimension of the ids that is the row."""
         return 1 if self.form == "packed" else 0
 
     def inputs(self, graph: fx.Graph) -> dict[fx.Node, State]:
-        """What a root is given."""
+        """State of each input of a root graph."""
         return {
             node: Row(self.dim) if name in TOKEN_INPUTS else Table(name)
             for name, node in placeholders(graph).items()
@@ -349,7 +349,7 @@ class _Call:
         self.given = lowered_arguments(node) if lowered else _arguments(node)
 
     def state(self, name: str) -> State:
-        """What an argument is."""
+        """State of an argument."""
         return self.walk._state(self.given.get(name))
 
     def row(self, name: str) -> Row:

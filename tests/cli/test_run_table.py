@@ -28,7 +28,7 @@ def test_the_table_says_where_each_job_is(tmp_path):
         if states.get("quick") == "done" and not (tmp_path / "jobs" / "long.yaml").exists():
             for name in ("long", "also-long"):
                 write_job(tmp_path / "jobs", name, steps=100_000)
-        if running.loop.runs and "long" in states:
+        if running.loop.running and "long" in states:
             seen.append(printed(table(running.ledger.jobs(), running.loop)))
             records = running.ledger.jobs()
             seen.extend(
@@ -69,7 +69,7 @@ def test_the_table_says_who_joins_and_who_leaves():
         for name in jobs
     ]
 
-    lines = printed(table(records, SimpleNamespace(runs={1: run}))).splitlines()
+    lines = printed(table(records, SimpleNamespace(running={1: run}))).splitlines()
 
     states = {line.split()[0]: line.split()[1:3] for line in lines[1:]}
     assert states == {"stays": ["trains", "1"], "leaves": ["leaves", "1"], "joins": ["joins", "2"]}

@@ -33,7 +33,7 @@ def as_on_a_gpu(monkeypatch):
     """There is a device, of which nobody watches the launches."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(4))
+    monkeypatch.setattr("tlora_fx.codegen.ahead.usable_cpus", lambda: 4)
     quiet = SimpleNamespace(calls=[])
     monkeypatch.setattr(launching, "_hooks", lambda: (quiet, quiet))
 

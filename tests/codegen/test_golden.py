@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from tests.interpreted import ROOT
-from tlora_fx.codegen.kernels import build, stem
-from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
+from tlora_fx.codegen.kernels import build, shrink, stem
+from tlora_fx.codegen.spec import KINDS, Extend, KernelSpec, Tile
+
+EXTENDS: tuple[Extend, ...] = get_args(Extend)
 
 SPECS = [
     KernelSpec("pack", 4096, 4096),
@@ -41,3 +46,18 @@ def test_every_kind_has_an_accepted_file_and_no_file_is_left_over():
 
     assert files == {stem(spec) for spec in SPECS}
     assert {spec.kind for spec in SPECS} == set(KINDS)
+
+
+def test_the_rule_of_shrink_reads_as_accepted(golden):
+    """The tile of each spec that the rule tells apart: a wrong line of its table shows here."""
+    lines = []
+    for block, drops, sites, extend in product((16, 32), (False, True), (1, 2, 3, 4), EXTENDS):
+        spec = KernelSpec(
+            "shrink", 4096, 4096, rank_block=block, dropout=drops, sites=sites, extend=extend
+        )
+        tiles = [shrink.default_tile(replace(spec, arch=arch)) for arch in (80, 90, 100)]
+        cuts = (f"{t.rows}x{t.columns}x{t.depth} {t.warps} warps {t.stages} stages" for t in tiles)
+        masks = "masks" if drops else "plain"
+        lines.append(f"{block} {masks} {sites} {extend or '-':4}  {'  '.join(cuts)}")
+
+    golden("kernels/shrink_tiles.txt", "\n".join(lines) + "\n")

@@ -11,7 +11,7 @@ import pytest
 
 from tlora_fx.codegen import loading
 from tlora_fx.codegen.kernels import build
-from tlora_fx.codegen.loading import KernelCacheWarning, cache_folder, load, stored
+from tlora_fx.codegen.loading import KernelCacheWarning, kernel_folder, load, stored
 from tlora_fx.codegen.spec import KernelSpec
 from tlora_fx.errors import KernelCacheError
 
@@ -51,11 +51,11 @@ def test_the_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("TLORA_FX_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_folder() == tmp_path / ".cache/tlora-fx/kernels"
+    assert kernel_folder() == tmp_path / ".cache/tlora-fx/kernels"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg/tlora-fx/kernels"
+    assert kernel_folder() == tmp_path / "xdg/tlora-fx/kernels"
     monkeypatch.setenv("TLORA_FX_CACHE", str(tmp_path / "own"))
-    assert cache_folder() == tmp_path / "own/kernels"
+    assert kernel_folder() == tmp_path / "own/kernels"
 
 
 @pytest.fixture

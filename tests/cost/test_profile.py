@@ -69,7 +69,7 @@ def test_the_users_profiles_of_bases_of_one_name_stand_beside_each_other(
     measured, tmp_path, monkeypatch
 ):
     """One that is measured again takes the place of the one before, and of what is no profile."""
-    monkeypatch.setenv(profile_sources.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("TLORA_FX_PROFILES", str(tmp_path))
     first, second = (
         measured.model_copy(update={"shape": measured.shape.model_copy(update=update)})
         for update in ({"title": "here/base"}, {"title": "there/base", "vocabulary": 96})
@@ -283,7 +283,7 @@ def test_scaling_to_itself_changes_nothing(model):
 
 def test_estimates_must_be_allowed(model, monkeypatch, tmp_path):
     """Without a measured profile planning stops, and says how to go on."""
-    monkeypatch.setenv(profile_sources.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("TLORA_FX_PROFILES", str(tmp_path))
     monkeypatch.setattr(profile_sources, "SHIPPED", tmp_path)
     facts = facts_of(model)
 
@@ -294,7 +294,7 @@ def test_estimates_must_be_allowed(model, monkeypatch, tmp_path):
 
 def test_a_measured_profile_is_found_and_the_nearest_is_scaled(model, monkeypatch, tmp_path):
     """The same GPU and shape as it is; for another GPU marked."""
-    monkeypatch.setenv(profile_sources.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("TLORA_FX_PROFILES", str(tmp_path))
     monkeypatch.setattr(profile_sources, "SHIPPED", tmp_path)
     facts = facts_of(model)
     given = roofline_profile(GPUS["h200"], facts).model_copy(

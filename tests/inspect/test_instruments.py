@@ -102,16 +102,14 @@ def test_the_environment_asks_for_the_same(tmp_path):
     """`TLORA_FX_LOG` has the words of the command line."""
     text = f"time, print-after=changed,print-after=fold-layers,dump-changed={tmp_path}"
 
-    assert watch_from({"TLORA_FX_LOG": text}) == Watch(
+    assert watch_from(text) == Watch(
         time=True, print_after=("changed", "fold-layers"), dump_changed=tmp_path
     )
-    assert watch_from({"TLORA_FX_LOG": "verify=none,stop-after=x"}) == Watch(
-        verify="none", stop_after="x"
-    )
-    assert watch_from({}) == Watch()
+    assert watch_from("verify=none,stop-after=x") == Watch(verify="none", stop_after="x")
+    assert watch_from("") == Watch()
 
 
 @pytest.mark.parametrize("word", ["tim", "verify=numbers", "stop-after", "time=3", "print-after="])
 def test_an_unknown_word_is_refused(word):
     """It says what it takes."""
-    assert "print-after=NAME" in error_of(lambda: watch_from({"TLORA_FX_LOG": word}), PipelineError)
+    assert "print-after=NAME" in error_of(lambda: watch_from(word), PipelineError)

@@ -55,7 +55,7 @@ def test_another_base_or_adapter_is_tried_anew(tmp_path, tried, change):
 def test_other_code_of_tlora_fx_is_tried_anew(tmp_path, tried, monkeypatch):
     """Whatever changed, it may compute otherwise."""
     model = compile([job("one", base_of(tmp_path, "llama", num_hidden_layers=2), r=4)])
-    monkeypatch.setattr(probe_cache, "_our_source", lambda: "another")
+    monkeypatch.setattr(probe_cache, "own_source", lambda *rooms: "another")
 
     probe(model)
 

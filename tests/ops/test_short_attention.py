@@ -111,7 +111,7 @@ def test_a_row_is_a_batch_only_if_no_sequence_can_be_shorter():
 def test_the_log_says_once_which_kernels_serve(caplog):
     """By heads, width and direction."""
     attention._say.cache_clear()
-    with caplog.at_level("INFO", logger="tlora_fx.kernels"):
+    with caplog.at_level("INFO", logger="tlora_fx.ops"):
         for _ in range(2):
             row_kernels(*equal_row(4, 256), CAUSAL, TWO_JOBS)
 

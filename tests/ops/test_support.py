@@ -87,7 +87,7 @@ def test_the_reason_is_logged_where_sizes_are_symbols(group, caplog):
             value, symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] * value.dim())
         )
 
-    with mode, caplog.at_level("INFO", "tlora_fx.kernels"):
+    with mode, caplog.at_level("INFO", "tlora_fx.ops"):
         x, a, b, weight = (dynamic(value) for value in (x, site.a[0], site.b[0], site.weights[0]))
         site = replace(site, weights=[weight], a=[a], b=[b])
         assert support.kernel_group(torch.empty(x.shape, device="cuda"), site) is None

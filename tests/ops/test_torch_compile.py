@@ -38,10 +38,10 @@ def test_importing_the_operators_marks_the_caches():
     assert "tlora_fx=" in settings.cache_key_tag
 
 
-@pytest.mark.parametrize("name", ["KERNELS", "STRICT"])
-def test_another_mode_is_another_tag(tag, name):
+@pytest.mark.parametrize(("name", "value"), [("KERNELS", "on"), ("STRICT", "1")])
+def test_another_mode_is_another_tag(tag, name, value):
     """What was compiled under one mode is not found under another."""
-    assert tag() != tag(**{name: "on"})
+    assert tag() != tag(**{name: value})
 
 
 def test_the_users_tag_stays(tag):

@@ -13,16 +13,14 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from tlora_fx.parallel.nano_batches import schedule_graph
 
 
-def eager_backend(
-    limit_bytes: int | None = None, seen: list[fx.Graph] | None = None
-) -> Callable[..., Any]:
+def eager_backend(seen: list[fx.Graph] | None = None) -> Callable[..., Any]:
     """A backend of `torch.compile` that runs the scheduled graphs operator by operator.
 
     seen   takes every scheduled graph, forward and backward
     """
 
     def compile_graph(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        schedule_graph(module.graph, limit_bytes)
+        schedule_graph(module.graph)
         module.recompile()
         if seen is not None:
             seen.append(module.graph)

@@ -79,7 +79,7 @@ def cut_in_nano_batches(folder: Path) -> dict[str, Any]:
     nano = NanoModel(model)
     found["eager"] = [errors(nano, count, parts, expected) for count in (2, 3, 8)]
     graphs: list[fx.Graph] = []
-    nano.compile(backend=eager_backend(seen=graphs))
+    model.compile(backend=eager_backend(seen=graphs))
     nano.count = 1
     nano(models.row_of(model, parts))
     graphs.clear()

@@ -104,10 +104,10 @@ class Recomputed(CapturedStage):
 
     replays: ClassVar[list[int]] = [0, 0]
 
-    def first(self, hidden: Tensor | None, lengths: Any) -> Tensor:
+    def first(self, hidden: Tensor | None) -> Tensor:
         return self.stage(hidden, self.row).contiguous()
 
-    def capture(self, pool: Any, stream: Any, lengths: Any) -> None:
+    def capture(self, pool: Any, stream: Any) -> None:
         self._forward = cast(Any, "captured")
 
     def release(self) -> None:

@@ -83,7 +83,7 @@ def test_another_compile_reaches_nano_batches_that_have_run(jobs):
     expected = models.run_fused(model, parts())
     nano = NanoModel(model)
     nano.count = 2
-    nano.compile(backend=first)
+    model.compile(backend=first)
     assert_equal(model, expected)
     torch._dynamo.reset()
     seen = len(first.attentions)
@@ -145,13 +145,13 @@ def test_inductor_has_the_schedule_beside_all_that_was_asked_for(given):
     """As torch itself reads modes and options; what was asked for stands first."""
     asked = {key: given[key] for key in ("mode", "options", "dynamic") if key in given}
 
-    made = region_options({"fullgraph": True, **given}, limit_bytes=5)
+    made = region_options({"fullgraph": True, **given})
 
     found, wanted = config_of(options=made["options"]), config_of(**asked)
     assert "mode" not in made
     assert {key: found[key] for key in wanted} == wanted
     assert set(found) == set(wanted) | set(inductor_options())
-    assert found["post_grad_custom_post_pass"].limit_bytes == 5
+    assert isinstance(found["post_grad_custom_post_pass"], OverlapPass)
     assert {key: made[key] for key in ("fullgraph", "dynamic") if key in given} == {
         key: given[key] for key in ("fullgraph", "dynamic") if key in given
     }
@@ -168,8 +168,8 @@ def test_a_pass_of_the_users_own_runs_before_the_schedule():
     made(graph)
 
     assert theirs.runs == 1
-    assert len({made.uuid(), OverlapPass().uuid(), OverlapPass(None, Theirs("other")).uuid()}) == 3
-    assert OverlapPass(None, Theirs(None)).uuid() is None
+    assert len({made.uuid(), OverlapPass().uuid(), OverlapPass(Theirs("other")).uuid()}) == 3
+    assert OverlapPass(Theirs(None)).uuid() is None
     assert options == {"post_grad_custom_post_pass": theirs}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora_fx.parallel.nano_batches import ScheduledTask, list_schedule, peak_bytes
+from tlora_fx.parallel.nano_batches import ScheduledTask, list_schedule
 
 
 @st.composite
@@ -20,8 +20,7 @@ def graphs(draw):
         kind = draw(st.sampled_from(["compute", "compute", "start", *["wait"] * bool(open_)]))
         if kind == "wait":
             reads = frozenset([draw(st.sampled_from(open_))])
-        size, kept = draw(st.integers(0, 9)), draw(st.booleans())
-        tasks.append(ScheduledTask(kind, reads, 0 if kind == "wait" else size, reads, kept))
+        tasks.append(ScheduledTask(kind, reads))
     return tasks
 
 
@@ -34,7 +33,7 @@ def assert_may_run(tasks, order):
 
 @given(graphs())
 def test_nothing_that_could_run_comes_after_a_wait(tasks):
-    """Without a limit a process waits only where no computation and no start is left to do."""
+    """A process waits only where no computation and no start is left to do."""
     order = list_schedule(tasks)
 
     assert_may_run(tasks, order)
@@ -59,17 +58,6 @@ def test_a_collective_starts_as_soon_as_it_can(tasks):
         done.add(place)
 
 
-@given(graphs(), st.integers(0, 60))
-def test_no_schedule_goes_beyond_the_limit_where_the_given_order_does_not(tasks, limit):
-    """The memory limit holds; where the given order breaks it, it is broken no further."""
-    given_peak = peak_bytes(tasks, range(len(tasks)))
-
-    order = list_schedule(tasks, limit)
-
-    assert_may_run(tasks, order)
-    assert peak_bytes(tasks, order) <= max(limit, given_peak)
-
-
 def chain(layers=2, nano_batches=2):
     """Layers of one computation and one collective, nano-batch by nano-batch."""
     tasks: list[ScheduledTask] = []
@@ -78,11 +66,9 @@ def chain(layers=2, nano_batches=2):
         for part in range(nano_batches):
             needs = frozenset() if hidden[part] is None else frozenset([hidden[part]])
             compute = len(tasks)
-            tasks.append(ScheduledTask("compute", needs, 4, needs))
-            tasks.append(ScheduledTask("start", frozenset([compute]), 4, frozenset([compute])))
-            tasks.append(
-                ScheduledTask("wait", frozenset([compute + 1]), 0, frozenset([compute + 1]))
-            )
+            tasks.append(ScheduledTask("compute", needs))
+            tasks.append(ScheduledTask("start", frozenset([compute])))
+            tasks.append(ScheduledTask("wait", frozenset([compute + 1])))
             hidden[part] = compute + 2
     return tasks
 

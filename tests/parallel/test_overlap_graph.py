@@ -11,7 +11,7 @@ from torch import fx
 from torch._inductor.utils import run_and_get_code
 
 from tests.parallel.eager_backend import eager_backend
-from tlora_fx.parallel.nano_batches import graph_tasks, inductor_options, kind_of, schedule_graph
+from tlora_fx.parallel.nano_batches import inductor_options, kind_of, schedule_graph
 
 collectives = torch.ops._c10d_functional
 
@@ -135,21 +135,3 @@ def test_what_writes_into_a_value_keeps_its_place():
     names = [node.name for node in graph.nodes]
     assert names.index(before.name) < names.index(write.name) < names.index(after.name)
     assert names.index(before.name) < names.index(wait.name)
-
-
-def test_views_take_no_memory_and_keep_what_they_view():
-    """A view's memory is that of what it is a view of."""
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    made = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2))
-    view = graph.call_function(torch.ops.aten.view.default, (made, [6]))
-    last = graph.call_function(torch.ops.aten.add.Tensor, (view, 1))
-    graph.output(last)
-    for node in (made, view, last):
-        node.meta["val"] = torch.empty(6, device="meta")
-
-    tasks, _ = graph_tasks(graph)
-
-    assert [task.bytes for task in tasks] == [0, 24, 0, 24]
-    assert tasks[3].reads == frozenset([1])
-    assert tasks[3].kept

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.parallel.processes import run_processes
 from tests.parallel.training import sharded, write_base
-from tlora_fx.cost.hardware import PEER_COPIES
+from tlora_fx.host.environment import PEER_COPIES
 from tlora_fx.model.batch import JobTokens, pack
 from tlora_fx.parallel import peer_copies
 from tlora_fx.parallel.peer_copies import SideStreams, _sharded_leaves
@@ -134,7 +134,7 @@ def test_the_log_says_why_weights_cannot_be_shared(
         raise RuntimeError("no room in shared memory")
 
     monkeypatch.setattr(peer_copies, "_handle", refused)
-    with caplog.at_level("WARNING", logger="tlora_fx.planners"):
+    with caplog.at_level("WARNING", logger="tlora_fx.parallel"):
         offer = peer_copies._offer([[torch.zeros(2)]], torch.device("cpu"))
 
     assert offer is None

@@ -135,7 +135,7 @@ class Pretended:
     made: ClassVar[list[Pretended]] = []
     fails: ClassVar[Exception | None] = None
 
-    def __init__(self, model, row, weights, device, lengths):
+    def __init__(self, model, row, weights, device, lengths, gathering):
         self.replays, self.loaded, self.released = 0, [row], False
         self.adapted_sites = model.adapted_sites
         self.made.append(self)
@@ -143,7 +143,7 @@ class Pretended:
     def run(self):
         return torch.ones(3), 8
 
-    def capture(self, pool, stream, gathering):
+    def capture(self, pool, stream):
         self.pool = pool
         if self.fails is not None:
             raise self.fails

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.parallel.test_row_graphs import rows_of_lengths
-from tlora_fx.parallel import stage_graphs
+from tlora_fx.parallel import cuda_graphs, stage_graphs
 from tlora_fx.parallel.stage_graphs import StageGraphs
 
 
@@ -18,13 +18,13 @@ class Pretended:
 
     kept = 8
 
-    def __init__(self, model, stage, row, weights, hidden, device):
+    def __init__(self, model, row, weights, device, lengths, stage, hidden):
         self.adapted_sites, self.released = model.adapted_sites, False
 
-    def first(self, hidden, lengths):
+    def first(self, hidden):
         return "first"
 
-    def capture(self, pool, stream, lengths):
+    def capture(self, pool, stream):
         """Nothing to note."""
 
     def load(self, row, weights):
@@ -41,7 +41,7 @@ class Pretended:
 def graphs(monkeypatch):
     """Of one stage that learns, without a GPU."""
     monkeypatch.setattr(stage_graphs, "CapturedStage", Pretended)
-    monkeypatch.setattr(stage_graphs, "free_gpu_bytes", lambda device: 2**40)
+    monkeypatch.setattr(cuda_graphs, "free_gpu_bytes", lambda device: 2**40)
     for name in ("graph_pool_handle", "Stream"):
         monkeypatch.setattr(torch.cuda, name, object)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
@@ -88,7 +88,7 @@ def test_many_forms_are_captured_once_each(graphs):
 
 def test_a_rare_form_takes_no_place_from_a_frequent_one(graphs, monkeypatch):
     """Of the same stage and slot; one that comes more than twice as often does."""
-    monkeypatch.setattr(stage_graphs, "MAX_GRAPHS", 1)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 1)
     one, other = rows_of_lengths(16, 300)
     for _ in range(5):
         round_of(graphs, [one], under_way=1)

@@ -51,7 +51,7 @@ def test_the_best_comes_first_and_reasons_are_kept(model, profile):
 
 def test_a_cpu_without_a_profile_is_no_gpu_without_a_data_sheet(model, monkeypatch, tmp_path):
     """What helps is another plan, or measuring."""
-    monkeypatch.setenv(profile_sources.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("TLORA_FX_PROFILES", str(tmp_path))
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
     for allowed in (False, True):
@@ -127,7 +127,7 @@ def test_a_mesh_that_does_not_fit_is_refused(model, profile):
 
 def test_training_asks_for_measurements(model, monkeypatch, tmp_path):
     """Without a profile of the device at hand there is no plan."""
-    monkeypatch.setenv(profile_sources.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("TLORA_FX_PROFILES", str(tmp_path))
     monkeypatch.setattr(profile_sources, "SHIPPED", tmp_path)
 
     with pytest.raises(ProfileMissing, match="tlora-fx profile"):

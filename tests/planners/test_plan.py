@@ -35,7 +35,7 @@ from tlora_fx.parallel.apply import FirstStep, GradientBuckets
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.prepare import fitting_meshes, planned_passes, prepared, require_fits
 from tlora_fx.planners.builtin import activation_bytes, base_bytes, choose
-from tlora_fx.planners.protocol import find_planner, planner_names
+from tlora_fx.planners.protocol import find_planner, planner_names, planner_of
 from tlora_fx.runtime.adapters.files import base_tensors
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
 from tlora_fx.runtime.data.batching import Cutting, cut_round
@@ -124,6 +124,28 @@ def test_an_unknown_planner_is_told_with_the_nearest() -> None:
     assert {"single", "replicated", "fsdp"} <= set(planner_names())
     with pytest.raises(UnknownPlanner, match="replicated"):
         find_planner("replicate")
+
+
+@pytest.mark.parametrize(
+    ("plan", "whole", "grows"),
+    [
+        (Plan(planner="single"), True, True),
+        (Plan(planner="replicated", mesh=MeshShape(dp=2)), True, False),
+        (Plan(planner="fsdp", mesh=MeshShape(dp=2), shard_base=True), False, False),
+        (Plan(planner="tensor", mesh=MeshShape(tp=2)), False, False),
+        (Plan(planner="pipeline", mesh=MeshShape(pp=2), cuts=(2,)), False, False),
+        (Plan(planner="auto", mesh=MeshShape(dp=2)), True, False),
+        (Plan(planner="auto", mesh=MeshShape(dp=2), shard_base=True), False, False),
+        (Plan(planner="auto", mesh=MeshShape(dp=2, tp=2)), False, False),
+        (Plan(planner="of-another-package"), False, False),
+    ],
+    ids=str,
+)
+def test_planners_say_what_their_plans_allow(plan: Plan, whole: bool, grows: bool) -> None:
+    """One that is not installed, or does not answer, allows nothing."""
+    planner = planner_of(plan)
+
+    assert (planner.holds_whole_base(plan), planner.may_grow(plan)) == (whole, grows)
 
 
 def test_planners_of_replicas_refuse_other_dimensions(model: SuperModel) -> None:

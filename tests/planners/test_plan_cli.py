@@ -21,7 +21,7 @@ from tlora_fx.cost.hardware import GPUS
 from tlora_fx.cost.load import round_of_jobs
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile import Profile
-from tlora_fx.cost.profile_sources import FOLDER_VARIABLE, roofline_profile
+from tlora_fx.cost.profile_sources import roofline_profile
 from tlora_fx.planners.auto import search
 
 JOBS = """
@@ -46,7 +46,7 @@ def jobs(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def own_profiles(monkeypatch, tmp_path):
     """A folder of profiles for each test."""
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "profiles"))
+    monkeypatch.setenv("TLORA_FX_PROFILES", str(tmp_path / "profiles"))
     monkeypatch.setenv("COLUMNS", "120")
 
 

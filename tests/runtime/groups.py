@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import transformers
 
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
+from tlora_fx.runtime.data.table_cache import encode_once
+from tlora_fx.runtime.data.tables import Cut, SampleTable, TokenRow
 
 VOCABULARY = 53
 
@@ -48,6 +52,20 @@ def _data(job: Job, longest: int, count: int) -> JobData:
     has_more = job.eval_data is not None
     more = draw_samples(f"{job.name} {job.seed} evaluation", longest, 5) if has_more else []
     return JobData(job, samples, DataReport(), more)
+
+
+def table_of(samples: Sequence[Sample]) -> SampleTable:
+    """A table that holds samples whose labels are ids or -100."""
+
+    def rows(counts):
+        for sample in samples:
+            trains = [label != -100 for label in sample.labels]
+            runs = groupby(range(len(trains)), trains.__getitem__)
+            ends = [(own[0], own[-1] + 1) for trained, at in runs if trained and (own := list(at))]
+            yield TokenRow(sample.input_ids, [*chain(*ends)])
+
+    table = encode_once((), rows, lambda counts: True)
+    return SampleTable(table, np.arange(len(table)), Cut(max_length=2**31 - 1))
 
 
 def draw_samples(key: str, longest: int, count: int) -> list[Sample]:

@@ -17,7 +17,7 @@ from tlora_fx.compiler import compile
 from tlora_fx.errors import CheckpointError, MetricsError, RunFolderError
 from tlora_fx.runtime.checkpoints import store as checkpoint
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
-from tlora_fx.runtime.commits import Commits
+from tlora_fx.runtime.run_checkpoints import Commits
 from tlora_fx.runtime.run_folder import MetricsLog
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import ChatTemplateError, EmptyDataError, MalformedRowError, NoTargetsError
-from tlora_fx.runtime.data.samples import DataReport, JobData, Sample, SampleTable, load_job_data
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample, load_job_data
 
 GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"
 
@@ -27,7 +27,7 @@ def job(path: str | Path = "train.jsonl", data: dict[str, Any] | None = None, **
 def numbered(count: int, **fields: Any) -> JobData:
     """The data of a job whose samples hold their own number."""
     samples = [Sample((number, number), (-100, number)) for number in range(count)]
-    return JobData(job(**fields), SampleTable(samples), DataReport())
+    return JobData(job(**fields), samples, DataReport())
 
 
 def numbers(step: list[list[Sample]]) -> list[int]:
@@ -117,16 +117,6 @@ def test_steps_are_counted_as_the_trainer_of_transformers_does(
 ) -> None:
     """Ten samples make as many optimizer steps as transformers would make of them."""
     assert numbered(10, **fields).steps == steps
-
-
-def test_a_sample_table_gives_back_what_it_got() -> None:
-    """Samples come back as they were, also by slice and from the end."""
-    samples = [Sample((1, 2, 3), (-100, 2, 3)), Sample((4, 5), (-100, 5))]
-    table = SampleTable(samples)
-
-    assert list(table) == samples
-    assert table[-1] == samples[1]
-    assert table[:1] == samples[:1]
 
 
 def test_labels_are_ids_where_a_token_is_trained(make_tokenizer: Any, tmp_path: Path) -> None:

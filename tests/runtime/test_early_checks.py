@@ -140,10 +140,10 @@ def test_a_run_that_is_refused_leaves_nothing_but_what_has_begun(tmp_path):
     folder = RunFolder(tmp_path / "run")
     folder.announce(["a", "b"])
     folder.write_status("b", {"status": "done", "step": 3})
-    folder.renounce(["a", "b"])
+    folder.withdraw(["a", "b"])
     other = RunFolder(tmp_path / "other")
     other.announce(["a"])
-    other.renounce(["a"])
+    other.withdraw(["a"])
 
     assert [path.name for path in folder.path.iterdir()] == ["b"]
     assert not other.path.exists()

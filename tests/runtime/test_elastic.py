@@ -447,7 +447,7 @@ def test_nothing_is_traced_and_no_code_compiled_where_jobs_come(
     watch = Counting([(2, "admit", jobs[name], data[name]) for name in "bcd"])
     trainer = Trainer(model, output=tmp_path / "run", device="cpu", data=data, callback=watch)
     watch.trainer = trainer
-    for name in ("trace_base", "trace_job"):
+    for name in ("base_graph", "job_graph"):
         monkeypatch.setattr(compiler, name, refuse)
     trainer.run()
 

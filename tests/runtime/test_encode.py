@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from tests.runtime.encode import encode
 from tlora_fx.runtime.data.chats import UnlocatedTurnError
 from tlora_fx.runtime.data.conversations import BadRowError
 from tlora_fx.runtime.data.encoding import TextEncoder
@@ -41,7 +42,7 @@ def shown(tokenizer: PreTrainedTokenizerFast, encoded: Encoded) -> str:
 def test_the_loss_is_on_the_completion_and_its_end(make_tokenizer: Any) -> None:
     """The prompt is read, the completion and the end token are trained."""
     tokenizer = make_tokenizer()
-    encoded = encoder(tokenizer, "prompt-completion").encode({"prompt": "1+", "completion": "ab"})
+    encoded = encode(encoder(tokenizer, "prompt-completion"), {"prompt": "1+", "completion": "ab"})
 
     assert shown(tokenizer, encoded) == "1+[a][b][</s>]"
 
@@ -51,14 +52,14 @@ def test_loss_on_all_trains_the_prompt_too(make_tokenizer: Any) -> None:
     tokenizer = make_tokenizer()
     whole = encoder(tokenizer, "prompt-completion", on_completion=False)
 
-    encoded = whole.encode({"prompt": "a", "completion": "b"})
+    encoded = encode(whole, {"prompt": "a", "completion": "b"})
     assert shown(tokenizer, encoded) == "[a][b][</s>]"
 
 
 def test_a_token_across_the_border_belongs_to_the_completion(make_tokenizer: Any) -> None:
     """Where prompt and completion merge into one token, it is trained and the row is counted."""
     tokenizer = make_tokenizer()
-    encoded = encoder(tokenizer, "prompt-completion").encode({"prompt": "1=", "completion": "2"})
+    encoded = encode(encoder(tokenizer, "prompt-completion"), {"prompt": "1=", "completion": "2"})
 
     assert shown(tokenizer, encoded) == "1[=2][</s>]"
     assert encoded.prefix_differs
@@ -66,8 +67,8 @@ def test_a_token_across_the_border_belongs_to_the_completion(make_tokenizer: Any
 
 def test_an_empty_completion_has_nothing_to_train(make_tokenizer: Any) -> None:
     """An end token alone is no completion."""
-    encoded = encoder(make_tokenizer(), "prompt-completion").encode(
-        {"prompt": "a", "completion": ""}
+    encoded = encode(
+        encoder(make_tokenizer(), "prompt-completion"), {"prompt": "a", "completion": ""}
     )
 
     assert not any(encoded.targets)
@@ -78,7 +79,7 @@ def test_an_empty_completion_has_nothing_to_train(make_tokenizer: Any) -> None:
 def test_begin_and_end_stand_once(make_tokenizer: Any, text: str, adds_eos: bool) -> None:
     """Whatever the text and the tokenizer add, there is one begin and one end token."""
     tokenizer = make_tokenizer(adds_bos=True, adds_eos=adds_eos)
-    encoded = encoder(tokenizer, "text").encode({"text": text})
+    encoded = encode(encoder(tokenizer, "text"), {"text": text})
 
     assert tokenizer.convert_ids_to_tokens(encoded.ids) == ["<s>", "a", "b", "</s>"]
 
@@ -88,7 +89,7 @@ def test_an_end_that_the_tokenizer_adds_does_not_part_prompt_and_completion(
 ) -> None:
     """A tokenizer that ends each text leaves no end token inside a sample."""
     tokenizer = make_tokenizer(adds_bos=True, adds_eos=True)
-    encoded = encoder(tokenizer, "prompt-completion").encode({"prompt": "a", "completion": "b"})
+    encoded = encode(encoder(tokenizer, "prompt-completion"), {"prompt": "a", "completion": "b"})
 
     assert shown(tokenizer, encoded) == "<s>a[b][</s>]"
     assert not encoded.prefix_differs
@@ -97,7 +98,7 @@ def test_an_end_that_the_tokenizer_adds_does_not_part_prompt_and_completion(
 def test_no_begin_token_is_added_that_the_tokenizer_does_not_add(make_tokenizer: Any) -> None:
     """A tokenizer that has a begin token but does not add it is left alone."""
     tokenizer = make_tokenizer(eos_token=None)
-    encoded = encoder(tokenizer, "text").encode({"text": "ab"})
+    encoded = encode(encoder(tokenizer, "text"), {"text": "ab"})
 
     assert shown(tokenizer, encoded) == "[a][b]"
 
@@ -107,7 +108,7 @@ def test_assistant_turns_are_trained_where_the_template_marks_them(
 ) -> None:
     """The marks of the template decide, so that turn headers are not trained."""
     tokenizer = make_tokenizer(templates["marked"])
-    encoded = encoder(tokenizer, "messages").encode({"messages": CHAT})
+    encoded = encode(encoder(tokenizer, "messages"), {"messages": CHAT})
 
     expected = "<|user|>hi<|assistant|>[y][o][</s>]<|user|>more<|assistant|>[n][o][</s>]"
     assert shown(tokenizer, encoded) == expected
@@ -118,9 +119,9 @@ def test_unmarked_turns_are_found_by_what_they_add(
 ) -> None:
     """Without marks the same tokens are trained."""
     marked, unmarked = (make_tokenizer(templates[name]) for name in ("marked", "unmarked"))
-    expected = encoder(marked, "messages").encode({"messages": CHAT})
+    expected = encode(encoder(marked, "messages"), {"messages": CHAT})
 
-    assert encoder(unmarked, "messages").encode({"messages": CHAT}) == expected
+    assert encode(encoder(unmarked, "messages"), {"messages": CHAT}) == expected
 
 
 def test_a_template_that_changes_earlier_turns_is_refused(
@@ -130,7 +131,7 @@ def test_a_template_that_changes_earlier_turns_is_refused(
     tokenizer = make_tokenizer(templates["shortening"])
 
     with pytest.raises(UnlocatedTurnError, match="turn 2"):
-        encoder(tokenizer, "messages").encode({"messages": CHAT})
+        encode(encoder(tokenizer, "messages"), {"messages": CHAT})
 
 
 def test_a_template_that_changes_earlier_turns_trains_all_tokens(
@@ -139,7 +140,7 @@ def test_a_template_that_changes_earlier_turns_trains_all_tokens(
     """With loss_on: all no turn has to be found."""
     whole = encoder(make_tokenizer(templates["shortening"]), "messages", on_completion=False)
 
-    assert all(whole.encode({"messages": CHAT}).targets)
+    assert all(encode(whole, {"messages": CHAT}).targets)
 
 
 @pytest.mark.parametrize(
@@ -158,10 +159,10 @@ def test_malformed_messages_are_told_apart(
 ) -> None:
     """Each way in which messages are wrong has its reason."""
     with pytest.raises(BadRowError, match=reason):
-        encoder(make_tokenizer(templates["marked"]), "messages").encode({"messages": messages})
+        encode(encoder(make_tokenizer(templates["marked"]), "messages"), {"messages": messages})
 
 
 def test_a_text_that_is_a_number_is_a_bad_row(make_tokenizer: Any) -> None:
     """Values are never turned into text."""
     with pytest.raises(BadRowError, match="'text' holds int, no text"):
-        encoder(make_tokenizer(), "text").encode({"text": 3})
+        encode(encoder(make_tokenizer(), "text"), {"text": 3})

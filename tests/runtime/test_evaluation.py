@@ -19,6 +19,7 @@ from tests.runtime.groups import (
     losses_of,
     make_data,
     make_job,
+    table_of,
     tiny_base,
 )
 from tests.sampled import sampled
@@ -407,7 +408,7 @@ def test_a_function_that_is_not_there_is_refused_before_training(base, metrics, 
 def test_held_out_samples_are_not_trained(base):
     """Both parts together are the samples, in their order; the part is rounded up."""
     job = make_job(base, "a", eval_split=0.25)
-    samples = draw_samples("some", 9, 11)
+    samples = table_of(draw_samples("some", 9, 11))
     trained_on, evaluated = held_out(samples, job)
 
     assert (len(trained_on), len(evaluated)) == (8, math.ceil(0.25 * 11))
@@ -419,4 +420,4 @@ def test_held_out_samples_are_not_trained(base):
 def test_nothing_left_to_train_on_is_refused(base):
     """One sample cannot be divided."""
     with pytest.raises(EmptyDataError, match="leaves none to train on"):
-        held_out(draw_samples("some", 9, 1), make_job(base, "a", eval_split=0.5))
+        held_out(table_of(draw_samples("some", 9, 1)), make_job(base, "a", eval_split=0.5))

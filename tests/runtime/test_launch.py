@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from collections.abc import Callable
@@ -26,6 +27,23 @@ def everyone() -> Ranks:
     rank, size = dist.get_rank(), dist.get_world_size()
     mesh = Mesh(MeshShape(dp=size), torch.device("cpu"), rank, dp_rank=rank, world=dist.group.WORLD)
     return Ranks(mesh)
+
+
+def met(folder: Path) -> list[int]:
+    """What all processes have put into the store of which a file in a folder tells."""
+    os.environ["MASTER_PORT"] = "0"
+    here = launch.Launch.found()
+    store = launch._store(here, folder)
+    store.set(f"said by {here.rank}", str(10 + here.rank))
+    said = [int(store.get(f"said by {rank}")) for rank in range(here.size)]
+    # The store ends with the first process.
+    dist.barrier()
+    return said
+
+
+def test_processes_meet_at_a_port_that_the_first_one_chooses(tmp_path: Path) -> None:
+    """A port is told by a file when the first process listens to it already."""
+    assert run_processes(3, met, tmp_path) == [[10, 11, 12]] * 3
 
 
 def told(action: Callable[[], object]) -> tuple[str, bool, str]:

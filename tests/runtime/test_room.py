@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from tests.runtime.groups import make_data, make_job, tiny_base
 from tlora_fx.cli import train
 from tlora_fx.compiler import compile
-from tlora_fx.cost import profile_sources
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GPUS
 from tlora_fx.cost.load import round_of_batches
@@ -20,6 +19,7 @@ from tlora_fx.cost.step_time import CostModel
 from tlora_fx.errors import JobTooLong
 from tlora_fx.model.batch import repeating_length
 from tlora_fx.runtime.checks import check_memory, longest_round, longest_row
+from tlora_fx.runtime.clocks import JobClocks
 from tlora_fx.runtime.data.batching import Cutting, cut_round, rows_of_round
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.launch import Launch
@@ -85,7 +85,7 @@ def test_a_job_too_long_is_named_before_weights(jobs, data, model):
 
 def test_without_a_measurement_nothing_is_refused(data, model, monkeypatch, tmp_path):
     """Estimates are no reason to refuse a run that its user asked for."""
-    monkeypatch.setenv(profile_sources.FOLDER_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("TLORA_FX_PROFILES", str(tmp_path))
 
     check_memory(model, PLAN, data, 16384)
 
@@ -94,7 +94,9 @@ def test_every_plan_of_the_command_line_is_looked_at(monkeypatch, tmp_path):
     """Before the trainer is made."""
     seen = []
     monkeypatch.setattr("tlora_fx.runtime.checks.check_memory", lambda *given: seen.append(given))
-    monkeypatch.setattr("tlora_fx.runtime.checks.load_all_data", make_data)
+    monkeypatch.setattr(
+        "tlora_fx.runtime.checks.load_all_data", lambda jobs, clocks: make_data(jobs)
+    )
     base = tiny_base(tmp_path / "base")
     path = tmp_path / "jobs.yaml"
     path.write_text(
@@ -104,7 +106,7 @@ def test_every_plan_of_the_command_line_is_looked_at(monkeypatch, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
     options = train.TrainOptions(jobs=path, output=tmp_path, max_row_tokens=64, plan="single")
 
-    _, model, plan = train._prepared(options, Launch(), None)
+    _, model, plan = train._prepared(options, Launch(), None, JobClocks())
 
     ((given, chosen, _, tokens),) = seen
     assert (given, chosen, tokens) == (model, plan, 64)

@@ -110,7 +110,7 @@ def standing(running) -> str:
     loop, admission = running.loop, running.admission
     return (
         f"it goes on for {LONGEST_SECONDS:.0f} s: window {list(loop.window.jobs)}, held "
-        f"{loop.held}, runs {loop.runs}, files waiting {running.files.waiting}, admission "
+        f"{loop.held}, runs {loop.running}, files waiting {running.files.waiting}, admission "
         f"{admission._files} {admission._tasks} {admission._running}, gathered {running._gathered}"
     )
 

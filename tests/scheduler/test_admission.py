@@ -280,7 +280,7 @@ def test_a_job_whose_data_or_base_is_gone_cannot_go_on_now(tmp_path, gone):
 
 
 def begun(it):
-    return bool(it.loop.runs)
+    return bool(it.loop.running)
 
 
 def test_a_job_whose_file_is_removed_before_it_begins_is_cancelled(tmp_path):

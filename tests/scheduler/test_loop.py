@@ -33,10 +33,10 @@ def test_the_end_of_a_job_lets_the_next_one_begin(at_once, begins):
     for name in "ab":
         made.loop.submit(request(name))
     made.go(begins - 0.1)
-    assert "b" not in {name for run in made.loop.runs.values() for name in run.jobs}
+    assert "b" not in {name for run in made.loop.running.values() for name in run.jobs}
 
     made.go(begins)
-    assert [run.time for run in made.loop.runs.values()] == [begins]
+    assert [run.time for run in made.loop.running.values()] == [begins]
 
 
 @pytest.mark.parametrize("at_once", ["never", "end"])
@@ -260,7 +260,7 @@ def test_a_job_joins_a_running_group_for_the_price_of_a_join():
         made.loop.submit(request(name))
     made.loop.advance(0.0)
     made.go(60.0)
-    [run] = made.loop.runs.values()
+    [run] = made.loop.running.values()
     before = run.jobs["a"].steps_done
 
     assert (run.origin, run.came, run.went) == (1, ("b",), ())
@@ -281,7 +281,7 @@ def test_two_groups_exchange_jobs_though_each_waits_for_the_other():
     made.loop.advance(0.0)
     made.go(70.0)
 
-    assert {run.group.jobs for run in made.loop.runs.values()} == {("a", "c"), ("b", "d")}
+    assert {run.group.jobs for run in made.loop.running.values()} == {("a", "c"), ("b", "d")}
     hows = [record.how for record in ledger.epochs()]
     assert [how for how in hows if how and not how.startswith("goes on as")] == []
     assert {record.status for record in ledger.jobs()} == {"running"}
@@ -299,7 +299,7 @@ def test_a_job_that_ends_while_another_is_about_to_join_leaves_the_group_to_it()
     made.go(76.0)
     [(_, epoch, successor, successor_epoch, [_, job], steps)] = asked
     assert made.loop.ended == {"a": "done", "b": ""}
-    assert [run.group.jobs for run in made.loop.runs.values()] == [()]
+    assert [run.group.jobs for run in made.loop.running.values()] == [()]
 
     made.executor._places[successor_epoch] = made.executor._places[epoch]
     made.executor._events.append(Drained(76.0, epoch, {}))
@@ -319,7 +319,7 @@ def test_a_job_that_is_held_leaves_its_group_which_trains_on():
     assert made.loop.hold("b")
     made.loop.advance(30.0)
 
-    [run] = made.loop.runs.values()
+    [run] = made.loop.running.values()
     assert (run.origin, run.group.jobs, run.went) == (1, ("a",), ("b",))
     assert made.loop.held["b"].steps_done == pytest.approx(30 / 2.5)
 

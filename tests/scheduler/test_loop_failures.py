@@ -15,11 +15,11 @@ def test_after_a_lost_node_jobs_go_on_from_their_commits_elsewhere():
     made = rig(gpus=16, disturbances=Disturbances(commit_seconds=30.0))
     made.loop.submit(request("a", gpus=8, steps=1000))
     made.go(70.0)
-    place = made.loop.runs[1].launched.place
+    place = made.loop.running[1].launched.place
     made.executor.lose_node(made.loop.cluster.node(place[0]))
     made.loop.advance(70.0)
 
-    [run] = made.loop.runs.values()
+    [run] = made.loop.running.values()
     assert not set(run.launched.place) & set(place)
     assert run.jobs["a"].steps_done == pytest.approx(60 / (0.5 + 1 / 8))
 

@@ -131,23 +131,23 @@ class Machine(RuleBasedStateMachine):
     def wait(self, seconds):
         self.go(self.clock.now + seconds)
 
-    @precondition(lambda self: self.loop.runs)
+    @precondition(lambda self: self.loop.running)
     @rule()
     def finish(self):
         """To the end of the next job."""
         self.go(min(self.executor.next_time(), self.clock.now + 1000.0))
 
-    @precondition(lambda self: self.loop.runs)
+    @precondition(lambda self: self.loop.running)
     @rule(data=st.data())
     def kill_group(self, data):
-        self.executor.fail_group(data.draw(st.sampled_from(sorted(self.loop.runs))))
+        self.executor.fail_group(data.draw(st.sampled_from(sorted(self.loop.running))))
         self.loop.advance(self.clock.now)
 
-    @precondition(lambda self: self.loop.runs)
+    @precondition(lambda self: self.loop.running)
     @rule(data=st.data())
     def kill_job(self, data):
-        epoch = data.draw(st.sampled_from(sorted(self.loop.runs)))
-        name = data.draw(st.sampled_from(sorted(self.loop.runs[epoch].jobs)))
+        epoch = data.draw(st.sampled_from(sorted(self.loop.running)))
+        name = data.draw(st.sampled_from(sorted(self.loop.running[epoch].jobs)))
         fail_job(self.executor, epoch, name)
         self.loop.advance(self.clock.now)
 
@@ -192,7 +192,7 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "loop"):
             return
         jobs, gpus = [], []
-        for run in self.loop.runs.values():
+        for run in self.loop.running.values():
             assert list(run.jobs) == list(run.group.jobs)
             assert len({job.request.base for job in run.jobs.values()}) == 1
             jobs += run.jobs
@@ -207,7 +207,7 @@ class Machine(RuleBasedStateMachine):
         """P4: at its formation; a deadline that comes nearer may be lost later."""
         if not hasattr(self, "loop") or self.policy in IGNORE_BOUNDS:
             return
-        for run in self.loop.runs.values():
+        for run in self.loop.running.values():
             if run.time == self.clock.now:
                 jobs = list(run.jobs.values())
                 step = self.times.of(
@@ -240,7 +240,8 @@ class Machine(RuleBasedStateMachine):
             return
         self.callback.passes(self.clock.now)
         running = sum(
-            (self.clock.now - run.time) * len(run.launched.place) for run in self.loop.runs.values()
+            (self.clock.now - run.time) * len(run.launched.place)
+            for run in self.loop.running.values()
         )
         found = self.callback.allocated + running + self.callback.idle
         assert found == pytest.approx(self.callback.total, rel=1e-9, abs=1e-6)

@@ -69,7 +69,7 @@ def test_a_rank_that_no_machine_has_room_for_is_refused_though_its_base_is_known
     """What was compiled for another rank says nothing of that."""
     facts_of_job(job("one", base, r=4, target_modules=LINEARS))
 
-    with pytest.raises(JobError, match="no room in memory"):
+    with pytest.raises(JobError, match="does not fit into memory"):
         facts_of_job(job("two", base, r=10**42, target_modules=LINEARS))
 
 

@@ -44,7 +44,7 @@ def looks_often(monkeypatch):
 
 def stop_at_work(it):
     """Stop a run of two jobs that trains, once both are known."""
-    if it.loop.runs and len(it.loop.ended) == 2:
+    if it.loop.running and len(it.loop.ended) == 2:
         it.stop()
 
 
@@ -93,7 +93,7 @@ def test_jobs_are_taken_as_they_appear(tmp_path):
     late = []
 
     def then(it):
-        if not late and it.loop.runs:
+        if not late and it.loop.running:
             late.append(write_job(tmp_path / "jobs", "b", 5))
 
     run(tmp_path / "jobs", tmp_path / "run", until=then)
@@ -107,7 +107,7 @@ def test_a_job_that_came_joins_the_group_that_runs(tmp_path):
     late = []
 
     def then(it):
-        if not late and it.loop.runs:
+        if not late and it.loop.running:
             late.append(write_job(tmp_path / "jobs", "b", 40, schedule={"max_slowdown": 2.0}))
         if it.loop.ended.get("b"):
             it.stop()
@@ -304,7 +304,7 @@ def test_a_folder_that_vanishes_ends_no_run(tmp_path):
     write_job(tmp_path / "jobs", "a", 150)
 
     def vanish(it):
-        if it.loop.runs:
+        if it.loop.running:
             shutil.rmtree(tmp_path / "jobs", ignore_errors=True)
 
     run(tmp_path / "jobs", tmp_path / "run", until=vanish)
@@ -440,7 +440,7 @@ def test_a_run_whose_folder_is_removed_ends_with_an_error(tmp_path):
 
     def remove(it):
         # What a worker writes meanwhile may make another folder of this name.
-        if it.loop.runs and not (tmp_path / "elsewhere").exists():
+        if it.loop.running and not (tmp_path / "elsewhere").exists():
             (tmp_path / "run").rename(tmp_path / "elsewhere")
 
     with pytest.raises(RunFolderError, match="removed or replaced"):

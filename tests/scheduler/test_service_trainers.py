@@ -33,9 +33,8 @@ from tlora_fx.errors import UnknownTarget
 from tlora_fx.runtime import group_step
 from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
-from tlora_fx.runtime.commits import Commits
 from tlora_fx.runtime.launch import Launch
-from tlora_fx.runtime.run_checkpoints import RunCheckpoints
+from tlora_fx.runtime.run_checkpoints import Commits, RunCheckpoints
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.workers import protocol
@@ -118,7 +117,7 @@ def test_jobs_that_change_company_end_as_they_would_alone(tmp_path):
     stopped = []
 
     def stop(it):
-        if not stopped and any(run.started is not None for run in it.loop.runs.values()):
+        if not stopped and any(run.started is not None for run in it.loop.running.values()):
             stopped.append(it.stop())
 
     for policy in ("mlora-fifo", "megatron"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tlora_fx.errors import OutOfMemory
+from tlora_fx.runtime.clocks import JobClocks
 from tlora_fx.runtime.launch import Launch
 from tlora_fx.runtime.workers import training as worker
 from tlora_fx.runtime.workers.protocol import OUT_OF_MEMORY, EventReader, WorkerConfig
@@ -78,11 +79,13 @@ def test_a_joiners_data_and_checkpoint_are_read_beside_one_another(monkeypatch):
         both.wait()
         return what
 
-    monkeypatch.setattr(worker, "load_all_data", lambda jobs: read({"a": SimpleNamespace(steps=1)}))
+    monkeypatch.setattr(
+        worker, "load_all_data", lambda jobs, clocks: read({"a": SimpleNamespace(steps=1)})
+    )
     monkeypatch.setattr(worker, "require_trainable", lambda *given: None)
     sources = SimpleNamespace(checkpoints=lambda: read("where it was"))
 
-    data, states = worker._read([SimpleNamespace(name="a")], sources)
+    data, states = worker._read([SimpleNamespace(name="a")], sources, JobClocks())
 
     assert list(data) == ["a"]
     assert states == "where it was"

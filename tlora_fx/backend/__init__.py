@@ -152,7 +152,7 @@ _said: set[str] = set()
 
 @dataclass(slots=True)
 class Tally:
-    """What stands in torch's counters: each branch of a model once.
+    """Counts that stand in torch's counters: each branch of a model is counted once.
 
     Dynamo hands a graph over again for another shape, and when it has to start anew.
 
@@ -183,7 +183,7 @@ def count_branches(name: str, paths: Iterable[str]) -> None:
 
 
 def branches_of(model: nn.Module) -> tuple[int, int]:
-    """How many of a model's branches were lowered, and how many were left, each once."""
+    """Numbers of a model's branches that were lowered and that were left, each branch once."""
     seen = [name for name, _ in _tally.seen.get(model, ())]
     return seen.count("branches_lowered"), seen.count("branches_left")
 
@@ -199,7 +199,7 @@ def _seen() -> set[tuple[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What `torch.compile(model, backend="tlora-fx", options=...)` may say.
+    """Options of `torch.compile(model, backend="tlora-fx", options=...)`.
 
     strict     raise BackendUnsupported where a LoRA branch cannot be lowered
     compute    "float32": adapters are multiplied in the dtype that PEFT gives them, which is

@@ -2,7 +2,7 @@
 
 Each LoRA layer becomes a subgraph: the frozen linear, and the branch between segment reads and a
 segment write, in the vocabulary of tracing. All else of Dynamo's graph stays out of it, so what
-this room does not know is never rewritten. The job owns every token: its segment is the whole.
+this package does not know is never rewritten. The job owns every token: its segment is the whole.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Left:
 
 
 class NotLowerable(Exception):
-    """Why a LoRA layer has no frozen result or result of its own."""
+    """Reason why a LoRA layer has no frozen result or result of its own."""
 
 
 def lower_sites(region: GraphRegion, sites: list[LoraCalls], compute: str) -> list[Lowered | Left]:
@@ -338,7 +338,7 @@ class OpCall:
 
 
 def translate(node: fx.Node) -> OpCall | None:
-    """What a recorded call is in the vocabulary of tracing, or None where it has no entry."""
+    """Recorded call in the vocabulary of tracing, or None where it has no entry."""
     if isinstance(node.target, torch._ops.OpOverload):
         return OpCall(node.target, node.args) if not node.kwargs else None
     rule = RULES.get(node.target)

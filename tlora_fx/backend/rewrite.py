@@ -33,8 +33,8 @@ def stamp() -> str:
     """A hash of the sources of all operators."""
     digest = hashlib.blake2b(digest_size=6)
     root = Path(ops.__file__).parents[1]
-    for room in SOURCES:
-        for path in sorted((root / room).rglob("*.py")):
+    for package in SOURCES:
+        for path in sorted((root / package).rglob("*.py")):
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -1,4 +1,4 @@
-"""Where PEFT's LoRA layers stand in a graph that Dynamo recorded.
+"""Find PEFT's LoRA layers in a graph that Dynamo recorded.
 
 Module names guide the search; whether a site can be lowered is for the pattern to say.
 """
@@ -45,11 +45,11 @@ class LoraCalls:
         return any(node not in self.frozen and node.target not in _CASTS for node in self.nodes)
 
     def results(self) -> list[fx.Node]:
-        """What the layer hands to others."""
+        """Results of the layer that nodes outside it read."""
         return _read_outside(self.nodes, set(self.nodes))
 
     def anchors(self) -> list[fx.Node]:
-        """What the frozen module hands to its layer."""
+        """Results of the frozen module that its layer reads."""
         return _read_outside([node for node in self.nodes if node in self.frozen], self.frozen)
 
 

@@ -13,6 +13,7 @@ import typer
 
 from tlora_fx.cli.options import Interrupted, command_group
 from tlora_fx.errors import TloraError, nearest, printable
+from tlora_fx.host.environment import require_known_values
 
 #: By logger, what the messages have in them: kernels for other GPUs, and one library's use of
 #: what another will drop.
@@ -87,6 +88,8 @@ def main(arguments: list[str] | None = None) -> None:
         _say(f"There is no option '{gone}': {REASONS[TAKEN_OUT[gone]]}.")
         sys.exit(2)
     try:
+        if asked is not None and not {"--help", "-h"} & {*given}:
+            require_known_values()
         with without_foreign_notices():
             _app(asked)(given, prog_name="tlora-fx")
     except TloraError as error:

@@ -1,4 +1,4 @@
-"""How far the jobs of a run are, on a terminal and without one."""
+"""Progress of the jobs of a run, on a terminal and without one."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.generate import Device, Folder, Most, Seed, Temperature, loaded, sow
+from tlora_fx.cli.generate import Device, Folder, Most, Seed, Temperature, loaded, set_seed
 from tlora_fx.cli.options import TrustRemoteCode
 
 NEW, END = "/new", "/exit"
@@ -48,7 +48,7 @@ def run(
     speakers.encode([*begun, {"role": "user", "content": ""}])
     streamer = TextStreamer(speakers.tokenizer, skip_prompt=True, skip_special_tokens=True)
     drawing = Drawing(max_new_tokens, temperature, streamer)
-    sow(seed)
+    set_seed(seed)
     turns = list(begun)
     while (said := _heard()) not in (None, END):
         if said == NEW:

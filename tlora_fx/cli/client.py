@@ -19,6 +19,7 @@ import typer
 from tlora_fx.cli.options import command_group
 from tlora_fx.cli.terminal import Console, echo, print_whole
 from tlora_fx.errors import AnswerRefused, ServiceUnreachable, UploadRefused
+from tlora_fx.host.environment import AUTHORITY, SERVER, TOKEN
 
 if TYPE_CHECKING:
     import httpx
@@ -27,16 +28,14 @@ group = command_group("Submit jobs to a service; list, pause, cancel and fetch t
 #: What is tried again where the service is gone for a moment.
 TRIES, PAUSE_SECONDS, KEY = 5, 0.5, "Idempotency-Key"
 
-Server = Annotated[str, typer.Option(envvar="TLORA_FX_SERVER", help="URL of the service.")]
+Server = Annotated[str, typer.Option(envvar=SERVER, help="URL of the service.")]
 Token = Annotated[
     str | None,
-    typer.Option(
-        envvar="TLORA_FX_TOKEN", help="Your access token; better set by the environment variable."
-    ),
+    typer.Option(envvar=TOKEN, help="Your access token; better set by the environment variable."),
 ]
 Authority = Annotated[
     str | None,
-    typer.Option(envvar="TLORA_FX_CA", help="CA certificate (PEM file) to trust for HTTPS."),
+    typer.Option(envvar=AUTHORITY, help="CA certificate (PEM file) to trust for HTTPS."),
 ]
 HERE = "http://127.0.0.1:8642"
 Job = Annotated[
@@ -61,13 +60,13 @@ class Connection:
         if authority is not None:
             import ssl
 
-            verify = ssl.create_default_context(cafile=authority)
+            verify = ssl.create_default_context(cafile=Path(authority).expanduser())
         self.client = httpx.Client(
             base_url=self.server, headers=headers, verify=verify, timeout=60.0
         )
 
     def ask(self, method: str, path: str, body: Any = None, **more: Any) -> Any:
-        """What the service answers, as JSON; raises ServiceUnreachable, AnswerRefused.
+        """Ask the service, and return its JSON; raises ServiceUnreachable, AnswerRefused.
 
         body   what makes the content, anew for each try
         """

@@ -122,7 +122,7 @@ def _folder(output: Path) -> Path:
 
 
 def summary(listing: Listing, seconds: dict[str, float], folder: Path) -> list[str]:
-    """What came out, in a few lines."""
+    """Summary of a compiled model, in a few lines."""
     from tlora_fx.inspect.text import headline
     from tlora_fx.inspect.wording import plural
 

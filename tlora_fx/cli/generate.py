@@ -70,7 +70,7 @@ def run(
     speakers = loaded(folder, job, device, trusted=trust_remote_code)
     asked = [(name, text) for text in prompt for name in speakers.adapters]
     questions = [speakers.ask(name, text, chat=chat) for name, text in asked]
-    sow(seed)
+    set_seed(seed)
     said = speakers.answers(questions, Drawing(max_new_tokens, temperature))
     for (name, text), answer in zip(asked, said, strict=True):
         if as_json:
@@ -103,8 +103,8 @@ def loaded(
         return Speakers.of_folders(folders, place)
 
 
-def sow(seed: int) -> None:
-    """Let what is drawn follow from a seed."""
+def set_seed(seed: int) -> None:
+    """Seed all random generators that sampling draws from."""
     import torch
 
     torch.manual_seed(seed)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class InspectOptions:
-    """What the command line says."""
+    """Options of the command line."""
 
     what: Annotated[
         Path | None,
@@ -83,7 +83,7 @@ class InspectOptions:
 
     @property
     def files(self) -> list[Path]:
-        """What is to be written."""
+        """Files that are to be written."""
         return [path for path in (self.html, self.graphml, self.dot) if path is not None]
 
     def subject(self, what: Path) -> Subject:

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from tlora_fx.cli.options import command_group, takes_options
 from tlora_fx.codegen.kernels import build, emitter, first_line
-from tlora_fx.codegen.loading import cache_folder
+from tlora_fx.codegen.loading import kernel_folder
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
 from tlora_fx.errors import KernelSpecError
 
@@ -100,7 +100,7 @@ class KernelOptions:
     ] = None
 
     def spec(self) -> KernelSpec:
-        """What they name; raises UnknownKernel, KernelSpecError."""
+        """Spec that the options name; raises UnknownKernel, KernelSpecError."""
         words = {field.name: getattr(self, field.name) for field in fields(self)}
         words |= {name: _SHORT.get(words[name], words[name]) for name in ("dtype", "adapter_dtype")}
         return KernelSpec(**words | {"tile": _tile(self.tile), "beside": _widths(self.beside)})
@@ -152,7 +152,7 @@ def list_kinds() -> None:
         table.add_row(kind, first_line(emitter(kind).__doc__))
     console = Console()
     console.print(table)
-    folder = cache_folder()
+    folder = kernel_folder()
     files = sorted(folder.glob("*.py"))
     console.print(f"\n{len(files)} generated in {folder}", soft_wrap=True, highlight=False)
     if files:

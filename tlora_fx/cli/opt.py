@@ -53,7 +53,7 @@ def run(
     # Files that are loaded bring passes of their own.
     if not load:
         require_readable(pipeline)
-    read = _read(graphs)
+    read = sys.stdin.read() if graphs == STANDARD else None
 
     from tlora_fx.compiler import find_passes
     from tlora_fx.graph_file import graph_text, save_graphs
@@ -76,11 +76,6 @@ def run(
         echo(graph_text(subject), nl=False)
     elif form == "code":
         echo(state_source(subject))
-
-
-def _read(graphs: str) -> str | None:
-    """The text of stdin, None where a file is named."""
-    return sys.stdin.read() if graphs == STANDARD else None
 
 
 def _graphs(text: str | None, name: str) -> JobGraph | GroupGraph:

@@ -1,4 +1,4 @@
-"""How commands take their options: one dataclass a command, options that several share, times."""
+"""Options of commands: one dataclass a command, options that several share, times."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def command_group(help: str) -> typer.Typer:
 
 
 class Interrupted(BaseException):
-    """What a command says that was interrupted; typer shows nothing of a KeyboardInterrupt."""
+    """Exit of an interrupted command with a message; typer shows nothing of a KeyboardInterrupt."""
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Let typer ask for the fields of a command's first argument, a dataclass.
+    """Make typer's parameters of the fields of a command's first argument, a dataclass.
 
     Each field is annotated as typer wants a parameter, so that an option is stated once. What
     other parameters the command has come behind them.
@@ -197,7 +197,7 @@ def require_pipeline(
 def instruments_of(
     time: bool, print_after: list[str] | None, dump_changed: Path | None
 ) -> list[Instrument]:
-    """What does the watching that the options ask for, on stderr."""
+    """Instruments that the options ask for; they write to stderr."""
     from tlora_fx.inspect.instruments import Watch
 
     return Watch(time, tuple(print_after or ()), dump_changed).instruments()

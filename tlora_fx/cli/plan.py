@@ -40,7 +40,7 @@ NODE = 8
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What the command line says."""
+    """Options of the command line."""
 
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
     gpus: Annotated[
@@ -157,7 +157,7 @@ def per_node_of(gpus: int, nodes: int | None) -> int:
 
 
 def command(plan: Plan, jobs: Path, output: Path, per_node: int, options: list[str]) -> str:
-    """What trains by a plan's file, as it is typed."""
+    """Command that trains by a plan's file, as it is typed."""
     size = plan.mesh.size
     train = ["train", str(jobs), "-o", f"runs/{jobs.stem}", "--plan", str(output), *options]
     if size == 1:
@@ -245,7 +245,7 @@ def exported(
 
 
 def head(job_file: JobFile, work: Round, plans: PlanSearch, gpus: int, per_node: int) -> list[str]:
-    """What was planned for, in a few lines."""
+    """Subject of the plans (jobs, GPUs), in a few lines."""
     profile, load = plans.cost.profile, work.load
     source = profile.source if profile.source == "measured" else f"ESTIMATED: {profile.source}"
     if plans.cost.collectives.estimated and not profile.estimated:
@@ -273,7 +273,7 @@ def table(plans: PlanSearch, count: int) -> Table:
 
 
 def dropped(plans: PlanSearch) -> list[str]:
-    """What cannot run, one line for each reason."""
+    """Plans that cannot run, one line for each reason."""
     reasons: dict[str, list[str]] = {}
     for candidate in plans.dropped:
         reason = "does not fit into memory" if candidate.memory is not None else candidate.reason

@@ -117,7 +117,7 @@ def run(
 
 
 def page(profile: Profile) -> list[Table | str]:
-    """What was measured, a table for each part."""
+    """Measurements of a profile, a table for each part."""
     layers = Table("layer", "tp", "tokens", "length", "adapters", box=None, pad_edge=False)
     for name in (
         "forward ms", "backward ms", "as graphs", "first ms", "frozen ms", "saved MiB", "noise",

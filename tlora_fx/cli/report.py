@@ -117,7 +117,7 @@ def _samples(jobs: Sequence[JobView]) -> Iterator[tuple[str, int, str, str]]:
 
 
 def figures(folder: Path, jobs: Sequence[JobView]) -> list[Drawn | None]:
-    """What the page draws, where there is something to draw."""
+    """Figures of the page; None for each that has nothing to draw."""
     return [
         _curves("losses", "Training loss", "Means of equally many steps.", jobs, "loss"),
         _curves("evaluations", "Evaluation loss", "Over all target tokens.", jobs, "eval_loss"),

@@ -49,7 +49,7 @@ SHOW_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class RunCommandOptions:
-    """What the command line says."""
+    """Options of the command line."""
 
     jobs: Annotated[Path, typer.Argument(help="Folder of job files (YAML), or one file.")]
     output: Annotated[
@@ -173,7 +173,7 @@ class RunCommandOptions:
     ] = False
 
     def service(self, kind: str, estimates: Estimates) -> RunOptions:
-        """Of the run that they ask for, on kind "cpu" or "cuda"."""
+        """Service options of the run that the command line asks for, on kind "cpu" or "cuda"."""
         from tlora_fx.scheduler.local.executor import LocalOptions
         from tlora_fx.scheduler.local.watchdog import COMPILING_SECONDS, STEP_SECONDS, StallLimits
         from tlora_fx.scheduler.service import RunOptions
@@ -298,7 +298,7 @@ def _require_right(options: RunCommandOptions) -> None:
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.cost.profile import Profile
     from tlora_fx.runtime import early_checks as early
-    from tlora_fx.runtime.run_folder import LEDGER, RUNS_OWN, require_new
+    from tlora_fx.runtime.run_folder import LEDGER, RUN_COMMAND_FILES, require_new
 
     early.require_folder(options.jobs)
     for name in ("horizon", "save_every", "stall", "grace"):
@@ -308,7 +308,7 @@ def _require_right(options: RunCommandOptions) -> None:
         Profile.load(path)
     begun = options.output is not None and (options.output / LEDGER).exists()
     if options.output is not None and not begun:
-        require_new(options.output, among=RUNS_OWN)
+        require_new(options.output, among=RUN_COMMAND_FILES)
     if options.until_empty and not begun and not early.job_files(options.jobs):
         raise _empty(options.jobs)
     if options.jobs.is_file():
@@ -332,7 +332,7 @@ def _empty(folder: Path) -> JobFolderError:
 def placed(
     options: RunCommandOptions,
 ) -> tuple[Cluster, str, Callable[[RunOptions], RunOptions]]:
-    """Where groups run: its GPUs, "cuda" or "cpu", and what has a run take place there.
+    """Cluster of the run, "cuda" or "cpu", and a function that adapts the run's options to it.
 
     raises   RunRefused, RayUnreachable
     """
@@ -466,32 +466,36 @@ class Page(Callback):
         text = f"{name} goes on: its job file was removed, and it has begun"
         self.say(f"{time:8.1f} s  {text}", "yellow")
 
-    def launched(self, time: float, run: Formation) -> None:
-        if run.origin is not None:
-            changes = [f"{name} joins" for name in run.came]
-            changes += [f"{name} leaves" for name in run.went]
+    def launched(self, time: float, formation: Formation) -> None:
+        if formation.origin is not None:
+            changes = [f"{name} joins" for name in formation.came]
+            changes += [f"{name} leaves" for name in formation.went]
             what = ", ".join(changes)
-            self.say(f"{time:8.1f} s  group {run.origin} goes on as {run.epoch}: {what}")
+            self.say(
+                f"{time:8.1f} s  group {formation.origin} goes on as {formation.epoch}: {what}"
+            )
             return
-        jobs = ", ".join(run.group.jobs)
-        self.say(f"{time:8.1f} s  group {run.epoch} on {_place(run)}: {jobs}")
+        jobs = ", ".join(formation.group.jobs)
+        self.say(f"{time:8.1f} s  group {formation.epoch} on {_place(formation)}: {jobs}")
 
-    def warned(self, time: float, run: Formation, text: str) -> None:
-        self.say(f"{time:8.1f} s  group {run.epoch} goes on, but: {text}", "yellow")
+    def warned(self, time: float, formation: Formation, text: str) -> None:
+        self.say(f"{time:8.1f} s  group {formation.epoch} goes on, but: {text}", "yellow")
 
     def noted(self, time: float, text: str) -> None:
         self.say(f"{time:8.1f} s  {text}")
 
-    def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
+    def left(self, time: float, formation: Formation, job: ActiveJob, reason: str) -> None:
         done, of = round(job.steps_done), job.request.steps
         how = f"done after {done} steps" if done >= of else f"ended early, at step {done} of {of}"
         how = f"failed: {reason}" if reason else how
         self.say(f"{time:8.1f} s  {job.name} {how}", "red" if reason else "green")
 
-    def ended(self, time: float, run: Formation, how: str) -> None:
+    def ended(self, time: float, formation: Formation, how: str) -> None:
         if how == "failed":
-            why = f": {run.failure}" if run.failure else ""
-            text = f"group {run.epoch} failed{why}; its jobs go on from their last checkpoints"
+            why = f": {formation.failure}" if formation.failure else ""
+            text = (
+                f"group {formation.epoch} failed{why}; its jobs go on from their last checkpoints"
+            )
             self.say(f"{time:8.1f} s  {text}", "yellow")
 
     def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
@@ -504,41 +508,41 @@ def table(records: Iterable[JobRecord], loop: Loop) -> Table:
     for title in ("job", "state", "group", "steps", "of", "slowdown"):
         right = title in ("steps", "of", "slowdown")
         output_table.add_column(title, justify="right" if right else "left")
-    runs = {name: run for run in loop.runs.values() for name in run.jobs}
-    for run in loop.runs.values():
-        if run.successor is not None:
-            runs = dict.fromkeys(run.successor.jobs, run.successor) | runs
+    formations = {name: formation for formation in loop.running.values() for name in formation.jobs}
+    for formation in loop.running.values():
+        if formation.successor is not None:
+            formations = dict.fromkeys(formation.successor.jobs, formation.successor) | formations
     order = {"running": 0, "queued": 1, "failed": 2, "refused": 3, "cancelled": 4, "done": 5}
     rows = sorted(records, key=lambda record: order[record.status])
     for record in rows[:SHOWN]:
-        output_table.add_row(*_row(record, runs.get(record.name)))
+        output_table.add_row(*_row(record, formations.get(record.name)))
     if len(rows) > SHOWN:
         output_table.add_row(f"and {len(rows) - SHOWN} more")
     return output_table
 
 
-def _row(record: JobRecord, run: Formation | None) -> tuple[str, ...]:
+def _row(record: JobRecord, formation: Formation | None) -> tuple[str, ...]:
     done, group, slowdown, state = record.steps, "", "", str(record.status)
-    if run is not None and record.status == "running":
-        job = run.jobs[record.name]
+    if formation is not None and record.status == "running":
+        job = formation.jobs[record.name]
         done = job.steps_done
-        group = f"{run.epoch} on {_place(run)}"
-        slowdown = f"{run.group.seconds / job.solo_seconds:.2f}" if job.solo_seconds else ""
-        state = "joins" if run.origin is not None else "starts"
-        state = "trains" if run.started is not None else state
-        if run.successor is not None and record.name not in run.successor.jobs:
+        group = f"{formation.epoch} on {_place(formation)}"
+        slowdown = f"{formation.group.seconds / job.solo_seconds:.2f}" if job.solo_seconds else ""
+        state = "joins" if formation.origin is not None else "starts"
+        state = "trains" if formation.started is not None else state
+        if formation.successor is not None and record.name not in formation.successor.jobs:
             state = "leaves"
-        state = "stopping" if run.leaving else state
+        state = "stopping" if formation.leaving else state
     steps = "" if record.status == "refused" else str(record.request.steps)
     return record.name, state, group, f"{done:.0f}", steps, slowdown
 
 
-def _place(run: Formation) -> str:
-    return ",".join(map(str, run.group.place))
+def _place(formation: Formation) -> str:
+    return ",".join(map(str, formation.group.place))
 
 
 def summary(records: Iterable[JobRecord], output: Path, *, stopped: bool = False) -> Table:
-    """What came out; jobs that have not ended are `stopped` with their run."""
+    """Table of results; jobs that have not ended are `stopped` with their run."""
     output_table = Table(box=None, pad_edge=False)
     for title in ("job", "status", "steps", "queued s", "run s", "adapter"):
         right = title in ("steps", "queued s", "run s")

@@ -34,7 +34,7 @@ KEEP_SECONDS = 75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeCommandOptions(RunCommandOptions):
-    """What the command line says: as for `run`, less a folder of job files."""
+    """Options of the command line: those of `run`, less a folder of job files."""
 
     jobs: Path = field(init=False, default=Path())
     until_empty: bool = field(init=False, default=False)
@@ -123,7 +123,9 @@ def run(options: ServeCommandOptions) -> None:
     for file in (options.tls_cert, options.tls_key):
         if file is not None and not file.is_file():
             raise ServiceRefused("there is no such file", found=file, help="see --tls-cert")
-    options = replace(options, output=options.output or _new_folder())
+    options = replace(
+        options, output=options.output or Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    )
     assert options.output is not None
     _log_to_stderr(options.log_format)
 
@@ -162,10 +164,6 @@ def _guarded_store(folder: Path, options: ServeCommandOptions) -> ServiceStore:
     if not options.loopback:
         store.refuse_open_network(options.host)
     return store
-
-
-def _new_folder() -> Path:
-    return Path("runs") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
 
 
 @contextmanager

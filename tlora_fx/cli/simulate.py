@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import sys
@@ -20,6 +19,7 @@ from rich.table import Table
 from tlora_fx.cli.options import seconds, with_options
 from tlora_fx.cli.terminal import Console, print_whole
 from tlora_fx.cost.hardware import Cluster
+from tlora_fx.host.memory import usable_cpus
 from tlora_fx.scheduler.policies import POLICIES, policy_of
 from tlora_fx.simulator.comparison import PARTS, ratio_text
 from tlora_fx.simulator.report import Report, chosen, require_folder, write_report
@@ -71,7 +71,7 @@ WIDE = 100
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """What is written, and how it is run."""
+    """Options of the files that are written, and of how replays are executed."""
 
     output: Path | None = option(None, "folder for the report")
     save_trace: Path | None = option(
@@ -98,7 +98,7 @@ class SimulateOptions:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> SimulateOptions:
-        """By the names of all of them; raises ReplayChoiceWrong."""
+        """Options from a mapping by the names of all of them; raises ReplayChoiceWrong."""
         return cls(
             checked(JobSource, values),
             checked(Choices, values),
@@ -137,7 +137,7 @@ def run(**values: Any) -> None:
     _say(console, before(base, plan))
     if output.save_trace is not None:
         _say(console, [saved(plan.main[0], output.save_trace)])
-    report = replayed(plan, output.processes or os.cpu_count() or 1)
+    report = replayed(plan, output.processes or usable_cpus())
     _say(console, after(report))
     for part in tables(report):
         print_whole(console, part)
@@ -158,7 +158,7 @@ def _say(console: Console, lines: Iterable[str]) -> None:
 
 
 def scenario_of(options: SimulateOptions) -> Scenario:
-    """What all replays share."""
+    """Scenario that all replays share."""
     return Scenario(
         policy="tlora",
         seed=options.sweep.seed,
@@ -202,7 +202,7 @@ def plan_for(base: Scenario, options: SweepOptions, *, recorded: bool = False) -
 
 
 def before(base: Scenario, plan: SweepPlan) -> list[str]:
-    """What will be replayed, with every choice."""
+    """Summary of what will be replayed, with every choice."""
     facts = described(load(base.source, base.seed))
     label = "SYNTHETIC " if facts["synthetic"] else ""
     return [
@@ -245,7 +245,7 @@ def replayed(plan: SweepPlan, processes: int) -> Report:
 
 
 def after(report: Report) -> list[str]:
-    """What was left out."""
+    """Summary of what was left out."""
     rows = report.first.dropped
     if not rows:
         return ["left out  nothing", ""]
@@ -268,14 +268,14 @@ def tables(report: Report) -> list[Table]:
     names = ["policy", *report.policies]
     first = max(map(len, names))
     parts: list[list[list[str]]] = [[]]
-    room = WIDE - first
+    free_width = WIDE - first
     for column in columns:
         width = max(map(len, column)) + 2
-        if width > room:
+        if width > free_width:
             parts.append([])
-            room = WIDE - first
+            free_width = WIDE - first
         parts[-1].append(column)
-        room -= width
+        free_width -= width
     title = "SYNTHETIC trace; means over seeds" if report.synthetic else "means over seeds"
     return [
         _table(title if at == 0 else "", [names, *part]) for at, part in enumerate(parts) if part

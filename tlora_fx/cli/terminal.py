@@ -1,4 +1,4 @@
-"""What commands show on a terminal, and without one: what they are at, and whole tables."""
+"""Output of commands, on a terminal and without one: the work in progress, and whole tables."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def echo(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 class Working:
-    """Says on a console that something takes its time: `with Working(console, "measuring"):`.
+    """Message on a console while something takes its time: `with Working(console, "measuring"):`.
 
     A spinner on a terminal; else a line at first, and one every five seconds.
     """

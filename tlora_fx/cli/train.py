@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tlora_fx.config.job import Job
     from tlora_fx.cost.plan import Plan
     from tlora_fx.model.supermodel import SuperModel
+    from tlora_fx.runtime.clocks import JobClocks
     from tlora_fx.runtime.controllers import NanoBatches
     from tlora_fx.runtime.data.samples import JobData
     from tlora_fx.runtime.job_run import JobRun
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class TrainOptions:
-    """What the command line says."""
+    """Options of the command line."""
 
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
     output: Annotated[
@@ -207,7 +208,7 @@ def _starting(output: Path, jobs: Sequence[Job]) -> Iterator[None]:
     try:
         yield
     except TloraError:
-        folder.renounce(names)
+        folder.withdraw(names)
         raise
 
 
@@ -215,6 +216,7 @@ def _train(options: TrainOptions, launch: Launch) -> None:
     from tlora_fx.cli.bars import Bars
     from tlora_fx.runtime.callbacks import Callbacks, callback_named
     from tlora_fx.runtime.checks import unusual
+    from tlora_fx.runtime.clocks import JobClocks, clocks_in
     from tlora_fx.runtime.distributed import Ranks
     from tlora_fx.runtime.launch import join, memory_bytes
     from tlora_fx.runtime.trainer import Trainer, TrainerOptions
@@ -225,8 +227,11 @@ def _train(options: TrainOptions, launch: Launch) -> None:
     device = launch.device(options.device)
     everyone = Ranks(join(launch, device))
     memory = memory_bytes(device, everyone)
+    clocks = everyone.from_leader(
+        JobClocks(kept=clocks_in(options.output) if options.resume else {})
+    )
     with Working(console, "compiling and loading the data"):
-        data, model, plan = everyone.together(lambda: _prepared(options, launch, memory))
+        data, model, plan = everyone.together(lambda: _prepared(options, launch, memory, clocks))
     for name, samples in data.items():
         for line in samples.report.lines():
             console.print(f"{name}: {line}", markup=False)
@@ -300,7 +305,7 @@ def _stopped(how: str, output: Path, launch: Launch) -> str:
 
 
 def _prepared(
-    options: TrainOptions, launch: Launch, memory: int | None
+    options: TrainOptions, launch: Launch, memory: int | None, clocks: JobClocks
 ) -> tuple[Mapping[str, JobData], SuperModel, Plan]:
     """The data, the compiled model and the plan; no weight is loaded yet."""
     from tlora_fx.compiler import compile
@@ -318,7 +323,7 @@ def _prepared(
     passes = pipeline_of(options.pipeline, options.add_pass, options.load)
     model = compile(job_file, passes, on_failure=on_failure)
     # What a job asks of the base is wrong more often than a late row of its data.
-    data = load_all_data(job_file.jobs)
+    data = load_all_data(job_file.jobs, clocks)
     assert options.plan is not None
     of_planner: dict[str, object] = {
         "max_row_tokens": options.max_row_tokens,

@@ -1,4 +1,4 @@
-"""What a base was made for, told from its config.json alone: before torch is imported.
+"""Task that a base was made for, read from its config.json alone: before torch is imported.
 
 A job trains a causal language model, or a classifier of sequences where the base's task says so. Of
 other kinds of models transformers often has a causal class too, with other layers or a head of

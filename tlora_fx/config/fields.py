@@ -1,4 +1,4 @@
-"""Which fields of PEFT's LoraConfig, optimizers and schedules a job may name.
+"""Fields of PEFT's LoraConfig, optimizers and schedules that a job may name.
 
 The tables are static, so that a job file with a mistake is refused without importing PEFT or torch;
 tests hold them against the installed PEFT, torch and transformers.
@@ -173,7 +173,7 @@ Alpha: TypeAlias = Annotated[StrictFloat, Field(gt=0)]
 
 
 class DataStartSpec(Spec):
-    """How a start is made of the job's data."""
+    """Settings of a start that is computed from the job's data."""
 
     @model_validator(mode="before")
     @classmethod
@@ -216,7 +216,7 @@ class CordaSpec(DataStartSpec):
 
     @classmethod
     def unknown_key(cls, key: str, value: object) -> Mistake:
-        """What to say of PEFT's files, or of a key that PEFT does not know."""
+        """Message for PEFT's files, or for a key that PEFT does not know."""
         if key in ("cache_file", "covariance_file"):
             what = f"'{key}' is refused: a job's start is made of its own data, each time"
             return Mistake((key,), what, help="leave it out")
@@ -318,7 +318,7 @@ class LoraSpec(Spec):
 
     @classmethod
     def unknown_key(cls, key: str, value: object) -> Mistake:
-        """What to say of a LoRA field that is refused, or of a key that PEFT does not know."""
+        """Message for a LoRA field that is refused, or for a key that PEFT does not know."""
         if key == "peft_type" and (reason := _OTHER_TYPES.get(str(value).upper())):
             what = f"peft_type '{value}' is refused: {reason}, {_NOT_YET}"
             return Mistake((key,), what, help=IDENTITY[key])

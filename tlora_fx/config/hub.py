@@ -33,13 +33,13 @@ def is_hub_id(source: object) -> bool:
 
 
 def hub_cache() -> Path:
-    """Where the hub's libraries keep what they have loaded."""
+    """Folder where the hub's libraries keep what they have downloaded."""
     home = os.environ.get("HF_HOME", "~/.cache/huggingface")
     return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
 
 
 def why_offline() -> str:
-    """Why nothing comes from the hub, in a few words; empty where it is reached."""
+    """Reason why nothing comes from the hub, in a few words; empty where it is reached."""
     if os.environ.get(OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE"):
         return _trouble() if _asked else f"{OFFLINE} is set"
     return _trouble()

@@ -264,7 +264,7 @@ class BaseSpec(Spec):
 
     @property
     def objective(self) -> Objective:
-        """What a loss is of: next tokens, or a classifier's labels as transformers takes them."""
+        """Objective of the loss: next tokens, or a classifier's labels as in transformers."""
         if not self.is_classifier:
             return "tokens"
         one = len(self.label_names) == 1
@@ -272,7 +272,7 @@ class BaseSpec(Spec):
 
 
 class DataSpec(Spec):
-    """Where a job's samples come from and which of their tokens are trained.
+    """Source of a job's samples, and the choice of their tokens that are trained.
 
     path           a .jsonl, .json, .csv, .tsv, .parquet or .txt file, text also with .gz or .zst; a
                    pattern of such files, such as data/*.jsonl; a folder that save_to_disk of
@@ -286,6 +286,7 @@ class DataSpec(Spec):
     loss_on        which tokens are trained: those of completions, or all; auto: those of
                    completions if the data has any, else all
     skip_bad_rows  skip and count invalid rows, instead of refusing the data
+    append_eos     end conversations by the end-of-sequence token where the chat template does not
     """
 
     other_names: ClassVar[Mapping[str, str]] = DATA_KEYS
@@ -298,6 +299,7 @@ class DataSpec(Spec):
     format: FormatName = Field(default="auto", validate_default=True)
     loss_on: Literal["auto", "completion", "all"] = "auto"
     skip_bad_rows: StrictBool = False
+    append_eos: StrictBool = False
 
     @field_validator("columns")
     @classmethod
@@ -360,7 +362,7 @@ def _trackers(value: object) -> object:
 
 
 class ScheduleSpec(Spec):
-    """What a job asks of a scheduler (`tlora-fx run`, `serve`); `tlora-fx train` ignores it.
+    """Requests of a job to a scheduler (`tlora-fx run`, `serve`); `tlora-fx train` ignores them.
 
     gpus                 number of GPUs that the job would get if it trained alone
     max_slowdown         how many times slower than alone the job may become in a group
@@ -871,7 +873,7 @@ class Job(Spec):
 
     @property
     def label_shift(self) -> int:
-        """How far before its label a prediction stands: a token, in a classifier's sample none."""
+        """Distance from a prediction to its label: 1 for next tokens, 0 for a classifier."""
         return 0 if self.base.is_classifier else 1
 
     @property
@@ -903,7 +905,7 @@ class Job(Spec):
         return not self.best_metric.endswith("loss")
 
     def optimizer_arguments(self) -> dict[str, Any]:
-        """What the job's optimizer class is made with, beside its parameters."""
+        """Keyword arguments of the job's optimizer class, beside its parameters."""
         arguments: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
         if self.optim in ADAM_LIKE:
             arguments |= {"betas": (self.adam_beta1, self.adam_beta2), "eps": self.adam_epsilon}
@@ -929,5 +931,5 @@ class Job(Spec):
         return found
 
     def warmup(self, steps: int) -> int:
-        """How many of `steps` optimizer steps are warmup, rounded up as transformers does."""
+        """Number of warmup steps among `steps` optimizer steps, rounded up as transformers does."""
         return self.warmup_steps or math.ceil(self.warmup_ratio * steps)

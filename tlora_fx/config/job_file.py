@@ -344,7 +344,7 @@ for _name, (_pattern, _first) in _SCALARS.items():
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """What a YAML file holds, and where.
+    """Contents of a YAML file with their positions.
 
     value  mappings, lists, texts, numbers, true, false and null
     lines  the line, from 1, of what a path of keys and list indices leads to

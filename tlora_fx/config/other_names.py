@@ -1,4 +1,4 @@
-"""What other trainers call what a job file says: their key, and where it is said here.
+"""Names of a job file's keys in other trainers, with the key that says the same here.
 
 Names of TRL's and transformers' arguments, of Axolotl, LLaMA-Factory and torchtune.
 """
@@ -145,7 +145,7 @@ ELSEWHERE: Mapping[str, str] = {
 
 
 def hint(key: str, names: Mapping[str, str]) -> str:
-    """What to say of a key that another trainer has; nothing where none has it."""
+    """Hint for a key that another trainer has; empty where none has it."""
     known = names.get(key.lower())
     if known is not None:
         return f"it is called '{known}' here"

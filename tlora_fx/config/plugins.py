@@ -1,4 +1,4 @@
-"""What other packages offer under a name: classes that their entry points name."""
+"""Plug-ins of other packages: classes that their entry points name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tlora_fx.errors import PluginBroken
 
 @dataclass(frozen=True, slots=True)
 class Plugin:
-    """What another package offers under a name.
+    """Class that another package offers under a name.
 
     package    the distribution and its version, "" where it is not known
     found      the class, None where it is broken
@@ -24,7 +24,7 @@ class Plugin:
     broken: str = ""
 
     def error(self, what: str) -> PluginBroken:
-        """Of what it offers, such as "pass 'name'", that it is broken and why."""
+        """Error which says that the plug-in `what`, such as "pass 'name'", is broken and why."""
         return PluginBroken(
             f"{what} is broken",
             package=self.package or None,

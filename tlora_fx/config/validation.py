@@ -44,7 +44,7 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class Mistake:
-    """One thing that is wrong with a job.
+    """Mistake in a job.
 
     loc       the keys that lead to it, such as ("data", "format")
     """
@@ -56,7 +56,7 @@ class Mistake:
     help: str = ""
 
     def line(self) -> str:
-        """All of it as one line."""
+        """Text of the mistake as one line."""
         parts = [self.what]
         if self.expected:
             parts.append(f"expected {self.expected}")
@@ -100,7 +100,7 @@ class Spec(BaseModel):
 
     @classmethod
     def unknown_key(cls, key: str, value: object) -> Mistake:
-        """What to say of a key that is no field."""
+        """Message for a key that is no field."""
         near = nearest(key, cls.model_fields)
         known = ", ".join(cls.model_fields)
         help = f"did you mean '{near}'?" if near else f"known keys: {known}"

@@ -47,7 +47,7 @@ REASONS = 8
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a group runs on its GPUs: a plan without cuts.
+    """Layout of a group on its GPUs: a plan without cuts.
 
     mesh         processes along each dimension
     shard_base   the base is sharded over dp
@@ -62,7 +62,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """One step of a group, term by term.
+    """Predicted terms of one step of a group.
 
     seconds        of one step; infinite where nothing fits
     layout         the fastest that fits; None where none does
@@ -106,7 +106,7 @@ class Estimator(Protocol):
         """The part of the GPUs' time that each of n groups uses, 0 to 1; 1 minus it is residual."""
 
     def explain(self, base: str, demand: Demand, gpus: int, tier: Tier) -> Prediction:
-        """One group, term by term."""
+        """Prediction of one group's step, term by term."""
 
     def solo(self, base: str, demand: Demand, gpus: int) -> float:
         """Seconds of one step of a job alone on the GPUs it asked for; cached."""
@@ -185,7 +185,7 @@ class ProfileEstimator:
         return np.where(np.isfinite(seconds), np.clip(found, 0.0, 1.0), 0.0)
 
     def explain(self, base: str, demand: Demand, gpus: int, tier: Tier) -> Prediction:
-        """One group, term by term; raises BaseUnknown."""
+        """Prediction of one group's step, term by term; raises BaseUnknown."""
         known, count = self.base(base), np.array([gpus])
         return known.explain(known.groups(demand.row()[None], count, [tier]), count)
 
@@ -257,7 +257,7 @@ class Base:
         self._least, self._each, self._longest = self._bound()
 
     def groups(self, demands: Array, gpus: Array, tiers: list[Tier]) -> Groups:
-        """What groups ask for, on GPUs that are so far apart."""
+        """Columns of groups with these demands, on GPUs that are so far apart."""
         return Groups(demands, self.layouts.span(gpus, tiers), self.sites.work(demands))
 
     def pairs(self, groups: Groups, gpus: Array) -> tuple[Pairs, Mask]:
@@ -305,7 +305,7 @@ class Base:
         return found
 
     def seconds(self, groups: Groups, gpus: Array) -> Array:
-        """Of the fastest layout of each group; infinite where none fits."""
+        """Seconds of a step on the fastest layout of each group; infinite where none fits."""
         pairs, fits_whole = self.pairs(groups, gpus)
         ms = total(self.terms(pairs))
         tight = np.flatnonzero(~fits_whole[pairs.rows.load])
@@ -495,7 +495,7 @@ class LayoutCosts:
 
     @classmethod
     def of(cls, known: Base, pairs: Pairs, *, sharded: bool) -> LayoutCosts:
-        """Of pairs of one group."""
+        """Costs of the given pairs, which are all of one group."""
         terms, memory = (ask(pairs, sharded=sharded) for ask in (known.terms, known.memory))
         return cls(known, pairs, terms, memory, sharded)
 
@@ -504,11 +504,11 @@ class LayoutCosts:
         return np.where(total(self.memory) <= self.known.usable_bytes, total(self.terms), np.inf)
 
     def seconds(self) -> float:
-        """Of the fastest one."""
+        """Seconds of a step on the fastest layout."""
         return float(self.ms().min()) * 1e-3
 
     def prediction(self) -> Prediction:
-        """The fastest one, told."""
+        """Prediction by the fastest layout."""
         place, known = int(self.ms().argmin()), self.known
         layout, span = int(self.pairs.layout[place]), int(self.pairs.span[place])
         mesh = known.layouts.plans[layout].mesh

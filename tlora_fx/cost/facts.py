@@ -1,4 +1,4 @@
-"""What planning needs to know of a model: its layers, their weights, sites and attention.
+"""Read from a model what planning needs: its layers, their weights, sites and attention.
 
 All of it comes from the graphs, so no weights and no hardware are needed. Sizes are those of the
 whole model, also where a pass has cut its tensors.
@@ -58,7 +58,7 @@ def facts_of(model: SuperModel) -> ModelFacts:
 
 
 def why_launched(group: GroupGraph) -> tuple[str, ...]:
-    """Why no row of a model runs as a CUDA graph; empty where rows may."""
+    """Reasons why no row of a model runs as a CUDA graph; empty where rows may."""
     found = set() if group.form == "packed" else {"batch form"}
     for graph in group.graphs():
         found |= {_name_of(node) for node in graph.nodes if _reads_on_host(node)}

@@ -78,14 +78,14 @@ class Curve:
 
     @classmethod
     def through(cls, points: Sequence[tuple[float, float]]) -> Curve:
-        """Through points; one that lies below an earlier one is lifted to it."""
+        """Curve through points; a point that lies below an earlier one is lifted to it."""
         ordered = sorted(points)
         values = np.maximum.accumulate([value for _, value in ordered])
         lifted = dict(zip((float(x) for x, _ in ordered), map(float, values), strict=True))
         return cls(tuple(lifted), tuple(lifted.values()))
 
     def lines(self) -> tuple[Array, Array, Array]:
-        """Where each piece begins, from 0 on, its value there, and its slope."""
+        """Start of each linear piece, from 0 on, its value there, and its slope."""
         if not self.knots:
             return np.zeros(1), np.zeros(1), np.zeros(1)
         x, y = np.array(self.knots), np.array(self.values)
@@ -142,7 +142,7 @@ class Curves:
         return self.at((0,), self.find(np.asarray(x, dtype=np.float64)))
 
     def part(self, index: int) -> Curves:
-        """Those at one index of the first dimension."""
+        """Curves at one index of the first dimension."""
         return Curves(self.starts, self.values[index], self.slopes[index])
 
     def weighted(self, times: Array) -> Curves:
@@ -349,7 +349,7 @@ class LayerTables:
         return total
 
     def launches(self, rows: Rows) -> Array:
-        """What the host takes to launch a layer of each kind on rows [2, k, m]."""
+        """Milliseconds of the host to launch a layer of each kind on rows [2, k, m]."""
         start, site, job_site = (self.host[..., part, None] for part in range(3))
         some = start * (rows.tokens > 0)
         return np.asarray(some + site * rows.each(1) + job_site * rows.each(2))
@@ -384,15 +384,15 @@ class Line(NamedTuple):
     per_byte: Array | float = 0.0
 
     def __call__(self, size: Array | float) -> Array:
-        """Of so many bytes; nothing where there are none."""
+        """Milliseconds for so many bytes; 0 where there are none."""
         return np.where(np.asarray(size) > 0, self.start + self.per_byte * size, 0.0)
 
     def plus(self, other: Line, part: float = 1.0) -> Line:
-        """Both, one after the other; the other one on a part of the bytes."""
+        """Line of one operation after another; the other one moves `part` of the bytes."""
         return Line(self.start + other.start, self.per_byte + part * other.per_byte)
 
     def slower(self, times: float) -> Line:
-        """On a link that is so many times slower."""
+        """Line of a link that is so many times slower."""
         return Line(self.start * times, self.per_byte * times)
 
 
@@ -456,7 +456,7 @@ def _ring(operation: Operation, processes: int) -> tuple[float, float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What processes of a mesh say to each other; of m meshes, arrays [m].
+    """Lines of the collectives in a mesh; of m meshes, arrays [m].
 
     comm     an all-reduce over tp
     reduce   sums of adapters' gradients over replicas, and of replicated halves over tp

@@ -1,4 +1,4 @@
-"""What public data sheets say of GPUs: the ceilings under which a roofline is drawn.
+"""Data sheets of GPUs, from public sources: the ceilings under which a roofline is drawn.
 
 And whether GPUs of one node may read each other's memory, which is the user's to say.
 
@@ -10,7 +10,6 @@ for the networks.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -20,7 +19,6 @@ from tlora_fx.errors import UnknownGpu, nearest
 
 LinkTier = Literal["node", "network"]
 GIB = 2**30
-PEER_COPIES = "TLORA_FX_PEER_COPIES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +87,6 @@ def gpu_of_device(name: str) -> Gpu | None:
     return next((gpu for short, gpu in GPUS.items() if short in words), None)
 
 
-def wants_peer_copies() -> bool:
-    """Whether GPUs may copy shards out of each other's memory (`peer_copies`)."""
-    return os.environ.get(PEER_COPIES) != "off"
-
-
 #: The smallest unit that holds some GPUs.
 Tier = Literal["gpu", "node", "rack", "cluster"]
 
@@ -117,7 +110,7 @@ class Cluster:
 
     @property
     def nodes(self) -> int:
-        """How many nodes there are, lost ones included."""
+        """Number of nodes, lost ones included."""
         return -(-self.gpus // self.gpus_per_node)
 
     def node(self, gpu: int) -> int:
@@ -129,7 +122,7 @@ class Cluster:
         return list(_present(self))
 
     def capacity(self) -> int:
-        """How many GPUs are there."""
+        """Number of GPUs that are there."""
         return len(_present(self))
 
     def tier(self, gpus: Iterable[int]) -> Tier:

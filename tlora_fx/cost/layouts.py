@@ -95,11 +95,11 @@ class Layouts:
         }
 
     def count(self, gpus: Array) -> Indices:
-        """How many layouts use at most so many GPUs: they are the first ones."""
+        """Number of layouts that use at most so many GPUs: they are the first ones."""
         return np.searchsorted(self.used, gpus, side="right")
 
     def span(self, gpus: Array, tiers: list[Tier]) -> Indices:
-        """How far the GPUs of each group are spread, as the tables of links count it."""
+        """Spread of the GPUs of each group, as the tables of links count it."""
         kinds = {"gpu": NODE, "node": NODE, "rack": RACK, "cluster": CLUSTER}
         found = np.fromiter((kinds[tier] for tier in tiers), dtype=np.intp, count=len(tiers))
         few = (found > NODE) & (gpus <= self.cluster.gpus_per_node)
@@ -199,7 +199,7 @@ class Sites:
         self.windows = squares[:, None] if np.isfinite(squares).any() else None
 
     def work(self, demands: Array) -> Work:
-        """What layers have to do for groups [k, n, t] each."""
+        """Work of layers for groups [k, n, t] each."""
         squares, site_tokens, rank_tokens, adapters, tokens = (
             demands[:, COLUMN[name]]
             for name in ("squares", "site_tokens", "rank_tokens", "adapters", "tokens")
@@ -222,7 +222,7 @@ def _adapted(facts: ModelFacts) -> list[tuple[int, int]]:
 
 @dataclass(slots=True)
 class Groups:
-    """What n groups ask for.
+    """Demands of n groups.
 
     demands   [n, 12]
     span     [n] how far their GPUs are spread
@@ -306,7 +306,7 @@ class Pairs:
         return cls.of(groups, layouts, group[kept], layout[kept])
 
     def only(self, chosen: Mask | Indices) -> Pairs:
-        """Some of them."""
+        """Pairs at some indices."""
         return Pairs(
             self.groups, self.layout[chosen], self.span[chosen], self.rows.only(chosen),
             self.count[chosen],

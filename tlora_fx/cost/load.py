@@ -1,4 +1,4 @@
-"""How much work a round brings: tokens by job, and the lengths of sequences.
+"""Work of a round: tokens by job, and the lengths of sequences.
 
 A round is rows; a row is each job's sequences. Plans cut a round between sequences into parts, one
 for each replica and micro-batch; here it is cut in the same way, so that a plan can be costed
@@ -33,7 +33,7 @@ MAX_ROW_TOKENS = 16384
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one forward has to do.
+    """Work of one forward.
 
     tokens      of each job
     squares     sum of squared lengths of sequences, what causal attention grows with
@@ -88,7 +88,7 @@ Row = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One round of all jobs.
+    """Loads of one round of all jobs.
 
     rows             what one process would run one after the other
     max_row_tokens   no part is longer, where its sequences allow it
@@ -99,7 +99,7 @@ class Round:
 
     @property
     def load(self) -> Load:
-        """All rows together."""
+        """Load of all rows together."""
         first, *rest = (Load.of_lengths(row) for row in self.rows)
         return sum(rest, first)
 
@@ -279,11 +279,11 @@ class Demand(NamedTuple):
     launched: float = 0.0
 
     def plus(self, other: Demand) -> Demand:
-        """Both together."""
+        """Sum of two demands."""
         return Demand(*(a + b for a, b in zip(self, other, strict=True)))
 
     def row(self) -> Array:
-        """As a row of a matrix of demands [12]."""
+        """Row of this demand in a matrix of demands [12]."""
         return np.array(self, dtype=np.float64)
 
     @classmethod
@@ -305,7 +305,7 @@ def demand_of(
     targets: str | Iterable[str] = ALL_LINEAR,
     accumulation: int = 1,
 ) -> Demand:
-    """What one step of a job on a known base asks for.
+    """Demand of one step of a job on a known base.
 
     lengths        tokens of each sample, or the lengths of all samples, of which the mean counts
     targets        "all-linear", or ends of the linears' names
@@ -350,7 +350,7 @@ def _targets(shape: BaseShape, targets: str | Iterable[str]) -> list[str]:
 
 
 class Work(NamedTuple):
-    """What layers have to do beside a row's tokens, as a profile's points say it (see LayerPoint).
+    """Work of layers beside a row's tokens, in the units of a profile's points (see LayerPoint).
 
     Of n loads: each [k, n, t], of each kind of layer and size of tp, or 1 where all are alike.
     """
@@ -404,26 +404,26 @@ class Rows:
         )
 
     def only(self, chosen: Indices | Mask) -> Rows:
-        """Some of them."""
+        """Rows at some indices."""
         return Rows(
             self.tokens[chosen], self.targets[chosen], self.size[chosen], self.launched[chosen],
             self.load[chosen], self.part[chosen], self.work,
         )  # fmt: skip
 
     def split(self, count: Array | float) -> Rows:
-        """One of so many equal parts of each."""
+        """Rows whose loads are one of so many equal parts."""
         tokens, targets, part = (one / count for one in (self.tokens, self.targets, self.part))
         return replace(self, tokens=tokens, targets=targets, part=part)
 
     def each(self, field: int) -> Array:
-        """What layers have to do beside tokens, by the index of a field of Work [k, m]."""
+        """Work of layers beside tokens, by the index of a field of Work [k, m]."""
         values = self.work[field]
         whole = values[:, self.load, self.size if values.shape[2] > 1 else 0]
         return whole * self.part if field in SHARED else whole
 
 
 def work_of(layers: Sequence[LayerFacts], loads: Sequence[Load], hidden: int, tp: int = 1) -> Work:
-    """What layers have to do for loads, as profiles measure it: [k, n, 1] each.
+    """Work of layers for loads, as profiles measure it: [k, n, 1] each.
 
     hidden   the columns that stay whole under tp; a site's other side is cut
     """

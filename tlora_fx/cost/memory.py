@@ -54,13 +54,13 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """What the allocator gives out at most."""
+        """Most bytes that the allocator gives out."""
         return self.base + self.gathered + self.adapters + self.activations + self.transient
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What m processes of one stage hold, whose layers are the same.
+    """Contents of m processes of one stage, whose layers are the same.
 
     stage      its layers
     tp, dp     [m] processes that cut matrices, and replicas
@@ -178,13 +178,13 @@ def memory_of(cost: CostModel, plan: Plan, work: Round) -> Memory:
 
 
 def usable_bytes(profile: Profile) -> float:
-    """What the allocator may give out on a profile's hardware; endless where it does not say."""
+    """Bytes that the allocator may give out on a profile's hardware; infinite where unknown."""
     size = profile.hardware.memory_gib
     return max(0.0, size - RESERVED_GIB) * GIB * (1 - GAPS) if size else float("inf")
 
 
 def device_bytes(memory: Mapping[str, float]) -> float:
-    """What a process takes of its device, by the fields of Memory; one that is missing is 0.
+    """Bytes that a process takes of its device, by the fields of Memory; one that is missing is 0.
 
     Rows that run as CUDA graphs have activations of their own, beside those of other rows.
     """

@@ -1,4 +1,4 @@
-"""What planning knows of a model, as data: its layers, their weights, sites and attention.
+"""Model for planning, as data: its layers, their weights, sites and attention.
 
 `facts.py` reads it from graphs; here nothing needs torch, so that what only computes with it starts
 quickly. Sizes are those of the whole model, also where a pass has cut its tensors.

@@ -1,4 +1,4 @@
-"""How long a pipeline's round takes, from the time of each stage and micro-batch.
+"""Simulate a pipeline's round, from the time of each stage and micro-batch.
 
 Each process does its work in the order of its schedule; a piece of work starts when the process is
 free and what it needs has arrived. Orders are those that torch's schedules run.
@@ -63,7 +63,7 @@ class Times:
         return Times(table("F"), table("B"))
 
     def of(self, action: Action) -> Seconds:
-        """How long a piece of work takes."""
+        """Seconds of a piece of work."""
         stage, kind, micro_batch = action
         seconds = self.forward if kind == "F" else self.backward
         return seconds[stage][micro_batch]
@@ -71,7 +71,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Simulated:
-    """One round.
+    """Result of simulating one round.
 
     makespan_seconds   from the first forward to the last backward
     busy_seconds       how long each process works
@@ -90,7 +90,7 @@ class Simulated:
 
 
 def simulate(order: Order, times: Times, stages: int) -> Simulated:
-    """Let every process do its work in order.
+    """Simulate a round in which every process does its work in order.
 
     order     each process's work
     stages    how many there are in all

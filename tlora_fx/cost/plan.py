@@ -1,4 +1,4 @@
-"""What a planner decides: how a Shared Super-Model is cut over processes.
+"""Plans, the results of planners: how a Shared Super-Model is cut over processes.
 
 A plan is data. It names no machine and no process, so one file serves every run of the same jobs
 on as many processes.
@@ -23,7 +23,7 @@ DIMENSIONS = ("pp", "dp", "tp")
 
 
 class MeshShape(BaseModel):
-    """How many processes stand along each dimension.
+    """Number of processes along each dimension.
 
     pp   stages of a pipeline
     dp   replicas, each with rows of its own
@@ -38,7 +38,7 @@ class MeshShape(BaseModel):
 
     @property
     def size(self) -> int:
-        """How many processes there are in all."""
+        """Number of processes in all."""
         return self.pp * self.dp * self.tp
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ TAKEN_OUT = {
 
 
 class Estimate(BaseModel):
-    """What a planner expects of a plan.
+    """Time and memory of a plan, as a planner estimates them.
 
     step_seconds   one round of the jobs' own sizes
     memory_bytes   peak of the fullest process
@@ -105,7 +105,7 @@ def require_free(path: Path) -> None:
 
 
 class Plan(BaseModel):
-    """How a model runs on a mesh.
+    """Plan of a model on a mesh.
 
     planner             name of the planner that made it
     mesh                how many processes stand along each dimension
@@ -163,12 +163,12 @@ class Plan(BaseModel):
 
     @property
     def stages(self) -> int:
-        """How many stages the layers are cut into."""
+        """Number of stages that the layers are cut into."""
         return len(self.cuts) + 1
 
     @property
     def parts(self) -> int:
-        """How many rows each micro-batch of the jobs is cut into, at least."""
+        """Least number of rows that each micro-batch of the jobs is cut into."""
         return self.mesh.dp * self.micro_batches
 
     @property
@@ -230,7 +230,7 @@ def model_fingerprint(model: SuperModel) -> str:
 
 
 def mistakes(error: OSError | ValidationError, whole: str) -> list[str]:
-    """What is wrong with a file, a line each; `whole` names what has no place in it."""
+    """Mistakes in a file, a line each; `whole` names what has no place in it."""
     if isinstance(error, OSError):
         return [str(error)]
     pairs = ((".".join(map(str, row["loc"])), row["msg"]) for row in error.errors())

@@ -27,7 +27,7 @@ class _Part(BaseModel):
 
 
 class Hardware(_Part):
-    """What was measured on.
+    """Hardware that was measured on.
 
     gpu          as the driver names it, or "cpu"
     memory_gib   of one GPU
@@ -78,7 +78,7 @@ class _Timed(_Part):
     captured: Captured | None = None
 
     def scaled(self, forward: float, backward: float) -> Self:
-        """With times that are so many times as long; what the host took, it takes again."""
+        """Copy with times that are so many times as long; the host's times stay."""
         ratios = {
             "forward_ms": forward, "frozen_ms": forward,
             "backward_ms": backward, "first_ms": backward,
@@ -102,7 +102,7 @@ class _Timed(_Part):
         return graph is not None and getattr(self, name) > HOST_BOUND * graph
 
     def as_captured(self) -> Self:
-        """With the times of a graph, where there are any."""
+        """Copy with the times of a CUDA graph, where there are any."""
         if self.captured is None:
             return self
         return self.model_copy(update=self.captured.model_dump(exclude_none=True))
@@ -200,7 +200,7 @@ class CollectivePoint(_Part):
 
 
 class Profile(_Part):
-    """What is known of one model shape on one kind of hardware.
+    """Measurements of one model shape on one kind of hardware.
 
     name       such as "llama-3-8b-nvidia-h200"
     source     "measured", "scaled" from another profile, or "roofline" from a data sheet
@@ -240,7 +240,7 @@ class Profile(_Part):
         return max((one.noise for layer in self.layers for one in layer.points), default=0.0)
 
     def layer(self, structure: str, tp: int) -> LayerProfile | None:
-        """What is known of layers of a structure at one size of tensor parallelism."""
+        """Measurements of layers of a structure at one size of tensor parallelism."""
         found = (one for one in self.layers if (one.structure, one.tp) == (structure, tp))
         return next(found, None)
 

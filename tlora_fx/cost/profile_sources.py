@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, count
@@ -25,6 +24,7 @@ from tlora_fx.cost.profile import (
     name_of,
 )
 from tlora_fx.errors import ProfileFileError, ProfileMismatch, ProfileMissing
+from tlora_fx.host.paths import profile_folder, profile_folders
 
 # Times that a data sheet allows: to plan for a GPU that nobody has measured.
 #
@@ -50,7 +50,7 @@ Direction = Literal["forward", "backward"]
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """What of a layer counts here (see LayerProfile)."""
+    """Size of a layer, in the quantities that count here (see LayerProfile)."""
 
     elements: float
     attention_width: float
@@ -257,7 +257,7 @@ def scaled(profile: Profile, gpu: Gpu, facts: ModelFacts) -> Profile:
 def carried(
     profile: Profile, layer: LayerFacts, facts: ModelFacts, tp: int, gpu: Gpu | None = None
 ) -> tuple[LayerProfile, bool]:
-    """What a profile says of a layer; where it does not know it, of the one that is most like it.
+    """Profile of a layer; where the layer was not measured, that of the most similar one.
 
     gpu       None: the profile's own
     returns   the layer's profile, and whether it was measured as it is
@@ -330,24 +330,16 @@ def _loss_scaling(point: LossPoint, profile: Profile, facts: ModelFacts, gpu: Gp
 
 
 SHIPPED = Path(__file__).parent / "profiles"
-FOLDER_VARIABLE = "TLORA_FX_PROFILES"
 ROOFLINE = "roofline:"
 #: How a profile is measured in minutes on a CPU.
 ON_CPU = " --eager --tokens 64,256,1024 --lengths 32"
 
 
-def own_folder() -> Path:
-    """Where `tlora-fx profile` writes where no file is named: a cache folder of the user's."""
-    given = os.environ.get(FOLDER_VARIABLE)
-    cache = os.environ.get("XDG_CACHE_HOME")
-    return Path(given) if given else Path(cache or Path.home() / ".cache") / "tlora-fx" / "profiles"
-
-
 def own_file(profile: Profile) -> Path:
-    """Where the user's profile of its base on its GPU lies; one of another base stays beside it."""
+    """File of the user's profile of its base on its GPU; one of another base stays beside it."""
     name = name_of(profile.shape.title, profile.hardware.gpu)
     names = chain([name], (f"{name}-{number}" for number in count(2)))
-    paths = (own_folder() / f"{each}.json" for each in names)
+    paths = (profile_folder() / f"{each}.json" for each in names)
     return next(path for path in paths if not path.exists() or _is_replaced(path, profile))
 
 
@@ -366,7 +358,7 @@ def _is_replaced(path: Path, profile: Profile) -> bool:
 
 def known_profiles() -> Iterator[Profile]:
     """All profiles, the user's first; a file that is none is passed over."""
-    for folder in (own_folder(), SHIPPED):
+    for folder in (*profile_folders(), SHIPPED):
         for path in sorted(folder.glob("*.json")):
             try:
                 yield Profile.load(path)

@@ -1,4 +1,4 @@
-"""How long steps take: of plans, and of groups of jobs, many at once.
+"""Predict step times: of plans, and of groups of jobs, many at once.
 
 A row costs what its layers, embedding, head and loss cost, and what processes of tensor parallelism
 say to each other, which is not hidden but for nano-batches. Small rows run as CUDA graphs where
@@ -28,12 +28,13 @@ from tlora_fx.cost.fit import (
     Links,
     fit_nonnegative,
 )
-from tlora_fx.cost.hardware import LinkTier, gpu_of_device, wants_peer_copies
+from tlora_fx.cost.hardware import LinkTier, gpu_of_device
 from tlora_fx.cost.load import Array, Load, Mask, Round, Rows, is_small
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.pipeline_simulation import Order, Times, schedule_order, simulate
 from tlora_fx.cost.plan import MeshShape, Plan, Schedule
 from tlora_fx.cost.profile import Operation, Profile
+from tlora_fx.host.environment import wants_peer_copies
 
 #: Hidden columns times this many: where attention costs as much as all else (see load.Cutting).
 SQUARE = 12.0
@@ -93,7 +94,7 @@ class CostModel:
         self.kind_of = tuple(of[index] for index in range(len(of)))
 
     def clock(self, tp: tuple[int, ...], *, recompute: bool = False) -> RowClock:
-        """What tells times of rows, by places of sizes of tensor parallelism.
+        """Clock of rows, by indices of sizes of tensor parallelism.
 
         recompute   layers are computed again in the backward
         """
@@ -129,7 +130,7 @@ class CostModel:
         return "node" if span <= self.gpus_per_node else "network"
 
     def links(self, mesh: MeshShape, *, sharded: bool = True) -> Links:
-        """What processes of a mesh say to each other.
+        """Lines of the collectives in a mesh.
 
         sharded   weights are gathered
         """
@@ -137,12 +138,12 @@ class CostModel:
 
     @property
     def hidden_bytes(self) -> int:
-        """Of a token between layers."""
+        """Bytes of a token between layers."""
         return self.facts.hidden * self.facts.itemsize
 
     @property
     def copy_ms(self) -> float:
-        """What copying a byte within a device takes, one read and one write."""
+        """Milliseconds to copy a byte within a device, one read and one write."""
         gpu = gpu_of_device(self.profile.hardware.gpu)
         return 2 / (gpu.memory_gbps * 1e6 * COPY) if gpu else 0.0
 
@@ -155,7 +156,7 @@ def links_of(
     sharded: bool = True,
     slower: float = 1.0,
 ) -> Links:
-    """What processes of a mesh say to each other, over links of some tiers.
+    """Lines of the collectives in a mesh, over links of some tiers.
 
     slower   so many times the network's times
     """
@@ -177,7 +178,7 @@ def links_of(
 
 
 class Ends:
-    """What stands before and behind the layers, by a profile: root, head and loss, host, optimizer.
+    """Work before and behind the layers, by a profile: root, head and loss, host, optimizer.
 
     Of root and loss there are times as CUDA graphs, and where the host launches them.
 
@@ -206,7 +207,7 @@ class Ends:
         self._optimizer = fit_nonnegative(rows, values) if points else np.zeros(3)
 
     def waits_ms(self, packing: Array, rest: Array | float) -> Array:
-        """What rounds wait for their rows to be packed [m].
+        """Milliseconds that rounds wait for their rows to be packed [m].
 
         Where a process has jobs that are not updated in one step (see `RoundEnd`), each round's end
         is looked at before the next one begins; nothing is known of that here.
@@ -263,7 +264,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How rows find the weights of a base that is sharded over replicas.
+    """Sharding of a base over replicas, as its rows read it.
 
     small   parts of the rows, whose layers the host launches as long as it would those of the rows
     keep    gathered weights are kept from the forward to the backward
@@ -277,7 +278,7 @@ class Sharding:
 
 @dataclass
 class RowClock:
-    """Tells times of rows.
+    """Clock that tells times of rows.
 
     recompute   layers are computed again in the backward
     learns      [k] 1 where layers have a backward, 0 where not
@@ -301,7 +302,7 @@ class RowClock:
         self._merged = self._slopes.sum(axis=0, keepdims=True)
 
     def counts(self, kinds: Sequence[int]) -> Array:
-        """How many of each kind there are [k]."""
+        """Number of layers of each kind [k]."""
         return np.bincount(kinds, minlength=len(self.learns)).astype(np.float64)
 
     def compute(self, rows: Rows) -> Array:
@@ -513,7 +514,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The whole round."""
+        """Seconds of the whole round."""
         return (self.host + self.compute + self.bubble + self.reduce + self.optimizer) * 1e-3
 
 
@@ -631,22 +632,22 @@ def trained_in(facts: ModelFacts, tp: int, layers: Sequence[int]) -> Array:
 
 
 def trained_part(tp: Array | float) -> Array:
-    """Of an adapter's halves the one that tp cuts is a part, the other one whole."""
+    """Part of an adapter's bytes in one process: tp cuts one of its halves, the other is whole."""
     return np.where(np.asarray(tp) > 1, 0.5 + 0.5 / tp, 1.0)
 
 
 def measure(load: Load, facts: ModelFacts) -> float:
-    """How large a load is, in tokens."""
+    """Size of a load, in tokens."""
     return load.total + load.squares / (SQUARE * facts.hidden)
 
 
 def total(terms: Terms) -> Array:
-    """All terms together."""
+    """Sum of all terms."""
     return np.asarray(sum(terms.values()))
 
 
 def clock_of(cost: CostModel, plan: Plan) -> RowClock:
-    """What tells times of a plan's rows."""
+    """Clock of a plan's rows."""
     return cost.clock((plan.mesh.tp,), recompute=plan.recompute)
 
 

@@ -86,7 +86,7 @@ class SyntheticEstimator:
         return np.where(np.isfinite(seconds), np.clip(found, 0.0, 1.0), 0.0)
 
     def explain(self, base: str, demand: Demand, gpus: int, tier: Tier) -> Prediction:
-        """One group, term by term."""
+        """Prediction of one group's step, term by term."""
         row, count = demand.row()[None], np.array([float(gpus)])
         far = np.array([tier in {"rack", "cluster"}])
         every = {tp: self._terms(row, count, far, tp) for tp in self.tp}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 from tlora_fx.errors import TloraError
 
@@ -26,17 +27,13 @@ _EXAMPLES: Mapping[str, Mapping[str, str]] = {
 
 def page() -> str:
     """The page as Markdown, in the order of the codes."""
-    return "\n".join([_HEAD, *(_entry(kind) for kind in sorted(_kinds(), key=_code))])
+    return "\n".join([_HEAD, *(_entry(kind) for kind in sorted(_kinds(), key=attrgetter("code")))])
 
 
 def _kinds(root: type[TloraError] = TloraError) -> Iterator[type[TloraError]]:
     for kind in root.__subclasses__():
         yield kind
         yield from _kinds(kind)
-
-
-def _code(kind: type[TloraError]) -> str:
-    return kind.code
 
 
 def _entry(kind: type[TloraError]) -> str:

@@ -99,9 +99,10 @@ class NoTargetsError(DataError, code="T0306"):
 
 
 class ChatTemplateError(DataError, code="T0307"):
-    """The tokenizer has no chat template, or it does not mark which tokens the assistant wrote.
+    """The tokenizer has no chat template, or a turn of the assistant is not found in its rendering.
 
-    Use a template with `{% generation %}`, or set `loss_on: all`.
+    A turn is looked for in the rendering of the whole conversation. The error names the row and the
+    turn. Use a template with `{% generation %}`, or set `loss_on: all`.
     """
 
 

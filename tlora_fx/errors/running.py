@@ -5,6 +5,10 @@ from __future__ import annotations
 from tlora_fx.errors.root import TloraError
 
 
+class EnvironmentVariableWrong(TloraError, code="T0001"):
+    """An environment variable has a value that tlora-fx does not know (`docs/environment.md`)."""
+
+
 class OptimizerError(TloraError, code="T0401"):
     """A job's optimizer or learning rate schedule does not exist or fails.
 

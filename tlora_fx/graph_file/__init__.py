@@ -3,20 +3,21 @@
 What is read back has the fingerprint of what was written, the same node names, tags and origins,
 and further passes run on it as on the original. Nothing in a file is executed: operators are
 looked up by name among those that graphs may call.
+
+A document is the text of graphs: what a file holds, and what a bisection keeps of a state. Jobs of
+equal structure share one graph in it, as they do in a group.
 """
 
-from tlora_fx.graph_file.document import (
-    SUFFIX,
-    Document,
-    from_document,
-    graph_text,
-    graphs_of_text,
-    load_document,
-    load_graphs,
-    save_document,
-    save_graphs,
-    to_document,
-)
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlora_fx.errors import GraphFileNotReadable
+from tlora_fx.graph_file.parser import left_out, parse, stored_forms
+from tlora_fx.graph_file.printer import Printer
+from tlora_fx.host.durable import replace_file
+from tlora_fx.ir.graph import GroupGraph, JobGraph
 
 __all__ = [
     "SUFFIX",
@@ -30,3 +31,104 @@ __all__ = [
     "save_graphs",
     "to_document",
 ]
+
+
+#: Of graph files.
+SUFFIX = ".tfx"
+#: The graph file of a folder.
+GRAPH = f"graph{SUFFIX}"
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """Graphs as text, which later passes leave alone.
+
+    file    what errors call it
+    """
+
+    text: str
+    file: str = "text"
+
+    @property
+    def left_out(self) -> list[str]:
+        """Tags that could not be kept: "job 'a': add_1: hint (my_package.Hint)"."""
+        return left_out(self.text)
+
+    @property
+    def stored_forms(self) -> set[str]:
+        """Functions, "module:name", that make stored forms of tensors."""
+        return stored_forms(self.text)
+
+
+def to_document(graphs: JobGraph | GroupGraph) -> Document:
+    """Graphs as text; raises GraphNotStorable, naming the node."""
+    return Document(Printer().text(graphs))
+
+
+def from_document(document: Document) -> JobGraph | GroupGraph:
+    """The graphs of a document, as they were when it was made; raises GraphFileNotReadable."""
+    return parse(document.text, document.file)
+
+
+def graph_text(graphs: JobGraph | GroupGraph, *, tables: bool = True) -> str:
+    """Graphs as the text of a graph file, a node a line.
+
+    tables    False: jobs and nodes alone, to be looked at or checked; such a text is not read back
+    raises    GraphNotStorable
+    """
+    return Printer().text(graphs, tables)
+
+
+def graphs_of_text(text: str, file: str | Path = "text") -> JobGraph | GroupGraph:
+    """The graphs of a graph file's text.
+
+    file      what errors call it
+    raises    GraphFileNotReadable, naming the line
+    """
+    return parse(text, file)
+
+
+def save_graphs(graphs: JobGraph | GroupGraph, path: str | Path) -> None:
+    """Write graphs into a file, by its suffix `.tfx`, or as `graph.tfx` into a folder.
+
+    Folders that are missing are made; an older file stays whole until the new one is.
+
+    raises    GraphNotStorable for what a file cannot keep, OSError
+    """
+    save_document(to_document(graphs), Path(path))
+
+
+def load_graphs(path: str | Path) -> JobGraph | GroupGraph:
+    """Read what `save_graphs` wrote: the same names, tags, facts, origins and fingerprint.
+
+    raises    GraphFileNotReadable
+    """
+    return from_document(load_document(Path(path)))
+
+
+def save_document(document: Document, path: Path) -> None:
+    """Write a document into a file or folder; raises OSError."""
+    file = _file(path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(file, document.text.encode())
+
+
+def load_document(path: Path) -> Document:
+    """Read a document of a file or folder; raises GraphFileNotReadable."""
+    file = _file(path)
+    if not file.is_file():
+        raise GraphFileNotReadable(
+            "there is no graph file",
+            expected=file,
+            help="name a file or folder that save_graphs, compile, a replay or a bisection wrote",
+        )
+    try:
+        return Document(file.read_text(encoding="utf-8"), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise GraphFileNotReadable(
+            "the graph file cannot be read", file=file, found=error, help="write it anew"
+        ) from error
+
+
+def _file(path: Path) -> Path:
+    return path if path.suffix == SUFFIX else path / GRAPH

@@ -1,4 +1,4 @@
-"""What graph files may call: operators by name, and nothing that opens files or runs code."""
+"""Operators that graph files may call, by name: none of them opens files or runs code."""
 
 from __future__ import annotations
 

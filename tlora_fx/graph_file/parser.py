@@ -449,7 +449,7 @@ class _GraphReader:
         return node, tags
 
     def value(self, note: ast.expr) -> Any:
-        """What stands behind a name's colon."""
+        """Value behind a name's colon."""
         if isinstance(note, ast.Tuple):
             return tuple(map(self.value, note.elts))
         if isinstance(note, ast.List):
@@ -540,7 +540,7 @@ class _Literals:
         self.reader, self.graph = reader, graph
 
     def arguments(self, call: ast.Call) -> tuple[list[Any], dict[str, Any]]:
-        """What a call is given."""
+        """Arguments and keyword arguments of a call."""
         kwargs: dict[str, Any] = {}
         for word in call.keywords:
             if word.arg is None:

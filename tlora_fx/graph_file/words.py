@@ -1,4 +1,4 @@
-"""What printer and parser of graph files both know: names of types, objects and functions."""
+"""Names that printer and parser of graph files share: of types, objects and functions."""
 
 from __future__ import annotations
 
@@ -52,5 +52,5 @@ def contiguous(shape: Sequence[Any]) -> list[Any]:
 
 
 def owner_of(value: FakeTensor) -> Any:
-    """What owns a value's symbols: its mode's environment, or a mode without symbols itself."""
+    """Owner of a value's symbols: its mode's environment, or a mode without symbols itself."""
     return value.fake_mode.shape_env or value.fake_mode

@@ -1,1 +1,1 @@
-"""What the machine and the installation are: durable files, imports, versions."""
+"""What the machine and the installation are: variables, folders, files, imports, versions."""

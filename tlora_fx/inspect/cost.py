@@ -1,4 +1,4 @@
-"""What one node of a graph costs, in symbols of the row: for passes that weigh what they do."""
+"""Cost of one node of a graph, in symbols of the row: for passes that weigh what they do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ T, L = sympy.symbols("T L", positive=True, integer=True)
 
 @dataclass(frozen=True, slots=True)
 class NodeCost:
-    """What one run of a node's forward takes.
+    """Cost of one forward of a node.
 
     flop       operations, in T tokens of the row, T0 of the first job, L tokens of a sequence; in
                batch form B lines of S tokens
@@ -36,7 +36,7 @@ class NodeCost:
 
 
 def cost_of(node: fx.Node, graphs: GroupGraph | JobGraph | None = None) -> NodeCost:
-    """What a node costs.
+    """Cost of a node.
 
     node      of a graph in any state, with its value
     graphs    whose node it is: names sizes as listings do; None: a size of the row is T, and a

@@ -1,4 +1,4 @@
-"""What tells two programs apart: nodes are lined up by their provenance.
+"""Differences of two programs: nodes are lined up by their provenance.
 
 A node that both have under one key is kept, or changed where it calls something else or reads
 other nodes. A node that only the second has replaces those of the first that it was made from, back
@@ -63,7 +63,7 @@ class Sums:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What became of some nodes of one module.
+    """Change of some nodes of one module.
 
     what      "added", "removed", "changed" or "replaced"
     graph     where it is now, or where it was
@@ -157,7 +157,7 @@ class _Aligned:
                 self.after.pop(node.key, None)
 
     def left_over(self) -> Iterator[Change]:
-        """What only one of them has, by module."""
+        """Nodes that only one of the programs has, by module."""
         for what, nodes in (("removed", self.before), ("added", self.after)):
             modules: dict[tuple[str, str], list[_Placed]] = {}
             for graph, node in nodes.values():
@@ -214,7 +214,7 @@ def _module(node: NodeEntry) -> str:
 
 
 def difference_lines(diff: ProgramDiff, width: int = WIDTH) -> list[Line]:
-    """All of it; no line is wider."""
+    """Lines that show the whole difference; no line is wider than `width`."""
     counts = Counter(change.what for change in diff.changes)
     counted = ", ".join(f"{number} {what}" for what, number in counts.items())
     lines: list[Line] = [[(cut(f"{diff.first} → {diff.second}", width), "title")], []]

@@ -34,7 +34,7 @@ from tlora_fx.model.source import gate_of
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.kernels.support import job_capacity, rank_block
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 COMPILED = "compiled"
 KERNELS = "kernels"
@@ -95,7 +95,7 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()
             "the folder for the compiled model cannot be written",
             folder=folder,
             found=error,
-            help="choose another folder with -o, or make room on the disk",
+            help="choose another folder with -o, or free disk space",
         ) from error
     return listing
 
@@ -105,7 +105,7 @@ def _graph_file(model: SuperModel) -> dict[str, str]:
     try:
         files = {GRAPHS: graph_text(model.group)}
     except GraphNotStorable as error:
-        log.warning("%s is not written: %s", GRAPHS, error)
+        logger.warning("%s is not written: %s", GRAPHS, error)
         return {}
     if model.backbone.spec.module is None and model.group.open is None:
         files[SavedModel.FILE] = dumped(saved_model(model.group, model.jobs))

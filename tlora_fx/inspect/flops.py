@@ -112,7 +112,7 @@ class Cost:
         return self + other.times(-1)
 
     def times(self, factor: float) -> Cost:
-        """So many of them."""
+        """Cost times a factor."""
         return Cost(self.token * factor, self.length * factor, self.row * factor, self.unknown)
 
     def share(self, part: float) -> Cost:
@@ -408,7 +408,7 @@ def arithmetic(
 
 
 def operator_name(node: fx.Node) -> str:
-    """What a node computes: "mul"; "multi_lora_linear" for a site's part of a shared one, too."""
+    """Name of a node's operator: "mul"; "multi_lora_linear" for a part of a shared one, too."""
     site = lowered_site(node)
     return short_name(node.target if site is None else site.operator)
 

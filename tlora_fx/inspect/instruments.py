@@ -1,4 +1,4 @@
-"""What people watch a pipeline with: times, prints and numbered dumps.
+"""Instruments that watch a pipeline: times, prints and numbered dumps.
 
 All of it goes to one stream, stderr unless another is given. The same can be asked for on the
 command line, from Python, and by the environment variable `TLORA_FX_LOG`:
@@ -8,17 +8,17 @@ command line, from Python, and by the environment variable `TLORA_FX_LOG`:
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TextIO, cast, get_args
 
 from tlora_fx.errors import PipelineError, nearest
+from tlora_fx.host.environment import LOG
 from tlora_fx.inspect.wording import plural
 from tlora_fx.ir.graph import GroupGraph, JobGraph
 from tlora_fx.ir.verifier import owners
@@ -26,7 +26,6 @@ from tlora_fx.model.source import graphs_source
 from tlora_fx.numerics import Numerics
 from tlora_fx.pipeline import Done, Instrument, Pipeline, Verify
 
-LOG_VARIABLE = "TLORA_FX_LOG"
 # Names that print-after takes besides those of passes.
 ALL, CHANGED = "all", "changed"
 # What a line of times shows at least.
@@ -48,7 +47,7 @@ class Span:
     passes: list[Done] = field(default_factory=list)
 
     def child(self, name: str) -> Span:
-        """What runs inside, by its name."""
+        """Span inside this one, by its name."""
         return self.inside.setdefault(name, Span(name))
 
     @property
@@ -191,7 +190,7 @@ def state_source(graphs: JobGraph | GroupGraph) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Watch:
-    """What is asked to be watched, wherever it was asked.
+    """Settings of instruments, whether options or the environment asked for them.
 
     time            print how long passes take
     print_after     names of passes, "all", or "changed"
@@ -207,7 +206,7 @@ class Watch:
     verify: Verify | None = None
 
     def instruments(self, out: TextIO | None = None) -> list[Instrument]:
-        """What does the watching."""
+        """Instruments that these settings ask for."""
         found: list[Instrument] = [PrintAfter(name, out) for name in self.print_after]
         if self.dump_changed is not None:
             found.append(DumpChanged(self.dump_changed))
@@ -216,10 +215,10 @@ class Watch:
         return [Timing(out), *found] if self.time else found
 
 
-def watch_from(environment: Mapping[str, str] = os.environ) -> Watch:
-    """What `TLORA_FX_LOG` asks for; raises PipelineError for a word that it does not know."""
+def watch_from(words: str) -> Watch:
+    """Settings in the words of `TLORA_FX_LOG`; raises PipelineError for an unknown word."""
     watch = Watch()
-    for word in environment.get(LOG_VARIABLE, "").split(","):
+    for word in words.split(","):
         name, _, value = word.strip().partition("=")
         if name:
             watch = _with(watch, name, value)
@@ -232,14 +231,14 @@ def _with(watch: Watch, name: str, value: str) -> Watch:
     if name == "print-after" and value:
         return replace(watch, print_after=(*watch.print_after, value))
     if name == "dump-changed" and value:
-        return replace(watch, dump_changed=Path(value))
+        return replace(watch, dump_changed=Path(value).expanduser())
     if name == "stop-after" and value:
         return replace(watch, stop_after=value)
     if name == "verify" and value in get_args(Verify):
         return replace(watch, verify=cast(Verify, value))
     words = ("time", "print-after", "dump-changed", "stop-after", "verify")
     raise PipelineError(
-        f"{LOG_VARIABLE} cannot be read",
+        f"{LOG} cannot be read",
         found=f"{name}={value}" if value else name,
         nearest=nearest(name, words) if name not in words else None,
         expected="time, print-after=NAME|all|changed, dump-changed=DIR, stop-after=NAME, "

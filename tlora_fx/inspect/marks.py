@@ -1,4 +1,4 @@
-"""Who is who on a page: marks and colours of jobs, and lines printed in these colours.
+"""Marks and colours of jobs on a page, and lines printed in these colours.
 
 Jobs have a glyph each; where they are more than there are glyphs, jobs that are alike share a
 letter. The backbone has one calm colour, each job one of its own, and glyphs say the same without
@@ -50,7 +50,7 @@ class JobMark:
 
     @property
     def style(self) -> str:
-        """What the screen colours by."""
+        """Style that the screen takes the job's colour from."""
         return f"job {self.index}"
 
 
@@ -96,7 +96,7 @@ class Marks:
         return [(GLYPHS[self.index[name]], f"job {self.index[name]}") for name in node.jobs]
 
     def style(self, node: NodeEntry) -> str:
-        """What a node is coloured by: its role, and its job where it serves one alone."""
+        """Style of a node: its role, and its job where it serves one alone."""
         if node.role == "adapter":
             return f"job {self.index.get(node.jobs[0], 0)}" if len(node.jobs) == 1 else "adapters"
         return {"table": "dim", "loss": "loss", "": ""}.get(node.role, "shared")

@@ -222,7 +222,7 @@ def _table_sizes(owner: GroupGraph | JobGraph) -> dict[str, str]:
 
 
 def tensor_bytes(node: fx.Node) -> int:
-    """Of the tensor that a node reads, in the first layer that it stands for."""
+    """Bytes of the tensor that a node reads, in the first layer that it stands for."""
     ref = node.meta.get("tensor")
     if node.op != "get_attr" or not isinstance(ref, TensorRef):
         return 0
@@ -281,7 +281,7 @@ class Recorder(Instrument):
 
     @property
     def stages(self) -> list[PassStage]:
-        """What was traced, and what each pass left, in order."""
+        """States of the program: the trace, and what each pass left, in order."""
         names = [TRACE, *(item.name for item in self._pipeline.passes)]
         texts = [TRACE, *(str(item) for item in self._pipeline.passes)]
         stages = []

@@ -273,12 +273,12 @@ def _provenance(match: NodeMatch, node: NodeEntry, width: int) -> Iterator[Line]
     """The node's key, who made it, and of what, back to the trace."""
     if not node.key:
         return
-    room = width - LABEL - 4
-    yield [_label("key"), (cut(node.key, room), "")]
+    text_width = width - LABEL - 4
+    yield [_label("key"), (cut(node.key, text_width), "")]
     ancestors = list(_ancestor_texts(match, node))
     lines = [node.made_by + (", of" if ancestors else ""), *ancestors]
     for index, text in enumerate(lines[:MAX_LINES]):
-        yield [_label("" if index else "made by"), (cut(text, room), "")]
+        yield [_label("" if index else "made by"), (cut(text, text_width), "")]
     yield from _more(lines)
 
 

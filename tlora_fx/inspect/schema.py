@@ -37,7 +37,7 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 
 
 class JsonDocument:
-    """What fills a JSON file of its own, called FILE in the folder of a dump."""
+    """Base of classes that fill a JSON file of their own, called FILE in the folder of a dump."""
 
     __slots__ = ()
     FILE: ClassVar[str] = ""
@@ -103,7 +103,7 @@ def write_file(path: Path, text: str, what: str) -> None:
             f"{what} cannot be written",
             file=path,
             found=error,
-            help="name another file, or make room on the disk",
+            help="name another file, or free disk space",
         ) from error
 
 
@@ -152,7 +152,7 @@ class JobEntry:
 
 @dataclass(frozen=True, slots=True)
 class BranchEntry:
-    """What one job has at one row of the listing.
+    """Branch of one job at one row of the listing.
 
     ranks            of the layers that the row stands for, each value once
     kind             as in JobEntry
@@ -360,12 +360,12 @@ class NodeEntry:
 
     @property
     def ranks_texts(self) -> list[str]:
-        """Of each job: "16", "8–16" where layers differ, "full" where it trains a copy."""
+        """Ranks of each job: "16", "8–16" where layers differ, "full" where it trains a copy."""
         return ["–".join(map(str, _ends(ranks))) or "full" for ranks in self.ranks]
 
     @property
     def notes_text(self) -> str:
-        """All that is noted of it, in one line."""
+        """Notes of the node, in one line."""
         noted = [f"{name}: {value}" for name, value in self.notes.items()]
         return "; ".join(filter(None, (self.note, *noted)))
 
@@ -400,7 +400,7 @@ class GraphEntry:
         return [layer for layer in self.layers if layer.rpartition(".")[2].isdigit()]
 
     def title(self, separator: str = ", ") -> str:
-        """What the graph is called among those of all owners."""
+        """Title of the graph among those of all owners."""
         return self.name if self.owner == "group" else f"{self.owner}{separator}{self.name}"
 
 
@@ -449,7 +449,7 @@ class Program(JsonDocument):
 
 @dataclass(frozen=True, slots=True)
 class PassStage(JsonDocument):
-    """What one pass of a pipeline left.
+    """State that one pass of a pipeline left.
 
     place      of the pass in the pipeline, 0 for what was traced
     text       the pass in the text form of pipelines, "trace" at place 0

@@ -124,7 +124,7 @@ def headline(listing: Listing) -> str:
 
 
 def cost_line(totals: Totals) -> str:
-    """What a token costs, in one line."""
+    """Cost of a token, in one line."""
     forward = flop_text(totals.flop_per_token, totals.flop_per_length)
     training = flop_text(totals.training_flop_per_token, totals.training_flop_per_length or 0.0)
     return f"FLOP/token  forward {forward}   training {training}"

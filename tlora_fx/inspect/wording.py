@@ -109,7 +109,7 @@ def without_root(path: str, layers: Sequence[str]) -> str:
 
 
 def kind_text(kind: str, reason: str) -> str:
-    """Why a branch runs as it is, in a few words: what it is, else what a pass said."""
+    """Reason why a branch runs as it is, in a few words: what it is, else what a pass said."""
     return KINDS.get(kind) or reason
 
 
@@ -147,7 +147,7 @@ def plain_text(lines: Iterable[Line]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Which columns of a table are shown, and how wide: index to width.
+    """Shown columns of a table with their widths: index to width.
 
     numbers    indices of columns whose cells stand to the right
     """
@@ -165,7 +165,7 @@ class Columns:
         numbers: tuple[int, ...] = (),
         dispensable: Sequence[int] = (),
     ) -> Columns:
-        """Columns that leave room for what stands behind them: those that matter least go first.
+        """Columns that leave `rest` free behind them: those that matter least go first.
 
         dispensable   indices, those that matter least first
         """
@@ -178,7 +178,7 @@ class Columns:
 
     @property
     def end(self) -> int:
-        """Where the columns end."""
+        """Offset behind the last column."""
         return sum(size + self.gap for size in self.sizes.values())
 
     def text(self, cells: Sequence[str]) -> str:

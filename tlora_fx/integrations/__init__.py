@@ -1,1 +1,1 @@
-"""What other training libraries need, to train with tlora-fx."""
+"""Parts that other training libraries need, to train with tlora-fx."""

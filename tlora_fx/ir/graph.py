@@ -121,7 +121,7 @@ class AdapterSite:
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
-    """Which layers of a model are equal, and which stand for them while tracing.
+    """Layers of a model that are equal, and those that stand for them while tracing.
 
     layers            all layer paths, in the order in which they run
     representative    for each layer the traced layer that stands for it
@@ -138,7 +138,7 @@ class LayerPlan:
         return [layer for layer in self.layers if layer in kept]
 
     def twins(self) -> dict[str, str]:
-        """Other traced layers to the first of their structure, with which they must agree.
+        """Map from other traced layers to the first of their structure, with which they must agree.
 
         One of each structure that has two layers; in a whole plan all.
         """
@@ -181,7 +181,7 @@ class JobGraph:
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are: the last dimension of the logits."""
+        """Number of token ids: the last dimension of the logits."""
         logits: Any = output_of(self.root).args[0]
         return int(logits.meta["val"].shape[-1])
 
@@ -193,7 +193,7 @@ class JobGraph:
 
 @dataclass(frozen=True, slots=True)
 class OpenSlots:
-    """What jobs that come later find room for in a Shared Super-Model.
+    """Capacity that a Shared Super-Model keeps free for jobs that come later.
 
     sites     modules that they may adapt, as PEFT's `target_modules`; those that no job adapts are
               lowered all the same
@@ -219,7 +219,7 @@ class GroupGraph:
     constants   values lifted out of model code, by the name that get_attr nodes give
     exact       branches carry each job's own numbers, so any of them may run as it is
     compute     dtype in which adapters multiply: "base", or "float32" as PEFT does
-    open        room for jobs that come and go; None: these jobs stay
+    open        slots for jobs that come and go; None: these jobs stay
     facts       what holds of the graphs, and the pass that provides it, as pipelines spell it
     """
 
@@ -254,7 +254,7 @@ class GroupGraph:
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are."""
+        """Number of token ids."""
         return self.base.vocabulary
 
     def graphs(self) -> Iterator[fx.Graph]:
@@ -285,7 +285,7 @@ def is_call(node: fx.Node, *targets: Any) -> bool:
 
 
 def digraph(graph: fx.Graph) -> nx.DiGraph:
-    """Which node is read by which, for networkx; the output is left out."""
+    """Graph of which node reads which, for networkx; the output is left out."""
     readers = nx.DiGraph()
     for node in graph.nodes:
         if node.op != "output":
@@ -437,7 +437,7 @@ def vacant(slot: int) -> str:
 
 
 def rename_job(group: GroupGraph, slot: int, name: str, sites: dict[str, AdapterSite]) -> None:
-    """Let another job, or nobody, be in a slot.
+    """Put another job, or nobody, into a slot.
 
     name     the job's, or `vacant(slot)`
     sites    its adapters

@@ -36,7 +36,7 @@ SINGULAR = {"weights": "weight", "biases": "bias", "sites": "site"}
 
 @dataclass(frozen=True, slots=True)
 class BranchNumbers:
-    """What the branch of one job at a site is computed with; its tensors are in the site's bank."""
+    """Numbers that compute the branch of one job at a site; its tensors are in the site's bank."""
 
     rank: int
     scaling: float
@@ -59,7 +59,7 @@ class LoweredSite:
 
     @property
     def operator(self) -> Any:
-        """What computes a site like this alone: multi_lora_linear, or multi_lora_add."""
+        """Operator of a site like this alone: multi_lora_linear, or multi_lora_add."""
         return ADD if is_call(self.call, ADD) else ONE
 
     @property
@@ -119,7 +119,7 @@ def is_adapted(node: fx.Node) -> bool:
 
 
 def lowered_arguments(call: fx.Node) -> dict[str, Any]:
-    """What an operator of lowered sites is given, by multi_lora_linear's names, defaults too."""
+    """Arguments of an operator of lowered sites, by multi_lora_linear's names, defaults too."""
     target: Any = call.target
     arguments: dict[str, Any] = {}
     for index, argument in enumerate(target._schema.arguments):

@@ -1,4 +1,4 @@
-"""What nodes are called: one name in code, dumps, errors, graph files and answers.
+"""Names of nodes: one name in code, dumps, errors, graph files and answers.
 
 A name says the module and the operator: `q_proj`, `self_attn_transpose_2`, `rotary_emb_cos`; with
 several jobs it begins with the job's number, as its tensors do: `j1_q_proj_lora_A`. Numbers count
@@ -73,7 +73,7 @@ def _is_numbered(name: str, stem: str) -> bool:
 
 
 def hold_names(graph: fx.Graph) -> None:
-    """Let a graph know the names of its nodes, and forget those that no node has any more."""
+    """Set a graph's used names to those of its nodes; forget names that no node has any more."""
     namespace = graph._graph_namespace
     namespace._used_names.clear()
     namespace._used_names.update(node.name for node in graph.nodes)
@@ -147,7 +147,7 @@ def _parts(path: str) -> Iterator[str]:
 
 
 def operation_of(node: fx.Node) -> str:
-    """What a value is called by: its operator; a detached table by what it holds (cos, sin)."""
+    """Stem of a value's name: its operator; for a detached table what it holds (cos, sin)."""
     source: Any = node
     if is_call(node, torch.ops.aten.detach.default):
         source = node.args[0]

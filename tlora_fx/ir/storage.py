@@ -1,4 +1,4 @@
-"""How a model's tensors are stored: in another form than the base's, or one piece a process.
+"""Storage of a model's tensors: in another form than the base's, or one piece a process.
 
 A pass names the form, such as int8, in the `TensorRef` of a get_attr node: which tensors of the
 base, and which function makes of them what is stored, such as q, k and v as one matrix. It runs
@@ -53,7 +53,7 @@ def stored_as(refs: TensorRef | Sequence[TensorRef], form: Form, name: str = "")
 
 
 def stored_value(ref: TensorRef, *base: Tensor) -> Tensor:
-    """What is stored for a reference, of the base's tensors.
+    """Stored tensor of a reference, made of the base's tensors.
 
     raises   StoredFormWrong where the function is not there or makes something else
     """
@@ -126,7 +126,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class LocalShard:
-    """What of a model a process holds; by default all of it.
+    """Part of a model that a process holds; by default all of it.
 
     held      module paths, each with all that lies under it; None for every module
     tp_rank   which piece of sharded tensors

@@ -1,4 +1,4 @@
-"""What must hold of the tags of nodes after every pass, and what a pass changed.
+"""Invariants of the tags of nodes after every pass, and what a pass changed.
 
 An adapter node belongs to exactly one job, and only that job's nodes read it; a lowered operator
 takes each job's rows by themselves, so it serves the jobs that it names. A shared node may serve
@@ -105,7 +105,8 @@ def _serves_several(node: fx.Node) -> bool:
 
 
 def _check_loss(group: GroupGraph) -> None:
-    losses = [node for graph in group.graphs() for node in graph.nodes if _is_loss(node)]
+    nodes = [node for graph in group.graphs() for node in graph.nodes]
+    losses = [node for node in nodes if node.meta.get("role") == "loss"]
     if not losses:
         return
     returned = list(_nodes(output_of(group.root).args))
@@ -115,10 +116,6 @@ def _check_loss(group: GroupGraph) -> None:
     shape = tuple(losses[0].meta["val"].shape)
     if shape != (len(group.jobs),):
         raise _broken(losses[0], "", f"a loss for each of {len(group.jobs)} jobs", str(shape))
-
-
-def _is_loss(node: fx.Node) -> bool:
-    return node.meta.get("role") == "loss"
 
 
 def _nodes(value: object) -> Iterator[fx.Node]:
@@ -145,7 +142,7 @@ def _broken(node: fx.Node, where: str, expected: str, found: str) -> TagsBroken:
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint:
-    """What graphs compute, and what passes know of their nodes.
+    """Fingerprint of what graphs compute, and of what passes know of their nodes.
 
     code    of operators, arguments, tensors, and which layers run which block
     tags    of role, jobs, site, part, axis, path
@@ -155,7 +152,7 @@ class Fingerprint:
     tags: str
 
     def change_to(self, after: Fingerprint) -> Literal["code", "tags", ""]:
-        """What differs after: the code, only tags, or nothing."""
+        """Kind of the change to a later fingerprint: the code, only tags, or nothing."""
         if self.code != after.code:
             return "code"
         return "tags" if self.tags != after.tags else ""
@@ -181,7 +178,7 @@ def fingerprint(graphs: JobGraph | GroupGraph) -> Fingerprint:
 
 
 def owners(graphs: JobGraph | GroupGraph) -> list[JobGraph | GroupGraph]:
-    """Whose graphs a pass rewrites: the given ones; base and jobs of a group that is not fused."""
+    """Owners of the graphs that a pass rewrites: the given ones, or base and jobs before fusion."""
     if isinstance(graphs, GroupGraph) and not graphs.fused:
         distinct: dict[int, JobGraph] = {}
         for job in graphs.jobs:

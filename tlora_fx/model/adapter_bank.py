@@ -103,7 +103,7 @@ class AdapterBank(nn.Module):
         return start, stop
 
     def open(self, largest: int) -> None:
-        """Let jobs come and go; nobody has an adapter yet.
+        """Open the bank for jobs that come and go; nobody has an adapter yet.
 
         largest   rank that a job may have
         """
@@ -111,7 +111,7 @@ class AdapterBank(nn.Module):
 
     @torch.no_grad()
     def lay(self, table: RowTable, slot: int, site: AdapterSite | None) -> list[Tensor]:
-        """Let slots own the rows of a table; the job of one of them has come, or gone.
+        """Give slots the rows of a table, after the job of one of them has come or gone.
 
         Jobs that move take values and gradients along; what nobody uses holds zeros. Tables are
         written in place; `refresh_tables` brings them to a device, where captured graphs read them.
@@ -150,7 +150,7 @@ class AdapterBank(nn.Module):
 
     @torch.no_grad()
     def grow(self, slots: int, rows: int) -> None:
-        """Make room for more jobs and rows; everybody stays where they are.
+        """Add slots and rows; everybody stays where they are.
 
         The tensors are others afterwards: what reads them is compiled and captured again.
         """

@@ -59,7 +59,7 @@ class Backbone:
 
     @property
     def title(self) -> str:
-        """What people call this base."""
+        """Name of this base for people."""
         spec = self.spec
         return spec.model or (str(spec.config) if spec.config else type(self.model).__name__)
 
@@ -100,7 +100,7 @@ def text_config(model: nn.Module) -> Any:
 
 
 def longest_sequence(model: nn.Module) -> int | None:
-    """How many tokens of a sequence have a position, None where any number has.
+    """Number of positions of a sequence, None where there is no limit.
 
     RoBERTa and its kin begin to count behind the id of padding.
     """
@@ -308,7 +308,7 @@ def _why_not_built(config: Any, factory: Any, error: Exception) -> tuple[str, st
 
 @contextmanager
 def matrices_on_meta() -> Iterator[None]:
-    """Within this, every parameter of two or more dimensions is registered on meta.
+    """Register every parameter of two or more dimensions on meta, within this context.
 
     Vectors and buffers stay real: they are small, and no checkpoint may hold them.
     """

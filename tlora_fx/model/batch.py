@@ -26,7 +26,7 @@ SMALLEST = 2
 
 @dataclass(frozen=True, slots=True)
 class JobTokens:
-    """What one job brings to one row.
+    """Tokens of one job in one row.
 
     sequences    token ids of each sequence
     labels       same lengths, unshifted, IGNORED where there is no loss

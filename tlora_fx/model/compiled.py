@@ -35,7 +35,7 @@ Forward = Callable[..., Any]
 
 
 class CompiledMethod:
-    """What an instance runs in place of a method that all instances of its class share.
+    """Compiled method of one instance, in place of the method that its class has.
 
     plain     the method as the class has it
     code      the same, compiled
@@ -114,7 +114,7 @@ def _own_code(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def row_sizes(graph: fx.Graph) -> dict[str, tuple[int, ...]]:
-    """For each input of a graph the dimensions whose size depends on the row."""
+    """Dimensions of each input of a graph whose size depends on the row."""
     return {name: _sizes(name, node.meta["val"]) for name, node in placeholders(graph).items()}
 
 

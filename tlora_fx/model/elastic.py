@@ -32,7 +32,7 @@ ALONE = "train it in a group of its own: tlora-fx train JOBS.yaml -o OUTPUT"
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """What a job's coming did.
+    """Result of a job's admission.
 
     slot    its index in every table
     moved   names of jobs whose rows are elsewhere now
@@ -45,7 +45,7 @@ class Admission:
 
 
 class Membership:
-    """Who is in the slots of an open model.
+    """Jobs in the slots of an open model.
 
     group     its graphs, whose jobs are renamed
     jobs      a job a slot; a vacant slot's stands for nobody
@@ -154,10 +154,10 @@ class Membership:
         return sites
 
     def bytes_needed(self, job: Job, *, may_grow: bool, crowded: bool = False) -> int:
-        """Of a job's optimizer state, at two numbers a parameter, and of larger banks.
+        """Bytes of a job's optimizer state, at two numbers a parameter, and of larger banks.
 
         may_grow  banks double where nothing else fits
-        crowded   the room that there is may be another's
+        crowded   the slot and rows that are free may be another's
         """
         sites = self.fitting(job)
         rows = {path: self._row_bytes(path) for path in self.banks}
@@ -207,7 +207,7 @@ class Membership:
         need = max(site.rank for site in sites.values())
         least = min(table.total - table.used for table in map(self._table, sites))
         return NotAdmitted(
-            f"the running model has no room for job '{job.name}'",
+            f"the running model has no free slot or rows for job '{job.name}'",
             expected=f"a vacant slot of {len(self.jobs)}, and {need} rows",
             found=f"{len(self.jobs) - len(self.members)} vacant slots, {least} rows",
             help=f"wait until a job has ended, or {ALONE}",

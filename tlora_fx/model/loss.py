@@ -143,7 +143,7 @@ class ChunkedLoss(nn.Module):
             self.predicted, self.token_losses = predicted, None
 
     def pieces_for(self, rows: int) -> int:
-        """How many chunks so many target rows need."""
+        """Number of chunks that so many target rows need."""
         return max(1, -(-rows // self.chunk_rows))
 
     def _cuts(self, rows: int) -> list[int]:
@@ -267,7 +267,7 @@ class ChunkedLoss(nn.Module):
         return cast(Tensor, segment_sum(torch.cat(losses)[:count], target_segments))
 
     def chunk_sizes(self) -> list[tuple[int, ...]]:
-        """For each argument of `chunk` the dimensions of size n."""
+        """Dimensions of size n, for each argument of `chunk`."""
         rows = (1 - self.width_dim,)
         return [rows, (0,), *(rows if name == "token_index" else () for name in self.tables)]
 

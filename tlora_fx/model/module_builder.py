@@ -39,7 +39,7 @@ class Container(nn.Module):
 
 
 class TensorLocation(NamedTuple):
-    """Where a tensor is stored.
+    """Location where a tensor is stored.
 
     path    of the tensor in the whole net
     cut     how it is cut where processes hold pieces
@@ -52,7 +52,7 @@ class TensorLocation(NamedTuple):
 
     @property
     def tensor(self) -> Tensor:
-        """What is stored there."""
+        """Tensor that is stored there."""
         parameter = self.module._parameters.get(self.slot)
         return cast(Tensor, parameter if parameter is not None else self.module._buffers[self.slot])
 

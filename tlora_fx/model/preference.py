@@ -28,7 +28,7 @@ _PARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """How a job compares the sequences of a pair; `beta` is that of its method."""
+    """Comparison of the sequences of a pair, by a job's method; `beta` is that of the method."""
 
     method: Literal["dpo", "orpo"]
     beta: float

@@ -1,4 +1,4 @@
-"""What a compiled model needs where it is loaded: its jobs, and the modules that it calls."""
+"""Parts that a compiled model needs where it is loaded: its jobs, and the modules it calls."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Requirement(BaseModel):
 
 
 class SavedModel(BaseModel):
-    """What `model.json` says.
+    """Contents of `model.json`.
 
     jobs    as `Job.model_dump(mode="json")` writes them, with whole paths
     """
@@ -71,7 +71,7 @@ class SavedModel(BaseModel):
 
 
 def saved_model(group: GroupGraph, jobs: Iterable[Job]) -> SavedModel:
-    """What loading a model takes."""
+    """Parts that loading a model takes."""
     versions = {"tlora-fx": __version__, "torch": str(torch.__version__)}
     described = tuple(_whole_paths(job.model_dump(mode="json")) for job in jobs)
     needed = requirements(group.graphs())

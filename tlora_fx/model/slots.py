@@ -1,11 +1,12 @@
-"""Which rows of a bank each slot of an open super-model owns, while jobs come and go.
+"""Rows of a bank that each slot of an open super-model owns, while jobs come and go.
 
 Operators read one table of offsets, and slot j owns rows offsets[j]:offsets[j + 1]. So offsets
 rise, and rows that nobody uses must belong to somebody: to vacant slots between two jobs, or to the
 job before them. They are zeros, which change no number. Rows behind the last job belong to nobody.
 
-A job's rows begin where a vector may, whatever stands before them. The last job leaves room before
-it, as far as that costs nothing, so that few have to move for those who come into slots before it.
+A job's rows begin where a vector may, whatever stands before them. The last job leaves rows free
+before it, as far as that costs nothing, so that few have to move for those who come into slots
+before it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class RowTable:
         return sum(map(rounded, self.ranks))
 
     def with_job(self, slot: int, rank: int, moves: int = 0) -> RowTable | None:
-        """The table with a job in a vacant slot, once so many others have moved; None: no room.
+        """The table with a job in a vacant slot, once so many others have moved; None: full.
 
         moves   those next to the slot, which move away from it
         """
@@ -119,8 +120,8 @@ def _last(table: RowTable, slot: int, rank: int, before: int, low: int) -> RowTa
     if start < low:
         return None
     gap, points = start - low, [low]
-    for room in slack:
-        points.append(points[-1] + min(gap, room))
+    for free_rows in slack:
+        points.append(points[-1] + min(gap, free_rows))
         gap -= points[-1] - points[-2]
     # The job before owns the first piece of the gap.
     points = points[1:] if before >= 0 else points

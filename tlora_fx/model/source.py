@@ -131,7 +131,7 @@ def gated(graph: fx.Graph) -> fx.Graph:
 
 
 def gate_of(node: fx.Node) -> tuple[str, fx.Node, fx.Node] | None:
-    """Of a lowered linear that alone reads a gated activation: which one, its gate, and up."""
+    """Activation, gate and up of a lowered linear that alone reads a gated activation, or None."""
     product = node.args[0] if is_call(node, ONE) else None
     if not isinstance(product, fx.Node) or not is_call(product, torch.ops.aten.mul.Tensor):
         return None
@@ -150,7 +150,7 @@ def gate_of(node: fx.Node) -> tuple[str, fx.Node, fx.Node] | None:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What a root does to each row between its last layer and the loss, commonly a norm.
+    """Code of a root for each row between its last layer and the loss, commonly a norm.
 
     first   what it begins with, commonly the layer's result
     nodes   what is computed from it, and from frozen tensors
@@ -266,7 +266,7 @@ def class_source(
 
 
 def statements(graph: fx.Graph, sizes: dict[str, str]) -> dict[fx.Node, tuple[str, str]]:
-    """What each node is called in the code, and its statement; "" for inputs and tensors.
+    """Name of each node in the code, and its statement; "" for inputs and tensors.
 
     sizes    what the sizes of a row are called (see size_names)
     """
@@ -275,7 +275,7 @@ def statements(graph: fx.Graph, sizes: dict[str, str]) -> dict[fx.Node, tuple[st
 
 
 def size_names(group: JobGraph | GroupGraph) -> dict[str, str]:
-    """What people call the symbols of a row: T tokens, or B lines of S tokens; one a job."""
+    """Names for the symbols of a row: T tokens, or B lines of S tokens; one a job."""
     names: dict[str, str] = {}
     tables = placeholders(group.root)
     shape = tables["input_ids"].meta["val"].shape
@@ -398,15 +398,11 @@ def _place(node: fx.Node) -> str:
     jobs = node.meta.get("jobs") or ()
     if is_call(node, torch.ops.aten.sym_size.int):
         return ""
-    if node.meta.get("role") != "adapter" or _is_lowered(node) or not jobs:
+    if node.meta.get("role") != "adapter" or is_lowered(node) or is_call(node, GATED) or not jobs:
         return str(node.meta.get("path") or "between modules")
     users = (user.meta.get("site") for user in node.users)
     site = node.meta.get("site") or next(filter(None, users), "")
     return f"{site}, job {jobs[0]} alone"
-
-
-def _is_lowered(node: fx.Node) -> bool:
-    return is_lowered(node) or is_call(node, GATED)
 
 
 def _site_of(node: fx.Node) -> str:

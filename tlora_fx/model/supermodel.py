@@ -95,7 +95,7 @@ class SuperModel(nn.Module):
         return {name: index for index, name in enumerate(self.group.job_names)}
 
     def admit(self, job: Job, *, may_grow: bool = True) -> Admission:
-        """Let a job join an open model, between two rounds; its adapter is zeros.
+        """Admit a job to an open model, between two rounds; its adapter is zeros.
 
         Nothing is traced or compiled, but where `may_grow` and all slots or rows are taken: banks
         double then, once. Views of jobs that moved are to be asked for again.
@@ -109,7 +109,7 @@ class SuperModel(nn.Module):
             self.forget_views()
             self.applied = None
         self._layout.own.setdefault(job.name, {})
-        self._sleep()
+        self._set_site_gradients()
         return admission
 
     def require_fits(self, job: Job) -> None:
@@ -127,7 +127,7 @@ class SuperModel(nn.Module):
         return self._opened().bytes_needed(job, may_grow=may_grow, crowded=crowded)
 
     def release(self, name: str) -> None:
-        """Let a job leave an open model, between two rounds; its rows are zeros then.
+        """Release a job of an open model, between two rounds; its rows are zeros then.
 
         raises    NotAdmitted where it is not in the model
         """
@@ -135,7 +135,7 @@ class SuperModel(nn.Module):
         self._references.pop(name, None)
         self._parameters_of.pop(name, None)
         self._layout.own.pop(name, None)
-        self._sleep()
+        self._set_site_gradients()
 
     def _opened(self) -> Membership:
         if self._membership is None:
@@ -145,13 +145,13 @@ class SuperModel(nn.Module):
             )
         return self._membership
 
-    def stay_awake(self) -> None:
+    def keep_all_gradients(self) -> None:
         """Compute gradients of sites without rows too: somebody holds them for all jobs to come."""
         self._grad_enabled = True
-        self._sleep()
+        self._set_site_gradients()
 
-    def _sleep(self) -> None:
-        """Let no backward look at sites without rows.
+    def _set_site_gradients(self) -> None:
+        """Enable gradients of the sites that have rows, so that no backward looks at others.
 
         Compiled code is made for all sites, whoever comes.
         """
@@ -159,10 +159,10 @@ class SuperModel(nn.Module):
         for bank in self.banks.values() if self.is_open else ():
             a, b = bank.a, bank.b
             made = self._grad_enabled or self._extends_weights or a.device.type != "cpu"
-            awake = made or (bank.table is not None and any(bank.table.ranks))
-            if a.requires_grad != awake:
-                a.requires_grad_(awake)
-                b.requires_grad_(awake)
+            wanted = made or (bank.table is not None and any(bank.table.ranks))
+            if a.requires_grad != wanted:
+                a.requires_grad_(wanted)
+                b.requires_grad_(wanted)
 
     @property
     def adapted_sites(self) -> frozenset[str]:
@@ -187,7 +187,7 @@ class SuperModel(nn.Module):
 
     @property
     def compiled_with(self) -> Mapping[str, Any] | None:
-        """What the last `compile` was given, another mapping each time; None where there was none.
+        """Arguments of the last `compile`, another mapping each time; None where there was none.
 
         Code that replaces the model's layers is compiled the same way.
         """
@@ -257,7 +257,7 @@ class SuperModel(nn.Module):
 
     @contextmanager
     def weighing(self, weights: Tensor) -> Iterator[None]:
-        """Let the loss know what its sums are going to be multiplied with, [J]."""
+        """Tell the loss what its sums are going to be multiplied with, [J]."""
         loss = self._loss()
         loss.weights = weights
         try:
@@ -293,7 +293,7 @@ class SuperModel(nn.Module):
         options = {"fullgraph": fullgraph, "dynamic": dynamic, **options}
         self._compiled_with = options
         self._extends_weights, self.applied = True, None
-        self._sleep()
+        self._set_site_gradients()
         self._extend_weights()
         layers = [block for block in self.group.blocks.values() if block.name != HEAD]
         if not layers and any(job.is_preference for job in self.jobs):
@@ -332,7 +332,7 @@ class SuperModel(nn.Module):
 
     @property
     def finish(self) -> Finish | None:
-        """What chunks of the loss begin with in a compiled model, commonly the last norm."""
+        """Start of each chunk of the loss in a compiled model, commonly the last norm."""
         return self.net.__dict__.get(FINISH)
 
     @contextmanager
@@ -405,7 +405,7 @@ class SuperModel(nn.Module):
                 location.fill(tensor)
             if layer and loaded is not None:
                 loaded(layer)
-        self._make_room_for_training(device)
+        self._allocate_trained(device)
         for name, value in self.group.constants.items():
             moved = value.to(device)
             for module in self.net.modules():
@@ -416,7 +416,7 @@ class SuperModel(nn.Module):
         unused = [name for name in base if name not in self._layout.base and name not in used]
         self._unused = {name: base[name].to(device) for name in unused}
         self.ready = True
-        self._sleep()
+        self._set_site_gradients()
         self.forget_views()
         self._extend_weights()
 
@@ -427,7 +427,7 @@ class SuperModel(nn.Module):
         return list(dict.fromkeys(path for path in calls if path in layers and path != LOSS))
 
     def job_parameters(self, job: str) -> dict[str, nn.Parameter]:
-        """What a job trains in this process, by PEFT's names.
+        """Parameters that a job trains in this process, by PEFT's names.
 
         Where a bank holds it, value and gradient are views of the bank; where processes hold
         pieces, these are this process's (see `shards`).
@@ -444,7 +444,7 @@ class SuperModel(nn.Module):
         return self._parameters_of[job]
 
     def shards(self, job: str) -> dict[str, Shard | None]:
-        """Which piece of the whole each of a job's parameters is; None where it is the whole."""
+        """Shard of the whole that each of a job's parameters is; None where it is the whole."""
         shards: dict[str, Shard | None] = {name: None for name, _ in self._held_own(job)}
         index = self.group.job_names.index(job)
         for path, bank in self._held_banks().items():
@@ -467,7 +467,7 @@ class SuperModel(nn.Module):
         ]
 
     def forget_views(self) -> None:
-        """Let `job_parameters` make its views again, after banks have moved."""
+        """Make `job_parameters` build its views again, after banks have moved."""
         self._parameters_of.clear()
 
     def jobs_with_tied_tokens(self) -> list[str]:
@@ -497,7 +497,7 @@ class SuperModel(nn.Module):
         return names - set(self._layout.base)
 
     def base_shard(self, name: str) -> Shard | None:
-        """Which piece of a tensor of the base this process holds, None for the whole."""
+        """Shard of a tensor of the base that this process holds, None for the whole."""
         locations = self._layout.base.get(name)
         return self.part.shard(locations[0].cut) if locations else None
 
@@ -559,7 +559,7 @@ class SuperModel(nn.Module):
             tensors.append(tensor.detach().to(device))
         return stored_value(entry.ref, *tensors)
 
-    def _make_room_for_training(self, device: torch.device) -> None:
+    def _allocate_trained(self, device: torch.device) -> None:
         """Zeroed memory for what this process trains, and for its gradients."""
         for job in self._layout.own:
             for _, location in self._held_own(job):

@@ -23,7 +23,7 @@ State = JobGraph | GroupGraph
 
 @dataclass(slots=True)
 class StepOutcome:
-    """What jobs get from one step.
+    """Results of one step for the jobs.
 
     losses       each job's sum of token losses
     gradients    by job and name of the tensor, without PEFT's prefix; a base alone has those of its
@@ -101,7 +101,7 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How far one number or tensor of a job lies from what it was.
+    """Difference of one number or tensor of a job from what it was.
 
     what      "loss", or "gradient of NAME"
     relative  norm of the difference over the norm before, infinite for NaN
@@ -113,7 +113,7 @@ class Difference:
 
 
 def bound_of(*states: JobGraph | GroupGraph) -> float:
-    """What passes for these graphs."""
+    """Greatest difference that passes for these graphs."""
     kinds = {kind for state in states for kind in _dtypes(state)}
     return max((BOUNDS[kind] for kind in kinds if kind in BOUNDS), default=BOUNDS[torch.float32])
 

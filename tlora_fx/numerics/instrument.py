@@ -38,14 +38,14 @@ from tlora_fx.numerics.state import copy_state, layer_calls, layers_to_run
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
 from tlora_fx.pipeline import Done, Event, Instrument, Pipeline, Runner
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was found of one pass on one set of graphs.
+    """Result of the check of one pass on one set of graphs.
 
     verdict   "exact", "within bound, 3.1e-7", "other numbers, as declared: 2.0e-1",
               or "not checked: reason"
@@ -126,7 +126,7 @@ class Numerics(Instrument):
     def finished(self, group: GroupGraph) -> None:
         for line in self.report():
             if self.out is None:
-                log.info(line)
+                logger.info(line)
             else:
                 self.out.write(line + "\n")
         self._held = self._last = None
@@ -232,7 +232,7 @@ class Numerics(Instrument):
 
 
 def watch_numerics(runner: Runner, backbone: Backbone) -> None:
-    """Let a runner's `Numerics` know the base."""
+    """Tell a runner's `Numerics` the base."""
     for instrument in runner.instruments:
         if isinstance(instrument, Numerics):
             instrument.know(backbone)
@@ -291,7 +291,7 @@ What = Literal["value", "gradient"]
 
 @dataclass(frozen=True, slots=True)
 class FirstDivergence:
-    """Where values diverge.
+    """Location where values diverge.
 
     gradient_of   where values agree: the node whose value has another gradient
     """
@@ -521,7 +521,7 @@ class Step:
 
     @property
     def origin(self) -> Origin:
-        """Where the node comes from."""
+        """Origin of the node."""
         origin = origin_of(self.node)
         assert origin is not None
         return origin
@@ -545,7 +545,7 @@ class StepTrace:
         self.parts = [job.name for job in jobs] or [""]
 
     def watches(self) -> dict[str, ValueCallback]:
-        """What `evaluate` is to tell."""
+        """Callbacks for `evaluate`, by part."""
         return {part: self._watch(part) for part in self.parts}
 
     def _watch(self, part: str) -> ValueCallback:

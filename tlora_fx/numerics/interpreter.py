@@ -47,7 +47,7 @@ class CannotRun(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What graphs run with.
+    """Settings that graphs run with.
 
     layers    which layers run; others hand their input on
     watch     told every value, in order
@@ -82,7 +82,7 @@ class Interpreter:
         self._blocks = {layer: b for b in owner.blocks.values() for layer in b.instances}
 
     def run(self) -> Tensor:
-        """What the root returns: logits, or each job's loss sum; raises CannotRun, Unchecked."""
+        """Run the root, and return logits, or each job's loss sum; raises CannotRun, Unchecked."""
         row = self.setting.row
         given = [getattr(row, name) for name in placeholders(self.owner.root)]
         result: Tensor = self._graph(GraphLocation("", "", self.owner.root), given)
@@ -210,7 +210,7 @@ class Dropouts:
         self._numbers: dict[fx.Graph, dict[fx.Node, int]] = {}
 
     def drop(self, node: fx.Node, args: tuple[Any, ...], place: GraphLocation) -> Tensor:
-        """What an aten.dropout node gives."""
+        """Result of an aten.dropout node."""
         x: Tensor = args[0]
         rate = self.reader.rate(node, float(args[1]), place)
         dims = self._token_dims(node)

@@ -1,4 +1,4 @@
-"""How much memory a comparison takes, known before it runs."""
+"""Memory that a comparison takes, known before it runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COPIES_OF_TRAINED, COPIES_OF_VALUES = 3, 2
 
 
 def bytes_needed(states: Iterable[State], layers: frozenset[str], rows: ProbeRows) -> int:
-    """What running these states one by one takes at most; weights are drawn once for all."""
+    """Most bytes that running these states one by one takes; weights are drawn once for all."""
     weights: dict[tuple[str, str], int] = {}
     largest = 0
     for state in states:

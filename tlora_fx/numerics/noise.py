@@ -1,4 +1,4 @@
-"""How far a base's own numbers move when the same tokens stand in another batch.
+"""Measure how far a base's own numbers move when the same tokens stand in another batch.
 
 A sum rounds otherwise in another shape, so a base without adapters gives the same tokens other last
 bits alone than in a padded batch. How far they move depends on the base: on its depth, its scales,

@@ -71,7 +71,7 @@ TIMES_NOISE_WIDE, MAX_WIDE = 4.0, 6.0
 
 @dataclass(frozen=True, slots=True)
 class Probed:
-    """What a probe found.
+    """Result of a probe.
 
     lengths    of the sequences that ran
     logits     the largest relative difference of a sequence's logits from those alone
@@ -577,7 +577,7 @@ class _Alone:
         *,
         still: bool,
     ) -> None:
-        """Prepare to build it.
+        """Prepare to build the base.
 
         still    whether dropouts are silenced, or precision widened, by a mode of torch
         """
@@ -589,7 +589,7 @@ class _Alone:
         self.device = torch.device("cpu")
 
     def load(self) -> None:
-        """Build it.
+        """Build the base.
 
         raises    Unchecked where it cannot be built with drawn weights
         """

@@ -1,4 +1,4 @@
-"""What a probe found at `compile` stays known: an equal graph on an equal base is not tried again.
+"""Cache of probes at `compile`: an equal graph on an equal base is not tried again.
 
 A file under $TLORA_FX_CACHE/probes holds the result. Its name is a hash of all that decides it: the
 fused graph, the base's config and code, the jobs' adapters, and the versions and the source of what
@@ -8,12 +8,9 @@ may be any.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import inspect
 import json
 import logging
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
@@ -21,15 +18,22 @@ from pathlib import Path
 
 from torch import nn
 
-from tlora_fx.codegen.loading import cache_folder
 from tlora_fx.config.job import Job
 from tlora_fx.host.durable import replace_file
+from tlora_fx.host.paths import cache_folder
+from tlora_fx.host.sources import own_source, source_of
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.ir.verifier import fingerprint
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.numerics.probe import Probed, probe_compiled
 
-log = logging.getLogger(__name__)
+#: Rooms whose code the probe, or what made its graph, may run.
+ROOMS = (
+    "numerics", "passes", "rewriting", "cost", "tracing", "graph_file", "model", "pipeline", "ir",
+    "ops", "codegen", "config", "errors", "host",
+)  # fmt: skip
+
+logger = logging.getLogger(__name__)
 
 
 def probe_once(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> Probed:
@@ -48,8 +52,8 @@ def probe_once(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> Pr
 
 
 def probes_folder() -> Path:
-    """Where results lie, beside generated kernels."""
-    return cache_folder().parent / "probes"
+    """Folder of results, beside generated kernels."""
+    return cache_folder() / "probes"
 
 
 def _read(path: Path) -> Probed | None:
@@ -59,7 +63,7 @@ def _read(path: Path) -> Probed | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        log.info("the result of a probe cannot be read from %s: %s", path, error)
+        logger.info("the result of a probe cannot be read from %s: %s", path, error)
         return None
 
 
@@ -68,7 +72,7 @@ def _write(path: Path, found: Probed) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(asdict(found)).encode())
     except OSError as error:
-        log.info("the result of a probe cannot be kept in %s: %s", path, error)
+        logger.info("the result of a probe cannot be kept in %s: %s", path, error)
 
 
 def _key(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> str:
@@ -76,7 +80,7 @@ def _key(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> str:
     adapters = [(sorted(job.lora_fields.items()), job.adapter_dtype, job.name) for job in jobs]
     described = (
         versions,
-        _our_source(),
+        own_source(*ROOMS),
         fingerprint(group).code,
         group.form,
         group.compute,
@@ -92,24 +96,4 @@ def _code(model: nn.Module) -> Iterator[str]:
     for kind in {type(module) for module in model.modules()}:
         forward = getattr(kind.forward, "__code__", None)
         body = hashlib.sha256(forward.co_code).hexdigest() if forward is not None else ""
-        yield f"{kind.__module__}.{kind.__qualname__} {body} {_source_of(kind.__module__)}"
-
-
-@functools.cache
-def _source_of(module: str) -> str:
-    """A hash of the file of a Python module; code of the hub has no version."""
-    try:
-        return hashlib.sha256(Path(inspect.getfile(sys.modules[module])).read_bytes()).hexdigest()
-    except (OSError, TypeError, KeyError):
-        return ""
-
-
-@functools.cache
-def _our_source() -> str:
-    """A hash of tlora_fx's own code, of which any part may change what a graph computes."""
-    known = hashlib.sha256()
-    for part in sorted(Path(__file__).parents[1].iterdir()):
-        # Some rooms are links in a checkout, which rglob does not follow.
-        for path in [part] if part.suffix == ".py" else sorted(part.resolve().rglob("*.py")):
-            known.update(path.read_bytes())
-    return known.hexdigest()
+        yield f"{kind.__module__}.{kind.__qualname__} {body} {source_of(kind.__module__)}"

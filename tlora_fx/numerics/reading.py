@@ -1,4 +1,4 @@
-"""What get_attr nodes stand for, and the numbers of branches, at one place of a model.
+"""Tensors of get_attr nodes, and the numbers of branches, at one location of a model.
 
 It follows the Shared Super-Model's own rules (supermodel.py), but takes nothing from passes: what
 a pass wrote into the graphs is what is checked.
@@ -27,7 +27,7 @@ DOWN, UP, DROPOUT = ".lora_A.default.weight", ".lora_B.default.weight", ".lora_d
 
 @dataclass(frozen=True, slots=True)
 class GraphLocation:
-    """Where a graph runs.
+    """Location where a graph runs.
 
     layer    path of the layer, "" for the root and the head
     first    path of the first layer of its block, whose numbers the code carries
@@ -70,7 +70,7 @@ class Reader:
         }
 
     def tensor(self, node: fx.Node, place: GraphLocation) -> Tensor:
-        """What a get_attr node reads.
+        """Tensor that a get_attr node reads.
 
         raises    Unchecked for a table that nobody knows how to fill
         """
@@ -91,7 +91,7 @@ class Reader:
         return value
 
     def scaling(self, node: fx.Node, place: GraphLocation) -> Any:
-        """What a branch is multiplied with: the site's number where the code has the traced one."""
+        """Factor of a branch: the site's number where the code has the traced one."""
         traced, own = self._numbers(node, str(node.meta.get("site", "")), place)
         written = node.args[1]
         return own.scaling if own and traced and written == traced.scaling else written

@@ -19,7 +19,7 @@ SPREAD = 0.5
 
 
 class Unchecked(Exception):
-    """Why a pass cannot be checked here; never the pass's fault."""
+    """Reason why a pass cannot be checked here; never the pass's fault."""
 
 
 def buffers_of(backbone: Backbone) -> dict[str, Tensor]:
@@ -59,7 +59,7 @@ class Seeded:
         return self._own[key]
 
     def clear(self) -> None:
-        """Let go of all memory."""
+        """Free all memory."""
         self._base.clear()
         self._own.clear()
 

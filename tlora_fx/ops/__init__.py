@@ -28,8 +28,9 @@ from tlora_fx.ops.segments import (
     segment_sum,
     segment_switch,
     segment_write,
+    sequence_conv1d,
+    sequence_cumsum,
 )
-from tlora_fx.ops.sequences import sequence_conv1d, sequence_cumsum
 from tlora_fx.ops.tables import site_id, without_dropout
 from tlora_fx.ops.torch_compile import mark_compile_caches
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from tlora_fx.errors import AttentionShapeError, MaskKeyError, SegmentError
+from tlora_fx.host.environment import kernel_mode
 from tlora_fx.ops.dropout import JobMasks, keep_scale, threshold_of
 from tlora_fx.ops.kernels import flash_attention_4, select, support
 from tlora_fx.ops.philox import sixteens
@@ -32,7 +33,7 @@ from tlora_fx.ops.tables import INTEGERS, check_rate
 if TYPE_CHECKING:
     from tlora_fx.ops.kernels.short_attention import Form, Tiles
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 
 #: What computes a row: our kernels, FlashAttention-4, torch's varlen kernel, or cuDNN on a batch of
 #: equal sequences.
@@ -80,7 +81,7 @@ class AttentionRule:
         return max(0, first), stop if self.causal else min(last, length)
 
     def hidden(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
-        """Which of these keys each query does not see, bool [queries, keys]; None: it sees all."""
+        """Mask of the keys that each query does not see, bool [queries, keys]; or None."""
         distance = (
             torch.arange(queries.start, queries.stop, device=device)[:, None]
             - torch.arange(keys.start, keys.stop, device=device)
@@ -97,7 +98,7 @@ class AttentionRule:
 
 @dataclass(frozen=True, slots=True)
 class AttentionTables:
-    """What `packed_attention` is given beside q, k and v, as the schema has it."""
+    """Arguments of `packed_attention` beside q, k and v, as the schema has them."""
 
     cu_seqlens: Tensor
     max_seqlen: Tensor
@@ -114,14 +115,14 @@ class AttentionTables:
 
     @property
     def rule(self) -> AttentionRule:
-        """Its numbers."""
+        """Numbers of the attention rule."""
         dropout = check_rate(self.dropout)
         return AttentionRule(self.scale, self.causal, self.window, self.softcap, dropout)
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Where the sequences of a row lie, and the masks of each sequence's job."""
+    """Spans of the sequences of a row, and the masks of each sequence's job."""
 
     spans: tuple[tuple[int, int], ...]  # without empty ones
     masks: JobMasks
@@ -146,7 +147,7 @@ class Sequences:
         return cls(spans, masks)
 
     def keep(self, queries: slice, keys: slice, heads: int) -> Tensor:
-        """Which attention weights stay, bool [heads, queries, keys]; slices are of the row."""
+        """Mask of the attention weights that dropout keeps, bool [heads, queries, keys]."""
         masks = self.masks
         assert masks.token_index is not None
         job = bisect_right(masks.bounds, queries.start) - 1
@@ -164,7 +165,7 @@ class Sequences:
 
     @property
     def keep_scale(self) -> float:
-        """What kept weights are multiplied by."""
+        """Factor of kept weights."""
         return keep_scale(self.masks.rates[0])
 
 
@@ -351,7 +352,7 @@ def has_row_kernel(q: Tensor, v: Tensor, sinks: Tensor | None, rule: AttentionRu
 def row_kernels(
     q: Tensor, k: Tensor, cu_seqlens: Tensor, longest: int, rule: AttentionRule, segments: Tensor
 ) -> tuple[RowKernel, RowKernel]:
-    """Which kernels take a row that the varlen kernel can do: forward, and backward.
+    """Kernels for a row that the varlen kernel can do: forward, and backward.
 
     In strict mode neither the longest sequence nor their number decides: neighbours have both.
     """
@@ -413,7 +414,7 @@ def _say(heads: int, key_heads: int, width: int, forward: str, backward: str) ->
 def _short_form(q: Tensor, k: Tensor, cu_seqlens: Tensor, rule: AttentionRule) -> Form | None:
     """What was measured of our kernels for such heads."""
     many = len(cu_seqlens) > _MAX_SEQUENCES
-    if many or not rule.causal or not support.has_triton() or support.mode() == "off":
+    if many or not rule.causal or not support.has_triton() or kernel_mode() == "off":
         return None
     # Triton is not everywhere.
     from tlora_fx.ops.kernels.short_attention import FORMS

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlora_fx.host.environment import kernel_mode
 from tlora_fx.ops.kernels import support
 from tlora_fx.ops.kernels.launch import on_device
 from tlora_fx.ops.parallel import IGNORED
@@ -82,11 +83,11 @@ def _is_served(logits: Tensor) -> bool:
     """Whether the kernels take these logits: on a GPU also float32, which needs no tensor cores."""
     if not support.has_triton() or logits.dtype not in _SERVED or not logits.numel():
         return False
-    if support.mode() == "interpret":
+    if kernel_mode() == "interpret":
         return logits.dtype != torch.bfloat16  # which Triton's interpreter gets wrong
     return (
         logits.is_cuda
-        and support.mode() != "off"
+        and kernel_mode() != "off"
         and support.arch_of(logits.device) >= support.OLDEST
     )
 

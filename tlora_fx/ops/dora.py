@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tlora_fx.codegen.ahead import ahead
 from tlora_fx.errors import AdapterTableError
+from tlora_fx.host.environment import kernel_mode
 from tlora_fx.ops.kernels import support
 from tlora_fx.ops.kernels.device_tables import row_tables, site_tables
 from tlora_fx.ops.kernels.launch import on_device
@@ -425,7 +426,7 @@ torch.library.register_autograd(
 
 def has_kernels(*dtypes: torch.dtype) -> bool:
     """Whether a GPU with Triton serves tensors of these types."""
-    return support.mode() != "off" and all(dtype in _TYPES for dtype in dtypes)
+    return kernel_mode() != "off" and all(dtype in _TYPES for dtype in dtypes)
 
 
 def on_kernels(*tensors: Tensor) -> bool:
@@ -433,7 +434,7 @@ def on_kernels(*tensors: Tensor) -> bool:
     if not has_kernels(*(tensor.dtype for tensor in tensors)):
         return False
     if not tensors[0].is_cuda:
-        return support.mode() == "interpret"
+        return kernel_mode() == "interpret"
     return support.has_triton()
 
 

@@ -22,12 +22,12 @@ _CPU_COUNTERS, _CUDA_COUNTERS = 1 << 14, 1 << 22
 
 
 def threshold_of(rate: float) -> int:
-    """What a 16-bit value must reach to be kept at a dropout rate."""
+    """Least 16-bit value that is kept at a dropout rate."""
     return min(round(rate * 65536), 65535)
 
 
 def keep_scale(rate: float) -> float:
-    """What kept values are multiplied by at a dropout rate: one over the exact keep rate."""
+    """Factor of kept values at a dropout rate: one over the exact keep rate."""
     return 65536 / (65536 - threshold_of(rate))
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from tlora_fx.errors import ExpertLinearError, FrozenGradientError
+from tlora_fx.host.environment import kernel_mode
 from tlora_fx.ops.experts import (
     check_experts,
     expert_linear,
@@ -62,7 +63,7 @@ class Call:
 
     @property
     def experts(self) -> int:
-        """E."""
+        """Number of experts, E."""
         return self.weight.shape[0]
 
     @property
@@ -87,7 +88,7 @@ class Call:
 
     @property
     def pairs(self) -> int:
-        """S."""
+        """Number of pairs, S."""
         return self.index.shape[0] * self.index.shape[1]
 
     def check(self, row_jobs: int | None = None) -> None:
@@ -291,7 +292,7 @@ multi_lora_experts_forward.register_autograd(_backward, setup_context=_setup)
 
 def served(call: Call) -> bool:
     """Whether kernels serve a call, by metadata alone."""
-    device, asked = call.x.device.type, support.mode()
+    device, asked = call.x.device.type, kernel_mode()
     if device not in ("cuda", "cpu") or (device == "cpu" and asked != "interpret"):
         return False
     if asked == "off" or not support.has_triton():
@@ -302,7 +303,7 @@ def served(call: Call) -> bool:
 
 
 def why_no_kernel(call: Call, asked: str) -> str:
-    """Why no GPU has kernels for a call under a mode, or ""; its tensors may be anywhere."""
+    """Reason why no GPU has kernels for a call under a mode, or ""; its tensors may be anywhere."""
     kind, adapters = call.x.dtype, call.a[0].dtype
     bases = (torch.float16, torch.float32, torch.float64)
     if not (kind in bases if asked == "interpret" else has_grouped_types(kind)):

@@ -38,7 +38,7 @@ OLDEST = (8, 9)  # compute capability with products in float8
 
 
 def no_product(shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Why a matrix [out, in] is not multiplied in float8, "" where it is."""
+    """Reason why a matrix [out, in] is not multiplied in float8, "" where it is."""
     if dtype != torch.bfloat16:
         return f"products in float8 give bfloat16, and it is of {dtype}"
     if any(size % GRANULE for size in shape):
@@ -74,12 +74,12 @@ def row_codes(weight: Tensor) -> Tensor:
 
 
 def row_scales(weight: Tensor) -> Tensor:
-    """Its scales [out, 1], float32."""
+    """Scales [out, 1], float32, of a matrix [out, in]."""
     return float8_rows(weight)[1].contiguous()
 
 
 def column_codes(weight: Tensor) -> Tensor:
-    """Its codes turned, [in, out]."""
+    """Codes [in, out] of a matrix [out, in]."""
     return float8_rows(weight)[0].t().contiguous()
 
 
@@ -89,12 +89,12 @@ def row_codes_turned(weight: Tensor) -> Tensor:
 
 
 def row_scales_turned(weight: Tensor) -> Tensor:
-    """Its scales [out, 1]."""
+    """Scales [out, 1] of a matrix [in, out]."""
     return row_scales(weight.t())
 
 
 def column_codes_turned(weight: Tensor) -> Tensor:
-    """Its codes turned, [in, out]."""
+    """Codes [in, out] of a matrix [in, out]."""
     return column_codes(weight.t())
 
 

@@ -1,4 +1,4 @@
-"""What the operators cost, for `torch.utils.flop_counter`.
+"""Costs of the operators, for `torch.utils.flop_counter`.
 
 Counted as torch counts its own: two operations a multiply-add, matrix products only, attention
 without the causal half. Tables without values (fake tensors) count as equal shares.
@@ -21,13 +21,17 @@ import tlora_fx.ops.parallel
 import tlora_fx.ops.quantized  # noqa: F401  (these define what is named below)
 from tlora_fx.ops.expert_lora import Call
 from tlora_fx.ops.lora import from_kernels
-from tlora_fx.ops.tables import SiteGroup, tokens_of
+from tlora_fx.ops.tables import (
+    AdapterGradientsCall,
+    ForwardCall,
+    InputGradientCall,
+    SiteGroup,
+    tokens_of,
+)
 
 ops = torch.ops.tlora_fx
 # Of an operator's arguments; settings follow.
 _TABLES = 9
-# What `PART_SCHEMA` names.
-_PART_TABLES = 12
 
 
 def _lengths(offsets: Tensor, total: int) -> list[float]:
@@ -81,7 +85,7 @@ def multi_lora_forward_flops(
     x: Tensor, weights: list[Tensor], biases: Any, *rest: Any, **out: Any
 ) -> int:
     """The frozen products and each job's two low-rank products."""
-    return _forward(x, SiteGroup(weights, *rest[:_PART_TABLES]))
+    return _forward(x, ForwardCall.of(weights, rest).group)
 
 
 @register_flop_formula(ops.multi_lora_gated_linear, get_raw=True)
@@ -109,8 +113,8 @@ def multi_lora_input_gradient_flops(
 
     Kernels find dB in the pass over dy that finds dS; the loop over jobs finds it with dA.
     """
-    *tables, s, _, need_dx, _ = rest
-    group, flop = SiteGroup(weights, *tables), 0
+    group, s, _, need_dx, _ = InputGradientCall.of(weights, rest)
+    flop = 0
     sites = zip(group.a, group.b, weights, _low_rank(dys[0], group), strict=True)
     for a, b, weight, rows in sites:
         columns = b.shape[1] * (1 + from_kernels(s)) + a.shape[1] * need_dx
@@ -123,8 +127,7 @@ def multi_lora_adapter_gradients_flops(
     dys: list[Tensor], x: Tensor, weights: list[Tensor], *rest: Any, **out: Any
 ) -> int:
     """dA; where no kernel served, S again and dB."""
-    *tables, s, _, _, _ = rest
-    group = SiteGroup(weights, *tables)
+    group, s, *_ = AdapterGradientsCall.of(weights, rest)
     again = 0 if from_kernels(s) else 1
     sites = zip(group.a, group.b, _low_rank(x, group), strict=True)
     return sum(
@@ -173,7 +176,7 @@ def quantized_linear_flops(
 def quantized_linear_backward_flops(
     dy: Tensor, stored: list[Tensor], form: str, shape: list[int], **out: Any
 ) -> int:
-    """dx."""
+    """Operations of dx."""
     return 2 * tokens_of(dy) * int(shape[0] * shape[1])
 
 
@@ -181,13 +184,13 @@ def quantized_linear_backward_flops(
 def float8_linear_flops(
     x: Tensor, codes: Tensor, scale: Tensor, stored: list[Tensor], *rest: Any, **out: Any
 ) -> int:
-    """The product alone."""
+    """Operations of the product alone."""
     return 2 * tokens_of(x) * stored[0].numel()
 
 
 @register_flop_formula(ops.float8_input_gradient, get_raw=True)
 def float8_input_gradient_flops(codes: Tensor, scale: Tensor, columns: Tensor, **out: Any) -> int:
-    """dx."""
+    """Operations of dx."""
     return 2 * tokens_of(codes) * columns.numel()
 
 
@@ -246,8 +249,7 @@ def multi_lora_add_forward_flops(y: Tensor, x: Tensor, *tables: Any, **rest: Any
 @register_flop_formula(ops.multi_lora_add_input_gradient, get_raw=True)
 def multi_lora_add_input_gradient_flops(dy: Tensor, *rest: Any, **out: Any) -> int:
     """dS; the branch's dx where it is wanted; dB as kernels do."""
-    *tables, s, _, need_dx = rest
-    group = SiteGroup([], *tables)
+    group, s, _, need_dx, _ = InputGradientCall.of([], rest)
     (rows,) = _low_rank(dy, group)
     columns: int = group.b[0].shape[1] * (1 + from_kernels(s)) + group.inner * need_dx
     return round(2 * rows * columns)

@@ -21,8 +21,15 @@ from torch import Tensor
 
 from tlora_fx.errors import AdapterTableError
 from tlora_fx.ops.kernels import dispatch, packed, support
-from tlora_fx.ops.lora import gradients, keep, loop_forward, need_gradients, nothing
-from tlora_fx.ops.tables import PART_SCHEMA, SITE_SCHEMA, SiteGroup
+from tlora_fx.ops.lora import (
+    DispatchedCall,
+    gradients,
+    keep,
+    loop_forward,
+    need_gradients,
+    nothing,
+)
+from tlora_fx.ops.tables import PART_SCHEMA, SITE_SCHEMA, ForwardCall, SiteGroup
 
 #: The activations that a gate may have.
 ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -71,7 +78,7 @@ def _linear(
 ) -> Tensor:  # fmt: skip
     _check(gate, up, activation)
     group = SiteGroup.single([weight], *tables)
-    # Room behind x is what a traced graph has where kernels serve and no strict mode is on.
+    # A traced graph has tail columns behind x where kernels serve and no strict mode is on.
     tail_columns = packed.behind_x(gate, group)
     if not tail_columns:
         x = ACTIVATIONS[activation](gate) * up
@@ -113,8 +120,7 @@ def multi_lora_gated_forward(
                       [..., in + tail_columns]
     raises            as `multi_lora_gated_linear`
     """
-    *tables, tail_columns = rest
-    group = SiteGroup(weights, *tables)
+    group, tail_columns, _ = ForwardCall.of(weights, rest)
     _check(gate, up, activation)
     group.check(gate, biases)
     kernels = support.kernel_group(gate, group)
@@ -136,8 +142,7 @@ def _forward_fake(
     gate: Tensor, up: Tensor, activation: str, weights: list[Tensor],
     biases: list[Tensor | None], *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    *tables, tail_columns = rest
-    group = SiteGroup(weights, *tables)
+    group, tail_columns, _ = ForwardCall.of(weights, rest)
     _check(gate, up, activation)
     group.check(gate, biases)
     y = gate.new_empty(*gate.shape[:-1], weights[0].shape[0])
@@ -153,27 +158,29 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, call: tuple[Any, ...], gate: Tensor, up: Tensor, *learning: Tensor
-    ) -> Any:
-        keyset, activation, weights, biases, shared, tail_columns, frozen = call
+        ctx: Any, call: DispatchedCall, activation: str, gate: Tensor, up: Tensor,
+        *learning: Tensor,
+    ) -> Any:  # fmt: skip
+        group, tail_columns, _ = call.forward
         y, s, bits, x = _redispatch(
-            keyset, gate, up, activation, weights, biases, *shared, tail_columns
-        )
+            call.keyset, gate, up, activation, group.weights, call.biases, *group.arguments(),
+            tail_columns,
+        )  # fmt: skip
         ctx.mark_non_differentiable(s, bits, x)
-        keep(ctx, x, tail_columns, weights, shared, (s, bits), gate, up, frozen=frozen)
+        keep(ctx, x, call.forward, (s, bits), gate, up, frozen=call.frozen)
         ctx.activation = activation
         return y, s, bits, x
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        _, need_gate, need_up, *learning = ctx.needs_input_grad
+        _, _, need_gate, need_up, *learning = ctx.needs_input_grad
         dx, leaves, (gate, up) = gradients(
             ctx, grads, need_dx=need_gate or need_up, need_leaves=any(learning)
         )
         if dx is None:
-            return (None, None, None, *leaves)
+            return (None, None, None, None, *leaves)
         dgate, dup = _gate_gradients(ctx.activation, gate, up, dx)
-        return (None, dgate if need_gate else None, dup if need_up else None, *leaves)
+        return (None, None, dgate if need_gate else None, dup if need_up else None, *leaves)
 
 
 def _gate_gradients(activation: str, gate: Tensor, up: Tensor, dx: Tensor) -> tuple[Tensor, Tensor]:
@@ -207,15 +214,15 @@ def _autograd(
     keyset: Any, gate: Tensor, up: Tensor, activation: str, weights: list[Tensor],
     biases: list[Tensor | None], *rest: Any,
 ) -> list[Tensor]:  # fmt: skip
-    *shared, tail_columns = rest
-    frozen, learning = not need_gradients(*weights, *biases), [*shared[0], *shared[1]]
+    forward = ForwardCall.of(weights, rest)
+    frozen, learning = not need_gradients(*weights, *biases), [*forward.group.a, *forward.group.b]
     wanted = not frozen or need_gradients(gate, up, *learning)
     if not (torch.is_grad_enabled() and wanted):
         return _redispatch(keyset, gate, up, activation, weights, biases, *rest)
-    call = (keyset, activation, weights, biases, shared, tail_columns, frozen)
+    call = DispatchedCall(keyset, biases, forward, frozen)
     if not frozen:
         learning += [tensor for tensor in (*weights, *biases) if tensor is not None]
-    results = _Differentiable.apply(call, gate, up, *learning)  # type: ignore[no-untyped-call]
+    results = _Differentiable.apply(call, activation, gate, up, *learning)  # type: ignore[no-untyped-call]
     return list(results)
 
 

@@ -1,4 +1,4 @@
-"""Which calls of our operators read tables of jobs on the host of a GPU.
+"""Calls of our operators that read tables of jobs on the host of a GPU.
 
 A CUDA graph would keep for all rows what a table says while it is captured, so `check_table`
 refuses to be captured, and a model with one such call runs no row as a graph. This says so of a
@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any
 
+from tlora_fx.host.environment import kernel_mode
 from tlora_fx.ops.attention import AttentionRule, has_row_kernel
 from tlora_fx.ops.dora import has_kernels
 from tlora_fx.ops.expert_lora import Call, why_no_kernel
@@ -55,7 +56,7 @@ def _written_out(arguments: Mapping[str, Any]) -> bool:
 
 def _one_by_one(arguments: Mapping[str, Any]) -> bool:
     """Adapters without kernels run job by job."""
-    asked = support.mode()
+    asked = kernel_mode()
     if asked == "off":
         return True
     x = arguments["gate"] if "gate" in arguments else arguments["x"]
@@ -66,7 +67,7 @@ def _one_by_one(arguments: Mapping[str, Any]) -> bool:
 
 def _without_kernels(arguments: Mapping[str, Any]) -> bool:
     """Adapters of experts without kernels run job by job, too."""
-    asked = support.mode()
+    asked = kernel_mode()
     call = Call(**{field.name: arguments[field.name] for field in fields(Call)})
     return asked == "off" or bool(why_no_kernel(call, "auto"))
 

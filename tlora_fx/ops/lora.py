@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,6 +38,9 @@ from tlora_fx.ops.tables import (
     PART_SCHEMA,
     SITE_SCHEMA,
     SITES_SCHEMA,
+    AdapterGradientsCall,
+    ForwardCall,
+    InputGradientCall,
     SiteGroup,
     check_adapters,
     check_fit,
@@ -182,8 +185,8 @@ def multi_lora_forward(
               [tokens, in / 8] uint8
     raises    as `multi_lora_linear`
     """
-    *tables, tail_columns, joined = _with_joined(rest)
-    group, inputs = SiteGroup(weights, *tables), packed.narrow(x, tail_columns)
+    group, tail_columns, joined = ForwardCall.of(weights, rest)
+    inputs = packed.narrow(x, tail_columns)
     group.check(inputs, biases)
     kernels = support.kernel_group(inputs, group)
     if kernels is None:
@@ -193,11 +196,6 @@ def multi_lora_forward(
     return dispatch.forward(x, biases, group, kernels, tail_columns, joined)
 
 
-def _with_joined(rest: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The forward's arguments behind its biases; torch leaves out `joined` where it is False."""
-    return rest if isinstance(rest[-1], bool) else (*rest, False)
-
-
 torch.library.impl("tlora_fx::multi_lora_forward", _DEVICES, multi_lora_forward)
 
 
@@ -205,8 +203,8 @@ torch.library.impl("tlora_fx::multi_lora_forward", _DEVICES, multi_lora_forward)
 def _forward_fake(
     x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *rest: Any
 ) -> list[Tensor]:
-    *tables, tail_columns, joined = _with_joined(rest)
-    group, inputs = SiteGroup(weights, *tables), packed.narrow(x, tail_columns)
+    group, tail_columns, joined = ForwardCall.of(weights, rest)
+    inputs = packed.narrow(x, tail_columns)
     group.check(inputs, biases)
     outers = [weight.shape[0] for weight in weights]
     ys = [x.new_empty(*x.shape[:-1], outer) for outer in ([sum(outers)] if joined else outers)]
@@ -225,8 +223,7 @@ def multi_lora_input_gradient(dys: list[Tensor], weights: list[Tensor], *rest: A
               `multi_lora_adapter_gradients` reads
     raises    as `multi_lora_linear`
     """
-    *tables, s, bits, need_dx, tail_columns = rest
-    group = SiteGroup(weights, *tables)
+    group, s, bits, need_dx, tail_columns = InputGradientCall.of(weights, rest)
     if from_kernels(s):
         return dispatch.input_gradient(dys, group, s, bits, need_dx, tail_columns)
     each = _each([packed.narrow(dy, tail_columns) for dy in dys], weights)
@@ -246,8 +243,7 @@ torch.library.impl("tlora_fx::multi_lora_input_gradient", _DEVICES, multi_lora_i
 
 @torch.library.register_fake("tlora_fx::multi_lora_input_gradient")  # type: ignore[untyped-decorator]
 def _input_gradient_fake(dys: list[Tensor], weights: list[Tensor], *rest: Any) -> list[Tensor]:
-    *tables, s, _, need_dx, _ = rest
-    group = SiteGroup(weights, *tables)
+    group, s, _, need_dx, _ = InputGradientCall.of(weights, rest)
     first = dys[0]
     dx = first.new_empty(*first.shape[:-1], group.inner) if need_dx else first.new_empty(0)
     if from_kernels(s):
@@ -270,8 +266,7 @@ def multi_lora_adapter_gradients(
     returns        n da like a, n db like b; rows of jobs without tokens are zero
     raises         as `multi_lora_linear`
     """
-    *tables, s, bits, ds, db_parts = rest
-    group = SiteGroup(weights, *tables)
+    group, s, bits, ds, db_parts = AdapterGradientsCall.of(weights, rest)
     if from_kernels(s):
         return dispatch.adapter_gradients(x, group, bits, ds, db_parts)
     return loop_adapter_gradients(_each(dys, weights), x, group, ds)
@@ -284,18 +279,31 @@ torch.library.impl("tlora_fx::multi_lora_adapter_gradients", _DEVICES, multi_lor
 def _adapter_gradients_fake(
     dys: list[Tensor], x: Tensor, weights: list[Tensor], *rest: Any
 ) -> list[Tensor]:
-    group = SiteGroup(weights, *rest[:-4])
+    group = AdapterGradientsCall.of(weights, rest).group
     return [leaf.new_empty(leaf.shape) for leaf in (*group.a, *group.b)]
 
 
 def nothing(like: Tensor, count: int) -> list[Tensor]:
-    """What stands for so many S, bits or parts where no kernel made them."""
+    """Empty tensors in place of S, bits or parts that no kernel made."""
     return [like.new_empty(0) for _ in range(count)]
 
 
 def from_kernels(s: list[Tensor]) -> bool:
     """Whether kernels made these: by the shape, for a row may have no tokens."""
     return s[0].dim() == 2
+
+
+class DispatchedCall(NamedTuple):
+    """A forward on its way through autograd, which does not look into it.
+
+    keyset   of the call's dispatch
+    frozen   whether no weight and no bias learns
+    """
+
+    keyset: Any
+    biases: list[Tensor | None]
+    forward: ForwardCall
+    frozen: bool
 
 
 class _Differentiable(torch.autograd.Function):
@@ -305,15 +313,15 @@ class _Differentiable(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, call: tuple[Any, ...], x: Tensor, *learning: Tensor) -> Any:
-        keyset, weights, biases, shared, joined, frozen = call
-        count, tail_columns = len(weights), packed.behind_x(x, SiteGroup(weights, *shared))
-        x = packed.widen([x], tail_columns)
-        results = _redispatch(keyset, x, weights, biases, *shared, tail_columns, joined)
-        ys, rest = results[: -2 * count], results[-2 * count :]
+    def forward(ctx: Any, call: DispatchedCall, x: Tensor, *learning: Tensor) -> Any:
+        group, weights = call.forward.group, call.forward.group.weights
+        own = call.forward._replace(tail_columns=packed.behind_x(x, group))
+        x = packed.widen([x], own.tail_columns)
+        results = _redispatch(call.keyset, x, weights, call.biases, *own.arguments())
+        ys, rest = results[: -2 * len(weights)], results[-2 * len(weights) :]
         ctx.mark_non_differentiable(*rest)
-        keep(ctx, x, tail_columns, weights, shared, rest, frozen=frozen, joined=joined)
-        if joined:
+        keep(ctx, x, own, rest, frozen=call.frozen)
+        if own.joined:
             ys = _each(ys, weights)
             # A backward that keeps one, as attention's does v, would keep all. What reads them in
             # generated code reads them where they are. All of gate and up are kept anyway.
@@ -335,34 +343,29 @@ _KEPT_LISTS = 9
 def keep(
     ctx: Any,
     x: Tensor,
-    tail_columns: int,
-    weights: list[Tensor],
-    shared: Sequence[Any],
+    call: ForwardCall,
     rest: Sequence[Tensor],
     *more: Tensor,
     frozen: bool,
-    joined: bool = False,
 ) -> None:
     """Keep what `gradients` reads.
 
     x        with its tail columns
-    shared   what `PART_SCHEMA` names
     rest     S and the bits of each site
     more     handed on
     """
     ctx.set_materialize_grads(False)
-    *tables, segments, keys, token_index, sites, _, _, _ = shared
-    lists = (weights, *tables, sites)
+    group = call.group
+    lists = (
+        group.weights, group.a, group.b, group.ranks, group.scales, group.rates, group.sites,
+    )  # fmt: skip
     ctx.save_for_backward(
-        x, segments, keys, token_index, *(item for part in lists for item in part), *rest, *more
-    )
-    ctx.settings, ctx.count, ctx.tail_columns, ctx.frozen = (
-        shared[-3:],
-        len(weights),
-        tail_columns,
-        frozen,
-    )
-    ctx.joined = joined
+        x, group.segments, group.keys, group.token_index,
+        *(item for part in lists for item in part), *rest, *more,
+    )  # fmt: skip
+    ctx.settings = group.compute_dtype, group.max_rank, group.drops
+    ctx.count, ctx.frozen = len(group.weights), frozen
+    ctx.tail_columns, ctx.joined = call.tail_columns, call.joined
 
 
 def gradients(
@@ -381,28 +384,28 @@ def gradients(
     x, segments, keys, token_index, *flat = ctx.saved_tensors
     more = flat[_KEPT_LISTS * count :]
     parts = [flat[start * count : (start + 1) * count] for start in range(_KEPT_LISTS)]
-    weights, *tables, sites, s, bits = parts
-    shared = (*tables, segments, keys, token_index, sites, *ctx.settings)
+    weights, a, b, ranks, scales, rates, sites, s, bits = parts
+    lists = a, b, ranks, scales, rates
+    group = SiteGroup(weights, *lists, segments, keys, token_index, sites, *ctx.settings)
     x = packed.narrow(x, ctx.tail_columns)
     dys = [
         x.new_zeros(*x.shape[:-1], weight.shape[0]) if dy is None else dy
         for dy, weight in zip(grads[:count], weights, strict=True)
     ]
-    tail_columns = (
-        packed.behind_dy(dys[0], SiteGroup(weights, *shared), ctx.joined) if need_dx else 0
-    )
+    tail_columns = packed.behind_dy(dys[0], group, ctx.joined) if need_dx else 0
     wide = [
         packed.widen(part, tail_columns) for part in ([dys] if ctx.joined else [[d] for d in dys])
     ]
     direct = _is_plain(x, *dys)
     input_gradient = multi_lora_input_gradient if direct else _input_gradient
-    dx, *rest = input_gradient(wide, weights, *shared, s, bits, need_dx, tail_columns)
+    tables = group.arguments()
+    dx, *rest = input_gradient(wide, weights, *tables, s, bits, need_dx, tail_columns)
     leaves: list[Tensor | None] = [None] * (2 * count)
     if need_leaves:
         # Views of what is there: dy itself would be written once more.
         dys = [packed.narrow(dy, tail_columns) for dy in wide]
         adapters = multi_lora_adapter_gradients if direct else _adapter_gradients
-        leaves = [*adapters(dys, x, weights, *shared, s, bits, rest[:count], rest[count:])]
+        leaves = [*adapters(dys, x, weights, *tables, s, bits, rest[:count], rest[count:])]
     return dx if need_dx else None, leaves, more
 
 
@@ -453,17 +456,19 @@ def _forward_of(
 def _autograd(
     keyset: Any, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], *rest: Any
 ) -> list[Tensor]:
-    *shared, tail_columns, joined = _with_joined(rest)
-    frozen, learning = not need_gradients(*weights, *biases), [*shared[0], *shared[1]]
+    call = ForwardCall.of(weights, rest)
+    frozen, learning = not need_gradients(*weights, *biases), [*call.group.a, *call.group.b]
     if not torch.is_grad_enabled() or (frozen and not need_gradients(x, *learning)):
-        if not tail_columns:
-            tail_columns = packed.behind_x(x, SiteGroup(weights, *shared))
-            x = packed.widen([x], tail_columns)
-        return _redispatch(keyset, x, weights, biases, *shared, tail_columns, joined)
-    call = (keyset, weights, biases, shared, joined, frozen)
+        if not call.tail_columns:
+            call = call._replace(tail_columns=packed.behind_x(x, call.group))
+            x = packed.widen([x], call.tail_columns)
+        return _redispatch(keyset, x, weights, biases, *call.arguments())
     if not frozen:
         learning += [tensor for tensor in (*weights, *biases) if tensor is not None]
-    results = _Differentiable.apply(call, packed.narrow(x, tail_columns), *learning)  # type: ignore[no-untyped-call]
+    dispatched = DispatchedCall(keyset, biases, call, frozen)
+    results = _Differentiable.apply(  # type: ignore[no-untyped-call]
+        dispatched, packed.narrow(x, call.tail_columns), *learning
+    )
     return list(results)
 
 
@@ -529,7 +534,7 @@ def _add_forward_fake(y: Tensor, x: Tensor, *tables: Any) -> list[Tensor]:
     schema=f"(Tensor dy, {PART_SCHEMA}, Tensor[] s, Tensor[] bits, bool need_dx) -> Tensor[]",
 )
 def multi_lora_add_input_gradient(dy: Tensor, *rest: Any) -> list[Tensor]:
-    """What the branches add to the gradient of x.
+    """Contribution of the branches to the gradient of x.
 
     dy        [..., out]
     s, bits   as the forward gave them
@@ -537,8 +542,7 @@ def multi_lora_add_input_gradient(dy: Tensor, *rest: Any) -> list[Tensor]:
               `multi_lora_adapter_gradients` reads
     raises    as `multi_lora_add`
     """
-    *tables, s, bits, need_dx = rest
-    group = SiteGroup([], *tables)
+    group, s, bits, need_dx, _ = InputGradientCall.of([], rest)
     if from_kernels(s):
         return dispatch.add_input_gradient(dy, group, s[0], bits[0], need_dx)
     rows = dy.reshape(-1, dy.shape[-1])
@@ -551,8 +555,7 @@ def multi_lora_add_input_gradient(dy: Tensor, *rest: Any) -> list[Tensor]:
 
 @multi_lora_add_input_gradient.register_fake
 def _add_input_gradient_fake(dy: Tensor, *rest: Any) -> list[Tensor]:
-    *tables, s, _, need_dx = rest
-    group = SiteGroup([], *tables)
+    group, s, _, need_dx, _ = InputGradientCall.of([], rest)
     dx = dy.new_empty(*dy.shape[:-1], group.inner) if need_dx else dy.new_empty(0)
     if from_kernels(s):
         return [dx, torch.empty_like(s[0]), *KernelGroup.of(dy, group).gradient_parts(dy)]

@@ -59,7 +59,7 @@ _ranks: dict[str, GroupRank | None] = {}
 
 
 def use_group(name: str, group: ProcessGroup | None) -> None:
-    """Let a name in graphs stand for a group of processes.
+    """Bind a name in graphs to a group of processes.
 
     Compiled code holds the group that was in use when it was compiled.
 
@@ -72,7 +72,7 @@ def use_group(name: str, group: ProcessGroup | None) -> None:
 
 
 def facts() -> tuple[object, ...]:
-    """What compiled code depends on."""
+    """Facts that compiled code depends on."""
     return tuple(sorted((name, repr(rank)) for name, rank in _ranks.items()))
 
 

@@ -60,7 +60,7 @@ def require_package(form: str) -> None:
 
 
 def misfit(form: str, shape: Sequence[int], dtype: torch.dtype) -> str:
-    """Why a matrix [out, in] of this dtype has no such form, "" where it has."""
+    """Reason why a matrix [out, in] of this dtype has no such form, "" where it has."""
     if dtype not in DTYPES:
         return f"{form} has no matrices of {dtype}"
     block = FORMS[form].block

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ _is_initialized: Callable[[], bool] = torch.cuda.is_initialized
 
 
 def token_bounds(segments: Tensor, tokens: int) -> list[int]:
-    """Where each job's tokens begin, and where the last job's end.
+    """Offsets where each job's tokens begin, and where the last job's end.
 
     segments  int [J + 1] on the CPU, job j owns units segments[j]:segments[j + 1]
     tokens    how many tokens the tensor has, a whole multiple of the units
@@ -61,7 +61,7 @@ def token_bounds(segments: Tensor, tokens: int) -> list[int]:
 
 
 def covering(segments: Tensor, rows: int) -> list[int]:
-    """Where each job's rows begin; unlike tokens of a unit, every row counts for itself.
+    """Offsets where each job's rows begin; unlike tokens of a unit, every row counts for itself.
 
     raises    SegmentError where the last offset is not the number of rows
     """
@@ -172,7 +172,7 @@ def check_token_index(token_index: Tensor, tokens: int) -> Tensor:
 
 
 def rank_bounds(ranks: Tensor, jobs: int, total: int) -> list[int]:
-    """Where each job's rows of a and b begin, of `total`; raises AdapterTableError."""
+    """Offsets where each job's rows of a and b begin, of `total`; raises AdapterTableError."""
     check_table(ranks, "ranks")
     rows: list[int] = ranks.tolist()
     # Rows behind the last job's belong to nobody: banks of equal layers have one size.
@@ -188,7 +188,7 @@ def rank_bounds(ranks: Tensor, jobs: int, total: int) -> list[int]:
 
 
 def check_scales(scales: Tensor, jobs: int) -> list[float]:
-    """What each of `jobs` jobs' branches is multiplied with; raises AdapterTableError."""
+    """Factor of each of `jobs` jobs' branches; raises AdapterTableError."""
     return _numbers(scales, jobs, "scales", AdapterTableError)
 
 
@@ -292,7 +292,7 @@ class SiteGroup:
         return self.max_rank or self.a[site].shape[0]
 
     def arguments(self) -> tuple[Any, ...]:
-        """What `PART_SCHEMA` names, in its order."""
+        """Arguments that `PART_SCHEMA` names, in its order."""
         return (
             self.a, self.b, self.ranks, self.scales, self.rates, self.segments, self.keys,
             self.token_index, self.sites, self.compute_dtype, self.max_rank, self.drops,
@@ -311,6 +311,67 @@ class SiteGroup:
         for site, weight in enumerate(self.weights):
             bias = biases[site] if biases else None
             check_adapters(x, weight, bias, self.a[site], self.b[site])
+
+
+# What `PART_SCHEMA` names.
+_PART_TABLES = 12
+
+
+class ForwardCall(NamedTuple):
+    """What the operators of a forward take behind their weights and biases.
+
+    joined   all y are one tensor
+    """
+
+    group: SiteGroup
+    tail_columns: int = 0
+    joined: bool = False
+
+    @classmethod
+    def of(cls, weights: list[Tensor], rest: Sequence[Any]) -> ForwardCall:
+        """From arguments as the schemas have them; torch leaves out what is as by default."""
+        return cls(SiteGroup(weights, *rest[:_PART_TABLES]), *rest[_PART_TABLES:])
+
+    def arguments(self) -> tuple[Any, ...]:
+        """As the schemas have them."""
+        return (*self.group.arguments(), self.tail_columns, self.joined)
+
+
+class InputGradientCall(NamedTuple):
+    """What the operators of dx and dS take behind their weights.
+
+    s, bits   of each site, as the forward gave them
+    """
+
+    group: SiteGroup
+    s: list[Tensor]
+    bits: list[Tensor]
+    need_dx: bool
+    tail_columns: int = 0
+
+    @classmethod
+    def of(cls, weights: list[Tensor], rest: Sequence[Any]) -> InputGradientCall:
+        """From arguments as the schemas have them."""
+        return cls(SiteGroup(weights, *rest[:_PART_TABLES]), *rest[_PART_TABLES:])
+
+
+class AdapterGradientsCall(NamedTuple):
+    """What the operator of dA and dB takes behind its weights.
+
+    s, bits        of each site, as the forward gave them
+    ds, db_parts   of each site, as the operator of dx gave them
+    """
+
+    group: SiteGroup
+    s: list[Tensor]
+    bits: list[Tensor]
+    ds: list[Tensor]
+    db_parts: list[Tensor]
+
+    @classmethod
+    def of(cls, weights: list[Tensor], rest: Sequence[Any]) -> AdapterGradientsCall:
+        """From arguments as the schemas have them."""
+        return cls(SiteGroup(weights, *rest[:_PART_TABLES]), *rest[_PART_TABLES:])
 
 
 # The module paths that numbers were made of in this process.
@@ -333,7 +394,7 @@ def site_name(number: int) -> str:
 
 @contextmanager
 def named(site: Tensor) -> Iterator[None]:
-    """Let an error say at which site it happened."""
+    """Name the site in errors that are raised within this context."""
     try:
         yield
     except TloraError as error:

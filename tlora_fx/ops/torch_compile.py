@@ -1,4 +1,4 @@
-"""What torch.compile has to know of our operators, and be spared.
+"""Workarounds for torch.compile on our operators.
 
 Keys of torch's caches hold the names of operators, not what their fake implementations give. Those
 depend on which implementation serves (see kernels/support.py), so code that was compiled under
@@ -9,7 +9,6 @@ they hold which processes a tensor-parallel graph sums over (see parallel.py).
 from __future__ import annotations
 
 import functools
-import os
 import re
 import sys
 from hashlib import sha256
@@ -18,8 +17,8 @@ from typing import Any
 import torch
 import torch.compiler.config as settings
 
+from tlora_fx.host.environment import kernel_mode, wants_strict_kernels
 from tlora_fx.host.version import __version__
-from tlora_fx.ops.kernels.support import mode
 from tlora_fx.ops.parallel import facts as groups
 
 _OURS = re.compile(r";?tlora_fx=[0-9a-f]+")
@@ -35,8 +34,8 @@ def mark_compile_caches() -> None:
 
 
 def _part() -> str:
-    strict = os.environ.get("TLORA_FX_STRICT", "")
-    facts = (__version__, *_schemas(), mode(), strict, holds_rows(), *groups())
+    modes = kernel_mode(), wants_strict_kernels()
+    facts = (__version__, *_schemas(), *modes, holds_rows(), *groups())
     return f"tlora_fx={sha256(repr(facts).encode()).hexdigest()[:16]}"
 
 
@@ -52,7 +51,7 @@ HELD = 8192
 
 
 def hold_rows() -> None:
-    """Let compiled code sum rows of up to HELD numbers in one read, once a process.
+    """Make compiled code sum rows of up to HELD numbers in one read, once a process.
 
     Inductor does so up to 1,024 and reads longer ones twice; all that it compiles in this process
     from then on changes, the user's own code too. In the rounds of a Llama-3-8B shape
@@ -69,7 +68,7 @@ def hold_rows() -> None:
 
 
 def widen(choices: Any) -> None:
-    """Let a class's `should_use_persistent_reduction` agree to rows of up to HELD numbers."""
+    """Make a class's `should_use_persistent_reduction` accept rows of up to HELD numbers."""
     usual = getattr(choices, "should_use_persistent_reduction", None)
     if usual is None or hasattr(usual, "holds_rows"):
         return
@@ -107,7 +106,7 @@ LAYERS = "y_grid_div_"
 
 
 def allow_empty_grids() -> None:
-    """Let compiled code run on tensors without rows, once a process; nothing to do without CUDA.
+    """Make compiled code run on tensors without rows, once a process; nothing to do without CUDA.
 
     In torch 2.11 a kernel over two dimensions has so many layers of blocks as its second dimension
     needs; with none it divides by zero. A job without tokens in a row is such a case. Later
@@ -125,7 +124,7 @@ def allow_empty_grids() -> None:
 
 
 def mend(grid: Any) -> None:
-    """Let a class's `generate` ask whether there are layers before it divides by their number."""
+    """Make a class's `generate` check that there are layers before it divides by their number."""
     generate = grid.generate
     if hasattr(generate, "__wrapped__"):
         return

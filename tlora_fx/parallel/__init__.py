@@ -1,1 +1,1 @@
-"""What runs a plan: meshes, sharding, stages, nano-batches, CUDA graphs."""
+"""Execution of plans: meshes, sharding, stages, nano-batches, CUDA graphs."""

@@ -32,7 +32,7 @@ from tlora_fx.parallel.stage_graphs import StageGraphs
 
 
 def part_of(model: SuperModel, plan: Plan, mesh: Mesh) -> LocalShard:
-    """What of a prepared model this process holds."""
+    """Part of a prepared model that this process holds."""
     held: frozenset[str] | None = None
     if plan.mesh.pp > 1:
         from tlora_fx.parallel.stages import held_by
@@ -58,7 +58,7 @@ def load(model: SuperModel, plan: Plan, mesh: Mesh, base: Mapping[str, Tensor]) 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """How an open model runs: whoever trains it next under the same plan takes this over."""
+    """Plan, mesh and runner of an open model; its next trainer under the same plan reuses them."""
 
     plan: Plan
     mesh: Mesh
@@ -129,7 +129,7 @@ def _applied(
     require_nano(plan, plan.nano_batches > 1)
     require_whole_pairs(model, plan, cuts=plan.nano_batches > 1)
     if mesh.size > 1:
-        model.stay_awake()
+        model.keep_all_gradients()
     sharded = shard_base(model, plan, mesh) if shards(plan) and plan.mesh.pp == 1 else None
     if plan.mesh.pp > 1:
         from tlora_fx.parallel.pipeline import PipelineRunner
@@ -356,7 +356,7 @@ class ReducingRunner:
 
     @property
     def graphs(self) -> RowGraphs | StageGraphs | None:
-        """Of rows or micro-batches that come again, where they may run so."""
+        """CUDA graphs of rows or micro-batches that come again, where they may run so."""
         return getattr(self.inner, "graphs", None)
 
     def run(self, rows: Sequence[PackedBatch], weights: Tensor) -> Tensor:

@@ -18,9 +18,9 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from traceback import clear_frames
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,7 @@ from tlora_fx.ops.kernels.pack_together import Packing, noting, serving
 from tlora_fx.ops.kernels.select import cut_by_jobs
 from tlora_fx.parallel.peer_copies import SideStreams
 
-logger = logging.getLogger("tlora_fx.planners")
+logger = logging.getLogger(__name__)
 MAX_GRAPHS = 48
 # Rows of a form before it is captured: lengths that never come again are many.
 WARMUP_ROWS = 1
@@ -47,7 +47,7 @@ Asked = dict[tuple[object, ...], Callable[[], Tensor]]
 
 
 class GraphKey(NamedTuple):
-    """What a graph is made for: the sizes of a row, and the longest sequence that it may hold."""
+    """Key of a graph: the sizes of a row, and the longest sequence that it may hold."""
 
     tokens: int
     sequences: int
@@ -61,22 +61,217 @@ class GraphKey(NamedTuple):
         return cls(*sizes, int(row.max_seqlen), len(row.target_rows))
 
 
-class RowGraphs:
-    """The graphs of a model in one process.
+class Position(NamedTuple):
+    """Where a graph is used: by which stage of its process, in which slot, for which rows.
+
+    A process that runs whole rows has one stage and one slot.
+    """
+
+    stage: int
+    slot: int
+    key: GraphKey
+
+
+@dataclass(eq=False)
+class CapturedRow:
+    """One form's tensors, and what is launched for a row of it.
+
+    row             a row of the form on the device, its tables on the CPU; overwritten by the next
+    weights         [J] likewise
+    adapted_sites   sites whose kernels are in it
+    lengths         what is kept of weights, if anything; see `lengths_kept`
+    """
+
+    model: SuperModel
+    row: PackedBatch
+    weights: Tensor
+    device: torch.device
+    lengths: Lengths | None
+
+    def __post_init__(self) -> None:
+        self.row = copied(self.row).to(self.device)
+        self.weights = self.weights.clone()
+        self.adapted_sites = self.model.adapted_sites
+        self._packing = Packing()
+
+    def load(self, row: PackedBatch, weights: Tensor) -> None:
+        """Overwrite the row by another one of its form."""
+        overwrite(self.row, row)
+        self.weights.copy_(weights, non_blocking=True)
+
+    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Note what is launched; nothing is run.
+
+        pool      of memory, shared by graphs that never run at once
+        stream    of the model's device, which is current
+        raises    RuntimeError or TloraError where the model does what no graph can hold
+        """
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Let go of what the graph read on the device; it is not replayed any more."""
+        release(self.row.segments, self.row.keys, self.row.target_segments)
+
+
+Captured = TypeVar("Captured", bound=CapturedRow)
+
+
+class GraphCache(Generic[Captured]):
+    """The graphs of a model in one process, by position.
 
     largest_row   tokens of the largest row that may come: its memory stays free; 0: rows are run
                   as they are
     group         processes that run each row together, with sums over them in between
     gathering     streams on which a sharded base is gathered
     gathered      bytes that gathered weights take at once
-    stays         whether weights keep their places: what follows from them is kept then
+    lengths       what is kept of weights; None where weights do not keep their places
     refused       why no row is captured, or ""
     most          tokens of the largest row that is captured: processes that cut its work among
                   them have less to do each, and as much to launch
     skipped_no_memory      how often there was no memory for a graph
     captured      how many graphs were made
-    norms         of rows too large to be captured; None where weights do not keep their places
     """
+
+    runs: ClassVar[str]
+
+    def __init__(
+        self,
+        model: SuperModel,
+        device: torch.device,
+        largest_row: int,
+        *,
+        group: dist.ProcessGroup | None = None,
+        gathering: SideStreams | None = None,
+        gathered: int = 0,
+        lengths: Lengths | None = None,
+    ) -> None:
+        self.model, self.device, self.largest_row = model, device, largest_row
+        self.group, self.gathering, self.gathered = group, gathering, gathered
+        self.refused = ""
+        self.most = CAPTURED_TOKENS * (1 if group is None else dist.get_world_size(group))
+        self.skipped_no_memory = self.captured = 0
+        self._graphs: OrderedDict[Position, Captured] = OrderedDict()
+        self._seen: Counter[tuple[int, GraphKey]] = Counter()
+        self._came: Counter[Position] = Counter()
+        self._under_way = 1
+        self._pools: dict[int, Any] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._lengths = lengths
+
+    @property
+    def keys(self) -> list[GraphKey]:
+        """Those that have a graph, once for each stage and slot."""
+        return [position.key for position in self._graphs]
+
+    def clear(self) -> None:
+        """Let go of all graphs and of their memory, and forget which rows came."""
+        while self._graphs:
+            self._graphs.popitem(last=False)[1].release()
+        self._seen.clear()
+        self._came.clear()
+        if self._lengths is not None:
+            self._lengths.clear()
+
+    def _may_capture(self, row: PackedBatch) -> bool:
+        may = not self.refused and self.largest_row > 0 and len(row.target_rows) > 0
+        return may and row.input_ids.numel() <= self.most
+
+    def _loaded(self, position: Position, row: PackedBatch, weights: Tensor) -> Captured | None:
+        """The graph of a position with this row in it; None where there is none."""
+        self._seen[position.stage, position.key] += 1
+        self._came[position] += 1
+        graph = self._graphs.get(position)
+        if graph is None:
+            return None
+        if not self.model.adapted_sites <= graph.adapted_sites:
+            # A job has come to a site whose kernels are not in it.
+            self._graphs.pop(position).release()
+            return None
+        self._graphs.move_to_end(position)
+        graph.load(row, weights)
+        return graph
+
+    def _is_worth(self, position: Position) -> bool:
+        """Whether a form has come again, and has a place, or one that a much rarer one takes."""
+        if self._seen[position.stage, position.key] <= WARMUP_ROWS:
+            return False
+        there = self._there(position)
+        return len(there) < MAX_GRAPHS or self._came[position] > 2 * self._came[there[0]]
+
+    def _there(self, position: Position) -> list[Position]:
+        """What has a graph of the same stage and slot, the one that was not used longest first."""
+        return [other for other in self._graphs if other[:2] == position[:2]]
+
+    def _keep(self, position: Position, graph: Captured, kept: int) -> None:
+        """Capture a graph whose row has just been run, if there is memory for it.
+
+        kept      bytes that the row's forward kept for its backward
+        raises    PlanNotRunnable where a capture that fails leaves other processes waiting, or
+                  FSDP2 in the middle of a gather
+        """
+        if not self._fits_memory(kept, position.key.tokens):
+            self._leave(position, graph)
+            return
+        outer = torch.cuda.current_stream(self.device)
+        if all(other.slot != position.slot for other in self._graphs):
+            # torch forgets a pool of which no graph is left, and takes it for none that it knows.
+            self._pools[position.slot] = torch.cuda.graph_pool_handle()
+        pool = self._pools[position.slot]
+        try:
+            with torch.cuda.device(self.device):
+                # Memory is used again by graphs that were captured on the same stream.
+                self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                graph.capture(pool, self._stream)
+        except (RuntimeError, TloraError) as error:
+            if self.group is not None or self.gathering is not None:
+                raise broken(error) from error
+            # Nothing was run: whatever the model does, it goes on as without graphs. A checkpoint
+            # in the middle of its forward would take what others save until its frame is gone.
+            clear_frames(error.__traceback__)
+            forget_capture(self.device, outer, pool)
+            self._fail(position, graph, error)
+            return
+        self._graphs[position] = graph
+        self.captured += 1
+        there = self._there(position)
+        if len(there) > MAX_GRAPHS:
+            self._graphs.pop(there[0]).release()
+        logger.debug("captured %s of %s", self.runs, position)
+
+    def _leave(self, position: Position, graph: Captured) -> None:
+        """Leave a form for now: there is no memory for its graph."""
+        self._seen[position.stage, position.key] = 0
+        self.skipped_no_memory += 1
+        graph.release()
+        logger.info("no memory for a CUDA graph of %s", position)
+
+    def _fail(self, position: Position, graph: Captured, error: Exception) -> None:
+        if is_out_of_memory(error):
+            self._leave(position, graph)
+            return
+        self.refused = f"{type(error).__name__}: {error}"
+        graph.release()
+        self.clear()
+        logger.warning("%s are not run as CUDA graphs: %s", self.runs, self.refused)
+
+    def _fits_memory(self, kept: int, tokens: int) -> bool:
+        """Whether a row's activations fit twice, beside the largest rows that are under way.
+
+        Processes that run rows together all have it, or none.
+        """
+        rows = ACTIVATION_MARGIN * kept * (1 + self._under_way * self.largest_row / tokens)
+        fits = rows + 2 * self.gathered + RESERVED_BYTES < free_gpu_bytes(self.device)
+        return agreed(fits, self.group, self.device)
+
+
+class RowGraphs(GraphCache["RowGraph"]):
+    """The graphs of whole rows; see `GraphCache`.
+
+    stays   whether weights keep their places: what follows from them is kept then
+    norms   of rows too large to be captured; None where weights do not keep their places
+    """
+
+    runs = "rows"
 
     def __init__(
         self,
@@ -89,23 +284,11 @@ class RowGraphs:
         gathered: int = 0,
         stays: bool = True,
     ) -> None:
-        self.model, self.device, self.largest_row = model, device, largest_row
-        self.group, self.gathering, self.gathered = group, gathering, gathered
-        self.refused = ""
-        self.most = CAPTURED_TOKENS * (1 if group is None else dist.get_world_size(group))
-        self.skipped_no_memory = 0
-        self.captured = 0
-        self._graphs: OrderedDict[GraphKey, RowGraph] = OrderedDict()
-        self._seen: Counter[GraphKey] = Counter()
-        self._pool: Any = None
-        self._stream: torch.cuda.Stream | None = None
-        self._lengths: Lengths | None = {} if stays else None
+        super().__init__(
+            model, device, largest_row,
+            group=group, gathering=gathering, gathered=gathered, lengths={} if stays else None,
+        )  # fmt: skip
         self.norms = NormGraph(device, self._lengths) if self._lengths is not None else None
-
-    @property
-    def keys(self) -> list[GraphKey]:
-        """Those that have a graph."""
-        return list(self._graphs)
 
     def run(self, row: PackedBatch, weights: Tensor) -> Tensor | None:
         """Forward and backward of a row, as a graph or on the way to one.
@@ -114,29 +297,23 @@ class RowGraphs:
         weights   [J] on the device
         returns   [J] weighted loss sums; None where the row is to be run as it is
         """
-        if self.refused or not self.largest_row or not len(row.target_rows):
-            return None
-        if row.input_ids.numel() > self.most:
+        if not self._may_capture(row):
             return None
         row = repeating_form(row)
-        key = GraphKey.of(row)
-        self._seen[key] += 1
-        graph = self._graphs.get(key)
-        if graph is not None and not self.model.adapted_sites <= graph.adapted_sites:
-            # A job has come to a site whose kernels are not in it.
-            self._graphs.pop(key).release()
-            graph = None
+        position = Position(0, 0, GraphKey.of(row))
+        graph = self._loaded(position, row, weights)
         if graph is not None:
-            self._graphs.move_to_end(key)
-            graph.load(row, weights)
             return graph.replay()
-        if self._seen[key] <= WARMUP_ROWS or not self._is_worth(key):
+        if not self._is_worth(position):
             return None
-        return self._first(key, row, weights)
+        graph = RowGraph(self.model, row, weights, self.device, self._lengths, self.gathering)
+        losses, kept = graph.run()
+        self._keep(position, graph, kept)
+        return losses
 
     @contextmanager
     def launching(self, row: PackedBatch) -> Iterator[None]:
-        """Within it a row is run as it is, by what is kept of weights, as in graphs."""
+        """Run a row launch by launch within this context, with the kept weights of graphs."""
         too_large = not self.refused and row.input_ids.numel() > self.most
         with (
             cut_by_jobs(too_large or bool(self.refused)),
@@ -146,124 +323,25 @@ class RowGraphs:
             yield
 
     def clear(self) -> None:
-        """Let go of all graphs and of their memory, and forget which rows came."""
-        while self._graphs:
-            self._evict()
-        self._seen.clear()
+        """See `GraphCache.clear`; norms go too."""
+        super().clear()
         if self.norms is not None:
             self.norms.clear()
-        if self._lengths is not None:
-            self._lengths.clear()
-
-    def _is_worth(self, key: GraphKey) -> bool:
-        """Whether there is a place for a graph, or one that is taken by a much rarer form."""
-        if len(self._graphs) < MAX_GRAPHS:
-            return True
-        return self._seen[key] > 2 * self._seen[next(iter(self._graphs))]
-
-    def _evict(self) -> None:
-        _, graph = self._graphs.popitem(last=False)
-        graph.release()
-
-    def _first(self, key: GraphKey, row: PackedBatch, weights: Tensor) -> Tensor:
-        """Run a row as it is, on the tensors of its graph to be, and capture it for the next."""
-        graph = RowGraph(self.model, row, weights, self.device, self._lengths)
-        losses, kept = graph.run()
-        if self._fits_memory(kept, key.tokens):
-            self._capture(key, graph)
-        else:
-            self._refuse(key, graph)
-        return losses
-
-    def _refuse(self, key: GraphKey, graph: RowGraph) -> None:
-        """Leave a form for now: there is no memory for its graph."""
-        self._seen[key] = 0
-        self.skipped_no_memory += 1
-        graph.release()
-        logger.info("no memory for a CUDA graph of %s", key)
-
-    def _capture(self, key: GraphKey, graph: RowGraph) -> None:
-        """Make a graph, or know from now on that there can be none.
-
-        raises    PlanNotRunnable where a capture that fails leaves other processes waiting, or
-                  FSDP2 in the middle of a gather
-        """
-        outer = torch.cuda.current_stream(self.device)
-        try:
-            self._make(graph)
-        except (RuntimeError, TloraError) as error:
-            if self.group is not None or self.gathering is not None:
-                raise broken(error) from error
-            # Nothing was run: whatever the model does, it goes on as without graphs. A checkpoint
-            # in the middle of its forward would take what others save until its frame is gone.
-            clear_frames(error.__traceback__)
-            forget_capture(self.device, outer, self._pool)
-            self._fail(key, graph, error)
-            return
-        self._graphs[key] = graph
-        self.captured += 1
-        if len(self._graphs) > MAX_GRAPHS:
-            self._evict()
-        logger.debug("captured rows of %s", key)
-
-    def _make(self, graph: RowGraph) -> None:
-        if not self._graphs:
-            # torch forgets a pool of which no graph is left, and takes it for none that it knows.
-            self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.device(self.device):
-            # Memory is used again by graphs that were captured on the same stream.
-            self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            graph.capture(self._pool, self._stream, self.gathering)
-
-    def _fail(self, key: GraphKey, graph: RowGraph, error: Exception) -> None:
-        if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error):
-            self._refuse(key, graph)
-            return
-        self.refused = f"{type(error).__name__}: {error}"
-        graph.release()
-        self.clear()
-        logger.warning("rows are not run as CUDA graphs: %s", self.refused)
-
-    def _fits_memory(self, kept: int, tokens: int) -> bool:
-        """Whether a row's activations fit twice, and those of the largest row beside them.
-
-        Processes that run rows together all have it, or none.
-        """
-        rows = ACTIVATION_MARGIN * kept * (1 + self.largest_row / tokens)
-        fits = rows + 2 * self.gathered + RESERVED_BYTES < free_gpu_bytes(self.device)
-        return agreed(fits, self.group, self.device)
 
 
-class RowGraph:
-    """One form's tensors, and what a row of it launches.
+@dataclass(eq=False)
+class RowGraph(CapturedRow):
+    """A graph of a whole row's forward and backward.
 
-    row       a row of the form on the device, its tables on the CPU; overwritten by the next
-    weights   [J] likewise
-    adapted_sites    sites whose kernels are in it
-    lengths   what is kept of weights, if anything; see `lengths_kept`
+    gathering   streams that the model uses beside its own
     """
 
-    def __init__(
-        self,
-        model: SuperModel,
-        row: PackedBatch,
-        weights: Tensor,
-        device: torch.device,
-        lengths: Lengths | None,
-    ) -> None:
-        self.model = model
-        self.row = copied(row).to(device)
-        self.weights = weights.clone()
-        self._graph: torch.cuda.CUDAGraph | None = None
-        self._packing = Packing()
-        self._lengths = lengths
-        self.adapted_sites = model.adapted_sites
-        self._losses, self._kept = torch.empty(0), 0
+    gathering: SideStreams | None
 
-    def load(self, row: PackedBatch, weights: Tensor) -> None:
-        """Overwrite the row by another one of its form."""
-        overwrite(self.row, row)
-        self.weights.copy_(weights, non_blocking=True)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._losses, self._kept = torch.empty(0), 0
 
     def run(self) -> tuple[Tensor, int]:
         """Run forward and backward as they are.
@@ -272,41 +350,34 @@ class RowGraph:
                   gradient's accumulator of another stream alive; and the bytes that the forward
                   kept for the backward
         """
-        device = self.weights.device
-        before = torch.cuda.memory_allocated(device)
-        with noting(self._packing), lengths_kept(self._lengths):
+        before = torch.cuda.memory_allocated(self.device)
+        with noting(self._packing), lengths_kept(self.lengths):
             losses = self.model.weighted(self.row, self.weights)
-            self._kept = max(0, torch.cuda.memory_allocated(device) - before)
+            self._kept = max(0, torch.cuda.memory_allocated(self.device) - before)
             add_gradients(losses, self.model, self._kept)
         return losses.detach(), self._kept
 
-    def capture(self, pool: Any, stream: torch.cuda.Stream, gathering: SideStreams | None) -> None:
-        """Note what forward and backward launch; nothing is run.
-
-        pool        of memory, shared by graphs that never run at once
-        stream      of the model's device, which is current
-        gathering   streams that the model uses beside it
-        raises      RuntimeError or TloraError where the model does what no graph can hold
-        """
+    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        """See `CapturedRow.capture`."""
         graph = torch.cuda.CUDAGraph()
-        self._packing.settle(self.weights.device)
+        self._packing.settle(self.device)
         # Its kernel is compiled before the capture, which can load none.
         self._packing.start()
         with (
             torch.cuda.graph(graph, pool=pool, stream=stream),
             serving(self._packing),
-            lengths_kept(self._lengths),
+            lengths_kept(self.lengths),
         ):
             losses = self.model.weighted(self.row, self.weights)
             add_gradients(losses, self.model, self._kept)
-            if gathering is not None:
-                gathering.join()
+            if self.gathering is not None:
+                self.gathering.join()
         self._graph, self._losses = graph, losses.detach()
 
     def release(self) -> None:
-        """Let go of what the graph read on the device; it is not replayed any more."""
+        """See `CapturedRow.release`."""
         self._graph = None
-        release(self.row.segments, self.row.keys, self.row.target_segments)
+        super().release()
 
     def replay(self) -> Tensor:
         """Run the row as it was loaded; [J], a copy."""
@@ -336,7 +407,7 @@ class NormGraph:
 
     @property
     def held(self) -> int:
-        """How many norms the graph computes."""
+        """Number of norms that the graph computes."""
         return len(self._norms)
 
     def note(self, key: tuple[object, ...], compute: Callable[[], Tensor]) -> None:
@@ -356,7 +427,7 @@ class NormGraph:
             kept.update(self._norms)
 
     def clear(self) -> None:
-        """Let go of the graph, and of what it reads."""
+        """Free the graph, and what it reads."""
         self._asked.clear()
         self._before.clear()
         self._graph, self._norms, self._refused = None, Norms(), False
@@ -367,7 +438,7 @@ class NormGraph:
             self._graph, found = self._record(asked)
         except (RuntimeError, TloraError) as error:
             clear_frames(error.__traceback__)
-            if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error):
+            if is_out_of_memory(error):
                 self._before.clear()
             else:
                 self._refused = True
@@ -395,6 +466,11 @@ class NormGraph:
         return graph, found
 
 
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether a capture failed for lack of memory, which may be there another time."""
+    return isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error)
+
+
 def agreed(mine: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether it holds on every process of a group."""
     if group is None:
@@ -411,7 +487,7 @@ def free_gpu_bytes(device: torch.device) -> int:
 
 
 def add_gradients(losses: Tensor, model: nn.Module, kept: int) -> None:
-    """As `losses.sum().backward()`, with one sum over all parameters in place of one for each.
+    """Do `losses.sum().backward()`, with one sum over all parameters in place of one for each.
 
     Of a Llama layer's fourteen banks that would be as many kernels, each of a few microseconds.
     What is summed stays until the end, in the place of activations that are gone by then.
@@ -447,7 +523,7 @@ def _is_watched(leaf: Tensor) -> bool:
 
 
 def overwrite(own: PackedBatch, row: PackedBatch) -> None:
-    """Let the row of a graph be another one of its form, on the CPU."""
+    """Overwrite the row of a graph by another one with the same key, on the CPU."""
     for name, tensor in row.tensors().items():
         getattr(own, name).copy_(tensor, non_blocking=True)
     refresh(own.segments, own.keys, own.target_segments)
@@ -460,7 +536,7 @@ def copied(row: PackedBatch) -> PackedBatch:
 
 
 def broken(error: Exception) -> PlanNotRunnable:
-    """What ends a run where a capture that failed leaves other processes halfway."""
+    """Error for a capture that failed and left other processes halfway."""
     return PlanNotRunnable(
         "a row could not be captured as a CUDA graph",
         found=f"{type(error).__name__}: {error}",
@@ -470,7 +546,7 @@ def broken(error: Exception) -> PlanNotRunnable:
 
 
 def forget_capture(device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
-    """Let streams, memory and random numbers go on after a capture that failed.
+    """Restore streams, memory and random numbers after a capture that failed.
 
     torch leaves the stream of a capture, and tells its allocator and its generator of the end, only
     where it ends well.

@@ -51,7 +51,7 @@ def shard_layer(model: SuperModel, plan: Plan, mesh: Mesh, path: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Sharded:
-    """What came of sharding.
+    """Result of sharding.
 
     tables      for each stretch the paths of its embeddings
     gathering   streams on which weights are copied from peers; None where a collective gathers
@@ -99,7 +99,7 @@ def shard_stretches(
 
 
 def gathered_bytes(model: SuperModel) -> int:
-    """What weights take at once, at most, that are copied from peers.
+    """Most bytes that weights copied from peers take at once.
 
     One layer's in use and the next one's.
     """

@@ -22,7 +22,7 @@ FIRST_STEP = timedelta(minutes=30)
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Where one process stands among all.
+    """Coordinates of one process among all.
 
     shape                       how many processes stand along each dimension
     device                      the process's own
@@ -55,7 +55,7 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many processes there are."""
+        """Number of processes."""
         return self.shape.size
 
     @property
@@ -103,7 +103,7 @@ def _stage_group(shape: MeshShape, groups: dict[str, Group]) -> Group:
 
 
 def limit_waits(mesh: Mesh, timeout: timedelta) -> None:
-    """From now on no collective waits longer than this for another process."""
+    """Limit how long collectives wait for another process from now on."""
     groups = {id(group): group for group in (mesh.pp, mesh.dp, mesh.tp, mesh.dp_tp, mesh.world)}
     for group in groups.values():
         if group is not None:

@@ -1,4 +1,4 @@
-"""Let the layers of a Shared Super-Model run on nano-batches, a number that may change any time.
+"""Nano-batches of the layers of a Shared Super-Model; their number may change at any time.
 
 Each number is a variant: another root over the same layers, tensors and adapters. A variant is
 made, and compiled as the model is, when it is first asked for, and kept.
@@ -10,11 +10,11 @@ import hashlib
 import operator
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, fx, nn
 from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -42,7 +42,7 @@ LAYERS = "layers"
 
 @dataclass(frozen=True, slots=True)
 class NanoRegion:
-    """Where a region hangs, the layers that it runs, and what each input is to a layer.
+    """Path of a region, the layers that it runs, and what each input is to a layer.
 
     inputs   for each input (a layer's path, the name that the layer's code has for it)
     """
@@ -162,148 +162,57 @@ class _Piece:
 #
 # A list schedule: a collective starts as soon as what it sends is there; then comes any
 # computation whose inputs are there, first what leads to further collectives; only where nothing
-# else is left does the process wait, for the collective that started first. Within a limit of
-# memory: what would go beyond it comes later, and where that is not enough the schedule looks less
-# far ahead, down to the order that the tasks came in.
+# else is left does the process wait, for the collective that started first.
 
 
 Kind = Literal["compute", "start", "wait"]
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledTask:
+class ScheduledTask(NamedTuple):
     """One step of a process.
 
     kind      a computation, the start of a collective, or the wait for one
     needs     indices of earlier tasks that must have run
-    bytes     of the memory that it takes
-    reads     indices of the tasks whose memory it reads, itself left out
-    kept      its memory is a result, and stays
     """
 
     kind: Kind
     needs: frozenset[int] = frozenset()
-    bytes: int = 0
-    reads: frozenset[int] = frozenset()
-    kept: bool = False
 
 
-def list_schedule(tasks: Sequence[ScheduledTask], limit_bytes: int | None = None) -> list[int]:
+def list_schedule(tasks: Sequence[ScheduledTask]) -> list[int]:
     """The order in which tasks hide their communication best.
 
-    tasks         in an order in which they may run
-    limit_bytes   of memory at any time; by default none. Where the given order needs more, no
-                  schedule needs more than that order
-    returns       indices of the tasks, each after what it needs
+    tasks     in an order in which they may run
+    returns   indices of the tasks, each after what it needs
     """
-    allowed = None
-    if limit_bytes is not None:
-        allowed = max(limit_bytes, peak_bytes(tasks, range(len(tasks))))
-    window = len(tasks)
-    while window > 1:
-        order = _Schedule(tasks, allowed, window).run()
-        if allowed is None or peak_bytes(tasks, order) <= allowed:
-            return order
-        window //= 2
-    return list(range(len(tasks)))
+    missing = [len(task.needs) for task in tasks]
+    users: list[list[int]] = [[] for _ in tasks]
+    for index, task in enumerate(tasks):
+        for need in task.needs:
+            users[need].append(index)
+    urgent = _leads_to_start(tasks)
+    # By task: where in its kind it comes. Waits are in the order of what they wait for.
+    turn = list(range(len(tasks)))
 
+    def ranked(index: int) -> tuple[int, int, int]:
+        kind = tasks[index].kind
+        compute = 1 if urgent[index] else 2
+        return {"start": 0, "compute": compute, "wait": 3}[kind], turn[index], index
 
-def peak_bytes(tasks: Sequence[ScheduledTask], order: Sequence[int]) -> int:
-    """The most memory that tasks take at once in an order."""
-    memory = _Memory(tasks)
-    return max((memory.run(index) for index in order), default=0)
-
-
-class _Memory:
-    """What lies in memory while tasks run."""
-
-    def __init__(self, tasks: Sequence[ScheduledTask]) -> None:
-        self.tasks = tasks
-        self.live = 0
-        self.readers = [0] * len(tasks)
-        for task in tasks:
-            for index in task.reads:
-                self.readers[index] += 1
-
-    def during(self, index: int) -> int:
-        """How much there is while a task runs: its inputs and its own."""
-        return self.live + self.tasks[index].bytes
-
-    def run(self, index: int) -> int:
-        """Run a task; returns how much there was while it ran."""
-        peak = self.live = self.during(index)
-        for read in self.tasks[index].reads:
-            self.readers[read] -= 1
-            self._free(read)
-        self._free(index)
-        return peak
-
-    def _free(self, index: int) -> None:
-        if not self.readers[index] and not self.tasks[index].kept:
-            self.live -= self.tasks[index].bytes
-
-
-class _Schedule:
-    """One run of the list scheduler.
-
-    limit    of memory, None where there is none
-    window   how many tasks behind the first one left are looked at
-    """
-
-    def __init__(self, tasks: Sequence[ScheduledTask], limit: int | None, window: int) -> None:
-        self.tasks, self.limit, self.window = tasks, limit, window
-        self.memory = _Memory(tasks)
-        self.missing = [len(task.needs) for task in tasks]
-        self.users: list[list[int]] = [[] for _ in tasks]
-        for index, task in enumerate(tasks):
-            for need in task.needs:
-                self.users[need].append(index)
-        self.urgent = _leads_to_start(tasks)
-        self.started = [0] * len(tasks)
-
-    def run(self) -> list[int]:
-        """The order."""
-        order: list[int] = []
-        ready = {index for index, count in enumerate(self.missing) if not count}
-        left = 0
-        done = [False] * len(self.tasks)
-        while ready:
-            while done[left]:
-                left += 1
-            near = [index for index in ready if index < left + self.window]
-            index = self._choose(near)
-            self.memory.run(index)
-            done[index] = True
-            order.append(index)
-            ready.remove(index)
-            ready.update(self._released(index, len(order)))
-        assert len(order) == len(self.tasks), "tasks need each other"
-        return order
-
-    def _choose(self, ready: list[int]) -> int:
-        fitting = [index for index in ready if self._fits(index)]
-        return min(fitting, key=self._rank) if fitting else min(ready)
-
-    def _fits(self, index: int) -> bool:
-        return self.limit is None or self.memory.during(index) <= self.limit
-
-    def _rank(self, index: int) -> tuple[int, int]:
-        """Starts, then what leads to starts, then other work, then waits in order of starts."""
-        kind = self.tasks[index].kind
-        if kind == "wait":
-            return 3, self.started[index]
-        if kind == "start":
-            return 0, index
-        return (1 if self.urgent[index] else 2), index
-
-    def _released(self, index: int, when: int) -> Iterator[int]:
-        """What may run now that a task has."""
-        for user in self.users[index]:
-            if self.tasks[index].kind == "start" and self.tasks[user].kind == "wait":
-                self.started[user] = when
-            self.missing[user] -= 1
-            if not self.missing[user]:
-                yield user
+    ready = [ranked(index) for index, count in enumerate(missing) if not count]
+    heapify(ready)
+    order: list[int] = []
+    while ready:
+        *_, index = heappop(ready)
+        order.append(index)
+        for user in users[index]:
+            if tasks[index].kind == "start" and tasks[user].kind == "wait":
+                turn[user] = len(order)
+            missing[user] -= 1
+            if not missing[user]:
+                heappush(ready, ranked(user))
+    assert len(order) == len(tasks), "tasks need each other"
+    return order
 
 
 def _leads_to_start(tasks: Sequence[ScheduledTask]) -> list[bool]:
@@ -324,42 +233,31 @@ def _leads_to_start(tasks: Sequence[ScheduledTask]) -> list[bool]:
 WAIT = "_c10d_functional::wait_tensor"
 INDUCTOR = "inductor"
 POST_GRAD = "post_grad_custom_post_pass"
-# What a size counts as where nobody knows it.
-UNKNOWN_SIZE = 4096
 
 
-def schedule_graph(graph: fx.Graph, limit_bytes: int | None = None) -> None:
-    """Reorder a graph in place; results, names and arguments stay.
-
-    limit_bytes   of values at any time, inputs that the caller keeps left out (see list_schedule)
-    """
-    tasks, nodes = graph_tasks(graph)
-    order = list_schedule(tasks, limit_bytes)
+def schedule_graph(graph: fx.Graph) -> None:
+    """Reorder a graph in place; results, names and arguments stay."""
+    nodes = [node for node in graph.nodes if node.op != "output"]
+    tasks = _tasks(nodes)
+    order = list_schedule(tasks)
     if order == list(range(len(tasks))) or not any(task.kind == "start" for task in tasks):
         return
-    output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    output = graph.output_node()
     for index in order:
         if nodes[index].op != "placeholder":
             output.prepend(nodes[index])
     graph.lint()
 
 
-def graph_tasks(graph: fx.Graph) -> tuple[list[ScheduledTask], list[fx.Node]]:
-    """The nodes of a graph as tasks, the output left out, and the nodes in the same order."""
-    nodes = [node for node in graph.nodes if node.op != "output"]
+def _tasks(nodes: Sequence[fx.Node]) -> list[ScheduledTask]:
+    """The nodes of a graph as tasks."""
     indices = {node: index for index, node in enumerate(nodes)}
-    homes = _homes(nodes)
-    extra = _order_of_effects(nodes, homes)
-    results = {homes[node] for node in graph.output_node().all_input_nodes}
+    extra = _order_of_effects(nodes)
     tasks = []
     for node in nodes:
-        own = homes[node] is node
-        reads = {indices[homes[source]] for source in node.all_input_nodes} - {indices[node]}
-        needs = {indices[source] for source in (*node.all_input_nodes, *extra[node])}
-        size = _bytes(node.meta.get("val")) if own and _is_counted(node) else 0
-        kept = node in results or not _is_counted(node)
-        tasks.append(ScheduledTask(kind_of(node), frozenset(needs), size, frozenset(reads), kept))
-    return tasks, nodes
+        needs = frozenset(indices[source] for source in (*node.all_input_nodes, *extra[node]))
+        tasks.append(ScheduledTask(kind_of(node), needs))
+    return tasks
 
 
 def kind_of(node: fx.Node) -> Kind:
@@ -373,13 +271,6 @@ def kind_of(node: fx.Node) -> Kind:
 def _schema_name(node: fx.Node) -> str:
     schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
     return "" if schema is None else str(schema.name)
-
-
-def _is_counted(node: fx.Node) -> bool:
-    """Whether a node's memory goes when nobody reads it; parameters and a caller's inputs stay."""
-    if node.op == "get_attr":
-        return False
-    return node.op != "placeholder" or not str(node.target).startswith(("primals", "arg"))
 
 
 def _homes(nodes: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
@@ -407,14 +298,13 @@ def _viewed(node: fx.Node) -> fx.Node | None:
     return None
 
 
-def _order_of_effects(
-    nodes: Sequence[fx.Node], homes: dict[fx.Node, fx.Node]
-) -> dict[fx.Node, list[fx.Node]]:
+def _order_of_effects(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
     """What each node must come after besides its inputs.
 
     Random draws and what has effects keep their order; what writes into a value comes after all
     that read it before, and before all that read it later.
     """
+    homes = _homes(nodes)
     after: dict[fx.Node, list[fx.Node]] = {node: [] for node in nodes}
     last_effect: fx.Node | None = None
     written: dict[fx.Node, fx.Node] = {}
@@ -448,77 +338,49 @@ def _writes(node: fx.Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
-def _bytes(value: Any) -> int:
-    return sum(
-        _size(item.numel()) * item.element_size()
-        for item in pytree.tree_leaves(value)
-        if isinstance(item, Tensor)
-    )
-
-
-def _size(size: int | torch.SymInt) -> int:
-    if isinstance(size, int):
-        return size
-    try:
-        hint = size.node.hint
-    except Exception:  # noqa: BLE001  (torch raises what it likes for sizes that nobody knows)
-        hint = None
-    return UNKNOWN_SIZE if hint is None else int(hint)
-
-
 class OverlapPass(CustomGraphPass):
     """The schedule as a pass of Inductor, for the forward and for the backward graph.
 
-    limit_bytes   as of `schedule_graph`
-    first         a pass of the user's own, which runs before it
+    first   a pass of the user's own, which runs before it
     """
 
-    def __init__(
-        self, limit_bytes: int | None = None, first: CustomGraphPass | None = None
-    ) -> None:
-        self.limit_bytes, self.first = limit_bytes, first
+    def __init__(self, first: CustomGraphPass | None = None) -> None:
+        self.first = first
 
     def __call__(self, graph: fx.Graph) -> None:
         """Reorder a graph."""
         if self.first is not None:
             self.first(graph)
-        schedule_graph(graph, self.limit_bytes)
+        schedule_graph(graph)
 
     def uuid(self) -> Any:
         """What code that was compiled with this pass is known by; None: it may not be kept."""
-        code = Path(__file__).read_bytes()
-        known = str(self.limit_bytes)
-        if self.first is not None:
-            theirs = self.first.uuid()
-            if theirs is None:
-                return None
-            known += f" {theirs}"
-        return hashlib.sha256(code + known.encode()).hexdigest()
+        theirs = "" if self.first is None else self.first.uuid()
+        if theirs is None:
+            return None
+        return hashlib.sha256(Path(__file__).read_bytes() + str(theirs).encode()).hexdigest()
 
 
-def inductor_options(
-    limit_bytes: int | None = None, first: CustomGraphPass | None = None
-) -> dict[str, Any]:
+def inductor_options(first: CustomGraphPass | None = None) -> dict[str, Any]:
     """`options` of `torch.compile` under which Inductor takes the schedule and leaves it so.
 
     first   a pass of the user's own, which runs before it
     """
     return {
-        POST_GRAD: OverlapPass(limit_bytes, first),
+        POST_GRAD: OverlapPass(first),
         "reorder_for_compute_comm_overlap": False,
         "reorder_for_peak_memory": False,
     }
 
 
-def region_options(given: Mapping[str, Any], limit_bytes: int | None = None) -> dict[str, Any]:
+def region_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """How to compile regions of a model that was compiled in a certain way.
 
     Another backend than Inductor compiles them as it is. Inductor takes the schedule too, beside
     all that it was asked for; what was asked for stands before what keeps the schedule as it is.
 
-    given         what `torch.compile` was given for the model
-    limit_bytes   as of `schedule_graph`
-    returns       the same for its regions
+    given     what `torch.compile` was given for the model
+    returns   the same for its regions
     """
     made = {name: value for name, value in given.items() if value is not None}
     if made.get("backend", INDUCTOR) != INDUCTOR:
@@ -527,7 +389,7 @@ def region_options(given: Mapping[str, Any], limit_bytes: int | None = None) -> 
     asked = dict(list_mode_options(made.pop("mode", "default"), made.get("dynamic")))
     asked |= {name.replace("-", "_"): value for name, value in made.pop("options", {}).items()}
     first = asked.pop(POST_GRAD, None)
-    return {**made, "options": {**inductor_options(limit_bytes, first), **asked}}
+    return {**made, "options": {**inductor_options(first), **asked}}
 
 
 # Each count is compiled once, so a run never meets more variants than these.
@@ -538,7 +400,6 @@ class NanoModel:
     """Cuts the rows of a model into nano-batches, also where others call the model.
 
     model     with its weights
-    counts    of nano-batches that may be asked for
     layers    consecutive layers that are compiled as one graph
     inside    clone layers' code, not their calls: each layer is called once a row, and is compiled
               by itself. For layers whose weights are gathered when they are called (FSDP)
@@ -549,35 +410,20 @@ class NanoModel:
     def __init__(
         self,
         model: SuperModel,
-        counts: Sequence[int] = COUNTS,
         *,
         layers: int = 2,
         inside: bool = False,
     ) -> None:
         self.model = model
-        self.counts = tuple(sorted({1, *counts}))
         self.layers = max(1, layers)
         self.inside = inside
         self.count = 1
         self.sources: dict[int, str] = {}
         self._variants: dict[int, nn.Module] = {}
-        self._limit_bytes: int | None = None
         self._compiled_with: Mapping[str, Any] | None = None
         self._starts = list(placeholders(model.group.root)).index("cu_seqlens")
         # An instance's own attribute stands before its class's method.
         model.__dict__["_run"] = self._run
-
-    def compile(self, *, limit_bytes: int | None = None, **options: Any) -> None:
-        """Compile the model, and each variant when it is first run.
-
-        A model that was compiled by itself, before or since, needs this only for a limit.
-
-        limit_bytes   of values within a region (see overlap.py)
-        options       as of `SuperModel.compile`; variants are compiled with the same, and by
-                      Inductor under the overlap schedule
-        """
-        self._limit_bytes = limit_bytes
-        self.model.compile(**options)
 
     def __call__(self, row: PackedBatch) -> Tensor:
         """Each job's sum of token losses over one row; see `SuperModel.forward`."""
@@ -596,16 +442,16 @@ class NanoModel:
     def count_for(self, sequences: int) -> int:
         """Into how many nano-batches a row of so many sequences is cut.
 
-        raises    NanoBatchesWrong for a count that is not among the counts
+        raises    NanoBatchesWrong for a count that is not in COUNTS
         """
-        if self.count not in self.counts:
+        if self.count not in COUNTS:
             raise NanoBatchesWrong(
-                "this number of nano-batches was not asked for at first",
-                expected=", ".join(map(str, self.counts)),
+                "there is no such number of nano-batches",
+                expected=", ".join(map(str, COUNTS)),
                 found=self.count,
             )
         most = max(1, min(self.count, sequences))
-        return max(count for count in self.counts if count <= most)
+        return max(count for count in COUNTS if count <= most)
 
     def _run(self, *inputs: Tensor) -> Tensor:
         """What the model runs in place of its own root."""
@@ -636,7 +482,7 @@ class NanoModel:
                 inner.add_module(str(index), self.model.net.get_submodule(path))
             root.get_submodule(region.path).add_module(LAYERS, inner)
         if self._compiled_with is not None:
-            options = region_options(self._compiled_with, self._limit_bytes)
+            options = region_options(self._compiled_with)
             _compile_regions(root, group, regions, options)
         return root
 
@@ -648,7 +494,7 @@ class NanoModel:
         for path, layer in own.items():
             _share(clones[path], layer)
         if self._compiled_with is not None:
-            options = region_options(self._compiled_with, self._limit_bytes)
+            options = region_options(self._compiled_with)
             for block in group.blocks.values():
                 owners = [clones[path] for path in block.instances if path in clones]
                 sizes = list(row_sizes(block.graph).values())

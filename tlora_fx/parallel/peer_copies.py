@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tlora_fx.cost.hardware import wants_peer_copies
+from tlora_fx.host.environment import wants_peer_copies
 from tlora_fx.parallel.mesh import Mesh
 
-logger = logging.getLogger("tlora_fx.planners")
+logger = logging.getLogger(__name__)
 # Copies under way at once (two H200: two are faster than one, more are not), and bytes of one.
 LANES, PIECE = 2, 2**25
 # FSDP2 asks for the signature of what a shard brings along at every gather.
@@ -82,7 +82,7 @@ class SideStreams:
             own.wait_stream(lane)
 
     def join(self) -> None:
-        """Let the current stream, which is captured, wait for all that are captured with it."""
+        """Make the current stream, which is captured, wait for all that are captured with it."""
         own = torch.cuda.current_stream()
         for stream in self._seen.values():
             if stream != own and _is_capturing(stream):
@@ -95,7 +95,7 @@ def _is_capturing(stream: torch.cuda.Stream) -> bool:
 
 
 def copy_from_peers(modules: Sequence[nn.Module], mesh: Mesh) -> SideStreams | None:
-    """Let sharded modules gather by copies; every process of dp calls it with the same modules.
+    """Make sharded modules gather by copies; every process of dp calls it with the same modules.
 
     returns   the streams on which they will; None where they do not: a device is out of reach, or
               the variable says "off"
@@ -127,7 +127,7 @@ def copy_from_peers(modules: Sequence[nn.Module], mesh: Mesh) -> SideStreams | N
 
 
 class PeerGather:
-    """What FSDP2 asks for in place of an all-gather of one module.
+    """Gather of one module that FSDP2 calls in place of an all-gather.
 
     Each shard brings along what FSDP2's extensions of gathers ask for (`fsdp_pre_all_gather`,
     `fsdp_post_all_gather`): it hands in one byte for its shard, and is told where the whole
@@ -161,7 +161,7 @@ class PeerGather:
         self._copies = sorted(copies, key=lambda pair: -pair[1].numel())
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """For a byte of each shard."""
+        """Allocate a buffer with a byte for each shard."""
         self.streams.note(device)
         return torch.empty(*size, dtype=dtype, device=device)
 

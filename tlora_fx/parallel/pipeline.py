@@ -250,7 +250,7 @@ class Replaying:
 
 
 class RowModule(nn.Module):
-    """What torch runs of a stage: it finds a micro-batch's row by its number.
+    """Module of a stage that torch runs: it finds a micro-batch's row by its number.
 
     torch cuts every tensor that it is given into equal micro-batches, tables of a row too; a tensor
     of numbers is all that it may cut. Nor is it shown the stage's modules: it would forget the
@@ -472,7 +472,7 @@ class ShardedStages(nn.Module):
         return cast(Tensor, self.stages[index](hidden, row))
 
     def end_round(self) -> None:
-        """Let go of what was kept; to be called after the last micro-batch of a round."""
+        """Free what was kept for a round; to be called after its last micro-batch."""
         if self.keeps:
             for module in self.modules():
                 if isinstance(module, FSDPModule):

@@ -65,7 +65,7 @@ def prepared(model: SuperModel, plan: Plan) -> SuperModel:
 
 
 def obstacles(model: SuperModel, shape: MeshShape) -> list[str]:
-    """Why a mesh cannot run a model, a sentence each; none where it can."""
+    """Reasons why a mesh cannot run a model, a sentence each; none where it can."""
     reasons: list[str] = []
     layers = len(model.layer_order())
     if shape.pp > max(layers, 1):

@@ -1,4 +1,4 @@
-"""What rows come to without dropout and gradients, as runners hand it on."""
+"""Scores of rows without dropout and gradients, as runners hand them on."""
 
 from __future__ import annotations
 

@@ -7,50 +7,33 @@ Forms are captured at the end of a round, when nothing is under way on this proc
 
 from __future__ import annotations
 
-import logging
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import InitVar, dataclass
 from itertools import count
-from traceback import clear_frames
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tlora_fx.cost.model_facts import CAPTURED_TOKENS
-from tlora_fx.errors import TloraError
 from tlora_fx.model.batch import PackedBatch, repeating_form
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.ops.dora import Lengths, lengths_kept
-from tlora_fx.ops.kernels import release
-from tlora_fx.ops.kernels.pack_together import Packing, noting, serving
+from tlora_fx.ops.dora import lengths_kept
+from tlora_fx.ops.kernels.pack_together import noting, serving
 from tlora_fx.parallel.cuda_graphs import (
-    ACTIVATION_MARGIN,
-    MAX_GRAPHS,
-    RESERVED_BYTES,
-    WARMUP_ROWS,
+    CapturedRow,
+    GraphCache,
     GraphKey,
+    Position,
     add_together,
-    agreed,
-    broken,
-    copied,
-    forget_capture,
-    free_gpu_bytes,
     may_add_together,
-    overwrite,
 )
 
-logger = logging.getLogger("tlora_fx.planners")
 
+class StageGraphs(GraphCache["CapturedStage"]):
+    """The graphs of a process's stages; see `GraphCache`."""
 
-class StageGraphs:
-    """The graphs of a process's stages.
-
-    largest_row   as of `RowGraphs`
-    group         processes that run each stage together, with sums over them in between
-    refused, skipped_no_memory, captured   as of `RowGraphs`
-    """
+    runs = "stages"
 
     def __init__(
         self,
@@ -61,27 +44,12 @@ class StageGraphs:
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.model, self.stages, self.device = model, stages, device
-        self.largest_row, self.group = largest_row, group
-        self.refused = ""
-        self.most = CAPTURED_TOKENS * (1 if group is None else dist.get_world_size(group))
-        self.skipped_no_memory = self.captured = 0
-        self._graphs: OrderedDict[Position, CapturedStage] = OrderedDict()
+        super().__init__(model, device, largest_row, group=group, lengths={})
+        self.stages = stages
         self._wanted: dict[Position, CapturedStage] = {}
-        self._keys: Counter[tuple[int, GraphKey]] = Counter()
-        self._came: Counter[Position] = Counter()
         self._rows: list[PackedBatch] = []
         self._weights = torch.empty(0)
         self._slots: dict[tuple[int, int], int] = {}
-        self._under_way = 1
-        self._pools: dict[int, Any] = {}
-        self._stream: torch.cuda.Stream | None = None
-        self._lengths: Lengths = {}
-
-    @property
-    def keys(self) -> list[GraphKey]:
-        """Those that have a graph, once for each stage and slot."""
-        return [position.key for position in self._graphs]
 
     def begin(self, rows: Sequence[PackedBatch], weights: Tensor) -> None:
         """A round begins.
@@ -89,7 +57,8 @@ class StageGraphs:
         rows      its micro-batches, on the CPU
         weights   [J] on the device
         """
-        self._rows, self._weights = [_repeating(row) for row in rows], weights
+        self._rows = [repeating_form(row) if len(row.target_rows) else row for row in rows]
+        self._weights = weights
         self._slots.clear()
         for graph in self._wanted.values():
             # Of a round that failed.
@@ -107,26 +76,19 @@ class StageGraphs:
         """
         row, stage = self._rows[number], self.stages[index]
         slot = self._slot(index, number)
-        small = row.input_ids.numel() <= self.most and len(row.target_rows)
-        if self.refused or not self.largest_row or not small:
+        if not self._may_capture(row):
             return as_it_is()
         position = Position(index, slot, GraphKey.of(row))
-        self._keys[index, position.key] += 1
-        self._came[position] += 1
-        graph = self._graphs.get(position)
-        if graph is not None and not self.model.adapted_sites <= graph.adapted_sites:
-            # A job has come to a site whose kernels are not in it.
-            self._graphs.pop(position).release()
-            graph = None
+        graph = self._loaded(position, row, self._weights)
         if graph is not None:
-            self._graphs.move_to_end(position)
-            graph.load(row, self._weights)
             return graph(hidden)
         if position in self._wanted or not self._is_worth(position):
             return as_it_is()
-        graph = CapturedStage(self.model, stage, row, self._weights, hidden, self.device)
+        graph = CapturedStage(
+            self.model, row, self._weights, self.device, self._lengths, stage, hidden
+        )
         self._wanted[position] = graph
-        return graph.first(hidden, self._lengths)
+        return graph.first(hidden)
 
     def done(self, index: int, number: int) -> None:
         """A stage's backward of a micro-batch has been started: its slot is free for the next."""
@@ -141,18 +103,8 @@ class StageGraphs:
         for position, graph in wanted.items():
             if self.refused:
                 graph.release()
-            elif not self._fits_memory(graph.kept, position.key.tokens):
-                self._leave(position, graph)
             else:
-                self._capture(position, graph)
-
-    def clear(self) -> None:
-        """Let go of all graphs and of their memory, and forget which rows came."""
-        while self._graphs:
-            self._graphs.popitem(last=False)[1].release()
-        self._keys.clear()
-        self._came.clear()
-        self._lengths.clear()
+                self._keep(position, graph, graph.kept)
 
     def _slot(self, index: int, number: int) -> int:
         """The lowest that is free; what has no backward is under way no longer than its forward."""
@@ -163,59 +115,9 @@ class StageGraphs:
         self._under_way = max(self._under_way, len(self._slots))
         return slot
 
-    def _is_worth(self, position: Position) -> bool:
-        """Whether a form has come again, and has a place, or one that a much rarer one takes."""
-        if self._keys[position.stage, position.key] <= WARMUP_ROWS:
-            return False
-        there = self._there(position)
-        return len(there) < MAX_GRAPHS or self._came[position] > 2 * self._came[there[0]]
-
-    def _there(self, position: Position) -> list[Position]:
-        """What has a graph of the same stage and slot, the one that was not used longest first."""
-        return [other for other in self._graphs if other[:2] == position[:2]]
-
-    def _leave(self, position: Position, graph: CapturedStage) -> None:
-        """There is no memory for a graph now."""
-        self.skipped_no_memory += 1
-        self._keys[position.stage, position.key] = 0
-        graph.release()
-
-    def _capture(self, position: Position, graph: CapturedStage) -> None:
-        outer = torch.cuda.current_stream(self.device)
-        if all(other.slot != position.slot for other in self._graphs):
-            # torch forgets a pool of which no graph is left.
-            self._pools[position.slot] = torch.cuda.graph_pool_handle()
-        pool = self._pools[position.slot]
-        try:
-            with torch.cuda.device(self.device):
-                self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
-                graph.capture(pool, self._stream, self._lengths)
-        except (RuntimeError, TloraError) as error:
-            if self.group is not None:
-                raise broken(error) from error
-            clear_frames(error.__traceback__)
-            forget_capture(self.device, outer, pool)
-            self._leave(position, graph)
-            if not isinstance(error, torch.cuda.OutOfMemoryError) and "of memory" not in str(error):
-                self.refused = f"{type(error).__name__}: {error}"
-                self.clear()
-                logger.warning("stages are not run as CUDA graphs: %s", self.refused)
-            return
-        self._graphs[position] = graph
-        self.captured += 1
-        there = self._there(position)
-        if len(there) > MAX_GRAPHS:
-            self._graphs.pop(there[0]).release()
-        logger.debug("captured stage %s", position)
-
-    def _fits_memory(self, kept: int, tokens: int) -> bool:
-        """As of `RowGraphs`, beside as many of the largest rows as were under way at once."""
-        rows = ACTIVATION_MARGIN * kept * (1 + self._under_way * self.largest_row / tokens)
-        return agreed(rows + RESERVED_BYTES < free_gpu_bytes(self.device), self.group, self.device)
-
 
 class Stage(Protocol):
-    """What `StageGraphs` needs of a stage.
+    """Interface of a stage that `StageGraphs` captures.
 
     learns       whether it has a backward
     needs_grad   whether that goes on below
@@ -228,66 +130,41 @@ class Stage(Protocol):
         """Run its forward; hidden is None in the first stage."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What it reads of weights."""
+        """Parameters that the stage reads."""
 
 
-class Position(NamedTuple):
-    """Where a graph is used: by which stage of its process, in which slot."""
-
-    stage: int
-    slot: int
-    key: GraphKey
-
-
-class CapturedStage:
+@dataclass(eq=False)
+class CapturedStage(CapturedRow):
     """One form's tensors in one slot, and what a stage launches for it, forwards and backwards.
 
-    row, weights, adapted_sites   as of `RowGraph`
-    kept                   bytes that its forward keeps for its backward
+    stage    runs its forward
+    hidden   what it is given, of this shape; None in the first stage
+    kept     bytes that its forward keeps for its backward
     """
 
-    def __init__(
-        self,
-        model: SuperModel,
-        stage: Stage,
-        row: PackedBatch,
-        weights: Tensor,
-        hidden: Tensor | None,
-        device: torch.device,
-    ) -> None:
-        self.model, self.stage, self.device = model, stage, device
-        self.row = copied(row).to(device)
-        self.weights = weights.clone()
-        self.adapted_sites = model.adapted_sites
+    stage: Stage
+    hidden: InitVar[Tensor | None]
+
+    def __post_init__(self, hidden: Tensor | None) -> None:
+        super().__post_init__()
         self.kept = 0
         self._hidden = None if hidden is None else torch.empty_like(hidden)
-        self._packing = Packing()
-        self._anchor = torch.zeros((), device=device, requires_grad=True)
+        self._anchor = torch.zeros((), device=self.device, requires_grad=True)
         self._forward: torch.cuda.CUDAGraph | None = None
         self._backward: torch.cuda.CUDAGraph | None = None
         self._out = self._dy = torch.empty(0)
         self._dx: Tensor | None = None
 
-    def load(self, row: PackedBatch, weights: Tensor) -> None:
-        """Overwrite the row by another one of its form."""
-        overwrite(self.row, row)
-        self.weights.copy_(weights, non_blocking=True)
-
-    def first(self, hidden: Tensor | None, lengths: Lengths) -> Tensor:
+    def first(self, hidden: Tensor | None) -> Tensor:
         """Run the forward as it is, on this graph's row, and note what a capture needs."""
         before = torch.cuda.memory_allocated(self.device)
-        with noting(self._packing), lengths_kept(lengths):
+        with noting(self._packing), lengths_kept(self.lengths):
             out = self.stage(hidden, self.row).contiguous()
         self.kept = max(0, torch.cuda.memory_allocated(self.device) - before)
         return out
 
-    def capture(self, pool: Any, stream: torch.cuda.Stream, lengths: Lengths) -> None:
-        """Note what forward and backward launch; nothing is run.
-
-        pool      of memory, that of its slot
-        stream    of the model's device, which is current
-        raises    RuntimeError or TloraError where the stage does what no graph can hold
-        """
+    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        """See `CapturedRow.capture`."""
         needs_grad = self._hidden is not None and self.stage.needs_grad
         if self._hidden is not None:
             self._hidden.requires_grad_(needs_grad)
@@ -298,7 +175,7 @@ class CapturedStage:
         with (
             torch.cuda.graph(forward, pool=pool, stream=stream),
             serving(self._packing),
-            lengths_kept(lengths),
+            lengths_kept(self.lengths),
             self.model.weighing(self.weights),
         ):
             out = self.stage(self._hidden, self.row)
@@ -308,7 +185,7 @@ class CapturedStage:
         self._dy = torch.empty_like(self._out)
         with (
             torch.cuda.graph(backward, pool=pool, stream=stream),
-            lengths_kept(lengths),
+            lengths_kept(self.lengths),
             self.model.weighing(self.weights),
         ):
             self._dx = self._add_gradients(out, self._hidden if needs_grad else None)
@@ -332,9 +209,9 @@ class CapturedStage:
         return dx
 
     def release(self) -> None:
-        """Let go of what the graphs read on the device; they are not replayed any more."""
+        """See `CapturedRow.release`."""
         self._forward = self._backward = None
-        release(self.row.segments, self.row.keys, self.row.target_segments)
+        super().release()
 
     def __call__(self, hidden: Tensor | None) -> Tensor:
         """Run the forward for the row that was loaded; its gradient runs the backward."""
@@ -370,8 +247,3 @@ class _Replayed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return None, None, ctx.graph.replay_backward(*grads)
-
-
-def _repeating(row: PackedBatch) -> PackedBatch:
-    """The row in a form that comes again, where it has one."""
-    return repeating_form(row) if len(row.target_rows) else row

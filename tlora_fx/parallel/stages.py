@@ -24,7 +24,7 @@ IDS = "input_ids"
 
 
 def legal_cuts(model: SuperModel) -> tuple[int, ...]:
-    """Where a stage may begin, as indices in `model.layer_order()`."""
+    """Legal beginnings of stages, as indices in `model.layer_order()`."""
     return _Root(model).legal()
 
 
@@ -63,7 +63,7 @@ class Hidden:
     dtype: torch.dtype
 
     def shape(self, row: PackedBatch) -> tuple[int, ...]:
-        """Its shape for one row."""
+        """Shape of the hidden states of one row."""
         ids = row.input_ids.shape
         return tuple(
             ids[size.dimension] if isinstance(size, RowSize) else size for size in self.sizes

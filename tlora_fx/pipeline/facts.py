@@ -49,7 +49,7 @@ class Facts:
             )
 
     def before(self, item: Pass, graphs: Graphs) -> dict[str, Code]:
-        """What a pass must leave alone so that facts need no second look."""
+        """Code that a pass must leave alone so that facts need not be verified again."""
         self._take_over(graphs)
         return {
             fact: code_of(self._rests_on(provider, graphs))
@@ -119,7 +119,7 @@ def _is_name(fact: str, provider: str) -> bool:
 
 
 def code_of(nodes: Iterable[fx.Node]) -> Code:
-    """What nodes compute, by which a change of one is seen."""
+    """Code of nodes, by which a change of one is seen."""
     return {
         node: (
             node.op,

@@ -1,4 +1,4 @@
-"""What watches a pipeline run: told before and after each pass on each graph."""
+"""Instruments of a pipeline run: they are told before and after each pass on each graph."""
 
 from __future__ import annotations
 

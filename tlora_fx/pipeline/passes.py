@@ -1,4 +1,4 @@
-"""What a pass is."""
+"""Base classes of passes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ NAME = re.compile(r"[a-z0-9-]+")
 
 @dataclass(frozen=True, slots=True)
 class Pass(ABC):
-    """What all passes share: a name, what must have run before, and what they keep.
+    """Base of all passes: a name, what must have run before, and what they keep.
 
     requires             names of passes, or of facts that passes provide
     provides             facts that hold after it, besides its own name

@@ -1,4 +1,4 @@
-"""What pass authors need: match by pattern, and rewrite so that graphs stay whole.
+"""Tools of pass authors: match by pattern, and rewrite so that graphs stay whole.
 
 Patterns say why they do not fit (matching.py). Rewriting helpers keep shapes, tags and provenance,
 and count as rewrites that a bisection may hold back (rewriter.py, outlining.py).
@@ -23,8 +23,7 @@ from tlora_fx.rewriting.patterns import (
     uncast,
     where,
 )
-from tlora_fx.rewriting.rewriter import Maker, Rewriter
-from tlora_fx.rewriting.rules import RewriteRule, rewrite_greedily
+from tlora_fx.rewriting.rewriter import Maker, Rewriter, RewriteRule, rewrite_greedily
 
 __all__ = [
     "Maker",

@@ -63,7 +63,7 @@ class Miss:
 
     @property
     def why(self) -> str:
-        """What is there instead, as one sentence."""
+        """Value that was found instead of the pattern, as one sentence."""
         return self.failure.fails()
 
     def __bool__(self) -> Literal[False]:

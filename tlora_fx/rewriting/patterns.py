@@ -41,7 +41,7 @@ def parameters_of(target: Any) -> dict[str, Any] | None:
 
 
 def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """What a call is given, by name, defaults too; "0", "1", … where there is no schema.
+    """Arguments of a call, by name, defaults too; "0", "1", … where there is no schema.
 
     `linear(x, w)`, `linear(x, w, None)` and `linear(x, weight=w)` are alike.
     """
@@ -52,7 +52,7 @@ def arguments_of(node: fx.Node) -> dict[str, Any]:
 
 
 class ArgumentPosition(NamedTuple):
-    """Where a value stands: an argument of a call that a pattern describes."""
+    """Position of a value: an argument of a call that a pattern describes."""
 
     call: Pattern
     argument: str
@@ -73,12 +73,12 @@ class Condition(NamedTuple):
         return f"{subject(self.pattern, self.position)} {self.pattern.is_what()}"
 
     def fails(self) -> str:
-        """What is there instead, as a sentence."""
+        """Value that was found instead of the pattern, as a sentence."""
         return self.pattern.is_not(subject(self.pattern, self.position), self.value)
 
 
 class SearchState(NamedTuple):
-    """How far a search came: never changed, so that the search can go back.
+    """State of a search: never changed, so that the search can go back.
 
     last      the last of them, behind it those before
     nodes     the calls and stored tensors that the pattern describes, the last first
@@ -95,7 +95,7 @@ class SearchState(NamedTuple):
         return SearchState(captures, reached, last, (node, nodes))
 
     def conditions(self) -> tuple[Condition, ...]:
-        """Those that held, in order."""
+        """Conditions that held, in order."""
         return tuple(Condition(*condition) for condition in _linked(self.last))[::-1]
 
     def described(self) -> tuple[fx.Node, ...]:
@@ -117,7 +117,7 @@ class PatternSearch:
 
 
 def subject(pattern: Pattern, position: Position) -> str:
-    """What a sentence calls a value."""
+    """Name of a value in sentences."""
     if pattern.name:
         return f"its {pattern.name}"
     if position is None:
@@ -134,7 +134,7 @@ def _linked(last: tuple[Any, Any] | None) -> Iterator[Any]:
 
 @dataclass(slots=True, eq=False)
 class Pattern:
-    """What all patterns share.
+    """Base of all patterns.
 
     name        what its value is captured as and called in messages, "" for neither
     """
@@ -175,7 +175,7 @@ class Pattern:
         raise NotImplementedError
 
     def is_not(self, subject: str, value: Any) -> str:
-        """What is there instead."""
+        """Sentence that says which value was found in place of the wanted one."""
         return f"{subject} is {describe(value)}; what is wanted {self.is_what()}"
 
     def targets(self) -> frozenset[Any] | None:
@@ -523,7 +523,7 @@ class Sequenced(Pattern):
 
 @dataclass(slots=True, eq=False)
 class Cast(Pattern):
-    """What stands behind any number of casts."""
+    """Any number of casts of a value."""
 
     branching: ClassVar[bool] = True
 
@@ -763,7 +763,7 @@ def either(*choices: Any) -> Pattern:
 
 
 def uncast(inner: Any) -> Pattern:
-    """What stands behind any number of casts."""
+    """Any number of casts of a value."""
     return Cast(_pattern(inner))
 
 

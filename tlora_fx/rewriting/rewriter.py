@@ -8,17 +8,18 @@ bisection holds it back, nothing is done and the helper returns None.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from tlora_fx.errors import RewriteMismatch
+from tlora_fx.errors import RewriteMismatch, RewritesEndless
 from tlora_fx.ir.graph import MADE_FROM, ORIGIN, TensorRef, derive
 from tlora_fx.ir.shapes import RUN, fake_like, fake_mode_of, give_value, shape_text
 from tlora_fx.pipeline import rewrite_allowed
-from tlora_fx.rewriting.matching import Match, find
+from tlora_fx.rewriting.matching import Match, find, match
 from tlora_fx.rewriting.patterns import Pattern
 
 # What new nodes take from the node that they stand for; "axis" only where the value is the same.
@@ -157,7 +158,7 @@ class Rewriter:
     def insert_after(
         self, node: fx.Node, build: Build, what: str = "", tags: Tags | None = None
     ) -> fx.Node | None:
-        """Let everyone who reads a node read what is made of it.
+        """Make all users of a node read a value that is made of it.
 
         build, what, tags, returns, raises   as of `replace`
         """
@@ -176,7 +177,7 @@ class Rewriter:
         what: str = "",
         tags: Tags | None = None,
     ) -> fx.Node | None:
-        """Let one node read what is made of one of its arguments; others read the argument itself.
+        """Make one node read a value made of its argument; others read the argument itself.
 
         build, what, tags, returns, raises   as of `replace`
         """
@@ -189,7 +190,7 @@ class Rewriter:
         return new
 
     def bypass(self, node: fx.Node, by: fx.Node, what: str = "") -> bool:
-        """Let everyone who reads a node read another one that is there; False where held back.
+        """Make all users of a node read another one that is there; False where held back.
 
         raises    RewriteMismatch where shape or dtype is another
         """
@@ -226,7 +227,7 @@ class Rewriter:
 def needed_before(
     first: fx.Node, nodes: Collection[fx.Node], order: Mapping[fx.Node, int]
 ) -> list[fx.Node] | None:
-    """What must stand before the first of several nodes so that all could run there, in order.
+    """Nodes that must move before the first of several, so that all could run there, in order.
 
     returns   None where one of them reads what another computes
     """
@@ -304,3 +305,72 @@ def _following(node: fx.Node) -> fx.Node:
 def _told(verb: str, node: fx.Node) -> str:
     path = node.meta.get("path") or "the root"
     return f"{verb} {node.name} at {path}"
+
+
+#: Rewrites of one node's place, beyond which a set of rules is taken to go in circles.
+MAX_ROUNDS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class RewriteRule:
+    """What is put in place of a pattern.
+
+    pattern    where it fits
+    build      what makes the new value of a match, as `Rewriter.replace` takes it
+    benefit    of rules that fit one node, the one of most benefit is taken; of equals the first
+    name       of the rewrite in a bisection
+    """
+
+    pattern: Pattern
+    build: Callable[[Match], Build]
+    benefit: int = 1
+    name: str = ""
+
+
+def rewrite_greedily(
+    graph: fx.Graph, rules: Sequence[RewriteRule], given: Mapping[str, Any] | None = None
+) -> int:
+    """Apply rules wherever they fit, again on what they make, until none does.
+
+    given     captures that are known before, as of `match`
+    returns   how many rewrites were made
+    raises    RewritesEndless for rules that undo each other; RewriteMismatch
+    """
+    ordered = sorted(rules, key=lambda rule: -rule.benefit)
+    rewriter = Rewriter(graph)
+    held_back: set[tuple[fx.Node, int]] = set()
+    made, most = 0, MAX_ROUNDS * max(len(graph.nodes), 1)
+    changed = True
+    while changed:
+        changed = False
+        for node in list(graph.nodes):
+            if node._erased or not node.users:
+                continue
+            for index, rule in enumerate(ordered):
+                if (node, index) in held_back or not _may_fit(rule, node):
+                    continue
+                found = match(rule.pattern, node, given)
+                if not isinstance(found, Match):
+                    continue
+                if rewriter.replace(found, rule.build(found), _name_of(rule, node)) is None:
+                    held_back.add((node, index))
+                    continue
+                made, changed = made + 1, True
+                break
+            if made > most:
+                raise RewritesEndless(
+                    "rewrites come to no end",
+                    node=node.format_node() if not node._erased else None,
+                    found=f"{made} rewrites of a graph of {len(graph.nodes)} nodes",
+                    help="a rule undoes what another one does: leave one of them out",
+                )
+    return made
+
+
+def _may_fit(rule: RewriteRule, node: fx.Node) -> bool:
+    targets = rule.pattern.targets()
+    return targets is None or (node.op == "call_function" and node.target in targets)
+
+
+def _name_of(rule: RewriteRule, node: fx.Node) -> str:
+    return f"{rule.name} at {node.name}" if rule.name else ""

@@ -1,1 +1,1 @@
-"""What runs a fused model: data, weights, steps, optimizers, checkpoints."""
+"""Run a fused model: data, weights, steps, optimizers, checkpoints."""

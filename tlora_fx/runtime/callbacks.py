@@ -1,4 +1,4 @@
-"""What hears of a run: the protocol, several callbacks as one, and those that a user names."""
+"""Callbacks of a run: the protocol, several callbacks as one, and those that a user names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class TrainerCallback:
-    """What hears of a run while it goes on; every method does nothing until it is overridden."""
+    """Callback of a run while it goes on; every method does nothing until it is overridden."""
 
     def started(self, runs: Sequence[JobRun]) -> None:
         """Training begins, or goes on."""

@@ -1,13 +1,14 @@
-"""What must hold between jobs, data and base before any weight is loaded."""
+"""Checks of jobs, data and base against each other, before any weight is loaded."""
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,25 +34,29 @@ from tlora_fx.model.batch import repeating_length
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import Probed, probe_loaded
 from tlora_fx.planners.auto import device_name
-from tlora_fx.runtime.data.samples import JobData, Sample, load_job_data
+from tlora_fx.runtime.clocks import JobClocks
+from tlora_fx.runtime.data.samples import JobData, load_job_data
+from tlora_fx.runtime.data.tables import largest_id, lengths_of
 from tlora_fx.runtime.evaluation import find_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
-def load_all_data(jobs: Sequence[Job]) -> dict[str, JobData]:
+def load_all_data(jobs: Sequence[Job], clocks: JobClocks | None = None) -> dict[str, JobData]:
     """Every job's samples, by job name.
 
+    clocks    what time it is for each job, where a chat template asks for it; None: all start now
     raises    DataError, naming file, line and job; TokenizerNotLoadable; MetricFunctionError
     """
     for job in jobs:
         if job.compute_metrics is not None:
             find_function(job.compute_metrics, job.name)
     tokenizer = load_tokenizer(jobs[0].base)
-    return {job.name: load_job_data(job, tokenizer) for job in jobs}
+    clocks = clocks or JobClocks()
+    return {job.name: load_job_data(job, tokenizer, clocks.of(job.name)) for job in jobs}
 
 
 def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
@@ -93,8 +98,13 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
     vocabulary = getattr(text_config(backbone.model), "vocab_size", None)
     positions = longest_sequence(backbone.model)
     for name, job_data in data.items():
-        longest = max(len(sample.input_ids) for sample in _every_sample(job_data))
-        largest = max(max(sample.input_ids) for sample in _every_sample(job_data))
+        parts = [part for part in (job_data.samples, job_data.evaluation) if part]
+        longest = max(int(lengths_of(part).max()) for part in parts)
+        # All tokens of a table are a bound, which is known; those of samples are looked at one by
+        # one only where it does not do.
+        largest = bound = max(map(largest_id, parts))
+        if vocabulary is not None and bound >= vocabulary:
+            largest = max(max(sample.input_ids) for sample in chain(*parts))
         if vocabulary is not None and largest >= vocabulary:
             raise DataDoesNotFit(
                 f"job '{name}' has tokens that the base does not know",
@@ -103,7 +113,9 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
                 found=largest,
                 help="give the tokenizer that belongs to the base",
             )
-        target = max(max(sample.labels) for sample in _every_sample(job_data))
+        target = largest
+        if not backbone.spec.is_classifier and classes is not None and target >= classes:
+            target = max(max(sample.labels) for sample in chain(*parts))
         if not backbone.spec.is_classifier and classes is not None and target >= classes:
             raise DataDoesNotFit(
                 f"job '{name}' has targets for which the base has no logits",
@@ -122,12 +134,8 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
             )
 
 
-def _every_sample(data: JobData) -> Iterator[Sample]:
-    return chain(data.samples, data.evaluation)
-
-
 def unusual(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> Iterator[str]:
-    """What is accepted, and is most likely not meant; a line each."""
+    """Warnings of what is accepted, and is most likely not meant; a line each."""
     for job in jobs:
         if not 0 < job.learning_rate <= MAX_RATE:
             why = "nothing is trained" if not job.learning_rate else "adapters take 1e-5 to 1e-2"
@@ -138,7 +146,7 @@ def unusual(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: in
             yield f"job '{job.name}': fields of its adapter folder are unknown and empty: {names}"
         if job.eval_steps is not None and job.eval_strategy == "no":
             yield f"job '{job.name}': eval_steps without eval_data or eval_split: no evaluation"
-        longest = max(data[job.name].lengths, default=0)
+        longest = int(max(data[job.name].lengths, default=0))
         if longest > max_row_tokens:
             yield (
                 f"job '{job.name}': a sample has {longest} tokens, more than --max-row-tokens "
@@ -258,7 +266,7 @@ def _tried(
         except Exception as error:  # noqa: BLE001  (such as no memory for it: no fault of the model)
             probed = Probed(skipped=f"{type(error).__name__}: {error}")
         _probed[key] = longest, probed
-        log.info("%s", probed)
+        logger.info("%s", probed)
     return probed
 
 
@@ -305,19 +313,18 @@ def longest_row(
     single = [sizes[0] for sizes in each if sizes]
     bound = max(max(single, default=0), min(max_row_tokens, sum(single)))
     if parts > 1:
-        longest = (
-            len(sample.input_ids) for job_data in data.values() for sample in job_data.samples
-        )
+        longest = max((int(lengths_of(each.samples).max()) for each in data.values()), default=0)
         whole = sum(map(sum, each))
-        bound = max(bound, min(max(max_row_tokens, max(longest, default=0)), whole))
+        bound = max(bound, min(max(max_row_tokens, longest), whole))
     return repeating_length(bound)
 
 
 def _largest_batches(job: Job, data: JobData) -> list[tuple[int, ...]]:
     """Sequences of a step's micro-batches if a job's longest samples meet, the largest first."""
-    lengths = [len(sample.input_ids) for sample in data.samples]
-    units: Iterable[Sequence[int]] = data.units or ((index,) for index in range(len(lengths)))
-    found = sorted((tuple(lengths[at] for at in unit) for unit in units), key=sum, reverse=True)
+    lengths = lengths_of(data.samples)
     size = job.per_device_train_batch_size
-    count = min(job.gradient_accumulation_steps, -(-len(found) // size))
-    return [tuple(chain(*found[n * size : (n + 1) * size])) for n in range(count)]
+    count = min(job.gradient_accumulation_steps, -(-data.count // size))
+    longest = np.argsort(-data.lengths, kind="stable")[: count * size].tolist()
+    units = [(at,) if data.units is None else data.units[at] for at in longest]
+    sequences = [[int(lengths[index]) for index in unit] for unit in units]
+    return [tuple(chain(*sequences[n * size : (n + 1) * size])) for n in range(count)]

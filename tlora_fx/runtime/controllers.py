@@ -17,14 +17,14 @@ from tlora_fx.errors import ControllerWrong
 from tlora_fx.parallel.nano_batches import COUNTS
 
 #: Steps with a count before it can be left as hopeless: one alone may be a hiccup.
-SOONEST = 2
+MIN_STEPS = 2
 #: The largest shift that it can take to end a rest.
-LOUDEST = 0.5
+MAX_ALARM = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class ControllerDecision:
-    """What a controller chose at the end of a horizon.
+    """Decision of a controller at the end of a horizon.
 
     horizon          counted from 1
     count            N of the next horizon
@@ -211,7 +211,7 @@ class KeepBest:
 
     def _is_hopeless(self) -> bool:
         """Whether every step so far with another count was much slower than the best one."""
-        if self._now == self._best or len(self._seconds) < SOONEST:
+        if self._now == self._best or len(self._seconds) < MIN_STEPS:
             return False
         return min(self._seconds) > self._best_seconds * (1 + self.hopeless)
 
@@ -258,7 +258,7 @@ class KeepBest:
         self._resting, self._moved, self._shifted = 0, False, False
         self._step = self.reach
         if again:
-            self._rest, self._alarm = self.rest, min(2 * self._alarm, max(LOUDEST, self.shift))
+            self._rest, self._alarm = self.rest, min(2 * self._alarm, max(MAX_ALARM, self.shift))
         self._best_seconds = took
         return self._try_next("steps take another time" if again else "looking again")
 

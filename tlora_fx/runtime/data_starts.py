@@ -67,7 +67,7 @@ def require_data_starts(model: SuperModel, jobs: Iterable[Job], plan: Plan | Non
 def data_starts(
     model: SuperModel, data: Mapping[str, JobData], tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, dict[str, Tensor]]:
-    """By name, what the jobs that start from their data start as; see `data_start`.
+    """Start values of the jobs that start from their data, by name; see `data_start`.
 
     data    of all jobs; only those that need it take part
     tell    called with a line a start, before it is made

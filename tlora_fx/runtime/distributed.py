@@ -1,4 +1,4 @@
-"""What the processes of a run tell each other, so that none goes on alone.
+"""Messages between the processes of a run, so that none goes on alone.
 
 All goes over the host's group, so that nothing waits for the GPU.
 """
@@ -34,7 +34,7 @@ WHOLE_MATRICES = frozenset({"adafactor", "muon", "adamw_8bit", "lorafa"})
 
 
 class RoundNotice(NamedTuple):
-    """What each process says before a round.
+    """Message of each process before a round.
 
     table         hash of the round's rows
     asked         the process was asked to stop
@@ -109,7 +109,7 @@ class Ranks:
         return result
 
     def tell_all(self, value: T) -> list[T]:
-        """What every process says, by rank."""
+        """Values of all processes, by rank."""
         if self.mesh.world is None:
             return [value]
         values: list[T | None] = [None] * self.mesh.size
@@ -270,7 +270,7 @@ class StateGatherer:
         return self._gathered(adapter, self._adapter_shards(job)) if self.apart else adapter
 
     def own(self, job: str, state: JobState) -> JobState:
-        """What of a whole state this process holds."""
+        """Part of a whole state that this process holds."""
         if not self.apart:
             return state
         shards, parameters = self.model.shards(job), self.model.job_parameters(job)
@@ -380,7 +380,7 @@ def _cut(tensors: Mapping[str, Tensor], shards: Shards) -> dict[str, Tensor]:
 
 
 def counted(member: Member, model: SuperModel, mesh: Mesh) -> list[nn.Parameter]:
-    """What a job trains whose gradients count on this process, where processes hold parts of jobs.
+    """Parameters of a job whose gradients count on this process, of those that it holds.
 
     What is cut over tp counts on each process of it, what is whole there once; stages hold
     different parameters, and replicas the same.

@@ -1,4 +1,4 @@
-"""What commands can refuse before torch is imported: names, files, columns, meshes.
+"""Checks of commands before torch is imported: names, files, columns, meshes.
 
 All of it is checked again where it is used. Here it is told within a second, not after the seconds
 that importing torch, and reading and compiling, take.
@@ -26,9 +26,9 @@ from tlora_fx.errors import (
     UnknownPlanner,
     nearest,
 )
+from tlora_fx.runtime.data.encode_data import bad_row
 from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows
 from tlora_fx.runtime.data.rows import evaluated, is_local, read_rows, require_files
-from tlora_fx.runtime.data.samples import DataReport
 from tlora_fx.runtime.data.text_files import suffix_of
 from tlora_fx.runtime.run_folder import RunFolder
 
@@ -140,11 +140,10 @@ _BY_LINE = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 
 
 def _require_layout(job: Job) -> None:
-    report = DataReport()
     first = read_rows(job.data, job.name, limit=WINDOW)
     for row in LaidOutRows(job, first, is_whole=False):
-        if row.fields is None:
-            report.add_bad_row(job, row.where, row.reason)
+        if row.fields is None and not job.data.skip_bad_rows:
+            raise bad_row(job, row.where, row.reason, by_template=False)
 
 
 def require_trainable(jobs: Sequence[Job]) -> None:

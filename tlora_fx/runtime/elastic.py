@@ -1,4 +1,4 @@
-"""Who trains: jobs that join, leave and pause while others train on.
+"""Membership of a run: jobs that join, leave and pause while others train on.
 
 A change is asked for at any time and happens between two rounds, on all processes at the same one.
 What a job needs to go on leaves the model with it, and comes back with it.
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import JobsDiffer, NotAdmitted
+from tlora_fx.host import memory
 from tlora_fx.model.elastic import ALONE, Admission
 from tlora_fx.parallel.cuda_graphs import free_gpu_bytes
 from tlora_fx.parallel.mesh import Mesh
@@ -45,7 +46,7 @@ class PendingJoin:
     path     the checkpoint that holds it, where one does
     start    what its data decides of its start, where that is known
     needed   bytes that it will take, rows and larger banks not counted
-    growth   bytes that larger banks take, where it finds no room in those that are
+    growth   bytes that larger banks take, where those that are have no free rows
     """
 
     job: Job
@@ -60,7 +61,7 @@ class PendingJoin:
 
 @dataclass(slots=True)
 class Changes:
-    """What happens before the next round.
+    """Changes that happen before the next round.
 
     pending_joins  jobs in the order in which they join; one without a free slot waits, and so do
                    those behind it
@@ -102,7 +103,7 @@ class Roster:
         return list(self._inside.values())
 
     def is_due(self) -> bool:
-        """Whether a change may happen now: a job that found no room waits for another's end."""
+        """Whether a change may happen now: a job without a free slot waits for another's end."""
         training = [run.job.name for run in self.inside() if run.status == "running"]
         self.changes.leaving |= dict.fromkeys(self.folder.take_stops(training), "release")
         ended = any(run.status != "running" for run in self.inside())
@@ -129,7 +130,7 @@ class Roster:
         described: Mapping[str, Any],
         may_grow: bool,
     ) -> None:
-        """Let a job wait to join, where nothing but room may keep it out.
+        """Queue a job to join, where nothing but free memory may keep it out.
 
         data        its samples; None: they are read
         resume      output folder of the run whose newest checkpoint it goes on from, or that
@@ -146,7 +147,7 @@ class Roster:
         require_data_starts(self.model, [job])
         require_trainable(job, data.steps)
         needed = self.model.bytes_needed(job, may_grow=False)
-        # Those who wait will be there first, and may leave no room; banks grow once for all.
+        # Those who wait will be there first, and may leave no free slot; banks grow once for all.
         others = self.changes.pending_joins
         whole = self.model.bytes_needed(job, may_grow=may_grow, crowded=bool(others))
         growth = whole - needed
@@ -176,7 +177,7 @@ class Roster:
         self.changes.pending_joins.append(joining)
 
     def watch_rows(self, most_tokens: int) -> None:
-        """From now on see what rows take, each of so many tokens at most."""
+        """Measure from now on the memory that rows take, each of so many tokens at most."""
         self._most_tokens = most_tokens
         if self.gathering.mesh.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.gathering.mesh.device)
@@ -213,7 +214,7 @@ class Roster:
             )
 
     def request_leave(self, name: str, how: Leaving) -> None:
-        """Let a job that trains leave before the next round.
+        """Request that a job in training leaves before the next round.
 
         raises    NotAdmitted where it does not train
         """
@@ -224,7 +225,7 @@ class Roster:
         self.changes.leaving[name] = how
 
     def cancel_join(self, names: Iterable[str]) -> None:
-        """Let jobs that wait to join wait no longer."""
+        """Remove jobs from those that wait to join."""
         gone = set(names)
         waiting = [
             joining for joining in self.changes.pending_joins if joining.job.name not in gone
@@ -232,7 +233,7 @@ class Roster:
         self.changes.pending_joins = deque(waiting)
 
     def without_free_slots(self) -> list[str]:
-        """Jobs that asked to join and found no room."""
+        """Jobs that asked to join and found no free slot."""
         return [joining.job.name for joining in self.changes.pending_joins] if self._blocked else []
 
     def forget(self, names: Iterable[str]) -> None:
@@ -248,7 +249,7 @@ class Roster:
         return [run.job.name for run in ended]
 
     def leave(self, run: JobRun) -> None:
-        """Let a job's rows go; all that it needs to go on is kept."""
+        """Release a job's rows; all that it needs to go on is kept."""
         state = self.group.let_go(run)
         if self.folder.writes:
             self._gone[run.job.name] = state
@@ -256,9 +257,9 @@ class Roster:
         self._blocked = False
 
     def join(self, joining: PendingJoin, *, may_grow: bool) -> tuple[JobRun, Admission]:
-        """Let a job into the model, as it starts or as it left.
+        """Admit a job into the model, as it starts or as it left.
 
-        raises    NotAdmitted where there is no room now; nothing is changed then
+        raises    NotAdmitted where no slot is free now; nothing is changed then
         """
         job, state = joining.job, joining.state
         try:
@@ -284,7 +285,7 @@ class Roster:
         return run, admission
 
     def states(self) -> dict[str, JobState]:
-        """By job, those that have left: all that pause, and the last ones that ended; whole.
+        """Whole states of jobs that have left, by name: all paused ones, the last ended ones.
 
         The leader alone keeps them.
         """
@@ -302,7 +303,7 @@ class Roster:
         return None if state is None or run.status == "paused" else state.best or state.adapter
 
     def ended(self) -> list[str]:
-        """Those that have left because they ended, in the order in which they did."""
+        """Names of jobs that have left because they ended, in the order in which they did."""
         return [name for name, state in self._gone.items() if state.status != "running"]
 
     def saved(self, ended: Sequence[str]) -> None:
@@ -332,10 +333,8 @@ def free_bytes(device: torch.device) -> int:
     """Bytes that new tensors can have."""
     if device.type == "cuda":
         return free_gpu_bytes(device)
-    with Path("/proc/meminfo").open(encoding="ascii") as file:
-        sizes = dict(line.split(":", 1) for line in file)
-    return int(sizes["MemAvailable"].split()[0]) << 10
+    return memory.free_bytes()
 
 
 def _step_tokens(job: Job, data: JobData) -> int:
-    return job.per_device_train_batch_size * max(data.lengths, default=0)
+    return job.per_device_train_batch_size * int(max(data.lengths, default=0))

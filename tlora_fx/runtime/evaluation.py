@@ -27,7 +27,7 @@ from tlora_fx.runtime.user_code import user_object
 class Evaluator:
     """Measures jobs of a model on their evaluation data, those of one step together.
 
-    runner    of the plan that trains
+    runner    runner of the plan that trains
     ranks     its processes
     parts     a multiple of so many rows is run at a time
     cutting   how rows are cut
@@ -168,12 +168,12 @@ def _count(sample: Sample) -> int:
 
 
 def own_metrics(data: JobData, predicted: Sequence[np.ndarray]) -> dict[str, float]:
-    """What the function of `compute_metrics` says, under names that begin with eval_.
+    """Metrics from the function of `compute_metrics`, under names that begin with eval_.
 
     It takes transformers' EvalPrediction. Its predictions are the most likely next tokens, int64
     [samples, longest]: [i, t] is for label_ids[i, t + 1], and -100 where that is -100.
 
-    predicted   of each sample, the most likely token at each of its targets
+    predicted   for each sample, the most likely token at each of its targets
     raises      MetricFunctionError
     """
     longest = max(len(sample.labels) for sample in data.evaluation)
@@ -187,7 +187,7 @@ def own_metrics(data: JobData, predicted: Sequence[np.ndarray]) -> dict[str, flo
 
 
 def values_of(data: JobData, predictions: np.ndarray, labels: np.ndarray) -> dict[str, float]:
-    """What the function of `compute_metrics` says of predictions and labels.
+    """Metrics from the function of `compute_metrics`, of predictions and labels.
 
     raises      MetricFunctionError
     """

@@ -22,6 +22,7 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import GenerationError
 from tlora_fx.model.backbone import build_skeleton, load_backbone, longest_sequence
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.adapters.files import (
     adapter_tensors,
     canonical_names,
@@ -45,7 +46,7 @@ Messages = Sequence[Mapping[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How tokens are chosen.
+    """Sampling of tokens.
 
     max_new_tokens   at most; fewer where the base has no more positions
     temperature      0: the most likely token each time, as generate(do_sample=False)
@@ -79,7 +80,7 @@ class AdapterWeights:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What an adapter is asked, as token ids."""
+    """Question to an adapter, as token ids."""
 
     adapter: str
     ids: Sequence[int]
@@ -89,7 +90,7 @@ class Question:
 class Speakers:
     """A base and adapters by job name, ready to answer.
 
-    base      of transformers, with its weights; it is not changed
+    base      base model of transformers, with its weights; it is not changed
     formats   of the data of each, by job name, as of `DataReport`
     """
 
@@ -101,7 +102,7 @@ class Speakers:
 
     @classmethod
     def of_folders(cls, folders: Mapping[str, Path], device: torch.device | str) -> Self:
-        """From the adapter folders of a run, by job name, whose base is loaded anew.
+        """Speakers from the adapter folders of a run, by job name, whose base is loaded anew.
 
         raises    AdapterFolderError, BaseNotLoadable, TokenizerNotLoadable, RunFolderError;
                   GenerationError where they have several bases
@@ -175,7 +176,7 @@ class Speakers:
         return Question(name, self.encode(f"{text}\n\n" if format == "alpaca" else text))
 
     def answers(self, asked: Sequence[Question], drawing: Drawing = Drawing()) -> list[str]:
-        """What each adapter says, without the question and without special tokens.
+        """Answer of each adapter, without the question and without special tokens.
 
         Questions to adapters that PEFT can mix are one batch.
 
@@ -249,15 +250,15 @@ class Speakers:
 
     def _allowed_tokens(self, tokens: int, wanted: int) -> int:
         positions = longest_sequence(self.base)
-        room = wanted if positions is None else min(wanted, positions - tokens)
-        if room < 1:
+        allowed = wanted if positions is None else min(wanted, positions - tokens)
+        if allowed < 1:
             raise GenerationError(
                 "a prompt leaves no room for an answer",
                 expected=f"fewer than {positions} tokens",
                 found=tokens,
                 help="shorten it",
             )
-        return room
+        return allowed
 
 
 def _own_copy(base: nn.Module) -> nn.Module:
@@ -347,7 +348,7 @@ class Sampler:
             self._warn_once(described(refusal), callback)
 
     def _refusal(self) -> GenerationError | None:
-        if self.plan.planner in ("single", "replicated"):
+        if planner_of(self.plan).holds_whole_base(self.plan):
             return None
         return GenerationError(
             f"the plan '{self.plan.planner}' holds the base in pieces",
@@ -378,7 +379,7 @@ class Sampler:
         return False
 
     def draw(self, runs: Sequence[JobRun]) -> list[SampleReport]:
-        """What jobs say now; nothing that trains changes.
+        """Generate what jobs say now; nothing that trains changes.
 
         raises   GenerationError
         """

@@ -28,6 +28,7 @@ from tlora_fx.parallel.apply import Applied, ReducingRunner, RowRunner, apply, l
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.parallel.stage_graphs import StageGraphs
+from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.adapters.files import base_tensors, start_adapter, start_adapters
 from tlora_fx.runtime.checkpoints.store import JobState
 from tlora_fx.runtime.checks import probe_base
@@ -51,7 +52,7 @@ DataStarts = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What one job learns from in one call of `GroupStep.accumulate`.
+    """Batch that one job learns from in one call of `GroupStep.accumulate`.
 
     micro_batches   lists of samples; a micro-batch stays whole in one row
     normalizer      the sum of the token losses is divided by it; None: by the number of the
@@ -64,7 +65,7 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """What one batch of one job came to.
+    """Result of one batch of one job.
 
     loss     sum of token losses over the batch's normalizer; NaN where the batch failed
     tokens   of the batch
@@ -80,7 +81,7 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class StepUpdate:
-    """What one optimizer step of one job came to.
+    """Result of one optimizer step of one job.
 
     step            optimizer steps done, this one included where it was done
     grad_norm       2-norm over the job's gradients, before clipping
@@ -106,7 +107,7 @@ class _Gathered:
 
 @dataclass(frozen=True, slots=True)
 class StepOptions:
-    """How rows run.
+    """Options of how rows run.
 
     max_row_tokens   a row is closed before it grows beyond this
     compiled         layers are compiled by torch.compile; the first steps take longer
@@ -177,7 +178,7 @@ class GroupStep:
         raises        FusedDiffers, BaseNotLoadable, AdapterFolderError, PlanNotRunnable
         """
         probe = probe or self._probe
-        in_pieces = self.plan.planner not in ("single", "replicated")
+        in_pieces = not planner_of(self.plan).holds_whole_base(self.plan)
         if not self.model.ready:
             base = base_tensors(self.model.backbone, self.mesh.device)
             if in_pieces:
@@ -370,7 +371,7 @@ class GroupStep:
         rows: Sequence[PackedBatch] | None = None,
         forget: Callable[[Iterable[int]], None] | None = None,
     ) -> Ran:
-        """As `run_rows`; where rows of one process fail, the jobs at fault are left out.
+        """Run batches as `run_rows` does; jobs at fault are left out where one process runs.
 
         Only where one process trains: others would wait for what this one does not send.
 
@@ -445,7 +446,7 @@ class GroupStep:
         )
 
     def add(self, member: Member) -> Member:
-        """Let a member train whose rows are in the model already."""
+        """Add a member whose rows are in the model already."""
         member.optimizer.zero_grad()
         self.members[member.index] = member
         return member
@@ -453,7 +454,7 @@ class GroupStep:
     def admit(
         self, job: Job, state: JobState | None = None, *, may_grow: bool = True
     ) -> tuple[Member, Admission]:
-        """Let a job join; nothing is traced, compiled or loaded again.
+        """Admit a job; nothing is traced, compiled or loaded again.
 
         state      what it goes on from; None: it starts anew
         may_grow   banks may double where no slot is free
@@ -489,14 +490,14 @@ class GroupStep:
         return admission
 
     def release(self, name: str) -> JobState:
-        """Let a job leave; its rows are free then.
+        """Release a job; its rows are free then.
 
         returns   its last state, whole on the leader; gathered gradients are dropped
         """
         return self.let_go(self.member(name))
 
     def park(self, name: str) -> None:
-        """Let a job leave for now; its state waits in main memory for `restore`.
+        """Park a job; its state waits in main memory for `restore`.
 
         raises   StepMisuse where it has gathered gradients that no step has used
         """
@@ -510,7 +511,7 @@ class GroupStep:
         self._parked[name] = self.let_go(member).with_own_values().in_main_memory()
 
     def restore(self, job: Job) -> Member:
-        """Let a parked job go on where it was; raises StepMisuse where it is not parked."""
+        """Restore a parked job where it was; raises StepMisuse where it is not parked."""
         if job.name not in self._parked:
             raise StepMisuse(
                 "no such job is parked",

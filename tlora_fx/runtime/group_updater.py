@@ -18,7 +18,7 @@ from tlora_fx.runtime.optim.optimizer import JobOptimizer
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How the members of a step are updated.
+    """Split of the members of a step by how they are updated.
 
     together   at once, by kernels
     apart      each by its own optimizer
@@ -39,11 +39,11 @@ class GroupUpdater:
         self._update: GroupUpdate | None = None
 
     def forget(self) -> None:
-        """What jobs train may lie elsewhere from now on, or trains again after a failed step."""
+        """Forget optimizers: their tensors may have moved, or train on after a failed step."""
         self._optimizers, self._update = [], None
 
     def split(self, members: Sequence[Member]) -> Split:
-        """Which members kernels update at once, and which need their own optimizer."""
+        """Split members into those that kernels update at once, and those with an own optimizer."""
         update = self._update_of(members)
         fused = frozenset(() if update is None else update.places)
         together = [member for member in members if member.index in fused]

@@ -1,4 +1,4 @@
-"""What a run is, so that only the same run goes on: its jobs, their samples, the base's tensors.
+"""Identity of a run, so that only the same run goes on: its jobs, samples, the base's tensors.
 
 Content decides. A path may change when what it names is the same, and the same path may not hold
 other samples or another base.
@@ -19,6 +19,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.checkpoints.digests import base_digests, file_digest, tensor_digests
 from tlora_fx.runtime.checkpoints.store import Checkpoint, CheckpointStore
 from tlora_fx.runtime.checks import load_tokenizer
+from tlora_fx.runtime.clocks import clocks_of
 from tlora_fx.runtime.data.rows import data_files
 from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.optim.trainable import learning_rates
@@ -61,7 +62,7 @@ class Difference:
 def describe_run(
     model: SuperModel, jobs: Sequence[Job], data: Mapping[str, JobData], *, whole: bool = False
 ) -> dict[str, Any]:
-    """What a checkpoint says of its run, JSON-able.
+    """Description of a run in its checkpoints, JSON-able.
 
     whole    read every byte of the base (see `digests`)
     raises   BaseNotLoadable
@@ -70,11 +71,16 @@ def describe_run(
 
 
 def describe_jobs(jobs: Sequence[Job], data: Mapping[str, JobData]) -> dict[str, Any]:
-    """What a checkpoint says of the jobs of a run."""
+    """Description of the jobs of a run in its checkpoints."""
     return {
         "jobs": {job.name: _described(job) for job in jobs},
         "steps": {job.name: data[job.name].steps for job in jobs},
         "data": {job.name: _data(job, data[job.name]) for job in jobs},
+        "clocks": {
+            job.name: clock.isoformat(timespec="seconds")
+            for job in jobs
+            if (clock := data[job.name].clock) is not None
+        },
     }
 
 
@@ -183,7 +189,7 @@ def require_same_files(job: Job, folder: Path) -> None:
         return  # of an older version, or not readable: its worker says so
     data_before, texts = before["data"][job.name], []
     if data_before["file"] is not None and data_before["file"] != _content(job):
-        data = load_job_data(job, load_tokenizer(job.base))
+        data = load_job_data(job, load_tokenizer(job.base), clocks_of(before).get(job.name))
         texts += [
             text for text, kind in _of_data(data_before, _data(job, data)) if kind != "harmless"
         ]

@@ -14,7 +14,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Those that ask to stop; not SIGHUP where it is ignored, as under nohup."""
+    """Signals that ask to stop; without SIGHUP where it is ignored, as under nohup."""
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     return tuple(n for n in SIGNALS if not (ignored and n == signal.SIGHUP))
 
@@ -30,7 +30,7 @@ def leave_terminal() -> None:
 
 
 class Interrupts:
-    """Within this, `asked` says whether the user wants to stop after the round.
+    """Context in which `asked` says whether the user wants to stop after the round.
 
     Ctrl-C, SIGTERM and SIGHUP ask for it; a second one stops the run at once. SIGHUP comes when a
     terminal is closed, often twice, so that no number of them does more than one. Where it was

@@ -26,7 +26,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(jobs: Sequence[Job], active: Iterable[int], error: Exception) -> OutOfMemory:
-    """The mistake where no job of a round has room, not even alone."""
+    """The error where no job of a round fits into memory, not even alone."""
     names = [jobs[index].name for index in active]
     return OutOfMemory(
         "there is no memory for a step of any job, not even alone",
@@ -38,7 +38,7 @@ def out_of_memory(jobs: Sequence[Job], active: Iterable[int], error: Exception) 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a round came to.
+    """Result of a round.
 
     losses    [J] on the device
     indices   of the jobs that ran
@@ -64,7 +64,7 @@ def run_isolated(
     together    runs all; the losses, [J]
     alone       runs a job's; its losses among zeros, [J], and the tokens of its largest row
     free_memory   forgets what failed rows of jobs have left
-    raises      the failure itself where it is nobody's, OutOfMemory where no job has room
+    raises      the failure itself where it is nobody's, OutOfMemory where no job fits
     """
     try:
         return Ran(together(), batches)

@@ -1,4 +1,4 @@
-"""What a job's evaluations decide: its best step, and whether it stops early.
+"""Decisions from a job's evaluations: its best step, and whether it stops early.
 
 When a job is evaluated, what is better, and how long it waits are as in transformers' Trainer and
 EarlyStoppingCallback.
@@ -20,7 +20,7 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True)
 class EvaluationReport:
-    """What one evaluation of one job came to.
+    """Result of one evaluation of one job.
 
     step      optimizer steps done
     metrics   by name: eval_loss, eval_mean_token_accuracy and eval_exact_match where there is data,
@@ -37,7 +37,7 @@ class EvaluationReport:
 
 @dataclass(slots=True)
 class JobEvaluation:
-    """Where a job's evaluations stand.
+    """Progress of a job's evaluations.
 
     best_step, best_value   so far, by the job's metric; None before the first evaluation
     failed                  evaluations since one was better than the best by the threshold
@@ -106,7 +106,7 @@ class JobEvaluation:
 
     @property
     def why_stopped(self) -> str:
-        """What a user is told when the job stops."""
+        """Message for the user when the job stops."""
         best = "a number"
         if self.best_value is not None:
             best = f"{self.best_value:.6g} at step {self.best_step}"
@@ -139,7 +139,7 @@ class JobEvaluation:
             self.failed = state["failed"]
 
     def summary(self) -> dict[str, Any]:
-        """What a job's status says of it."""
+        """Evaluations in a job's status."""
         if not self.last:
             return {}
         names = {"metric_for_best_model": self.job.best_metric, "best_step": self.best_step}

@@ -1,4 +1,4 @@
-"""What callbacks hear of jobs, and what their folders say: steps, ends, adapters."""
+"""Reports on jobs to callbacks, and into their folders: steps, ends, adapters."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class JobReports:
         return {}
 
     def announce(self, run: JobRun, hear: Callable[[JobRun], None]) -> None:
-        """Let a callback hear of a job; its failure is a warning."""
+        """Tell a callback of a job; its failure is a warning."""
         try:
             hear(run)
         except Exception as error:  # noqa: BLE001  (it is so, whoever heard of it)

@@ -42,7 +42,7 @@ STOPPED = "stopped as asked"
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one optimizer step of one job came to.
+    """Result of one optimizer step of one job.
 
     step           optimizer steps done, this one included
     loss           mean over the step's target tokens
@@ -63,7 +63,7 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True)
 class SampleReport:
-    """What a job says to its `sample_prompts` after a step.
+    """Answers of a job to its `sample_prompts` after a step.
 
     texts   a pair for each prompt: it, and what the job says
     """
@@ -98,7 +98,7 @@ def described(error: Exception) -> str:
 
 
 def status_after(state: JobState, job: Job, data: JobData) -> Status:
-    """How a job stands that goes on from a state, with the steps that it has now."""
+    """Status of a job that goes on from a state, with the steps that it has now."""
     if state.status == "failed":
         return "failed"
     evaluation = JobEvaluation(job, data)
@@ -219,7 +219,7 @@ class JobRun(Member):
         return report
 
     @property
-    def is_looked_at(self) -> bool:
+    def needs_round_end(self) -> bool:
         """Whether something follows at once from the step that the job is at."""
         save = self.step % self.job.save_steps == 0
         return save or self.step >= self.data.steps or self.is_evaluated or self.is_sampled
@@ -257,18 +257,18 @@ class JobRun(Member):
         return report
 
     def final_adapter(self) -> Mapping[str, Tensor]:
-        """What the job leaves: its best step's adapter where it keeps one, else the last."""
+        """Adapter that the job leaves: its best step's where it keeps one, else the last."""
         if self.best and self.status == "done":
             return self.best
         return super().final_adapter()
 
     def load_best(self) -> None:
-        """Let the parameters be the best step's, where the job keeps it and is done."""
+        """Load the best step's values into the parameters, where the job keeps it and is done."""
         if self.best and self.status == "done":
             load_adapter(self.parameters, self.best, "the best step")
 
     def targets(self, batches: MicroBatches) -> int:
-        """What the loss of the step is the mean over: target tokens, or pairs."""
+        """Number of terms that the step's loss is the mean over: target tokens, or pairs."""
         return count_terms(self.job, batches)
 
     def fail(self, reason: str) -> None:
@@ -293,7 +293,7 @@ class JobRun(Member):
         self.status = "paused"
 
     def depart(self) -> None:
-        """Let go of all tensors, the best step's and those it came with among them."""
+        """Free all tensors, the best step's and those it came with among them."""
         super().depart()
         self.best, self.origin = {}, None
 
@@ -364,7 +364,7 @@ class JobRun(Member):
         return self._tokenizer_files
 
     def companions(self, base: str | None) -> dict[str, bytes | Path]:
-        """What stands beside the job's adapter: PEFT's config, tokenizer, job, and model card.
+        """Files beside the job's adapter: PEFT's config, tokenizer, job, and model card.
 
         base   hub id or folder of the base
         """
@@ -410,7 +410,7 @@ class JobRun(Member):
 
 
 def described_data(data: JobData) -> dict[str, object]:
-    """What a job's data are: their number, and how many have at most 8, 16, 32, ... tokens."""
+    """Description of a job's data: their number, and how many have at most 8, 16, ... tokens."""
     counts: dict[int, int] = {}
     for sample in data.samples:
         most = max(8, 1 << (len(sample.input_ids) - 1).bit_length())

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from tlora_fx import __version__
@@ -36,7 +37,7 @@ FIRST_TELLS_SECONDS = 2.0
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Where this process stands among those that were started together.
+    """Rank of this process among those that were started together.
 
     rank, size    among all
     local_rank    among those of one machine
@@ -57,7 +58,7 @@ class Launch:
 
     @staticmethod
     def found(environment: Mapping[str, str] = os.environ) -> Launch:
-        """What torchrun says; a single process where there is no torchrun.
+        """Launch by torchrun's environment; a single process where there is no torchrun.
 
         raises    LaunchError where it says only a part
         """
@@ -90,9 +91,10 @@ class Launch:
         return device
 
 
-def join(launch: Launch, device: torch.device) -> Mesh:
+def join(launch: Launch, device: torch.device, folder: Path | None = None) -> Mesh:
     """Join the other processes, where that is not done; for one process nothing is opened.
 
+    folder    where the first process tells the others its port, if MASTER_PORT is 0
     returns   all processes as replicas, for what comes before there is a plan
     raises    RanksDiffer, on every process, where versions differ
     """
@@ -101,15 +103,34 @@ def join(launch: Launch, device: torch.device) -> Mesh:
     if dist.is_initialized():
         return _everyone(launch, device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store, rank, size = next(iter(rendezvous("env://", timeout=FIRST_STEP)))
-    # torchrun's store outlives the processes: addresses of dead ones must not be found in it.
-    if os.environ.get("GROUP_WORLD_SIZE", "1") == "1":
-        store = PrefixStore(f"start{launch.restarts}", store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=FIRST_STEP)
+    dist.init_process_group(
+        backend, store=_store(launch, folder), rank=launch.rank, world_size=launch.size,
+        timeout=FIRST_STEP,
+    )  # fmt: skip
     mesh = _everyone(launch, device)
     _require_same_versions(Ranks(mesh))
     _peers[:] = Ranks(mesh).tell_all(Peer.here())
     return mesh
+
+
+def _store(launch: Launch, folder: Path | None) -> Store:
+    """The store in which processes find each other's addresses."""
+    store: Store
+    if os.environ.get("MASTER_PORT") != "0":
+        store, _, _ = next(iter(rendezvous("env://", timeout=FIRST_STEP)))
+        # torchrun's store outlives the processes: addresses of dead ones must not be found in it.
+        alone = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+        return PrefixStore(f"start{launch.restarts}", store) if alone else store
+    assert folder is not None
+    told = FileStore(str(folder / "port"))
+    told.set_timeout(FIRST_STEP)
+    leads = launch.rank == 0
+    port = 0 if leads else int(told.get("port"))
+    host = os.environ["MASTER_ADDR"]
+    store = TCPStore(host, port, launch.size, leads, FIRST_STEP, wait_for_workers=False)
+    if leads:
+        told.set("port", str(store.port))
+    return store
 
 
 def _everyone(launch: Launch, device: torch.device) -> Mesh:

@@ -55,7 +55,7 @@ class Measurements:
         return outside
 
     def sample(self, runs: Sequence[JobRun]) -> None:
-        """Let jobs answer their prompts, on the leader; what fails costs the answers alone."""
+        """Generate answers to the jobs' prompts, on the leader; a failure costs them alone."""
         if self.sampler is not None and runs and not self.sampler.tell(runs, self.callback):
             self.free_memory()
 

@@ -46,7 +46,7 @@ class Member:
         self.optimizer.load_state(tensors, values)
 
     def depart(self) -> None:
-        """Let go of all tensors: the job's rows are another's soon, and its state is kept apart.
+        """Free all tensors: the job's rows are another's soon, and its state is kept apart.
 
         It has no optimizer from then on.
         """

@@ -176,7 +176,7 @@ RECORD = "run.json"
 
 
 class RunFolder:
-    """Where a run writes: a folder for each job, and the checkpoints.
+    """Folder of a run: a folder for each job, and the checkpoints.
 
     path     of the run
     jobs     where the jobs' own folders are, if not in `path`
@@ -283,7 +283,7 @@ class RunFolder:
         )
 
     def take_stops(self, jobs: Iterable[str]) -> list[str]:
-        """Those of some jobs that somebody asked to stop; each is told once."""
+        """Take the requests to stop some jobs; each is returned once."""
         asked = [name for name in jobs if self.writes and (self.job(name) / STOP).exists()]
         for name in asked:
             (self.job(name) / STOP).unlink(missing_ok=True)
@@ -329,7 +329,7 @@ class RunFolder:
                 help="choose another folder with -o",
             ) from error
 
-    def renounce(self, jobs: Sequence[str]) -> None:
+    def withdraw(self, jobs: Sequence[str]) -> None:
         """Take back what `announce` left of jobs that came to nothing, empty folders too."""
         for job in jobs:
             folder = self.job(job)
@@ -392,7 +392,7 @@ def ask_to_stop(path: Path, job: str) -> None:
 #: What `tlora-fx run` keeps of its jobs.
 LEDGER = "ledger.sqlite"
 #: What it may have left before it kept anything.
-RUNS_OWN = frozenset({".workers.lock"})
+RUN_COMMAND_FILES = frozenset({".workers.lock"})
 
 
 def require_new(path: Path, *, among: Collection[str] = ()) -> None:
@@ -455,7 +455,7 @@ def _is_announced(entry: Path) -> bool:
 
 
 def how_to_go_on(path: Path) -> str:
-    """What to do when processes of a run have been lost, and from where it goes on then."""
+    """Help text for a run that has lost processes: what to do, and from where it goes on then."""
     try:
         names = (path / "checkpoints" / "latest").read_text("utf-8").split()
     except (OSError, UnicodeDecodeError):

@@ -34,17 +34,17 @@ class JobView:
 
     @property
     def name(self) -> str:
-        """The job's."""
+        """Name of the job."""
         return self.folder.name
 
     @property
     def state(self) -> str:
-        """Its status, "starting" until there is one."""
+        """Status of the job, "starting" until there is one."""
         return str(self.status.get("status", "starting"))
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Steps that are done."""
         return int(self.steps[-1]["step"]) if self.steps else int(self.status.get("step", 0))
 
     @property
@@ -88,7 +88,7 @@ class JobView:
         return seconds / len(recent), (recent[-1]["tokens"] - before) / seconds
 
     def lengths(self) -> dict[int, int]:
-        """How many samples have at most so many tokens, and more than the number before."""
+        """Number of samples with at most so many tokens, and more than the number before."""
         data = _object(self.folder / DATA) or {}
         return {int(most): int(count) for most, count in data.get("lengths", {}).items()}
 
@@ -118,7 +118,7 @@ def read_run(folder: Path) -> list[JobView]:
 
 
 def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[float, float]]:
-    """At most so many points: means of equally many, each at the last of them."""
+    """Thinned points, at most `most`: means of equally many, each at the last of them."""
     every = -(-len(points) // most) or 1
     parts = (points[start : start + every] for start in range(0, len(points), every))
     return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]

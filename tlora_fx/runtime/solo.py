@@ -112,7 +112,7 @@ class SoloTrainer:
 
     @contextmanager
     def disturbed(self, draw: int) -> Iterator[None]:
-        """Within this, every output of an embedding is moved by about a rounding.
+        """Move every output of an embedding by about a rounding, within this context.
 
         draw   the number of the disturbance, which decides it
         """
@@ -124,7 +124,7 @@ class SoloTrainer:
                 handle.remove()
 
     def update(self) -> float:
-        """Let the optimizer take its step; returns the norm of the gradients before clipping."""
+        """Take an optimizer step; returns the norm of the gradients before clipping."""
         constant = self._constant()
         for _, gradient in constant:
             gradient.zero_()
@@ -518,7 +518,7 @@ class KeyedDropout:
 
     @contextmanager
     def row(self, step: int, index: Tensor) -> Iterator[None]:
-        """Within this, the model runs a padded micro-batch.
+        """Run the model on a padded micro-batch, within this context.
 
         step    the job's optimizer step, from 0
         index   int64 [B, S], each position's token index in the job's step

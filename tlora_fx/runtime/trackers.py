@@ -60,7 +60,7 @@ class TrackedJob:
     step: int
 
     def settings(self) -> dict[str, Any]:
-        """What the job's user wrote, as JSON has it."""
+        """Settings by the job's user, as JSON."""
         return self.job.model_dump(mode="json", exclude_none=True) | {"tlora_fx": __version__}
 
 
@@ -234,10 +234,6 @@ def _identity(folder: Path) -> str:
         return drawn
 
 
-def _finite(values: Mapping[str, float]) -> dict[str, float]:
-    return {name: value for name, value in values.items() if math.isfinite(value)}
-
-
 # The trackers, by their own libraries. Their environment variables say project and place.
 
 
@@ -376,7 +372,9 @@ class _MLflow:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        metrics = [Metric(name, value, now, step) for name, value in _finite(values).items()]
+        metrics = [
+            Metric(name, value, now, step) for name, value in values.items() if math.isfinite(value)
+        ]
         self.client.log_batch(self.run_id, metrics=metrics)
 
     def texts(self, step: int, texts: Texts) -> None:

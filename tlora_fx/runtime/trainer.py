@@ -29,6 +29,7 @@ from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.mesh import FIRST_STEP, limit_waits
 from tlora_fx.parallel.prepare import require_fits
 from tlora_fx.parallel.stage_graphs import StageGraphs
+from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.callbacks import EachInTurn, TrainerCallback
 from tlora_fx.runtime.checkpoints.store import Checkpoint, ResumeSources
 from tlora_fx.runtime.checks import (
@@ -72,7 +73,7 @@ STILL_STEPS = 10
 
 @dataclass(frozen=True, slots=True)
 class TrainerOptions:
-    """How rows run.
+    """Options of how rows run.
 
     max_row_tokens   rows are closed before they grow beyond this
     compiled         layers are compiled by torch.compile; the first rounds take longer
@@ -126,6 +127,7 @@ class Trainer:
         options: TrainerOptions = TrainerOptions(),
     ) -> None:
         self.plan = plan or Plan(planner="single")
+        self.may_grow = planner_of(self.plan).may_grow(self.plan)
         nano = options.nano_batches
         require_nano(self.plan, nano is not None or self.plan.nano_batches > 1)
         rows = StepOptions(options.max_row_tokens, options.compiled, options.cuda_graphs)
@@ -222,7 +224,7 @@ class Trainer:
 
     def _checked(self, stack: ExitStack) -> Mapping[str, JobData]:
         """The data, after all checks that need no weights; the folder is then held."""
-        data = self._data or load_all_data(self.jobs)
+        data = self._data or load_all_data(self.jobs, self.checkpoints.clocks())
         check_fits(self.model.backbone, data, self.model.group.vocabulary)
         require_fits(self.model, self.plan.mesh)
         require_shardable(self.model, self.plan)
@@ -287,7 +289,7 @@ class Trainer:
         *,
         resume: Path | str | Checkpoint | None = None,
     ) -> None:
-        """Let a job join before the next round that has room for it; jobs wait in their order.
+        """Queue a job to join before the next round that has a free slot; first come, first in.
 
         One that `pause` took out goes on where it was.
 
@@ -300,7 +302,7 @@ class Trainer:
         self.roster.request_join(
             job, data, resume,
             mesh=self.mesh, accept=self.options.accept_changes,
-            described=self.checkpoints.described, may_grow=self.plan.planner == "single",
+            described=self.checkpoints.described, may_grow=self.may_grow,
         )  # fmt: skip
 
     def release(self, name: str) -> None:
@@ -311,7 +313,7 @@ class Trainer:
         self.roster.request_leave(name, "release")
 
     def pause(self, name: str) -> None:
-        """Let a job leave before the next round; `admit` lets it go on, as does a resumed run.
+        """Pause a job before the next round; `admit` lets it go on, as does a resumed run.
 
         raises    NotAdmitted where it does not train
         """
@@ -323,7 +325,7 @@ class Trainer:
         return waits or bool(self._active())
 
     def _change(self) -> None:
-        """Let jobs leave and join, on all processes; who finds no room waits."""
+        """Let jobs leave and join, on all processes; who finds no free slot waits."""
         begun = time.perf_counter()
         self._catch_up()
         self.group.updater.forget()
@@ -339,15 +341,14 @@ class Trainer:
                 self._to_tell.append(run)
             else:
                 self._conclude(run)
-                self.checkpoints.hasten()
+                self.checkpoints.make_due()
         changes.leaving.clear()
         if self.model.is_open:
             self.roster.retire()
-        may_grow = self.plan.planner == "single"
         while changes.pending_joins:
             joining = changes.pending_joins[0]
             try:
-                run, admission = self.roster.join(joining, may_grow=may_grow)
+                run, admission = self.roster.join(joining, may_grow=self.may_grow)
             except NotAdmitted as error:
                 if self._active():
                     break
@@ -497,7 +498,7 @@ class Trainer:
         if (
             due
             or self._to_tell
-            or any(run.status != "running" or run.is_looked_at for run in active)
+            or any(run.status != "running" or run.needs_round_end for run in active)
         ):
             outside |= self._end.collect()
         self._judge(active, outside, due=due)

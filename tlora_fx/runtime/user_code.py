@@ -9,7 +9,7 @@ from typing import Any
 
 
 def user_object(name: str) -> Any:
-    """What MODULE:NAME or FILE.py:NAME names; the code is run.
+    """Object that MODULE:NAME or FILE.py:NAME names; the code is run.
 
     raises   whatever the code raises; ImportError, OSError, AttributeError
     """

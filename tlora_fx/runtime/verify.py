@@ -54,7 +54,7 @@ DISTURBANCES = 12
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """How far one run of a job lies from another; `JobDifference` says what the numbers are."""
+    """Differences of two runs of a job; `JobDifference` says what the numbers are."""
 
     loss: float
     gradient: float
@@ -94,7 +94,7 @@ _HALF = {"bfloat16": Bounds(2e-3, 3e-2, 1e-2, 2), "float16": Bounds(5e-4, 5e-3, 
 
 
 def bounds_of(dtype: str, device: torch.device | str | None = None) -> Bounds:
-    """What passes for a base of this dtype on this device (default: where training would run)."""
+    """Bounds for a base of this dtype on this device (default: where training would run)."""
     if dtype in _HALF:
         return _HALF[dtype]
     if not isinstance(device, torch.device):
@@ -107,12 +107,12 @@ def bounds_of(dtype: str, device: torch.device | str | None = None) -> Bounds:
 class JobDifference:
     """One job's largest relative differences between fused and alone.
 
-    form       of the fused run: packed, or batch
+    form       form of the fused rows: packed, or batch
     steps      optimizer steps of both, after which the job's longest and shortest samples ran
-    loss       of any of these, over the loss alone
+    loss       difference in any of these, over the loss alone
     gradient   norm of the difference over the norm alone, of all that the job trains, any of these
-    adapter    of what all steps together made of the adapter, over the norm of the adapter
-    noise      of the job alone from itself in batches of other shapes
+    adapter    difference of the adapter after all steps, over the norm of the adapter
+    noise      difference of the job alone from itself in batches of other shapes
     kinks      steps compared with the job alone on embeddings that a rounding disturbs
     """
 
@@ -233,7 +233,7 @@ class _Fused:
     extremes: list[tuple[list[Sample], Outcome]] = field(default_factory=list)
 
     def gradients(self) -> Gradients:
-        """What the job's parameters have gathered."""
+        """Gradients that the job's parameters have gathered."""
         return {
             saved_name(name): parameter.grad.detach().cpu().clone()
             for name, parameter in self.run.parameters.items()

@@ -1,1 +1,1 @@
-"""Which jobs train together, on which GPUs, and for how long: decided anew at each horizon."""
+"""Scheduler: which jobs train together, on which GPUs, for how long, decided at each horizon."""

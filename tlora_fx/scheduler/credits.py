@@ -1,4 +1,4 @@
-"""Who has given GPU time to whom.
+"""Credit of jobs for GPU time that they gave to others.
 
 A job that consented to lend may run slower than its bound. What it gives up then, measured in
 GPU-seconds of its own GPUs, is written to its credit and shared as debt by its neighbours, each by
@@ -27,7 +27,7 @@ class CreditLedger:
     _balances: dict[str, float] = field(default_factory=dict)
 
     def balance(self, job: str) -> float:
-        """Of one job."""
+        """Balance of one job."""
         return self._balances.get(job, 0.0)
 
     def settle(self, jobs: Sequence[ActiveJob], step_seconds: float, seconds: float) -> None:
@@ -57,7 +57,7 @@ class CreditLedger:
         return balance
 
     def total(self) -> float:
-        """Of all balances, ended jobs' included: zero but for rounding."""
+        """Sum of all balances, ended jobs' included: zero but for rounding."""
         return self.closed + sum(self._balances.values())
 
     def _charge(self, jobs: Sequence[ActiveJob], given: Mapping[str, float]) -> None:
@@ -132,21 +132,23 @@ class Credits:
             self.ledger.open(job.name, job.credit)
 
     def close(self, name: str) -> None:
-        """A job ended."""
+        """Close the account of a job that has ended."""
         if self.ledger.balance(name):
             self.ledger.close(name)
 
-    def settle(self, run: Formation, now: float) -> None:
-        """Write down what a run's jobs gave and took since it was settled last."""
+    def settle(self, formation: Formation, now: float) -> None:
+        """Write down what a formation's jobs gave and took since it was settled last."""
         if not self.used:
             return
-        begin = run.time + self.switch_seconds if run.started is None else run.started
-        since, run.settled = max(run.settled, begin), now
-        if len(run.jobs) < 2 or now <= since:
+        begin = (
+            formation.time + self.switch_seconds if formation.started is None else formation.started
+        )
+        since, formation.settled = max(formation.settled, begin), now
+        if len(formation.jobs) < 2 or now <= since:
             return
-        jobs = list(run.jobs.values())
+        jobs = list(formation.jobs.values())
         if any(self._concerns(job) for job in jobs):
-            seconds = run.group.seconds
+            seconds = formation.group.seconds
             if seconds > 0 and not broken(jobs, seconds, now):
                 self.ledger.settle(jobs, seconds, now - since)
 

@@ -1,4 +1,4 @@
-"""What the loop asks of the thing that runs groups, and what that thing tells.
+"""Interface of executors, which run groups for the loop, and their events.
 
 The simulated executor and the local one keep this; the loop knows no other. Every verb is
 idempotent on (group.jobs, epoch): asked twice, it does what it did, and nothing more. An epoch is a
@@ -112,7 +112,7 @@ class Warned(GroupEvent):
 
 @dataclass(frozen=True, slots=True)
 class Noted(ExecutorEvent):
-    """What a user may want to know, and nobody has to act upon."""
+    """Event that a user may want to know of, and nobody has to act upon."""
 
     text: str
 
@@ -132,7 +132,7 @@ class NodeBack(ExecutorEvent):
 
 
 class Executor(Protocol):
-    """Runs groups."""
+    """Executor of groups."""
 
     def inventory(self) -> Cluster:
         """The GPUs, and which nodes are lost now."""
@@ -169,17 +169,17 @@ class Executor(Protocol):
         jobs: Sequence[JobRequest],
         steps_done: Mapping[str, float],
     ) -> None:
-        """Let jobs leave a running group and join it, while the others train on.
+        """Change a running group into its successor: jobs leave and join, the others train on.
 
         It is another epoch from then on. `Drained` of the old one tells when, and that all its jobs
         are committed; `GroupStarted` of the new one follows. Where this proves impossible, it
         is formed anew, on the same place. Where the old one fails, nothing is told of it.
 
-        jobs         of the successor
+        jobs         jobs of the successor
         """
 
     def events(self) -> list[ExecutorEvent]:
-        """What happened since the last call, in order of time."""
+        """Events since the last call, in order of time."""
 
     def drain(self, group: Group, epoch: int) -> None:
         """Ask the group to commit and to stop; `Drained` tells when, nothing where it has ended."""

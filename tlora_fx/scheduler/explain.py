@@ -1,4 +1,4 @@
-"""Why a job is grouped as it is, and what each alternative would have cost."""
+"""Explain why a job is grouped as it is, and what each alternative would have cost."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ MAX_ROWS = 24
 
 @dataclass(frozen=True, slots=True)
 class Alternative:
-    """One way in which the job could run.
+    """Alternative way in which the job could run.
 
     what           "as decided", "alone", "with ...", "without ..."
-    slowdowns      of each job of the group, over the job alone
-    gain           of weighted speed-up against what was decided; None for that itself
+    slowdowns      slowdown of each job of the group, over the job alone
+    gain           gain of weighted speed-up over the decision; None for the decision itself
     """
 
     what: str
@@ -52,7 +52,7 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class DecisionExplanation:
-    """All that can be said of one job in one snapshot."""
+    """Explanation of one job in one snapshot."""
 
     job: str
     standing: str
@@ -61,7 +61,7 @@ class DecisionExplanation:
     reasons: tuple[Reason, ...]
 
     def table(self) -> Table:
-        """As a table for a terminal."""
+        """Table for a terminal."""
         table = Table(title=f"{self.job}: {self.standing}", title_justify="left")
         for column in HEAD:
             table.add_column(column, justify="left" if column in LEFT else "right")
@@ -97,9 +97,9 @@ LEFT = frozenset({"alternative", "why not"})
 
 
 def explain(state: SchedulerState, decision: Decision, job: str) -> DecisionExplanation:
-    """Why a job runs as it does, or waits, by fresh evaluations and the policy's reasons.
+    """Explain a job's place in a decision, by fresh evaluations and the policy's reasons.
 
-    decision   of this state; with reasons where the policy was asked to record them
+    decision   decision on this state; with reasons where the policy was asked to record them
     raises     JobNotInState
     """
     if job not in state.jobs:
@@ -289,13 +289,13 @@ def _bytes(count: float) -> str:
 def explained(
     snapshot: Snapshot | None, history: History | None, job: str, *, terms: bool = False
 ) -> str:
-    """All that a state and a ledger tell of a job.
+    """Explanation of a job by a state and a ledger.
 
     What is decided now is asked of the policy; what was decided before is read from the ledger, and
     its alternatives are weighed anew.
 
     snapshot  the newest state of the run; None: nothing was decided yet
-    history   of the run; None: nobody has it
+    history   history of the run; None where there is none
     terms     tell what the step of its group, or of the job alone where it waits, is made of
     raises    JobNotInState
     """

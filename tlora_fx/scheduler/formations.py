@@ -22,7 +22,7 @@ Membership = tuple[frozenset[str], frozenset[int]]
 
 
 def membership(group: Group) -> Membership:
-    """What tells two groups apart: who, and where."""
+    """Key of a group: its jobs and its GPUs."""
     return frozenset(group.jobs), frozenset(group.place)
 
 
@@ -35,7 +35,7 @@ class Formation:
     settled     until when its jobs' credit is written down, seconds
     leaving     asked to stop, or about to be told that it failed: what a policy sees no more
     next_group  the group that it shall become next, without stopping; None: it stays as it is
-    successor   the formation that it is becoming, which is not among the runs yet
+    successor   the formation that it is becoming, which is not running yet
     origin      the epoch that it was before, where it is a successor
     asked       when that was begun, seconds
     came, went  jobs that joined and left when it took over, ended ones not counted
@@ -101,7 +101,7 @@ class StepTimes:
     def of(
         self, requests: Sequence[JobRequest], place: Sequence[int], cluster: Cluster
     ) -> GroupStepTime:
-        """Of a group of one base on some GPUs."""
+        """Step time of a group of one base on some GPUs."""
         gpus, tier = len(place), cluster.tier(place)
         base = requests[0].base
         key = (base, gpus, tier, *sorted([request.demand for request in requests]))
@@ -132,26 +132,26 @@ class Callback:
     ) -> None:
         """The policy has decided."""
 
-    def launched(self, time: float, run: Formation) -> None:
+    def launched(self, time: float, formation: Formation) -> None:
         """A group was formed."""
 
-    def warned(self, time: float, run: Formation, text: str) -> None:
+    def warned(self, time: float, formation: Formation, text: str) -> None:
         """Something went wrong in a group, and it goes on."""
 
     def noted(self, time: float, text: str) -> None:
-        """What became of a worker that waits for a group."""
+        """Something became of a worker that waits for a group."""
 
-    def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
+    def left(self, time: float, formation: Formation, job: ActiveJob, reason: str) -> None:
         """A job ended, done ("") or failed for a reason; its group still has it in `run.jobs`."""
 
-    def ended(self, time: float, run: Formation, how: str) -> None:
+    def ended(self, time: float, formation: Formation, how: str) -> None:
         """A group is over: "drained", "finished", "failed"; its jobs' steps are settled."""
 
     def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
         """A job that is in no group will not be run again."""
 
     def capacity(self, time: float, gpus: int) -> None:
-        """How many GPUs there are from now on."""
+        """The number of GPUs has changed."""
 
     def parked(self, time: float, request: JobRequest, reason: str) -> None:
         """A job of an earlier process cannot go on now; the next start tries it again."""
@@ -174,7 +174,7 @@ LayoutOf = Callable[[Group, Sequence[JobRequest]], Layout | None]
 
 
 class Formations:
-    """What an executor was asked to run.
+    """Formations that an executor was asked to run.
 
     pending   groups that shall run, once their jobs and GPUs are free
     """
@@ -186,7 +186,7 @@ class Formations:
         callback: Callback,
         layout_of: LayoutOf | None,
     ) -> None:
-        self.runs: dict[int, Formation] = {}
+        self.running: dict[int, Formation] = {}
         self.pending: list[Group] = []
         self._executor = executor
         self._ledger = ledger
@@ -198,12 +198,12 @@ class Formations:
         self._standing: tuple[Group, ...] | None = None
 
     def standing(self) -> tuple[Group, ...]:
-        """What runs or is about to, for a policy: nothing that leaves."""
+        """Groups that run or are about to, for a policy, without those that leave."""
         if self._standing is None:
             running = [
-                (run.successor or run).group
-                for run in self.runs.values()
-                if not run.leaving and not self._is_pending(run.next_group)
+                (formation.successor or formation).group
+                for formation in self.running.values()
+                if not formation.leaving and not self._is_pending(formation.next_group)
             ]
             self._standing = (*running, *self.pending)
         return self._standing
@@ -211,103 +211,111 @@ class Formations:
     def _is_pending(self, group: Group | None) -> bool:
         return any(other is group for other in self.pending)
 
-    def spoken_for(self) -> int:
+    def claimed_gpus(self) -> int:
         """GPUs that are held, or will be as soon as they are free."""
         return len(self._held.union(*(group.place for group in self.pending)))
 
     def touched(self) -> None:
-        """A run has changed."""
+        """Note that a formation has changed."""
         self._standing = None
 
     def want(self, groups: Sequence[Group]) -> None:
-        """From now on these shall run: what is not among them changes, or is asked to stop."""
+        """Set the groups that shall run: other groups change, or are asked to stop."""
         self.pending = list(groups)
-        for run in list(self.runs.values()):
-            if not run.leaving:
-                self._match(run)
+        for formation in list(self.running.values()):
+            if not formation.leaving:
+                self._match(formation)
         self.touched()
 
-    def _match(self, run: Formation) -> None:
-        """Find what a run is among the groups that shall run, or is to become."""
-        current = run.successor or run
-        run.next_group = None
+    def _match(self, formation: Formation) -> None:
+        """Find what a formation is among the groups that shall run, or is to become."""
+        current = formation.successor or formation
+        formation.next_group = None
         for group in self.pending:
             if group is current.group or membership(group) == current.key:
                 current.group = group
                 self.pending = [other for other in self.pending if other is not group]
                 return
-        run.next_group = next(
+        formation.next_group = next(
             (group for group in self.pending if self._goes_on(current, group)), None
         )
-        if run.next_group is None:
-            self.drain(run)
+        if formation.next_group is None:
+            self.drain(formation)
 
-    def _goes_on(self, run: Formation, group: Group) -> bool:
-        """Whether a run can become a group without stopping: some of its jobs stay where it is."""
-        stays = not run.jobs.keys().isdisjoint(group.jobs)
-        there = set(group.place) == set(run.launched.place)
-        return stays and there and self._executor.can_change(run.launched, run.epoch, group)
+    def _goes_on(self, formation: Formation, group: Group) -> bool:
+        """Whether a formation can become a group without a stop: some jobs stay where it is."""
+        stays = not formation.jobs.keys().isdisjoint(group.jobs)
+        there = set(group.place) == set(formation.launched.place)
+        return (
+            stays
+            and there
+            and self._executor.can_change(formation.launched, formation.epoch, group)
+        )
 
-    def part(self, run: Formation, name: str) -> None:
-        """Let a job leave a run; where the others cannot go on without a stop, that is drained."""
-        if run.leaving:
+    def part(self, formation: Formation, name: str) -> None:
+        """Remove a job from a formation; where that takes a stop, drain the formation."""
+        if formation.leaving:
             return
-        rest = tuple(other for other in run.group.jobs if other != name)
-        group = replace(run.group, jobs=rest)
-        if run.successor is None and rest and self._goes_on(run, group):
-            run.next_group = group
+        rest = tuple(other for other in formation.group.jobs if other != name)
+        group = replace(formation.group, jobs=rest)
+        if formation.successor is None and rest and self._goes_on(formation, group):
+            formation.next_group = group
             self.pending.append(group)
             self.touched()
         else:
-            self.drain(run)
+            self.drain(formation)
 
-    def drain(self, run: Formation) -> None:
-        """Ask a run to stop."""
-        run.leaving, run.next_group = True, None
-        self._executor.drain(run.launched, run.epoch)
-        if run.successor is not None:
-            run.successor.leaving = True
-            self._executor.drain(run.successor.launched, run.successor.epoch)
+    def drain(self, formation: Formation) -> None:
+        """Ask a formation to stop."""
+        formation.leaving, formation.next_group = True, None
+        self._executor.drain(formation.launched, formation.epoch)
+        if formation.successor is not None:
+            formation.successor.leaving = True
+            self._executor.drain(formation.successor.launched, formation.successor.epoch)
         self.touched()
 
-    def end(self, run: Formation, how: str, now: float) -> None:
-        """A run is over: its place is free, or its successor's."""
-        if self.runs.pop(run.epoch, None) is None:
+    def end(self, formation: Formation, how: str, now: float) -> None:
+        """A formation is over: its place is free, or its successor's."""
+        if self.running.pop(formation.epoch, None) is None:
             return
-        self._executor.release(run.launched, run.epoch)
-        self._held.difference_update(run.launched.place)
-        self._busy.difference_update(run.jobs)
+        self._executor.release(formation.launched, formation.epoch)
+        self._held.difference_update(formation.launched.place)
+        self._busy.difference_update(formation.jobs)
         if self._ledger and how not in {"drained", "failed"}:
-            self._ledger.end(run.epoch, how, now)
-        self._callback.ended(now, run, how)
-        if run.successor is not None:
-            self._succeed(run, run.successor, how, now)
+            self._ledger.end(formation.epoch, how, now)
+        self._callback.ended(now, formation, how)
+        if formation.successor is not None:
+            self._succeed(formation, formation.successor, how, now)
         self.touched()
 
-    def _succeed(self, run: Formation, successor: Formation, how: str, now: float) -> None:
-        """What a run was becoming is there, or will never be."""
+    def _succeed(self, formation: Formation, successor: Formation, how: str, now: float) -> None:
+        """What a formation was becoming is there, or will never be."""
         if how == "failed" or not successor.jobs:
             self._busy.difference_update(successor.jobs)
             self._executor.release(successor.launched, successor.epoch)
             if self._ledger:
                 self._ledger.end(successor.epoch, how, now)
             return
-        self.runs[successor.epoch] = successor
+        self.running[successor.epoch] = successor
         self._held.update(successor.launched.place)
         self._busy.update(successor.jobs)
-        successor.time, successor.next_group = now, run.next_group
-        successor.came = tuple(name for name in successor.jobs if name not in run.launched.jobs)
-        successor.went = tuple(name for name in run.jobs if name not in successor.launched.jobs)
+        successor.time, successor.next_group = now, formation.next_group
+        successor.came = tuple(
+            name for name in successor.jobs if name not in formation.launched.jobs
+        )
+        successor.went = tuple(
+            name for name in formation.jobs if name not in successor.launched.jobs
+        )
         self._callback.launched(now, successor)
         if successor.next_group is not None and not self._is_pending(successor.next_group):
             successor.next_group = None
 
     def holds(self, name: str) -> bool:
-        """Whether a job is in a run, or joins one."""
+        """Whether a job is in a formation, or joins one."""
         return name in self._busy
 
     def freed(self, name: str) -> None:
-        """A job is in no run any more."""
+        """A job is in no formation any more."""
         self._busy.discard(name)
 
     def drop(self, unfit: Callable[[Group], bool]) -> None:
@@ -321,14 +329,16 @@ class Formations:
             return False, False
         left, launched, refused = [], False, False
         before = {
-            id(run.next_group): run for run in self.runs.values() if run.next_group is not None
+            id(formation.next_group): formation
+            for formation in self.running.values()
+            if formation.next_group is not None
         }
         for group in self.pending:
-            run = before.get(id(group))
-            if run is not None:
-                changed = self._change(run, group, jobs, now)
+            formation = before.get(id(group))
+            if formation is not None:
+                changed = self._change(formation, group, jobs, now)
                 launched |= changed
-                if run.next_group is not None:
+                if formation.next_group is not None:
                     left.append(group)
             elif not self._held.isdisjoint(group.place) or not self._busy.isdisjoint(group.jobs):
                 left.append(group)
@@ -341,39 +351,41 @@ class Formations:
         return launched, refused
 
     def _change(
-        self, run: Formation, group: Group, jobs: Mapping[str, ActiveJob], now: float
+        self, formation: Formation, group: Group, jobs: Mapping[str, ActiveJob], now: float
     ) -> bool:
-        """Let a run become a group as far as its jobs are free; whether anything begins.
+        """Change a formation into a group as far as its jobs are free; whether anything begins.
 
-        Those that leave go at once: another run may wait for them, which has what this one needs.
+        Those that leave go at once: another one may wait for them, which has what this one needs.
         """
-        if run.successor is not None or run.leaving:
+        if formation.successor is not None or formation.leaving:
             return False
-        arriving = [name for name in group.jobs if name not in run.jobs]
+        arriving = [name for name in group.jobs if name not in formation.jobs]
         if self._busy.isdisjoint(arriving):
-            run.next_group = None
-            self._become(run, group, jobs, now)
+            formation.next_group = None
+            self._become(formation, group, jobs, now)
             return True
-        stay = tuple(name for name in group.jobs if name in run.jobs)
-        if len(stay) == len(run.jobs):
+        stay = tuple(name for name in group.jobs if name in formation.jobs)
+        if len(stay) == len(formation.jobs):
             return False
-        self._become(run, replace(group, jobs=stay, seconds=run.group.seconds), jobs, now)
+        self._become(
+            formation, replace(group, jobs=stay, seconds=formation.group.seconds), jobs, now
+        )
         return True
 
     def _become(
-        self, run: Formation, group: Group, jobs: Mapping[str, ActiveJob], now: float
+        self, formation: Formation, group: Group, jobs: Mapping[str, ActiveJob], now: float
     ) -> None:
         epoch, self._next = self._next, self._next + 1
         members = {name: jobs[name] for name in group.jobs}
         steps = {name: job.steps_done for name, job in members.items()}
         if self._ledger:
             self._ledger.launch(group, epoch, None, now)
-        run.successor = Formation(
-            epoch, group, group, members, dict(steps), now, origin=run.epoch, asked=now
+        formation.successor = Formation(
+            epoch, group, group, members, dict(steps), now, origin=formation.epoch, asked=now
         )
         self._busy.update(group.jobs)
         requests = [job.request for job in members.values()]
-        self._executor.change(run.launched, run.epoch, group, epoch, requests, steps)
+        self._executor.change(formation.launched, formation.epoch, group, epoch, requests, steps)
 
     def _start(self, group: Group, jobs: Mapping[str, ActiveJob], now: float) -> bool:
         epoch, self._next = self._next, self._next + 1
@@ -387,10 +399,10 @@ class Formations:
         layout = self._layout_of(group, requests) if self._layout_of else None
         if self._ledger:
             self._ledger.launch(group, epoch, layout, now)
-        run = Formation(epoch, group, group, members, dict(steps), now)
-        self.runs[epoch] = run
+        formation = Formation(epoch, group, group, members, dict(steps), now)
+        self.running[epoch] = formation
         self._held.update(group.place)
         self._busy.update(group.jobs)
         self._executor.launch(group, epoch, requests, steps, layout)
-        self._callback.launched(now, run)
+        self._callback.launched(now, formation)
         return True

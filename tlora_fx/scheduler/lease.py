@@ -1,4 +1,4 @@
-"""Who may write for a group: a link that leads nowhere as soon as its epoch is over.
+"""Leases, by which workers write for a group: a link that dangles once the group's epoch is over.
 
     groups/000012/train          checkpoints
                  /held/train     → ../train
@@ -41,7 +41,7 @@ def grant(group: Path, run: Path) -> Path:
 
 
 def revoke(group: Path) -> None:
-    """Let a group's workers write nothing more; groups without a lease are left alone."""
+    """Revoke a group's lease: its workers write nothing more; groups without one are left alone."""
     if not is_granted(group):
         return
     over = group / f".{_OVER}"

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from heapq import heapify, heappop, heappush
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
 
@@ -37,6 +38,7 @@ from tlora_fx.scheduler.executor import (
     Warned,
 )
 from tlora_fx.scheduler.formations import Callback, Formation, Formations, LayoutOf, StepTimes
+from tlora_fx.scheduler.retries import REFUSED, RetryPolicy
 from tlora_fx.scheduler.state import (
     ActiveJob,
     ChangeCosts,
@@ -45,17 +47,92 @@ from tlora_fx.scheduler.state import (
     JobRequest,
     Policy,
     SchedulerState,
+    arrival,
+    check,
+    solo_or_reason,
 )
 
 if TYPE_CHECKING:
     from tlora_fx.scheduler.store import Ledger
-from tlora_fx.scheduler.retries import REFUSED, RetryPolicy
-from tlora_fx.scheduler.state import check, solo_or_reason
-from tlora_fx.scheduler.window import Window
+
+Key = tuple[float, str]
+
+
+class Window:
+    """The oldest jobs that are not done, and the queue of the others.
+
+    The window holds at most `runnable` jobs. A job enters it in order of submission and leaves it
+    only when it ends, so the window is always the oldest jobs, and none of them starves behind
+    younger ones. Whatever the queue's length, nothing here costs more than its logarithm.
+
+    runnable   most jobs in the window
+    """
+
+    def __init__(self, runnable: int) -> None:
+        self.runnable = runnable
+        self.jobs: dict[str, ActiveJob] = {}
+        self._queue: list[tuple[float, str, ActiveJob]] = []
+        self._last: Key = (float("-inf"), "")
+
+    def __len__(self) -> int:
+        """Jobs in the window and in the queue."""
+        return len(self.jobs) + len(self._queue)
+
+    @property
+    def queued(self) -> int:
+        """Jobs behind the window."""
+        return len(self._queue)
+
+    @property
+    def full(self) -> bool:
+        """Whether a job that comes now would have to wait behind the window."""
+        return len(self.jobs) + len(self._queue) >= self.runnable
+
+    def put(self, job: ActiveJob) -> bool:
+        """A job comes; whether it entered the window."""
+        heappush(self._queue, (job.request.submitted, job.name, job))
+        return self.fill()
+
+    def fill(self) -> bool:
+        """Let jobs in while there is room; whether any came."""
+        came = False
+        while self._queue and len(self.jobs) < self.runnable:
+            submitted, name, job = heappop(self._queue)
+            self.jobs[name] = job
+            if (submitted, name) < self._last:
+                # It was submitted late: put the window into order again.
+                self.jobs = {one.name: one for one in sorted(self.jobs.values(), key=arrival)}
+            else:
+                self._last = (submitted, name)
+            came = True
+        return came
+
+    def withdraw(self, name: str) -> bool:
+        """A job is taken back, from the window or from the queue; whether it was in one."""
+        return self.take(name) is not None
+
+    def take(self, name: str) -> ActiveJob | None:
+        """The same, with the job; None where it was in neither."""
+        job = self.jobs.pop(name, None)
+        if job is not None:
+            return job
+        job = next((entry[2] for entry in self._queue if entry[1] == name), None)
+        if job is not None:
+            self._queue = [entry for entry in self._queue if entry[1] != name]
+            heapify(self._queue)
+        return job
+
+    def remove(self, name: str) -> ActiveJob:
+        """A job of the window ends; the next may come in by `fill`."""
+        return self.jobs.pop(name)
+
+    def waiting(self) -> list[ActiveJob]:
+        """The queue behind the window, in order."""
+        return [job for _, _, job in sorted(self._queue, key=lambda entry: entry[:2])]
 
 
 class Events:
-    """Takes events into a loop's jobs, runs and queue."""
+    """Takes events into a loop's jobs, formations and queue."""
 
     def __init__(self, loop: Loop) -> None:
         self.loop = loop
@@ -65,12 +142,12 @@ class Events:
         )
 
     def pull(self) -> None:
-        """Bring the progress of all runs up to date, where the executor can."""
+        """Bring the progress of all formations up to date, where the executor can."""
         if self._progress:
             for event in self._progress():
-                run = self.loop.formations.runs.get(event.epoch)
-                if run is not None:
-                    run.advanced(event.steps)
+                formation = self.loop.formations.running.get(event.epoch)
+                if formation is not None:
+                    formation.advanced(event.steps)
 
     def take(self, now: float) -> bool:
         """Take what has happened; whether anything has."""
@@ -81,81 +158,85 @@ class Events:
             if self.loop.ledger and not isinstance(event, Progress):
                 self.loop.ledger.record(event)
             if isinstance(event, GroupEvent):
-                run = self.loop.formations.runs.get(event.epoch)
-                if run is not None:
-                    self._of_run(event, run)
+                formation = self.loop.formations.running.get(event.epoch)
+                if formation is not None:
+                    self._of_formation(event, formation)
             elif isinstance(event, Noted):
                 self.loop.callback.noted(event.time, event.text)
             else:
                 self._of_node(event, now)
         return bool(events)
 
-    def _of_run(self, event: GroupEvent, run: Formation) -> None:
+    def _of_formation(self, event: GroupEvent, formation: Formation) -> None:
         match event:
             case Finished():
-                self._finished(event, run)
+                self._finished(event, formation)
             case Progress():
-                run.advanced(event.steps)
+                formation.advanced(event.steps)
             case Committed():
-                self._committed(event.steps, run)
+                self._committed(event.steps, formation)
             case GroupStarted():
-                run.started, run.paused = event.time, event.paused
+                formation.started, formation.paused = event.time, event.paused
             case Warned():
-                self.loop.callback.warned(event.time, run, event.text)
+                self.loop.callback.warned(event.time, formation, event.text)
             case Drained():
-                self._drained(event, run)
+                self._drained(event, formation)
             case Failed(job=None):
-                self._failed(event, run)
+                self._failed(event, formation)
             case Failed():
-                self._at_fault(event, run)
+                self._at_fault(event, formation)
 
-    def _committed(self, steps: Mapping[str, float], run: Formation) -> None:
-        run.committed.update({name: done for name, done in steps.items() if name in run.jobs})
-        run.advanced(steps)
+    def _committed(self, steps: Mapping[str, float], formation: Formation) -> None:
+        formation.committed.update(
+            {name: done for name, done in steps.items() if name in formation.jobs}
+        )
+        formation.advanced(steps)
         self.loop.retries.committed(steps)
 
-    def _drained(self, event: Drained, run: Formation) -> None:
-        self.loop.credits.settle(run, event.time)
-        self._committed(event.steps, run)
+    def _drained(self, event: Drained, formation: Formation) -> None:
+        self.loop.credits.settle(formation, event.time)
+        self._committed(event.steps, formation)
         for name, steps in event.steps.items():
-            if name in run.jobs:
-                run.jobs[name].steps_done = steps
-        self.loop.formations.end(run, "drained", event.time)
+            if name in formation.jobs:
+                formation.jobs[name].steps_done = steps
+        self.loop.formations.end(formation, "drained", event.time)
 
-    def _finished(self, event: Finished, run: Formation) -> None:
-        job = run.jobs.get(event.job)
+    def _finished(self, event: Finished, formation: Formation) -> None:
+        job = formation.jobs.get(event.job)
         if job is None:
             return
         job.steps_done = event.steps
-        self._leaves(run, event.job, "", event.time)
+        self._leaves(formation, event.job, "", event.time)
 
-    def _at_fault(self, event: Failed, run: Formation) -> None:
+    def _at_fault(self, event: Failed, formation: Formation) -> None:
         """One job ends; its neighbours go on."""
         name = str(event.job)
-        if name in run.jobs:
-            run.jobs[name].steps_done = event.steps.get(name, run.committed[name])
-            self._leaves(run, name, event.reason or "failed", event.time)
+        if name in formation.jobs:
+            formation.jobs[name].steps_done = event.steps.get(name, formation.committed[name])
+            self._leaves(formation, name, event.reason or "failed", event.time)
 
-    def _leaves(self, run: Formation, name: str, reason: str, time: float) -> None:
+    def _leaves(self, formation: Formation, name: str, reason: str, time: float) -> None:
         loop = self.loop
-        job = run.jobs[name]
-        loop.credits.settle(run, time)
-        loop.callback.left(time, run, job, reason)
+        job = formation.jobs[name]
+        loop.credits.settle(formation, time)
+        loop.callback.left(time, formation, job, reason)
         loop.formations.freed(name)
         self._ends(name, reason)
-        for formation in (run, run.successor):
-            if formation is not None and name in formation.jobs:
-                self._without(formation, name)
+        for each in (formation, formation.successor):
+            if each is not None and name in each.jobs:
+                self._without(each, name)
         loop.formations.touched()
-        if not run.jobs and (run.successor is None or not run.successor.jobs):
-            loop.formations.end(run, "finished", time)
+        if not formation.jobs and (formation.successor is None or not formation.successor.jobs):
+            loop.formations.end(formation, "finished", time)
 
-    def _without(self, run: Formation, name: str) -> None:
-        others = [other.request for key, other in run.jobs.items() if key != name]
-        seconds = run.group.seconds
+    def _without(self, formation: Formation, name: str) -> None:
+        others = [other.request for key, other in formation.jobs.items() if key != name]
+        seconds = formation.group.seconds
         if others:
-            seconds = self.loop.times.of(others, run.launched.place, self.loop.cluster).seconds
-        run.without(name, seconds)
+            seconds = self.loop.times.of(
+                others, formation.launched.place, self.loop.cluster
+            ).seconds
+        formation.without(name, seconds)
 
     def _ends(self, name: str, reason: str) -> None:
         loop = self.loop
@@ -168,20 +249,20 @@ class Events:
         loop.formations.drop(lambda group: name in group.jobs)
         loop.changed = loop.prompted = True
 
-    def _failed(self, event: Failed, run: Formation) -> None:
-        """A whole run ended: its jobs go on from their last commits."""
+    def _failed(self, event: Failed, formation: Formation) -> None:
+        """A whole formation ended: its jobs go on from their last commits."""
         loop = self.loop
-        loop.credits.settle(run, event.time)
-        for formation in filter(None, (run.successor, run)):
-            for name, job in formation.jobs.items():
-                job.steps_done = event.steps.get(name, formation.committed[name])
+        loop.credits.settle(formation, event.time)
+        for each in filter(None, (formation.successor, formation)):
+            for name, job in each.jobs.items():
+                job.steps_done = event.steps.get(name, each.committed[name])
         self.loop.retries.committed(event.steps)
-        run.failure = event.reason
-        loop.formations.end(run, "failed", event.time)
+        formation.failure = event.reason
+        loop.formations.end(formation, "failed", event.time)
         loop.changed = loop.prompted = True
-        if any(loop.cluster.node(gpu) in loop.cluster.lost for gpu in run.launched.place):
+        if any(loop.cluster.node(gpu) in loop.cluster.lost for gpu in formation.launched.place):
             return
-        for job in loop.retries.failed(run.jobs.values()):
+        for job in loop.retries.failed(formation.jobs.values()):
             reason = f"its group failed {loop.retries.tries} times alone: {event.reason}"
             if loop.ledger:
                 loop.ledger.give_up(job.name, reason, event.time)
@@ -196,9 +277,9 @@ class Events:
         loop.changed = loop.prompted = True
         if isinstance(event, NodeLost):
             cluster, node = loop.cluster, event.node
-            for run in loop.formations.runs.values():
-                if any(cluster.node(gpu) == node for gpu in run.launched.place):
-                    run.leaving = True
+            for formation in loop.formations.running.values():
+                if any(cluster.node(gpu) == node for gpu in formation.launched.place):
+                    formation.leaving = True
             loop.formations.drop(lambda group: any(cluster.node(g) == node for g in group.place))
             loop.formations.touched()
         loop.callback.capacity(now, loop.cluster.capacity())
@@ -209,9 +290,9 @@ AtOnce = Literal["never", "end", "always"]
 
 @dataclass(frozen=True, slots=True)
 class LoopOptions:
-    """When it is decided, and what policies see.
+    """Options of when decisions are made, and of what policies see.
 
-    switch_seconds   what policies are told that forming a group costs
+    switch_seconds   cost of forming a group, as policies are told
     changes          and what joins and leaves cost a group that runs; None: groups form anew
     at_once          what makes it decide before the horizon, if a job waits and a GPU is free: the
                      end of a job or a change of nodes ("end"), arrivals too ("always"), or nothing
@@ -241,7 +322,7 @@ class LoopOptions:
 class Loop:
     """Runs submitted jobs until they are done.
 
-    ledger           what must outlive this process; None: nothing
+    ledger           record that outlives this process; None: there is none
     layout_of        how a group is spread over its GPUs; None: as the executor finds best
     times            step times shared with a simulated executor
 
@@ -289,30 +370,30 @@ class Loop:
 
     @property
     def groups(self) -> dict[int, Group]:
-        """What runs, by epoch; groups that were asked to stop and have not yet are among it."""
-        return {epoch: run.group for epoch, run in self.formations.runs.items()}
+        """Running groups, by epoch, with those that were asked to stop and have not yet."""
+        return {epoch: formation.group for epoch, formation in self.formations.running.items()}
 
     @property
-    def runs(self) -> dict[int, Formation]:
-        """The same with all that is known of each."""
-        return self.formations.runs
+    def running(self) -> dict[int, Formation]:
+        """Running formations, by epoch, with those that were asked to stop and have not yet."""
+        return self.formations.running
 
     @property
     def waiting(self) -> list[ActiveJob]:
         """Active jobs in no group, in order of submission, the queue behind the window last."""
-        inside = {name for run in self.formations.runs.values() for name in run.jobs}
+        inside = {name for formation in self.formations.running.values() for name in formation.jobs}
         near = [job for name, job in self.window.jobs.items() if name not in inside]
         return near + self.window.waiting()
 
     @property
     def idle(self) -> bool:
         """No job is active and nothing runs."""
-        return not len(self.window) and not self.held and not self.formations.runs
+        return not len(self.window) and not self.held and not self.formations.running
 
     @property
     def quiet(self) -> bool:
-        """Nothing runs: what a loop that was told to stop comes to."""
-        return not self.formations.runs
+        """Whether nothing runs, as a loop that was told to stop ends up."""
+        return not self.formations.running
 
     def submit(
         self, request: JobRequest, steps_done: float = 0.0, credit: float = 0.0
@@ -364,7 +445,7 @@ class Loop:
         return True
 
     def hold(self, name: str) -> bool:
-        """Let an active job wait until `let_go`, whatever policies say; whether it will.
+        """Hold back an active job until `let_go`, whatever policies say; whether it will be held.
 
         It leaves a group that can go on without it; another is drained, and its other jobs are
         grouped anew. No step is lost.
@@ -374,9 +455,9 @@ class Loop:
             return False
         self.held[name] = job
         self.window.fill()
-        for run in list(self.formations.runs.values()):
-            if name in (run.successor or run).jobs or name in run.jobs:
-                self.formations.part(run, name)
+        for formation in list(self.formations.running.values()):
+            if name in (formation.successor or formation).jobs or name in formation.jobs:
+                self.formations.part(formation, name)
         self.formations.drop(lambda group: name in group.jobs)
         self.changed = self.prompted = True
         return True
@@ -402,7 +483,7 @@ class Loop:
                 moved |= launched
 
     def next_due(self, now: float) -> float | None:
-        """When `advance` is due next if nothing happens until then; None: not at all."""
+        """Time when `advance` is due next if nothing happens until then; None: not at all."""
         if self.stopping or not self.window.jobs:
             return None
         if self.changed:
@@ -412,10 +493,10 @@ class Loop:
         return max(now, self._decided + self.options.horizon * self.options.refresh)
 
     def state(self, now: float) -> SchedulerState:
-        """What a policy is shown."""
+        """State that a policy is shown."""
         self._events.pull()
-        for run in self.formations.runs.values() if self.credits.used else ():
-            self.credits.settle(run, now)
+        for formation in self.formations.running.values() if self.credits.used else ():
+            self.credits.settle(formation, now)
         jobs, groups = self.retries.shown(self.window.jobs), self.formations.standing()
         return SchedulerState(
             now, self.cluster, self.estimator, jobs, groups, self.options.horizon,
@@ -443,9 +524,9 @@ class Loop:
         """Ask every group to stop, and form no new ones; `advance` until `quiet`."""
         self.now, self.stopping = now, True
         self.formations.pending = []
-        for run in list(self.formations.runs.values()):
-            if not run.leaving:
-                self.formations.drain(run)
+        for formation in list(self.formations.running.values()):
+            if not formation.leaving:
+                self.formations.drain(formation)
 
     def _due(self, now: float) -> bool:
         if self.stopping or not self.window.jobs:
@@ -459,7 +540,7 @@ class Loop:
 
     def _could_start(self) -> bool:
         """Whether a GPU is free and a job of the window waits."""
-        if self.formations.spoken_for() >= self.cluster.capacity():
+        if self.formations.claimed_gpus() >= self.cluster.capacity():
             return False
         standing = sum(len(group.jobs) for group in self.formations.standing())
         return standing < len(self.window.jobs)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,6 +23,7 @@ from tlora_fx.cost.load import Demand
 from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
 from tlora_fx.errors import StepsUnknown
 from tlora_fx.host.durable import replace_file
+from tlora_fx.host.memory import total_bytes
 from tlora_fx.host.quiet_import import quiet_import
 from tlora_fx.scheduler.state import JobRequest
 
@@ -47,7 +47,7 @@ def keep_facts(folder: Path) -> None:
 
 
 def base_of(job: Job) -> str:
-    """What jobs must have in common to share a group: base, dtype and adapter arithmetic."""
+    """Key of jobs that may share a group: base, dtype and adapter arithmetic."""
     base = job.base
     source = base.model or (str(base.config) if base.config else type(base.module).__name__)
     words = [_short(source), base.dtype]
@@ -61,28 +61,28 @@ def base_of(job: Job) -> str:
 def request_of(
     job: Job,
     *,
-    lengths: Sequence[int] | None = None,
+    lengths: Sequence[int] | np.ndarray | None = None,
     submitted: float = 0.0,
     facts: ModelFacts | None = None,
 ) -> JobRequest:
-    """What the scheduler is told of a job.
+    """Request of a job to the scheduler.
 
     lengths     tokens of each of its samples; None: all are as long as `max_length` allows
     submitted   seconds
-    facts       of the job compiled alone; None: it is compiled, or was
+    facts       facts of the job compiled alone; None: it is compiled, or was
     raises      StepsUnknown where the job counts epochs and `lengths` are not given, and what
                 compiling raises
     """
     known = facts or facts_of_job(job)
     longest = job.max_length * job.sequences_per_sample
-    each = np.minimum(np.asarray(lengths or [longest]), longest)
+    each = np.minimum([longest] if lengths is None or not len(lengths) else lengths, longest)
     spec, samples = job.schedule, job.per_device_train_batch_size * job.gradient_accumulation_steps
     return JobRequest(
         name=job.name,
         base=base_of(job),
         demand=demand_of_facts(known, samples, each.tolist()),
         gpus=spec.gpus,
-        steps=steps_of(job, len(lengths) if lengths else None),
+        steps=steps_of(job, None if lengths is None else len(lengths) or None),
         submitted=submitted,
         max_slowdown=spec.max_slowdown,
         deadline=None if spec.deadline is None else submitted + spec.deadline,
@@ -112,9 +112,9 @@ def steps_of(job: Job, samples: int | None) -> int:
 
 
 def demand_of_facts(facts: ModelFacts, samples: int, lengths: Sequence[int]) -> Demand:
-    """What one step of a job asks for.
+    """Demand of one step of a job.
 
-    lengths   of all its samples; a step has as many as the mean says
+    lengths   lengths of all its samples; a step has as many as the mean says
     """
     each = np.asarray(lengths, dtype=np.float64)
     tokens = samples * float(each.mean())
@@ -141,7 +141,7 @@ def demand_of_facts(facts: ModelFacts, samples: int, lengths: Sequence[int]) -> 
 def facts_of_job(job: Job) -> ModelFacts:
     """The facts of a job compiled alone, without weights.
 
-    raises    what compiling raises: the base cannot be loaded, its targets are unknown, ...
+    raises    errors of compiling: the base cannot be loaded, its targets are unknown, ...
     """
     lora_fields = job.lora_fields
     rank = int(lora_fields.get("r", DEFAULT_RANK)) * (2 if job.changes_base else 1)
@@ -157,7 +157,7 @@ def facts_of_job(job: Job) -> ModelFacts:
     if key not in _compiled:
         _compiled[key] = _kept_facts(job, fields)
     facts = _ranked(_compiled[key], job.name, rank) if scales else _compiled[key]
-    if 4 * facts.trained[0] > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
+    if 4 * facts.trained[0] > total_bytes():
         # No machine has room for such a rank: compiling it says where, and what would do.
         return _facts_by_compiling(job)
     return facts

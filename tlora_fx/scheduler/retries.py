@@ -1,4 +1,4 @@
-"""Which failures a job is tried again after, and how often."""
+"""Retry policy: which failures a job is tried again after, and how often."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFUSED = "refused: "
 
 @dataclass(slots=True)
 class FailureRecord:
-    """How often a job's groups failed."""
+    """Number of failures of a job's groups."""
 
     shared: int = 0
     alone: int = 0
@@ -74,7 +74,7 @@ class RetryPolicy:
                 record.alone = 0
 
     def forget(self, name: str) -> None:
-        """A job ended."""
+        """Forget a job that has ended."""
         self._records.pop(name, None)
 
     def suspects(self, name: str) -> bool:

@@ -35,6 +35,7 @@ from tlora_fx.errors import (
     TloraError,
     UnknownGpu,
 )
+from tlora_fx.host.memory import usable_cpus
 from tlora_fx.runtime.early_checks import job_files, require_folder
 from tlora_fx.runtime.run_folder import LEDGER, RunFolder
 from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
@@ -81,7 +82,7 @@ def machine(device: str | None, slots: int | None) -> tuple[Cluster, str]:
             found=kind,
             help="leave --device out, and say how many GPUs to use with --slots",
         )
-    there = torch.cuda.device_count() if kind == "cuda" else len(os.sched_getaffinity(0))
+    there = torch.cuda.device_count() if kind == "cuda" else usable_cpus()
     wanted = slots or (there if kind == "cuda" else 1)
     if wanted > there or not there:
         raise RunRefused(
@@ -115,7 +116,7 @@ class Estimates:
         self.estimator = ProfileEstimator({}, self.cluster)
 
     def request(self, job: Job, now: float) -> JobRequest:
-        """What the loop is told of a job, prepared in this process.
+        """Request of a job to the loop, prepared in this process.
 
         raises   TloraError: its data, its base or its targets are wrong, or nothing was measured
         """
@@ -153,10 +154,10 @@ class Estimates:
         return device_bytes(expected.memory) if expected.layout is not None else None
 
     def threads(self) -> list[str]:
-        """What profiles of a CPU were measured with another number of cores than a slot has."""
+        """Warnings of CPU profiles measured with another number of cores than a slot has."""
         if self.cluster.gpu != "cpu":
             return []
-        cores = max(1, len(os.sched_getaffinity(0)) // self.cluster.gpus)
+        cores = max(1, usable_cpus() // self.cluster.gpus)
         return [
             f"{profile.name} was measured on {profile.hardware.processors} cores, a slot has "
             f"{cores}: measure it with OMP_NUM_THREADS={cores}"
@@ -236,7 +237,7 @@ class JobFolder:
         require_folder(self.path)
 
     def look(self, busy: Collection[Path] = ()) -> list[SubmittedFile]:
-        """What is new since the last look; files that others are still at have time."""
+        """Files that are new since the last look; files that others are still at have time."""
         stamps = {path: _stamp(path) for path in job_files(self.path)}
         now = {path: stamp for path, stamp in stamps.items() if stamp is not None}
         before, self._seen = self._seen, now
@@ -280,7 +281,7 @@ class JobFolder:
         self.ledger.forget_file(key_of(path))
 
     def differing(self, path: Path, jobs: Sequence[Mapping[str, Any]]) -> str:
-        """What is said of jobs that are known otherwise."""
+        """Message for jobs of a file that are known otherwise."""
         known = self.specs
         others = [job["name"] for job in jobs if job != known.get(job["name"], job)]
         if not others:
@@ -315,7 +316,7 @@ GATHER_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a run is run.
+    """Options of a run.
 
     loop        its costs hold until groups were formed or have changed: then they are the medians
                 of what that took
@@ -344,7 +345,7 @@ class RunOptions:
 
 @dataclass
 class MeasuredCosts:
-    """What forming and changing groups took, in seconds."""
+    """Measured seconds of forming and changing groups."""
 
     formed: list[float] = field(default_factory=list)
     joined: list[float] = field(default_factory=list)
@@ -352,25 +353,29 @@ class MeasuredCosts:
     moved: list[float] = field(default_factory=list)
     _known: set[int] = field(default_factory=set)
 
-    def take(self, runs: Iterable[Formation]) -> bool:
+    def take(self, formations: Iterable[Formation]) -> bool:
         """Note groups that have begun since; whether any has."""
-        new = [run for run in runs if run.started is not None and run.epoch not in self._known]
-        for run in new:
-            self._known.add(run.epoch)
-            self._note(run)
+        new = [
+            formation
+            for formation in formations
+            if formation.started is not None and formation.epoch not in self._known
+        ]
+        for formation in new:
+            self._known.add(formation.epoch)
+            self._note(formation)
         return bool(new)
 
-    def _note(self, run: Formation) -> None:
-        assert run.started is not None
-        if run.origin is None:
-            self.formed.append(run.started - run.time)
-        elif run.paused is not None:
-            (self.joined if run.came else self.left).append(run.paused)
-            if any(run.committed[name] for name in run.came):
-                self.moved.append(run.started - run.asked)
+    def _note(self, formation: Formation) -> None:
+        assert formation.started is not None
+        if formation.origin is None:
+            self.formed.append(formation.started - formation.time)
+        elif formation.paused is not None:
+            (self.joined if formation.came else self.left).append(formation.paused)
+            if any(formation.committed[name] for name in formation.came):
+                self.moved.append(formation.started - formation.asked)
 
     def tell(self, loop: Loop) -> None:
-        """Let policies reckon with the medians."""
+        """Give policies the medians."""
         if self.formed:
             loop.switch_seconds = median(self.formed)
         if loop.changes is not None:
@@ -385,7 +390,7 @@ class MeasuredCosts:
 
 
 class Learning(Protocol):
-    """What estimates jobs."""
+    """Estimator of jobs that learns."""
 
     def learn(self, job: str, base: str, shape: ModelFacts | None) -> None:
         """Know what is needed of a job's base; raises TloraError where nobody can."""
@@ -452,7 +457,7 @@ def opened(
 class OpenFile:
     """A file of which not all jobs are in the ledger yet.
 
-    left   those that are not; None: it is not read yet
+    left   jobs of the file that are not yet submitted; None: it is not read yet
     """
 
     file: SubmittedFile
@@ -557,7 +562,7 @@ class SchedulerService:
         return due
 
     def _measure(self) -> None:
-        if self.options.learns and self._measured.take(self.loop.runs.values()):
+        if self.options.learns and self._measured.take(self.loop.running.values()):
             self._measured.tell(self.loop)
 
     def stop(self) -> None:
@@ -758,7 +763,7 @@ class Recorded:
         self.policy, self.path, self.name = policy, path, policy.name
 
     def decide(self, state: SchedulerState, *, explain: bool = False) -> Decision:
-        """What the policy decides."""
+        """Decide as the policy does."""
         # Estimators of other people need no file form.
         with suppress(StateFileError):
             save_snapshot(self.path, Snapshot(state, self.policy))

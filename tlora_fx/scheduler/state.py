@@ -1,4 +1,4 @@
-"""What a policy sees, and what it answers."""
+"""State that a policy sees, and its decision."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ REQUEST = TypeAdapter(JobRequest)
 class ActiveJob:
     """A job that is not done.
 
-    solo_seconds   of one step alone on the GPUs it asked for
+    solo_seconds   seconds of one step alone on the GPUs it asked for
     steps_done     may be a fraction between commits, in simulation
     credit         GPU-seconds that it has given (positive) or taken, beyond its own
     """
@@ -115,11 +115,11 @@ class ActiveJob:
 
 @dataclass(frozen=True, slots=True)
 class ChangeCosts:
-    """What it costs that jobs come to a running group and go, in seconds without progress.
+    """Costs of jobs that join and leave a running group, in seconds without progress.
 
-    join     of all jobs of a group that some join
-    leave    of all jobs of a group that some leave, which are committed then
-    move     of a job that goes from one running group to another, besides
+    join     cost to all jobs of a group that some join
+    leave    cost to all jobs of a group that some leave, which are committed then
+    move     additional cost to a job that goes from one running group to another
     end      from a job's last step until it is written and told; others train on meanwhile, but a
              group that has no others keeps its GPUs
     """
@@ -132,19 +132,19 @@ class ChangeCosts:
     end: float = 0.0
 
     def of(self, came: int, went: int) -> float:
-        """Of a group, where so many come and go at once."""
+        """Cost for a group, where so many come and go at once."""
         return max(self.join * (came > 0), self.leave * (went > 0))
 
 
 @dataclass(slots=True)
 class SchedulerState:
-    """One moment.
+    """State of the scheduler at one moment.
 
     now             seconds
     jobs            active jobs that may run, by name, in order of submission
     horizon         seconds until the next decision
     switch_seconds  what forming a group costs it, in seconds without progress
-    changes         what joins and leaves cost; None: a group changes by being formed anew
+    changes         costs of joins and leaves; None: a group changes by being formed anew
     """
 
     now: float
@@ -158,7 +158,7 @@ class SchedulerState:
 
     @property
     def change_seconds(self) -> float:
-        """What it costs a group that jobs join it or leave it."""
+        """Seconds without progress that joins and leaves cost a group."""
         if self.changes is None:
             return self.switch_seconds
         return min(self.switch_seconds, max(self.changes.join, self.changes.leave))
@@ -166,10 +166,10 @@ class SchedulerState:
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """Why a policy did something, for `schedule explain`.
+    """Reason for something a policy did, for `schedule explain`.
 
     verdict    such as "merged", "kept apart", "waits", "released 2 GPUs"
-    gain       of the objective; None where it never came to that
+    gain       gain of the objective; None where none was computed
     """
 
     job: str
@@ -181,7 +181,7 @@ class Reason:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What shall run until the next one.
+    """Decision of what shall run until the next one.
 
     waiting    active jobs in none, in the order in which they will be taken
     reasons    recorded only where `Policy.decide` was asked to
@@ -225,8 +225,8 @@ def limit_seconds(job: ActiveJob, now: float, *, lending: bool = False) -> float
     limit = bound * job.solo_seconds
     if request.deadline is None or job.steps_left <= 0:
         return limit
-    room = (request.deadline - now) / job.steps_left
-    return min(limit, room) if room >= job.solo_seconds else limit
+    slack = (request.deadline - now) / job.steps_left
+    return min(limit, slack) if slack >= job.solo_seconds else limit
 
 
 def keeps(jobs: Iterable[ActiveJob], seconds: float, now: float, *, lending: bool = False) -> bool:
@@ -247,11 +247,11 @@ NEAR = 0.8
 
 
 class Urgency(IntEnum):
-    """How near a job is to its bound.
+    """Urgency of a job, by how near it is to its bound.
 
     The paper uses one name for two quantities. Here a slowdown (`bounds`) admits a job to a group,
     and lateness orders jobs: rho = (elapsed + remaining) / (total alone), queueing included.
-    Urgency is rho over the bound, in three classes, so that sorting by urgency leaves room for a
+    Urgency is rho over the bound, in three classes, so that sorting by urgency allows a
     second key.
     """
 
@@ -328,7 +328,7 @@ def _wrong(policy: str, found: str, group: Group) -> DecisionWrong:
 
 
 def solo_or_reason(solo: float, gpus: int, most: int, others: Mapping[int, bool]) -> str | None:
-    """Why a job can never run; None where it can.
+    """Reason why a job can never run; None where it can.
 
     others   by other numbers of GPUs, whether it would fit there
     """

@@ -1,4 +1,4 @@
-"""What must not be forgotten of a run: jobs, commits, groups and decisions, in SQLite.
+"""Ledger of a run, in SQLite: jobs, commits, groups and decisions.
 
 Each transition is one transaction, and the disk holds it before the call returns (WAL,
 synchronous=FULL). Killed at any point and opened again, the ledger tells what was submitted, what
@@ -103,7 +103,7 @@ class EpochRecord:
 
 @dataclass(frozen=True, slots=True)
 class DecisionRecord:
-    """What was decided at a moment, in seconds; without reasons."""
+    """Record of a decision at a moment, in seconds; without reasons."""
 
     time: float
     groups: Json[tuple[Group, ...]]
@@ -111,12 +111,12 @@ class DecisionRecord:
 
     @property
     def decision(self) -> Decision:
-        """What the policy answered."""
+        """Decision of the policy."""
         return Decision(self.groups, self.waiting)
 
     @property
     def jobs(self) -> list[str]:
-        """All that were active then."""
+        """Jobs that were active then."""
         return [name for group in self.groups for name in group.jobs] + list(self.waiting)
 
 
@@ -256,7 +256,7 @@ class Ledger:
     def decide(
         self, time: float, decision: Decision, credit: Mapping[str, float] | None = None
     ) -> None:
-        """What was decided, and the credit of jobs from then on."""
+        """Record a decision, and the credit of jobs from then on."""
         groups = _GROUPS.dump_json(decision.groups).decode()
         with self._transition() as base:
             base.execute(
@@ -355,7 +355,7 @@ class Ledger:
             return int(last) + 1
 
     def decisions(self) -> list[DecisionRecord]:
-        """What was decided when, without reasons; raises LedgerError."""
+        """Records of decisions, without reasons; raises LedgerError."""
         with _reading(self.path):
             return records(DecisionRecord, self._base.execute(_SELECT["decisions"]))
 
@@ -365,7 +365,7 @@ class Ledger:
             base.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (path, sha256, told))
 
     def files(self) -> dict[str, tuple[str, str]]:
-        """By path, the SHA-256 of what was read of a job file and what was said of it."""
+        """SHA-256 of each job file as it was read, and what was said of it, by path."""
         with _reading(self.path):
             rows = self._base.execute("SELECT path, sha256, told FROM files")
             return {path: (sha256, told) for path, sha256, told in rows}
@@ -381,7 +381,7 @@ class Ledger:
             base.execute("INSERT OR REPLACE INTO origins VALUES (?, ?)", (job, path))
 
     def origins(self) -> dict[str, str]:
-        """By job, the file that it comes from."""
+        """File that each job comes from, by job."""
         return dict(self._base.execute("SELECT name, path FROM origins").fetchall())
 
     @contextmanager
@@ -440,7 +440,7 @@ Rows = dict[str, list[list[Any]]]
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What a ledger tells.
+    """History in a ledger.
 
     Reading disturbs nobody; the run may go on meanwhile.
 
@@ -453,7 +453,7 @@ class History:
 
     @classmethod
     def of_run(cls, folder: Path) -> History | None:
-        """Of a run's folder; None where it has no ledger. Raises LedgerError."""
+        """History of a run's folder; None where it has no ledger. Raises LedgerError."""
         path = folder / LEDGER
         if not path.is_file():
             return None
@@ -463,7 +463,7 @@ class History:
 
     @classmethod
     def of_rows(cls, rows: Rows) -> History:
-        """From rows of the ledger's tables; raises KeyError, ValueError where they are none."""
+        """History from rows of the ledger's tables; raises KeyError, ValueError for other rows."""
         jobs = records(JobRecord, rows["jobs"])
         epochs = tuple(records(EpochRecord, rows["epochs"]))
         decisions = tuple(_last(records(DecisionRecord, rows["decisions"])))
@@ -474,7 +474,7 @@ class History:
         return next((record for record in reversed(self.decisions) if job in record.jobs), None)
 
     def at(self, time: float) -> Decision | None:
-        """What was decided at a moment."""
+        """Decision of a moment; None where there is none."""
         return next((record.decision for record in self.decisions if record.time == time), None)
 
     def formations(self, job: str) -> list[EpochRecord]:
@@ -576,7 +576,7 @@ class _EstimatorSection(_Section):
 
     @classmethod
     def of(cls, estimator: Estimator) -> Self:
-        """What makes the same estimator again."""
+        """Section that makes the same estimator again."""
         if not isinstance(estimator, ProfileEstimator | SyntheticEstimator):
             raise StateFileError(
                 "this estimator cannot be written into a file",

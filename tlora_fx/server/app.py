@@ -50,7 +50,7 @@ from tlora_fx.server.store import LOCAL, ServiceStore, User
 from tlora_fx.server.submission import Intake, IntakeLimits
 from tlora_fx.server.view import Event, GroupSpan, JobStatus, Overview, RunView, log_lines
 
-LOG = logging.getLogger("tlora_fx.server")
+logger = logging.getLogger(__name__)
 #: A request's body without an upload; an upload has a bound of its own.
 BODY_BYTES, ANY_BYTES = 1 << 20, 1 << 62
 REFRESH_SECONDS = 0.5
@@ -75,7 +75,7 @@ HEADERS = {
 
 
 class Problem(BaseModel):
-    """What went wrong: its code in docs/errors.md, the mistake, its facts, and what to do."""
+    """Error in an answer: its code in docs/errors.md, the mistake, its facts, and what to do."""
 
     code: str
     what: str
@@ -97,7 +97,7 @@ class SubmissionBody(BaseModel):
 
 
 class Submitted(BaseModel):
-    """What was taken; replayed: it had been before."""
+    """Accepted submission; `replayed` where it had been accepted before."""
 
     submission: int
     jobs: tuple[str, ...]
@@ -112,7 +112,7 @@ class Uploaded(BaseModel):
 
 
 class Explanation(BaseModel):
-    """Why a job runs as it does, or waits."""
+    """Explanation of why a job runs as it does, or waits."""
 
     job: str
     text: str
@@ -120,7 +120,7 @@ class Explanation(BaseModel):
 
 @dataclass(eq=False)
 class Service:
-    """What requests are answered with.
+    """State and parts of the service that answer requests.
 
     open_to_all   requests without a token are answered while the ledger requires none; only where
                   this machine alone can connect
@@ -145,7 +145,7 @@ class Service:
         self.registry.register(self)
 
     def user(self, token: str | None) -> User:
-        """Who asks; raises TokenRefused."""
+        """User who owns a token; raises TokenRefused."""
         if token is None:
             if self.open_to_all and not self.store.tokens_required():
                 return User(LOCAL, admin=True)
@@ -161,7 +161,7 @@ class Service:
         return user
 
     def explain(self, user: User, name: str) -> str:
-        """Why a job runs as it does, or waits; jobs of others are not named."""
+        """Explain why a job runs as it does, or waits; jobs of others are not named."""
         job = self.store.job(user, name)
         if job.status is None:
             text = f"{job.name}: {job.state}; {job.told or 'its file is being read'}"
@@ -177,7 +177,7 @@ class Service:
         return f"{text}\n  {held}" if held and job.active else text
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """What Prometheus reads, of all users together."""
+        """Metrics that Prometheus reads, of all users together."""
         everybody = User(LOCAL, admin=True)
         whole = self.view.overview(everybody)
         jobs = GaugeMetricFamily("tlora_jobs", "Jobs by state.", labels=["state"])
@@ -206,7 +206,7 @@ def _refused(what: str) -> TokenRefused:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who asks which service."""
+    """Caller of a request: its user, and the service."""
 
     user: User
     service: Service
@@ -278,7 +278,7 @@ def change(name: str, verb: Literal["cancel", "pause", "resume"], by: By) -> Job
 
 @api.get("/jobs/{name}/explain", tags=["jobs"])
 def explain(name: str, by: By) -> Explanation:
-    """Why a job runs as it does, or waits."""
+    """Explain why a job runs as it does, or waits."""
     return Explanation(job=name, text=by.service.explain(by.user, name))
 
 
@@ -328,7 +328,7 @@ def overview(by: By) -> Overview:
 
 @api.get("/groups", tags=["service"])
 async def groups(by: By) -> list[GroupSpan]:
-    """Which groups stood on which GPUs, the newest thousand."""
+    """List which groups stood on which GPUs, the newest thousand."""
     return by.service.view.spans(by.user)
 
 
@@ -399,7 +399,7 @@ def _rest(path: Path, start: int) -> bytes:
 
 
 async def metrics(by: By) -> Response:
-    """For Prometheus; of all users together."""
+    """Metrics for Prometheus, of all users together."""
     text = await run_in_threadpool(generate_latest, by.service.registry)
     return Response(text, media_type="text/plain; version=0.0.4")
 
@@ -443,7 +443,7 @@ class Gate:
             service.seconds.labels(route).observe(seconds)
             if request.method != "GET":
                 told = {"event": "request", "status": status, "seconds": seconds}
-                LOG.info("%s %s %s", request.method, scope["path"], status, extra=told)
+                logger.info("%s %s %s", request.method, scope["path"], status, extra=told)
 
     def _strange(self, request: Request, *, open_to_all: bool) -> str:
         """Why a page of somebody else must have sent a browser; "" where none did."""
@@ -488,7 +488,7 @@ async def _failed(request: Request, error: Exception) -> Response:
         case HTTPException():
             refused = RequestRefused(str(error.detail), path=request.url.path)
             return problem(refused, error.status_code)
-    LOG.error("a request failed", exc_info=error, extra={"event": "error"})
+    logger.error("a request failed", exc_info=error, extra={"event": "error"})
     return problem(RequestRefused("the service failed", help="see its log"), 500)
 
 
@@ -530,7 +530,7 @@ async def _repeat(action: Callable[[], None], seconds: float) -> None:
         try:
             await run_in_threadpool(action)
         except Exception:
-            LOG.exception("%s failed", action.__qualname__, extra={"event": "error"})
+            logger.exception("%s failed", action.__qualname__, extra={"event": "error"})
         await asyncio.sleep(seconds)
 
 

@@ -23,7 +23,7 @@ from tlora_fx.scheduler.state import ActiveJob, JobRequest
 from tlora_fx.server.store import OwnedJob, ServiceStore
 
 LOOK_SECONDS = 0.25
-LOG = logging.getLogger("tlora_fx.server")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -49,7 +49,9 @@ class Control:
     def _keep(self, jobs: Sequence[OwnedJob]) -> None:
         loop = self.running.loop
         there = [job for job in jobs if loop.ended.get(job.name) == ""]
-        inside = {name: epoch for epoch, run in loop.runs.items() for name in run.jobs}
+        inside = {
+            name: epoch for epoch, formation in loop.running.items() for name in formation.jobs
+        }
         starting = {name for group in loop.formations.pending for name in group.jobs}
         for job in there:
             if job.wanted == "cancel":
@@ -87,9 +89,9 @@ class EventLog(Callback):
     store: ServiceStore
 
     def say(self, time: float | None, kind: str, jobs: Sequence[str], text: str) -> None:
-        """One event; time in seconds of the run's clock, None: now."""
+        """Write one event; time in seconds of the run's clock, None: now."""
         at = _now() if time is None else self.store.started + time
-        LOG.info(text, extra={"event": kind, "jobs": list(jobs)})
+        logger.info(text, extra={"event": kind, "jobs": list(jobs)})
         self.store.tell(at, kind, jobs, text)
 
     def submitted(self, time: float, job: ActiveJob) -> None:
@@ -100,29 +102,33 @@ class EventLog(Callback):
         """A job will never run."""
         self.say(None, "refused", [request.name], f"cannot run: {reason}")
 
-    def launched(self, time: float, run: Formation) -> None:
+    def launched(self, time: float, formation: Formation) -> None:
         """A group was formed."""
-        gpus = ", ".join(map(str, run.group.place))
-        self.say(time, "group", run.group.jobs, f"group {run.epoch} is formed on GPU {gpus}")
+        gpus = ", ".join(map(str, formation.group.place))
+        self.say(
+            time, "group", formation.group.jobs, f"group {formation.epoch} is formed on GPU {gpus}"
+        )
 
-    def warned(self, time: float, run: Formation, text: str) -> None:
+    def warned(self, time: float, formation: Formation, text: str) -> None:
         """A group goes on."""
-        self.say(time, "warning", run.group.jobs, f"group {run.epoch} goes on, but: {text}")
+        self.say(
+            time, "warning", formation.group.jobs, f"group {formation.epoch} goes on, but: {text}"
+        )
 
     def noted(self, time: float, text: str) -> None:
         """A worker that waits for a group stays, or is let go of."""
         self.say(time, "service", [], text)
 
-    def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
+    def left(self, time: float, formation: Formation, job: ActiveJob, reason: str) -> None:
         """A job ended."""
         text = f"failed: {reason}" if reason else "has ended"
         self.say(time, "failed" if reason else "done", [job.name], text)
 
-    def ended(self, time: float, run: Formation, how: str) -> None:
+    def ended(self, time: float, formation: Formation, how: str) -> None:
         """A group is over."""
-        if run.jobs:
-            text = f"group {run.epoch} {how}; its jobs wait"
-            self.say(time, "warning" if how == "failed" else "group", list(run.jobs), text)
+        if formation.jobs:
+            text = f"group {formation.epoch} {how}; its jobs wait"
+            self.say(time, "warning" if how == "failed" else "group", list(formation.jobs), text)
 
     def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
         """A job will not be run again."""

@@ -1,4 +1,4 @@
-"""What a service must not forget: users, submissions, what is wanted of each job, who did what.
+"""Ledger of a service: users, submissions, wanted states of jobs, and who did what.
 
 It lies in the run's ledger. Each call that changes something is one transaction, with a row that
 says who asked for it, and the disk holds it before the caller is answered. What is wanted of a job
@@ -62,7 +62,7 @@ LEFT JOIN files ON files.path = ? || printf('%06d.yaml', owned.submission)
 
 @dataclass(frozen=True, slots=True)
 class User:
-    """Who may ask for what.
+    """User of the service, with quotas.
 
     jobs        active ones at a time; None: any number
     gpu_hours   in all; None: any number
@@ -120,7 +120,7 @@ class OwnedJob:
 
     @property
     def state(self) -> str:
-        """What users are told that it is."""
+        """State of the job, as users are told."""
         status = self.status
         if status is None:
             refused = self.told not in (None, "", "taken")
@@ -191,7 +191,7 @@ class ServiceStore:
         return {User(row[0], bool(row[1]), *row[2:5]): row[5] for row in rows}
 
     def user_of(self, token: str) -> User | None:
-        """Whose token this is; None: nobody's."""
+        """User who owns a token; None: nobody's."""
         with self._reading() as base:
             row = base.execute(
                 "SELECT name, admin, jobs, gpu_hours, priority FROM users "
@@ -263,13 +263,13 @@ class ServiceStore:
         return Submission(number, tuple(names), document, folder)
 
     def submissions(self) -> list[Submission]:
-        """All that were taken."""
+        """Submissions that were accepted."""
         with self._reading() as base:
             rows = base.execute("SELECT number, document, folder FROM submissions").fetchall()
         return [Submission(number, (), document, folder) for number, document, folder in rows]
 
     def file_of(self, number: int) -> Path:
-        """Where the scheduler finds a submission."""
+        """File where the scheduler finds a submission."""
         return self.inbox / f"{number:06d}.yaml"
 
     # Jobs.
@@ -313,7 +313,7 @@ class ServiceStore:
         return changed
 
     def gpu_hours(self, user: str) -> float:
-        """What a user's jobs have had so far: their group's GPUs, shared evenly by its jobs."""
+        """GPU hours of a user's jobs so far: their group's GPUs, shared evenly by its jobs."""
         with self._reading() as base:
             return self._gpu_hours(base, user)
 
@@ -345,12 +345,12 @@ class ServiceStore:
             ).fetchall()
 
     def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        """Other rows of the ledger."""
+        """Rows of the ledger by any other query."""
         with self._reading() as base:
             return base.execute(query, values).fetchall()
 
     def version(self) -> tuple[int, int, int]:
-        """Another one whenever the ledger has changed, as seen by the thread that asks."""
+        """Version of the ledger, which changes with it, as seen by the thread that asks."""
         base = self._base
         [version] = base.execute("PRAGMA data_version").fetchone()
         return id(base), version, base.total_changes
@@ -456,12 +456,12 @@ class ServiceStore:
 
 
 def hash_of(token: str) -> str:
-    """What is kept of a token: it has 256 random bits, so that one round is enough."""
+    """Hash of a token; it has 256 random bits, so that one round is enough."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def full_name(user: str, job: str) -> str:
-    """What a user's job is called in the run."""
+    """Name of a user's job in the run."""
     return job if user == LOCAL else f"{user}.{job}"
 
 

@@ -1,4 +1,4 @@
-"""From what a user sends to a job file in the scheduler's folder.
+"""Turn what a user sends into a job file in the scheduler's folder.
 
 A job file is checked as everywhere. Before anything that it names is looked at, every path in it
 has to lie in a folder that jobs may read: one that the service was started with, or the folder of
@@ -39,7 +39,7 @@ _UPLOAD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-
 
 @dataclass(frozen=True, slots=True)
 class IntakeLimits:
-    """What users may send, and what their jobs may read.
+    """Limits of what users may send, and of what their jobs may read.
 
     roots             folders in which bases, data and adapters lie; none: uploads and the hub alone
     upload_bytes      of one file
@@ -56,7 +56,7 @@ class IntakeLimits:
 
 
 class Intake:
-    """Takes uploads and submissions."""
+    """Intake of uploads and submissions."""
 
     def __init__(self, store: ServiceStore, limits: IntakeLimits) -> None:
         self.store, self.limits = store, limits
@@ -119,7 +119,10 @@ class Intake:
                         )
                     if stored + size > self.limits.stored_bytes:
                         most = self.limits.stored_bytes
-                        raise QuotaReached("no room is left", expected=f"at most {most} bytes")
+                        raise QuotaReached(
+                            "no space is left for uploads",
+                            expected=f"at most {most} bytes",
+                        )
                     file.write(chunk)
             if digest.hexdigest() != sha256:
                 raise UploadRefused(

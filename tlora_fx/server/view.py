@@ -1,4 +1,4 @@
-"""What the service shows: every job, its curve, and the groups on the GPUs, kept in memory.
+"""View of the service: every job, its curve, and the groups on the GPUs, kept in memory.
 
 One thread reads what is new in the ledger and in the jobs' metrics, so that a thousand who ask how
 a job is cost no more than one. A curve is thinned as it grows and has at most `POINTS` points.
@@ -104,7 +104,7 @@ class Curve:
     _count: int = 0
 
     def add(self, step: int, loss: float) -> None:
-        """One more step; one that was told before takes back all behind it."""
+        """Add a step; one that was told before takes back all behind it."""
         while self.points and self.points[-1][0] >= step:
             self.points.pop()
         self._sum, self._count = self._sum + loss, self._count + 1
@@ -120,7 +120,7 @@ class Curve:
 
 @dataclass
 class Metrics:
-    """What a job's metrics file tells, as far as it was read."""
+    """Contents of a job's metrics file, as far as it was read."""
 
     path: Path
     curve: Curve = field(default_factory=Curve)
@@ -199,7 +199,7 @@ class RunView:
         self._places: dict[str, GroupSpan] = {}
 
     def refresh(self) -> None:
-        """Read what is new."""
+        """Read what is new in the run's files."""
         ledger = self.store.version()
         if ledger != self._ledger:
             self._owned = self.store.jobs()
@@ -250,7 +250,7 @@ class RunView:
         return [self._as_seen(span, user) for span in self.groups]
 
     def events(self, user: User, after: int, most: int = 200) -> list[Event]:
-        """What happened to a user's jobs, and to the service."""
+        """Events of a user's jobs, and of the service."""
         return [
             # What a group told in detail may name the others in it.
             Event(
@@ -265,7 +265,7 @@ class RunView:
         ]
 
     def overview(self, user: User) -> Overview:
-        """The whole."""
+        """Overview of the service for a user."""
         now = time.time()
         counts: dict[str, int] = {}
         for owned in self._owned:

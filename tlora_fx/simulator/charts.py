@@ -36,7 +36,7 @@ ABLATIONS = ("tlora", "no-kernel-fuser", "no-scheduler")
 
 
 def colour(policy: str) -> int:
-    """Of a policy."""
+    """Index of a policy's colour."""
     return COLOURED.index(policy) if policy in COLOURED else len(COLOURED)
 
 
@@ -132,7 +132,7 @@ def side_by_side(
 
 
 def grouping(policies: Policies) -> Figure:
-    """Which jobs share a group, by their size."""
+    """Share of the jobs of each size that share a group."""
     series, rows = [], []
     for policy, outcomes in policies.items():
         spreads = [
@@ -159,7 +159,7 @@ def grouping(policies: Policies) -> Figure:
 
 
 def ablation(policies: Policies) -> list[Figure]:
-    """What kernel fuser and scheduler bring; nothing where they were not replayed."""
+    """Ablation of kernel fuser and scheduler; nothing where they were not replayed."""
     ablated = {name: policies[name] for name in ABLATIONS if name in policies}
     if len(ablated) < 2:
         return []
@@ -171,7 +171,7 @@ def ablation(policies: Policies) -> list[Figure]:
 
 
 def parts(policies: Policies) -> list[Figure]:
-    """What each part of ours brings; nothing where fewer than two were left out."""
+    """Gain by each part of ours; nothing where fewer than two were left out."""
     brought = part_ratios(policies)
     if len(brought) < 2:
         return []

@@ -1,4 +1,4 @@
-"""What replays are compared by: metrics of policies over seeds, and ratios of two."""
+"""Comparison of replays: metrics of policies over seeds, and ratios of two."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread | None:
-        """None where there is no value."""
+        """Spread of values; None where there is no value."""
         given = list(values)
         if not given:
             return None
@@ -109,7 +109,7 @@ class Spread:
 
     @classmethod
     def of_ratios(cls, values: Iterable[float]) -> Spread:
-        """Of positive numbers, at least one."""
+        """Spread of positive numbers, at least one."""
         given = list(values)
         mean = math.exp(sum(math.log(value) for value in given) / len(given))
         return cls(mean, min(given), max(given), len(given))
@@ -135,7 +135,7 @@ def by_policy(scenarios: Iterable[Scenario], outcomes: Outcomes) -> dict[str, li
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """How much better a policy is than a baseline, seed by seed.
+    """Ratio of a policy to a baseline, seed by seed.
 
     throughput   samples/s over the baseline's
     completion   the baseline's mean completion over the policy's
@@ -198,7 +198,7 @@ PARTS = {
 
 
 def part_ratios(policies: Policies) -> dict[str, Ratio]:
-    """What each part brings: ours over ours without it."""
+    """Gain by each part: ours over ours without it."""
     brought = {
         PARTS[ratio.baseline]: ratio for ratio in ratios(policies, OURS, PARTS) if OURS in policies
     }

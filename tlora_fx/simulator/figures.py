@@ -33,7 +33,7 @@ class Axis:
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Where a number stands."""
+        """Coordinate of a number."""
         low, high, given = self.low, self.high, value
         if self.log:
             low, high, given = math.log10(low), math.log10(high), math.log10(max(value, low))
@@ -41,7 +41,7 @@ class Axis:
         return self.start + (self.end - self.start) * min(1.0, max(0.0, part))
 
     def ticks(self) -> list[float]:
-        """Round numbers along it."""
+        """Round numbers along the axis."""
         if self.log:
             least, most = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
             every = max(1, (most - least) // 6)
@@ -206,13 +206,13 @@ def bars(
     """
     highest = max((v for row in series for v in (*row.values, *row.high) if v), default=1.0)
     up = _upright(series, top or highest * (1.5 if log else 1.06), log=log)
-    room = (WIDTH - LEFT - RIGHT) / max(1, len(groups))
-    wide = room * 0.8 / max(1, len(series))
+    group_width = (WIDTH - LEFT - RIGHT) / max(1, len(groups))
+    wide = group_width * 0.8 / max(1, len(series))
     body = [_frame(None, up, "", f"{y_label}, log" if log else y_label)]
     for index, group in enumerate(groups):
-        start = LEFT + room * (index + 0.1)
-        middle = LEFT + room * (index + 0.5)
-        body.append(_group_label(middle, group, room))
+        start = LEFT + group_width * (index + 0.1)
+        middle = LEFT + group_width * (index + 0.5)
+        body.append(_group_label(middle, group, group_width))
         for position, row in enumerate(series):
             value = row.values[index]
             if value is None:
@@ -263,7 +263,7 @@ def gantt(
     blocks: Sequence[Block],
     legend: Sequence[tuple[str, int]],
 ) -> str:
-    """Who holds which rows, over time.
+    """Chart of who holds which rows, over time.
 
     rows      how many there are, from 0 at the bottom
     legend    names of colours
@@ -324,12 +324,12 @@ def _frame(across: Axis | None, up: Axis, x_label: str, y_label: str) -> str:
     return "".join(parts)
 
 
-def _group_label(x: float, text: str, room: float) -> str:
+def _group_label(x: float, text: str, width: float) -> str:
     base = HEIGHT - BOTTOM + 17
     # A name that is too long goes on below, behind a mark or a space.
     lines = [""]
     for part in re.split(r"(?<=[-:= ])", text):
-        if lines[-1] and len(lines[-1] + part.rstrip()) * 6.5 > room:
+        if lines[-1] and len(lines[-1] + part.rstrip()) * 6.5 > width:
             lines.append("")
         lines[-1] += part
     return "".join(

@@ -1,4 +1,4 @@
-"""What a replay brought: one flat set of numbers, JSON-able, with units in their names.
+"""Metrics of a replay: one flat set of numbers, JSON-able, with units in their names.
 
 Two spans appear. `whole` is from the first submission to the end of the last job; `loaded` is from
 the first submission to the last one, without the tail in which a cluster runs empty.
@@ -27,7 +27,7 @@ SIZES = ("small", "medium", "large")
 
 @dataclass(frozen=True, slots=True)
 class Distribution:
-    """How some numbers are spread; all zero where there are none.
+    """Distribution of some numbers; all zero where there are none.
 
     quantiles   at 0, 1, ... 100 percent: the CDF, turned over
     """
@@ -43,7 +43,7 @@ class Distribution:
 
     @classmethod
     def of(cls, numbers: Sequence[float] | Floats) -> Self:
-        """Of some numbers; those that are not finite are left out."""
+        """Distribution of some numbers; those that are not finite are left out."""
         given = np.asarray(numbers, dtype=np.float64)
         given = given[np.isfinite(given)]
         if not len(given):
@@ -64,7 +64,7 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a cluster did in a span of time.
+    """Work of a cluster in a span of time.
 
     capacity_gpu_seconds     GPUs that were there, over time; `allocated` and `idle` add up to it
     allocated_gpu_seconds    GPUs that a group held, switches included
@@ -143,7 +143,7 @@ class SeriesPoint(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A whole replay.
+    """Metrics of a whole replay.
 
     runnable                most jobs that a policy saw at once
     refusals                how often each reason of a refusal was given
@@ -227,7 +227,7 @@ RATES = (
 
 
 def thirds(costs: Floats) -> NDArray[np.int64]:
-    """Which third each job is in by its cost [n], 0 to 2; equal costs go by their order."""
+    """Third that each job is in by its cost [n], 0 to 2; equal costs go by their order."""
     ranks = np.empty(len(costs), dtype=np.int64)
     ranks[np.argsort(costs, kind="stable")] = np.arange(len(costs))
     return ranks * 3 // max(1, len(costs))
@@ -279,39 +279,39 @@ class JobTable:
 
     @property
     def done(self) -> Flags:
-        """Which jobs finished."""
+        """Mask of the jobs that finished."""
         done: Flags = self.outcome == DONE
         return done
 
     def count(self, outcome: int) -> int:
-        """How many jobs came to that."""
+        """Number of jobs with an outcome."""
         return int(np.count_nonzero(self.outcome == outcome))
 
     def completion_seconds(self) -> Floats:
-        """From submission to the end, of finished jobs."""
+        """Seconds from submission to the end, of finished jobs."""
         seconds: Floats = (self.ended - self.submitted)[self.done]
         return seconds
 
     def distributions(self) -> dict[str, Distribution]:
-        """Of finished jobs, by the names that `Summary` has for them."""
+        """Distributions over finished jobs, by the names that `Summary` has for them."""
         done = self.done
-        completion, run = self.completion_seconds(), self.run_seconds[done]
+        completion, running = self.completion_seconds(), self.run_seconds[done]
         alone = (self.steps * self.solo_seconds)[done]
         return {
             "completion_seconds": Distribution.of(completion),
-            "queue_seconds": Distribution.of(np.maximum(0.0, completion - run)),
-            "run_seconds": Distribution.of(run),
+            "queue_seconds": Distribution.of(np.maximum(0.0, completion - running)),
+            "run_seconds": Distribution.of(running),
             "slowdown": Distribution.of(self.step_seconds[done] / alone),
             "stretch": Distribution.of(completion / alone),
         }
 
     def violating_share(self) -> float:
-        """Of the jobs that ran, those that were ever slower than they allow."""
+        """Share of jobs that were ever slower than they allow, of those that ran."""
         ran = np.isfinite(self.started)
         return float(np.mean(self.violated[ran])) if ran.any() else 0.0
 
     def grouped_share(self) -> float:
-        """Of the finished jobs, those that ever shared a group."""
+        """Share of jobs that ever shared a group, of those that finished."""
         done = self.done
         return float(np.mean(self.grouped_seconds[done] > 0)) if done.any() else 0.0
 
@@ -322,15 +322,15 @@ class JobTable:
         classes = []
         for index, name in enumerate(names):
             members = rows[third == index]
-            grouped, run = self.grouped_seconds[members], self.run_seconds[members].sum()
+            grouped, whole = self.grouped_seconds[members], self.run_seconds[members].sum()
             share = float(np.mean(grouped > 0)) if len(members) else 0.0
-            time_share = float(grouped.sum() / run) if run else 0.0
+            time_share = float(grouped.sum() / whole) if whole else 0.0
             classes.append(SizeClass(name, len(members), share, time_share))
         return tuple(classes)
 
 
 class Interval(NamedTuple):
-    """What a group did from when its jobs last changed to when they change again.
+    """Time of a group between two changes of its jobs.
 
     group         epoch of its formation
     gpus          that it held
@@ -409,7 +409,7 @@ def _since(times: Floats, edges: Floats) -> Floats:
 
 @dataclass(slots=True)
 class OpenAccount:
-    """A run's account since its jobs last changed.
+    """A formation's account since its jobs last changed.
 
     busy_seconds  GPU-seconds at the roofline of one step
     """
@@ -423,10 +423,10 @@ class OpenAccount:
 class MetricsRecorder(Callback):
     """The metrics of a replay in the making.
 
-    A run's account is closed whenever its jobs change, and opened anew. What it brought is counted
+    A formation's account is closed whenever its jobs change, and opened anew. Its work is counted
     by the steps that its jobs advanced, so that steps are conserved: what a failure takes back is
-    taken back here too. GPU-seconds are counted twice, once as held by runs and once as idle in the
-    cluster.
+    taken back here too. GPU-seconds are counted twice, once as held by formations and once as idle
+    in the cluster.
     """
 
     def __init__(
@@ -481,19 +481,19 @@ class MetricsRecorder(Callback):
         self.wall_seconds.append(wall_seconds)
         self.evaluations += evaluations
 
-    def launched(self, time: float, run: Formation) -> None:
+    def launched(self, time: float, formation: Formation) -> None:
         self._pass(time)
-        self._held += len(run.launched.place)
-        switch = self.switch_seconds + self.join_seconds * (len(run.launched.jobs) - 1)
-        names = list(run.jobs)
-        if run.origin is None:
+        self._held += len(formation.launched.place)
+        switch = self.switch_seconds + self.join_seconds * (len(formation.launched.jobs) - 1)
+        names = list(formation.jobs)
+        if formation.origin is None:
             self.formations += 1
-            self._begins[run.epoch] = time + switch
+            self._begins[formation.epoch] = time + switch
         else:
-            names = list(run.came)
-            self.joins, self.leaves = self.joins + len(names), self.leaves + len(run.went)
-            paused = time + self.changes.of(len(names), len(run.went))
-            self._begins[run.epoch] = max(paused, self._begins.pop(run.origin, paused))
+            names = list(formation.came)
+            self.joins, self.leaves = self.joins + len(names), self.leaves + len(formation.went)
+            paused = time + self.changes.of(len(names), len(formation.went))
+            self._begins[formation.epoch] = max(paused, self._begins.pop(formation.origin, paused))
         table, again = self.table, 0
         for name in names:
             row = table.index[name]
@@ -504,22 +504,22 @@ class MetricsRecorder(Callback):
             table.formations[row] += 1
         self.moves += again
         self.switches += again > 0
-        self._begin(time, run, list(run.jobs), {})
+        self._begin(time, formation, list(formation.jobs), {})
 
-    def left(self, time: float, run: Formation, job: ActiveJob, reason: str) -> None:
+    def left(self, time: float, formation: Formation, job: ActiveJob, reason: str) -> None:
         """A job ended; if it was done, its neighbours advanced as far as it did."""
-        steps = self._close(time, run, None if reason else job)
+        steps = self._close(time, formation, None if reason else job)
         self._settle(time, job, FAILED if reason else DONE)
-        self._begin(time, run, [name for name in run.jobs if name != job.name], steps)
+        self._begin(time, formation, [name for name in formation.jobs if name != job.name], steps)
 
-    def ended(self, time: float, run: Formation, how: str) -> None:
+    def ended(self, time: float, formation: Formation, how: str) -> None:
         self._pass(time)
         if how == "failed":
             self.group_failures += 1
-        self._close(time, run)
-        self._held -= len(run.launched.place)
-        if run.successor is None or how == "failed":
-            self._begins.pop(run.epoch, None)
+        self._close(time, formation)
+        self._held -= len(formation.launched.place)
+        if formation.successor is None or how == "failed":
+            self._begins.pop(formation.epoch, None)
 
     def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
         self._settle(time, job, FAILED)
@@ -530,13 +530,13 @@ class MetricsRecorder(Callback):
         self.node_losses += gpus < self._capacity
         self._capacity = gpus
 
-    def cut(self, time: float, runs: Iterable[Formation]) -> Span:
+    def cut(self, time: float, formations: Iterable[Formation]) -> Span:
         """Close all accounts for a moment: what was until now. Progress must be up to date."""
         self._pass(time)
         self._count_capacity(time)
-        for run in runs:
-            if run.epoch in self._open:
-                self._begin(time, run, list(run.jobs), self._close(time, run))
+        for formation in formations:
+            if formation.epoch in self._open:
+                self._begin(time, formation, list(formation.jobs), self._close(time, formation))
         return Span(**{**self.totals, "seconds": time - self.begin})
 
     def _settle(self, time: float, job: ActiveJob, outcome: int) -> None:
@@ -557,17 +557,17 @@ class MetricsRecorder(Callback):
         self._counted = time
 
     def _begin(
-        self, time: float, run: Formation, names: list[str], steps_done: Mapping[str, float]
+        self, time: float, formation: Formation, names: list[str], steps_done: Mapping[str, float]
     ) -> None:
         """A run has these jobs from now on; of some it is known better how far they are."""
         if not names:
             return
-        jobs = [run.jobs[name] for name in names]
+        jobs = [formation.jobs[name] for name in names]
         requests = [job.request for job in jobs]
-        step = self.times.of(requests, run.launched.place, self.cluster)
+        step = self.times.of(requests, formation.launched.place, self.cluster)
         rows = [(self.table.index[job.name], job) for job in jobs]
         steps = [steps_done.get(job.name, job.steps_done) for job in jobs]
-        self._open[run.epoch] = OpenAccount(time, rows, steps, step.busy_seconds)
+        self._open[formation.epoch] = OpenAccount(time, rows, steps, step.busy_seconds)
         if len(jobs) < 2:
             return
         for row, job in rows:
@@ -577,17 +577,17 @@ class MetricsRecorder(Callback):
                 (self.table.lent if consent else self.table.violated)[row] = True
 
     def _close(
-        self, time: float, run: Formation, leaver: ActiveJob | None = None
+        self, time: float, formation: Formation, leaver: ActiveJob | None = None
     ) -> Mapping[str, float]:
         """Count what a run did since its jobs last changed; how far its jobs are.
 
         leaver    of which it is known how far it came; the others came as far. None: all are known
         """
-        account = self._open.pop(run.epoch, None)
+        account = self._open.pop(formation.epoch, None)
         if account is None:
             return {}
         seconds = time - account.time
-        begin = max(account.time, min(time, self._begins[run.epoch]))
+        begin = max(account.time, min(time, self._begins[formation.epoch]))
         self._count_jobs(account, seconds, time - begin)
         pairs = list(zip(account.jobs, account.steps, strict=True))
         advanced = [job.steps_done - before for (_, job), before in pairs]
@@ -598,12 +598,12 @@ class MetricsRecorder(Callback):
             advanced = [advanced[index]] * len(pairs)
         for (row, _), steps in zip(account.jobs, advanced, strict=True):
             self.table.steps_done[row] += steps
-        self._count_work(run, account, advanced, begin, time)
+        self._count_work(formation, account, advanced, begin, time)
         if self.intervals is not None and time > account.time:
             names = tuple(job.name for _, job in account.jobs)
             span = account.time, time
             self.intervals.append(
-                Interval(run.epoch, run.launched.place, *span, names, tuple(advanced))
+                Interval(formation.epoch, formation.launched.place, *span, names, tuple(advanced))
             )
         return {
             job.name: before + steps
@@ -621,9 +621,14 @@ class MetricsRecorder(Callback):
         self.group_seconds += seconds
 
     def _count_work(
-        self, run: Formation, account: OpenAccount, advanced: list[float], begin: float, time: float
+        self,
+        formation: Formation,
+        account: OpenAccount,
+        advanced: list[float],
+        begin: float,
+        time: float,
     ) -> None:
-        gpus = len(run.launched.place)
+        gpus = len(formation.launched.place)
         seconds, stepping = time - account.time, time - begin
         samples = lone = lone_gpu = 0.0
         for (_, job), steps in zip(account.jobs, advanced, strict=True):

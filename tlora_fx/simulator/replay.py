@@ -1,8 +1,8 @@
 """Replay jobs under a policy on a simulated clock: the real loop over a simulated executor.
 
 Time goes from event to event: an arrival that a policy can see, the end of a job, a failure, a
-decision that is due. Jobs that arrive while the window is full cost nothing until it has room, so
-the cost of a replay grows with its jobs, not with its queue. The same arguments give the same
+decision that is due. Jobs that arrive while the window is full cost nothing until a slot is free,
+so the cost of a replay grows with its jobs, not with its queue. The same arguments give the same
 replay.
 """
 
@@ -55,7 +55,7 @@ class Clock:
         self.now = now
 
     def go_to(self, time: float) -> None:
-        """Time passes; raises ClockBackwards."""
+        """Advance the time; raises ClockBackwards."""
         if time < self.now:
             raise ClockBackwards(
                 "a simulated clock cannot go back",
@@ -67,7 +67,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True)
 class Disturbances:
-    """What is put between predictions and what happens; the defaults disturb nothing.
+    """Disturbances of predictions and of nodes; the defaults disturb nothing.
 
     Every draw is keyed by the seed and by what it is of, so a replay is the same however often it
     is run, and a change of one part leaves the draws of the others alone.
@@ -116,7 +116,7 @@ class Disturbances:
         return self._random("group", epoch).expovariate(gpus / self.group_failure_seconds)
 
     def node_losses(self, node: int) -> Iterator[tuple[float, float]]:
-        """When a node is lost and when it is back, in seconds from the begin, for ever."""
+        """Times when a node is lost and when it is back, in seconds from the begin, for ever."""
         if not isfinite(self.node_failure_seconds):
             return
         random, time = self._random("node", node), 0.0
@@ -130,7 +130,7 @@ class Disturbances:
 
 
 class SimulatedGroup:
-    """A formation that runs.
+    """Formation that runs in the simulator.
 
     requests       of the jobs that are left, the one that ends next last
     begins         when its first step does, seconds
@@ -169,7 +169,7 @@ class SimulatedGroup:
         self._from, self._steps = begins, 0.0
 
     def next_end(self) -> float:
-        """When its next job ends, seconds."""
+        """Time when the group's next job ends, seconds."""
         return self._from + (self._targets[self.requests[-1].name] - self._steps) * self.seconds
 
     def steps_at(self, time: float) -> float:
@@ -210,7 +210,7 @@ TAKEOVER, TOLD = 1 << 62, 1 << 63
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """What a running group becomes, once the jobs that move to it are there.
+    """Successor of a running group, once the jobs that move to it are there.
 
     came    names of those who join it
     """
@@ -398,7 +398,7 @@ class SimulatedExecutor:
         return events
 
     def progress(self) -> list[Progress]:
-        """Of all that runs, now."""
+        """Progress of all that runs, now."""
         now = self.clock.now
         if now == self._pulled:
             return []
@@ -449,7 +449,7 @@ class SimulatedExecutor:
                 del self._owner[gpu]
 
     def next_time(self) -> float:
-        """When something happens next; infinite where nothing will."""
+        """Time of the next event; infinite where nothing will happen."""
         while self._heap:
             time, key, version = self._heap[0]
             group = self._groups.get(key)
@@ -461,7 +461,7 @@ class SimulatedExecutor:
         return inf
 
     def begins(self, epoch: int) -> float:
-        """When the first step of a running group does."""
+        """Time when the first step of a running group begins."""
         return self._groups[epoch].begins
 
     def fail_group(self, epoch: int, reason: str = "a simulated failure") -> None:
@@ -543,7 +543,7 @@ PATIENCE = 100
 
 @dataclass(slots=True)
 class ReplayResult:
-    """What came of a replay.
+    """Result of a replay.
 
     intervals    what every group did, by the end of each; empty where it was not recorded
     """
@@ -615,7 +615,7 @@ class _Engine:
         self.stalled = 0
 
     def run(self, tell: Tell | None) -> None:
-        """To the end of the last job, or until lost nodes leave no way on."""
+        """Replay to the end of the last job, or until lost nodes leave no way on."""
         requests, loop, clock = self.requests, self.loop, self.clock
         count, told = len(requests), 0
         last = requests[-1].submitted if requests else 0.0
@@ -633,7 +633,7 @@ class _Engine:
                 loop.submit(requests[came])
                 came += 1
             loop.advance(time)
-            if not loop.runs and loop.active and not loop.cluster.lost:
+            if not loop.running and loop.active and not loop.cluster.lost:
                 self._stalls()
             else:
                 self.stalled = 0
@@ -654,7 +654,7 @@ class _Engine:
         """The last job comes: what the cluster did until then."""
         self.clock.go_to(max(time, self.clock.now))
         self.loop.state(self.clock.now)
-        self.loaded = self.recorder.cut(self.clock.now, self.loop.runs.values())
+        self.loaded = self.recorder.cut(self.clock.now, self.loop.running.values())
 
     def _prompt(self) -> bool:
         """Nothing will happen by itself: ask the policy again; whether that may help."""
@@ -680,7 +680,7 @@ class _Engine:
     def replayed(self) -> ReplayResult:
         recorder, table = self.recorder, self.recorder.table
         end = float(np.nanmax(table.ended)) if np.isfinite(table.ended).any() else self.clock.now
-        whole = recorder.cut(max(end, self.clock.now), self.loop.runs.values())
+        whole = recorder.cut(max(end, self.clock.now), self.loop.running.values())
         gone = np.where(np.isfinite(table.ended), table.ended, self.clock.now)
         there = table.outcome != REFUSED
         recorder.series.count_waiting(table.submitted[there], gone[there])

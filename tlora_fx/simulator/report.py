@@ -55,7 +55,7 @@ JOBS_FILE, GPUS_FILE = "jobs.csv", "gpus.csv"
 
 @dataclass(frozen=True)
 class Report:
-    """What was replayed by a command, and what came of it."""
+    """Replays of a command, and their results."""
 
     plan: SweepPlan
     outcomes: Outcomes
@@ -63,12 +63,12 @@ class Report:
 
     @cached_property
     def policies(self) -> dict[str, list[ScenarioResult]]:
-        """The main comparison."""
+        """Replays of the main comparison, by policy."""
         return by_policy(self.plan.main, self.outcomes)
 
     @property
     def base(self) -> Scenario:
-        """What all replays share, if they do not vary it."""
+        """Scenario that all replays share, if they do not vary it."""
         return self.plan.main[0]
 
     @property
@@ -94,7 +94,7 @@ class Report:
 
     @cached_property
     def figures(self) -> list[Figure]:
-        """All of them."""
+        """Figures of the report."""
         return figures_of(self.plan, self.outcomes)
 
     def choices(self) -> list[tuple[str, str, str]]:
@@ -108,7 +108,7 @@ class Report:
         ]
 
     def notes(self) -> list[str]:
-        """Why cells of the metrics are empty."""
+        """Notes on why cells of the metrics are empty."""
         return [
             f"{name}: no sample was trained in the {shown(rows[0].summary.loaded.seconds)} s in "
             "which jobs arrive, so nothing is told of that time; to the end of the last job it is "
@@ -244,7 +244,7 @@ def jobs_csv(report: Report) -> str:
 
 
 def gpus_csv(report: Report) -> str:
-    """What each GPU held under each policy, with the first seed: a row for each group's jobs.
+    """Groups on each GPU under each policy, with the first seed: a row for each group's jobs.
 
     `steps` are those that each job of the group did in that time, in the order of `jobs`.
     """

@@ -75,7 +75,7 @@ Counts = Annotated[tuple[PositiveInt, ...], BeforeValidator(_listed)]
 
 @validated(frozen=True)
 class JobSource:
-    """Where the jobs come from; `jobs` are those of a synthetic trace."""
+    """Source of the jobs; `jobs` is their number in a synthetic trace."""
 
     trace: str = option("synthetic", "trace file to replay, or 'synthetic' to draw a trace")
     format: str | None = option(
@@ -99,13 +99,13 @@ class JobSource:
 
     @property
     def synthetic(self) -> bool:
-        """Whether it is drawn."""
+        """Whether the trace is drawn."""
         return self.trace == SYNTHETIC
 
 
 @validated(frozen=True)
 class Choices:
-    """How a trace becomes jobs; the defaults are the field notes'.
+    """Choices that turn a trace into jobs; the defaults are the field notes'.
 
     source  field notes, "Replaying AcmeTrace"; tLoRA, section 4.1
     """
@@ -181,7 +181,7 @@ class Choices:
 
 @validated(frozen=True, kw_only=True)
 class ReplayOptions:
-    """How the scheduler is replayed."""
+    """Options of the scheduler in replays."""
 
     month: int | None = option(None, "month of the trace to replay, counted from 1", ge=1)
     runnable: int = option(128, "number of jobs that a policy sees at once", ge=1)
@@ -212,7 +212,7 @@ class ClusterOptions:
 
 @validated(frozen=True)
 class SweepOptions:
-    """What is compared."""
+    """Options of what is compared."""
 
     policies: str = option(
         "all",
@@ -283,7 +283,7 @@ SWEEPS = ("scale", "cluster", "months", "nano")
 
 @validated(frozen=True)
 class Scenario(ReplayOptions):
-    """One replay.
+    """Settings of one replay.
 
     nano_batches    of every group; None: the best of each
     recorded        the result says who ran where and when
@@ -300,7 +300,7 @@ class Scenario(ReplayOptions):
 
 @dataclass(frozen=True, slots=True)
 class ReplayRecord:
-    """Who ran where and when, in one replay.
+    """Record of one replay: which jobs ran where and when.
 
     requests    the jobs, in the order of the table
     """
@@ -312,7 +312,7 @@ class ReplayRecord:
 
 @dataclass(frozen=True, slots=True)
 class ScenarioResult:
-    """What came of it.
+    """Result of a scenario.
 
     dropped        kind, reason, count and first place of what was left out
     record         None where the scenario is not `recorded`
@@ -397,7 +397,7 @@ class SweepPlan:
     sweeps: dict[str, list[tuple[float, tuple[Scenario, ...]]]]
 
     def scenarios(self) -> list[Scenario]:
-        """All of them; some twice."""
+        """Scenarios of the report; some twice."""
         others = [scenario for rows in self.sweeps.values() for _, row in rows for scenario in row]
         return [*self.main, *others]
 
@@ -413,7 +413,7 @@ def plan_of(
     months: int = 1,
     recorded: bool = False,
 ) -> SweepPlan:
-    """What has to be replayed; the seeds of the main comparison follow the base's.
+    """Plan of all replays; the seeds of the main comparison follow the base's.
 
     recorded    of the main comparison's first seed it is kept who ran where and when
     """
@@ -678,7 +678,7 @@ def replayed(scenario: Scenario, trace: Trace) -> tuple[ReplayResult, Workload]:
 
 
 def changes_of(seconds: float | None) -> ChangeCosts | None:
-    """What joins, leaves and moves cost; None where groups cannot change."""
+    """Costs of joins, leaves and moves; None where groups cannot change."""
     return None if seconds is None else ChangeCosts(seconds, seconds, 2 * seconds)
 
 

@@ -47,7 +47,7 @@ ROUNDS = 300
 
 @dataclass(frozen=True)
 class Fit:
-    """What the generator draws from.
+    """Distributions that the generator draws from.
 
     The marginals say how many jobs have at most so many GPUs, and which part of all GPU-time these
     take, so that the mean duration of each number of GPUs is known. The joint table of GPUs and
@@ -78,7 +78,7 @@ class Fit:
         return np.asarray(weights / weights.sum(axis=1, keepdims=True))
 
     def to_json(self) -> str:
-        """As text, for `fit_of_file`."""
+        """Text for `fit_of_file`."""
         document = {
             "source": self.source,
             "licence": "CC-BY-4.0 (the data that this was fitted to)",
@@ -233,7 +233,7 @@ def _tilts(base: Numbers, logs: Numbers, target: Numbers, means: Numbers) -> Num
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What is asked of the generator.
+    """Settings of the generator.
 
     intensity    arrivals, as a multiple of the trace's mean rate
     burstiness   coefficient of variation of the times between arrivals; 1 is Poisson
@@ -286,7 +286,7 @@ def chosen(random: np.random.Generator, table: Numbers, rows: Numbers) -> Number
 
 
 def rules(draw: Draw, fit: Fit) -> tuple[str, ...]:
-    """What was assumed, one line each."""
+    """Assumptions of the generator, one line each."""
     kind = "Poisson" if draw.burstiness == 1 else f"gamma renewal, variation {draw.burstiness:g}"
     rate = fit.jobs_per_second * draw.intensity * 3600
     return (

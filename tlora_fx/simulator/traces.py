@@ -46,7 +46,7 @@ class TraceJob(NamedTuple):
 
 @dataclass(slots=True)
 class Dropped:
-    """What was left out of a trace, by reason.
+    """Counts of what was left out of a trace, by reason.
 
     wrong    rows that say what no job can be
     by_rule  jobs that are well told, and cannot or shall not be replayed
@@ -57,17 +57,17 @@ class Dropped:
     first: dict[str, str] = field(default_factory=dict)
 
     def add(self, reason: str, where: str, *, rule: bool = False) -> None:
-        """Count one."""
+        """Count one more row that was left out."""
         (self.by_rule if rule else self.wrong)[reason] += 1
         self.first.setdefault(reason, where)
 
     @property
     def total(self) -> int:
-        """How many in all."""
+        """Number of all that was left out."""
         return self.wrong.total() + self.by_rule.total()
 
     def together(self, other: Dropped) -> Dropped:
-        """What was left out by both."""
+        """Counts of what was left out by both."""
         return Dropped(
             self.wrong + other.wrong, self.by_rule + other.by_rule, other.first | self.first
         )
@@ -79,7 +79,7 @@ class Dropped:
         return [(kind, reason, count, self.first[reason]) for kind, reason, count in counts]
 
     def lines(self, verdict: str = "left out") -> list[str]:
-        """For people; one line where nothing was left out."""
+        """Lines for people; one line where nothing was left out."""
         if not self.total:
             return ["nothing was left out"]
         return [
@@ -123,12 +123,12 @@ class Trace:
         return replace(self, jobs=kept, source=f"{self.source}, month {number}")
 
     def first(self, count: int) -> Trace:
-        """The first so many jobs."""
+        """Trace of the first so many jobs."""
         return replace(self, jobs=self.jobs[:count])
 
     @property
     def months(self) -> int:
-        """How many months it spans."""
+        """Number of months that the trace spans."""
         return max((job.month for job in self.jobs), default=-1) + 1
 
 
@@ -151,7 +151,7 @@ def in_order(jobs: Iterable[TraceJob]) -> tuple[tuple[TraceJob, ...], int]:
 
 
 def described(trace: Trace) -> dict[str, Any]:
-    """What a report says of a trace, in plain values."""
+    """Description of a trace in a report, in plain values."""
     jobs = trace.jobs
     span = jobs[-1].submitted - jobs[0].submitted if jobs else 0.0
     gpu_seconds = sum(job.duration_seconds * job.gpus for job in jobs)
@@ -366,7 +366,7 @@ def _object(text: str, line: int, path: Path) -> dict[str, Any]:
 
 
 class TraceReader:
-    """How the rows of one file become jobs.
+    """Reader that turns the rows of one file into jobs.
 
     columns     that the format cannot do without
     """
@@ -542,7 +542,7 @@ class OwnReader(TraceReader):
 
     @property
     def rules(self) -> tuple[str, ...]:  # type: ignore[override]
-        """That nothing is filled in, and where the jobs came from."""
+        """Rules: nothing is filled in, and where the jobs came from."""
         origins = (f"the jobs came from: {origin}" for origin in sorted(self.origins))
         return ("jobs are replayed as they are written: no other choice applies", *origins)
 

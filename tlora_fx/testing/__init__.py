@@ -1,4 +1,4 @@
-"""For those who write passes: a small model, jobs, equivalence, check files, accepted texts.
+"""Tests of passes: a small model, jobs, equivalence, check files, accepted texts.
 
     from tlora_fx.testing import around, assert_equivalent, small_base, small_job
 

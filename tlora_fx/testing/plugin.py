@@ -74,5 +74,5 @@ class CheckItem(pytest.Item):
         run_check_file(self.path)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> str:  # type: ignore[override]
-        """What is wrong, without the frames that found it."""
+        """Failure text, without the frames that found it."""
         return str(excinfo.value)

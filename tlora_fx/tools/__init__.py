@@ -1,1 +1,1 @@
-"""What people look at passes and graphs with."""
+"""Tools to look at passes and graphs with."""

@@ -22,6 +22,7 @@ from torch import fx
 from tlora_fx.compiler import Prepared, fuse
 from tlora_fx.errors import BisectFails, NotFoldable, TloraError
 from tlora_fx.graph_file import Document, from_document, save_graphs, to_document
+from tlora_fx.host.environment import STATE
 from tlora_fx.inspect.instruments import state_source
 from tlora_fx.inspect.program import make_program
 from tlora_fx.inspect.schema import Program
@@ -41,7 +42,6 @@ Verdict = Literal["good", "bad", "skip"]
 Key = tuple[str, str]
 
 WORDS = {"good": "good", "bad": "BAD", "skip": "cannot tell"}
-VARIABLE = "TLORA_FX_STATE"
 HOLE = "{}"
 CANNOT_TELL = 125
 SHELLS_OWN = {126: "it may not be executed", 127: "there is no such command"}
@@ -52,7 +52,7 @@ SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a bisection found.
+    """Result of a bisection.
 
     place      of the pass that breaks the check, counted from 1; 0 where none could be named
     rewrite    its rewrite that does, "" where none could be named
@@ -206,7 +206,7 @@ def _unnamed(bracket: Bracket, names: list[str]) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Bracket:
-    """Where a row of states turns bad.
+    """Interval in which a list of states turns bad.
 
     good    the last state that is known to be good, -1 where none is
     bad     the first state that is known to be bad, the number of states where none is
@@ -395,7 +395,7 @@ class CommandCheck(Check):
         process = subprocess.run(  # noqa: S602  (a check is a shell command, as its user wrote it)
             command,
             shell=True,
-            env={**os.environ, VARIABLE: str(folder)},
+            env={**os.environ, STATE: str(folder)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,

@@ -74,7 +74,7 @@ class Attempt:
 
 @dataclass(frozen=True, slots=True)
 class JobAnswer:
-    """What one job has at a module.
+    """Answer for one job at a module.
 
     state      "lowered"; "as it is": its own nodes run; "not targeted"; "inside": the module lies
                in one of which the job trains a copy; "around": its adapters sit on modules inside
@@ -89,7 +89,7 @@ class JobAnswer:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What became of one module of the base.
+    """Explanation of what became of one module of the base.
 
     node       the node that was asked for, as "block.node = operator", "" where a module was
     others     how many other modules the name fits as well
@@ -109,7 +109,7 @@ class Explanation:
 def why_not(
     jobs: Jobs, node: str, job: str | None = None, pipeline: str | Pipeline | None = None
 ) -> Explanation:
-    """What became of a module of the base, and why, for each job. Compiles without weights.
+    """Explain what became of a module of the base, for each job. Compiles without weights.
 
     jobs       a job file, its path, or jobs
     node       a module (`layers.3.mlp.down_proj`, the layer spelled in any way), or a node by name
@@ -128,7 +128,7 @@ def explain_group(
     node: str,
     job: str | None = None,
 ) -> Explanation:
-    """What became of a module of jobs that are compiled.
+    """Explain what became of a module of jobs that are compiled.
 
     prepared, group   the jobs, and what the passes made of them
     raises            UnknownNode with the nearest name
@@ -263,7 +263,7 @@ class _Explainer:
                 yield f"{whose}: {text}"
 
     def sharing(self, wanted: list[int]) -> Iterator[str]:
-        """What of the base runs once for all jobs, and which job replaces it."""
+        """Sentences on what of the base runs once for all jobs, and which job replaces it."""
         shared = [
             node
             for node in self._here()
@@ -397,7 +397,7 @@ def _some_names(modules: Mapping[str, object]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TracedBranch:
-    """Where a branch stands: the block ("" for the root), the site inside it, whose it is."""
+    """Location of a branch: the block ("" for the root), the site inside it, its job."""
 
     block: str
     site: str
@@ -470,7 +470,7 @@ def copied_around(sites: dict[str, AdapterSite], module: str) -> str:
 
 
 def why_not_targeted(job: Job, backbone: Backbone, module: str) -> str:
-    """Which of the job's LoRA fields leaves a module out: PEFT is asked again without each."""
+    """LoRA field of the job that leaves a module out: PEFT is asked again without each."""
     from peft.tuners.tuners_utils import check_target_module_exists
 
     config: Any = config_with_targets(job, backbone)
@@ -495,7 +495,7 @@ def _joined(names: Any) -> str:
 
 
 def about_layers(group: GroupGraph, module: str) -> tuple[str, ...]:
-    """Which layers share a module's code, and why those that do not do not."""
+    """Sentences on which layers share a module's code, and why others do not."""
     layers = group.base.plan.layers if group.base.plan else ()
     layer = next((path for path in layers if under(module, path)), "")
     noted = [

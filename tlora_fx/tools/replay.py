@@ -88,7 +88,7 @@ class RecordedFailure:
         return f"pass {self.place} '{self.name}' on {self.subject}"
 
     def other_versions(self) -> list[str]:
-        """What is installed in another version than when the pass failed."""
+        """Packages that are installed in another version than when the pass failed."""
         now = versions()
         return [
             f"{name} is {now.get(name, 'missing')}, was {was}"

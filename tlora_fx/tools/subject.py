@@ -1,4 +1,4 @@
-"""What is inspected: the folder of a dump, or a job file, which is compiled for it."""
+"""Subject of an inspection: the folder of a dump, or a job file, which is compiled for it."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ class Subject:
 
     @cached_property
     def listing(self) -> Listing:
-        """A row a module."""
+        """Listing with a row for each module."""
         return Listing.load(self.path)
 
     @cached_property
     def program(self) -> Program:
-        """An entry a node."""
+        """Program with an entry for each node."""
         if not (self.folder / Program.FILE).exists():
             Listing.load(self.path)  # which says what is wrong with the folder
         return Program.load(self.folder / Program.FILE)
 
     @cached_property
     def stages(self) -> list[PassStage]:
-        """What every pass left, in order; empty where nobody wrote it down."""
+        """State after every pass, in order; empty where none was recorded."""
         files = sorted((self.folder / STAGES_FOLDER).glob("[0-9]*.json"))
         if not files:
             Listing.load(self.path)  # which says what is wrong with the folder
@@ -59,11 +59,11 @@ class Subject:
         return read_text(self.folder / SOURCE_FILE, "the code of the compiled model is not here")
 
     def all_stages(self) -> list[PassStage]:
-        """What every pass left, or the compiled model alone where nobody wrote that down."""
+        """State after every pass, or the compiled model alone where none was recorded."""
         return self.stages or [PassStage(0, self.program.state, False, 0.0, self.program)]
 
     def state(self, name: str) -> Program:
-        """What a pass left, by its name, its text or its place in the pipeline; "trace" too.
+        """State after a pass, by its name, its text or its index in the pipeline; "trace" too.
 
         raises    StateNotFound
         """
@@ -112,22 +112,22 @@ class CompiledSubject(Subject):
 
     @cached_property
     def listing(self) -> Listing:
-        """Of the compiled model."""
+        """Listing of the compiled model."""
         return self._compiled[1]
 
     @cached_property
     def program(self) -> Program:
-        """What the last pass left."""
+        """Program after the last pass."""
         return self.stages[-1].program
 
     @cached_property
     def stages(self) -> list[PassStage]:
-        """As recorded while compiling."""
+        """States that were recorded while compiling."""
         return self._compiled[2]
 
     @cached_property
     def source(self) -> str:
-        """As it would train."""
+        """Source of the model as it would train."""
         return self._compiled[0].source
 
 
@@ -138,14 +138,14 @@ class GraphSubject(Subject):
 
     @cached_property
     def graphs(self) -> JobGraph | GroupGraph:
-        """What the file holds; raises GraphFileNotReadable."""
+        """Graphs in the file; raises GraphFileNotReadable."""
         from tlora_fx.graph_file import load_graphs
 
         return load_graphs(self.path)
 
     @cached_property
     def program(self) -> Program:
-        """An entry a node."""
+        """Program with an entry for each node."""
         from tlora_fx.inspect.program import make_program
         from tlora_fx.ir.graph import TRACE
 
@@ -154,7 +154,7 @@ class GraphSubject(Subject):
 
     @cached_property
     def stages(self) -> list[PassStage]:
-        """None but this one."""
+        """The one state that the file holds."""
         return [PassStage(0, self.program.state, False, 0.0, self.program)]
 
     @cached_property

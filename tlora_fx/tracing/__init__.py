@@ -1,1 +1,1 @@
-"""From a job to its graph: transformers' and PEFT's own modules, traced without weights."""
+"""Trace a job to its graph: transformers' and PEFT's own modules, without weights."""

@@ -1,4 +1,4 @@
-"""Where a job's adapters sit: PEFT's own matching, asked for every module of the base.
+"""Sites of a job's adapters: PEFT's own matching, asked for every module of the base.
 
 The traced copy of a model holds a few layers only. PEFT wraps that copy; this file resolves the
 same configuration for all layers, and checks that both say the same of the traced ones.
@@ -30,6 +30,7 @@ from tlora_fx.ir.graph import (
 )
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing.experts import is_experts, product_names
+from tlora_fx.tracing.layers import layer_list
 
 
 def resolve_sites(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
@@ -255,7 +256,7 @@ def _head(model: nn.Module) -> nn.Module | None:
 
 
 def idle_patterns(job: Job, sites: dict[str, AdapterSite]) -> list[str]:
-    """What to tell of the keys of rank_pattern and alpha_pattern that fit no adapted module."""
+    """Messages for the keys of rank_pattern and alpha_pattern that fit no adapted module."""
     from peft.utils.other import get_pattern_key
 
     config: Any = job.lora_config()
@@ -421,7 +422,7 @@ def _first(paths: list[str]) -> str:
 
 
 def layer_signature(sites: dict[str, AdapterSite], layer: str, bias: str, exact: bool) -> Hashable:
-    """What a job puts on one layer, as far as it changes the layer's code.
+    """Signature of a job's adapters on one layer, as far as they change the layer's code.
 
     exact    True: rank, scaling and dropout rate too, where branches run as they are
     """
@@ -431,6 +432,20 @@ def layer_signature(sites: dict[str, AdapterSite], layer: str, bias: str, exact:
             numbers = (site.rank, site.scaling, site.dropout) if exact else ()
             rows.append((path[len(layer) :], site.kind, numbers))
     return (bias, tuple(sorted(rows)))
+
+
+def graph_structure(
+    job: Job, backbone: Backbone, sites: dict[str, AdapterSite], exact: bool
+) -> Hashable:
+    """What two jobs must have in common to share one traced graph.
+
+    exact     True: the numbers of the job's branches are in its graph
+    """
+    bias = str(getattr(job.lora_config(), "bias", "none"))
+    names = ("trainable_token_indices",) if job.is_lora else sorted(job.lora_fields)
+    fields = tuple((name, repr(job.lora_fields.get(name))) for name in names)
+    parts = [layer_signature(sites, layer, bias, exact) for layer in layer_list(backbone.model)]
+    return (exact, job.adapter_dtype, fields, layer_signature(sites, "", bias, exact), *parts)
 
 
 def check_wrapped(model: nn.Module, sites: dict[str, AdapterSite], job: Job) -> None:
@@ -474,7 +489,7 @@ def freeze_rank_counts(model: nn.Module) -> None:
 
 
 def make_traceable(model: nn.Module) -> None:
-    """Let PEFT's modules of kinds beside LoRA be traced on the meta device.
+    """Make PEFT's modules of kinds beside LoRA traceable on the meta device.
 
     Tables of sizes and seeds have no values there, so they are made again; a module that would
     draw whether it runs, at a rate of 0, runs; a product with a backward of its own is written out.

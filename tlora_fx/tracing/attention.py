@@ -75,7 +75,7 @@ def current_row() -> dict[str, Tensor]:
 
 @contextmanager
 def row_of(tables: dict[str, Tensor]) -> Iterator[list[str]]:
-    """Within this, attention reads these row tables; yields the list of its calls."""
+    """Make attention read these row tables, within this context; yields the list of its calls."""
     row, calls = _ROW.set(tables), _CALLS.set([])
     try:
         yield _CALLS.get()
@@ -99,7 +99,7 @@ def attend(
     reading: Reading = "sdpa",
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in place of attention.
+    """Attention that transformers calls in place of its own.
 
     query        [1, H, T, D]
     key, value   [1, H_kv, T, D]

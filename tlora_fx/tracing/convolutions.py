@@ -22,7 +22,7 @@ SLICE: tuple[Any, ...] = (None, 0, None, None, 1)
 
 
 def convolve_by_sequence(graph: fx.Graph) -> None:
-    """Let causal convolutions over the tokens of a packed row start anew with each sequence.
+    """Restart causal convolutions over the tokens of a packed row at each sequence.
 
     graph    a traced packed row
     """

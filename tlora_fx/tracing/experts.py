@@ -24,7 +24,7 @@ LLAMA4_EXPERTS = "Llama4TextExperts"
 
 
 def use_expert_products(model: nn.Module) -> None:
-    """Let a throw-away copy of a base call `routed` in place of its experts' forward.
+    """Make a throw-away copy of a base call `routed` in place of its experts' forward.
 
     model   PEFT may have wrapped it: its wrappers around experts give way to adapted products
     """
@@ -118,7 +118,7 @@ class AdaptedProduct(nn.Module):
         self.scaling, self.experts = wrapper.scaling["default"], wrapper.num_experts
 
     def forward(self, x: Tensor, index: Tensor) -> Tensor:
-        """As `ExpertProduct`."""
+        """Compute the product as `ExpertProduct` does, with adapters."""
         y: Tensor = self.base_layer(x, index)
         a = self.lora_A["default"].weight.to(x.dtype).unflatten(0, (self.experts, -1))
         b = self.lora_B["default"].weight.to(x.dtype).unflatten(1, (-1, self.experts))
@@ -130,7 +130,7 @@ class AdaptedProduct(nn.Module):
 
 
 def routed(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-    """What transformers calls in place of a mixture's experts.
+    """Forward of a mixture's experts that transformers calls in place of its own.
 
     module    holds their matrices and how these lie
     hidden    [T, H]

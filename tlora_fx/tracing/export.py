@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import os
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
@@ -32,6 +31,7 @@ from tlora_fx.errors import (
     StateChanged,
     TloraError,
 )
+from tlora_fx.host.memory import total_bytes
 from tlora_fx.ir.graph import (
     INPUTS,
     PEFT_PREFIX,
@@ -127,6 +127,19 @@ def trace_job(
     graph = _trace(backbone, plan, form, f"job '{job.name}'", job, sites, config)
     graph.sites = sites
     return graph
+
+
+def wrap_pruned(
+    job: Job, backbone: Backbone, sites: dict[str, AdapterSite], fold: bool = True
+) -> None:
+    """Let PEFT wrap the layers that would be traced of a job, and compare them with its sites.
+
+    raises    AdapterMismatch
+    """
+    config = job.lora_config()
+    bias = str(getattr(config, "bias", "none"))
+    plan = plan_layers(backbone, lambda layer: layer_signature(sites, layer, bias, False), fold)
+    check_wrapped(_wrap(pruned_copy(backbone, plan)[0], job, config, backbone), sites, job)
 
 
 def _trace(
@@ -246,8 +259,8 @@ def _use_packed_attention(model: nn.Module, subject: str) -> None:
             config._attn_implementation = packed_implementation(str(config._attn_implementation))
 
 
-def _require_room(model: nn.Module, job: Job, config: LoraConfig) -> None:
-    """Refuse ranks of which one linear's adapter alone is more than this machine's memory.
+def _require_memory(model: nn.Module, job: Job, config: LoraConfig) -> None:
+    """Refuse ranks of which one linear's adapter alone needs more memory than there is.
 
     PEFT makes adapters where they are, on the CPU, before anything could say how large they are.
 
@@ -256,14 +269,14 @@ def _require_room(model: nn.Module, job: Job, config: LoraConfig) -> None:
     linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
     sides = [linear.in_features + linear.out_features for linear in linears]
     rank = max([getattr(config, "r", 1), *(getattr(config, "rank_pattern", None) or {}).values()])
-    room = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    machine_bytes = total_bytes()
     needed = 4 * rank * min(sides, default=0)
-    if needed > room:
+    if needed > machine_bytes:
         raise JobError(
-            "an adapter of this rank has no room in memory",
+            "an adapter of this rank does not fit into memory",
             job=job.name,
             found=f"r {rank}: {needed / 2**30:,.0f} GiB for one linear at least",
-            expected=f"less than {room / 2**30:,.0f} GiB for all",
+            expected=f"less than {machine_bytes / 2**30:,.0f} GiB for all",
             help=f"the base's linears have at most {max(sides)} rows and columns: give a rank "
             "far below",
         )
@@ -273,7 +286,7 @@ def _wrap(model: nn.Module, job: Job, config: LoraConfig, backbone: Backbone) ->
     """PEFT's own wrapping; what the job trains of the base itself becomes the job's own tensor."""
     from peft import get_peft_model
 
-    _require_room(model, job, config)
+    _require_memory(model, job, config)
     if not hasattr(model, "prepare_inputs_for_generation"):
         config.task_type = None  # PEFT's class for language models wants to generate
     with warnings.catch_warnings():

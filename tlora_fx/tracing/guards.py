@@ -1,4 +1,4 @@
-"""What tracing took for granted about the sizes of a row.
+"""Assumptions of tracing about the sizes of a row.
 
 A branch on a size (`if ids.shape[1] > 64`) is traced with the sizes that the tracer happens to
 take, and torch notes the condition as a guard. A graph that serves every row may rest on no guard
@@ -103,7 +103,7 @@ class SizeGuards:
 
     @contextmanager
     def running(self, inputs: Sequence[Any]) -> Iterator[None]:
-        """Within this, the model runs on a row, and each guard remembers its line.
+        """Watch the model run on a row, within this context; each guard remembers its line.
 
         inputs    the ids, and whatever else has their shape
         """

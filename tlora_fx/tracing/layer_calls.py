@@ -1,4 +1,4 @@
-"""How a model calls its layers, those that are not traced included.
+"""Calls of a model's layers, those that are not traced included.
 
 A layer that another one stands for is not built. In its place a stand-in hands its input on, so the
 model's own loop runs over all layers, with their true numbers, and looks up in its config what it
@@ -81,7 +81,7 @@ class LayerCalls:
         module.register_forward_hook(note, with_kwargs=True)
 
     def pass_on(self, layer: str, args: Any, kwargs: Any) -> Any:
-        """What a stand-in returns: its running value, as its representative returns its own."""
+        """Result of a stand-in: its running value, returned as its representative does."""
         self.stood_in = True
         first = self.plan.representative[layer]
         known = next((call for call in self.calls if call.layer == first), None)
@@ -104,7 +104,7 @@ class LayerCalls:
         return LayerCall(layer, leaves, form, running, out)
 
     def structures(self) -> dict[str, str] | None:
-        """For each layer the first that is equal and called alike; None where they are no chain."""
+        """Map from each layer to the first equal one that is called alike; None for no chain."""
         if [call.layer for call in self.calls] != list(self.plan.layers):
             return None
         if any(not call.running for call in self.calls[1:]):

@@ -1,4 +1,4 @@
-"""Which layers of a model are equal, so that few of them need to be built and traced.
+"""Find equal layers of a model, so that few of them need to be built and traced.
 
 Two layers are equal when their modules agree in class, plain attributes, shapes, dtypes and
 buffers. An attribute that holds the layer's own index is left out of the comparison, and armed:
@@ -98,7 +98,7 @@ def index_attributes(model: nn.Module, layers: list[str]) -> set[tuple[str, str]
 
 
 def structure_key(backbone: Backbone, layer: str, skipped: set[tuple[str, str]]) -> Hashable:
-    """What a layer computes, as far as its modules tell."""
+    """Key of what a layer computes, as far as its modules tell."""
     rows: list[Hashable] = []
     for path, module in backbone.model.get_submodule(layer).named_modules():
         kind = type(module)

@@ -1,4 +1,4 @@
-"""What a model's mask lets each token see, read from the function that transformers makes it of.
+"""Rules of a model's masks, read from the function that transformers makes each mask of.
 
 transformers describes a mask by a function of two positions before it makes a tensor of it. That
 function is evaluated on a probe of positions and compared with what `packed_attention` can do:
@@ -32,13 +32,13 @@ BATCH_HELP = "set base.attention: batch, which runs the base's own attention on 
 
 @dataclass(frozen=True, slots=True)
 class MaskRule:
-    """What a token sees of its sequence, in the words of `packed_attention`; window -1 is none."""
+    """Rule of which tokens see which, in the terms of `packed_attention`; window -1 is none."""
 
     causal: bool
     window: int = -1
 
     def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Which keys each query sees, by their positions."""
+        """Mask of the keys that each query sees, by their positions."""
         distance = queries - keys
         seen = distance >= 0 if self.causal else torch.ones_like(distance, dtype=torch.bool)
         return seen if self.window < 0 else seen & (distance.abs() < self.window)
@@ -175,7 +175,7 @@ def probe_of(arguments: Mapping[str, Any]) -> MaskProbe:
 
 
 def read_rule(arguments: Mapping[str, Any]) -> MaskRule:
-    """What a mask lets tokens see, by what transformers calls its maker with.
+    """Rule of a mask, by the arguments that transformers calls its maker with.
 
     raises    UnreadableMask where `packed_attention` cannot do the same
     """
@@ -276,12 +276,12 @@ def unpadded_chunks(chunk_size: int, left_padding: Tensor) -> MaskFunction:
 
 
 def declared_mask(**arguments: Any) -> DeclaredMask:
-    """What transformers calls in place of a maker of masks while a packed row is traced."""
+    """Mask that transformers gets in place of its own while a packed row is traced."""
     return DeclaredMask.make(arguments)
 
 
 def padded_mask(maker: Callable[..., Any], hidden: bool, **arguments: Any) -> Any:
-    """What transformers calls in place of a maker of masks while padded lines are traced.
+    """Mask that transformers gets in place of its own while padded lines are traced.
 
     Padding stands behind a line: a token that sees later ones sees it where no mask hides it.
 
@@ -330,7 +330,7 @@ def _hiding(padding: Tensor, mask_function: MaskFunction, **_: Any) -> MaskFunct
 
 @contextmanager
 def unpacked_lines(*, padded: bool, hidden: bool = False) -> Iterator[None]:
-    """Within this, transformers takes each line of a batch for one sequence.
+    """Make transformers take each line of a batch for one sequence, within this context.
 
     It looks for packed sequences in position_ids. Attention knows a row's sequences by itself, so
     masks are read as of one sequence; and in batch form there are no packed ones, which

@@ -1,4 +1,4 @@
-"""What a base's own code says of its task: the loss that its forward computes of labels.
+"""Task of a base in its own code: the loss that its forward computes of labels.
 
 Jobs train by the loss of the next token. A base whose own loss is another one, such as the decoder
 of an encoder-decoder whose labels are shifted before it sees them, would silently learn something

@@ -1,4 +1,4 @@
-"""Why a model cannot be traced, in our words: torch's own stand behind them, as a detail."""
+"""Reasons why a model cannot be traced, in our words, with torch's own as a detail."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ _UNKNOWN = _Cause(
 
 
 def not_traceable(error: Exception, model: nn.Module, form: Form, subject: str) -> BaseNotTraceable:
-    """What an error of torch, or of model code, says of a model.
+    """Error for a model that torch, or model code, failed to trace.
 
     subject   whose model it is
     """

@@ -1,4 +1,4 @@
-"""What a forward leaves behind for the next one.
+"""State that a forward leaves behind for the next one.
 
 A graph is the same for every row, so a forward may not change what the next one reads: counters,
 buffers, generators. A value that is kept and not read again, or computed again from nothing but

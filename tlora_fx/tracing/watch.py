@@ -1,4 +1,4 @@
-"""What a model's code does while it is traced that a graph does not keep.
+"""Watch what a model's code does while it is traced that a graph does not keep.
 
 A trace holds the operators of one forward. It holds neither the gradient that an autograd function
 or a tensor hook gives, nor what a forward leaves behind for the next one, nor the branch that the
@@ -48,7 +48,7 @@ def is_own_code(filename: str) -> bool:
 
 
 class Watch:
-    """All that was seen in one traced forward.
+    """Observations of one traced forward.
 
     refused   errors, in the order in which their causes were seen
     left      attributes that the forward gave other values, by path
@@ -91,7 +91,7 @@ class Watch:
 
     @contextmanager
     def running(self, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Within this, the model runs on inputs."""
+        """Watch the model run on inputs, within this context."""
         with ExitStack() as stack:
             self._patch(stack)
             before, draws = state_of(self.model), generators()
@@ -281,12 +281,12 @@ class TracedDevice(_Kind):
 
     @property  # type: ignore[misc]
     def __class__(self) -> type[torch.device]:  # type: ignore[override]
-        """What isinstance shall say."""
+        """Class that isinstance shall see."""
         return torch.device
 
     @property
     def type(self) -> str:
-        """Its kind, which is "meta"."""
+        """Kind of the device, which is "meta"."""
         kind = _Kind(str.partition(self, ":")[0])
         kind.watch = self.watch
         return kind
@@ -307,7 +307,7 @@ class TracedDevice(_Kind):
 
 
 class AppliedFunction:
-    """One use of a custom autograd function; its backward is lost, so it is tried."""
+    """Use of a custom autograd function; its backward is lost, so it is tried."""
 
     def __init__(self, function: Any, args: tuple[Any, ...], place: tuple[str, int] | None) -> None:
         self.function, self.place = function, place

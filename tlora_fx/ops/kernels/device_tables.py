@@ -69,7 +69,7 @@ class RowTables(Mirror):
 
     @property
     def jobs(self) -> int:
-        """J."""
+        """Number of jobs, J."""
         return len(self.bounds) - 1
 
 
@@ -337,7 +337,7 @@ class _Uploads:
         self._waiting: dict[torch.device, list[tuple[Mirror, list[int]]]] = {}
 
     def add(self, mirror: Mirror, words: list[int]) -> None:
-        """Take the words of one; raises TableNotOnDevice."""
+        """Add the words of one table; raises TableNotOnDevice."""
         if self.capturing:
             raise TableNotOnDevice(
                 "a table reached the operator for the first time while a CUDA graph is captured",

@@ -1,4 +1,4 @@
-"""How a group of sites runs on generated kernels, forward and backward.
+"""Run a group of sites on generated kernels, forward and backward.
 
     fused     shrink, then one GEMM with the rank block in it
     sidecar   shrink, expand into the output, then cuBLAS adds the frozen product to it
@@ -47,20 +47,20 @@ def forward(
     """
     whole = plain(x)
     tokens = len(whole)
-    run = KernelCall.open(kernels, group, tokens, x.device)
+    call = KernelCall.open(kernels, group, tokens, x.device)
     outers = [site.outer for site in kernels.sites]
     widths = [sum(outers)] if joined else outers
-    wide = [run.empty(tokens, count, dtype=x.dtype) for count in widths]
-    s, bits = kernels.low_rank_rows(x, run.empty), kernels.bits(x, run.empty)
-    with run.on_device():
-        if tokens and run.is_vacant:
+    wide = [call.empty(tokens, count, dtype=x.dtype) for count in widths]
+    s, bits = kernels.low_rank_rows(x, call.empty), kernels.bits(x, call.empty)
+    with call.on_device():
+        if tokens and call.is_vacant:
             rows = whole[:, : group.inner]
             columns = zip(biases, group.weights, _columns(wide, kernels.sites), strict=True)
             for bias, weight, y in columns:
                 _product(rows, weight.t(), bias, y)
         elif tokens:
             beside = _side_by_side(biases, kernels.sites) if joined else None
-            run.serve(_forward, whole, tail_columns, biases, beside, wide, s, bits)
+            call.serve(_forward, whole, tail_columns, biases, beside, wide, s, bits)
     shapes = [(*x.shape[:-1], count) for count in widths]
     return [*(y.view(shape) for y, shape in zip(wide, shapes, strict=True)), *s, *bits]
 
@@ -74,29 +74,29 @@ def gated_forward(
     opened   the same activation for torch, where no kernel makes x
     """
     rows, beside = plain(gate), plain(up)
-    run, tokens = KernelCall.open(kernels, group, len(rows), gate.device), len(rows)
+    call, tokens = KernelCall.open(kernels, group, len(rows), gate.device), len(rows)
     (site,) = kernels.sites
-    whole = run.empty(tokens, group.inner + tail_columns, dtype=gate.dtype)
-    y = run.empty(tokens, site.outer, dtype=gate.dtype)
-    s, bits = kernels.low_rank_rows(gate, run.empty), kernels.bits(gate, run.empty)
+    whole = call.empty(tokens, group.inner + tail_columns, dtype=gate.dtype)
+    y = call.empty(tokens, site.outer, dtype=gate.dtype)
+    s, bits = kernels.low_rank_rows(gate, call.empty), kernels.bits(gate, call.empty)
     x = whole[:, : group.inner]
-    with run.on_device():
+    with call.on_device():
         made = has_tail_columns(whole, tail_columns, site.tail) and not (
-            run.is_vacant or select.is_strict()
+            call.is_vacant or select.is_strict()
         )
         if not made:
             torch.mul(opened(rows), beside, out=x)
-        if tokens and run.is_vacant:
+        if tokens and call.is_vacant:
             _product(x, group.weights[0].t(), biases[0], y)
         elif tokens:
             parts = (activation, [rows, beside]) if made else ("", None)
-            run.serve(_forward, whole, tail_columns, biases, None, [y], s, bits, *parts)
+            call.serve(_forward, whole, tail_columns, biases, None, [y], s, bits, *parts)
     shape = gate.shape[:-1]
     return [y.view(*shape, site.outer), *s, *bits, whole.view(*shape, group.inner + tail_columns)]
 
 
 def _forward(
-    run: KernelCall,
+    call: KernelCall,
     whole: Tensor,
     tail_columns: int,
     biases: list[Tensor | None],
@@ -107,44 +107,46 @@ def _forward(
     activation: str = "",
     gated: list[Tensor] | None = None,
 ) -> None:
-    sites, rows = run.kernel_group.sites, whole[:, : run.group.inner]
-    together = joint(run) if len(wide) < len(sites) else None
+    sites, rows = call.kernel_group.sites, whole[:, : call.group.inner]
+    together = joint(call) if len(wide) < len(sites) else None
     if together is not None and has_tail_columns(whole, tail_columns, together.tails):
-        packed = run.pack(dict(enumerate(together.extended_weights)))
-        run.shrink(rows, packed, s, bits, whole, together.step, copies=False)
+        packed = call.pack(dict(enumerate(together.extended_weights)))
+        call.shrink(rows, packed, s, bits, whole, together.step, copies=False)
         left = whole[:, : rows.shape[1] + together.tails]
         _product(left, together.upper.t(), beside, wide[0])
         return
     step = max(site.tail for site in sites)
     behind = has_tail_columns(whole, tail_columns, step * len(sites))
     wide = _columns(wide, sites)
-    extended_weights = [run.extended(index, behind) for index in range(len(sites))]
+    extended_weights = [call.extended(index, behind) for index in range(len(sites))]
     choices = [
-        run.choose("forward", index, buffer is not None, behind)
+        call.choose("forward", index, buffer is not None, behind)
         for index, buffer in enumerate(extended_weights)
     ]
     needed: dict[int, ExtendedWeight | None] = {}
     for index, buffer in enumerate(extended_weights):
-        later = run.choose("input_gradient", index, buffer is not None, behind).plan
+        later = call.choose("input_gradient", index, buffer is not None, behind).plan
         concat = "concat" in (choices[index].plan, later)
         needed[index] = buffer if concat else None
-    packed = run.pack(needed)
+    packed = call.pack(needed)
     extended = None
     if any(choice.plan == "concat" for choice in choices):
-        extended = whole if behind else run.empty(len(rows), rows.shape[1] + step, dtype=rows.dtype)
+        extended = (
+            whole if behind else call.empty(len(rows), rows.shape[1] + step, dtype=rows.dtype)
+        )
     gate = Gate(activation, *gated) if gated else None
-    run.shrink(rows, packed, s, bits, extended, step, copies=not behind, gate=gate)
+    call.shrink(rows, packed, s, bits, extended, step, copies=not behind, gate=gate)
     for index, (choice, y) in enumerate(zip(choices, wide, strict=True)):
-        bias, weight = biases[index], run.group.weights[index]
+        bias, weight = biases[index], call.group.weights[index]
         if choice.plan == "fused":
-            run.forward(index, rows, bias, s[index], packed[index], y, choice.tile)
+            call.forward(index, rows, bias, s[index], packed[index], y, choice.tile)
         elif choice.plan == "sidecar":
-            run.expand([index], [s[index]], [packed[index].b], bias, y, accumulate=False)
+            call.expand([index], [s[index]], [packed[index].b], bias, y, accumulate=False)
             y.addmm_(rows, weight.t())
         else:
             assert extended is not None
             left = _beside(extended, rows.shape[1], index * step, sites[index].tail)
-            right = _extended_weight(run, index, extended_weights[index])[: sites[index].outer].t()
+            right = _extended_weight(call, index, extended_weights[index])[: sites[index].outer].t()
             _product(left, right, bias, y)
 
 
@@ -169,11 +171,11 @@ class Joint:
         return self.step * len(self.extended_weights)
 
 
-def joint(run: KernelCall) -> Joint | None:
+def joint(call: KernelCall) -> Joint | None:
     """The buffer of weights that `join` put together, None where it does not serve this call."""
     if not select.may_join():
         return None
-    sites, weights, inner = run.kernel_group.sites, run.group.weights, run.group.inner
+    sites, weights, inner = call.kernel_group.sites, call.group.weights, call.group.inner
     step, outer, extended_weights = 0, 0, []
     for index, (weight, site) in enumerate(zip(weights, sites, strict=True)):
         buffer = extended_weight_of(weight, site, make=False)
@@ -232,9 +234,9 @@ def _beside(extended: Tensor, columns: int, first: int, tail: int) -> Tensor:
     return extended[:, : columns + tail]
 
 
-def _extended_weight(run: KernelCall, index: int, buffer: ExtendedWeight | None) -> Tensor:
+def _extended_weight(call: KernelCall, index: int, buffer: ExtendedWeight | None) -> Tensor:
     """[O + T, I + T] of a site, whatever the order of its strides."""
-    site, weight = run.kernel_group.sites[index], run.group.weights[index]
+    site, weight = call.kernel_group.sites[index], call.group.weights[index]
     assert buffer is not None
     upright = buffer.buffer(stored_form(weight, site))
     whole = upright if site.layout == "out_in" else upright.t()
@@ -258,32 +260,32 @@ def input_gradient(
     kernels = KernelGroup.of(first, group)
     wholes = [plain(dy) for dy in dys]
     tokens = len(wholes[0])
-    run = KernelCall.open(kernels, group, tokens, first.device)
-    dx = run.empty(*((tokens, group.inner) if need_dx else (0,)), dtype=first.dtype)
-    ds = [run.empty(*rows.shape, dtype=rows.dtype) for rows in s]
-    parts = kernels.gradient_parts(first, run.empty)
-    with run.on_device():
-        if tokens and run.is_vacant:
+    call = KernelCall.open(kernels, group, tokens, first.device)
+    dx = call.empty(*((tokens, group.inner) if need_dx else (0,)), dtype=first.dtype)
+    ds = [call.empty(*rows.shape, dtype=rows.dtype) for rows in s]
+    parts = kernels.gradient_parts(first, call.empty)
+    with call.on_device():
+        if tokens and call.is_vacant:
             if need_dx:
-                _frozen_input_gradient(run, wholes, dx)
+                _frozen_input_gradient(call, wholes, dx)
         elif tokens:
             out = dx if need_dx else None
-            run.serve(_input_gradient, wholes, tail_columns, s, bits, out, ds, parts)
+            call.serve(_input_gradient, wholes, tail_columns, s, bits, out, ds, parts)
     return [dx.view(*first.shape[:-1], group.inner) if need_dx else dx, *ds, *parts]
 
 
-def _frozen_input_gradient(run: KernelCall, wholes: list[Tensor], dx: Tensor) -> None:
+def _frozen_input_gradient(call: KernelCall, wholes: list[Tensor], dx: Tensor) -> None:
     """dx of sites that nobody adapts."""
-    sites = run.kernel_group.sites
+    sites = call.kernel_group.sites
     dys = [dy[:, : site.outer] for dy, site in zip(_columns(wholes, sites), sites, strict=True)]
-    (first, weight), *others = zip(dys, run.group.weights, strict=True)
+    (first, weight), *others = zip(dys, call.group.weights, strict=True)
     torch.mm(first, weight, out=dx)
     for dy, weight in others:
         dx.addmm_(dy, weight)
 
 
 def _input_gradient(
-    run: KernelCall,
+    call: KernelCall,
     wholes: list[Tensor],
     tail_columns: int,
     s: list[Tensor],
@@ -292,9 +294,9 @@ def _input_gradient(
     ds: list[Tensor],
     parts: list[Tensor],
 ) -> None:
-    sites = run.kernel_group.sites
+    sites = call.kernel_group.sites
     if len(wholes) < len(sites):
-        _joined_input_gradient(run, wholes[0], tail_columns, s, bits, dx, ds, parts)
+        _joined_input_gradient(call, wholes[0], tail_columns, s, bits, dx, ds, parts)
         return
     extended: dict[int, tuple[Tensor, Tensor]] = {}
     rows, choices, packed = [], [], []
@@ -303,14 +305,14 @@ def _input_gradient(
     for index, (whole, site) in enumerate(zip(wholes, sites, strict=True)):
         dy = whole[:, : site.outer]
         behind = has_tail_columns(whole, tail_columns, site.tail)
-        buffer = None if dx is None else run.extended(index, behind)
-        choice = run.choose("input_gradient", index, buffer is not None, behind)
+        buffer = None if dx is None else call.extended(index, behind)
+        choice = call.choose("input_gradient", index, buffer is not None, behind)
         concat = dx is not None and choice.plan == "concat"
-        held, left = run.packed(index, buffer if concat else None), None
+        held, left = call.packed(index, buffer if concat else None), None
         if concat:
             columns = site.outer + site.tail
-            left = whole if behind else run.empty(len(dy), columns, dtype=dy.dtype)
-            right = _extended_weight(run, index, buffer)[:, : site.inner]
+            left = whole if behind else call.empty(len(dy), columns, dtype=dy.dtype)
+            right = _extended_weight(call, index, buffer)[:, : site.inner]
             extended[index] = left[:, :columns], right
         rows.append(dy)
         choices.append(choice)
@@ -318,13 +320,13 @@ def _input_gradient(
         lefts.append(left)
         copies.append(not behind)
     tails = [(site.outer, site.tail) for site in sites]
-    run.lora_b_backward(rows, s, packed, parts, ds, lefts, copies, tails)
+    call.lora_b_backward(rows, s, packed, parts, ds, lefts, copies, tails)
     if dx is not None:
-        _add_up(run, rows, choices, packed, ds, bits, dx, extended)
+        _add_up(call, rows, choices, packed, ds, bits, dx, extended)
 
 
 def _joined_input_gradient(
-    run: KernelCall,
+    call: KernelCall,
     whole: Tensor,
     tail_columns: int,
     s: list[Tensor],
@@ -334,34 +336,34 @@ def _joined_input_gradient(
     parts: list[Tensor],
 ) -> None:
     """All dys stand side by side in `whole`."""
-    sites = run.kernel_group.sites
+    sites = call.kernel_group.sites
     outer, rows = sum(site.outer for site in sites), _columns([whole], sites)
-    together = None if dx is None else joint(run)
-    concat = None if run.group.drops else together
+    together = None if dx is None else joint(call)
+    concat = None if call.group.drops else together
     if concat is not None and not has_tail_columns(whole, tail_columns, concat.tails):
         concat = None
     extended_weights = concat.extended_weights if concat is not None else [None] * len(sites)
     step = concat.step if concat is not None else 0
-    packed = [run.packed(index, buffer) for index, buffer in enumerate(extended_weights)]
+    packed = [call.packed(index, buffer) for index, buffer in enumerate(extended_weights)]
     lefts = [None if concat is None else whole] * len(sites)
     tails = [(outer + step * index, step) for index in range(len(sites))]
-    run.lora_b_backward(rows, s, packed, parts, ds, lefts, [False] * len(sites), tails)
+    call.lora_b_backward(rows, s, packed, parts, ds, lefts, [False] * len(sites), tails)
     if dx is None:
         return
     if together is None:
         choices = [
-            run.choose("input_gradient", index, extended=False) for index in range(len(sites))
+            call.choose("input_gradient", index, extended=False) for index in range(len(sites))
         ]
-        _add_up(run, rows, choices, packed, ds, bits, dx, {})
+        _add_up(call, rows, choices, packed, ds, bits, dx, {})
     elif concat is not None:
         torch.mm(whole[:, : outer + concat.tails], concat.left, out=dx)
     else:
-        _expand_all(run, ["sidecar"] * len(sites), packed, ds, bits, dx)
+        _expand_all(call, ["sidecar"] * len(sites), packed, ds, bits, dx)
         dx.addmm_(whole[:, :outer], together.left[:outer])
 
 
 def _add_up(
-    run: KernelCall,
+    call: KernelCall,
     rows: list[Tensor],
     choices: list[Choice],
     packed: list[Packed],
@@ -372,12 +374,12 @@ def _add_up(
 ) -> None:
     """dx as the sum over the sites: expanded branches first, so that GEMMs add to what is there."""
     plans = [choice.plan for choice in choices]
-    written = _expand_all(run, plans, packed, ds, bits, dx)
+    written = _expand_all(call, plans, packed, ds, bits, dx)
     for index, (dy, plan) in enumerate(zip(rows, plans, strict=True)):
         if plan == "sidecar":
-            dx.addmm_(dy, run.group.weights[index])
+            dx.addmm_(dy, call.group.weights[index])
         elif plan == "fused":
-            run.input_gradient(
+            call.input_gradient(
                 index, dy, ds[index], packed[index], bits[index], dx, written,
                 choices[index].tile,
             )  # fmt: skip
@@ -389,7 +391,7 @@ def _add_up(
 
 
 def _expand_all(
-    run: KernelCall,
+    call: KernelCall,
     plans: list[Plan],
     packed: list[Packed],
     ds: list[Tensor],
@@ -398,21 +400,21 @@ def _expand_all(
 ) -> bool:
     """The branches of sites of the sidecar plan, summed in dx; returns whether there are any."""
     written = False
-    for indices in _together(run, plans):
-        drops = run.kernel_group.sites[indices[0]].drops
+    for indices in _together(call, plans):
+        drops = call.kernel_group.sites[indices[0]].drops
         masks = [bits[index] for index in indices] if drops else None
         low, high = [ds[index] for index in indices], [packed[index].a for index in indices]
-        run.expand(indices, low, high, None, dx, written, masks)
+        call.expand(indices, low, high, None, dx, written, masks)
         written = True
     return written
 
 
-def _together(run: KernelCall, plans: list[Plan]) -> list[list[int]]:
+def _together(call: KernelCall, plans: list[Plan]) -> list[list[int]]:
     """The sites of the sidecar plan, those together whose branches one kernel can add up."""
     groups: dict[int, list[list[int]]] = {}
     for index, plan in enumerate(plans):
         if plan == "sidecar":
-            same_block = groups.setdefault(run.kernel_group.sites[index].rank_block, [[]])
+            same_block = groups.setdefault(call.kernel_group.sites[index].rank_block, [[]])
             if len(same_block[-1]) == MAX_SITES:
                 same_block.append([])
             same_block[-1].append(index)
@@ -426,18 +428,18 @@ def adapter_gradients(
     kernels = KernelGroup.of(x, group)
     rows = plain(x)
     tokens = len(rows)
-    run = KernelCall.open(kernels, group, tokens, x.device)
-    da = [run.empty(*a.shape, dtype=a.dtype) for a in group.a]
-    db = [run.empty(*b.shape, dtype=b.dtype) for b in group.b]
-    if not tokens or run.is_vacant:
+    call = KernelCall.open(kernels, group, tokens, x.device)
+    da = [call.empty(*a.shape, dtype=a.dtype) for a in group.a]
+    db = [call.empty(*b.shape, dtype=b.dtype) for b in group.b]
+    if not tokens or call.is_vacant:
         return [gradient.zero_() for gradient in (*da, *db)]
-    with run.on_device():
-        run.serve(_adapter_gradients, rows, bits, ds, db_parts, da, db)
+    with call.on_device():
+        call.serve(_adapter_gradients, rows, bits, ds, db_parts, da, db)
     return [*da, *db]
 
 
 def _adapter_gradients(
-    run: KernelCall,
+    call: KernelCall,
     rows: Tensor,
     bits: list[Tensor],
     ds: list[Tensor],
@@ -445,16 +447,16 @@ def _adapter_gradients(
     da: list[Tensor],
     db: list[Tensor],
 ) -> None:
-    if run.is_short:
-        run.whole_gradients(rows, ds, bits, db_parts, da, db)
+    if call.is_short:
+        call.whole_gradients(rows, ds, bits, db_parts, da, db)
         return
     total = torch.promote_types(torch.float32, rows.dtype)
     parts = [
-        run.empty(site.chunks(run.tokens, run.row.jobs), site.width, site.inner, dtype=total)
-        for site in run.kernel_group.sites
+        call.empty(site.chunks(call.tokens, call.row.jobs), site.width, site.inner, dtype=total)
+        for site in call.kernel_group.sites
     ]
-    run.lora_a_backward(rows, ds, bits, parts)
-    run.sum_gradients(parts, db_parts, da, db)
+    call.lora_a_backward(rows, ds, bits, parts)
+    call.sum_gradients(parts, db_parts, da, db)
 
 
 def has_tail_columns(whole: Tensor, tail_columns: int, columns: int) -> bool:
@@ -477,40 +479,40 @@ def plain(value: Tensor) -> Tensor:
 def add_forward(y: Tensor, x: Tensor, group: SiteGroup, kernels: KernelGroup) -> list[Tensor]:
     """y [..., out] and every job's branch; S, and the dropout bits."""
     rows, before = plain(x), plain(y)
-    run = KernelCall.open(kernels, group, len(rows), x.device)
-    total = run.empty(*before.shape, dtype=y.dtype)
-    (s,), (bits,) = kernels.low_rank_rows(x, run.empty), kernels.bits(x, run.empty)
-    with run.on_device():
+    call = KernelCall.open(kernels, group, len(rows), x.device)
+    total = call.empty(*before.shape, dtype=y.dtype)
+    (s,), (bits,) = kernels.low_rank_rows(x, call.empty), kernels.bits(x, call.empty)
+    with call.on_device():
         if len(rows):
-            run.serve(_add_forward, rows, before, s, bits, total)
+            call.serve(_add_forward, rows, before, s, bits, total)
     return [total.view(y.shape), s, bits]
 
 
 def _add_forward(
-    run: KernelCall, rows: Tensor, before: Tensor, s: Tensor, bits: Tensor, total: Tensor
+    call: KernelCall, rows: Tensor, before: Tensor, s: Tensor, bits: Tensor, total: Tensor
 ) -> None:
-    (packed,) = run.pack({0: None})
-    run.shrink(rows, [packed], [s], [bits], None)
-    run.expand([0], [s], [packed.b], None, total, accumulate=True, before=before)
+    (packed,) = call.pack({0: None})
+    call.shrink(rows, [packed], [s], [bits], None)
+    call.expand([0], [s], [packed.b], None, total, accumulate=True, before=before)
 
 
 def add_input_gradient(
     dy: Tensor, group: SiteGroup, s: Tensor, bits: Tensor, need_dx: bool
 ) -> list[Tensor]:
-    """What the branches add to dx, or [0]; dS; the parts of dB."""
+    """Contribution of the branches to dx, or [0]; dS; the parts of dB."""
     kernels, rows = KernelGroup.of(dy, group), plain(dy)
-    run = KernelCall.open(kernels, group, len(rows), dy.device)
-    dx = run.empty(*((len(rows), group.inner) if need_dx else (0,)), dtype=dy.dtype)
-    ds = run.empty(*s.shape, dtype=s.dtype)
-    (parts,) = kernels.gradient_parts(dy, run.empty)
-    with run.on_device():
+    call = KernelCall.open(kernels, group, len(rows), dy.device)
+    dx = call.empty(*((len(rows), group.inner) if need_dx else (0,)), dtype=dy.dtype)
+    ds = call.empty(*s.shape, dtype=s.dtype)
+    (parts,) = kernels.gradient_parts(dy, call.empty)
+    with call.on_device():
         if len(rows):
-            run.serve(_add_input_gradient, rows, s, bits, dx if need_dx else None, ds, parts)
+            call.serve(_add_input_gradient, rows, s, bits, dx if need_dx else None, ds, parts)
     return [dx.view(*dy.shape[:-1], group.inner) if need_dx else dx, ds, parts]
 
 
 def _add_input_gradient(
-    run: KernelCall,
+    call: KernelCall,
     rows: Tensor,
     s: Tensor,
     bits: Tensor,
@@ -518,8 +520,8 @@ def _add_input_gradient(
     ds: Tensor,
     parts: Tensor,
 ) -> None:
-    packed = run.packed(0)
-    run.lora_b_backward([rows], [s], [packed], [parts], [ds], [None], [False], [(0, 0)])
+    packed = call.packed(0)
+    call.lora_b_backward([rows], [s], [packed], [parts], [ds], [None], [False], [(0, 0)])
     if dx is not None:
-        mask = [bits] if run.kernel_group.sites[0].drops else None
-        run.expand([0], [ds], [packed.a], None, dx, accumulate=False, bits=mask)
+        mask = [bits] if call.kernel_group.sites[0].drops else None
+        call.expand([0], [ds], [packed.a], None, dx, accumulate=False, bits=mask)

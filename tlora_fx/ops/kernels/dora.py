@@ -432,7 +432,7 @@ def gradient(
     segments: Tensor,
     jobs: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
-    """What `scale` is differentiated by.
+    """Gradients of the inputs of `scale`.
 
     returns   dy scaled, [T, out]; of each magnitude, float32 [n, out]
     """

@@ -171,7 +171,7 @@ class Pairs:
 
 
 def padded(rank: int) -> int:
-    """What ranks up to this one are padded to."""
+    """Size that ranks up to this one are padded to."""
     return max(MIN_RANK, 1 << max(0, rank - 1).bit_length())
 
 
@@ -242,7 +242,7 @@ def adapter_table(
     jobs: int,
     experts: int,
 ) -> Tensor:
-    """Where each job's adapters are, int64 [J, WORDS] on their device, made once.
+    """Addresses of each job's adapters, int64 [J, WORDS] on their device, made once.
 
     a, b     A and B turned, both by rows, of the jobs in `owners`
     raises   TableNotOnDevice where a CUDA graph is captured that would have to make it

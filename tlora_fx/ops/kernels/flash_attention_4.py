@@ -12,7 +12,6 @@ import inspect
 import itertools
 import logging
 import math
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tlora_fx.host.environment import allows_flash_attention_4
 from tlora_fx.ops.kernels import select
 from tlora_fx.ops.tables import token_bounds
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 
 MODULE = "flash_attn.cute.interface"
 _VARLEN = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
@@ -48,7 +48,7 @@ SEVERAL_JOBS_WIDTHS = (128,)
 
 @dataclass(frozen=True, slots=True)
 class JobSpans:
-    """What parts of a row it is called for.
+    """Parts of a row that the kernel is called for.
 
     bounds   of the jobs, from 0 to the number of tokens; empty: a batch of equal sequences
     """
@@ -65,7 +65,7 @@ class JobSpans:
 def job_spans(
     tokens: int, width: int, sequences: int, longest: int, segments: Tensor
 ) -> tuple[JobSpans | None, JobSpans | None]:
-    """How it serves a row forward and backward, None where another kernel is faster.
+    """Parts of a row to call it for, forward and backward; None where another kernel is faster.
 
     tokens      of the row
     width       of a head
@@ -103,7 +103,7 @@ def is_installed() -> bool:
 
     FlashAttention-2 is a package of the same name.
     """
-    return os.environ.get("TLORA_FX_FLASH4") != "0" and _functions() is not None
+    return allows_flash_attention_4() and _functions() is not None
 
 
 @lru_cache(maxsize=1)

@@ -46,7 +46,7 @@ empty: Callable[..., Tensor] = torch.empty
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """Within it a device is the current one, on which Triton launches."""
+    """Make a device the current one, on which Triton launches, within this context."""
     if device.type != "cuda" or device.index == torch._C._cuda_getDevice():
         return _HERE
     return torch.cuda.device(device)
@@ -54,7 +54,7 @@ def on_device(device: torch.device) -> AbstractContextManager[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """What x is made of: activation(gate) * up, both [tokens, in]."""
+    """Gated activation that x is: activation(gate) * up, both [tokens, in]."""
 
     activation: str
     gate: Tensor
@@ -63,7 +63,7 @@ class Gate:
 
 @dataclass(slots=True)
 class KernelCall:
-    """One call on a group of sites.
+    """Call of kernels on a group of sites.
 
     row, tables   on the device, of the row and of each site
     token_index   int32 [tokens]
@@ -150,7 +150,7 @@ class KernelCall:
         return select.choose(direction, site, self.tokens, extended, self.gpu, sharing, behind)
 
     def extended(self, index: int, behind: bool = False) -> ExtendedWeight | None:
-        """Where concat-K can have a site's weight; joined ones only together, see `joint`.
+        """Extended weight of a site, where concat-K can have it; joined ones together (`joint`).
 
         Without columns `behind` x or dy it would copy them, which pays for one site at most.
         """
@@ -209,7 +209,7 @@ class KernelCall:
         return [group for equal in groups.values() for group in equal]
 
     def beside(self, indices: Sequence[int]) -> dict[str, Any]:
-        """What a spec says of the sites behind the first."""
+        """Fields of a spec for the sites behind the first."""
         outers = tuple(self.kernel_group.sites[index].outer for index in indices)
         return {"sites": len(outers), "beside": outers[1:]}
 
@@ -238,7 +238,7 @@ class KernelCall:
         return work is not None and pack_together.is_served(work)
 
     def work(self, index: int, extended: ExtendedWeight | None) -> pack_together.Work | None:
-        """What a site packs; None where its adapters would be copied first."""
+        """Packing of a site; None where its adapters would be copied first."""
         a, b = self.group.a[index], self.group.b[index]
         if not all(leaf.is_contiguous() and leaf.data_ptr() % _BYTES == 0 for leaf in (a, b)):
             return None
@@ -268,7 +268,7 @@ class KernelCall:
         return held.holds == now and (extended is None or extended.holds == now)
 
     def packed(self, index: int, extended: ExtendedWeight | None = None) -> Packed:
-        """What the forward packed, packed again where something has changed since."""
+        """Packed adapters of the forward, packed again where something has changed since."""
         current = self.is_packed(index, extended)
         if self.recording is not None:
             self.recording.needs.append((index, extended is not None))
@@ -410,7 +410,7 @@ class KernelCall:
         )  # fmt: skip
 
     def cuts_of_dy(self) -> list[Tile]:
-        """How `lora_b_backward` cuts each site: a narrow one as the widest, to need no launch more.
+        """Tiles of `lora_b_backward`; a narrow site takes the widest one's, to share its launch.
 
         In strict mode each is cut as it is alone: shares decide what bits their sums have.
         """
@@ -643,7 +643,7 @@ def spec_of(kind: Kind, site: Site, tile: Tile | None, **fields: Any) -> KernelS
 
 @cache
 def rule_of(kind: Kind, site: Site) -> Tile:
-    """How the kind's rule cuts one site's work."""
+    """Tile of one site by the rule of the kind."""
     return emitter(kind).default_tile(
         KernelSpec(
             kind, site.inner, site.outer, site.dtype, rank_block=site.rank_block, arch=site.arch

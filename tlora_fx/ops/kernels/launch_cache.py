@@ -30,7 +30,7 @@ from tlora_fx.ops.kernels.packed import ExtendedWeight, Packed, extended_weight_
 from tlora_fx.ops.kernels.support import KernelGroup
 from tlora_fx.ops.tables import SiteGroup
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 _MOST = 2048
 _TRIES = 3
 _ALIGNED = 15
@@ -45,7 +45,7 @@ class NotRecordable(Exception):
 
 @dataclass(slots=True)
 class Recording:
-    """What a call starts, as it happens.
+    """Recording of what a call starts, as it happens.
 
     entries   KernelLaunch of kernels and products
     fresh     tensors that the call made on its way
@@ -78,7 +78,7 @@ class Recording:
             tape.started = before
 
     def recipe(self, tensors: Sequence[Tensor]) -> Recipe:
-        """How to do the same with other tensors in the place of these; raises NotRecordable."""
+        """Recipe to do the same with other tensors in the place of these; raises NotRecordable."""
         if self.fault:
             raise NotRecordable(self.fault)
         held = _Addresses([*tensors, *self.fresh])
@@ -91,7 +91,7 @@ class Recording:
 
 
 class Recordable(Protocol):
-    """What is asked of a call of an operator: see launch.Run."""
+    """Interface of a call of an operator that can be recorded: see `launch.KernelCall`."""
 
     kernel_group: KernelGroup
     group: SiteGroup
@@ -111,7 +111,7 @@ class Recordable(Protocol):
         """Whether they, and the extended weight, hold what is to be packed."""
 
     def note_packed(self, index: int, extended: ExtendedWeight | None) -> None:
-        """Note that they do."""
+        """Note that the buffers hold what is to be packed."""
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -158,7 +158,7 @@ Step = Callable[[Sequence[Tensor], Sequence[int], int], None]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a call starts.
+    """Launches of a call, to be started again with other tensors.
 
     steps          in order
     fresh          shape and type of the tensors that the call makes on its way

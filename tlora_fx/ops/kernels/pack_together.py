@@ -25,7 +25,7 @@ from tlora_fx.ops.kernels.support import Site
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one site packs: addresses, and where its adapters stand behind the weight.
+    """Packing of one site: addresses, and where its adapters stand behind the weight.
 
     reads    of a, b, ranks, slots
     writes   of a and b as they are packed, and of their flags
@@ -44,13 +44,13 @@ class Work:
 
     @property
     def targets(self) -> list[object]:
-        """What no other work may write."""
+        """Memory that no other packing may write."""
         address, _, below, beside, _ = self.tail or (0, 0, 0, 0, 0)
         return [self.writes[0], *([(address, below, beside)] if self.tail else [])]
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What a launch is made for."""
+        """Properties that all sites of one launch share."""
         site = self.site
         return site.adapter_dtype, site.dtype, site.rank_block, site.job_capacity, self.jobs
 
@@ -107,7 +107,7 @@ class Packing:
         self.served = frozenset(alone)
 
     def start(self) -> None:
-        """Pack all of them."""
+        """Pack all sites."""
         if self.tables:
             from tlora_fx.ops.kernels.pack_strips import pack_strips
         for (stored, compute, block, capacity, jobs), table, blocks in self.tables:
@@ -149,7 +149,7 @@ def is_noting() -> bool:
 
 
 def note(work: Work) -> None:
-    """Tell who asks."""
+    """Tell all packings that take notes what a site packs."""
     for packing in _noting:
         packing.works.append(work)
 
@@ -160,5 +160,5 @@ def is_serving() -> bool:
 
 
 def is_served(work: Work) -> bool:
-    """Whether this one is."""
+    """Whether the site of a work is packed already."""
     return any(work in packing.served for packing in _serving)

@@ -38,6 +38,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tlora_fx.host.environment import kernel_mode
 from tlora_fx.ops.kernels import select, support
 from tlora_fx.ops.kernels.device_tables import SiteTables
 from tlora_fx.ops.kernels.support import Site
@@ -113,7 +114,7 @@ class ExtendedWeight:
         )
 
     def place(self) -> Key:
-        """Where a weight and its adapters stand, as far as launches depend on it."""
+        """Offsets and strides of a weight and its adapters, as far as launches depend on them."""
         return self.copy is None, self.first, self.below, self.beside, self.step
 
 
@@ -141,7 +142,7 @@ def packed_for(a: Tensor, b: Tensor, site: Site, jobs: int) -> Packed:
 
 
 def contents(held: Packed, a: Tensor, b: Tensor, tables: SiteTables) -> object:
-    """What buffers hold after these adapters were packed: equal for the same, at the same time.
+    """Key of what buffers hold after these adapters were packed: equal for the same adapters.
 
     Buffers and tables are told apart by references that do not keep them: numbers, such as their
     addresses, may be given to others once they are gone.
@@ -209,7 +210,7 @@ def joined_columns(rows: int, count: int) -> int:
 
 
 def columns_each(columns: int, count: int) -> int:
-    """Of such columns, those of each weight's adapters."""
+    """Columns of each weight's adapters among those of all of them."""
     return columns // count // support.GRANULE * support.GRANULE
 
 
@@ -312,7 +313,7 @@ def _tail_behind(weight: Tensor, adapter_rows: int) -> int:
     """Rows and columns that a weight gets for adapters; 0 where it stays as it is."""
     # A piece of a sharded weight stands where FSDP2 wants it.
     whole = type(weight) in (Tensor, torch.nn.Parameter)
-    able = whole and (weight.device.type == "cuda" or support.mode() == "interpret")
+    able = whole and (weight.device.type == "cuda" or kernel_mode() == "interpret")
     rows, columns = weight.shape
     fits = weight.stride() == (columns, 1) and not (rows | columns) % support.GRANULE
     return tail_columns_of(adapter_rows) if able and fits and not select.is_strict() else 0
@@ -360,7 +361,7 @@ def widen(values: list[Tensor], tail_columns: int) -> Tensor:
 
 
 def narrow(value: Tensor, tail_columns: int) -> Tensor:
-    """What `widen` was given, as a view."""
+    """Input of `widen`, as a view of its result."""
     return value[..., : value.shape[-1] - tail_columns] if tail_columns else value
 
 

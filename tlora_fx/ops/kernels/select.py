@@ -1,4 +1,4 @@
-"""Which plan serves a site at run time, by token count.
+"""Select the plan that serves a site at run time, by token count.
 
 Chosen by what was measured on this GPU for this shape (`tlora-fx kernels tune` writes it), else by
 an estimate of what each plan moves. Strict mode always takes the fused plan with one tile, so that
@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,13 +23,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from tlora_fx.codegen.loading import cache_folder
 from tlora_fx.codegen.spec import Kind, Tile
 from tlora_fx.errors import AdapterTableError
 from tlora_fx.host.durable import replace_file
+from tlora_fx.host.environment import wants_strict_kernels
+from tlora_fx.host.paths import cache_folder
 from tlora_fx.ops.kernels.support import Site
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 FORMAT = 2
 SHIPPED = Path(__file__).parent / "tables"
 
@@ -63,7 +63,8 @@ class Choice:
 @dataclass(slots=True)
 class _Settings:
     forced: Plan | None = None
-    strict: bool = False
+    strict: bool | None = None
+    """None: not yet asked for; the environment decides."""
     cut_by_jobs: bool = False
     tiles: dict[Kind, Tile] = field(default_factory=dict)
     read: int = 0
@@ -77,13 +78,13 @@ class _Settings:
 
 
 # Of the process, not of a context: autograd runs backwards in threads of its own.
-_settings = _Settings(strict=os.environ.get("TLORA_FX_STRICT") == "1")
+_settings = _Settings()
 _settings.settle()
 
 
 @contextmanager
 def force_plan(plan: Plan | None) -> Iterator[None]:
-    """Let every site take one plan, where it can; None: as measured."""
+    """Force one plan on every site that can take it; None: as measured."""
     if plan is not None and plan not in PLANS:
         raise AdapterTableError("no such plan", expected=", ".join(PLANS), found=plan)
     with _set(forced=plan):
@@ -92,7 +93,7 @@ def force_plan(plan: Plan | None) -> Iterator[None]:
 
 @contextmanager
 def force_tiles(tiles: dict[Kind, Tile]) -> Iterator[None]:
-    """Let kernels of these kinds cut their work so."""
+    """Force tiles on kernels of these kinds."""
     with _set(tiles=tiles):
         yield
 
@@ -123,16 +124,23 @@ def may_copy_weights() -> bool:
 
 def may_join() -> bool:
     """Whether sites whose weights stand in one buffer may share products."""
-    return not _settings.strict and _settings.forced in (None, "concat")
+    return not is_strict() and _settings.forced in (None, "concat")
 
 
 def facts() -> tuple[object, ...]:
-    """What all choices follow from, beside the site and the row."""
+    """Facts that all choices follow from, beside the site and the row."""
+    is_strict()  # may settle them
     return _settings.facts
 
 
 def is_strict() -> bool:
-    """Whether strict mode is on."""
+    """Whether strict mode is on.
+
+    Every launch asks, so the environment variable is read once a process.
+    """
+    if _settings.strict is None:
+        _settings.strict = wants_strict_kernels()
+        _settings.settle()
     return _settings.strict
 
 
@@ -167,7 +175,7 @@ def choose(
     sharing   sites on this x, whose branches one kernel adds up in dx
     """
     settings = _settings
-    if settings.strict:
+    if is_strict():
         return Choice("fused", settings.tiles.get(direction), "strict")
     if settings.forced in able_plans(direction, site, extended):
         tile = tile_for(direction, site, tokens, gpu) if settings.forced == "fused" else None
@@ -242,7 +250,7 @@ def tile_for(kind: Kind, site: Site, tokens: int, gpu: str, sites: int = 1) -> T
     """
     if kind in _settings.tiles:
         return _settings.tiles[kind]
-    if _settings.strict:
+    if is_strict():
         return None
     return measured_tile(gpu, kind, site, bucket(tokens), sites)
 
@@ -289,14 +297,14 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where something was measured: numbers in which neighbours stand in for each other."""
+    """Coordinates of a measurement: numbers in which neighbours stand in for each other."""
 
     tokens: int
     width: int
     tail: int
 
     def distance(self, other: Coordinates) -> float:
-        """How unlike two points are; a wrong width costs more than a wrong token count."""
+        """Distance of two points; a wrong width costs more than a wrong token count."""
         pairs = zip(astuple(self), astuple(other), (1.0, 2.0, 1.5), strict=True)
         return sum(weight * abs(math.log2(here / there)) for here, there, weight in pairs)
 
@@ -307,12 +315,12 @@ def file_name(gpu: str) -> str:
 
 
 def own_table(gpu: str) -> Path:
-    """Where `tlora-fx kernels tune` writes by default."""
-    return cache_folder().parent / "tables" / file_name(gpu)
+    """Default file that `tlora-fx kernels tune` writes to."""
+    return cache_folder() / "tables" / file_name(gpu)
 
 
 def family(kind: str, site: Site, sites: int = 1) -> str:
-    """What must be equal for a measurement to tell anything.
+    """Key of the measurements that can stand in for each other.
 
     sites   that a kernel serves at once, of which `site` is the first
     """
@@ -379,7 +387,7 @@ def _tables(gpu: str, arch: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
 
 
 def entries_of(path: Path, versions: dict[str, str]) -> list[dict[str, Any]]:
-    """What a table holds, if these versions measured it; a list of the caller's own."""
+    """Entries of a table, if these versions measured it; a list of the caller's own."""
     _read.cache_clear()
     document = _read(path)
     same = all(document.get(name) == version for name, version in versions.items())

@@ -199,7 +199,7 @@ def _key_gradient(
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How each kernel cuts its work.
+    """Tile of each kernel.
 
     A tile's `rows` are tokens times the query heads of a key head, its `columns` are keys.
     """
@@ -211,7 +211,7 @@ class Tiles:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Where these kernels were measured to be faster than FlashAttention-2, and than cuDNN.
+    """Shapes for which these kernels were measured to be faster than FlashAttention-2 and cuDNN.
 
     tiles              the fastest of those that were tried
     longest_backward   tokens of the longest sequence backwards; forwards `LONGEST_FORWARD`
@@ -228,7 +228,7 @@ class Form:
     batch_backward: int = 1024
 
     def bounds(self, *, windowed: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Of forward and backward: the longest sequence, and each one's tokens for cuDNN."""
+        """Longest sequence, and tokens from which cuDNN is faster: of forward, and of backward."""
         forward, backward = LONGEST_FORWARD, self.longest_backward
         if windowed:
             forward = backward = self.windowed
@@ -323,7 +323,7 @@ def query_gradient(
 def key_gradient(
     dout: Tensor, saved: tuple[Tensor, ...], delta: Tensor, bounds: Tensor, rule: Rule, tile: Tile
 ) -> tuple[Tensor, Tensor]:
-    """dk and dv."""
+    """Gradients dk and dv."""
     q, k, v, _, lse = saved
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
     tensors = q, k, v, dout, lse, delta, dk, dv, bounds

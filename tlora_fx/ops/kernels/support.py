@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, field
 from functools import cache, cached_property, lru_cache
@@ -26,9 +25,10 @@ from tlora_fx.codegen.kernels.lora_b_backward import chunk_of
 from tlora_fx.codegen.kernels.pack import STRIP
 from tlora_fx.codegen.spec import Dtype, KernelSpec, Layout
 from tlora_fx.errors import TooManyJobs
+from tlora_fx.host.environment import kernel_mode
 from tlora_fx.ops.tables import SiteGroup, tokens_of
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 
 # Rows of every TMA box are multiples of 16 bytes, and so are those of every vector load.
 GRANULE = 16
@@ -152,7 +152,7 @@ class KernelGroup:
         return [make(tokens, site.width, dtype=like.dtype) for site in self.sites]
 
     def gradient_parts(self, like: Tensor, make: Make | None = None) -> list[Tensor]:
-        """What the pass over dy finds of dB, a part a chunk, [C, width, out], not filled."""
+        """Buffers for the parts of dB, one for each chunk of dy, [C, width, out], not filled."""
         wide = torch.promote_types(torch.float32, like.dtype)
         make, tokens = make or like.new_empty, tokens_of(like)
         return [
@@ -170,9 +170,9 @@ class KernelGroup:
 def kernel_group(x: Tensor, group: SiteGroup) -> KernelGroup | None:
     """The group as kernels see it, or None where PyTorch serves it."""
     device = x.device.type
-    if device not in ("cuda", "cpu") or (device == "cpu" and mode() != "interpret"):
+    if device not in ("cuda", "cpu") or (device == "cpu" and kernel_mode() != "interpret"):
         return None
-    facts = (*_facts(x, group), group.compute_dtype, mode())
+    facts = (*_facts(x, group), group.compute_dtype, kernel_mode())
     if len(facts) > _ALONE and (known := _known.get(facts)) is not None:
         return known
     reason = why_not(x, group)
@@ -217,7 +217,7 @@ def _remember(facts: tuple[Any, ...], kernels: KernelGroup) -> None:
 
 def why_not(x: Tensor, group: SiteGroup) -> str:
     """Why PyTorch serves a group on a device that has kernels, or ""."""
-    asked = mode()
+    asked = kernel_mode()
     if asked == "off":
         return "TLORA_FX_KERNELS=off"
     if not has_triton():
@@ -228,7 +228,7 @@ def why_not(x: Tensor, group: SiteGroup) -> str:
 
 
 def why_no_kernel(x: Tensor, group: SiteGroup, asked: str) -> str:
-    """Why no GPU has kernels for a group under a mode, or ""; its tensors may be anywhere."""
+    """Reason why no GPU has kernels for a group under a mode, or ""; tensors may be anywhere."""
     if reason := _other_types(x, group, asked):
         return reason
     if group.inner % GRANULE or any(b.shape[1] % GRANULE for b in group.b):
@@ -255,11 +255,6 @@ def _other_types(x: Tensor, group: SiteGroup, asked: str) -> str:
     return ""
 
 
-def mode() -> str:
-    """TLORA_FX_KERNELS: auto, on, off or interpret."""
-    return os.environ.get("TLORA_FX_KERNELS", "auto")
-
-
 @cache
 def has_triton() -> bool:
     """Whether Triton can be imported."""
@@ -272,7 +267,7 @@ def tail_of(rows: int) -> int:
 
 
 def rank_block(most: int) -> int:
-    """What ranks up to `most` are padded to a multiple of."""
+    """Multiple that ranks up to `most` are padded to."""
     return 64 if most > SMALL_RANK else 16
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import datetime
 import logging
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -33,12 +32,13 @@ from torch import Tensor
 from tlora_fx.codegen.kernels import emitter, shrink
 from tlora_fx.codegen.spec import Dtype, KernelSpec, Kind, Tile
 from tlora_fx.errors import KernelToolMissing
+from tlora_fx.host.memory import usable_cpus
 from tlora_fx.ops.kernels import dispatch, packed, select, support
 from tlora_fx.ops.kernels.launch import KernelCall, gpu_name
 from tlora_fx.ops.kernels.support import KernelGroup, Site
 from tlora_fx.ops.tables import SiteGroup
 
-logger = logging.getLogger("tlora_fx.kernels")
+logger = logging.getLogger(__name__)
 
 #: A Llama-3-8B layer; the rows of a step; jobs as they come: few and small, many, large.
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (4096, 1024))
@@ -68,7 +68,7 @@ _TOGETHER = 3
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """What one site is measured at.
+    """Measuring point of one site.
 
     beside       outputs of others on its x
     plans_only   kernels are cut as tables know them
@@ -344,7 +344,7 @@ def _entry(kind: str, case: Case, point: Point, best: dict[str, Any]) -> dict[st
 
 
 def versions() -> dict[str, str]:
-    """Of what compiles and starts kernels: times of others are not comparable."""
+    """Versions of what compiles and starts kernels: times of others are not comparable."""
     import triton
 
     return {"torch": torch.__version__, "triton": triton.__version__}
@@ -378,7 +378,7 @@ def precompile(tasks: Sequence[Task], seconds: float) -> None:
 
     What fails here fails again where it is measured, and is noted there.
     """
-    workers = min(_MAX_WORKERS, max(1, (os.cpu_count() or 2) - 2))
+    workers = min(_MAX_WORKERS, max(1, usable_cpus() - 2))
     until = time.monotonic() + seconds
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
         groups = [tasks[start : start + _TOGETHER] for start in range(0, len(tasks), _TOGETHER)]
@@ -475,25 +475,25 @@ class Case:
 
     def kernel(self, kind: Kind) -> Call:
         """One kernel alone: of all sites where it serves several at once, else of the first."""
-        run = KernelCall.open(self.kernels, self.group, len(self.x), self.x.device)
-        helds, site = [run.packed(index) for index in range(len(self.s))], self.site
+        call = KernelCall.open(self.kernels, self.group, len(self.x), self.x.device)
+        helds, site = [call.packed(index) for index in range(len(self.s))], self.site
         held = helds[0]
         wide = torch.promote_types(torch.float32, self.x.dtype)
         chunks = site.chunks(len(self.x), self.kernels.jobs)
         if kind == "shrink":
-            return lambda: run.shrink(self.x, helds, self.s, self.bits)
+            return lambda: call.shrink(self.x, helds, self.s, self.bits)
         if kind == "expand":
             y = torch.empty_like(self.dy)
-            return lambda: run.expand([0], self.s, [held.b], None, y, accumulate=False)
+            return lambda: call.expand([0], self.s, [held.b], None, y, accumulate=False)
         if kind == "lora_b_backward":
-            parts = run.empty(chunks, site.width, site.outer, dtype=wide)
+            parts = call.empty(chunks, site.width, site.outer, dtype=wide)
             ds = torch.empty_like(self.s[0])
-            return lambda: run.lora_b_backward(
+            return lambda: call.lora_b_backward(
                 [self.dy], self.s[:1], helds[:1], [parts], [ds], [None], [False], [(0, 0)]
             )
         assert kind == "lora_a_backward"
-        sums = [run.empty(chunks, site.width, site.inner, dtype=wide) for _ in self.s]
-        return lambda: run.lora_a_backward(self.x, self.s, self.bits, sums)
+        sums = [call.empty(chunks, site.width, site.inner, dtype=wide) for _ in self.s]
+        return lambda: call.lora_a_backward(self.x, self.s, self.bits, sums)
 
 
 def _widened(rows: Tensor, columns: int) -> Tensor:
@@ -514,7 +514,7 @@ def microseconds(calls: Sequence[Call], device: torch.device, rounds: int = 5) -
 
 
 def _by_the_clock(call: Call) -> float:
-    """One run: what tests take, under the interpreter."""
+    """One launch: what tests take, under the interpreter."""
     start = time.perf_counter()
     call()
     return 1e6 * (time.perf_counter() - start)

@@ -1,4 +1,4 @@
-"""Where a job's adapter starts, and how PEFT names it in its files."""
+"""Start values of a job's adapter, and their names in PEFT's files."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class AdapterFolder:
-    """What a PEFT adapter folder holds.
+    """Contents of a PEFT adapter folder.
 
     fields    its LoraConfig fields, validated as a job's `lora` is
     tensors   under the names of its safetensors file
@@ -500,7 +500,7 @@ class _Starter:
         return canonical_names(self.model.backbone)
 
     def key(self, name: str) -> str:
-        """What a tensor's draw goes by: the site's path, though PEFT nests wrappers of experts."""
+        """Key of a tensor's random draw: the site's path, though PEFT nests wrappers of experts."""
         module, half, tail = name.removeprefix(PEFT_PREFIX).partition(".lora_")
         return self.experts.get(module, module) + half + tail
 
@@ -543,7 +543,7 @@ class _Starter:
     def value(
         self, name: str, parameters: Mapping[str, nn.Parameter], shard: Shard | None
     ) -> Tensor:
-        """What the tensor of this PEFT name starts as, or a piece of it."""
+        """Start value of the tensor of this PEFT name, or a piece of it."""
         parameter: Tensor = parameters[name]
         if shard is not None:
             parameter = parameter.new_empty(_whole_shape(parameter, shard))

@@ -40,7 +40,7 @@ def needs_data(job: Job) -> bool:
 
 
 def trained_part(job: Job, name: str, tensor: Tensor) -> Tensor:
-    """Of one of a job's tensors what is updated: all, the first half of its rank, or nothing.
+    """Updated part of one of a job's tensors: all, the first half of its rank, or nothing.
 
     name     PEFT's
     tensor   A [r, in], B [out, r], or another; the result is a view
@@ -70,7 +70,7 @@ def _split(job: Job, name: str, tensor: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def trained_parameters(job: Job, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """What an optimizer updates: parameters, or views of parts that have views of gradients."""
+    """Parameters that an optimizer updates, or views of parts that have views of gradients."""
     trained = {}
     for name, parameter in parameters.items():
         part = trained_part(job, name, parameter.data)
@@ -84,7 +84,7 @@ def trained_parameters(job: Job, parameters: Mapping[str, nn.Parameter]) -> dict
 
 
 def scaling_of(job: Job, name: str, rank: int) -> float:
-    """What the branch of an A, by PEFT's name of it, is scaled by."""
+    """Scaling of the branch of an A, by PEFT's name of it."""
     from peft.utils.other import get_pattern_key
 
     config: Any = job.start_config()
@@ -97,7 +97,7 @@ def scaling_of(job: Job, name: str, rank: int) -> float:
 
 @torch.no_grad()
 def start_of_kind(job: Job, config: Any, layer: nn.Module, path: str) -> dict[str, Tensor]:
-    """What PEFT's module of a kind beside LoRA starts as, on one module, by its names in a model.
+    """Start values of PEFT's module of a kind beside LoRA on one module, by names in a model.
 
     config   the job's, with its target modules spelled out
     layer    the module of the base, of which only the class and shape count

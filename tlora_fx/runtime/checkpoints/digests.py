@@ -1,4 +1,4 @@
-"""What files hold, as digests that are made once.
+"""Digests of the contents of files, each made once.
 
 The digest of a file is kept in the cache folder under the file's path, size, times and inode, so
 that it is made again only after somebody has written to the file. Small files are read each time.
@@ -18,10 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tlora_fx.codegen.loading import cache_root
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable
 from tlora_fx.host.durable import replace_file
+from tlora_fx.host.paths import cache_folder
 
 #: Blocks of each tensor that a sampled digest reads, evenly spread from its first byte to its last.
 BLOCKS = 8
@@ -177,4 +177,4 @@ def _entry(path: Path, kind: str, status: os.stat_result) -> Path:
     written = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
     key = json.dumps([kind, str(path), status.st_dev, *written])
     name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:_SHOWN]
-    return cache_root() / "digests" / f"{name}.json"
+    return cache_folder() / "digests" / f"{name}.json"

@@ -125,7 +125,7 @@ class JobState:
         return replace(self, adapter=adapter, optimizer=optimizer, best=best)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For other processes: pickle would write a file's whole content for each tensor of it."""
+        """Send bytes of tensors to other processes: pickle would send a whole file for each."""
         files = {name: bytes(tensor_bytes(getattr(self, name))) for name in TENSORS}
         rest = {each.name: getattr(self, each.name) for each in fields(self)}
         return _unpickled, (files, {name: rest[name] for name in rest if name not in TENSORS})
@@ -278,7 +278,7 @@ class CheckpointStore:
         return self._told("jobs")
 
     def run(self) -> dict[str, Any]:
-        """What the newest readable checkpoint says of its run; nothing where there is none."""
+        """Run's own part of the newest readable checkpoint; empty where there is none."""
         return self._told("run")
 
     def _told(self, of: str) -> dict[str, Any]:
@@ -368,7 +368,7 @@ class _Earlier:
 
     @classmethod
     def of(cls, folder: Path, names: list[str], jobs: Collection[str]) -> _Earlier:
-        """Of the newest checkpoint; raises OSError where that cannot be read."""
+        """State of the newest checkpoint; raises OSError where that cannot be read."""
         if not jobs:
             return cls(folder)
         newest = folder / names[0] if names else folder
@@ -670,7 +670,7 @@ def _read_piece(path: Path, into: memoryview, at: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ResumeSources:
-    """What makes a run one piece of a longer one.
+    """Sources that make a run one piece of a longer one.
 
     jobs           folder of the jobs' own folders, which outlive the run; checkpoints are the run's
     sources        by job, the output folder of the run whose newest checkpoint it goes on from; a
@@ -683,7 +683,7 @@ class ResumeSources:
     save_seconds: float = float("inf")
 
     def checkpoints(self) -> dict[str, Checkpoint]:
-        """By job, the checkpoint that it goes on from.
+        """Checkpoint that each job goes on from, by job.
 
         raises    CheckpointError where one cannot be read back whole
         """

@@ -39,7 +39,7 @@ class _Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> _Layout:
-        """Of a file with these tensors."""
+        """Layout of a file with these tensors."""
         # Wide ones first, so that each lies where its dtype may begin.
         names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -156,8 +156,8 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 #: Bytes of a piece, and threads that copy one in main memory.
 STAGED = 1 << 24
 THREADS = 8
-# Times what is moved, that must be free.
-ROOM = 4
+#: Free GPU memory that a transfer needs, as a multiple of the bytes that are moved.
+FREE_MEMORY_FACTOR = 4
 
 
 class _Stage:
@@ -169,7 +169,7 @@ class _Stage:
         self.done = [torch.cuda.Event() for _ in range(2)]  # type: ignore[no-untyped-call]
 
     def up(self, source: Tensor, target: Tensor) -> None:
-        """To the GPU; it may still copy afterwards, in the order of its stream."""
+        """Copy to the GPU; it may go on afterwards, in the order of its stream."""
         pieces = zip(torch.split(source, STAGED), torch.split(target, STAGED), strict=True)
         with self.lock, torch.cuda.device(self.device):
             for index, (here, there) in enumerate(pieces):
@@ -180,7 +180,7 @@ class _Stage:
                 done.record()
 
     def down(self, source: Tensor, target: Tensor) -> None:
-        """From the GPU."""
+        """Copy from the GPU."""
         pieces = list(zip(torch.split(source, STAGED), torch.split(target, STAGED), strict=True))
         with self.lock, torch.cuda.device(self.device):
             for index in range(len(pieces) + 1):
@@ -248,12 +248,13 @@ def file_tensors(content: memoryview) -> dict[str, Tensor]:
 def moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
     """The tensors on a device, for a moment; those that share a storage come in one transfer.
 
-    Where there is little room beside them and what is made of them, they stay where they are.
+    Where the device has too little free memory for them and what is made of them, they stay where
+    they are.
     """
     away = {name: each.untyped_storage() for name, each in tensors.items() if each.device != device}
     storages = {storage.data_ptr(): storage for storage in away.values()}
     size = sum(storage.nbytes() for storage in storages.values())
-    if device.type == "cuda" and ROOM * size > free_gpu_bytes(device):
+    if device.type == "cuda" and FREE_MEMORY_FACTOR * size > free_gpu_bytes(device):
         return dict(tensors)
     there = {}
     for address, storage in storages.items():

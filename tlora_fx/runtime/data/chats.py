@@ -32,6 +32,11 @@ HIDES_REASONING = (
     "the chat template leaves the reasoning out of some of the assistant's turns: it is not trained"
 )
 
+ENDS_OTHERWISE = (
+    "the chat template ends the assistant's last turn otherwise than earlier ones: where both "
+    "differ, the ends of earlier ones are not trained"
+)
+
 
 class UnlocatedTurnError(BadRowError):
     """A turn of the assistant cannot be found in what a chat template renders."""
@@ -59,8 +64,6 @@ class ChatRenderer:
     def __post_init__(self) -> None:
         if self.on_assistant:
             self._known = training_template(template_of(self.tokenizer))
-            if self._known is not None and self._known.note:
-                self.notes[self._known.note] = None
 
     def render(self, chat: Conversation, tools: Any) -> Rendered:
         """A conversation, of which the assistant's turns or all characters are trained.
@@ -79,6 +82,7 @@ class ChatRenderer:
             spans = self._marked(chat, marks, turns)
         else:
             spans = self._located(chat, turns, text)
+            self._note_known(messages, tools, text)
         return self._ended(text, spans)
 
     def render_reply(self, prompt: Conversation, reply: Conversation, tools: Any) -> Rendered:
@@ -93,7 +97,9 @@ class ChatRenderer:
         template = template_of(self.tokenizer, tools)
         before, _ = self._rendered(prompt.messages, tools, template, prompt=True, marked=False)
         text, _ = self._rendered(whole, tools, template, marked=False)
-        self._turns(whole, tools, template, text)
+        turns = self._turns(whole, tools, template, text)
+        if turns is not None:
+            self._note(whole, turns)
         if not self.on_assistant:
             return self._ended(text, None)
         return Rendered(self._ended(text, None).text, prompt=before)
@@ -187,6 +193,19 @@ class ChatRenderer:
             self.notes[ENDS_NO_TURN] = None
         if turns.hidden:
             self.notes[HIDES_REASONING] = None
+        if turns.loose:
+            self.notes[ENDS_OTHERWISE] = None
+
+    def _note_known(self, messages: Sequence[Message], tools: Any, text: str) -> None:
+        """Tell that a template was taken for a known one, once that has made a difference."""
+        known = self._known
+        if known is None or not known.note or known.note in self.notes:
+            return
+        said = [str(m.get("content") or "") for m in messages if m["role"] == "assistant"]
+        if len(said) > 1 or any("</think>" in text for text in said):
+            public, _ = self._rendered(messages, tools, known.original, marked=False)
+            if public != text:
+                self.notes[known.note] = None
 
     def _unlocated(self, error: TurnError) -> UnlocatedTurnError:
         name = self.tokenizer.name_or_path
@@ -233,6 +252,7 @@ class ChatRenderer:
         except (TemplateError, TypeError, ValueError, KeyError) as error:
             raise BadRowError(f"the chat template refuses the messages: {error}") from error
         texts, spans = rendered
+        require_encodable(texts[0])
         return texts[0], list(spans[0]) if marks else None
 
     def _require_known_roles(self, messages: Sequence[Message]) -> None:

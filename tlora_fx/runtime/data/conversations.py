@@ -126,9 +126,12 @@ def _message(number: int, message: object) -> dict[str, Any]:
         kept["content"] = _joined(number, kept["content"])
     if said == "function_call":
         kept["tool_calls"] = _calls_of_text(number, kept.pop("content", None))
-    if kept.get("tool_calls"):
-        kept["tool_calls"] = [_call(number, call) for call in kept["tool_calls"]]
-    elif not isinstance(kept.get("content"), str):
+    calls = kept.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        raise BadRowError(f"message {number} has no list of objects in 'tool_calls'")
+    if calls:
+        kept["tool_calls"] = [_call(number, call) for call in calls]
+    if not isinstance(kept.get("content", "" if calls else None), str):
         raise BadRowError(f"message {number} has no text in 'content'")
     return kept
 

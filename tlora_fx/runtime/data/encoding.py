@@ -7,9 +7,10 @@ adds, and stands once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from tlora_fx.config.job import COLUMNS_OF, BaseSpec
@@ -25,42 +26,53 @@ from tlora_fx.runtime.data.conversations import (
 )
 from tlora_fx.runtime.data.labels import label_code
 from tlora_fx.runtime.data.layout import CHATS, SampleLayout
-from tlora_fx.runtime.data.rendered import Encoded, Rendered, common, tokenize
+from tlora_fx.runtime.data.rendered import Encoded, Rendered, behind, common, tokenize, whole
+from tlora_fx.runtime.data.tables import TokenRow
 from tlora_fx.runtime.data.tokenised import encode_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-@dataclass(frozen=True, slots=True)
-class Labelled:
-    """The tokens of a row that has a label, as many as are kept.
+#: Which token of a sample has its label.
+LabelPosition = Callable[[Sequence[int]], int]
+DraftRow = Callable[[Mapping[str, Any]], "Draft"]
 
-    code   the label as of `label_code`
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A row before its texts are tokenised.
+
+    chats     what the chat template rendered
+    texts     other texts, which the tokenizer adds its tokens to
+    finish    makes the row's sequences of the tokens of both; raises BadRowError
     """
 
-    ids: list[int]
-    code: int
-    is_truncated: bool = False
+    finish: Callable[[Sequence[Encoded], Sequence[list[int]]], tuple[TokenRow, ...]]
+    chats: tuple[Rendered, ...] = ()
+    texts: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class TextEncoder:
     """Encodes the rows of one layout with one tokenizer.
 
     append_eos   end conversations by the end-of-sequence token where the template does not
     clock        what a chat template that asks for the time is told; None: the time it is then
+    has_chats    whether a row was a conversation
     """
 
     tokenizer: PreTrainedTokenizerBase
     layout: SampleLayout
     append_eos: bool = False
     clock: datetime | None = None
+    has_chats: bool = field(init=False, default=False)
     _chats: ChatRenderer = field(init=False)
 
     def __post_init__(self) -> None:
-        chats = ChatRenderer(self.tokenizer, self.layout.on_completion, self.append_eos, self.clock)
-        object.__setattr__(self, "_chats", chats)
+        self._chats = ChatRenderer(
+            self.tokenizer, self.layout.on_completion, self.append_eos, self.clock
+        )
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -162,42 +174,80 @@ class TextEncoder:
         )
         return first, second
 
-    def encode(self, fields: Mapping[str, Any]) -> Encoded:
-        """The tokens of a row; raises BadRowError when a column is missing or has a wrong type."""
+    def encode_rows(
+        self, rows: Sequence[Mapping[str, Any]], draft: DraftRow
+    ) -> list[tuple[TokenRow, ...] | BadRowError]:
+        """The sequences of each row, or what is wrong with it.
+
+        All texts are tokenised by one call, which a fast tokenizer spreads over all cores.
+
+        draft    one of `draft`, `draft_pair`, `draft_label`
+        """
+        drafts: list[Draft | BadRowError] = []
+        for fields in rows:
+            try:
+                drafts.append(draft(fields))
+            except BadRowError as error:
+                drafts.append(error)
+        good = [each for each in drafts if isinstance(each, Draft)]
+        chats = iter(tokenize(self.tokenizer, [chat for each in good for chat in each.chats]))
+        ids = iter(self._ids([text for each in good for text in each.texts]))
+        return [
+            each if isinstance(each, BadRowError) else _finished(each, chats, ids)
+            for each in drafts
+        ]
+
+    def draft(self, fields: Mapping[str, Any]) -> Draft:
+        """A row of supervised training, before its texts are tokenised; raises BadRowError."""
         rendered = self.render(fields)
         if rendered is not None:
-            return tokenize(self.tokenizer, [rendered])[0]
+            self.has_chats = True
+            return Draft(lambda chats, _: (_row(chats[0]),), chats=(rendered,))
         ours, format = self._ours(fields), self.layout.format
         if format == "tokens":
-            return encode_tokens(ours, is_masked=self.layout.on_completion)
+            row = _row(encode_tokens(ours))
+            return Draft(lambda _, __: (row,))
         if format == "text":
-            ids = self._closed(self._text(ours, "text"))
-            return Encoded(ids, [True] * len(ids))
+            text = _encodable(self._text(ours, "text"))
+            return Draft(lambda _, ids: (_row(whole(self._closed(ids[0]))),), texts=(text,))
         if format == "alpaca":
-            return self._completion(f"{self._question(ours)}\n\n", self._text(ours, "output"))
-        return self._completion(self._text(ours, "prompt"), self._text(ours, "completion"))
+            prompt, completion = f"{self._question(ours)}\n\n", self._text(ours, "output")
+        else:
+            prompt, completion = self._text(ours, "prompt"), self._text(ours, "completion")
 
-    def encode_label(self, fields: Mapping[str, Any], base: BaseSpec, most: int) -> Labelled:
-        """The tokens of a row's text as the tokenizer alone makes and cuts them, and its label.
+        def finish(_: Sequence[Encoded], ids: Sequence[list[int]]) -> tuple[TokenRow, ...]:
+            # A tokenizer may merge across the border. All tokens from the first that differs on
+            # hold some of the completion.
+            made = _row(behind(ids[0], self._closed(ids[1])))
+            return (made if completion else made._replace(spans=()),)
 
-        most     tokens that are kept
-        raises   BadRowError
+        return Draft(finish, texts=(_encodable(prompt), _encodable(prompt + completion)))
+
+    def draft_label(
+        self, fields: Mapping[str, Any], base: BaseSpec, most: int, position: LabelPosition
+    ) -> Draft:
+        """A row of text with a label, before it is tokenised as the tokenizer alone does.
+
+        most      tokens that are kept, as the tokenizer cuts them
+        position  which token has the label, by the row's token ids
+        raises    BadRowError
         """
         ours = self._ours(fields)
-        text = self._text(ours, "text")
-        require_encodable(text)
+        text = _encodable(self._text(ours, "text"))
         try:
             code = label_code(ours["label"], base)
         except ValueError as error:
             raise BadRowError(str(error)) from None
         ids = list(self.tokenizer(text, verbose=False)["input_ids"])
-        if len(ids) <= most:
-            return Labelled(ids, code)
-        cut = self.tokenizer(text, truncation=True, max_length=most)["input_ids"]
-        return Labelled(list(cut), code, is_truncated=True)
+        is_cut = len(ids) > most
+        if is_cut:
+            ids = list(self.tokenizer(text, truncation=True, max_length=most)["input_ids"])
+        at = position(ids) if ids else 0
+        row = TokenRow(ids, (at, at + 1) if ids else (), code, cut=is_cut)
+        return Draft(lambda _, __: (row,))
 
-    def encode_pair(self, fields: Mapping[str, Any]) -> tuple[Encoded, Encoded]:
-        """The tokens of a chosen and of a rejected completion of one prompt.
+    def draft_pair(self, fields: Mapping[str, Any]) -> Draft:
+        """A chosen and a rejected completion of one prompt, before they are tokenised.
 
         What is trained is where both part from the prompt's own tokens, as in TRL's DPOTrainer.
 
@@ -205,7 +255,7 @@ class TextEncoder:
         """
         rendered = self.render_pair(fields)
         if rendered is not None:
-            return paired(*tokenize(self.tokenizer, rendered))
+            return Draft(lambda chats, _: paired(chats[0], chats[1]), chats=rendered)
         ours = self._ours(fields)
         chosen, rejected = self._text(ours, "chosen"), self._text(ours, "rejected")
         if "prompt" in ours:
@@ -213,11 +263,13 @@ class TextEncoder:
         else:
             prompt = chosen[: _shared(chosen, rejected)]
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-        before = self._ids(prompt)
-        first, second = (
-            _behind(before, self._closed(prompt + completion)) for completion in (chosen, rejected)
-        )
-        return paired(first, second)
+
+        def finish(_: Sequence[Encoded], ids: Sequence[list[int]]) -> tuple[TokenRow, ...]:
+            first, second = (behind(ids[0], self._closed(line)) for line in ids[1:])
+            return paired(first, second)
+
+        texts = (prompt, prompt + chosen, prompt + rejected)
+        return Draft(finish, texts=tuple(map(_encodable, texts)))
 
     def _ours(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The row's values by our names; optional ones only where they are there."""
@@ -244,23 +296,24 @@ class TextEncoder:
             raise BadRowError(f"the column 'input' holds {type(more).__name__}, no text")
         return f"{asked}\n\n{more}" if more.strip() else asked
 
-    def _completion(self, prompt: str, completion: str) -> Encoded:
-        before = self._ids(prompt)
-        ids = self._closed(prompt + completion)
-        # A tokenizer may merge across the border. All tokens from the first that differs on hold
-        # some of the completion.
-        start = common(before, ids)
-        differs = start < len(before)
-        if not self.layout.on_completion:
-            return Encoded(ids, [True] * len(ids), differs)
-        trained = bool(completion)
-        return Encoded(ids, [trained and at >= start for at in range(len(ids))], differs)
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of texts with what the tokenizer adds before them, and nothing after them."""
+        if not texts:
+            return []
+        distinct = list(dict.fromkeys(texts))  # pairs have their prompt in common
+        encoding = self.tokenizer(
+            distinct,
+            add_special_tokens=True,
+            truncation=False,
+            verbose=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
+        lines = zip(distinct, encoding["input_ids"], strict=True)
+        known = {text: self._opened(text, ids) for text, ids in lines}
+        return [known[text] for text in texts]
 
-    def _ids(self, text: str) -> list[int]:
-        """The tokens of a text with what the tokenizer adds before it, and nothing after it."""
-        require_encodable(text)
-        encoding = self.tokenizer(text, add_special_tokens=True, truncation=False, verbose=False)
-        ids: list[int] = list(encoding["input_ids"])
+    def _opened(self, text: str, ids: list[int]) -> list[int]:
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
         if (
             bos is not None
@@ -272,31 +325,44 @@ class TextEncoder:
         added = ids[-2:] == [eos, eos] if written else ids[-1:] == [eos]
         return ids[:-1] if eos is not None and added else ids
 
-    def _closed(self, text: str) -> list[int]:
-        ids = self._ids(text)
+    def _closed(self, ids: list[int]) -> list[int]:
         eos = self.tokenizer.eos_token_id
         return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
 
-def paired(chosen: Encoded, rejected: Encoded) -> tuple[Encoded, Encoded]:
+def _finished(
+    draft: Draft, chats: Iterator[Encoded], ids: Iterator[list[int]]
+) -> tuple[TokenRow, ...] | BadRowError:
+    own = [next(chats) for _ in draft.chats], [next(ids) for _ in draft.texts]
+    try:
+        return draft.finish(*own)
+    except BadRowError as error:
+        return error
+
+
+def _row(encoded: Encoded) -> TokenRow:
+    return TokenRow(encoded.ids, [*chain(*encoded.spans)], differs=encoded.prefix_differs)
+
+
+def _encodable(text: str) -> str:
+    require_encodable(text)
+    return text
+
+
+def paired(chosen: Encoded, rejected: Encoded) -> tuple[TokenRow, TokenRow]:
     """Two completions of one prompt, both trained from where one of them parts from it.
 
     raises   BadRowError when they are the same
     """
     if chosen.ids == rejected.ids:
         raise BadRowError("the chosen completion is the rejected one")
-    start = min(sum(not on for on in each.targets) for each in (chosen, rejected))
+    start = min(each.spans[0][0] if each.spans else len(each.ids) for each in (chosen, rejected))
     differs = chosen.prefix_differs or rejected.prefix_differs
     first, second = (
-        Encoded(each.ids, [at >= start for at in range(len(each.ids))], differs)
+        TokenRow(each.ids, (min(start, len(each.ids)), len(each.ids)), differs=differs)
         for each in (chosen, rejected)
     )
     return first, second
-
-
-def _behind(prompt: list[int], ids: list[int]) -> Encoded:
-    start = common(prompt, ids)
-    return Encoded(ids, [at >= start for at in range(len(ids))], start < len(prompt))
 
 
 def _shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:

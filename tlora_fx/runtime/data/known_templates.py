@@ -78,12 +78,25 @@ _KNOWN: Mapping[str, _Known] = {
     "cd8e9439f0570856": _Known("Qwen2.5", ("\n",), (), ""),
     "56a1447ad31926fd": _Known(
         "DeepSeek-R1-Distill",
-        ("<｜Assistant｜><think>\n", "<｜Assistant｜>", "<｜tool▁outputs▁end｜>"),
+        (
+            "<｜Assistant｜><think>\n",
+            "<｜Assistant｜><think>",
+            "<｜Assistant｜>",
+            "<｜tool▁outputs▁end｜>",
+        ),
         _KEEPS_REASONING,
         _REASONS,
     ),
     "563b1ce7d61d50a9": _Known(
-        "DeepSeek-V3", ("<｜Assistant｜>", "<｜tool▁outputs▁end｜>"), _ARGUMENTS_AS_JSON, ""
+        "DeepSeek-V3",
+        (
+            "<｜Assistant｜><think>\n",
+            "<｜Assistant｜><think>",
+            "<｜Assistant｜>",
+            "<｜tool▁outputs▁end｜>",
+        ),
+        _ARGUMENTS_AS_JSON,
+        "",
     ),
     "a4c9919cbbd4acdd": _Known("GPT-OSS", ("<|start|>assistant",), (), ""),
     "cfc67e5f349f3769": _Known("Muse Glimmer", ("<|start|>assistant",), (), ""),

@@ -9,7 +9,7 @@ training is refused.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, get_args
 
@@ -131,6 +131,16 @@ def find_layout(job: Job, rows: Iterable[Mapping[str, Any]], *, where: str) -> S
         format in CHATS or is_instructed or _has(rows, columns, _SPOKEN, is_conversation),
         is_instructed,
     )
+
+
+def layout_of(job: Job, layout: SampleLayout) -> SampleLayout:
+    """A layout of data that another job has read, with what this one trains.
+
+    raises  MissingColumnError where the job asks to train what the data does not have
+    """
+    seen = layout.seen or frozenset()
+    on_completion = _trains_completions(job, layout.format, job.data.path, seen)
+    return replace(layout, on_completion=on_completion)
 
 
 class LaidOutRows:

@@ -5,8 +5,10 @@ Rendering and tokenising are two steps, so that many texts are tokenised by one 
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -35,13 +37,32 @@ class Encoded:
     """The tokens of one row before truncation.
 
     ids             token ids
-    targets         per token, whether it is trained
+    spans           tokens that are trained, from and to, in their order
     prefix_differs  the prompt's tokens alone are no prefix of the sample's
     """
 
     ids: list[int]
-    targets: list[bool]
+    spans: tuple[Span, ...]
     prefix_differs: bool = False
+
+    @property
+    def targets(self) -> list[bool]:
+        """Per token, whether it is trained."""
+        targets = [False] * len(self.ids)
+        for start, stop in self.spans:
+            targets[start:stop] = [True] * (stop - start)
+        return targets
+
+
+def whole(ids: list[int]) -> Encoded:
+    """Tokens that are all trained."""
+    return Encoded(ids, ((0, len(ids)),))
+
+
+def behind(prompt: Sequence[int], ids: list[int]) -> Encoded:
+    """Tokens that are trained from where they part from those of a prompt."""
+    start = common(prompt, ids)
+    return Encoded(ids, ((start, len(ids)),), start < len(prompt))
 
 
 def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Rendered]) -> list[Encoded]:
@@ -69,9 +90,9 @@ def tokenize(tokenizer: PreTrainedTokenizerBase, texts: Sequence[Rendered]) -> l
     encoded = []
     for at, each in enumerate(texts):
         if each.prompt is not None:
-            encoded.append(_behind(before[each.prompt], ids[at]))
+            encoded.append(behind(before[each.prompt], ids[at]))
         elif each.spans is None:
-            encoded.append(Encoded(ids[at], [True] * len(ids[at])))
+            encoded.append(whole(ids[at]))
         elif wants_offsets:
             encoded.append(_by_offsets(ids[at], encoding["offset_mapping"][at], each.spans))
         else:
@@ -85,35 +106,21 @@ def common(left: Sequence[Any], right: Sequence[Any]) -> int:
     return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
-def _behind(prompt: list[int], ids: list[int]) -> Encoded:
-    start = common(prompt, ids)
-    return Encoded(ids, [at >= start for at in range(len(ids))], start < len(prompt))
-
-
 def _by_offsets(ids: list[int], offsets: Sequence[Span], spans: Sequence[Span]) -> Encoded:
     """Train the tokens from the first to the last that has a character of a span.
 
     Characters that a tokenizer drops, such as white space, are of no token.
     """
-    targets = [False] * len(ids)
-    first = 0
+    trained = []
     for start, end in spans:
-        while first < len(offsets) and offsets[first][1] <= start:
-            first += 1
-        last = first
-        for at in range(first, len(offsets)):
-            begins, ends = offsets[at]
-            if begins >= end:
-                break
-            if ends > start and ends > begins:
-                last = at + 1
-        targets[first:last] = [True] * (last - first)
-    return Encoded(ids, targets)
+        first = bisect_right(offsets, start, key=itemgetter(1))
+        trained.append((first, bisect_left(offsets, end, lo=first, key=itemgetter(0))))
+    return Encoded(ids, merged(trained))
 
 
 def _by_prefixes(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: Rendered) -> Encoded:
     """Find the tokens of spans without offsets: by prefixes of the text that end with a token."""
-    targets = [False] * len(ids)
+    trained = []
 
     def tokens_before(at: int) -> int | None:
         """How many tokens a prefix of the text has, if a token of the whole ends with it."""
@@ -126,5 +133,16 @@ def _by_prefixes(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: Rende
         first = next((n for at in range(start, -1, -1) if (n := tokens_before(at)) is not None), 0)
         ends = range(end, len(text.text))
         last = next((n for at in ends if (n := tokens_before(at)) is not None), len(ids))
-        targets[first:last] = [True] * (last - first)
-    return Encoded(ids, targets)
+        trained.append((first, last))
+    return Encoded(ids, merged(trained))
+
+
+def merged(spans: Sequence[Span]) -> tuple[Span, ...]:
+    """Spans without empty ones, and those that touch or overlap as one."""
+    found: list[Span] = []
+    for start, stop in spans:
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(stop, found[-1][1]))
+        elif start < stop:
+            found.append((start, stop))
+    return tuple(found)

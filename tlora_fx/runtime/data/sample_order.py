@@ -47,7 +47,7 @@ class SampleOrder:
 
     job: Job
     samples: Sequence[Sample]
-    units: Sequence[Sequence[int]] | None = None
+    units: np.ndarray | Sequence[Sequence[int]] | None = None
 
     @property
     def steps(self) -> int:
@@ -60,7 +60,7 @@ class SampleOrder:
         """The micro-batches of a step."""
         starts = self._steps_of_epoch()
         epoch, number = divmod(step, len(starts))
-        units = self.units or [(index,) for index in range(len(self.samples))]
+        units = [(i,) for i in range(len(self.samples))] if self.units is None else self.units
         order = np.arange(len(units))
         if self.job.shuffle:
             order = np.random.default_rng((self.job.seed, epoch)).permutation(len(units))

@@ -5,90 +5,42 @@ What a step takes depends on the job alone: on its data, its seed, and the numbe
 
 from __future__ import annotations
 
-import hashlib
 import math
-from array import array
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from functools import cached_property
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tlora_fx.config.base_task import pools_first
 from tlora_fx.config.job import Job
-from tlora_fx.errors import ChatTemplateError, EmptyDataError, MalformedRowError, NoTargetsError
-from tlora_fx.runtime.data.chats import UnlocatedTurnError, template_of
-from tlora_fx.runtime.data.conversations import BadRowError
-from tlora_fx.runtime.data.encoding import Labelled, TextEncoder
-from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows, SampleLayout
-from tlora_fx.runtime.data.rendered import Encoded
-from tlora_fx.runtime.data.rows import evaluated, read_rows
+from tlora_fx.errors import EmptyDataError, NoTargetsError
+from tlora_fx.runtime.data.chats import asks_for_the_time, template_of
+from tlora_fx.runtime.data.encode_data import bad_row, tokens_of_data
+from tlora_fx.runtime.data.layout import CHATS, SampleLayout, layout_of
+from tlora_fx.runtime.data.rows import evaluated
+from tlora_fx.runtime.data.tables import (
+    NO_TARGET,
+    Cut,
+    Sample,
+    SampleTable,
+    TokenTable,
+    digest_of,
+    lengths_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_TARGET = -100
+__all__ = [
+    "NO_TARGET", "DataReport", "JobData", "Sample", "SampleTable", "held_out", "load_job_data",
+    "packed", "sample_order", "samples_of_steps", "units_of",
+]  # fmt: skip
 
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One sequence.
-
-    input_ids  token ids
-    labels     the same length, not shifted: the token's id, or -100 where it is not trained
-    """
-
-    input_ids: tuple[int, ...]
-    labels: tuple[int, ...]
-
-
-class SampleTable(Sequence[Sample]):
-    """Many samples in eight bytes a token; a sample is built when it is read."""
-
-    def __init__(self, samples: Sequence[Sample] = ()) -> None:
-        """Make a table of `samples`."""
-        self._ids = array("i")
-        self._labels = array("i")
-        self._ends = array("q")
-        for sample in samples:
-            self.append(sample.input_ids, sample.labels)
-
-    def append(self, ids: Sequence[int], labels: Sequence[int]) -> None:
-        """Add a sample of equally many ids and labels."""
-        assert len(ids) == len(labels)
-        self._ids.extend(ids)
-        self._labels.extend(labels)
-        self._ends.append(len(self._ids))
-
-    def __len__(self) -> int:
-        """How many samples there are."""
-        return len(self._ends)
-
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
-        """One sample, or a list of them."""
-        if isinstance(index, slice):
-            return [self[at] for at in range(*index.indices(len(self)))]
-        at = range(len(self))[index]
-        start, end = self._ends[at - 1] if at else 0, self._ends[at]
-        return Sample(tuple(self._ids[start:end]), tuple(self._labels[start:end]))
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens all samples have."""
-        return len(self._ids)
-
-    def digest(self) -> str:
-        """The SHA-256 of all samples in their order, 32 hexadecimal digits of it."""
-        digest = hashlib.sha256(len(self).to_bytes(8, "little"))
-        for numbers in (self._ends, self._ids, self._labels):
-            digest.update(numbers)
-        return digest.hexdigest()[:32]
+#: Indices of the samples that a batch counts as one.
+Units = np.ndarray | Sequence[Sequence[int]]
 
 
 @dataclass(slots=True)
@@ -138,16 +90,6 @@ class DataReport:
         lines += [f"columns that are not read: {', '.join(self.unread)}"] if self.unread else []
         return [*lines, *(f"bad row {row}" for row in self.first_bad_rows), *self.notes]
 
-    def add_bad_row(self, job: Job, where: str, reason: str) -> None:
-        """Count a bad row; raises MalformedRowError unless the job skips bad rows."""
-        if not job.data.skip_bad_rows:
-            help = "mend the row, or set skip_bad_rows: true in the job's data"
-            what = "a row of the data cannot be used"
-            raise MalformedRowError(what, file=where, job=job.name, found=reason, help=help)
-        self.bad_rows += 1
-        if len(self.first_bad_rows) < 5:
-            self.first_bad_rows = (*self.first_bad_rows, f"{where}: {reason}")
-
 
 @dataclass(frozen=True)
 class JobData:
@@ -157,8 +99,9 @@ class JobData:
     report      what became of the rows
     evaluation  what the job is evaluated on, in the order of the data
     tokenizer   that made the samples, where they were read; an adapter's folder gets it
-    units       what a batch counts as one, by indices of samples: pairs, or what is packed into one
-                sequence; None: each sample is one
+    units       what a batch counts as one, by indices of samples: pairs ([N, 2]), or what is packed
+                into one sequence; None: each sample is one
+    clock       the time that the chat template was told; None where it did not ask
     """
 
     job: Job
@@ -166,7 +109,8 @@ class JobData:
     report: DataReport
     evaluation: Sequence[Sample] = ()
     tokenizer: PreTrainedTokenizerBase | None = None
-    units: Sequence[Sequence[int]] | None = None
+    units: Units | None = None
+    clock: datetime | None = None
 
     @cached_property
     def count(self) -> int:
@@ -174,12 +118,14 @@ class JobData:
         return len(self.samples) if self.units is None else len(self.units)
 
     @cached_property
-    def lengths(self) -> list[int]:
-        """Tokens of what a batch counts as one."""
-        lengths = [len(sample.input_ids) for sample in self.samples]
+    def lengths(self) -> np.ndarray:
+        """Tokens of what a batch counts as one, [count]."""
+        lengths = lengths_of(self.samples)
         if self.units is None:
             return lengths
-        return [sum(lengths[index] for index in unit) for unit in self.units]
+        if isinstance(self.units, np.ndarray):
+            return np.asarray(lengths[self.units].sum(axis=1))
+        return np.array([lengths[list(unit)].sum() for unit in self.units], np.int64)
 
     @cached_property
     def steps_per_epoch(self) -> int:
@@ -197,8 +143,7 @@ class JobData:
     @cached_property
     def digest(self) -> str:
         """Equal for equal samples in equal order."""
-        samples = self.samples
-        return (samples if isinstance(samples, SampleTable) else SampleTable(samples)).digest()
+        return digest_of(self.samples)
 
     def step(self, step: int) -> list[list[Sample]]:
         """The micro-batches of optimizer step `step`, from 0.
@@ -245,25 +190,32 @@ def sample_order(count: int, job: Job, epoch: int) -> np.ndarray:
     return np.random.default_rng((job.seed, epoch)).permutation(count)
 
 
-def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
+def load_job_data(
+    job: Job, tokenizer: PreTrainedTokenizerBase, clock: datetime | None = None
+) -> JobData:
     """Read, tokenise and truncate the data of a job, and what it is evaluated on.
 
+    clock   what a chat template that asks for the time is told; None: the time it is now
     raises  DataError, one of its classes for each mistake
     """
-    samples: Sequence[Sample]
     evaluation: Sequence[Sample] = ()
     limit = samples_of_steps(job) if job.data.streaming else None
-    samples, report = _samples(job, tokenizer, limit)
-    notes: list[str] = []
+    told = (
+        (clock or datetime.now().astimezone())
+        if asks_for_the_time(template_of(tokenizer))
+        else None
+    )
+    samples, report = _samples(job, tokenizer, told, limit)
+    notes = list(report.notes)
     if isinstance(job.eval_split, float):
         samples, evaluation = held_out(samples, job)
         each = job.sequences_per_sample
-        report.samples, report.tokens = len(samples) // each, _tokens(samples)
-        report.target_tokens = _targets(samples, job)
-        tokens = f"{_tokens(evaluation)} tokens, {_targets(evaluation, job)} counted"
+        report.samples, report.tokens = len(samples) // each, samples.tokens
+        report.target_tokens = samples.targets(job.label_shift)
+        tokens = f"{evaluation.tokens} tokens, {evaluation.targets(job.label_shift)} counted"
         notes.append(f"evaluation: {len(evaluation) // each} samples held out, {tokens}")
     elif (spec := evaluated(job)) is not None:
-        evaluation, found = _samples(job.model_copy(update={"data": spec}), tokenizer)
+        evaluation, found = _samples(job.model_copy(update={"data": spec}), tokenizer, told)
         notes += [f"evaluation: {line}" for line in found.lines()]
     units = units_of(job, samples)
     if job.packing and units is not None:
@@ -276,7 +228,7 @@ def load_job_data(job: Job, tokenizer: PreTrainedTokenizerBase) -> JobData:
     if tokenizer.eos_token_id is None and not job.base.is_classifier:
         notes.append("the tokenizer has no end-of-sequence token: samples end without one")
     report.notes = tuple(notes)
-    return JobData(job, samples, report, evaluation, tokenizer, units)
+    return JobData(job, samples, report, evaluation, tokenizer, units, told)
 
 
 def samples_of_steps(job: Job) -> int | None:
@@ -286,13 +238,11 @@ def samples_of_steps(job: Job) -> int | None:
     return job.max_steps * job.gradient_accumulation_steps * job.per_device_train_batch_size
 
 
-def units_of(job: Job, samples: Sequence[Sample]) -> Sequence[Sequence[int]] | None:
+def units_of(job: Job, samples: Sequence[Sample]) -> Units | None:
     """What batches of a job count as one sample, by indices of samples; None: each sample."""
     if job.is_preference:
-        return [(2 * pair, 2 * pair + 1) for pair in range(len(samples) // 2)]
-    if not job.packing:
-        return None
-    return packed([len(sample.input_ids) for sample in samples], job.max_length)
+        return np.arange(len(samples) // 2 * 2).reshape(-1, 2)
+    return packed(lengths_of(samples).tolist(), job.max_length) if job.packing else None
 
 
 def packed(lengths: Sequence[int], length: int) -> list[tuple[int, ...]]:
@@ -312,7 +262,7 @@ def packed(lengths: Sequence[int], length: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(own)) for own in bins]
 
 
-def held_out(samples: Sequence[Sample], job: Job) -> tuple[Sequence[Sample], Sequence[Sample]]:
+def held_out(samples: SampleTable, job: Job) -> tuple[SampleTable, SampleTable]:
     """The samples that are trained, and the part that is kept for evaluation, in their order.
 
     Which ones depends on the job's seed and on how many there are; their number is rounded up.
@@ -331,51 +281,33 @@ def held_out(samples: Sequence[Sample], job: Job) -> tuple[Sequence[Sample], Seq
             help="give more samples, or a file of its own under eval_data",
         )
     drawn = np.random.default_rng((job.seed, _HELD_OUT)).permutation(total)
-    held = set(drawn[:count].tolist())
-    parts: tuple[SampleTable, SampleTable] = SampleTable(), SampleTable()
-    for index, sample in enumerate(samples):
-        parts[index // size in held].append(sample.input_ids, sample.labels)
-    return parts
+    is_held = np.zeros(total, bool)
+    is_held[drawn[:count]] = True
+    of_samples = np.repeat(is_held, size)
+    return samples.take(np.flatnonzero(~of_samples)), samples.take(np.flatnonzero(of_samples))
 
 
 # No epoch has this number.
 _HELD_OUT = 2**32 - 1
 
 
-def _tokens(samples: Sequence[Sample]) -> int:
-    return sum(len(sample.input_ids) for sample in samples)
-
-
-def _targets(samples: Sequence[Sample], job: Job) -> int:
-    shift = job.label_shift
-    return sum(label != NO_TARGET for sample in samples for label in sample.labels[shift:])
-
-
 def _samples(
-    job: Job, tokenizer: PreTrainedTokenizerBase, limit: int | None = None
+    job: Job,
+    tokenizer: PreTrainedTokenizerBase,
+    clock: datetime | None,
+    limit: int | None = None,
 ) -> tuple[SampleTable, DataReport]:
     """The samples of the data that a job's `data` names, at least one.
 
     limit   rows are read until there are so many
     """
-    report, table = DataReport(), SampleTable()
-    size = 2 if job.is_preference else 1
-    position = _label_position(job) if job.base.is_classifier else None
-    rows = LaidOutRows(job, read_rows(job.data, job.name), min(WINDOW, limit or WINDOW))
-    for encoded in _encoded(job, tokenizer, rows, report):
-        if isinstance(encoded, Labelled):
-            _keep_labelled(encoded, position, report, table)
-        else:
-            _keep(encoded, job, report, table)
-        if limit is not None and len(table) >= limit * size:
-            break
-    report.samples, report.tokens = len(table) // size, table.tokens
-    report.unread = tuple(rows.unread)
+    table = tokens_of_data(job, tokenizer, clock, limit)
+    samples, report = _cut(job, table)
     if report.rows == report.bad_rows:
         what = "all rows of the data are bad" if report.rows else "the data has no rows"
         found = "\n".join(report.first_bad_rows) or None
         raise EmptyDataError(what, path=job.data.path, job=job.name, found=found)
-    if not table:
+    if not samples:
         raise NoTargetsError(
             f"none of {report.rows} samples has a token to train on",
             path=job.data.path,
@@ -384,95 +316,52 @@ def _samples(
             found=f"{report.truncated} samples are longer than max_length",
             help="give completions, raise max_length, or set loss_on: all",
         )
-    return table, report
+    return samples, report
 
 
-def _encoded(
-    job: Job, tokenizer: PreTrainedTokenizerBase, rows: LaidOutRows, report: DataReport
-) -> Iterator[tuple[Encoded, ...] | Labelled]:
-    """What becomes of each row: a sample, the two of a pair, or a sample that has a label."""
-    encoder: TextEncoder | None = None
-    for row in rows:
-        report.rows += 1
-        if row.fields is None:
-            report.add_bad_row(job, row.where, row.reason)
-            continue
-        if encoder is None:
-            assert rows.layout is not None
-            encoder = _encoder(job, tokenizer, rows.layout)
-            report.layout = encoder.layout.line()
-            report.format = encoder.layout.format
-        try:
-            if job.base.is_classifier:
-                yield encoder.encode_label(row.fields, job.base, job.max_length)
-            elif job.is_preference:
-                yield encoder.encode_pair(row.fields)
-            else:
-                yield (encoder.encode(row.fields),)
-        except BadRowError as error:
-            if isinstance(error, UnlocatedTurnError) and not job.data.skip_bad_rows:
-                raise ChatTemplateError(
-                    "the chat template does not show which tokens the assistant wrote",
-                    file=row.where,
-                    job=job.name,
-                    found=error,
-                    help="use a template with {% generation %}, or set loss_on: all",
-                ) from None
-            report.add_bad_row(job, row.where, str(error))
-
-
-def _encoder(job: Job, tokenizer: PreTrainedTokenizerBase, layout: SampleLayout) -> TextEncoder:
-    if layout.needs_template and not template_of(tokenizer):
-        help = "name a chat model's tokenizer under base, or give prompt and completion columns"
-        raise ChatTemplateError("the tokenizer has no chat template", job=job.name, help=help)
-    return TextEncoder(tokenizer, layout)
-
-
-def _keep(encoded: Sequence[Encoded], job: Job, report: DataReport, table: SampleTable) -> None:
-    """Add a row's samples to the table, all of them or none."""
-    report.prefix_mismatches += any(each.prefix_differs for each in encoded)
-    report.truncated += any(len(each.ids) > job.max_length for each in encoded)
+def _cut(job: Job, table: TokenTable) -> tuple[SampleTable, DataReport]:
+    """What a job trains of a table, and the report of it."""
+    counts, size = table.counts, job.sequences_per_sample
+    bad = [(row.place_in(job.data.path), row) for row in counts.first_bad]
+    if bad and not job.data.skip_bad_rows:
+        where, first = bad[0]
+        raise bad_row(job, where, first.reason, by_template=first.by_template)
+    report = DataReport(
+        rows=counts.rows,
+        bad_rows=counts.bad_rows,
+        first_bad_rows=tuple(f"{where}: {row.reason}" for where, row in bad),
+        notes=tuple(counts.notes),
+        unread=tuple(counts.unread),
+    )
+    whole = False
+    if counts.layout is not None:
+        layout = layout_of(job, counts.layout)
+        report.format, whole = layout.format, not layout.on_completion
+        report.layout = layout.line() + _by_default(job, layout)
+    cut = Cut(
+        job.max_length, whole, odd_spans=job.method == "orpo", labelled=job.base.is_classifier
+    )
     # The first token has no token before it that could predict it.
-    trained = [sum(each.targets[1 : job.max_length]) for each in encoded]
-    if not all(trained):
-        report.dropped_without_target += 1
-        return
-    report.target_tokens += sum(trained)
-    for at, each in enumerate(encoded):
-        ids, targets = each.ids[: job.max_length], each.targets[: job.max_length]
-        if job.method == "orpo" and at == 0:
-            # Its likelihood counts with its prompt; where that ends, the rejected one says.
-            targets = [True] * len(ids)
-        labels = [token if on else NO_TARGET for token, on in zip(ids, targets, strict=True)]
-        table.append(ids, labels)
+    trained = table.trained(job.label_shift, job.max_length, whole=whole).reshape(-1, size)
+    longer = (table.lengths > job.max_length) | table.cut
+    report.truncated = _rows_with(longer, size)
+    report.prefix_mismatches = _rows_with(table.differs, size)
+    kept = trained.all(axis=1)
+    report.dropped_without_target = int((~kept).sum())
+    report.target_tokens = int(trained[kept].sum())
+    samples = SampleTable(table, np.flatnonzero(np.repeat(kept, size)), cut)
+    report.samples, report.tokens = len(samples) // size, samples.tokens
+    return samples, report
 
 
-def _label_position(job: Job) -> Callable[[Sequence[int]], int]:
-    """Which token of a sample the base's class reads for its label.
-
-    As in transformers: an encoder's first one, else the last one that is no padding.
-    """
-    from tlora_fx.model.backbone import load_config
-
-    config = load_config(job.base)
-    if pools_first(config.to_dict()):
-        return lambda ids: 0
-    padding = config.get_text_config().pad_token_id
-    return lambda ids: max((at for at, token in enumerate(ids) if token != padding), default=0)
+def _by_default(job: Job, layout: SampleLayout) -> str:
+    """What TRL trains of chats where a job does not say what is trained."""
+    said = job.assistant_only_loss is not None or job.data.loss_on != "auto"
+    if said or layout.format not in CHATS:
+        return ""
+    return "; assistant_only_loss: false trains all tokens, as TRL does by default"
 
 
-def _keep_labelled(
-    encoded: Labelled,
-    position: Callable[[Sequence[int]], int] | None,
-    report: DataReport,
-    table: SampleTable,
-) -> None:
-    """Add a row's sample to the table, with its label at the token that is read for it."""
-    report.truncated += encoded.is_truncated
-    if not encoded.ids or position is None:
-        report.dropped_without_target += 1
-        return
-    labels = [NO_TARGET] * len(encoded.ids)
-    labels[position(encoded.ids)] = encoded.code
-    report.target_tokens += 1
-    table.append(encoded.ids, labels)
+def _rows_with(flags: np.ndarray, size: int) -> int:
+    """Rows of which any sequence has a flag."""
+    return int(flags.reshape(-1, size).any(axis=1).sum())

@@ -10,35 +10,37 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from tlora_fx.runtime.data.conversations import BadRowError
 from tlora_fx.runtime.data.layout import TOKEN_MASKS
 from tlora_fx.runtime.data.rendered import Encoded
 
 _NO_TARGET = -100
-_ID_LIMIT = 1 << 31
 
 
-def encode_tokens(ours: Mapping[str, Any], *, is_masked: bool) -> Encoded:
-    """The tokens of a row without padding.
+def encode_tokens(ours: Mapping[str, Any]) -> Encoded:
+    """The tokens of a row without padding, trained where all of its labels and masks say so.
 
     ours       a row's values by our names; lists of whole numbers, one a token
-    is_masked  train what all of labels and masks say, and not all tokens
     raises     BadRowError
     """
     ids = _numbers(ours, "input_ids", len(_numbers(ours, "input_ids")))
-    wrong = next((at for at, token in enumerate(ids) if not 0 <= token < _ID_LIMIT), None)
+    wrong = next((at for at, token in enumerate(ids) if not 0 <= token < 2**31), None)
     if wrong is not None:
-        raise BadRowError(f"input_ids[{wrong}] is {ids[wrong]:.6g}, which is no token")
+        raise BadRowError(f"input_ids[{wrong}] is {ids[wrong]}, which is no token")
     targets = [True] * len(ids)
     for name in TOKEN_MASKS:
-        if is_masked and ours.get(name) is not None:
+        if ours.get(name) is not None:
             marks = _numbers(ours, name, len(ids))
             on = _trained(ids, marks) if name == "labels" else _marked(marks, name)
             targets = [both and each for both, each in zip(targets, on, strict=True)]
-    if ours.get("attention_mask") is None:
-        return Encoded(ids, targets)
-    start, end = _attended(_numbers(ours, "attention_mask", len(ids)))
-    return Encoded(ids[start:end], targets[start:end])
+    start, end = 0, len(ids)
+    if ours.get("attention_mask") is not None:
+        start, end = _attended(_numbers(ours, "attention_mask", len(ids)))
+    edges = np.flatnonzero(np.diff([0, *targets[start:end], 0]))
+    spans = edges.reshape(-1, 2).tolist()
+    return Encoded(ids[start:end], tuple((first, last) for first, last in spans))
 
 
 def _numbers(ours: Mapping[str, Any], name: str, count: int | None = None) -> list[int]:

@@ -16,6 +16,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -29,6 +30,11 @@ Render = Callable[[Sequence[Message], bool], str]
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _TEXTS = (*_REASONING, "content")
 _THINK = re.compile(r"(</?think>)")
+#: The shortest conversation.
+_SAID = "Xq7j"
+_PAIR: Sequence[Message] = (
+    {"role": "user", "content": "a"}, {"role": "assistant", "content": _SAID},
+)  # fmt: skip
 #: Conversations of one structure share an outline; so many are kept.
 _KEPT = 256
 
@@ -56,6 +62,7 @@ class Turns:
     size      characters of the rendering
     is_ended  whether the template writes something behind the last turn's text
     hidden    messages whose reasoning is not shown
+    loose     messages whose end is another in the whole than where a conversation ends there
     """
 
     spans: tuple[Span | TurnError | None, ...]
@@ -63,6 +70,7 @@ class Turns:
     size: int
     is_ended: bool
     hidden: frozenset[int]
+    loose: frozenset[int]
 
     def reach(self, message: int) -> Span:
         """The characters between what is said before a message and behind it."""
@@ -88,8 +96,11 @@ class TurnFinder:
         """
         roles = {str(message["role"]) for message in messages}
         # Where the template reads a text, such as a user's, it may not know the mark.
-        for marked in (roles, roles & {"assistant"}, set()):
-            stencil = _stencil(messages, marked, avoid=text)
+        ways = [(roles, False), (roles & {"assistant"}, False), (set[str](), False)]
+        if any(not str(message.get("content") or "").strip() for message in messages):
+            ways.insert(0, (roles, True))
+        for marked, empty in ways:
+            stencil = _stencil(messages, marked, avoid=text, empty=empty)
             outline = self._outline(stencil, render, tools, cached=marked == roles)
             if outline is not None and (turns := outline.applied(stencil, text)) is not None:
                 return turns
@@ -133,13 +144,20 @@ class _Stencil:
     mark: re.Pattern[str]
 
 
-def _stencil(messages: Sequence[Message], marked: set[str], *, avoid: str) -> _Stencil:
+def _stencil(
+    messages: Sequence[Message], marked: set[str], *, avoid: str, empty: bool = False
+) -> _Stencil:
+    """Put marks in place of what some roles say.
+
+    avoid    what marks must not stand in
+    empty    where nothing is said, too
+    """
     letter = next(word for n in count() if (word := f"Xq{n}k") not in avoid)
     pieces: list[_Piece] = []
 
     def mark(message: int, text: str, *, is_reasoning: bool) -> str:
         core = text.strip()
-        if not core:
+        if not core and (is_reasoning or not empty):
             return text
         pieces.append(_Piece(message, core, is_reasoning))
         return text.replace(core, f"{letter}{len(pieces) - 1}z", 1)
@@ -168,7 +186,7 @@ def _stencil(messages: Sequence[Message], marked: set[str], *, avoid: str) -> _S
             )
         if message.get("tool_calls"):
             new["tool_calls"] = [
-                _renamed(call, lambda name, at=index: mark(at, name, is_reasoning=False))
+                _renamed(call, partial(mark, index, is_reasoning=False))
                 for call in message["tool_calls"]
             ]
     return _Stencil(changed, pieces, re.compile(rf"{letter}(\d+)z"))
@@ -190,11 +208,13 @@ class _Outline:
     text     the rendering with marks
     marks    per mark that is shown: which one, and where it stands
     spans    of the assistant's turns in it
+    loose    turns behind whose text the template writes something else than at the end of a chat
     """
 
     text: str
     marks: list[tuple[int, Span]]
-    spans: list[Span | TurnError | None]
+    spans: list[Span | TurnError | None] = field(default_factory=list)
+    loose: set[int] = field(default_factory=set)
 
     def applied(self, stencil: _Stencil, text: str) -> Turns | None:
         """The turns in a rendering; None if that is not this outline with its texts."""
@@ -211,7 +231,9 @@ class _Outline:
         for number, (start, end) in self.marks:
             between, piece = self.text[behind:start], stencil.pieces[number]
             at += len(between)
-            words = next((w for w in _written(piece.text) if text.startswith(w, at)), None)
+            words: str | None = piece.text
+            if not text.startswith(piece.text, at):
+                words = next((w for w in _in_json(piece.text) if text.startswith(w, at)), None)
             if text[at - len(between) : at] != between or words is None:
                 return None
             texts.append((piece.message, (at, at + len(words))))
@@ -228,12 +250,15 @@ class _Outline:
             (moved(span[0]), moved(span[1])) if isinstance(span, tuple) else span
             for span in self.spans
         )
-        return Turns(spans, tuple(texts), len(text), bool(text[at:].strip()), frozenset(hidden))
+        is_ended = bool(text[at:].strip())
+        return Turns(
+            spans, tuple(texts), len(text), is_ended, frozenset(hidden), frozenset(self.loose)
+        )
 
 
-def _written(text: str) -> tuple[str, ...]:
-    """How a template may write a text: as it is, or inside JSON."""
-    return text, json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]
+def _in_json(text: str) -> tuple[str, ...]:
+    """How a template may write a text inside JSON."""
+    return json.dumps(text, ensure_ascii=False)[1:-1], json.dumps(text)[1:-1]
 
 
 def _marks(stencil: _Stencil, text: str) -> list[tuple[int, Span]]:
@@ -243,7 +268,7 @@ def _marks(stencil: _Stencil, text: str) -> list[tuple[int, Span]]:
 def _outlined(stencil: _Stencil, render: Render) -> _Outline:
     messages = stencil.messages
     text = render(messages, False)
-    outline = _Outline(text, _marks(stencil, text), [])
+    outline = _Outline(text, _marks(stencil, text))
     for index, message in enumerate(messages):
         span: Span | TurnError | None = None
         if message["role"] == "assistant":
@@ -270,12 +295,12 @@ def _start(stencil: _Stencil, outline: _Outline, render: Render, index: int) -> 
             same = common(asking, between)
             # White space at the end may be of what asks, or of what is said.
             if same >= min(len(asking.rstrip()), len(between.rstrip())):
-                header = _header(stencil, render)
-                late = between.rfind(header, same) if header else -1
+                header = _header(render)
+                late = between.rfind(header, same) if header and own else -1
                 return at + (same if late < 0 else late + len(header))
             # The template asks for more than it shows, such as reasoning.
-            same = len(_whole_tags(between[:same]))
-            if same > len(asking) - len(_header(stencil, render)):
+            same = _shared_tags(asking, between)
+            if same > len(asking) - len(_header(render)):
                 return at + same
     return _behind_header(stencil, outline, render, index, own)
 
@@ -289,24 +314,40 @@ def _behind_header(
     first = own[0][0]
     begin = max((end for _, (_, end) in outline.marks if end <= first), default=0)
     between = outline.text[begin:first]
-    header = _header(stencil, render)
+    header = _header(render)
     if not header:
-        return first
-    bare = between.rstrip()
-    for size in range(len(header), 2, -1):
-        part = header[:size]
-        if size == len(header) or part[-1] in ">]":
-            if part in between:
-                return begin + between.rindex(part) + size
-        elif bare.endswith(part):
-            return begin + len(bare)
-    raise TurnError(index)
+        lead = _lead(render)
+        return first - len(lead) * between.endswith(lead)
+    # The header stands last where most of it stands.
+    asking = header if header in between else header.lstrip()
+    places = [found.start() for found in re.finditer(re.escape(asking[:1]), between)]
+    sizes = {begin + at: _shared_tags(asking, between[at:]) for at in places}
+    at = max(sizes, key=lambda place: (sizes[place], place), default=begin)
+    if sizes.get(at, 0) < 3:
+        raise TurnError(index)
+    return at + sizes[at]
 
 
-def _header(stencil: _Stencil, render: Render) -> str:
+def _shared_tags(asking: str, between: str) -> int:
+    """How much of a generation prompt stands at the start of a text: all of it, or whole tags."""
+    same = common(asking, between)
+    if same == len(asking):
+        return same
+    same = len(_whole_tags(asking[:same]))
+    return same if asking[same] in "<[" or asking[same].isspace() else 0
+
+
+def _lead(render: Render) -> str:
+    """What a template writes between the generation prompt and what the assistant says."""
+    asking, answered = (_rendered(render, _PAIR[:size], size == 1) for size in (1, 2))
+    if asking is None or answered is None or not answered.startswith(asking):
+        return ""
+    return answered[len(asking) :].partition(_SAID)[0]
+
+
+def _header(render: Render) -> str:
     """The generation prompt of a template."""
-    asking: list[Message] = [{"role": "user", "content": "a"}]
-    with_header, without = (_rendered(render, asking, prompt) for prompt in (True, False))
+    with_header, without = (_rendered(render, _PAIR[:1], prompt) for prompt in (True, False))
     if with_header is None or without is None:
         return ""
     return _added(with_header, without)
@@ -331,7 +372,7 @@ def _end(stencil: _Stencil, outline: _Outline, render: Render, index: int) -> in
     upto = stencil.messages[: index + 1]
     asked, silent = (_rendered(render, upto, prompt) for prompt in (True, False))
     endings = []
-    header = _header(stencil, render)
+    header = _header(render)
     if asked is not None and silent is not None and asked.startswith(silent):
         endings.append(silent)
     elif asked is not None and header and asked.endswith(header):
@@ -342,20 +383,18 @@ def _end(stencil: _Stencil, outline: _Outline, render: Render, index: int) -> in
         pair = _beside(stencil, outline, ending, [])
         if pair is not None and pair[2].startswith(pair[1]):
             return pair[0] + len(pair[1])
-    own = [span for n, span in outline.marks if stencil.pieces[n].message == index]
-    if not endings and own:
-        # The template refuses a conversation that ends here: as one turn that is all there is.
-        said = next(word for n in count() if (word := f"Xq{n}j") not in outline.text)
-        pair_of: list[Message] = [
-            {"role": "user", "content": "a"}, {"role": "assistant", "content": said}
-        ]  # fmt: skip
-        asked, at = _rendered(render, pair_of, True), own[-1][1]
-        tail = asked[asked.rindex(said) + len(said) :] if asked and said in asked else None
-        if tail is not None and tail.endswith(header):
-            tail = tail[: len(tail) - len(header)]
-            if outline.text.startswith(tail, at):
-                return at + len(tail)
-    raise TurnError(index)
+    own = [(n, span) for n, span in outline.marks if stencil.pieces[n].message == index]
+    content = str(stencil.messages[index].get("content") or "")
+    if not own or not content.rstrip().endswith(outline.text[slice(*own[-1][1])]):
+        raise TurnError(index)
+    # The template refuses a conversation that ends here, or ends it otherwise. What is said is
+    # trained, and behind it what is the same at the end of an answer to one question.
+    asked, at = _rendered(render, _PAIR, True) or "", own[-1][1][1]
+    tail = asked.rpartition(_SAID)[2].removesuffix(header)
+    outline.loose.add(index)
+    if outline.text.startswith(white := content[len(content.rstrip()) :], at):
+        at += len(white)
+    return at + len(_whole_tags(tail[: common(tail, outline.text[at:])]))
 
 
 def _beside(

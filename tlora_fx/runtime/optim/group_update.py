@@ -28,10 +28,10 @@ KERNELS = frozenset({"cuda"})
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a round came to for one job.
+    """Result of a round for one job.
 
     loss       mean over its targets
-    norm       of its gradients, before clipping
+    norm       norm of its gradients, before clipping
     updated    not where loss or norm are not finite, in this round or one before
     """
 
@@ -68,7 +68,7 @@ class PendingOutcomes:
 class GroupUpdate:
     """Updates the same jobs round after round.
 
-    optimizers   of the jobs
+    optimizers   optimizers of the jobs
     states       theirs, laid open
     own          each job's part of the kernels' table
     places       each job's index in a round's losses
@@ -114,7 +114,7 @@ class GroupUpdate:
         places: Sequence[int],
         counts: Callable[[nn.Parameter], bool] | None = None,
     ) -> GroupUpdate | None:
-        """What updates at once those of these jobs that kernels serve; None where they serve none.
+        """Update at once of those of these jobs that kernels serve; None where they serve none.
 
         Of jobs of several dtypes or devices those of the first one are served.
         """

@@ -263,7 +263,7 @@ _ROW = 8
 class AdamState:
     """One job's Adam, laid open.
 
-    gradients          of its parameters
+    gradients          gradients of its parameters
     firsts, seconds    their moments
     options            torch.optim's, of which the rates change, for each group of parameters
     groups             the index of each parameter's group
@@ -314,7 +314,7 @@ class JobOptimizer:
         # Those by `GroupUpdate` that the counters of torch.optim's state do not have yet.
         self._uncounted = 0
 
-    def _down_of(self, job: Job, params: Mapping[str, nn.Parameter]) -> Downs:
+    def _down_of(self, job: Job, params: Mapping[str, nn.Parameter]) -> ProjectionOfB:
         """The A and the scaling of each B."""
         downs = {
             name: name.replace(".lora_B.", ".lora_A.") for name in params if ".lora_B." in name
@@ -327,7 +327,7 @@ class JobOptimizer:
 
     @property
     def trained(self) -> Mapping[str, nn.Parameter]:
-        """What it updates, by name."""
+        """Parameters that it updates, by name."""
         return self._params
 
     @property
@@ -393,14 +393,14 @@ class JobOptimizer:
         return float(self.measured_norm())
 
     def measured_norm(self) -> Tensor:
-        """What `gradient_norm` returns, on the device: many jobs' need only one wait for it."""
+        """Result of `gradient_norm`, on the device: many jobs' need only one wait for it."""
         return self._held_gradients().norm()
 
     @torch.no_grad()
     def step(self, norm: float | None = None) -> float:
         """Clip, update the parameters, and advance the schedule.
 
-        norm      what `gradient_norm` returned for these gradients; measured when left out
+        norm      result of `gradient_norm` for these gradients; measured when left out
         returns   the norm before clipping
         """
         if norm is None:
@@ -423,7 +423,7 @@ class JobOptimizer:
         return norm
 
     def adam(self) -> AdamState | None:
-        """What a kernel needs that updates many jobs at once; None where torch.optim is to do it.
+        """State for a kernel that updates many jobs at once; None where torch.optim is to do it.
 
         Each update that such a kernel does is told by `noted`.
         """
@@ -486,7 +486,7 @@ class JobOptimizer:
         }
 
     def state_values(self) -> dict[str, Any]:
-        """What is not a tensor, JSON-able: the schedule's counters, and plain numbers by name."""
+        """State that is no tensor, JSON-able: the schedule's counters, and numbers by name."""
         values = {
             f"{kind}/{name}": value
             for name, param in self._known.items()
@@ -550,7 +550,7 @@ class JobOptimizer:
         return [base * function(saved["last_epoch"]) for base, function in pairs]
 
     def _like(self, name: str, kind: str, value: Tensor) -> Tensor:
-        """Room for what is saved of a parameter."""
+        """An empty tensor for saved state of a parameter."""
         param = self._known[name]
         if kind in HOST_SCALARS:
             return torch.empty_like(value, device=param.device if self.is_fused else "cpu")
@@ -604,7 +604,7 @@ def _kind_of(name: str, param: Tensor) -> str:
 # LoRA-FA: A stays as it starts, and B's gradient is projected so that W changes as near as it can
 # to what W's own gradient asks for (Zhang and others 2023).
 
-Downs = Mapping[Tensor, tuple[Tensor, float]]
+ProjectionOfB = Mapping[Tensor, tuple[Tensor, float]]
 #: What PEFT adds to the diagonal of A A^T.
 _RIDGE = 1e-8
 
@@ -628,7 +628,7 @@ class LoraFA(torch.optim.Optimizer):
     ) -> None:
         options = {"betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {"lr": lr, "correct_bias": correct_bias, **options})
-        self.down_of: Downs = {}
+        self.down_of: ProjectionOfB = {}
         self._projections: dict[Tensor, Tensor] = {}
 
     def forget(self) -> None:
@@ -677,7 +677,7 @@ class LoraFA(torch.optim.Optimizer):
             torch._foreach_mul_(params, 1 - rate * options["weight_decay"])
 
 
-def _projections(down_of: Downs) -> dict[Tensor, Tensor]:
+def _projections(down_of: ProjectionOfB) -> dict[Tensor, Tensor]:
     """(A A^T)^-1 / s^2 for each B, [r, r], in float32 at least; those of one shape together."""
     alike: dict[tuple[int, ...], list[Tensor]] = {}
     for up, (down, _) in down_of.items():

@@ -31,7 +31,7 @@ State = dict[str, Any]
 class RankAllocation:
     """PEFT's allocator over one job's tensors.
 
-    job      of AdaLoRA
+    job      job with AdaLoRA
     params   its trained parameters by PEFT's names, with their gradients
     """
 
@@ -91,7 +91,7 @@ class RankAllocation:
 def regularise(job: Job, params: Mapping[str, nn.Parameter]) -> None:
     """Add the gradient of PEFT's regulariser to a job's, once a step; for jobs of AdaLoRA.
 
-    params   of a job, by PEFT's names; A [r, in], B [out, r]
+    params   parameters of a job, by PEFT's names; A [r, in], B [out, r]
     """
     if kind_of(job.lora_fields) != "ADALORA":
         return

@@ -70,14 +70,14 @@ DISTRIBUTIONS = ("peft", "tlora-fx", "torch", "transformers", "triton")
 
 @dataclass(frozen=True, slots=True)
 class ProfileRequest:
-    """What to measure.
+    """Settings of a measurement.
 
     device    that this process measures
-    tokens    of the rows
-    lengths   of their sequences
+    tokens    numbers of tokens of the rows
+    lengths   lengths of their sequences
     tp        sizes of tensor parallelism
     rounds    in which all pieces take turns
-    command   what the user typed, for the profile
+    command   command line of the user, for the profile
     """
 
     device: torch.device
@@ -296,7 +296,7 @@ class _TimedLayer:
     frozen: TimedPass | None = None
 
     def pieces(self) -> list[TimedPass]:
-        """Those that there are."""
+        """Pieces that the layer has."""
         return [piece for piece in (self.above, self.first, self.frozen) if piece is not None]
 
 
@@ -463,7 +463,7 @@ def row_of(model: SuperModel, mix: Mix, tokens: int, length: int) -> PackedBatch
 
 
 def tokens_of(model: SuperModel, mix: Mix, tokens: int, length: int) -> list[JobTokens]:
-    """What each job brings to a row of random tokens."""
+    """Tokens of each job in a row of random tokens."""
     draw = random.Random(SEED)  # noqa: S311  (what is drawn must be the same each time)
     vocabulary = model.group.vocabulary
     jobs = []
@@ -478,9 +478,9 @@ class RowCalls:
     """One row, on the device.
 
     row      its tables
-    layers   what each layer is called with
+    layers   arguments of each layer
     hidden   index of the hidden state among that
-    loss     what the loss is called with, the hidden state first
+    loss     arguments of the loss, the hidden state first
     """
 
     row: PackedBatch
@@ -528,7 +528,7 @@ def handing_on(
 
 
 def hidden_argument(model: SuperModel) -> int:
-    """Which argument of a layer is what the layer before it gave.
+    """Index of the layer argument that is the result of the layer before.
 
     raises    NotProfilable where layers do not hand on one value
     """

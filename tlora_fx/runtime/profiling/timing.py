@@ -25,7 +25,7 @@ from tlora_fx.cost.profile import CollectivePoint, Operation
 from tlora_fx.errors import TloraError
 from tlora_fx.parallel.cuda_graphs import forget_capture
 
-logger = logging.getLogger("tlora_fx.runtime")
+logger = logging.getLogger(__name__)
 # Of one piece in a turn: a host that launches few layers has not come to its pace.
 BLOCK_MS = 50.0
 MAX_CALLS = 8
@@ -182,7 +182,7 @@ def _noise(values: Sequence[float]) -> float:
 
 @dataclass(slots=True)
 class Bytes:
-    """What a forward leaves until the backward, and the most that each took meanwhile."""
+    """Bytes that a forward leaves until the backward, and the most that each took meanwhile."""
 
     saved: float = 0.0
     forward_peak: float = 0.0

@@ -52,6 +52,7 @@ class WorkerConfig:
     stays            what jobs have in common that may join while it trains, or that its workers
                      stay for; "": nobody joins, and they end
     keeps            of a group that takes over: jobs that left, whose last state is in its folder
+    now              the time of day, for chat templates that ask for it; "": its reader's
     """
 
     epoch: int
@@ -74,6 +75,7 @@ class WorkerConfig:
     callbacks: tuple[str, ...] = ()
     stays: str = ""
     keeps: tuple[str, ...] = ()
+    now: str = ""
 
     def write(self, path: Path) -> None:
         """Leave the config where its worker finds it."""
@@ -127,7 +129,7 @@ class EventReader:
         self._read = 0
 
     def lines(self) -> list[dict[str, Any]]:
-        """What was written since the last call; a line without its end waits."""
+        """Lines that were written since the last call; a line without its end waits."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._read)

@@ -15,6 +15,7 @@ from collections.abc import Container, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Self
@@ -36,6 +37,7 @@ from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.callbacks import Callbacks, EachInTurn, TrainerCallback, callback_named
 from tlora_fx.runtime.checkpoints.store import Checkpoint, ResumeSources
 from tlora_fx.runtime.checks import load_all_data
+from tlora_fx.runtime.clocks import JobClocks, kept_clocks
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.isolation import is_out_of_memory
 from tlora_fx.runtime.launch import Launch, exits_at_once, join
@@ -113,7 +115,7 @@ def _train(config: WorkerConfig, launch: Launch) -> None:
 
 #: Slots, and rows for a job, of a model that stays.
 SLOTS = 16
-#: The least rank that it has room for: what kernels pad ranks to.
+#: The least rank that its slots can hold: what kernels pad ranks to.
 MIN_RANK = 16
 _kept: list[SuperModel] = []
 
@@ -192,7 +194,7 @@ def _joined(model: SuperModel, jobs: Sequence[Job]) -> bool:
 
 
 def _slots_for(jobs: Sequence[Job]) -> OpenSlots:
-    """Room for these jobs and for others like them.
+    """Slots for these jobs and for others like them.
 
     raises    NotAdmitted where one of them is of another structure
     """
@@ -210,8 +212,9 @@ def _slots_for(jobs: Sequence[Job]) -> OpenSlots:
 def _trainer(config: WorkerConfig, launch: Launch, events: EventCallback | None) -> Trainer:
     jobs = _jobs(config)
     device = _device(config, launch)
-    everyone = Ranks(join(launch, device))
-    data = everyone.together(lambda: load_all_data(jobs))
+    everyone = Ranks(join(launch, device, Path(config.event_log).parent))
+    clocks = _clocks(config)
+    data = everyone.together(lambda: load_all_data(jobs, clocks))
     model = everyone.together(lambda: _model(jobs, config))
     plan = everyone.together(lambda: _plan(config, model, launch))
     sources = {job: Path(folder) for job, folder in config.sources.items()}
@@ -288,7 +291,7 @@ class Takeover:
 
     @classmethod
     def of(cls, path: Path, jobs: Container[str]) -> Self:
-        """That an order says; jobs are those that train."""
+        """Takeover by an order; jobs are those that train."""
         config = WorkerConfig.read(path)
         every = [Job.model_validate(job) for job in config.jobs]
         joining = tuple(job for job in every if job.name not in jobs)
@@ -301,7 +304,7 @@ class Takeover:
         sources = ResumeSources(Path(config.job_folders), elsewhere)
         data: Future[tuple[Mapping[str, JobData], Mapping[str, Checkpoint]]] = Future()
         if joining:
-            data = _reader.submit(_read, joining, sources)
+            data = _reader.submit(_read, joining, sources, _clocks(config))
         else:
             # Who only leaves need not wait for another round.
             data.set_result(({}, {}))
@@ -309,16 +312,24 @@ class Takeover:
 
 
 def _read(
-    jobs: Sequence[Job], sources: ResumeSources
+    jobs: Sequence[Job], sources: ResumeSources, clocks: JobClocks
 ) -> tuple[Mapping[str, JobData], Mapping[str, Checkpoint]]:
     """All that takes long of those who come: data, and beside it where they go on from."""
     beside = ThreadPoolExecutor(1, "checkpoints")
     states = beside.submit(sources.checkpoints)
     beside.shutdown(wait=False)
-    data = load_all_data(jobs)
+    data = load_all_data(jobs, clocks)
     for job in jobs:
         require_trainable(job, data[job.name].steps)
     return data, states.result()
+
+
+def _clocks(config: WorkerConfig) -> JobClocks:
+    """What time it is for the jobs of an order."""
+    kept = kept_clocks({job: Path(folder) for job, folder in config.sources.items()})
+    return (
+        JobClocks(datetime.fromisoformat(config.now), kept) if config.now else JobClocks(kept=kept)
+    )
 
 
 _reader = ThreadPoolExecutor(1, "data")
@@ -418,7 +429,7 @@ class EventCallback(TrainerCallback):
         """Let jobs join and leave before the next round; all of them, or none."""
         begun, trainer = time.perf_counter(), self.trainer
         if not trainer.model.is_open:
-            raise NotAdmitted("the running model has no room for others", help="it is formed anew")
+            raise NotAdmitted("the running model has no slots for others", help="it is formed anew")
         config, (data, states) = takeover.config, takeover.data.result()
         try:
             for job in takeover.joining:
@@ -445,7 +456,7 @@ class EventCallback(TrainerCallback):
         joining = {job.name for job in takeover.joining}
         if joining & set(self.trainer.roster.without_free_slots()):
             self.trainer.roster.cancel_join(joining)
-            self._decline("the running model has no room for all of them")
+            self._decline("the running model has no free slots for all of them")
             return
         left = all(status.get(name, "running") != "running" for name in self.names - names)
         if not left or any(status.get(name, "paused") == "paused" for name in joining):

@@ -25,6 +25,7 @@ from pydantic import ValidationError
 
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.errors import AdmissionError
+from tlora_fx.host.memory import total_bytes
 from tlora_fx.runtime.workers.protocol import EVENTS, EventReader
 from tlora_fx.scheduler.local.admission_worker import AdmissionOrder
 from tlora_fx.scheduler.requests import FACTS
@@ -46,7 +47,7 @@ _REQUEST = "request.json"
 
 @dataclass(frozen=True, slots=True)
 class AdmissionLimits:
-    """What reading a file, or preparing one job of it, may take and do.
+    """Limits of reading a file, or of preparing one job of it.
 
     seconds        wall time; twice as much CPU time
     memory_bytes   beyond what its process needs before; None: a quarter of the machine's
@@ -59,14 +60,14 @@ class AdmissionLimits:
 
     @property
     def bytes(self) -> int:
-        """Of memory."""
+        """Bytes of memory."""
         if self.memory_bytes is not None:
             return self.memory_bytes
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+        return total_bytes() // 4
 
 
 class WorkerServer(Protocol):
-    """What starts processes; see `ForkServer`."""
+    """Interface of what starts processes; see `ForkServer`."""
 
     @property
     def ready(self) -> bool:
@@ -75,13 +76,13 @@ class WorkerServer(Protocol):
     def start(
         self, order: Path, log: Path, environment: Mapping[str, str], module: str = ""
     ) -> int:
-        """Start one; its number."""
+        """Start a worker; returns its number."""
 
     def signal(self, worker: int, number: int) -> None:
-        """Send one a signal."""
+        """Send a worker a signal."""
 
     def code(self, worker: int) -> int | None:
-        """Its exit code; None while it runs."""
+        """Exit code of a worker; None while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ Answer = FileRead | JobPrepared | JobRestored | JobRefused
 class _Task:
     """A file to read, or jobs to prepare.
 
-    jobs      those that nothing was told of yet
+    jobs      jobs without an answer yet
     sources   by job, the run that it goes on from
     """
 
@@ -145,7 +146,7 @@ class _Task:
         return self.file is None and not self.jobs
 
     def give_up(self, reason: str) -> Answer:
-        """Of what it is at."""
+        """Answer for the file or job that the task was at."""
         if self.file is not None:
             path, self.file = self.file, None
             return FileRead(path, mistake=reason)
@@ -170,8 +171,8 @@ class _Process:
 class Admission:
     """Turns job files into requests, without ever trusting one.
 
-    folder   of the run
-    module   what a process runs
+    folder   folder of the run
+    module   module that a process runs
     """
 
     def __init__(
@@ -213,7 +214,7 @@ class Admission:
             self._tasks.append(_Task(jobs=deque(jobs), again=True, sources=sources))
 
     def answers(self) -> Iterator[Answer]:
-        """What is new."""
+        """Answers since the last call."""
         for process in list(self._running):
             yield from self._hear(process)
         for waiting, most in ((self._files, 1), (self._tasks, PROCESSES)):

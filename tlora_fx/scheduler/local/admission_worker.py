@@ -37,7 +37,7 @@ ANSWER_BYTES = 16 << 20
 
 @dataclass(frozen=True, slots=True)
 class AdmissionOrder:
-    """What one process does.
+    """Order to one process.
 
     event_log      where it tells what it found
     file           a job file to read; "" where it prepares jobs
@@ -74,7 +74,7 @@ class AdmissionOrder:
 
 
 class PreparedJob(NamedTuple):
-    """What the scheduler must know of a job.
+    """Facts of a job that the scheduler needs.
 
     shape   of its base, as estimators take it; None: there is nothing to learn of it
     """
@@ -206,7 +206,7 @@ class _Limits:
         resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
     def begin(self) -> None:
-        """Another job has its own time; SIGXCPU ends the process that takes more."""
+        """Start the time of another job; SIGXCPU ends a process that takes more."""
         used = resource.getrusage(resource.RUSAGE_SELF)
         seconds = used.ru_utime + used.ru_stime + self.order.cpu_seconds
         _, hard = resource.getrlimit(resource.RLIMIT_CPU)
@@ -216,7 +216,7 @@ class _Limits:
         resource.setrlimit(resource.RLIMIT_CPU, (most, hard))
 
     def reason(self, error: BaseException) -> str:
-        """What is told of a job or a file that raised."""
+        """Reason for a user why a job or a file raised."""
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             error = AdmissionError(
                 "preparing it takes more memory than a run allows",

@@ -14,13 +14,12 @@ are removed as soon as no job needs them.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import signal
-import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import GIB, Cluster
 from tlora_fx.errors import PlaceTaken
 from tlora_fx.host.durable import replace_file
+from tlora_fx.host.memory import usable_cpus
 from tlora_fx.runtime.workers.protocol import (
     EVENTS,
     SUCCESSOR,
@@ -56,7 +56,7 @@ LAST_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
-    """How groups are run.
+    """Options of how groups run.
 
     more             for workers of other kinds
     pipeline         passes instead of the default, with extensions that bring some of them
@@ -85,7 +85,7 @@ class LocalExecutor:
     """Runs groups on this machine.
 
     cluster   one node: its GPUs, or slots of a CPU
-    specs     what the trainer must know of a job, by name; it may grow
+    specs     specs of jobs for the trainer, by name; more may be added
     sources   by job, where its newest committed state lies; those of an earlier process
     started   time of day at second 0 of the executor's clock
     commits   hears of commits that no event tells: those of groups that are killed
@@ -215,7 +215,7 @@ class LocalExecutor:
         return kind
 
     def can_change(self, group: Group, epoch: int, successor: Group) -> bool:
-        """Where the group trains jobs of the same base, on one process or several."""
+        """Whether a group can change into its successor: its workers serve the same base."""
         running = self._groups.get(epoch)
         if running is None or running.over or running.asked or not running.stays:
             return False
@@ -289,6 +289,7 @@ class LocalExecutor:
             accept_changes=options.accept_changes,
             callbacks=options.callbacks,
             stays=self._stays(group),
+            now=datetime.now().astimezone().isoformat(timespec="seconds"),
         )
 
     def _stays(self, group: Group) -> str:
@@ -341,7 +342,7 @@ class LocalExecutor:
             self._groups[epoch].drain()
 
     def hurry(self, grace_seconds: float) -> None:
-        """From now on no group has longer than this to stop; what has not is killed."""
+        """Limit how long groups have to stop from now on; those that do not are killed."""
         for running in self._groups.values():
             running.watchdog.hurry(grace_seconds)
 
@@ -393,13 +394,13 @@ def _wait(running: RunningGroup, seconds: float) -> None:
 
 
 def _environments(gpus: tuple[int, ...]) -> Iterable[dict[str, str]]:
-    """The variables of torchrun for each process; none where there is one only."""
+    """The variables of torchrun for each process; none where there is one only.
+
+    The first process chooses the port (`runtime.launch.join`).
+    """
     if len(gpus) == 1:
         yield {}
         return
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     for rank in range(len(gpus)):
         yield {
             "RANK": str(rank),
@@ -407,11 +408,11 @@ def _environments(gpus: tuple[int, ...]) -> Iterable[dict[str, str]]:
             "WORLD_SIZE": str(len(gpus)),
             "LOCAL_WORLD_SIZE": str(len(gpus)),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": "0",
         }
 
 
 def cpu_threads(slots: int) -> dict[str, str]:
     """Each slot's share of the cores, for its worker."""
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cpus()
     return {"OMP_NUM_THREADS": str(max(1, cores // slots))}

@@ -36,14 +36,14 @@ NO_MEMORY = "no memory beside idle workers, which are let go of"
 
 
 class Processes(Protocol):
-    """What starts the processes of groups, by number; see `ForkServer`."""
+    """Interface of what starts the processes of groups, by number; see `ForkServer`."""
 
     @property
     def ready(self) -> bool:
         """Whether processes begin at once."""
 
     def begin(self) -> None:
-        """Make ready."""
+        """Make the server ready."""
 
     def start(
         self,
@@ -58,22 +58,22 @@ class Processes(Protocol):
         rank: int = 0,
         size: int = 1,
     ) -> int:
-        """Start one; its number."""
+        """Start a worker; returns its number."""
 
     def free_memory(self, worker: int, needs: float | None) -> None:
-        """One will need so many bytes."""
+        """Free memory for a worker that will need so many bytes."""
 
     def news(self) -> list[IdleNews]:
-        """What became of idle ones since the last call."""
+        """News of idle workers since the last call."""
 
     def signal(self, worker: int, number: int) -> None:
         """Send one a signal; nothing happens where it has ended."""
 
     def code(self, worker: int) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Exit code of a worker, negative for a signal; None while it runs."""
 
     def close(self) -> None:
-        """End all."""
+        """End all workers."""
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class RunningGroup:
     stays       what jobs must have that join it, as `WorkerConfig` says
     log         where it prints
     begun       whether it has processes; one that is to take over has none yet
-    successor   what takes over from it
+    successor   group that takes over from it
     needs       bytes of each of its GPUs, or of main memory; None: not known
     """
 
@@ -134,7 +134,7 @@ class RunningGroup:
         return all(self.server.code(worker) is not None for worker in self.workers)
 
     def events(self, now: float) -> Iterator[GroupEvent]:
-        """What is new."""
+        """Events since the last call."""
         if self.over:
             return
         codes = [self.server.code(worker) for worker in self.workers]

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
 
+from tlora_fx.host.memory import free_bytes, total_bytes
 from tlora_fx.runtime.workers.protocol import CROWDED, LOST, NEEDS_NEW_PROCESS, OUT_OF_MEMORY
 
 WORKER = "tlora_fx.runtime.workers.training"
@@ -28,12 +29,12 @@ WORKER = "tlora_fx.runtime.workers.training"
 
 @dataclass(frozen=True, slots=True)
 class IdleNews:
-    """What became of an idle worker.
+    """News of an idle worker.
 
-    kind    what it keeps
+    kind    kind of model that it keeps
     held    bytes of its device, or of main memory on a CPU
     stays   beside the order's process; otherwise it was ended
-    order   of whoever needed memory; 0: nobody, there was too little for all
+    order   order that needed memory; 0: none, there was too little for all
     """
 
     kind: str
@@ -45,7 +46,7 @@ class IdleNews:
 class ForkServer:
     """Starts workers, and hears when they end.
 
-    module        what workers run; see `forkserver`
+    module        module that workers run; see `forkserver`
     held          a file descriptor that the server and all workers inherit; what is locked by it
                   stays locked until the last of them has ended
     """
@@ -119,7 +120,7 @@ class ForkServer:
                  leads a process group, and the whole group is killed when the parent has gone
         stays    what the worker keeps when its order is done: the next order of the same kind and
                  place goes to it. "": it ends
-        place    GPUs on which no other works; idle ones keep their memory there while it has room
+        place    GPUs on which no other works; idle ones keep their memory there while it suffices
         needs    bytes of each of these, or of main memory; None: nobody knows, and its GPUs are
                  cleared
         rank     among the workers of an order, which stay together: the first one starts when all
@@ -142,12 +143,12 @@ class ForkServer:
             self._ask({"signal": worker, "number": number})
 
     def free_memory(self, worker: int, needs: float | None) -> None:
-        """A worker will need so many bytes from now on; as of `start`."""
+        """Free memory for a worker that needs so many bytes from now on; as of `start`."""
         if worker in self._running:
-            self._ask({"room": worker, "needs": needs})
+            self._ask({"free_memory": worker, "needs": needs})
 
     def news(self) -> list[IdleNews]:
-        """What became of idle workers since the last call."""
+        """News of idle workers since the last call."""
         self._hear()
         news, self._news = self._news, []
         return news
@@ -280,7 +281,7 @@ def main() -> None:
 
 
 def forget_no_device() -> None:
-    """Let torch ask anew whether Triton has a device: whoever asked so far was told of none.
+    """Make torch ask anew whether Triton has a device: whoever asked so far was told of none.
 
     Libraries such as torchao ask as they are imported, and torch keeps the answer.
     """
@@ -355,12 +356,12 @@ class _Server:
             if order["start"] == asked.get("signal"):
                 order["signalled"] = asked["number"]
                 self.send(pid, asked["number"])
-            if order["start"] == asked.get("room"):
+            if order["start"] == asked.get("free_memory"):
                 order["needs"] = asked["needs"]
                 self.free_memory(order, self.residents.get(pid))
         for path, waiting in list(self.gathering.items()):
             for order in list(waiting):
-                if order["start"] == asked.get("room"):
+                if order["start"] == asked.get("free_memory"):
                     order["needs"] = asked["needs"]
                 if order["start"] == asked.get("signal"):
                     # It has no process that could hear it.
@@ -415,7 +416,7 @@ class _Server:
     def fork(self, asked: dict[str, Any], team: int) -> None:
         """Give an order to a new worker.
 
-        team   by which those of its order know each other, where they stay
+        team   id by which the workers of an order know each other, where they stay
         """
         kind, place = asked["stays"], frozenset(asked["place"])
         pipes = _pipes() if kind else ()
@@ -443,7 +444,7 @@ class _Server:
         return [(pid, worker) for pid, worker in self.idle() if worker.place & place or not place]
 
     def settle(self, asked: dict[str, Any], mine: _Resident | None = None) -> None:
-        """Make room for an order's process, and say who stays beside it."""
+        """Free memory for an order's process, and say who stays beside it."""
         self.free_memory(asked, mine)
         for _, worker in self.beside(frozenset(asked["place"])):
             self.tell_of(worker, stays=True, order=asked["start"])
@@ -543,9 +544,11 @@ class _Server:
                     else:
                         self.start(asked)
                     continue
-                self.tell(asked["start"], self.crowd_out(asked) if code == OUT_OF_MEMORY else code)
+                self.tell(
+                    asked["start"], self.end_idle_beside(asked) if code == OUT_OF_MEMORY else code
+                )
 
-    def crowd_out(self, asked: dict[str, Any]) -> int:
+    def end_idle_beside(self, asked: dict[str, Any]) -> int:
         """A process had no memory: end the idle workers beside it; its exit code."""
         crowd = self.beside(frozenset(asked["place"]))
         for pid, _ in crowd:
@@ -564,7 +567,7 @@ class _Resident:
                   what is free
     since         when it began to wait
     held          bytes then
-    team          of those that stay together
+    team          id that workers share which stay together
     rank, size    among them
     """
 
@@ -594,9 +597,7 @@ def _pipes() -> tuple[int, int, int, int]:
 
 def _free_memory(needs: float) -> float:
     """The part of main memory that can be had, once so many bytes are taken."""
-    with Path("/proc/meminfo").open(encoding="ascii") as file:
-        sizes = {line.split(":")[0]: int(line.split()[1]) << 10 for line in file}
-    return (sizes["MemAvailable"] - needs) / sizes["MemTotal"]
+    return (free_bytes() - needs) / total_bytes()
 
 
 def _become_worker(

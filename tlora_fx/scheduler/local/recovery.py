@@ -34,7 +34,7 @@ from tlora_fx.scheduler.store import Ledger
 
 @dataclass(frozen=True, slots=True)
 class CheckpointSource:
-    """Where a job's newest committed state lies.
+    """Location of a job's newest committed state.
 
     steps   optimizer steps that it has done there
     """
@@ -176,7 +176,7 @@ def _output(folder: Path) -> Path:
 
 
 def sources(ledger: Ledger) -> dict[str, CheckpointSource]:
-    """By job that is not done, where its newest committed state lies."""
+    """Location of the newest committed state of each job that is not done, by name."""
     return {
         record.name: CheckpointSource(Path(record.path), record.steps)
         for record in ledger.jobs()

@@ -1,4 +1,4 @@
-"""When a group has gone too long without a sign of progress."""
+"""Watchdog of a group: how long it may go without a sign of progress."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ COMPILING_SECONDS = 1800.0
 
 @dataclass(frozen=True, slots=True)
 class StallLimits:
-    """How long a group may go without progress before it is killed.
+    """Limits of how long a group may go without progress before it is killed.
 
     seconds        None: `times` its longest step so far, and at least `least_seconds`
     first_seconds  until its first step is done, which loads, compiles and captures; and while it
@@ -30,7 +30,7 @@ class StallLimits:
     first_seconds: float = 1800.0
 
     def of(self, longest_seconds: float) -> float:
-        """For a group whose longest step took so long."""
+        """Limit for a group whose longest step took so long."""
         if self.seconds is not None:
             return self.seconds
         return max(self.min_seconds, self.times * longest_seconds)
@@ -65,18 +65,18 @@ class Watchdog:
         self._asked = time.monotonic()
 
     def hurry(self, grace_seconds: float) -> None:
-        """From now on it has no longer than this to stop."""
+        """Limit how long the group has to stop from now on."""
         self._asked, self._grace = time.monotonic(), grace_seconds
 
     @property
     def seconds(self) -> float:
-        """How long it may go without a sign now."""
+        """Seconds that it may go without a sign now."""
         usual = self.limits.of(self.longest)
         busy = self._busy or not self._stepped
         return max(usual, self.limits.first_seconds) if busy else usual
 
     def reason(self) -> str:
-        """Why it is to be killed; "" where it is not."""
+        """Reason why it is to be killed; "" where it is not."""
         now = time.monotonic()
         if self._asked is not None and self._grace is not None:
             if now - self._asked <= self._grace:

@@ -1,4 +1,4 @@
-"""What runs stays: the groups of a moment, without jobs that have ended and nodes that are lost.
+"""Baseline policies. What runs stays: groups without jobs that ended and nodes that are lost.
 
 The policies that never regroup start from here and only fill.
 """
@@ -32,7 +32,7 @@ class Slot:
         return self.jobs[0].request.base
 
     def demand(self, *more: ActiveJob) -> Demand:
-        """Of its jobs, and some more."""
+        """Demand of its jobs, and of some more."""
         return Demand.total(job.request.demand for job in (*self.jobs, *more))
 
 
@@ -48,7 +48,7 @@ class Allocation:
 
     @classmethod
     def of(cls, state: SchedulerState) -> Allocation:
-        """As a moment has them."""
+        """Allocation at a moment."""
         placer, slots = Placer(state.cluster), []
         held: set[str] = set()
         for group in state.groups:
@@ -63,7 +63,7 @@ class Allocation:
         return cls(state, placer, slots, sorted(waiting, key=arrival))
 
     def seconds(self, base: str, demand: Demand, gpus: int) -> float:
-        """Of a step of a group on so many GPUs; infinite where nothing fits."""
+        """Seconds of a group's step on so many GPUs; infinite where nothing fits."""
         return seconds_of(self.state, base, demand.row(), gpus)
 
     def resize(self, slot: Slot, gpus: int) -> bool:
@@ -79,7 +79,7 @@ class Allocation:
         return True
 
     def open(self, jobs: Sequence[ActiveJob], gpus: int) -> Slot | None:
-        """A new group; None where there is no room."""
+        """A new group; None where too few GPUs are free."""
         place = self.placer.find(gpus)
         if place is None:
             return None
@@ -88,7 +88,7 @@ class Allocation:
         return self.slots[-1]
 
     def groups(self) -> tuple[Group, ...]:
-        """As a decision has them."""
+        """Groups as a decision has them."""
         return tuple(slot.group or self._group(slot) for slot in self.slots)
 
     def _group(self, slot: Slot) -> Group:
@@ -140,10 +140,10 @@ Share = Literal["pooled", "widest"]
 class MloraFifo:
     """Fill groups to a count, first come first served.
 
-    A job joins the oldest group of its base that has room, or begins one. Neither slowdown nor
+    A job joins the oldest group of its base with a free slot, or begins one. Neither slowdown nor
     deadlines are looked at. Nothing that runs is taken apart.
 
-    gpus    of a group: "pooled", all that its jobs asked for, or "widest", those of its widest job
+    gpus    GPUs of a group: "pooled", all that its jobs asked for, or "widest", its widest job's
 
     source   the baseline "mLoRA" of tLoRA, section 4.1; field notes: FIFO fill, cap 4
     """
@@ -171,7 +171,7 @@ class MloraFifo:
             joined = None if left else self._take(allocation, job)
             if joined is None:
                 left.append(job)
-                reasons.append(Reason(job.name, "waits", detail="no group has room for it"))
+                reasons.append(Reason(job.name, "waits", detail="no group can take it"))
             else:
                 others = tuple(name for name in names_of(joined.jobs) if name != job.name)
                 reasons.append(Reason(job.name, "joined" if others else "alone", others))
@@ -179,7 +179,7 @@ class MloraFifo:
         return Decision(allocation.groups(), names_of(left), kept)
 
     def _take(self, allocation: Allocation, job: ActiveJob) -> Slot | None:
-        """Where a job goes; None where there is no room."""
+        """The group that a job goes to; None where none can take it."""
         for slot in allocation.slots:
             if slot.base == job.request.base and len(slot.jobs) < self.cap:
                 gpus = self._gpus([*slot.jobs, job])

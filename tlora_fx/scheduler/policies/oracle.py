@@ -1,4 +1,4 @@
-"""The exact policy, for few jobs: the best grouping where there is room for all.
+"""The exact policy, for few jobs: the best grouping where there are GPUs for all.
 
 It answers the uncontended problem and then fills the cluster; it knows no cost of switching.
 """
@@ -85,7 +85,7 @@ def best_grouping(state: SchedulerState, objective: Objective = "weighted") -> G
 
 
 def subsets(state: SchedulerState, jobs: Sequence[ActiveJob], objective: Objective) -> Subsets:
-    """What every subset of jobs of one base is worth."""
+    """Worth of every subset of jobs of one base."""
     count = 1 << len(jobs)
     bits = (np.arange(count)[:, None] >> np.arange(len(jobs)) & 1).astype(np.float64)
     demand = bits @ np.array([job.request.demand for job in jobs], dtype=np.float64)

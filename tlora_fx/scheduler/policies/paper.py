@@ -58,7 +58,7 @@ class Cutter:
             known.clear()
 
     def cut(self, seed: CandidateGroup, queue: Sequence[CandidateGroup]) -> int:
-        """How many of the last of a queue of one base the seed should merge with; 0 is none."""
+        """Number of last units of one base's queue that the seed should merge with; 0 is none."""
         suffixes = _Suffixes(self, seed, queue)
         low, high = 0, len(queue)
         while low < high:
@@ -88,7 +88,7 @@ class Cutter:
         return key
 
     def seconds(self, key: int, unit: CandidateGroup) -> float:
-        """Of a group's step on all its jobs' GPUs; infinite once the budget is spent."""
+        """Seconds of a group's step on all its jobs' GPUs; infinite once the budget is spent."""
         if key in self._known:
             return self._known[key]
         if self.evaluations >= self.budget or unit.asked > self.valuation.capacity:
@@ -125,7 +125,7 @@ class _Suffixes:
         self._gains: dict[int, float] = {0: 0.0}
 
     def gain(self, count: int) -> float:
-        """Of merging with the last `count`; -inf where a bound or memory forbids it."""
+        """Gain of merging with the last `count`; -inf where a bound or memory forbids it."""
         if count not in self._gains:
             self._gains[count] = self._compute(count)
         return self._gains[count]
@@ -142,7 +142,7 @@ class _Suffixes:
         seconds = cutter.seconds(self._keys[count], unit)
         if not isfinite(seconds) or seconds > unit.limit * (1 + ROUNDING):
             return -inf
-        return valuation.mass(unit) / seconds - self._parts[count]
+        return valuation.step_work(unit) / seconds - self._parts[count]
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ class TloraPaper:
             for unit, group in itertools.product(units, state.groups):
                 if set(group.jobs) == set(unit.jobs) and group.gpus == unit.gpus:
                     # The same jobs run already: the group stays where it is.
-                    unit.homes, unit.settled = (group,), True
+                    unit.current_groups, unit.settled = (group,), True
         placed = arrange(state, collector, units, reserve=True)
         waiting = tuple(name for unit in placed.waiting for name in unit.jobs)
         reasons = tuple(cutter.reasons) if explain else ()
@@ -215,15 +215,15 @@ def _tier(
     old: frozenset[int],
 ) -> list[CandidateGroup]:
     """Group within each node, rack or the cluster; what spans several passes through."""
-    rooms: dict[tuple[int, str], list[CandidateGroup]] = {}
+    queues: dict[tuple[int, str], list[CandidateGroup]] = {}
     done: list[CandidateGroup] = []
     for unit in units:
         inside = {unit_of(node) for name in unit.jobs for node in places[name]}
         if len(inside) == 1:
-            rooms.setdefault((inside.pop(), unit.base), []).append(unit)
+            queues.setdefault((inside.pop(), unit.base), []).append(unit)
         else:
             done.append(unit)
-    for _, queue in sorted(rooms.items()):
+    for _, queue in sorted(queues.items()):
         if len(queue) == 1 or all(id(unit) in old for unit in queue):
             done += queue
         else:
@@ -283,12 +283,12 @@ def _tiers(cluster: Cluster) -> tuple[Callable[[int], int], ...]:
 
 
 def _places(state: SchedulerState, units: list[CandidateGroup]) -> dict[str, frozenset[int]]:
-    """The nodes where each job stands, or would if there were room for all alone."""
+    """The nodes where each job stands, or would if there were GPUs for all alone."""
     cluster = state.cluster
     more = sum(-(-job.request.gpus // cluster.gpus_per_node) for job in state.jobs.values())
     size = (cluster.nodes + more) * cluster.gpus_per_node
-    roomy = Cluster(size, cluster.gpus_per_node, cluster.nodes_per_rack, lost=cluster.lost)
-    placer = Placer(roomy)
+    enlarged = Cluster(size, cluster.gpus_per_node, cluster.nodes_per_rack, lost=cluster.lost)
+    placer = Placer(enlarged)
     running = {name: group.place for group in state.groups for name in group.jobs}
     for group in state.groups:
         if placer.has(group.place):

@@ -45,7 +45,7 @@ MAX_NAMED = 3
 
 @dataclass(slots=True)
 class SearchResult:
-    """What a search came to.
+    """Result of a search.
 
     safe      groups to fall back to where these find no places
     merger    knows the merges that were made, and the best that were not; None: nothing was new
@@ -59,7 +59,7 @@ class SearchResult:
 
 @dataclass(frozen=True, slots=True)
 class Depth:
-    """How much a search may cost."""
+    """Limits of how much a search may cost."""
 
     breadth: int
     thorough: int
@@ -116,10 +116,10 @@ def others(
 def net_worth(
     valuation: GroupValuation, units: Sequence[CandidateGroup], before: Sequence[CandidateGroup]
 ) -> float:
-    """Of units, less what re-forming those costs that were there before and are not now."""
+    """Worth of units, less the cost of re-forming those of `before` that are gone."""
     kept = {id(unit) for unit in units}
     return sum(valuation.worth(unit) for unit in units) - sum(
-        valuation.changed(unit) / valuation.window for unit in before if id(unit) not in kept
+        valuation.change_cost(unit) / valuation.window for unit in before if id(unit) not in kept
     )
 
 
@@ -130,14 +130,14 @@ def reasons_of(
     placed: Placed,
     dwell: float,
 ) -> tuple[Reason, ...]:
-    """Why: one or more for every job that something was decided about.
+    """Reasons for every job that something was decided about, one or more each.
 
     dwell   seconds for which a new group is left alone
     """
     new = [unit for unit in search_round.units if unit.held]
     reasons = []
     for unit in new:
-        seconds = unit.homes[0].formed + dwell - state.now
+        seconds = unit.current_groups[0].formed + dwell - state.now
         detail = f"its group is new: for {seconds:.0f} s yet"
         reasons += [Reason(name, "left alone", detail=detail) for name in unit.jobs]
     for merge in result.merger.merges if result.merger else ():
@@ -186,7 +186,7 @@ def _waiting(placed: Placed, new: Sequence[CandidateGroup]) -> Iterator[Reason]:
 
 @dataclass(slots=True)
 class Unchanged:
-    """What was answered last, and to what."""
+    """Last answer of a policy, and the state that it answered."""
 
     _jobs: tuple[str, ...] = ()
     _groups: tuple[Group, ...] = ()
@@ -206,7 +206,7 @@ class Unchanged:
         return self._last
 
     def keep(self, state: SchedulerState, decision: Decision) -> None:
-        """Remember."""
+        """Remember a decision and its state."""
         self._jobs, self._groups = tuple(state.jobs), decision.groups
         self._cluster, self._last = state.cluster, decision
 
@@ -224,7 +224,7 @@ class Tlora:
     dwell_seconds   a new group is left alone for so long, unless a bound is broken; where joins
                     cost less than forming a group, for as much less
     knee            a group gives back GPUs where its step grows by no more than this part
-    reserve         set nodes aside for a pressed job that finds no room
+    reserve         set nodes aside for a pressed job that does not fit
     lending         slow jobs down past their bound where they consented to lend
     breadth         groups that are all compared; of more, each with a quarter as many
     thorough        jobs up to which several beginnings are tried where all is new
@@ -232,7 +232,7 @@ class Tlora:
     search          evaluations that each horizon saves up for the next search of all groups
     share           jobs share groups
     release         groups may hold fewer GPUs than their jobs asked for
-    backfill        what waits may start before what is more pressed, where that finds no room
+    backfill        what waits may start before what is more pressed, where that does not fit
     """
 
     name: ClassVar[str] = "tlora"
@@ -303,7 +303,7 @@ class Tlora:
         return self.dwell_seconds * state.change_seconds / state.switch_seconds
 
     def _keep(self, state: SchedulerState, search_round: SearchRound) -> Decision:
-        groups = tuple(unit.homes[0] for unit in search_round.units)
+        groups = tuple(unit.current_groups[0] for unit in search_round.units)
         pairs = zip(groups, search_round.units, strict=True)
         self._memory = PolicyMemory({_key(group): unit for group, unit in pairs})
         answer = Decision(groups)
@@ -319,8 +319,10 @@ class Tlora:
         used = sum(self._used[name] for name in state.jobs)
         valuation.crowded = self.release and used > state.cluster.capacity()
         if valuation.crowded:
-            running = [unit for unit in search_round.units if unit.homes] or search_round.units
-            work = sum(valuation.mass(unit) / unit.seconds for unit in running)
+            running = [
+                unit for unit in search_round.units if unit.current_groups
+            ] or search_round.units
+            work = sum(valuation.step_work(unit) / unit.seconds for unit in running)
             valuation.price = work / sum(unit.gpus for unit in running)
         return valuation
 
@@ -343,7 +345,7 @@ class Tlora:
         valuation: GroupValuation,
     ) -> Placed:
         """Places for all that find one; what runs must not lose its own by a search."""
-        ran = {name for unit in search_round.units if unit.homes for name in unit.jobs}
+        ran = {name for unit in search_round.units if unit.current_groups for name in unit.jobs}
 
         def place(units: Sequence[CandidateGroup]) -> Placed:
             if self.release:

@@ -36,7 +36,7 @@ STORE_BYTES = 80 << 20
 
 @dataclass(slots=True)
 class Seat:
-    """What one of Ray's nodes is to a policy.
+    """One of Ray's nodes, as a policy sees it.
 
     node       Ray's id of it; "" while it is lost
     gpus       GPUs, or slots of a CPU
@@ -80,7 +80,7 @@ def seats_of(nodes: Sequence[Mapping[str, Any]], kind: str, slots: int | None) -
 
 
 def cluster_of(seats: Sequence[Seat], gpu: str) -> Cluster:
-    """What policies are told of some seats.
+    """Cluster of some seats, for policies.
 
     gpu   kind of their GPUs, or "cpu"
     """
@@ -103,7 +103,7 @@ class RayCluster:
     """A cluster that this process has joined as a driver.
 
     kind       "cuda" or "cpu"
-    cluster    what policies are told
+    cluster    cluster as policies see it
     """
 
     kind: str
@@ -141,7 +141,7 @@ class RayCluster:
         return joined
 
     def node(self, gpu: int) -> Seat:
-        """Where a GPU stands."""
+        """Seat of a GPU."""
         return next(seat for seat in reversed(self.seats) if seat.first <= gpu)
 
     def changes(self) -> list[tuple[int, bool]]:

@@ -52,9 +52,9 @@ class Place:
     """GPUs of a group, and who works there.
 
     actors    one for each GPU that is worked on, by rank
-    kind      what they keep between orders; "": nothing
+    kind      kind of model that they keep between orders; "": nothing
     workers   numbers of the orders of the group that has the place now
-    address   of its first process, as Ray will know it
+    address   address of its first process, as Ray will know it
     probes    what idle actors were asked, and when; see `Actors.is_there`
     """
 
@@ -90,15 +90,15 @@ class _Order:
 
     @property
     def asked(self) -> Path:
-        """Where it finds the signals that it shall have."""
+        """File of the signals that the worker shall have."""
         return self.log.with_suffix(".asked")
 
 
 class Actors:
     """Starts orders on the actors of places, and hears how they end; as `ForkServer` does.
 
-    module    what carries them out
-    needs     of each GPU, as Ray names it: {"GPU": 1}
+    module    module that carries them out
+    needs     resources of each GPU, as Ray names it: {"GPU": 1}
     """
 
     def __init__(self, module: str, needs: Mapping[str, float]) -> None:
@@ -163,7 +163,7 @@ class Actors:
                 file.write(b"%d\n" % number)
 
     def free_memory(self, worker: int, needs: float | None) -> None:
-        """Nobody is beside it."""
+        """Do nothing: no idle worker stands beside another."""
 
     def news(self) -> list[IdleNews]:
         """Actors that wait tell nothing."""
@@ -270,7 +270,7 @@ class RayExecutor(LocalExecutor):
     """Runs groups on the nodes of a Ray cluster; what it leaves in the folder is as of one machine.
 
     nodes     the cluster
-    module    what its workers run
+    module    module that its workers run
     server    not needed: the driver's own processes are no workers
     others    as of `LocalExecutor`
     raises    RayUnreachable, from `events`, where the cluster is gone

@@ -1,4 +1,4 @@
-"""What runs in an actor of a Ray cluster: a process that carries out orders of groups.
+"""Actor of a Ray cluster: a process that carries out orders of groups.
 
 It imports nothing of the driver's side, so that a node has it soon.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -29,8 +28,8 @@ class Worker:
 
     It trains in the main thread, where signals are heard; a thread of its own listens.
 
-    module     what carries an order out, as of `ForkServer`
-    version    of tlora-fx, where the run is
+    module     module that carries an order out, as of `ForkServer`
+    version    version of tlora-fx where the run is
     folder     where the run works, for paths that are not absolute
     """
 
@@ -43,10 +42,13 @@ class Worker:
         self.module.warm()
 
     def address(self) -> tuple[str, int]:
-        """Where the others of its group find it."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+        """Where the others of its group find its store, which is there from now on."""
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+        host = ray.util.get_node_ip_address()
+        # As this process joins its group, torch finds the store by its port.
+        self._store = TCPStore(host, 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        return host, self._store.port
 
     def work(
         self,
@@ -58,7 +60,7 @@ class Worker:
         """Carry out an order: its exit code, and whether something is kept for the next one.
 
         environment   besides that of the process
-        address       of the first process of the group
+        address       address of the first process of the group
         """
         _take_up(Path(log), environment, address)
         before = signal.signal(signal.SIGTERM, _stop)

@@ -1,1 +1,1 @@
-"""How policies search: what a group is worth, which moves there are, where it fits."""
+"""Search of policies: what a group is worth, which moves there are, where it fits."""

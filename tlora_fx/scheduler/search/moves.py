@@ -54,9 +54,9 @@ class Merger:
         self._many = valuation.many(units)
         self._gpus = np.array([float(unit.gpus) for unit in units])
         self._worth = np.array([valuation.worth(unit) for unit in units])
-        self._lost = np.array([valuation.lost(unit) for unit in units])
-        self._changed = np.array([valuation.changed(unit) for unit in units])
-        self._moved = np.array([valuation.moved(unit) for unit in units])
+        self._lost = np.array([valuation.reforming_cost(unit) for unit in units])
+        self._changed = np.array([valuation.change_cost(unit) for unit in units])
+        self._moved = np.array([valuation.move_cost(unit) for unit in units])
         self._runs = np.array([unit.settled for unit in units])
         self._left = np.array([unit.left for unit in units])
         self._open = np.array([not unit.held for unit in units])
@@ -108,7 +108,11 @@ class Merger:
         self.units[a], self.units[b] = merged, None
         many = self._many
         many.demand[a], many.asked[a] = merged.demand, merged.asked
-        many.mass[a], many.limit[a], many.single[a] = many.mass[a] + many.mass[b], merged.limit, 0
+        many.step_work[a], many.limit[a], many.single[a] = (
+            many.step_work[a] + many.step_work[b],
+            merged.limit,
+            0,
+        )
         self._gpus[a], self._worth[a] = merged.gpus, self.valuation.worth(merged)
         for costs in (self._lost, self._changed, self._moved):
             costs[a] += costs[b]
@@ -148,7 +152,7 @@ class Merger:
             many.bases[a],
             many.demand[a] + many.demand[b],
             many.asked[a] + many.asked[b],
-            many.mass[a] + many.mass[b],
+            many.step_work[a] + many.step_work[b],
             np.minimum(many.limit[a], many.limit[b]),
             np.zeros(len(a), dtype=np.bool_),
         )
@@ -229,21 +233,21 @@ class Mover:
         self._jobs = valuation.many(self._alone)
         self._at = np.repeat(np.arange(len(units)), [len(unit.jobs) for unit in units])
         self._gpus = np.array([float(unit.gpus) for unit in self._alone])
-        count, rooms = len(self.names), len(self.units)
+        count, unit_count = len(self.names), len(self.units)
         self._tables = valuation.many([*units, units[0]])
         self._unit_gpus = np.array([float(unit.gpus) for unit in (*units, units[0])])
-        self._worth, self._lost = np.zeros(rooms), np.zeros(rooms)
-        self._left, self._open = np.zeros(rooms), np.ones(rooms, dtype=np.bool_)
+        self._worth, self._lost = np.zeros(unit_count), np.zeros(unit_count)
+        self._left, self._open = np.zeros(unit_count), np.ones(unit_count, dtype=np.bool_)
         self._rest = np.full(count, np.inf)
         self._without = np.full(count, LEAST)
-        self._with = np.full((count, rooms), LEAST)
+        self._with = np.full((count, unit_count), LEAST)
         self._instead = np.full((count, count), LEAST)
-        for index in range(rooms):
+        for index in range(unit_count):
             self._load(index)
-        self._evaluate(list(range(rooms)))
+        self._evaluate(list(range(unit_count)))
 
     def run(self, limit: int) -> list[CandidateGroup]:
-        """Make at most so many moves, and hand over what there is then."""
+        """Make at most so many moves; returns the units that result."""
         for _ in range(limit):
             if not self._step():
                 break
@@ -256,24 +260,24 @@ class Mover:
         to = self._without[:, None] + self._with - (worth + cost)[at][:, None] - (worth + cost)
         swap = self._instead + self._instead.T
         swap -= (worth + cost)[at][:, None] + (worth + cost)[at][None, :]
-        job, room = np.unravel_index(int(to.argmax()), to.shape)
+        job, index = np.unravel_index(int(to.argmax()), to.shape)
         first, second = np.unravel_index(int(swap.argmax()), swap.shape)
-        if max(to[job, room], swap[first, second]) <= MIN_GAIN:
+        if max(to[job, index], swap[first, second]) <= MIN_GAIN:
             return False
-        if to[job, room] >= swap[first, second]:
-            self._move(int(job), int(room), float(to[job, room]))
+        if to[job, index] >= swap[first, second]:
+            self._move(int(job), int(index), float(to[job, index]))
         else:
             self._swap(int(first), int(second), float(swap[first, second]))
         return True
 
-    def _move(self, job: int, room: int, gain: float) -> None:
-        source, target = int(self._at[job]), self.units[room]
+    def _move(self, job: int, index: int, gain: float) -> None:
+        source, target = int(self._at[job]), self.units[index]
         others = target.jobs if target is not None else ()
         self.moves.append(Move(self.names[job], others, None, gain))
-        self._at[job] = room
-        if room == len(self.units) - 1:
+        self._at[job] = index
+        if index == len(self.units) - 1:
             self._grow()
-        self._rebuild([source, room])
+        self._rebuild([source, index])
 
     def _swap(self, first: int, second: int, gain: float) -> None:
         here, there = int(self._at[first]), int(self._at[second])
@@ -286,7 +290,7 @@ class Mover:
     def _grow(self) -> None:
         self.units.append(None)
         tables = self._tables
-        for name in ("bases", "demand", "asked", "mass", "limit", "single"):
+        for name in ("bases", "demand", "asked", "step_work", "limit", "single"):
             old = getattr(tables, name)
             setattr(tables, name, np.concatenate([old, old[-1:]]))
         self._unit_gpus = np.append(self._unit_gpus, 0.0)
@@ -295,27 +299,27 @@ class Mover:
         more = np.full((len(self.names), 1), LEAST)
         self._with = np.concatenate([self._with, more], axis=1)
 
-    def _rebuild(self, rooms: list[int]) -> None:
+    def _rebuild(self, indices: list[int]) -> None:
         """Make some units anew from the jobs that are in them now."""
-        for room in rooms:
-            inside = np.flatnonzero(self._at == room)
-            before = self.units[room]
+        for index in indices:
+            inside = np.flatnonzero(self._at == index)
+            before = self.units[index]
             if not len(inside):
-                self.units[room] = None
+                self.units[index] = None
                 continue
             unit = replace(self._alone[inside[0]])
-            for index in inside[1:]:
-                unit = unit.with_(self._alone[index], 1, 1.0)
-            unit.homes = before.homes if before is not None else ()
+            for job in inside[1:]:
+                unit = unit.with_(self._alone[job], 1, 1.0)
+            unit.current_groups = before.current_groups if before is not None else ()
             gpus = self._choice(before, unit.asked)
             many = self.valuation.many([unit])
             _, chosen, seconds = self.valuation.best(many, gpus[:, None])
             unit.gpus, unit.seconds = int(chosen[0]), float(seconds[0])
-            self.units[room] = unit
+            self.units[index] = unit
         last = len(self.units) - 1
-        for room in {*rooms, last}:
-            self._load(room)
-        self._evaluate(sorted({*rooms, last}))
+        for index in {*indices, last}:
+            self._load(index)
+        self._evaluate(sorted({*indices, last}))
 
     def _choice(self, before: CandidateGroup | None, asked: int) -> Array:
         """GPUs that a changed unit may have, ascending."""
@@ -324,74 +328,80 @@ class Mover:
         kept = min(before.gpus, asked)
         return np.unique(np.array([max(1, kept // 2), kept, min(asked, kept + 1)], dtype=float))
 
-    def _load(self, room: int) -> None:
-        unit = self.units[room]
+    def _load(self, index: int) -> None:
+        unit = self.units[index]
         tables = self._tables
         if unit is None:
-            tables.demand[room], tables.asked[room], tables.mass[room] = 0.0, 0.0, 0.0
-            tables.limit[room], self._unit_gpus[room] = np.inf, 0.0
-            self._worth[room], self._lost[room], self._left[room] = 0.0, 0.0, np.inf
-            self._open[room] = room == len(self.units) - 1
+            tables.demand[index], tables.asked[index], tables.step_work[index] = 0.0, 0.0, 0.0
+            tables.limit[index], self._unit_gpus[index] = np.inf, 0.0
+            self._worth[index], self._lost[index], self._left[index] = 0.0, 0.0, np.inf
+            self._open[index] = index == len(self.units) - 1
             return
-        tables.bases[room] = self.valuation.bases.index(unit.base)
-        tables.demand[room], tables.asked[room] = unit.demand, unit.asked
-        tables.mass[room], tables.limit[room] = self.valuation.mass(unit), unit.limit
-        self._unit_gpus[room], self._worth[room] = unit.gpus, self.valuation.worth(unit)
-        self._lost[room], self._left[room] = self.valuation.changed(unit), unit.left * unit.seconds
-        self._open[room] = not unit.held
+        tables.bases[index] = self.valuation.bases.index(unit.base)
+        tables.demand[index], tables.asked[index] = unit.demand, unit.asked
+        tables.step_work[index], tables.limit[index] = self.valuation.step_work(unit), unit.limit
+        self._unit_gpus[index], self._worth[index] = unit.gpus, self.valuation.worth(unit)
+        self._lost[index] = self.valuation.change_cost(unit)
+        self._left[index] = unit.left * unit.seconds
+        self._open[index] = not unit.held
 
-    def _evaluate(self, rooms: list[int]) -> None:
+    def _evaluate(self, indices: list[int]) -> None:
         """Compute again what some units take part in."""
         at, open_ = self._at, self._open
         changed = np.zeros(len(self.units), dtype=np.bool_)
-        changed[rooms] = True
+        changed[indices] = True
         moved = np.flatnonzero(changed[at] & open_[at])
-        self._rest = self._limits_without(rooms)
+        self._rest = self._limits_without(indices)
         stuck = ~open_[at]
         self._without[stuck] = LEAST
         self._instead[stuck] = LEAST
-        self._without[moved] = self._of(moved, None, at[moved])
+        self._without[moved] = self._worth_after(moved, None, at[moved])
         everyone = np.flatnonzero(open_[at])
         empty = len(self.units) - 1
-        for room in rooms:
-            self._with[:, room] = LEAST
-            if not open_[room]:
+        for index in indices:
+            self._with[:, index] = LEAST
+            if not open_[index]:
                 continue
-            same_base = self._jobs.bases[everyone] == self._tables.bases[room]
-            fits = everyone if room == empty else everyone[same_base]
-            fits = fits[at[fits] != room]
-            self._with[fits, room] = self._of(None, fits, np.full(len(fits), room))
+            same_base = self._jobs.bases[everyone] == self._tables.bases[index]
+            fits = everyone if index == empty else everyone[same_base]
+            fits = fits[at[fits] != index]
+            self._with[fits, index] = self._worth_after(None, fits, np.full(len(fits), index))
         first = np.repeat(moved, len(everyone))
         second = np.tile(everyone, len(moved))
         apart = (at[first] != at[second]) & (self._jobs.bases[first] == self._jobs.bases[second])
         self._instead[moved] = LEAST
         first, second = first[apart], second[apart]
-        self._instead[first, second] = self._of(first, second, at[first])
+        self._instead[first, second] = self._worth_after(first, second, at[first])
 
-    def _of(self, out: Ints | None, into: Ints | None, rooms: Ints) -> Array:
+    def _worth_after(self, out: Ints | None, into: Ints | None, indices: Ints) -> Array:
         """What units are worth with some jobs taken out and some put in."""
-        if not len(rooms):
+        if not len(indices):
             return np.zeros(0)
         tables, jobs = self._tables, self._jobs
-        demand, asked = tables.demand[rooms].copy(), tables.asked[rooms].copy()
-        mass, limit = tables.mass[rooms].copy(), tables.limit[rooms].copy()
-        bases, gpus = tables.bases[rooms], self._unit_gpus[rooms].copy()
+        demand, asked = tables.demand[indices].copy(), tables.asked[indices].copy()
+        step_work, limit = tables.step_work[indices].copy(), tables.limit[indices].copy()
+        bases, gpus = tables.bases[indices], self._unit_gpus[indices].copy()
         if out is not None:
             demand, asked = demand - jobs.demand[out], asked - jobs.asked[out]
-            mass, limit = mass - jobs.mass[out], self._rest[out]
+            step_work, limit = step_work - jobs.step_work[out], self._rest[out]
         if into is not None:
             demand, asked = demand + jobs.demand[into], asked + jobs.asked[into]
-            mass, limit = mass + jobs.mass[into], np.minimum(limit, jobs.limit[into])
+            step_work, limit = step_work + jobs.step_work[into], np.minimum(limit, jobs.limit[into])
             bases = jobs.bases[into]
         # Differences of sums: an emptied unit has none left, whatever rounding says.
         empty = asked <= 0.5
         count = np.rint(demand[:, 0])
-        many = CandidateBatch(bases, demand, asked, mass, limit, count == 1)
-        worth = np.zeros(len(rooms))
+        many = CandidateBatch(bases, demand, asked, step_work, limit, count == 1)
+        worth = np.zeros(len(indices))
         full = np.flatnonzero(~empty)
         if len(full):
             part = CandidateBatch(
-                bases[full], demand[full], asked[full], mass[full], limit[full], many.single[full]
+                bases[full],
+                demand[full],
+                asked[full],
+                step_work[full],
+                limit[full],
+                many.single[full],
             )
             choices = self._choices(
                 gpus[full], asked[full], swap=out is not None and into is not None
@@ -408,11 +418,11 @@ class Mover:
         half = np.maximum(1.0, np.floor(kept / 2))
         return np.stack([half, kept, np.minimum(kept + 1, asked)])
 
-    def _limits_without(self, rooms: list[int]) -> Array:
+    def _limits_without(self, indices: list[int]) -> Array:
         """For each job, the least limit among the others of its unit; of these units anew."""
         limits = self._rest
-        for room in rooms:
-            inside = np.flatnonzero(self._at == room)
+        for index in indices:
+            inside = np.flatnonzero(self._at == index)
             if not len(inside):
                 continue
             own_limits = self._jobs.limit[inside]
@@ -478,7 +488,7 @@ class UnitPacker:
         unit.gpus, unit.seconds = int(self._on[best]), float(self._took[best])
         self.units[a], many = unit, self._many
         many.demand[a], many.asked[a], many.limit[a] = unit.demand, unit.asked, unit.limit
-        many.mass[a], self._gpus[a] = self.valuation.mass(unit), unit.gpus
+        many.step_work[a], self._gpus[a] = self.valuation.step_work(unit), unit.gpus
         self._worth[a] = self.valuation.worth(unit)
         self._hosts[a] = self._hosts[a] or bool(self._hosts[gone].any())
         self._alive[gone] = False
@@ -536,7 +546,7 @@ class UnitPacker:
             many.bases[sets[:, 0]],
             np.where(member[:, :, None], many.demand[sets], 0.0).sum(axis=1),
             np.where(member, many.asked[sets], 0.0).sum(axis=1),
-            np.where(member, many.mass[sets], 0.0).sum(axis=1),
+            np.where(member, many.step_work[sets], 0.0).sum(axis=1),
             np.where(member, many.limit[sets], np.inf).min(axis=1),
             np.zeros(len(sets), dtype=np.bool_),
         )
@@ -646,7 +656,7 @@ def _evaluate(
         np.full(len(first), many.bases[0]),
         _sums(many.demand)[last + 1] - _sums(many.demand)[first],
         _sums(many.asked)[last + 1] - _sums(many.asked)[first],
-        _sums(many.mass)[last + 1] - _sums(many.mass)[first],
+        _sums(many.step_work)[last + 1] - _sums(many.step_work)[first],
         limit[first, last],
         np.zeros(len(first), dtype=np.bool_),
     )
@@ -654,7 +664,7 @@ def _evaluate(
     worth, gpus, seconds = valuation.best(segments, choices)
     alone = first == last
     worth[alone] = [valuation.worth(unit) for unit in row]
-    lost = np.array([valuation.lost(unit) for unit in row])
+    lost = np.array([valuation.reforming_cost(unit) for unit in row])
     left = np.array([unit.left for unit in row])
     fewest = np.minimum.accumulate(np.where(np.tri(len(row), dtype=bool).T, left, np.inf), 1)
     lasting = np.minimum(valuation.window, fewest[first, last] * np.where(alone, 1.0, seconds))

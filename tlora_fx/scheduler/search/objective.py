@@ -1,6 +1,6 @@
-"""What groups are worth, and what merging two of them gains.
+"""Worth of groups, and the gain of merging two of them.
 
-Where there is room for all, a group is worth its weighted speed-up, sum of T_solo over T, on the
+Where there are GPUs for all, a group is worth its weighted speed-up, sum of T_solo over T, on the
 GPUs that its jobs asked for together (or its samples a second, where that is the objective).
 
 Where there is not, GPUs have a price. A group is then worth the GPU-seconds of lone training that
@@ -45,15 +45,16 @@ MAX_KNOWN, MAX_LOOKED_UP = 150_000, 2048
 class CandidateGroup:
     """Jobs that run as one group, or would, with the sums that its worth needs.
 
-    demand     [12] sum over its jobs
-    asked      GPUs that its jobs asked for together
-    solo       sum of T_solo, seconds
-    gpu_solo   sum of GPUs times T_solo, GPU-seconds
-    limit      the longest step that all its jobs bear, seconds
-    left       fewest steps left of a job
-    homes      what of it runs now, whole groups, first the one whose place it rather has
-    settled    it is its home, nothing changed: re-forming it costs a switch
-    held       nothing may join it or take from it now
+    demand           [12] sum over its jobs
+    asked            GPUs that its jobs asked for together
+    solo             sum of T_solo, seconds
+    gpu_solo         sum of GPUs times T_solo, GPU-seconds
+    limit            the longest step that all its jobs bear, seconds
+    left             fewest steps left of a job
+    current_groups   running groups whose jobs it holds, whole ones, first the one whose GPUs it
+                     would rather keep
+    settled          it is its only current group, unchanged: re-forming it costs a switch
+    held             nothing may join it or be taken from it now
     """
 
     jobs: tuple[str, ...]
@@ -66,12 +67,12 @@ class CandidateGroup:
     left: float
     gpus: int
     seconds: float
-    homes: tuple[Group, ...] = ()
+    current_groups: tuple[Group, ...] = ()
     settled: bool = False
     held: bool = False
 
     def with_(self, other: CandidateGroup, gpus: int, seconds: float) -> CandidateGroup:
-        """Both together, on so many GPUs."""
+        """Union with another group, on so many GPUs."""
         return CandidateGroup(
             self.jobs + other.jobs,
             self.base,
@@ -83,7 +84,12 @@ class CandidateGroup:
             min(self.left, other.left),
             gpus,
             seconds,
-            tuple(sorted(self.homes + other.homes, key=lambda home: (-home.gpus, home.place))),
+            tuple(
+                sorted(
+                    self.current_groups + other.current_groups,
+                    key=lambda home: (-home.gpus, home.place),
+                )
+            ),
         )
 
 
@@ -91,18 +97,18 @@ class CandidateGroup:
 class CandidateBatch:
     """n candidate groups, as arrays.
 
-    bases    [n] index into `GroupValuation.bases`
-    demand   [n, 12]
-    asked    [n] most GPUs that each may hold
-    mass     [n] what its seconds divide
-    limit    [n] the longest step that it may have, in seconds
-    single   [n] one job alone, which no bound keeps from the GPUs that it asked for
+    bases       [n] index into `GroupValuation.bases`
+    demand      [n, 12]
+    asked       [n] most GPUs that each may hold
+    step_work   [n] work of one step; its worth a second is this over its seconds
+    limit       [n] the longest step that it may have, in seconds
+    single      [n] one job alone, which no bound keeps from the GPUs that it asked for
     """
 
     bases: Ints
     demand: Array
     asked: Array
-    mass: Array
+    step_work: Array
     limit: Array
     single: NDArray[np.bool_]
 
@@ -122,7 +128,7 @@ class StepTimeCache:
             self._of = of
 
     def seconds(self, valuation: GroupValuation, base: str, demand: Array, gpus: Array) -> Array:
-        """Of n groups of one base; only what is new is asked for."""
+        """Seconds of a step of n groups of one base; only what is new is asked for."""
         rows = np.column_stack([demand, gpus])
         text, width, times = rows.tobytes(), rows.itemsize * rows.shape[1], self._times
         name = base.encode()
@@ -138,10 +144,10 @@ class StepTimeCache:
 
 @dataclass(slots=True)
 class GroupValuation:
-    """What groups are worth in one moment.
+    """Values of groups at one moment.
 
     crowded   jobs ask for more GPUs than there are
-    price     of a GPU, in the worth of a second; 0 where not crowded
+    price     price of a GPU, in worth a second; 0 where not crowded
     window    seconds that a gain lasts at most
     """
 
@@ -163,31 +169,31 @@ class GroupValuation:
         if self.known is not None:
             self.known.begin(self.state)
 
-    def mass(self, unit: CandidateGroup) -> float:
-        """What a unit does in one step."""
+    def step_work(self, unit: CandidateGroup) -> float:
+        """Work of a group in one step."""
         if self.objective == "throughput":
             return float(unit.demand[SAMPLES])
         return unit.gpu_solo if self.crowded else unit.solo
 
     def worth(self, unit: CandidateGroup) -> float:
-        """Of a unit as it is."""
-        return self.mass(unit) / unit.seconds - self.price * unit.gpus
+        """Value of a group on its GPUs."""
+        return self.step_work(unit) / unit.seconds - self.price * unit.gpus
 
-    def lost(self, unit: CandidateGroup) -> float:
-        """What re-forming it costs: worth of the time without progress."""
+    def reforming_cost(self, unit: CandidateGroup) -> float:
+        """Cost of re-forming a group: worth of the time without progress."""
         return self._worth_of(self.state.switch_seconds, unit)
 
-    def changed(self, unit: CandidateGroup) -> float:
-        """What it costs that jobs join it or leave it, where it keeps its GPUs."""
+    def change_cost(self, unit: CandidateGroup) -> float:
+        """Cost of jobs that join a group or leave it, where it keeps its GPUs."""
         return self._worth_of(self.state.change_seconds, unit)
 
-    def moved(self, unit: CandidateGroup) -> float:
-        """What it costs besides that all its jobs go to another group that runs."""
+    def move_cost(self, unit: CandidateGroup) -> float:
+        """Additional cost of moving all jobs of a group to another group that runs."""
         changes = self.state.changes
         return self._worth_of(changes.move if changes else 0.0, unit)
 
     def _worth_of(self, seconds: float, unit: CandidateGroup) -> float:
-        return seconds * self.mass(unit) / unit.seconds if unit.settled else 0.0
+        return seconds * self.step_work(unit) / unit.seconds if unit.settled else 0.0
 
     def many(self, units: Sequence[CandidateGroup]) -> CandidateBatch:
         """Units as arrays."""
@@ -196,13 +202,13 @@ class GroupValuation:
             np.array([index[unit.base] for unit in units], dtype=np.int64),
             np.stack([unit.demand for unit in units]),
             np.array([unit.asked for unit in units], dtype=np.float64),
-            np.array([self.mass(unit) for unit in units]),
+            np.array([self.step_work(unit) for unit in units]),
             np.array([unit.limit for unit in units]),
             np.array([len(unit.jobs) == 1 for unit in units]),
         )
 
     def seconds(self, bases: Ints, demand: Array, gpus: Array) -> Array:
-        """Of one step of n groups on so many GPUs each, at most as many as there are."""
+        """Seconds of one step of n groups on so many GPUs each, at most as many as there are."""
         seconds = np.empty(len(gpus))
         for index in np.unique(bases):
             rows = np.flatnonzero(bases == index)
@@ -241,12 +247,12 @@ class GroupValuation:
         free = many.single & (gpus == many.asked)
         fits = np.isfinite(seconds) & ((seconds <= many.limit * (1 + ROUNDING)) | free)
         with np.errstate(divide="ignore", invalid="ignore"):
-            worth = np.where(fits, many.mass / seconds - self.price * gpus, -np.inf)
+            worth = np.where(fits, many.step_work / seconds - self.price * gpus, -np.inf)
         return worth, gpus, seconds
 
 
 def tier_for(cluster: Cluster, count: int) -> Tier:
-    """How far apart so many GPUs stand, wherever they are placed.
+    """Tier of so many GPUs, wherever they are placed.
 
     A group spans racks only where it is wider than every rack is now, lost nodes not counted.
     """
@@ -281,7 +287,7 @@ def powers(asked: Array) -> Array:
 def seconds_of(
     state: SchedulerState, base: str, demand: Array, gpus: int, tier: Tier | None = None
 ) -> float:
-    """Of a step of one group of demand [12] on so many GPUs; infinite where nothing fits.
+    """Seconds of one step of one group of demand [12] on so many GPUs; infinite where nothing fits.
 
     tier    how far apart they stand; by default as near as so many can
     """
@@ -292,7 +298,7 @@ def seconds_of(
 
 @dataclass(slots=True)
 class PolicyMemory:
-    """What a policy keeps from round to round.
+    """Memory that a policy keeps from round to round.
 
     waiting   jobs that were to run together, and have not begun
     """
@@ -369,7 +375,7 @@ class CandidateCollector:
             self._refresh(known)
             if len(jobs) == 1 or known.seconds <= known.limit * (1 + ROUNDING):
                 known.settled = True
-                known.homes = (group,)
+                known.current_groups = (group,)
                 known.held = self.state.now - group.formed < dwell
                 self._add(known, fresh=False)
                 return
@@ -382,7 +388,7 @@ class CandidateCollector:
             stay = [out[0]]
         whole = len(stay) == len(group.jobs)
         unit = self.unit(stay, group.gpus, group.seconds)
-        unit.homes, unit.settled = (group,), whole
+        unit.current_groups, unit.settled = (group,), whole
         unit.held = whole and self.state.now - group.formed < dwell
         # A group that only lost a job that ended goes on; new jobs will look at it.
         self._add(unit, fresh=not whole)
@@ -410,7 +416,7 @@ class CandidateCollector:
         return self.unit([job], job.request.gpus, job.solo_seconds)
 
     def unit(self, jobs: list[ActiveJob], gpus: int, seconds: float) -> CandidateGroup:
-        """Some jobs together."""
+        """Group of some jobs."""
         return CandidateGroup(
             tuple(job.name for job in jobs),
             jobs[0].request.base,
@@ -444,10 +450,10 @@ def sized(
 
     pooled   all that a group's jobs asked for, not fewer
     """
-    slim(valuation, search_round)
+    release_spare_gpus(valuation, search_round)
     for index in range(len(search_round.units)):
         unit = search_round.units[index]
-        while unit.homes and not unit.settled and not _size(valuation, [unit], pooled):
+        while unit.current_groups and not unit.settled and not _size(valuation, [unit], pooled):
             tightest = min(unit.jobs, key=lambda name: (collector.limit(name), name))
             unit = _without(collector, unit, tightest)
             search_round.units[index] = unit
@@ -457,14 +463,14 @@ def sized(
     new = [
         unit
         for unit, fresh in zip(search_round.units, search_round.fresh, strict=True)
-        if fresh and not unit.homes and valuation.crowded and not pooled
+        if fresh and not unit.current_groups and valuation.crowded and not pooled
     ]
     if new:
         _size(valuation, new, pooled)
 
 
-def slim(valuation: GroupValuation, search_round: SearchRound) -> None:
-    """Where not all find room, groups give back what only jobs that have ended had asked for."""
+def release_spare_gpus(valuation: GroupValuation, search_round: SearchRound) -> None:
+    """Give back GPUs that only ended jobs had asked for, where not all groups find free GPUs."""
     if sum(unit.gpus for unit in search_round.units) <= valuation.capacity:
         return
     for index, unit in enumerate(search_round.units):
@@ -476,7 +482,7 @@ def slim(valuation: GroupValuation, search_round: SearchRound) -> None:
 def _without(collector: CandidateCollector, unit: CandidateGroup, name: str) -> CandidateGroup:
     stay = [collector.state.jobs[other] for other in unit.jobs if other != name]
     rest = collector.unit(stay, unit.gpus, unit.seconds)
-    rest.homes = unit.homes
+    rest.current_groups = unit.current_groups
     return rest
 
 
@@ -501,7 +507,7 @@ def resized(valuation: GroupValuation, units: Sequence[CandidateGroup]) -> list[
     better: dict[int, CandidateGroup] = {}
     for unit, value, count, step in zip(movable, worth, gpus, seconds, strict=True):
         lasting = max(min(valuation.window, unit.left * unit.seconds), 1e-9)
-        gain = value - valuation.worth(unit) - valuation.lost(unit) / lasting
+        gain = value - valuation.worth(unit) - valuation.reforming_cost(unit) / lasting
         if np.isfinite(value) and gain > 1e-9 and count != unit.gpus:
             better[id(unit)] = replace(unit, gpus=int(count), seconds=float(step), settled=False)
     return [better.get(id(unit), unit) for unit in units]

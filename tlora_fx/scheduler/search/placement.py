@@ -1,10 +1,10 @@
-"""Which GPUs groups get: what runs keeps its own, then those that wait, the most pressed first.
+"""Place groups on GPUs: what runs keeps its own, then those that wait, the most pressed first.
 
 A group that fits into a node stands in one node, one that fits into a rack in one rack. Places are
-chosen so that what is free stays whole: the fullest node that has room, then the fullest rack.
-The same questions in the same order get the same places.
+chosen so that what is free stays whole: the fullest node with enough free GPUs, then the fullest
+rack. The same questions in the same order get the same places.
 
-A unit that is pressed and finds no room has nodes set aside for it; others start there only if
+A unit that is pressed and does not fit has nodes set aside for it; others start there only if
 they end before it could begin. So wide jobs are not overtaken for ever (EASY backfill, by node).
 
 GPUs that are free after that go to single jobs of units that wait whole.
@@ -59,11 +59,11 @@ class Placer:
 
     @property
     def free(self) -> int:
-        """How many GPUs are free."""
+        """Number of free GPUs."""
         return self._count
 
     def free_by_node(self) -> dict[int, int]:
-        """How many GPUs are free of each node that is there."""
+        """Number of free GPUs of each node that is there."""
         return {node: len(gpus) for node, gpus in self._free.items()}
 
     def has(self, place: Iterable[int]) -> bool:
@@ -120,47 +120,47 @@ class Placer:
 
     def _nodes_for(self, count: int, keep: Sequence[int]) -> list[int] | None:
         """The nodes to take GPUs from, in order."""
-        rooms = {node: len(gpus) for node, gpus in self._free.items() if gpus}
+        free_gpus = {node: len(gpus) for node, gpus in self._free.items() if gpus}
         for node in self._barred:
-            rooms.pop(node, None)
+            free_gpus.pop(node, None)
         size = self.cluster.gpus_per_node
-        held = dict.fromkeys(rooms, 0)
+        held = dict.fromkeys(free_gpus, 0)
         for gpu in keep:
             if gpu // size in held:
                 held[gpu // size] += 1
         if count <= size:
-            return _tightest(rooms, held, count)
+            return _tightest(free_gpus, held, count)
         racks: dict[int, list[int]] = {}
-        for node in rooms:
+        for node in free_gpus:
             racks.setdefault(node // self.cluster.nodes_per_rack, []).append(node)
         if count <= self._widest:
             free_in_racks = {
-                rack: sum(rooms[node] for node in nodes) for rack, nodes in racks.items()
+                rack: sum(free_gpus[node] for node in nodes) for rack, nodes in racks.items()
             }
             held_in_racks = {
                 rack: sum(held[node] for node in nodes) for rack, nodes in racks.items()
             }
             best = _tightest(free_in_racks, held_in_racks, count)
-            return None if best is None else _fullest(racks[best[0]], rooms, held)
-        return _fullest(list(rooms), rooms, held)
+            return None if best is None else _fullest(racks[best[0]], free_gpus, held)
+        return _fullest(list(free_gpus), free_gpus, held)
 
 
-def _tightest(rooms: dict[int, int], held: dict[int, int], count: int) -> list[int] | None:
-    """Of the units with room, the one that holds most of the group, then the least free one."""
-    fits = [unit for unit, room in rooms.items() if room >= count]
+def _tightest(free_gpus: dict[int, int], held: dict[int, int], count: int) -> list[int] | None:
+    """Of the units with enough free GPUs, the one with most of the group, then the least free."""
+    fits = [unit for unit, free in free_gpus.items() if free >= count]
     if not fits:
         return None
-    return [min(fits, key=lambda unit: (-held[unit], rooms[unit], unit))]
+    return [min(fits, key=lambda unit: (-held[unit], free_gpus[unit], unit))]
 
 
-def _fullest(nodes: list[int], rooms: dict[int, int], held: dict[int, int]) -> list[int]:
-    """Nodes with most of the group first, then those with most room: the group spans few."""
-    return sorted(nodes, key=lambda node: (-held[node], -rooms[node], node))
+def _fullest(nodes: list[int], free_gpus: dict[int, int], held: dict[int, int]) -> list[int]:
+    """Nodes with most of the group first, then those with most free GPUs: the group spans few."""
+    return sorted(nodes, key=lambda node: (-held[node], -free_gpus[node], node))
 
 
 @dataclass(slots=True)
 class Placed:
-    """Where everything stands.
+    """Placement of all units.
 
     waiting    units without a place, in the order in which they are taken
     """
@@ -171,12 +171,12 @@ class Placed:
     reserved: frozenset[int] = frozenset()
 
     def groups(self, now: float) -> tuple[Group, ...]:
-        """Of the units that run, in their order; what did not change is what it was."""
+        """Groups of the units that run, in their order; an unchanged group is the same object."""
         groups = []
         for unit in self.running:
             place = self.places[id(unit)]
             new = Group(unit.jobs, len(place), place, unit.seconds, now)
-            groups.append(unit.homes[0] if unit.settled else new)
+            groups.append(unit.current_groups[0] if unit.settled else new)
         return tuple(groups)
 
 
@@ -191,12 +191,12 @@ def arrange(
 ) -> Placed:
     """Find places: what runs first, then what waits, the most pressed first.
 
-    valuation    of single jobs, which start where their unit finds no room; None: units wait whole
-    backfill     False: behind a unit that finds no room all others wait
+    valuation    values single jobs, which start where their unit does not fit; None: none starts
+    backfill     False: behind a unit that does not fit all others wait
     """
     arranging = Arranging(state)
-    waiting = [unit for unit in units if not unit.homes]
-    for unit in arranging.settle([unit for unit in units if unit.homes]):
+    waiting = [unit for unit in units if not unit.current_groups]
+    for unit in arranging.settle([unit for unit in units if unit.current_groups]):
         waiting += _undo(state, collector, arranging, unit)
     keys = {
         id(unit): min(pressed_first(state.jobs[name], state.now) for name in unit.jobs)
@@ -214,7 +214,7 @@ def _undo(
 ) -> list[CandidateGroup]:
     """Leave what runs where it is; the others wait."""
     left = set(unit.jobs)
-    for home in unit.homes:
+    for home in unit.current_groups:
         jobs = [state.jobs[name] for name in home.jobs if name in left]
         left -= set(home.jobs)
         if not jobs:
@@ -232,12 +232,12 @@ def _at_home(
 ) -> tuple[CandidateGroup, set[str]]:
     """What is left of a group on its GPUs, and the jobs that cannot stay with it."""
     unit = collector.unit(jobs, home.gpus, home.seconds)
-    unit.homes, unit.settled = (home,), len(jobs) == len(home.jobs)
+    unit.current_groups, unit.settled = (home,), len(jobs) == len(home.jobs)
     out: set[str] = set()
     while not unit.settled:
         stay = [job for job in jobs if job.name not in out]
         unit = collector.unit(stay, home.gpus, home.seconds)
-        unit.homes, unit.gpus = (home,), min(home.gpus, unit.asked)
+        unit.current_groups, unit.gpus = (home,), min(home.gpus, unit.asked)
         unit.seconds = seconds_of(state, unit.base, unit.demand, unit.gpus)
         if len(stay) == 1 or unit.seconds <= unit.limit * (1 + ROUNDING):
             break
@@ -257,15 +257,15 @@ class Arranging:
         """Units that run or have a home get their places; those that find none are returned."""
         moving = []
         for unit in units:
-            for home in unit.homes:
+            for home in unit.current_groups:
                 self.placer.take(home.place)
             if unit.settled:
-                self.put(unit, unit.homes[0].place)
+                self.put(unit, unit.current_groups[0].place)
             else:
                 moving.append(unit)
         homeless = []
         for unit in sorted(moving, key=lambda unit: (unit.gpus, unit.jobs)):
-            old = [gpu for home in unit.homes for gpu in home.place]
+            old = [gpu for home in unit.current_groups for gpu in home.place]
             self.placer.give(old)
             place = self.placer.find(unit.gpus, keep=old)
             if place is None:
@@ -302,7 +302,7 @@ class Arranging:
             self.placed.waiting.append(unit)
 
     def start_apart(self, collector: CandidateCollector, valuation: GroupValuation) -> None:
-        """Let jobs start by themselves whose unit waits, on GPUs that nobody else takes.
+        """Start jobs alone whose unit waits, on GPUs that nobody else takes.
 
         Where few wait a lone job may start on fewer GPUs too. Behind a long queue that would hold
         GPUs which the queue's units make more of.
@@ -363,7 +363,7 @@ class Arranging:
         self.put(unit, place)
 
     def put(self, unit: CandidateGroup, place: tuple[int, ...]) -> None:
-        """A unit runs there."""
+        """Place a unit on GPUs, where it runs."""
         self.placed.places[id(unit)] = place
         self.placed.running.append(unit)
 
@@ -374,7 +374,7 @@ class Arranging:
         return self.state.switch_seconds + steps * unit.seconds
 
     def _reservation(self, count: int) -> tuple[frozenset[int], float]:
-        """The nodes that have room for so many GPUs soonest, and when they do."""
+        """The nodes that have so many free GPUs soonest, and when they do."""
         cluster = self.state.cluster
         ends: dict[int, list[float]] = {
             node: [self.state.now] * free for node, free in self.placer.free_by_node().items()

@@ -1,0 +1,32 @@
+"""The folders of the user in which tlora-fx keeps files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tlora_fx.host.environment import CACHE, PROFILES, folder_in
+
+
+def cache_folder() -> Path:
+    """$TLORA_FX_CACHE, else `tlora-fx` in $XDG_CACHE_HOME or ~/.cache."""
+    return folder_in(CACHE) or _default_folder()
+
+
+def profile_folder() -> Path:
+    """Where `tlora-fx profile` writes: $TLORA_FX_PROFILES, else `profiles` in the cache folder."""
+    return folder_in(PROFILES) or cache_folder() / "profiles"
+
+
+def profile_folders() -> list[Path]:
+    """Where the user's profiles are looked for, the first one first.
+
+    Earlier versions wrote profiles to the default cache folder though $TLORA_FX_CACHE was set.
+    """
+    if given := folder_in(PROFILES):
+        return [given]
+    return list(dict.fromkeys([profile_folder(), _default_folder() / "profiles"]))
+
+
+def _default_folder() -> Path:
+    base = folder_in("XDG_CACHE_HOME")
+    return (base or Path.home() / ".cache") / "tlora-fx"

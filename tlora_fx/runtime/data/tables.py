@@ -1,0 +1,356 @@
+"""Token ids of many sequences in one Arrow file, which is mapped into memory and not read.
+
+A file has a row for each sequence: its token ids, the spans of them that are trained, and the code
+of its label where the base is a classifier. Processes that map one file share its memory. What jobs
+differ in (`max_length`, which tokens are trained) is applied when a sequence is read, by
+`SampleTable`. `datasets.Dataset.from_file` opens the files too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple, overload
+
+import numpy as np
+import pyarrow as pa
+
+from tlora_fx.host.durable import replace_file
+from tlora_fx.runtime.data.layout import SampleLayout
+
+NO_TARGET = -100
+#: Sequences in one record batch of a file.
+BATCH_ROWS = 4096
+SCHEMA = pa.schema(
+    [
+        ("ids", pa.list_(pa.int32())),
+        ("spans", pa.list_(pa.int32())),
+        ("code", pa.int64()),
+        ("differs", pa.bool_()),
+        ("cut", pa.bool_()),
+    ]
+)
+
+
+class BadRow(NamedTuple):
+    """A row of which no tokens could be made.
+
+    place        file and line, or what follows the path of the data
+    reason       why
+    by_template  the chat template hides what is trained
+    """
+
+    place: str
+    reason: str
+    by_template: bool
+
+    def place_in(self, path: str) -> str:
+        """File and line of the row in the data at `path`."""
+        return f"{path}{self.place}" if self.place.startswith(":") else self.place
+
+
+@dataclass(slots=True)
+class RowCounts:
+    """What became of the rows of data before anything is cut.
+
+    rows             rows that were read, bad ones too
+    bad_rows         rows of which no tokens could be made
+    first_bad        the first few of them
+    template_faults  those of them of which the chat template hides what is trained
+    layout           of the rows, as the job that read them trains them; None where none was read
+    unread           columns of the rows that are not read
+    is_masked        spans are those of completions; else all tokens are trained
+    notes            what a user should know of the data
+    """
+
+    rows: int = 0
+    bad_rows: int = 0
+    first_bad: list[BadRow] = field(default_factory=list)
+    layout: SampleLayout | None = None
+    unread: list[str] = field(default_factory=list)
+    is_masked: bool = True
+    template_faults: int = 0
+    notes: list[str] = field(default_factory=list)
+
+    def add_bad_row(self, place: str, reason: str, by_template: bool) -> None:
+        """Count a bad row, and keep its place and reason if it is one of the first."""
+        self.bad_rows += 1
+        self.template_faults += by_template
+        if len(self.first_bad) < 5:
+            self.first_bad.append(BadRow(place, reason, by_template))
+
+
+class TokenRow(NamedTuple):
+    """One sequence before truncation.
+
+    ids      token ids
+    spans    start and end of each run of trained tokens, one after the other, in order
+    code     the label as of `label_code`, for classifiers
+    differs  the prompt's tokens alone are no prefix of the sequence's
+    cut      the tokenizer has cut the text
+    """
+
+    ids: Sequence[int]
+    spans: Sequence[int]
+    code: int = 0
+    differs: bool = False
+    cut: bool = False
+
+
+def write_rows(path: Path, rows: Iterable[TokenRow]) -> None:
+    """Write sequences as an Arrow stream, some thousand at a time.
+
+    raises   OSError
+    """
+    with path.open("wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
+        for batch in _batches(rows):
+            columns = [
+                pa.array(column, type=field.type)
+                for column, field in zip(zip(*batch, strict=True), SCHEMA, strict=True)
+            ]
+            writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
+
+
+def _batches(rows: Iterable[TokenRow]) -> Iterator[list[TokenRow]]:
+    batch: list[TokenRow] = []
+    for row in rows:
+        batch.append(row)
+        if len(batch) == BATCH_ROWS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+class TokenTable:
+    """The sequences of a file.
+
+    counts    what became of the rows that they were made of
+    folder    where digests of samples are kept; None where nothing is
+    lengths   [N] int32, tokens of each sequence
+    codes     [N] int64, codes of labels
+    differs   [N] bool, of `TokenRow`
+    cut       [N] bool, of `TokenRow`
+    """
+
+    def __init__(self, path: Path, counts: RowCounts, folder: Path | None = None) -> None:
+        """Map the file.
+
+        raises    OSError, pyarrow.ArrowInvalid when it is no such file
+        """
+        with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
+            if stream.schema != SCHEMA:
+                raise pa.ArrowInvalid(f"{path} has other columns")
+            batches = list(stream)
+        self.counts, self.folder = counts, folder
+        self._ids = [_lists(batch.column("ids")) for batch in batches]
+        self._spans = [_lists(batch.column("spans")) for batch in batches]
+        self.lengths = _joined([np.diff(ends) for _, ends in self._ids], np.int32)
+        self.codes = _joined([batch.column("code").to_numpy() for batch in batches], np.int64)
+        flags = ("differs", "cut")
+        self.differs, self.cut = (
+            _joined([batch.column(name).to_numpy(zero_copy_only=False) for batch in batches], bool)
+            for name in flags
+        )
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.lengths)
+
+    @cached_property
+    def largest_id(self) -> int:
+        """The largest of all token ids; -1 where there is none."""
+        return max((int(values.max()) for values, _ in self._ids if len(values)), default=-1)
+
+    def ids(self, index: int) -> np.ndarray:
+        """Token ids of a sequence, [n] int32; a view of the file."""
+        return _item(self._ids, index)
+
+    def spans(self, index: int) -> np.ndarray:
+        """Start and end of each trained run of a sequence, [runs, 2] int32; a view of the file."""
+        return _item(self._spans, index).reshape(-1, 2)
+
+    def trained(self, first: int, max_length: int, *, whole: bool) -> np.ndarray:
+        """How many tokens of each sequence are trained, [N] int64.
+
+        first       tokens before this position are not counted
+        max_length  tokens of a sequence that are kept
+        whole       all tokens are trained, not only the spans
+        """
+        kept = np.minimum(self.lengths, max_length).astype(np.int64)
+        if whole:
+            whole_counts: np.ndarray = np.maximum(kept - first, 0)
+            return whole_counts
+        counts, at = np.zeros(len(self), np.int64), 0
+        for values, ends in self._spans:
+            runs = values[ends[0] : ends[-1]].reshape(-1, 2)
+            owner = np.repeat(np.arange(at, at + len(ends) - 1), np.diff(ends) // 2)
+            stop = np.minimum(runs[:, 1], kept[owner])
+            np.add.at(counts, owner, np.maximum(stop - np.maximum(runs[:, 0], first), 0))
+            at += len(ends) - 1
+        return counts
+
+
+def _lists(column: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The values of a column of lists and where each list begins and ends."""
+    return column.values.to_numpy(), column.offsets.to_numpy()
+
+
+def _item(chunks: Sequence[tuple[np.ndarray, np.ndarray]], index: int) -> np.ndarray:
+    # All batches but the last have the same number of rows.
+    chunk, row = divmod(index, BATCH_ROWS)
+    values, ends = chunks[chunk]
+    part: np.ndarray = values[ends[row] : ends[row + 1]]
+    return part
+
+
+def _joined(parts: Sequence[np.ndarray], kind: Any) -> np.ndarray:
+    return np.concatenate([np.empty(0, kind), *parts]).astype(kind, copy=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One sequence.
+
+    input_ids  token ids
+    labels     the same length, not shifted: the token's id, or -100 where it is not trained
+    """
+
+    input_ids: tuple[int, ...]
+    labels: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What a job makes of the sequences of a table.
+
+    max_length  tokens of a sequence that are kept
+    whole       all tokens are trained, not only the spans
+    odd_spans   of pairs, only the second sequence is trained by its spans, the first one whole
+    labelled    one token has a label, which is not the token's id
+    """
+
+    max_length: int
+    whole: bool = False
+    odd_spans: bool = False
+    labelled: bool = False
+
+
+class SampleTable(Sequence[Sample]):
+    """Samples of a table of tokens; each is built when it is read.
+
+    table   the tokens
+    rows    [N] indices of the table's sequences, one for each sample
+    cut     what is made of them
+    """
+
+    def __init__(self, table: TokenTable, rows: np.ndarray, cut: Cut) -> None:
+        """Hold no tokens of its own."""
+        self.table, self.rows, self.cut = table, rows, cut
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
+        """One sample, or a table of some of them."""
+        if isinstance(index, slice):
+            return SampleTable(self.table, self.rows[index], self.cut)
+        ids, labels = self._arrays(int(self.rows[index]))
+        return Sample(tuple(ids.tolist()), tuple(labels.tolist()))
+
+    def take(self, indices: np.ndarray) -> SampleTable:
+        """The samples with these indices."""
+        return SampleTable(self.table, self.rows[indices], self.cut)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, [N] int32."""
+        lengths: np.ndarray = np.minimum(self.table.lengths[self.rows], self.cut.max_length)
+        return lengths
+
+    def targets(self, first: int) -> int:
+        """How many tokens are trained, those before position `first` of a sequence not counted."""
+        cut = self.cut
+        trained = self.table.trained(first, cut.max_length, whole=cut.whole)
+        if cut.odd_spans:
+            trained[::2] = self.table.trained(first, cut.max_length, whole=True)[::2]
+        return int(trained[self.rows].sum())
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens all samples have."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    def digest(self) -> str:
+        """The SHA-256 of all samples in their order, 32 hexadecimal digits of it.
+
+        Hashed are the number of samples (8 bytes), where each ends (8 bytes each), all ids and all
+        labels (4 bytes each). A table that is kept keeps its digests.
+        """
+        if self.table.folder is None:
+            return self._digest()
+        which = hashlib.sha256(repr(self.cut).encode())
+        which.update(self.rows.astype(np.int64).tobytes())
+        path = self.table.folder / f"{which.hexdigest()[:32]}.digest"
+        with suppress(OSError):
+            return path.read_text("ascii")
+        digest = self._digest()
+        with suppress(OSError):
+            replace_file(path, digest.encode())
+        return digest
+
+    def _digest(self) -> str:
+        rows = self.rows.tolist()
+        ids = (self._arrays(row)[0] for row in rows)
+        return _digest(self.lengths, ids, (self._arrays(row)[1] for row in rows))
+
+    def _arrays(self, row: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and labels of a sequence of the table, [n] int32 each."""
+        ids, cut = self.table.ids(row)[: self.cut.max_length], self.cut
+        if cut.whole or (cut.odd_spans and row % 2 == 0):
+            return ids, ids
+        labels = np.full(len(ids), NO_TARGET, np.int32)
+        for start, stop in self.table.spans(row).tolist():
+            labels[start:stop] = self.table.codes[row] if cut.labelled else ids[start:stop]
+        return ids, labels
+
+
+def lengths_of(samples: Sequence[Sample]) -> np.ndarray:
+    """Tokens of each sample, [N] int32."""
+    if isinstance(samples, SampleTable):
+        return samples.lengths
+    return np.array([len(sample.input_ids) for sample in samples], np.int32)
+
+
+def largest_id(samples: Sequence[Sample]) -> int:
+    """The largest token id of any samples, or of all tokens of their table."""
+    if isinstance(samples, SampleTable):
+        return samples.table.largest_id
+    return max(max(sample.input_ids) for sample in samples)
+
+
+def digest_of(samples: Sequence[Sample]) -> str:
+    """`SampleTable.digest` of any samples."""
+    if isinstance(samples, SampleTable):
+        return samples.digest()
+    parts = [[getattr(s, name) for s in samples] for name in ("input_ids", "labels")]
+    ids, labels = ([np.array(line, np.int32) for line in lines] for lines in parts)
+    return _digest(lengths_of(samples), ids, labels)
+
+
+def _digest(lengths: np.ndarray, ids: Iterable[np.ndarray], labels: Iterable[np.ndarray]) -> str:
+    digest = hashlib.sha256(len(lengths).to_bytes(8, "little"))
+    digest.update(np.cumsum(lengths, dtype=np.int64).tobytes())
+    for line in chain(ids, labels):
+        digest.update(line.tobytes())
+    return digest.hexdigest()[:32]
