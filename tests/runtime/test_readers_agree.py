@@ -21,6 +21,7 @@ from tlora_fx.config.job import DataSpec, Job
 from tlora_fx.errors import DataFileError
 from tlora_fx.runtime.data.rows import data_files, read_rows
 from tlora_fx.runtime.data.samples import load_job_data
+from tlora_fx.runtime.identity import describe_jobs
 
 Rows = Sequence[Mapping[str, Any]]
 #: Prints tools by their keys, whose order a columnar file does not keep.
@@ -124,20 +125,20 @@ FORMATS = {
     ),
     "prompt-completion": st.fixed_dictionaries({"prompt": text, "completion": text}),
     "text": st.fixed_dictionaries({"text": text}),
+    "preference": st.fixed_dictionaries(
+        {"chosen": text.map("g".__add__), "rejected": text.map("h".__add__)},
+        optional={"prompt": text},
+    ),
 }
 
 
-def tokens(path: Path, tokenizer: Any) -> list[Any]:
+def job_of(path: Path, **fields: Any) -> Job:
+    return Job(name="a", base={"model": "m"}, lora={"r": 2}, data={"path": str(path)}, **fields)
+
+
+def tokens(path: Path, tokenizer: Any, method: str = "sft") -> list[Any]:
     """All samples of a file."""
-    job = Job(
-        name="a",
-        base={"model": "m"},
-        lora={"r": 2},
-        data={"path": str(path), "skip_bad_rows": True},
-    )
-    data = load_job_data(job, tokenizer)
-    assert data.report.bad_rows == 0
-    return list(data.samples)
+    return list(load_job_data(job_of(path, method=method), tokenizer).samples)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -155,10 +156,13 @@ def test_every_reader_gives_the_same_tokens(
     """Of rows that have some of their optional keys."""
     rows = data.draw(st.lists(FORMATS[format], min_size=2, max_size=5))
     folder, tokenizer = tmp_path_factory.mktemp("rows"), make_tokenizer(TALKING)
-    expected = tokens(as_jsonl(folder, rows), tokenizer)
+    method = "dpo" if format == "preference" else "sft"
+    expected = tokens(as_jsonl(folder, rows), tokenizer, method)
 
-    for write in (*WRITERS, as_csv):
-        assert tokens(write(folder, rows), tokenizer) == expected, write.__name__
+    # A table of text has an empty prompt where a pair has none.
+    writers = WRITERS if format == "preference" else (*WRITERS, as_csv)
+    for write in writers:
+        assert tokens(write(folder, rows), tokenizer, method) == expected, write.__name__
 
 
 def test_fillers_are_dropped_and_nulls_of_lists_stay(tmp_path: Path) -> None:
@@ -203,6 +207,22 @@ def test_files_of_a_pattern_follow_each_other_by_name(tmp_path: Path) -> None:
     assert [each.name for each in data_files(DataSpec(path=str(path)), "a")] == names
     with pytest.raises(DataFileError, match="no data file has such a name"):
         list(read_rows(DataSpec(path=f"{tmp_path}/none*.jsonl"), "a"))
+
+
+@pytest.mark.parametrize("write", [as_jsonl, as_pattern, as_saved])
+def test_a_checkpoint_knows_the_content_of_all_files(
+    make_tokenizer: Any, tmp_path: Path, write: Callable[[Path, Rows], Path]
+) -> None:
+    """Other rows in one of them are another content; the same rows are the same."""
+    digests = []
+    for number, last in enumerate("bbc"):
+        (tmp_path / str(number)).mkdir()
+        job = job_of(write(tmp_path / str(number), [{"text": "a"}, {"text": last}]))
+        data = {"a": load_job_data(job, make_tokenizer())}
+        digests.append(describe_jobs([job], data)["data"]["a"]["file"])
+
+    assert digests[0] is not None
+    assert digests[0] == digests[1] != digests[2]
 
 
 @pytest.mark.parametrize("write", [as_gz, as_zst])

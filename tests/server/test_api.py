@@ -127,6 +127,19 @@ def test_a_link_out_of_a_root_is_refused(asked, tmp_path):
     assert answer.json()["what"] == "a job may not read this path"
 
 
+@pytest.mark.parametrize("pattern", ["{root}/*.jsonl", "{root}/**/*.jsonl", "{outside}/*.jsonl"])
+def test_a_pattern_of_files_out_of_a_root_is_refused(asked, tmp_path, pattern):
+    """Nor is a link taken because a pattern matches it."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "link.jsonl").symlink_to(QUICKSTART / "data" / "records.jsonl")
+    it = asked(roots=(root, QUICKSTART / "base"))
+    path = pattern.format(root=root, outside=QUICKSTART / "data")
+
+    answer = it.submit(job_file("a", data=path))
+    assert answer.json()["what"] == "a job may not read this path"
+
+
 BAD = [
     ("", {}),
     ("base: [", {}),
