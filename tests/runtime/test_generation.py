@@ -163,7 +163,7 @@ def test_conversations_are_asked_by_the_chat_template(trained):
 def test_a_prompt_that_begins_with_the_start_token_gets_no_second_one(trained):
     """A prompt may be what a chat template wrote."""
     run, _, _ = trained
-    speakers = Speakers.of_folders({"a": run / "a"}, "cpu")
+    speakers = AdapterGenerator.of_folders({"a": run / "a"}, "cpu")
 
     assert speakers.encode("<s>1+1") == speakers.encode("1+1")
 
