@@ -14,7 +14,7 @@ import transformers
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.data.table_cache import encode_once
-from tlora_fx.runtime.data.tables import Cut, SampleTable, TokenRow
+from tlora_fx.runtime.data.tables import Cut, SampleTable, TokenRow, record_batch
 
 VOCABULARY = 53
 
@@ -57,14 +57,14 @@ def _data(job: Job, longest: int, count: int) -> JobData:
 def table_of(samples: Sequence[Sample]) -> SampleTable:
     """A table that holds samples whose labels are ids or -100."""
 
-    def rows(counts):
+    def rows():
         for sample in samples:
             trains = [label != -100 for label in sample.labels]
             runs = groupby(range(len(trains)), trains.__getitem__)
             ends = [(own[0], own[-1] + 1) for trained, at in runs if trained and (own := list(at))]
             yield TokenRow(sample.input_ids, [*chain(*ends)])
 
-    table = encode_once((), rows, lambda counts: True)
+    table = encode_once((), lambda counts: [record_batch([*rows()])], lambda counts: True)
     return SampleTable(table, np.arange(len(table)), Cut(max_length=2**31 - 1))
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 from array import array
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +19,19 @@ from hypothesis import strategies as st
 from tlora_fx.config.job import Job
 from tlora_fx.errors import ChatTemplateError, EnvironmentVariableWrong, MalformedRowError
 from tlora_fx.host import environment
-from tlora_fx.runtime.data import tables
+from tlora_fx.runtime.data import chunks
 from tlora_fx.runtime.data.encode_data import tokens_of_data
 from tlora_fx.runtime.data.encoding import TextEncoder
 from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.data.table_cache import encode_once, tables_folder
-from tlora_fx.runtime.data.tables import Cut, Sample, SampleTable, TokenRow, digest_of
+from tlora_fx.runtime.data.tables import (
+    Cut,
+    Sample,
+    SampleTable,
+    TokenRow,
+    digest_of,
+    record_batch,
+)
 
 ROWS = [{"prompt": "1+" * n, "completion": "ab" * (n % 3 + 1)} for n in range(1, 9)]
 
@@ -77,20 +85,19 @@ def plain_sample(row: TokenRow, max_length: int, whole: bool) -> Sample:
 @given(rows=st.lists(token_rows(), max_size=12), max_length=st.integers(1, 10), whole=st.booleans())
 def test_samples_are_those_of_plain_lists(rows, max_length, whole):
     """Also in several batches of a file; so are lengths, counts of targets, and the digest."""
-    with pytest.MonkeyPatch.context() as changes:
-        changes.setattr(tables, "BATCH_ROWS", 5)
-        table = encode_once((), lambda counts: rows, lambda counts: True)
-        samples = SampleTable(table, np.arange(len(table)), Cut(max_length, whole))
-        expected = [plain_sample(row, max_length, whole) for row in rows]
+    batches = [record_batch(rows[start : start + 5]) for start in range(0, len(rows), 5)]
+    table = encode_once((), lambda counts: batches, lambda counts: True)
+    samples = SampleTable(table, np.arange(len(table)), Cut(max_length, whole))
+    expected = [plain_sample(row, max_length, whole) for row in rows]
 
-        assert list(samples) == expected
-        assert list(samples[1:]) == expected[1:]
-        assert samples.lengths.tolist() == [len(sample.input_ids) for sample in expected]
-        assert samples.tokens == sum(samples.lengths)
-        for first in (0, 1):
-            counted = sum(label != -100 for sample in expected for label in sample.labels[first:])
-            assert samples.targets(first) == counted
-        assert samples.digest() == digest_of(expected) == plain_digest(expected)
+    assert list(samples) == expected
+    assert list(samples[1:]) == expected[1:]
+    assert samples.lengths.tolist() == [len(sample.input_ids) for sample in expected]
+    assert samples.tokens == sum(samples.lengths)
+    for first in (0, 1):
+        counted = sum(label != -100 for sample in expected for label in sample.labels[first:])
+        assert samples.targets(first) == counted
+    assert samples.digest() == digest_of(expected) == plain_digest(expected)
 
 
 def plain_digest(samples: list[Sample]) -> str:
@@ -245,3 +252,61 @@ def test_a_stream_is_read_as_far_as_the_steps_need(make_tokenizer, tmp_path, mon
     table = tokens_of_data(made, tokenizer, limit=4)
 
     assert len(table) == table.counts.rows == 4
+
+
+@pytest.fixture
+def many(monkeypatch):
+    """A few rows are many, which two processes encode."""
+    monkeypatch.setattr(chunks, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(chunks, "FEW_ROWS", 4)
+    monkeypatch.setattr(chunks, "usable_cpus", lambda: 2)
+    return monkeypatch
+
+
+def test_processes_encode_what_one_does(make_tokenizer, tmp_path, many):
+    """In the order of the rows, bad ones counted; also when processes die at work."""
+    rows = [*ROWS, {"prompt": 3, "completion": "b"}, *ROWS]
+    path, tokenizer = write(tmp_path / "a.jsonl", rows), make_tokenizer()
+    many.setenv(environment.DATA_CACHE, "0")
+    digests = []
+    for change in ("none", "processes", "dying"):
+        many.setattr(chunks, "FEW_ROWS", 99 if change == "none" else 4)
+        if change == "dying":
+            many.setattr(chunks, "_asked", dying(chunks._asked))
+        loaded = load(path, tokenizer, data={"skip_bad_rows": True})
+        digests.append((loaded.digest, *loaded.report.lines()))
+
+    assert digests[0] == digests[1] == digests[2]
+    assert f"{path}:9: " in str(digests[0])
+
+
+def encoders() -> list[str]:
+    """Processes of this one that encode."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = (folder / "stat").read_text().rpartition(")")[2].split()[1]
+            command = (folder / "cmdline").read_text()
+            if int(parent) == os.getpid() and "import serve" in command:
+                found.append(command)
+    return found
+
+
+def dying(asked):
+    """Each process is killed before its first answer."""
+
+    def kill_first(process, chunk):
+        process.kill()
+        return asked(process, chunk)
+
+    return kill_first
+
+
+def test_a_bad_row_among_many_is_named(make_tokenizer, tmp_path, many):
+    """By its line, and no process is left."""
+    rows = [*ROWS, {"prompt": 3, "completion": "b"}, *ROWS]
+    path = write(tmp_path / "a.jsonl", rows)
+
+    with pytest.raises(MalformedRowError, match=rf"{path}:9"):
+        load(path, make_tokenizer())
+    assert not encoders()

@@ -7,30 +7,33 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from tlora_fx.config.base_task import pools_first
+import pyarrow as pa
+
 from tlora_fx.config.job import Job
 from tlora_fx.errors import ChatTemplateError, DataError, MalformedRowError
 from tlora_fx.runtime.checkpoints.digests import file_digest
-from tlora_fx.runtime.data.chats import UnlocatedTurnError, template_of
-from tlora_fx.runtime.data.conversations import BadRowError
-from tlora_fx.runtime.data.encoding import DraftRow, LabelPosition, TextEncoder
+from tlora_fx.runtime.data.chats import template_of
+from tlora_fx.runtime.data.chunks import CHUNK_ROWS, ChunkEncoder, EncodedChunk, encoded_chunks
 from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows, SampleLayout, layout_of
 from tlora_fx.runtime.data.rows import data_files, read_rows
 from tlora_fx.runtime.data.table_cache import encode_once, table_key
-from tlora_fx.runtime.data.tables import RowCounts, TokenRow, TokenTable
+from tlora_fx.runtime.data.tables import (
+    BadRow,
+    RowCounts,
+    TokenTable,
+    record_batch,
+    trained_tokens,
+)
 from tlora_fx.runtime.data.text_files import DataRow
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-#: Rows that are tokenised by one call.
-CHUNK_ROWS = 1024
 
 
 def tokens_of_data(
@@ -45,9 +48,9 @@ def tokens_of_data(
     limit    rows are read until so many samples can be trained
     raises   DataError, one of its classes for each mistake
     """
-    encoder = _RowEncoder(job, tokenizer, clock)
     if limit is not None:
-        return encode_once((), lambda counts: encoder.first(limit, counts), lambda _: True)
+        first = partial(_first_rows, job, tokenizer, clock, limit)
+        return encode_once((), first, lambda _: True)
 
     def serves(counts: RowCounts) -> bool:
         if counts.layout is None:
@@ -61,7 +64,7 @@ def tokens_of_data(
     )  # fmt: skip
     parts = _decisive(job, tokenizer)
     keys = [table_key(*parts, clock, masked) for masked in (asks, not asks)] if parts else []
-    return encode_once(keys, encoder.all, serves)
+    return encode_once(keys, partial(_all_rows, job, tokenizer, clock), serves)
 
 
 def _decisive(job: Job, tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...]:
@@ -101,104 +104,67 @@ _FLAGS = (
 )  # fmt: skip
 
 
-class _RowEncoder:
-    """Encodes the rows of a job's data, some at a time."""
-
-    def __init__(
-        self, job: Job, tokenizer: PreTrainedTokenizerBase, clock: datetime | None
-    ) -> None:
-        self.job, self.tokenizer, self._clock = job, tokenizer, clock
-        self._encoder: TextEncoder | None = None
-        self._draft: DraftRow
-        self._position = _label_position(job) if job.base.is_classifier else None
-
-    def all(self, counts: RowCounts) -> Iterator[TokenRow]:
-        """The sequences of all rows."""
-        rows = self._laid_out(counts, WINDOW)
-        left = iter(rows)
-        while chunk := list(islice(left, CHUNK_ROWS)):
-            for row in self._encoded(chunk, counts):
-                yield from row
-        self._note(rows, counts)
-
-    def first(self, limit: int, counts: RowCounts) -> Iterator[TokenRow]:
-        """The sequences of so many rows that `limit` samples can be trained."""
-        rows = self._laid_out(counts, min(WINDOW, limit))
-        left, more = iter(rows), limit
-        while more and (chunk := list(islice(left, min(more, CHUNK_ROWS)))):
-            for row in self._encoded(chunk, counts):
-                more -= all(self._is_trained(sequence) for sequence in row)
-                yield from row
-        self._note(rows, counts)
-
-    def _laid_out(self, counts: RowCounts, window: int) -> LaidOutRows:
-        """The rows of the data, of which as many are looked at for the columns."""
-        rows = LaidOutRows(self.job, read_rows(self.job.data, self.job.name), window)
-        counts.layout = rows.layout
-        if rows.layout is not None:
-            self._encoder = _text_encoder(self.job, self.tokenizer, self._clock, rows.layout)
-            self._draft = self._draft_of(self._encoder)
-        return rows
-
-    def _note(self, rows: LaidOutRows, counts: RowCounts) -> None:
-        """What is known at the end."""
-        counts.unread = list(rows.unread)
-        if self._encoder is not None:
-            counts.notes = list(self._encoder.notes)
-            # Where all tokens are trained, chats are not searched for those of the assistant.
-            counts.is_masked = self._encoder.layout.on_completion or not self._encoder.has_chats
-
-    def _is_trained(self, sequence: TokenRow) -> bool:
-        """Whether a token of a sequence is trained after the job has cut it."""
-        assert self._encoder is not None
-        first, last = self.job.label_shift, min(len(sequence.ids), self.job.max_length)
-        if not self._encoder.layout.on_completion:
-            return last > first
-        runs = zip(sequence.spans[::2], sequence.spans[1::2], strict=True)
-        return any(max(start, first) < min(stop, last) for start, stop in runs)
-
-    def _encoded(
-        self, chunk: Sequence[DataRow], counts: RowCounts
-    ) -> Iterator[tuple[TokenRow, ...]]:
-        """The sequences of each row of a chunk that is not bad."""
-        counts.rows += len(chunk)
-        fields = [row.fields for row in chunk if row.fields is not None]
-        encoded = iter(self._encoder.encode_rows(fields, self._draft) if self._encoder else ())
-        for row in chunk:
-            made = BadRowError(row.reason) if row.fields is None else next(encoded)
-            if isinstance(made, BadRowError):
-                self._add_bad_row(counts, row.where, made)
-            else:
-                yield made
-
-    def _draft_of(self, encoder: TextEncoder) -> DraftRow:
-        if self._position is not None:
-            base, most = self.job.base, self.job.max_length
-            return partial(encoder.draft_label, base=base, most=most, position=self._position)
-        return encoder.draft_pair if self.job.is_preference else encoder.draft
-
-    def _add_bad_row(self, counts: RowCounts, where: str, error: BadRowError) -> None:
-        """Count a bad row; raises DataError unless the job skips them."""
-        if not self.job.data.skip_bad_rows:
-            raise bad_row(
-                self.job, where, str(error), by_template=isinstance(error, UnlocatedTurnError)
-            )
-        place = where.removeprefix(self.job.data.path)
-        counts.add_bad_row(place, str(error), isinstance(error, UnlocatedTurnError))
+def _all_rows(
+    job: Job, tokenizer: PreTrainedTokenizerBase, clock: datetime | None, counts: RowCounts
+) -> Iterator[pa.RecordBatch]:
+    """The sequences of all rows."""
+    rows = LaidOutRows(job, read_rows(job.data, job.name))
+    chunks: Iterable[EncodedChunk]
+    if rows.layout is None:
+        chunks = [_bad_chunk(list(rows))]
+    else:
+        encoder = _chunk_encoder(job, tokenizer, clock, rows.layout)
+        chunks = encoded_chunks(rows, encoder)
+    for chunk in chunks:
+        _count(job, chunk, rows, counts)
+        yield chunk.batch
 
 
-def _label_position(job: Job) -> LabelPosition:
-    """Which token of a sample the base's class reads for its label.
+def _first_rows(
+    job: Job,
+    tokenizer: PreTrainedTokenizerBase,
+    clock: datetime | None,
+    limit: int,
+    counts: RowCounts,
+) -> Iterator[pa.RecordBatch]:
+    """The sequences of so many rows that `limit` samples can be trained."""
+    rows = LaidOutRows(job, read_rows(job.data, job.name), min(WINDOW, limit))
+    if rows.layout is None:
+        _count(job, _bad_chunk(list(rows)), rows, counts)
+        return
+    encoder, missing = _chunk_encoder(job, tokenizer, clock, rows.layout), limit
+    left = iter(rows)
+    while missing and (some := list(islice(left, min(missing, CHUNK_ROWS)))):
+        chunk = encoder(some)
+        _count(job, chunk, rows, counts)
+        missing -= _trained_samples(job, chunk.batch, whole=not rows.layout.on_completion)
+        yield chunk.batch
 
-    As in transformers: an encoder's first one, else the last one that is no padding.
-    """
-    from tlora_fx.model.backbone import load_config
 
-    config = load_config(job.base)
-    if pools_first(config.to_dict()):
-        return lambda ids: 0
-    padding = config.get_text_config().pad_token_id
-    return lambda ids: max((at for at, token in enumerate(ids) if token != padding), default=0)
+def _trained_samples(job: Job, batch: pa.RecordBatch, *, whole: bool) -> int:
+    """How many samples of some sequences can be trained after the job has cut them."""
+    counts = trained_tokens(batch, job.label_shift, job.max_length, whole=whole)
+    return int(counts.reshape(-1, job.sequences_per_sample).all(axis=1).sum())
+
+
+def _bad_chunk(rows: Sequence[DataRow]) -> EncodedChunk:
+    """Rows none of which can be read."""
+    bad = [BadRow(row.where, row.reason, by_template=False) for row in rows]
+    return EncodedChunk(len(rows), bad, record_batch([]), (), has_chats=False)
+
+
+def _count(job: Job, chunk: EncodedChunk, rows: LaidOutRows, counts: RowCounts) -> None:
+    """Count what became of some rows; raises DataError for a bad one unless the job skips them."""
+    counts.rows += chunk.rows
+    for row in chunk.bad:
+        if not job.data.skip_bad_rows:
+            raise bad_row(job, row.place, row.reason, by_template=row.by_template)
+        counts.add_bad_row(row._replace(place=row.place.removeprefix(job.data.path)))
+    counts.layout, counts.unread = rows.layout, list(rows.unread)
+    counts.notes += [note for note in chunk.notes if note not in counts.notes]
+    # Where all tokens are trained, chats are not searched for those of the assistant.
+    if chunk.has_chats and rows.layout is not None and not rows.layout.on_completion:
+        counts.is_masked = False
 
 
 def bad_row(job: Job, where: str, reason: str, *, by_template: bool) -> DataError:
@@ -220,10 +186,10 @@ def bad_row(job: Job, where: str, reason: str, *, by_template: bool) -> DataErro
     )
 
 
-def _text_encoder(
+def _chunk_encoder(
     job: Job, tokenizer: PreTrainedTokenizerBase, clock: datetime | None, layout: SampleLayout
-) -> TextEncoder:
+) -> ChunkEncoder:
     if layout.needs_template and not template_of(tokenizer):
         help = "name a chat model's tokenizer under base, or give prompt and completion columns"
         raise ChatTemplateError("the tokenizer has no chat template", job=job.name, help=help)
-    return TextEncoder(tokenizer, layout, job.data.append_eos, clock)
+    return ChunkEncoder(job, tokenizer, clock, layout)

@@ -29,7 +29,7 @@ from tlora_fx.host import environment
 from tlora_fx.host.paths import cache_folder
 from tlora_fx.host.sources import own_source
 from tlora_fx.runtime.data.layout import SampleLayout
-from tlora_fx.runtime.data.tables import BadRow, RowCounts, TokenRow, TokenTable, write_rows
+from tlora_fx.runtime.data.tables import BadRow, RowCounts, TokenTable, write_batches
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ LIBRARIES = ("transformers", "tokenizers", "jinja2")
 _open: WeakValueDictionary[str, TokenTable] = WeakValueDictionary()
 
 
-Encode = Callable[[RowCounts], Iterable[TokenRow]]
+Encode = Callable[[RowCounts], Iterable[pa.RecordBatch]]
 
 
 def encode_once(
@@ -47,7 +47,7 @@ def encode_once(
     """The table under one of the keys, else a new one, which is kept under the first.
 
     keys      none where nobody knows what decides the data
-    encode    makes the rows of a table, and counts what became of the data's rows
+    encode    makes the batches of a table, and counts what became of the data's rows
     usable    whether a table that is there serves
     """
     if not keys:
@@ -112,7 +112,7 @@ def _built(key: str, encode: Encode) -> TokenTable:
     home = tables_folder()
     written, counts = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=home)), RowCounts()
     try:
-        write_rows(written / "tokens.arrow", encode(counts))
+        write_batches(written / "tokens.arrow", encode(counts))
         (written / "rows.json").write_text(json.dumps(asdict(counts), default=sorted), "utf-8")
         shutil.rmtree(home / key, ignore_errors=True)
         written.rename(home / key)
@@ -128,7 +128,7 @@ def _temporary(encode: Encode) -> TokenTable:
     counts = RowCounts()
     with tempfile.TemporaryDirectory(prefix="tlora-fx-data-") as folder:
         path = Path(folder) / "tokens.arrow"
-        write_rows(path, encode(counts))
+        write_batches(path, encode(counts))
         return TokenTable(path, counts)
 
 

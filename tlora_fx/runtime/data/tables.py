@@ -9,7 +9,7 @@ differ in (`max_length`, which tokens are trained) is applied when a sequence is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -24,8 +24,8 @@ from tlora_fx.host.durable import replace_file
 from tlora_fx.runtime.data.layout import SampleLayout
 
 NO_TARGET = -100
-#: Sequences in one record batch of a file.
-BATCH_ROWS = 4096
+#: Values of a column of lists, and where each list begins and ends.
+Lists = tuple[np.ndarray, np.ndarray]
 SCHEMA = pa.schema(
     [
         ("ids", pa.list_(pa.int32())),
@@ -77,12 +77,12 @@ class RowCounts:
     template_faults: int = 0
     notes: list[str] = field(default_factory=list)
 
-    def add_bad_row(self, place: str, reason: str, by_template: bool) -> None:
-        """Count a bad row, and keep its place and reason if it is one of the first."""
+    def add_bad_row(self, row: BadRow) -> None:
+        """Count a bad row, and keep it if it is one of the first."""
         self.bad_rows += 1
-        self.template_faults += by_template
+        self.template_faults += row.by_template
         if len(self.first_bad) < 5:
-            self.first_bad.append(BadRow(place, reason, by_template))
+            self.first_bad.append(row)
 
 
 class TokenRow(NamedTuple):
@@ -102,29 +102,53 @@ class TokenRow(NamedTuple):
     cut: bool = False
 
 
-def write_rows(path: Path, rows: Iterable[TokenRow]) -> None:
-    """Write sequences as an Arrow stream, some thousand at a time.
+def record_batch(rows: Sequence[TokenRow]) -> pa.RecordBatch:
+    """Sequences as a batch of a file."""
+    columns = zip(*rows, strict=True) if rows else ([] for _ in SCHEMA)
+    arrays = [
+        pa.array(column, type=field.type) for column, field in zip(columns, SCHEMA, strict=True)
+    ]
+    return pa.record_batch(arrays, schema=SCHEMA)
+
+
+def write_batches(path: Path, batches: Iterable[pa.RecordBatch]) -> None:
+    """Write sequences as an Arrow stream.
 
     raises   OSError
     """
     with path.open("wb") as file, pa.ipc.new_stream(file, SCHEMA) as writer:
-        for batch in _batches(rows):
-            columns = [
-                pa.array(column, type=field.type)
-                for column, field in zip(zip(*batch, strict=True), SCHEMA, strict=True)
-            ]
-            writer.write_batch(pa.record_batch(columns, schema=SCHEMA))
+        for batch in batches:
+            writer.write_batch(batch)
 
 
-def _batches(rows: Iterable[TokenRow]) -> Iterator[list[TokenRow]]:
-    batch: list[TokenRow] = []
-    for row in rows:
-        batch.append(row)
-        if len(batch) == BATCH_ROWS:
-            yield batch
-            batch = []
-    if batch:
-        yield batch
+def trained_tokens(
+    batch: pa.RecordBatch, first: int, max_length: int, *, whole: bool
+) -> np.ndarray:
+    """How many tokens of each sequence of a batch are trained, [N] int64.
+
+    first       tokens before this position are not counted
+    max_length  tokens of a sequence that are kept
+    whole       all tokens are trained, not only the spans
+    """
+    lengths = np.diff(_lists(batch.column("ids"))[1])
+    return _trained(lengths, [_lists(batch.column("spans"))], first, max_length, whole=whole)
+
+
+def _trained(
+    lengths: np.ndarray, spans: Sequence[Lists], first: int, max_length: int, *, whole: bool
+) -> np.ndarray:
+    kept = np.minimum(lengths, max_length).astype(np.int64)
+    if whole:
+        whole_counts: np.ndarray = np.maximum(kept - first, 0)
+        return whole_counts
+    counts, at = np.zeros(len(lengths), np.int64), 0
+    for values, ends in spans:
+        runs = values[ends[0] : ends[-1]].reshape(-1, 2)
+        owner = np.repeat(np.arange(at, at + len(ends) - 1), np.diff(ends) // 2)
+        stop = np.minimum(runs[:, 1], kept[owner])
+        np.add.at(counts, owner, np.maximum(stop - np.maximum(runs[:, 0], first), 0))
+        at += len(ends) - 1
+    return counts
 
 
 class TokenTable:
@@ -146,11 +170,12 @@ class TokenTable:
         with pa.memory_map(str(path)) as source, pa.ipc.open_stream(source) as stream:
             if stream.schema != SCHEMA:
                 raise pa.ArrowInvalid(f"{path} has other columns")
-            batches = list(stream)
+            batches = [batch for batch in stream if len(batch)]
         self.counts, self.folder = counts, folder
         self._ids = [_lists(batch.column("ids")) for batch in batches]
         self._spans = [_lists(batch.column("spans")) for batch in batches]
         self.lengths = _joined([np.diff(ends) for _, ends in self._ids], np.int32)
+        self._starts = np.cumsum([0, *(len(batch) for batch in batches)])
         self.codes = _joined([batch.column("code").to_numpy() for batch in batches], np.int64)
         flags = ("differs", "cut")
         self.differs, self.cut = (
@@ -169,11 +194,11 @@ class TokenTable:
 
     def ids(self, index: int) -> np.ndarray:
         """Token ids of a sequence, [n] int32; a view of the file."""
-        return _item(self._ids, index)
+        return self._item(self._ids, index)
 
     def spans(self, index: int) -> np.ndarray:
         """Start and end of each trained run of a sequence, [runs, 2] int32; a view of the file."""
-        return _item(self._spans, index).reshape(-1, 2)
+        return self._item(self._spans, index).reshape(-1, 2)
 
     def trained(self, first: int, max_length: int, *, whole: bool) -> np.ndarray:
         """How many tokens of each sequence are trained, [N] int64.
@@ -182,31 +207,18 @@ class TokenTable:
         max_length  tokens of a sequence that are kept
         whole       all tokens are trained, not only the spans
         """
-        kept = np.minimum(self.lengths, max_length).astype(np.int64)
-        if whole:
-            whole_counts: np.ndarray = np.maximum(kept - first, 0)
-            return whole_counts
-        counts, at = np.zeros(len(self), np.int64), 0
-        for values, ends in self._spans:
-            runs = values[ends[0] : ends[-1]].reshape(-1, 2)
-            owner = np.repeat(np.arange(at, at + len(ends) - 1), np.diff(ends) // 2)
-            stop = np.minimum(runs[:, 1], kept[owner])
-            np.add.at(counts, owner, np.maximum(stop - np.maximum(runs[:, 0], first), 0))
-            at += len(ends) - 1
-        return counts
+        return _trained(self.lengths, self._spans, first, max_length, whole=whole)
+
+    def _item(self, chunks: Sequence[Lists], index: int) -> np.ndarray:
+        batch = int(np.searchsorted(self._starts, index, "right")) - 1
+        values, ends = chunks[batch]
+        row = index - self._starts[batch]
+        part: np.ndarray = values[ends[row] : ends[row + 1]]
+        return part
 
 
-def _lists(column: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The values of a column of lists and where each list begins and ends."""
+def _lists(column: Any) -> Lists:
     return column.values.to_numpy(), column.offsets.to_numpy()
-
-
-def _item(chunks: Sequence[tuple[np.ndarray, np.ndarray]], index: int) -> np.ndarray:
-    # All batches but the last have the same number of rows.
-    chunk, row = divmod(index, BATCH_ROWS)
-    values, ends = chunks[chunk]
-    part: np.ndarray = values[ends[row] : ends[row + 1]]
-    return part
 
 
 def _joined(parts: Sequence[np.ndarray], kind: Any) -> np.ndarray:
