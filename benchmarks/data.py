@@ -11,8 +11,8 @@ map       `datasets.map` with the same tokenizer, prompts and whole texts, a pro
 batch     one call of the tokenizer over prompts and whole texts
 
 Arms must have equal tokens: the hash of the ids of the first 10,000 whole texts is compared. With
-`--rows` the file's texts are drawn from at random, and there is no `batch`, which needs all tokens as
-Python's integers.
+`--rows` the file's texts are drawn from at random, and there is no `batch`, which needs all tokens
+as Python's integers.
 """
 
 from __future__ import annotations
@@ -80,8 +80,10 @@ def main() -> None:
 def in_process(arm: str, work: Path) -> dict[str, Any]:
     """The result of an arm in a new process."""
     environment = {**os.environ, "TLORA_FX_CACHE": str(work / "cache")}
-    command = [sys.executable, "-m", "benchmarks.data", "--file", "-", "--work", work, "--arm", arm]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    words = ["-m", "benchmarks.data", "--file", "-", "--work", str(work), "--arm", arm]
+    run = subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, check=False
+    )
     if run.returncode:
         raise RuntimeError(run.stderr[-3000:])
     found: dict[str, Any] = json.loads(run.stdout.splitlines()[-1])
@@ -186,7 +188,8 @@ def make_tokenizer(source: Path, folder: Path) -> None:
     rows = [json.loads(line) for line in source.read_text().splitlines()]
     model.train_from_iterator((row["question"] + row["answer"] for row in rows), trainer)
     tokens = {"bos_token": "<s>", "eos_token": "</s>"}
-    PreTrainedTokenizerFast(tokenizer_object=model, **tokens).save_pretrained(folder)
+    fast: Any = PreTrainedTokenizerFast
+    fast(tokenizer_object=model, **tokens).save_pretrained(folder)
 
 
 if __name__ == "__main__":

@@ -98,6 +98,10 @@ def test_samples_are_those_of_plain_lists(rows, max_length, whole):
         counted = sum(label != -100 for sample in expected for label in sample.labels[first:])
         assert samples.targets(first) == counted
     assert samples.digest() == digest_of(expected) == plain_digest(expected)
+    backwards = samples.take(np.arange(len(samples))[::-1])
+    assert backwards.digest() == plain_digest(expected[::-1])
+    some = samples.take(np.arange(len(samples))[1::2])
+    assert some.digest() == plain_digest(expected[1::2])
 
 
 def plain_digest(samples: list[Sample]) -> str:

@@ -192,6 +192,15 @@ class TokenTable:
         """The largest of all token ids; -1 where there is none."""
         return max((int(values.max()) for values, _ in self._ids if len(values)), default=-1)
 
+    @property
+    def batches(self) -> int:
+        """Number of batches of the file."""
+        return len(self._ids)
+
+    def batch(self, index: int) -> tuple[int, Lists, Lists]:
+        """The index of the first sequence of a batch, and ids and spans of its sequences."""
+        return int(self._starts[index]), self._ids[index], self._spans[index]
+
     def ids(self, index: int) -> np.ndarray:
         """Token ids of a sequence, [n] int32; a view of the file."""
         return self._item(self._ids, index)
@@ -322,9 +331,41 @@ class SampleTable(Sequence[Sample]):
         return digest
 
     def _digest(self) -> str:
-        rows = self.rows.tolist()
-        ids = (self._arrays(row)[0] for row in rows)
-        return _digest(self.lengths, ids, (self._arrays(row)[1] for row in rows))
+        if (np.diff(self.rows) < 0).any():
+            pairs = [self._arrays(row) for row in self.rows.tolist()]
+            return _digest(self.lengths, (i for i, _ in pairs), (labels for _, labels in pairs))
+        return _digest(
+            self.lengths,
+            (self._flat(index, labels=False) for index in range(self.table.batches)),
+            (self._flat(index, labels=True) for index in range(self.table.batches)),
+        )
+
+    def _flat(self, batch: int, *, labels: bool) -> np.ndarray:
+        """Ids or labels of all samples of a batch of the table, one behind the other."""
+        first, (values, ends), spans = self.table.batch(batch)
+        start, stop = np.searchsorted(self.rows, (first, first + len(ends) - 1))
+        rows = self.rows[start:stop] - first
+        begins, lengths = ends[:-1].astype(np.int64), np.diff(ends)
+        kept = np.minimum(lengths, self.cut.max_length)[rows].astype(np.int64)
+        offsets = np.repeat(begins[rows] - (np.cumsum(kept) - kept), kept)
+        index = offsets + np.arange(len(offsets))
+        flat: np.ndarray = values[index]
+        if not labels or self.cut.whole:
+            return flat
+        runs, owner = (
+            spans[0].reshape(-1, 2),
+            np.repeat(np.arange(len(lengths)), np.diff(spans[1]) // 2),
+        )
+        edges = np.zeros(len(values) + 1, np.int32)
+        np.add.at(edges, begins[owner] + runs[:, 0], 1)
+        np.add.at(edges, begins[owner] + runs[:, 1], -1)
+        trained = np.cumsum(edges[:-1]) > 0
+        if self.cut.odd_spans:
+            trained |= np.repeat((first + np.arange(len(lengths))) % 2 == 0, lengths)
+        if self.cut.labelled:
+            codes = self.table.codes[first : first + len(lengths)]
+            flat = np.repeat(codes, lengths)[index].astype(np.int32)
+        return np.where(trained[index], flat, np.int32(NO_TARGET))
 
     def _arrays(self, row: int) -> tuple[np.ndarray, np.ndarray]:
         """Ids and labels of a sequence of the table, [n] int32 each."""
