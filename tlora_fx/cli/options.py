@@ -113,14 +113,16 @@ PipelineText = Annotated[
     str | None,
     typer.Option(
         "--pipeline",
-        help="Compiler passes to run instead of the default ones; see `tlora-fx passes`.",
+        help="Graph passes that compile the model, instead of the default ones; `tlora-fx passes` "
+        "lists them.",
     ),
 ]
 AddPass = Annotated[
     list[str] | None,
     typer.Option(
         "--add-pass",
-        help="Insert a compiler pass: NAME@after:NAME or NAME@before:NAME; repeatable.",
+        help="Insert a compiler pass before or after another one: NAME@after:NAME or "
+        "NAME@before:NAME; repeatable.",
     ),
 ]
 Load = Annotated[

@@ -60,35 +60,38 @@ class TrainOptions:
         bool,
         typer.Option(
             "--whole-base",
-            help="When resuming, compare every byte of the base weights, not some blocks of each "
-            "tensor.",
+            help="When resuming, check that no byte of the base weights has changed; if not given, "
+            "some blocks of each tensor are checked.",
         ),
     ] = False
     device: Annotated[
         str | None,
         typer.Option(
-            help="Device to run on: cpu, cuda, cuda:1, ...; if not given, a GPU for each process, "
-            "or the CPU if there is no GPU."
+            help="Device to run on, such as cpu, cuda or cuda:1; if not given, each process takes "
+            "a GPU, or the CPU if there is no GPU."
         ),
     ] = None
     pipeline: PipelineText = None
     add_pass: AddPass = None
     load: Load = None
     max_row_tokens: Annotated[
-        int, typer.Option(min=2, help="Maximum tokens in one forward pass.")
+        int, typer.Option(min=2, help="Maximum tokens of a row, that is, of one forward pass.")
     ] = 16384
     plan: Annotated[
         str | None,
         typer.Option(
-            help="How to split the model over processes: auto, fsdp, pipeline, tensor, ... or a "
-            "plan file. With several processes, auto if not given."
+            help="How to divide the model among processes: single, replicated, fsdp, tensor, "
+            "pipeline, auto (the fastest one that is predicted to fit), or a plan file; if not "
+            "given, single for one process and auto for several. auto needs a profile of the base: "
+            "`tlora-fx profile`."
         ),
     ] = None
     mesh: Annotated[
         str | None,
         typer.Option(
-            help="How to arrange the processes: pipeline stages (pp), replicas (dp) and "
-            "tensor-parallel pieces (tp), such as pp=2,dp=2."
+            help="Numbers of pipeline stages (pp), replicas (dp) and tensor-parallel parts (tp), "
+            "such as pp=2,dp=2; their product is the number of processes. If not given, the plan "
+            "chooses."
         ),
     ] = None
     compiled: Annotated[
@@ -101,34 +104,35 @@ class TrainOptions:
         int | None,
         typer.Option(
             min=1,
-            help="Number of nano-batches to cut each row into, so that their work overlaps. A "
-            "--controller other than fixed chooses it instead.",
+            help="Number of parts (nano-batches) to cut each row into, so that one computes while "
+            "another communicates; if not given, the number in the plan. A --controller other than "
+            "fixed chooses the number instead.",
         ),
     ] = None
     controller: Annotated[
         str | None,
         typer.Option(
-            help="How to adapt the number of nano-batches while training: keep-best, aimd or fixed."
+            help="How to choose the number of nano-batches while training: keep-best (the fastest "
+            "one that was measured), aimd (the rule of the paper) or fixed; if not given, the "
+            "number stays as it is."
         ),
     ] = None
     shard_base: Annotated[
         bool,
         typer.Option(
             "--shard-base",
-            help="With --plan pipeline, shard the base weights of each stage over its replicas.",
+            help="With --plan pipeline, divide the base weights of each stage among its replicas.",
         ),
     ] = False
     cuda_graphs: Annotated[
         bool,
-        typer.Option(
-            help="On a GPU, capture small rows whose sizes recur as CUDA graphs and replay them."
-        ),
+        typer.Option(help="On a GPU, run small rows whose sizes recur as CUDA graphs."),
     ] = True
     callback: Annotated[
         list[str] | None,
         typer.Option(
-            help="Your own callback for events of the run, a tlora_fx.TrainerCallback, as "
-            "FILE.py:CLASS; repeatable."
+            help="Class of yours to call at events of the run, a subclass of "
+            "tlora_fx.TrainerCallback, as FILE.py:CLASS; repeatable."
         ),
     ] = None
     push_to_hub: Annotated[
@@ -142,8 +146,8 @@ class TrainOptions:
         float,
         typer.Option(
             min=1,
-            help="Seconds that a process waits for the others, from the second round on, before "
-            "it gives up.",
+            help="Seconds that a process waits for the others before it gives up. The first round, "
+            "which compiles, has more time.",
         ),
     ] = 300
     trust_remote_code: TrustRemoteCode = False
@@ -151,11 +155,14 @@ class TrainOptions:
 
 @takes_options
 def run(options: TrainOptions) -> None:
-    """Train all jobs of a file together on one frozen base, each to its own last step.
+    """Train all jobs of a file together on one frozen base, each for its own number of steps.
 
     Writes a folder for each job, with its PEFT adapter, metrics.jsonl and status.json, and
-    checkpoints. To train on several GPUs, start it by torchrun; all processes then train one model,
-    which a plan splits over them:
+    checkpoints. A round is one optimizer step of every job. A row is the packed tokens of all jobs
+    that one forward pass takes; a round has one or more rows.
+
+    To train on several GPUs, start the command by torchrun. All processes then train one model,
+    which a plan divides among them:
     torchrun --nproc-per-node 4 -m tlora_fx train jobs.yaml -o runs/a --plan auto
     """
     from tlora_fx.runtime.run_folder import how_to_go_on, require_begun, require_new

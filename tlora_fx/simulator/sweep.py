@@ -80,21 +80,24 @@ class JobSource:
     trace: str = option("synthetic", "trace file to replay, or 'synthetic' to draw a trace")
     format: str | None = option(
         None,
-        "format of the trace file (acme, pollux, kalos, own); if not given, known by its columns",
+        "format of the trace file: acme, pollux, kalos, or own, which --save-trace writes; if not "
+        "given, recognised by the columns of the file",
     )
     bad_rows: Literal["drop", "refuse"] = option(
         "drop",
-        "rows of the trace that describe no possible job: drop and count them, or refuse the trace",
+        "invalid rows of the trace: drop and count them, or refuse the trace",
     )
     jobs: int = 1000
     intensity: float = option(
-        1.0, "arrival rate of a synthetic trace, as a multiple of the original trace's mean rate"
+        1.0, "arrival rate of a synthetic trace, as a multiple of AcmeTrace's mean rate"
     )
     burstiness: float = option(
         1.0, "coefficient of variation of a synthetic trace's inter-arrival times; 1 is Poisson"
     )
     marginals: Path | None = option(
-        None, "file of marginal distributions to fit a synthetic trace to"
+        None,
+        "JSON file of the distributions that a synthetic trace is drawn from; if not given, "
+        "those of AcmeTrace's cluster Seren",
     )
 
     @property
@@ -112,8 +115,8 @@ class Choices:
 
     jobs: int | None = option(
         None,
-        "replay only this many jobs, the first of the trace; if not given, a synthetic trace has "
-        "1,000",
+        "number of jobs to replay, from the start of the trace; if not given, all jobs of a file, "
+        "or 1,000 of a synthetic trace",
         ge=1,
     )
     scale: float = option(1.0, "divide inter-arrival times by this factor", gt=0)
@@ -131,8 +134,8 @@ class Choices:
     )
     steps: int | None = option(
         None,
-        "optimizer steps of every job; if not given, as many as make it last as long as in the "
-        "trace when it runs alone",
+        "optimizer steps of every job; if not given, so many that the job, running alone, takes as "
+        "long as in the trace",
         none="max(1, round(duration / T_solo))",
         ge=1,
     )
@@ -145,12 +148,14 @@ class Choices:
         (2, 4, 8, 16), "LoRA ranks, of which each job gets one at random", min_length=1
     )
     batches: Counts = option(
-        (1, 2, 4, 8), "batch sizes, in sequences per step, of which each job gets one", min_length=1
+        (1, 2, 4, 8),
+        "batch sizes, in sequences per step, of which each job gets one by --batch-rule",
+        min_length=1,
     )
     batch_rule: Literal["independent", "gpus"] = option(
         "independent",
         "how a job gets its batch size: at random (independent), or the largest one that is not "
-        "above the job's number of GPUs (gpus); the paper is unclear",
+        "above the job's number of GPUs (gpus); the paper does not say which it uses",
     )
     mean_tokens: float = option(
         130.0, "mean length of a sample, in tokens; GSM8K's is about 130", ge=2
@@ -161,12 +166,12 @@ class Choices:
     max_tokens: int = option(422, "longest sample, in tokens; GSM8K's has 422", ge=2)
     lengths: Literal["typical", "drawn"] = option(
         "typical",
-        "sample lengths: the same quantiles for all jobs of one batch size (typical), or drawn for "
-        "each job (drawn)",
+        "sample lengths: the same quantiles of the distribution for all jobs of one batch size "
+        "(typical), or drawn for each job (drawn)",
     )
     max_slowdown: float = option(
         MAX_SLOWDOWN,
-        "how many times slower than alone a job may become in a group of two or more",
+        "how many times slower than alone a job may become when it shares GPUs with others",
         ge=1,
     )
     seed: int = 0
@@ -184,17 +189,22 @@ class ReplayOptions:
     """Options of the scheduler in replays."""
 
     month: int | None = option(None, "month of the trace to replay, counted from 1", ge=1)
-    runnable: int = option(128, "number of jobs that a policy sees at once", ge=1)
+    runnable: int = option(
+        128, "number of unfinished jobs that the policy chooses from; later jobs wait", ge=1
+    )
     horizon: float = option(
-        60.0, "time between scheduling decisions, such as 60s or 5m", unit=" s", gt=0
+        60.0,
+        "time between scheduling decisions: seconds, or with a unit, such as 5m",
+        unit=" s",
+        gt=0,
     )
     switch_seconds: float = option(
-        20.0, "seconds without progress that forming a group costs the group", unit=" s", ge=0
+        20.0, "seconds that a group of jobs makes no progress when it is formed", unit=" s", ge=0
     )
     change_seconds: float | None = option(
         None,
-        "seconds without progress that a join or a leave costs a running group; a move costs "
-        "twice that. If not given, a group is formed anew for each change",
+        "seconds that a running group makes no progress when a job joins or leaves it; a move to "
+        "another group takes twice as long. If not given, each change forms the group anew",
         none="none", unit=" s", ge=0,
     )  # fmt: skip
     allow_estimated: bool = option(False, "allow profiles that were scaled from other hardware")
@@ -216,14 +226,15 @@ class SweepOptions:
 
     policies: str = option(
         "all",
-        "policies to compare: all; parts, which replays tlora without each of its parts; or names, "
-        "such as tlora,megatron:backfill=true",
+        "policies to compare: all; parts (tlora, tlora with one of its parts off at a time, and "
+        "megatron); or names, such as tlora,tlora-paper,megatron:backfill=true",
     )
-    seeds: int = option(5, "number of seeds; each policy is replayed once for each", ge=1)
+    seeds: int = option(5, "number of seeds; each policy is replayed once with each seed", ge=1)
     seed: int = option(0, "first seed", ge=0)
     sweeps: str = option(
         "none",
-        "what to vary in further replays: all, none, or some of scale, cluster, months, nano",
+        "what to vary in further replays: all, none, or some of scale (arrival rate), cluster "
+        "(number of GPUs), months (of the trace), nano (number of nano-batches)",
     )
     sweep_seeds: int = option(1, "number of seeds for each point of a sweep", ge=1)
     cluster_sizes: Counts = option(
