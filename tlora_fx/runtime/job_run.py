@@ -156,6 +156,7 @@ class JobRun(Member):
         """
         if norm is None:
             norm = self.optimizer.gradient_norm()
+        # A NaN or infinite loss, or gradient, ends the job; its neighbours train on.
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._fail_at(self.step + 1, loss, norm)
             return None

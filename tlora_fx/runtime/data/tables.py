@@ -368,7 +368,10 @@ class SampleTable(Sequence[Sample]):
         return np.where(trained[index], flat, np.int32(NO_TARGET))
 
     def _arrays(self, row: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and labels of a sequence of the table, [n] int32 each."""
+        """Ids and labels of a sequence of the table, [n] int32 each.
+
+        The loss mask: labels are -100 (`NO_TARGET`) where no loss is counted, else the ids.
+        """
         ids, cut = self.table.ids(row)[: self.cut.max_length], self.cut
         if cut.whole or (cut.odd_spans and row % 2 == 0):
             return ids, ids
