@@ -218,7 +218,7 @@ def test_inductors_code_puts_parts_beside_each_other(tail_columns):
 )
 def test_weights_are_joined_where_sums_are_short(monkeypatch, shapes, rows, step, tail_columns):
     """As q, k and v are, each with whole rank blocks; numbers stay."""
-    monkeypatch.setattr(support, "mode", lambda: "interpret")
+    monkeypatch.setenv("TLORA_FX_KERNELS", "interpret")
     given = [torch.randn(shape) for shape in shapes]
 
     found = packed.extended_weights(given, rows)

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import tokenize
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -80,31 +79,3 @@ def test_a_killed_service_loses_no_job_and_repeats_no_step(tmp_path, executor):
         rows = (run / name / "metrics.jsonl").read_text().splitlines()
         steps = [row["step"] for row in map(json.loads, rows) if "loss" in row]
         assert steps == list(range(1, 61))
-
-
-def lines_of_code(path):
-    """Lines of a file without blank ones, comments and docstrings."""
-    if path.suffix != ".py":
-        return sum(bool(line.strip()) for line in path.read_text().splitlines())
-    lines, begins = set(), True
-    with path.open("rb") as file:
-        for token in tokenize.tokenize(file.readline):
-            name = tokenize.tok_name[token.type]
-            if name in ("NEWLINE", "INDENT", "DEDENT", "ENCODING"):
-                begins = True
-            elif name not in ("NL", "COMMENT", "ENDMARKER"):
-                if not (begins and name == "STRING"):
-                    lines.update(range(token.start[0], token.end[0] + 1))
-                begins = False
-    return len(lines)
-
-
-def test_the_service_is_at_most_three_thousand_lines_of_code():
-    """With its page, its commands, and its part on Ray."""
-    folders = [PACKAGE / "server", PACKAGE / "scheduler" / "ray"]
-    files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
-    files += [PACKAGE / "cli" / f"{name}.py" for name in ("client", "serve", "tokens")]
-    files += [PACKAGE / "scheduler" / "lease.py"]
-    known = [path for path in files if path.suffix in (".py", ".js", ".css", ".html")]
-
-    assert sum(map(lines_of_code, known)) <= 3000
