@@ -18,10 +18,10 @@ from tlora_fx.errors import CheckpointError, DataFileError, OptimizerError, Resu
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.checkpoints.digests import base_digests, file_digest, tensor_digests
 from tlora_fx.runtime.checkpoints.store import Checkpoint, CheckpointStore
-from tlora_fx.runtime.checks import load_tokenizer
 from tlora_fx.runtime.clocks import clocks_of
 from tlora_fx.runtime.data.rows import data_files
 from tlora_fx.runtime.data.samples import JobData, load_job_data
+from tlora_fx.runtime.data.tokenizer import load_tokenizer
 from tlora_fx.runtime.optim.trainable import learning_rates
 
 #: What of a job is compared by what comes of it: its samples, its steps, the base's tensors.

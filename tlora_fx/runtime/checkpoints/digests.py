@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable
 from tlora_fx.host.durable import replace_file
 from tlora_fx.host.paths import cache_folder
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Blocks of each tensor that a sampled digest reads, evenly spread from its first byte to its last.
 BLOCKS = 8
@@ -111,6 +112,8 @@ def tensor_digests(tensors: Mapping[str, Tensor], *, whole: bool = False) -> dic
 
 
 def _in_memory(tensor: Tensor, whole: bool) -> str:
+    import torch
+
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for start, length in _blocks(0, flat.numel(), whole):
