@@ -136,7 +136,9 @@ def _steps_line(data: JobData) -> str:
     job, steps = data.job, data.steps
     batch, times = job.per_device_train_batch_size, job.gradient_accumulation_steps
     what = "packed sequences" if job.packing else "samples"
-    size = f"{batch * times} {what} in a step" + (f" ({batch} × {times})" if times > 1 else "")
+    size = f"at most {batch * times} {what} in a step" + (
+        f" ({batch} × {times})" if times > 1 else ""
+    )
     if job.data.streaming:
         return f"steps: {steps:,} in all, {size}; the data is streamed and read as far as they need"
     epochs = steps / data.steps_per_epoch
@@ -255,7 +257,7 @@ def _histogram(lengths: np.ndarray) -> Table:
 
     ordered = np.sort(lengths)
     middle = int(ordered[len(ordered) // 2])
-    said = f"{ordered[0]:,} to {ordered[-1]:,} tokens a sequence, median {middle:,}"
+    said = f"lengths: {ordered[0]:,} to {ordered[-1]:,} tokens, median {middle:,}"
     table = Table(box=None, pad_edge=False, title=f"  {said}", title_justify="left", title_style="")
     table.add_column("  tokens", justify="right", no_wrap=True)
     table.add_column("", width=BAR_COLUMNS, no_wrap=True)
