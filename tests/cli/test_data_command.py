@@ -79,6 +79,37 @@ def test_line_breaks_are_shown(shown):
     assert "    <s>[a][↵]\n    [b][</s>]\n" in out
 
 
+def test_a_part_of_a_character_is_shown_as_the_vocabulary_writes_it(shown):
+    """Not as a sign for what cannot be read."""
+    _, out, _ = shown([job()], data={"a.jsonl": [{"text": "\U0001f642"}]})
+
+    assert "\ufffd" not in out
+    assert "sample 1: 6 tokens, 5 trained" in out
+    assert "    <s>[ð]" in out
+
+
+def test_packed_samples_are_shown_before_they_are_packed(shown):
+    """Steps count sequences."""
+    jobs = [job(packing=True, max_length=20, per_device_train_batch_size=1)]
+    _, out, _ = shown(jobs, data={"a.jsonl": PROMPTS})
+
+    assert "steps: 1 per epoch, 3 in all (3 epochs), at most 1 packed sequences in a step" in out
+    assert "packed into 1 sequences of max_length, 90% full" in out
+    assert out.count("9 tokens, 3 trained") == 2
+
+
+def test_streamed_data_is_read_as_far_as_the_steps_need(shown):
+    """How many steps an epoch has is not known."""
+    rows = [{"text": str(number)} for number in range(100)]
+    spec = {"path": "a.jsonl", "streaming": True}
+    sizes = {"per_device_train_batch_size": 2, "shuffle": False}
+    code, out, err = shown([job(data=spec, **sizes)], data={"a.jsonl": rows})
+
+    assert code == 0, err
+    assert "6 samples" in out
+    assert "steps: 3 in all, at most 2 samples in a step; the data is streamed" in out
+
+
 def test_text_of_data_moves_no_cursor(shown):
     """Controls are spelled out."""
     _, out, _ = shown([job()], data={"a.jsonl": [{"text": "a\u202eb\u001b[2J"}]})
@@ -257,3 +288,15 @@ def test_no_base_is_built_and_a_wrong_file_is_told_without_torch(tmp_path):
 
     assert told.stdout.endswith("1 False\n"), told.stderr
     assert "error[T0301]" in told.stderr
+
+
+def test_the_page_shows_what_the_command_prints(monkeypatch, capsys):
+    """To the letter."""
+    page = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+    command, printed = re.findall(r"```\n(.*?)```", page, flags=re.DOTALL)[:2]
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as end:
+        main(command.split()[1:])
+
+    assert end.value.code == 0
+    assert capsys.readouterr().out == printed
