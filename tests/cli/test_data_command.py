@@ -199,6 +199,9 @@ def test_a_preference_shows_both_completions(shown, method):
     pair = {"prompt": "3 + 4 =", "chosen": " 7", "rejected": " 8"}
     _, out, _ = shown([job(method=method)], data={"a.jsonl": [pair]})
 
+    trained, masked = (11, 7) if method == "orpo" else (6, 12)
+    assert f"1 samples, 18 tokens, {trained} trained" in out
+    assert f"masked: {masked} of 18 tokens are not trained" in out
     assert "sample 1, chosen: 9 tokens" in out
     assert "sample 1, rejected: 9 tokens, 3 trained" in out
     assert "<s>·3· +· ·4· =[ ][8][</s>]" in out
