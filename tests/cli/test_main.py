@@ -73,6 +73,7 @@ def test_other_messages_of_the_same_libraries_are_told(name):
         ("plan", "--gpus", "1"),
         ("profile", "-o", "out"),
         ("inspect",),
+        ("data",),
         ("bisect", "--check", "true"),
     ],
     ids=lambda words: words[0],

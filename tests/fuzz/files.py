@@ -37,8 +37,8 @@ from tlora_fx.graph_file import load_graphs, save_graphs
 from tlora_fx.runtime.adapters.files import read_adapter
 from tlora_fx.runtime.checkpoints.digests import base_digests
 from tlora_fx.runtime.checkpoints.store import CheckpointStore, JobState
-from tlora_fx.runtime.checks import load_tokenizer
 from tlora_fx.runtime.data.samples import load_job_data
+from tlora_fx.runtime.data.tokenizer import load_tokenizer
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.scheduler.executor import Committed, Finished
 from tlora_fx.scheduler.policies import find_policy

@@ -16,6 +16,7 @@ from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import ResumeMismatch, RunFolderError
+from tlora_fx.host.version import __version__
 from tlora_fx.runtime.checkpoints.store import CheckpointStore, ResumeSources
 from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
@@ -77,6 +78,36 @@ def test_other_samples_are_refused_by_name(base, begun):
         train(jobs, begun, data=other_data(jobs), resume=True)
     assert "--accept-changes" in str(told.value)
     assert CheckpointStore(begun).load().jobs["a"].step == 2
+
+
+def test_other_samples_of_an_older_version_name_what_it_read_otherwise(base, begun):
+    """A checkpoint of this version with the same difference does not."""
+    jobs = [job_of(base)]
+    with pytest.raises(ResumeMismatch) as told:
+        train(jobs, begun, data=other_data(jobs), resume=True)
+    assert "older version" not in str(told.value)
+
+    store = CheckpointStore(begun)
+    checkpoint = store.load()
+    assert checkpoint.run.pop("version") == __version__
+    store.save(2, checkpoint.jobs, checkpoint.run)
+    with pytest.raises(ResumeMismatch, match=r"Since 0\.2\.0 some data has other tokens") as told:
+        train(jobs, begun, data=other_data(jobs), resume=True)
+    assert "--accept-changes" in told.value.help
+    [run], _ = train(jobs, begun, data=other_data(jobs), resume=True, options=ACCEPT)
+    assert run.step == 4
+
+
+def test_an_older_version_is_no_cause_where_samples_are_the_same(base, begun):
+    """Another learning rate is told as it is."""
+    store = CheckpointStore(begun)
+    checkpoint = store.load()
+    del checkpoint.run["version"]
+    store.save(2, checkpoint.jobs, checkpoint.run)
+
+    with pytest.raises(ResumeMismatch) as told:
+        train([job_of(base, learning_rate=0.5)], begun, resume=True)
+    assert "older version" not in str(told.value)
 
 
 def test_other_samples_are_taken_when_asked_for(base, begun):

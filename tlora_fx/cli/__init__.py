@@ -46,6 +46,7 @@ COMMANDS = {
     "chat": "Chat with a trained adapter on the terminal.",
     "client": "Submit jobs to a service; list, pause, cancel and fetch them.",
     "compile": "Fuse the jobs of a file into one model and write its code.",
+    "data": "Show what jobs train on, token by token, and what was left out.",
     "explain": "Explain why jobs share a module, or why they do not.",
     "generate": "Generate text from prompts with trained adapters.",
     "inspect": "Show a compiled model, or what each pass changed.",

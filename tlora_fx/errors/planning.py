@@ -28,6 +28,13 @@ class JobFileMissingError(JobFileError, code="T0104"):
     """A job file does not exist or cannot be opened."""
 
 
+class UnknownJob(JobError, code="T0106"):
+    """`tlora-fx data --job` names a job that the job file does not have.
+
+    The message gives the nearest name, and lists all.
+    """
+
+
 class RemoteCodeRefused(JobError, code="T0105"):
     """A job file names Python code to run, and the command line does not allow that.
 

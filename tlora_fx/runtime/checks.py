@@ -6,15 +6,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tlora_fx.config.adapter_folder import ignored_fields
-from tlora_fx.config.hub import is_hub_id, why_offline
-from tlora_fx.config.job import BaseSpec, Job
+from tlora_fx.config.job import Job
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.load import Round, round_of_batches
 from tlora_fx.cost.memory import require_fits
@@ -27,7 +25,6 @@ from tlora_fx.errors import (
     JobTooLong,
     ResumeMismatch,
     TloraError,
-    TokenizerNotLoadable,
 )
 from tlora_fx.model.backbone import Backbone, longest_sequence, text_config
 from tlora_fx.model.batch import repeating_length
@@ -37,10 +34,8 @@ from tlora_fx.planners.auto import device_name
 from tlora_fx.runtime.clocks import JobClocks
 from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.data.tables import largest_id, lengths_of
+from tlora_fx.runtime.data.tokenizer import load_tokenizer
 from tlora_fx.runtime.evaluation import find_function
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -57,36 +52,6 @@ def load_all_data(jobs: Sequence[Job], clocks: JobClocks | None = None) -> dict[
     tokenizer = load_tokenizer(jobs[0].base)
     clocks = clocks or JobClocks()
     return {job.name: load_job_data(job, tokenizer, clocks.of(job.name)) for job in jobs}
-
-
-def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
-    """The tokenizer of a base.
-
-    raises    TokenizerNotLoadable
-    """
-    from transformers import AutoTokenizer
-
-    source: Any = spec.tokenizer or spec.model
-    if source is None and spec.config is not None:
-        source = spec.config if spec.config.is_dir() else spec.config.parent
-    offline = why_offline() if is_hub_id(source) else ""
-    try:
-        if source is None:
-            raise ValueError("the base is an nn.Module, which has no tokenizer")
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source, trust_remote_code=spec.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise TokenizerNotLoadable(
-            "the base's tokenizer cannot be loaded",
-            tokenizer=source,
-            found=f"not cached, and the hub is not reached ({offline})" if offline else error,
-            help="name a folder that holds it, or mend the connection"
-            if offline
-            else "set base.tokenizer to a hub id or a folder with tokenizer.json, "
-            "or give Trainer(data=...)",
-        ) from error
-    return tokenizer
 
 
 def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | None = None) -> None:

@@ -15,13 +15,14 @@ from typing import Any, Literal
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import CheckpointError, DataFileError, OptimizerError, ResumeMismatch
+from tlora_fx.host.version import __version__
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.checkpoints.digests import base_digests, file_digest, tensor_digests
 from tlora_fx.runtime.checkpoints.store import Checkpoint, CheckpointStore
-from tlora_fx.runtime.checks import load_tokenizer
 from tlora_fx.runtime.clocks import clocks_of
 from tlora_fx.runtime.data.rows import data_files
 from tlora_fx.runtime.data.samples import JobData, load_job_data
+from tlora_fx.runtime.data.tokenizer import load_tokenizer
 from tlora_fx.runtime.optim.trainable import learning_rates
 
 #: What of a job is compared by what comes of it: its samples, its steps, the base's tensors.
@@ -40,6 +41,12 @@ NEEDED = frozenset({"lora", "adapter_dtype", "optim", "optim_args", "loraplus_lr
 #: Of a config, what names it and does not describe it.
 _NAMES = frozenset({"_name_or_path", "transformers_version"})
 _SHOWN = 8
+#: What made other samples of the same data in checkpoints that have no version.
+_READ_OTHERWISE = (
+    "an older version of tlora-fx wrote the checkpoint. Since 0.2.0 some data has other tokens:\n"
+    "in chats, headers of the template are not trained; in all formats, a column that the first\n"
+    "row lacks is read in later rows (an Alpaca input, the prompt of a pair, tools)"
+)
 #: Steps done of which the rates are compared.
 _COMPARED_STEPS = 100_000
 
@@ -67,7 +74,8 @@ def describe_run(
     whole    read every byte of the base (see `digests`)
     raises   BaseNotLoadable
     """
-    return {**describe_jobs(jobs, data), "base": _base(model, whole=whole)}
+    own = {"version": __version__, "base": _base(model, whole=whole)}
+    return {**describe_jobs(jobs, data), **own}
 
 
 def describe_jobs(jobs: Sequence[Job], data: Mapping[str, JobData]) -> dict[str, Any]:
@@ -171,6 +179,7 @@ def require_same_run(
             job=only,
             folder=checkpoint.path,
             differs="\n".join(listed[:_SHOWN] + more),
+            cause=_READ_OTHERWISE if _reads_otherwise(checkpoint.run, now, known) else None,
             help=help,
         )
     return [d.text for d in differences]
@@ -265,6 +274,18 @@ def _of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tupl
         yield f"data {path}: the same file, other samples: {how}", "altering"
     else:
         yield f"data {path}: other samples", "altering"
+
+
+def _reads_otherwise(
+    before: Mapping[str, Any], now: Mapping[str, Any], jobs: Sequence[Job]
+) -> bool:
+    """Whether an older version made other samples of the data that a job still has."""
+    if "version" in before or "data" not in before:
+        return False
+    pairs = [(before["data"][job.name], now["data"][job.name]) for job in jobs]
+    return any(
+        was["file"] == found["file"] and was["samples"] != found["samples"] for was, found in pairs
+    )
 
 
 def _of_steps(job: Job, before: int, now: int, done: int) -> Iterator[tuple[str, Kind]]:

@@ -112,7 +112,7 @@ def merge(adapter: Path, output: Path, shard_size: str = "5GB") -> Path:
 
 def _save_tokenizer(job: Job, adapter: Path, folder: Path) -> None:
     """The tokenizer beside the adapter, or that of the base; a base may have none."""
-    from tlora_fx.runtime.checks import load_tokenizer
+    from tlora_fx.runtime.data.tokenizer import load_tokenizer
 
     own = (adapter / "tokenizer_config.json").is_file()
     spec = job.base.model_copy(update={"tokenizer": str(adapter)}) if own else job.base

@@ -112,6 +112,8 @@ def tensor_digests(tensors: Mapping[str, Tensor], *, whole: bool = False) -> dic
 
 
 def _in_memory(tensor: Tensor, whole: bool) -> str:
+    import torch
+
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
     import torch
 

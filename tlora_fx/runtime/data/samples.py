@@ -348,9 +348,9 @@ def _cut(job: Job, table: TokenTable) -> tuple[SampleTable, DataReport]:
     report.prefix_mismatches = _rows_with(table.differs, size)
     kept = trained.all(axis=1)
     report.dropped_without_target = int((~kept).sum())
-    report.target_tokens = int(trained[kept].sum())
     samples = SampleTable(table, np.flatnonzero(np.repeat(kept, size)), cut)
     report.samples, report.tokens = len(samples) // size, samples.tokens
+    report.target_tokens = samples.targets(job.label_shift)
     return samples, report
 
 

@@ -91,8 +91,9 @@ def prepare(job: Job, submitted: float) -> PreparedJob:
                 raises that meets numbers that nobody thought of
     """
     from tlora_fx.model.backbone import load_backbone
-    from tlora_fx.runtime.checks import check_fits, load_tokenizer
+    from tlora_fx.runtime.checks import check_fits
     from tlora_fx.runtime.data.samples import load_job_data
+    from tlora_fx.runtime.data.tokenizer import load_tokenizer
     from tlora_fx.runtime.optim.trainable import require_trainable
 
     facts = facts_of_job(job)

@@ -1,0 +1,289 @@
+"""`tlora-fx data`: what jobs train on, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NamedTuple
+
+import typer
+from rich.bar import Bar
+from rich.table import Table
+from rich.text import Text
+
+from tlora_fx.cli.options import TrustRemoteCode
+from tlora_fx.cli.terminal import Console, Working, echo, print_whole
+from tlora_fx.errors import TloraError, UnknownJob, nearest
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerBase
+
+    from tlora_fx.cli.token_text import TokenTexts
+    from tlora_fx.config.job import Job
+    from tlora_fx.config.job_file import JobFile
+    from tlora_fx.runtime.data.samples import JobData, Sample
+    from tlora_fx.runtime.data.tables import SampleTable
+
+#: Rows of a histogram.
+MAX_BARS = 10
+BAR_COLUMNS = 40
+#: Places of dropped samples that are named.
+_NAMED = 8
+LEGEND = "[ab] is a trained token, · parts tokens that are not trained, ↵ is a line break, ⇥ a tab"
+
+
+def run(
+    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
+    job: Annotated[
+        list[str] | None,
+        typer.Option(help="Name of a job to show; repeatable. If not given, all jobs are shown."),
+    ] = None,
+    rows: Annotated[
+        int, typer.Option(min=0, help="Samples to show of each job, token by token.")
+    ] = 3,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Show what each job trains on: samples token by token, lengths, what was left out.
+
+    Reads and tokenises the data of each job as `train` does; compiles nothing and loads no weights.
+    Prints how the rows are read, the optimizer steps, the tokens that are masked, cut or dropped
+    and why, the first samples with trained tokens in brackets, and a histogram of lengths. The same
+    of the evaluation data. If the data of a job is wrong, prints the error, shows the other jobs,
+    and exits with 1.
+    """
+    from tlora_fx.config.job_file import load_job_file
+
+    wanted = _chosen(load_job_file(jobs, trust_remote_code=trust_remote_code), job)
+    reader, out, is_right = _Reader(), Console(highlight=False), True
+    if rows:
+        out.print(Text(f"{LEGEND}\n", style="dim"), soft_wrap=True)
+    for number, chosen in enumerate(wanted):
+        out.print(Text(f"\n{chosen.name}" if number else chosen.name, style="bold"))
+        try:
+            data = reader.read(chosen)
+        except TloraError as error:
+            notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+            echo(f"{error}{notes}", err=True)
+            is_right = False
+            continue
+        _show(out, data, rows)
+    if not is_right:
+        raise typer.Exit(1)
+
+
+def _chosen(job_file: JobFile, names: Sequence[str] | None) -> list[Job]:
+    """The jobs with these names, in the order of the file; raises UnknownJob."""
+    known = [job.name for job in job_file.jobs]
+    for name in names or ():
+        if name not in known:
+            raise UnknownJob(
+                f"the job file has no job '{name}'",
+                file=job_file.path,
+                nearest=nearest(name, known),
+                help="its jobs are " + ", ".join(known),
+            )
+    return [job for job in job_file.jobs if not names or job.name in names]
+
+
+class _Reader:
+    """Reads the data of jobs of one base."""
+
+    def __init__(self) -> None:
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def read(self, job: Job) -> JobData:
+        """The data of a job; raises DataError, TokenizerNotLoadable.
+
+        What is wrong with a file or its columns is told before torch is imported.
+        """
+        from tlora_fx.runtime.data.samples import load_job_data
+        from tlora_fx.runtime.data.tokenizer import load_tokenizer
+        from tlora_fx.runtime.early_checks import require_data
+
+        require_data([job])
+        with Working(Console(stderr=True), f"reading the data of {job.name}"):
+            self._tokenizer = self._tokenizer or load_tokenizer(job.base)
+            return load_job_data(job, self._tokenizer)
+
+
+def _show(out: Console, data: JobData, rows: int) -> None:
+    from tlora_fx.cli.token_text import TokenTexts
+    from tlora_fx.runtime.data.tables import SampleTable
+
+    assert data.tokenizer is not None
+    texts, job = TokenTexts(data.tokenizer), data.job
+    _print_lines(out, data.report.lines())
+    _print_lines(out, [_steps_line(data), *_clock_lines(data)])
+    for samples in filter(None, (data.samples, data.evaluation)):
+        assert isinstance(samples, SampleTable)
+        is_evaluation = samples is data.evaluation
+        if is_evaluation:
+            out.print(Text(f"\n  evaluation of {job.name}", style="bold"))
+        _print_lines(out, _changes(job, samples, is_evaluation=is_evaluation))
+        for number in range(min(rows, len(samples) // job.sequences_per_sample)):
+            _print_sample(out, job, samples, number, texts)
+        out.print()
+        print_whole(out, _histogram(samples.lengths))
+
+
+def _print_lines(out: Console, lines: Iterable[str]) -> None:
+    for line in lines:
+        out.print(Text(f"  {line}"), soft_wrap=True)
+
+
+def _steps_line(data: JobData) -> str:
+    job, steps = data.job, data.steps
+    batch, times = job.per_device_train_batch_size, job.gradient_accumulation_steps
+    what = "packed sequences" if job.packing else "samples"
+    size = f"at most {batch * times} {what} in a step" + (
+        f" ({batch} × {times})" if times > 1 else ""
+    )
+    if job.data.streaming:
+        return f"steps: {steps:,} in all, {size}; the data is streamed and read as far as they need"
+    epochs = steps / data.steps_per_epoch
+    counts = f"{data.steps_per_epoch:,} per epoch, {steps:,} in all ({epochs:.3g} epochs)"
+    return f"steps: {counts}, {size}"
+
+
+def _clock_lines(data: JobData) -> Iterator[str]:
+    if data.clock is not None:
+        yield f"the chat template asks for the time, and is told {data.clock:%Y-%m-%d %H:%M}"
+
+
+def _changes(job: Job, samples: SampleTable, *, is_evaluation: bool) -> Iterator[str]:
+    """What of the tokens is masked, cut and dropped, and why."""
+    table, cut = samples.table, samples.cut
+    trained, total = samples.targets(job.label_shift), samples.tokens
+    if not cut.labelled:
+        use = "counted" if is_evaluation else "trained"
+        why = _masked_because(samples)
+        yield f"masked: {total - trained:,} of {total:,} tokens are not {use}: {why}"
+    longer = table.lengths[samples.rows] - samples.lengths
+    if longer.any():
+        which = f"{longer.sum():,} tokens of {(longer > 0).sum():,} sequences"
+        yield f"cut: {which}, which are beyond max_length {cut.max_length}"
+    # What is held out is of one table with what is trained, where it has been told.
+    if not (is_evaluation and isinstance(job.eval_split, float)):
+        yield from _dropped(job, samples)
+
+
+def _masked_because(samples: SampleTable) -> str:
+    layout = samples.table.counts.layout
+    if samples.cut.whole or layout is None:
+        return "nothing predicts the first token of a sequence"
+    if samples.cut.odd_spans:
+        return "the first of each chosen sequence, and what stands before a rejected completion"
+    if layout.format in ("messages", "sharegpt"):
+        return "they are not in a turn of the assistant that is trained"
+    if layout.format == "tokens":
+        return "labels or masks leave them out"
+    return "they stand before a completion"
+
+
+def _dropped(job: Job, samples: SampleTable) -> Iterator[str]:
+    """Samples of the table that have nothing to train on, by what is to blame."""
+    import numpy as np
+
+    table, cut, each = samples.table, samples.cut, job.sequences_per_sample
+    longest = int(table.lengths.max(initial=0))
+
+    def trains(max_length: int) -> np.ndarray:
+        counts = table.trained(job.label_shift, max_length, whole=cut.whole).reshape(-1, each)
+        return np.asarray(counts.all(axis=1))
+
+    dropped, never = ~trains(cut.max_length), ~trains(longest)
+    for which, why in (
+        (dropped & ~never, f"max_length {cut.max_length} cuts before the first token to train"),
+        (never, "no token of them is to be trained"),
+    ):
+        if which.any():
+            places = (np.flatnonzero(which) + 1).tolist()
+            named = ", ".join(map(str, places[:_NAMED])) + (", …" if places[_NAMED:] else "")
+            rows = "good rows" if table.counts.bad_rows else "rows"
+            yield f"dropped: {len(places):,} samples, {why} ({rows} {named})"
+
+
+def _print_sample(
+    out: Console, job: Job, samples: SampleTable, number: int, texts: TokenTexts
+) -> None:
+    """A sample, or both sequences of a pair."""
+    from tlora_fx.cli.token_text import marked_text
+    from tlora_fx.runtime.data.tables import NO_TARGET
+
+    each = job.sequences_per_sample
+    parts = samples[number * each : (number + 1) * each]
+    for what, part in zip(("chosen", "rejected") if each == 2 else ("",), parts, strict=True):
+        trained = [label != NO_TARGET for label in part.labels]
+        # No token predicts the first one.
+        trained[: job.label_shift] = [False] * job.label_shift
+        facts = [f"{len(trained):,} tokens"]
+        if job.base.is_classifier:
+            facts.append(f"label {_label(job, part)}, read at the token in brackets")
+        else:
+            facts.append(f"{sum(trained):,} trained")
+        title = f"  sample {number + 1}{what and ', '}{what}: {', '.join(facts)}"
+        out.print(Text(title, style="cyan"), soft_wrap=True)
+        out.print(marked_text(part.input_ids, trained, texts), soft_wrap=True)
+
+
+def _label(job: Job, sample: Sample) -> str:
+    import numpy as np
+
+    from tlora_fx.runtime.data.labels import decoded
+    from tlora_fx.runtime.data.tables import NO_TARGET
+
+    codes = np.array([label for label in sample.labels if label != NO_TARGET], np.int64)
+    [value] = decoded(codes, job.base)
+    if job.base.objective == "regression":
+        return f"{value:g}"
+    names = job.base.label_names
+    if job.base.objective == "single_label_classification":
+        return repr(names[int(value)])
+    return ", ".join(repr(name) for name, on in zip(names, value, strict=True) if on) or "none"
+
+
+class _Bar(NamedTuple):
+    """How many lengths are from `low` to `high`, both included."""
+
+    low: int
+    high: int
+    lengths: int
+
+
+def _histogram(lengths: np.ndarray) -> Table:
+    """Lengths of sequences, as bars."""
+    import numpy as np
+
+    ordered = np.sort(lengths)
+    middle = int(ordered[len(ordered) // 2])
+    said = f"lengths: {ordered[0]:,} to {ordered[-1]:,} tokens, median {middle:,}"
+    table = Table(box=None, pad_edge=False, title=f"  {said}", title_justify="left", title_style="")
+    table.add_column("  tokens", justify="right", no_wrap=True)
+    table.add_column("", width=BAR_COLUMNS, no_wrap=True)
+    table.add_column("sequences", justify="right", no_wrap=True)
+    bars = _bars(ordered)
+    most = max(bar.lengths for bar in bars)
+    for low, high, count in bars:
+        span = f"{low:,}" if low == high else f"{low:,}–{high:,}"
+        table.add_row(f"  {span}", Bar(most, 0, count, width=BAR_COLUMNS), f"{count:,}")
+    return table
+
+
+def _bars(ordered: np.ndarray) -> list[_Bar]:
+    """At most MAX_BARS ranges of equal width, which begin at multiples of it."""
+    import numpy as np
+
+    shortest, longest = int(ordered[0]), int(ordered[-1])
+    width = next(
+        width
+        for power in range(20)
+        for width in (10**power, 2 * 10**power, 5 * 10**power)
+        if longest // width - shortest // width < MAX_BARS
+    )
+    first, last = shortest // width, longest // width
+    counts = np.bincount(ordered // width - first, minlength=last - first + 1).tolist()
+    return [
+        _Bar(max(at * width, shortest), min(at * width + width - 1, longest), count)
+        for at, count in enumerate(counts, first)
+    ]

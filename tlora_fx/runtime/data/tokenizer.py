@@ -1,0 +1,42 @@
+"""The tokenizer of a base, which needs nothing else of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tlora_fx.config.hub import is_hub_id, why_offline
+from tlora_fx.config.job import BaseSpec
+from tlora_fx.errors import TokenizerNotLoadable
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
+    """The tokenizer of a base.
+
+    raises    TokenizerNotLoadable
+    """
+    from transformers import AutoTokenizer
+
+    source: Any = spec.tokenizer or spec.model
+    if source is None and spec.config is not None:
+        source = spec.config if spec.config.is_dir() else spec.config.parent
+    offline = why_offline() if is_hub_id(source) else ""
+    try:
+        if source is None:
+            raise ValueError("the base is an nn.Module, which has no tokenizer")
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=spec.trust_remote_code
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise TokenizerNotLoadable(
+            "the base's tokenizer cannot be loaded",
+            tokenizer=source,
+            found=f"not cached, and the hub is not reached ({offline})" if offline else error,
+            help="name a folder that holds it, or mend the connection"
+            if offline
+            else "set base.tokenizer to a hub id or a folder with tokenizer.json, "
+            "or give Trainer(data=...)",
+        ) from error
+    return tokenizer
