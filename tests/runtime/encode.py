@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tlora_fx.runtime.data.conversations import BadRowError
+from tlora_fx.runtime.chats.conversations import BadRowError
+from tlora_fx.runtime.chats.rendered import Encoded, whole
 from tlora_fx.runtime.data.encoding import TextEncoder
-from tlora_fx.runtime.data.rendered import Encoded, whole
 
 
 def encode_pair(encoder: TextEncoder, fields: Mapping[str, Any]) -> list[Encoded]:

@@ -8,11 +8,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from tests.runtime.encode import encode
-from tlora_fx.runtime.data.chats import UnlocatedTurnError
-from tlora_fx.runtime.data.conversations import BadRowError
+from tlora_fx.runtime.chats.conversations import BadRowError
+from tlora_fx.runtime.chats.rendered import Encoded
+from tlora_fx.runtime.chats.renderer import UnlocatedTurnError
 from tlora_fx.runtime.data.encoding import TextEncoder
 from tlora_fx.runtime.data.layout import Format, SampleLayout
-from tlora_fx.runtime.data.rendered import Encoded
 
 CHAT = [
     {"role": "user", "content": "hi"},

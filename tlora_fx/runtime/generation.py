@@ -30,7 +30,7 @@ from tlora_fx.runtime.adapters.files import (
     read_adapter,
 )
 from tlora_fx.runtime.callbacks import TrainerCallback
-from tlora_fx.runtime.data.chats import template_of
+from tlora_fx.runtime.chats.renderer import template_of
 from tlora_fx.runtime.data.layout import CHATS
 from tlora_fx.runtime.data.tokenizer import load_tokenizer
 from tlora_fx.runtime.job_run import JobRun, SampleReport, described

@@ -115,7 +115,6 @@ def _in_memory(tensor: Tensor, whole: bool) -> str:
     import torch
 
     digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
-    import torch
 
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     for start, length in _blocks(0, flat.numel(), whole):

@@ -26,8 +26,8 @@ import pyarrow as pa
 from tlora_fx.config.base_task import pools_first
 from tlora_fx.config.job import Job
 from tlora_fx.host.memory import usable_cpus
-from tlora_fx.runtime.data.chats import UnlocatedTurnError
-from tlora_fx.runtime.data.conversations import BadRowError
+from tlora_fx.runtime.chats.conversations import BadRowError
+from tlora_fx.runtime.chats.renderer import UnlocatedTurnError
 from tlora_fx.runtime.data.encoding import DraftRow, LabelPosition, TextEncoder
 from tlora_fx.runtime.data.layout import SampleLayout
 from tlora_fx.runtime.data.tables import BadRow, TokenRow, record_batch

@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import ChatTemplateError, DataError, MalformedRowError
+from tlora_fx.runtime.chats.renderer import template_of
 from tlora_fx.runtime.checkpoints.digests import file_digest
-from tlora_fx.runtime.data.chats import template_of
 from tlora_fx.runtime.data.chunks import CHUNK_ROWS, ChunkEncoder, EncodedChunk, encoded_chunks
 from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows, SampleLayout, layout_of
 from tlora_fx.runtime.data.rows import data_files, read_rows

@@ -14,9 +14,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from tlora_fx.config.job import COLUMNS_OF, BaseSpec
-from tlora_fx.runtime.data.beside import lead_of, led, masked
-from tlora_fx.runtime.data.chats import ChatRenderer, template_of
-from tlora_fx.runtime.data.conversations import (
+from tlora_fx.runtime.chats.beside import lead_of, led, masked
+from tlora_fx.runtime.chats.conversations import (
     BadRowError,
     Conversation,
     conversation_of,
@@ -24,9 +23,10 @@ from tlora_fx.runtime.data.conversations import (
     require_encodable,
     tools_of,
 )
+from tlora_fx.runtime.chats.rendered import Encoded, Rendered, behind, common, tokenize, whole
+from tlora_fx.runtime.chats.renderer import ChatRenderer, template_of
 from tlora_fx.runtime.data.labels import label_code
 from tlora_fx.runtime.data.layout import CHATS, SampleLayout
-from tlora_fx.runtime.data.rendered import Encoded, Rendered, behind, common, tokenize, whole
 from tlora_fx.runtime.data.tables import TokenRow
 from tlora_fx.runtime.data.tokenised import encode_tokens
 

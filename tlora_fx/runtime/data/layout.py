@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 
 from tlora_fx.config.job import COLUMNS_OF, OPTIONAL_COLUMNS, ColumnName, DataSpec, Job, columns_of
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError, UnreadColumnError, nearest
-from tlora_fx.runtime.data.conversations import is_conversation
+from tlora_fx.runtime.chats.conversations import is_conversation
 from tlora_fx.runtime.data.text_files import DataRow
 
 Format = Literal[

@@ -17,7 +17,7 @@ import numpy as np
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import EmptyDataError, NoTargetsError
-from tlora_fx.runtime.data.chats import asks_for_the_time, template_of
+from tlora_fx.runtime.chats.renderer import asks_for_the_time, template_of
 from tlora_fx.runtime.data.encode_data import bad_row, tokens_of_data
 from tlora_fx.runtime.data.layout import CHATS, SampleLayout, layout_of
 from tlora_fx.runtime.data.rows import evaluated

@@ -82,7 +82,7 @@ def tables_folder() -> Path:
 
 def table_key(*parts: object) -> str:
     """A hash of what decides a table, our own code and the libraries' versions among it."""
-    code = own_source("runtime/data", "config")
+    code = own_source("runtime/data", "runtime/chats", "config")
     text = repr((FORMAT, code, [version(name) for name in LIBRARIES], parts))
     return hashlib.sha256(text.encode()).hexdigest()[:40]
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from tlora_fx.runtime.data.conversations import BadRowError
+from tlora_fx.runtime.chats.conversations import BadRowError
+from tlora_fx.runtime.chats.rendered import Encoded
 from tlora_fx.runtime.data.layout import TOKEN_MASKS
-from tlora_fx.runtime.data.rendered import Encoded
 
 _NO_TARGET = -100
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tlora_fx.runtime.data.rendered import Span
+from tlora_fx.runtime.chats.rendered import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,11 +24,11 @@ from transformers import PreTrainedTokenizerFast
 from trl.data_utils import _tokenize, common_prefix_length, extract_prompt
 
 from tests.runtime.encode import encode, encode_pair
-from tlora_fx.runtime.data.chats import UnlocatedTurnError
-from tlora_fx.runtime.data.conversations import BadRowError
+from tlora_fx.runtime.chats.conversations import BadRowError
+from tlora_fx.runtime.chats.rendered import Encoded
+from tlora_fx.runtime.chats.renderer import UnlocatedTurnError
 from tlora_fx.runtime.data.encoding import TextEncoder
 from tlora_fx.runtime.data.layout import Format, SampleLayout
-from tlora_fx.runtime.data.rendered import Encoded
 
 HERE = Path(__file__).parent / "templates"
 MARKED = {path.stem: path.read_text() for path in sorted(HERE.glob("*.jinja"))}

@@ -11,10 +11,10 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from tlora_fx.errors import nearest
-from tlora_fx.runtime.data.conversations import BadRowError, Conversation, require_encodable
-from tlora_fx.runtime.data.known_templates import TrainingTemplate, training_template
-from tlora_fx.runtime.data.rendered import Rendered, Span
-from tlora_fx.runtime.data.turns import Message, TurnError, TurnFinder, Turns
+from tlora_fx.runtime.chats.conversations import BadRowError, Conversation, require_encodable
+from tlora_fx.runtime.chats.known_templates import TrainingTemplate, training_template
+from tlora_fx.runtime.chats.rendered import Rendered, Span
+from tlora_fx.runtime.chats.turns import Message, TurnError, TurnFinder, Turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -20,7 +20,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from tlora_fx.runtime.data.rendered import Span, common
+from tlora_fx.runtime.chats.rendered import Span, common
 
 Message = Mapping[str, Any]
 #: Renders messages, with the generation prompt behind them or without.

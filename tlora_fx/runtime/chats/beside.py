@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from tlora_fx.runtime.data.conversations import BadRowError, Conversation
+from tlora_fx.runtime.chats.conversations import BadRowError, Conversation
 
 
 def lead_of(ours: Mapping[str, Any], columns: Mapping[str, str]) -> list[dict[str, Any]]:
