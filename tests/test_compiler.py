@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import Plain, base_of, error_of, job
+from tlora_fx import compiler
 from tlora_fx.compiler import DEFAULT_PIPELINE, as_jobs, compile, run_passes, trace
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import (
@@ -20,6 +21,7 @@ from tlora_fx.errors import (
     UnknownTarget,
 )
 from tlora_fx.ir.lora_sites import lowered_sites
+from tlora_fx.tracing.adapters import resolve_sites
 
 
 @pytest.fixture(scope="module")
@@ -261,3 +263,21 @@ def test_a_model_without_layers_compiles():
     model = compile(job("a", spec, target_modules=["mix"]))
 
     assert list(model.group.blocks) == ["head"]
+
+
+def test_jobs_with_equal_adapters_are_looked_at_once(base, monkeypatch):
+    """Each has sites of its own all the same."""
+    ranks = {"a": 2, "b": 4, "c": 2}
+    jobs = [job(name, base, r=rank, target_modules=["q_proj"]) for name, rank in ranks.items()]
+    asked = []
+
+    def counted(job, backbone):
+        asked.append(job.name)
+        return resolve_sites(job, backbone)
+
+    monkeypatch.setattr(compiler, "resolve_sites", counted)
+    prepared = compiler.prepare(jobs)
+
+    assert asked == ["a", "b"]
+    assert prepared.sites == [resolve_sites(each, prepared.backbone) for each in jobs]
+    assert prepared.sites[0] is not prepared.sites[2]

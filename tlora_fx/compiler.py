@@ -266,10 +266,22 @@ def prepare(jobs: Jobs, *, dropout: bool = True) -> Prepared:
     backbone = load_backbone(given[0].base, dropout=dropout)
     _refuse_auxiliary_losses(backbone)
     _refuse_adapter_dtype(given[0], backbone)
-    sites = [resolve_sites(job, backbone) for job in given]
+    sites = _sites(given, backbone)
     unknown = require_common_loss(backbone)
     prepare_rope(backbone)
     return Prepared(given, backbone, sites, notes=(unknown,) if unknown else ())
+
+
+def _sites(jobs: Sequence[Job], backbone: Backbone) -> list[dict[str, AdapterSite]]:
+    """Each job's sites; jobs with equal adapters are looked at once."""
+    known: dict[str, dict[str, AdapterSite]] = {}
+    found = []
+    for job in jobs:
+        key = repr((sorted(job.lora_fields.items()), job.optim))
+        if key not in known:
+            known[key] = resolve_sites(job, backbone)
+        found.append(dict(known[key]))
+    return found
 
 
 def trace(job: Job) -> JobGraph:
