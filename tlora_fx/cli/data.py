@@ -109,22 +109,38 @@ class _Reader:
 
 def _show(out: Console, data: JobData, rows: int) -> None:
     from tlora_fx.cli.token_text import TokenTexts
-    from tlora_fx.runtime.data.tables import SampleTable
+    from tlora_fx.runtime.data.tables import lengths_of
 
     assert data.tokenizer is not None
     texts, job = TokenTexts(data.tokenizer), data.job
     _print_lines(out, data.report.lines())
     _print_lines(out, [_steps_line(data), *_clock_lines(data)])
     for samples in filter(None, (data.samples, data.evaluation)):
-        assert isinstance(samples, SampleTable)
         is_evaluation = samples is data.evaluation
         if is_evaluation:
             out.print(Text(f"\n  evaluation of {job.name}", style="bold"))
-        _print_lines(out, _changes(job, samples, is_evaluation=is_evaluation))
-        for number in range(min(rows, len(samples) // job.sequences_per_sample)):
-            _print_sample(out, job, samples, number, texts)
+        for own, table in _tables(job, samples):
+            if own is not job:
+                out.print(Text(f"\n  {own.data.path}", style="bold"))
+            _print_lines(out, _changes(own, table, is_evaluation=is_evaluation))
+            for number in range(min(rows, len(table) // job.sequences_per_sample)):
+                _print_sample(out, own, table, number, texts)
         out.print()
-        print_whole(out, _histogram(samples.lengths))
+        print_whole(out, _histogram(lengths_of(samples)))
+
+
+def _tables(job: Job, samples: Sequence[Sample]) -> Iterator[tuple[Job, SampleTable]]:
+    """The samples of each data set, and the job as it reads that one alone."""
+    from tlora_fx.runtime.data.tables import MixedTable, SampleTable
+
+    if isinstance(samples, MixedTable):
+        parts = zip(job.data.parts, samples.tables, strict=True)
+        for number, (part, table) in enumerate(parts):
+            own = table.take(samples.places[samples.origin == number])
+            yield job.model_copy(update={"data": part}), own
+    else:
+        assert isinstance(samples, SampleTable)
+        yield job, samples
 
 
 def _print_lines(out: Console, lines: Iterable[str]) -> None:
@@ -154,7 +170,7 @@ def _clock_lines(data: JobData) -> Iterator[str]:
 def _changes(job: Job, samples: SampleTable, *, is_evaluation: bool) -> Iterator[str]:
     """What of the tokens is masked, cut and dropped, and why."""
     table, cut = samples.table, samples.cut
-    trained, total = samples.targets(job.label_shift), samples.tokens
+    trained, total = samples.targets(job.label_shift).sum(), samples.lengths.sum()
     if not cut.labelled:
         use = "counted" if is_evaluation else "trained"
         why = _masked_because(samples)

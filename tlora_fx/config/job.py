@@ -287,6 +287,8 @@ class DataSpec(Spec):
                    completions if the data has any, else all
     skip_bad_rows  skip and count invalid rows, instead of refusing the data
     append_eos     end conversations by the end-of-sequence token where the chat template does not
+    weight         of several data sets, how often this one is drawn from; see `Job.mixing`
+    more           the other data sets, where the job has several
     """
 
     other_names: ClassVar[Mapping[str, str]] = DATA_KEYS
@@ -300,6 +302,27 @@ class DataSpec(Spec):
     loss_on: Literal["auto", "completion", "all"] = "auto"
     skip_bad_rows: StrictBool = False
     append_eos: StrictBool = False
+    weight: StrictFloat | None = Field(default=None, gt=0, allow_inf_nan=False)
+    more: tuple[DataSpec, ...] = ()
+
+    @field_validator("more")
+    @classmethod
+    def _fit_together(
+        cls, more: tuple[DataSpec, ...], info: ValidationInfo
+    ) -> tuple[DataSpec, ...]:
+        weights = [info.data.get("weight"), *(each.weight for each in more)]
+        if more and None in weights and weights != [None] * len(weights):
+            raise refuse("some data sets have a weight and others none", help="weigh all, or none")
+        if any(each.more for each in more):
+            raise refuse("a data set of several has data sets of its own", help="list all at once")
+        if more and any((info.data.get("streaming"), *(each.streaming for each in more))):
+            raise refuse("several data sets cannot be streamed", help="leave streaming out")
+        return more
+
+    @property
+    def parts(self) -> tuple[DataSpec, ...]:
+        """Each data set as one of its own."""
+        return (self.model_copy(update={"more": ()}), *self.more) if self.more else (self,)
 
     @field_validator("columns")
     @classmethod
@@ -442,7 +465,10 @@ class Job(Spec):
     adapter_compute              dtype in which adapters multiply: that of the base, or float32
     lora                         the PEFT config fields that were given; None if `adapter` is given
     adapter                      instead of `lora`: a PEFT adapter folder to continue
-    data                         the samples to train on
+    data                         the samples to train on: one data set, or a list of them
+    mixing                       how data sets with weights are mixed, as interleave_datasets of
+                                 datasets does it: until the first one is used up, or until all
+                                 are, the others again from their start
     method                       sft: learn from samples; dpo, orpo: learn from pairs of a chosen
                                  and a rejected completion, as TRL's trainers do
     beta                         beta of the dpo or orpo loss; None: 0.1
@@ -515,6 +541,7 @@ class Job(Spec):
     lora: dict[str, Any] | None = None
     adapter: LocalPath | None = Field(default=None, validate_default=True)
     data: DataSpec
+    mixing: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
     method: Method = Field(default="sft", validate_default=True)
     beta: StrictFloat | None = Field(default=None, gt=0)
     reference: Literal["adapter", "base"] = "adapter"
@@ -718,19 +745,42 @@ class Job(Spec):
             raise refuse("'warmup_steps' and 'warmup_ratio' exclude each other", help="keep one")
         return ratio
 
+    @field_validator("data", mode="before")
+    @classmethod
+    def _first_of_several(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        if not value or not all(isinstance(each, (Mapping, DataSpec)) for each in value):
+            expected = "data sets, each with a path: [{path: a.jsonl}, {path: b.jsonl}]"
+            raise refuse("wrong value of 'data'", expected=expected)
+        first = value[0]
+        if isinstance(first, DataSpec):
+            first = first.model_dump(exclude_unset=True)
+        if first.get("more"):
+            raise refuse("a data set of several has data sets of its own", help="list all at once")
+        return {**first, **({"more": value[1:]} if len(value) > 1 else {})}
+
     @field_validator("eval_data", mode="before")
     @classmethod
     def _as_the_data(cls, value: Any, info: ValidationInfo) -> Any:
         data = info.data.get("data")
         if not isinstance(value, Mapping) or data is None:
             return value
-        return data.model_dump(exclude_unset=True, exclude={"path", "split"}) | dict(value)
+        return data.model_dump(
+            exclude_unset=True, exclude={"path", "split", "weight", "more"}
+        ) | dict(value)
 
     @field_validator("eval_split")
     @classmethod
     def _instead_of_data(cls, split: str | float | None, info: ValidationInfo) -> Any:
         if split is not None and info.data.get("eval_data") is not None:
             raise refuse("'eval_data' and 'eval_split' exclude each other", help="keep one")
+        data, again = info.data.get("data"), info.data.get("mixing") == "all_exhausted"
+        if split is not None and data is not None and data.more and again:
+            what = (
+                "with mixing all_exhausted a sample comes twice, and could be held out and trained"
+            )
+            raise refuse(what, help="give eval_data instead of eval_split")
         return split
 
     @field_validator("compute_metrics")

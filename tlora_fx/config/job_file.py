@@ -244,13 +244,20 @@ class _JobFileReader:
         if "adapter" in job:
             job["adapter"] = self._here(job["adapter"])
         for key in ("data", "eval_data"):
-            data = job.get(key)
-            if isinstance(data, dict) and "path" in data:
-                job[key] = data | {"path": self._here(data["path"], must_exist=True)}
+            if key in job:
+                job[key] = self._data_here(job[key])
         file, colon, function = str(job.get("compute_metrics", "")).rpartition(":")
         if file.endswith(".py"):
             job["compute_metrics"] = f"{self._here(file)}{colon}{function}"
         return job
+
+    def _data_here(self, data: object) -> object:
+        if isinstance(data, list):
+            return [self._data_here(each) for each in data]
+        if not isinstance(data, dict):
+            return data
+        changed = {"path": self._here(data["path"], must_exist=True)} if "path" in data else {}
+        return data | changed | ({"more": self._data_here(data["more"])} if "more" in data else {})
 
     def _here(self, value: object, *, must_exist: bool = False) -> object:
         """A relative path as seen from the file's folder.

@@ -130,7 +130,7 @@ def require_data(jobs: Sequence[Job]) -> None:
     """
     for job in jobs:
         require_files(job)
-        for spec in (job.data, evaluated(job)):
+        for spec in (*job.data.parts, evaluated(job)):
             if spec is not None and suffix_of(Path(spec.path)) in _BY_LINE:
                 _require_layout(job.model_copy(update={"data": spec}))
 
@@ -175,7 +175,7 @@ def require_hub(jobs: Sequence[Job]) -> None:
                 help="name a folder that holds the model, or mend the connection",
             )
     for job in jobs:
-        for spec in (job.data, job.eval_data):
+        for spec in (*job.data.parts, job.eval_data):
             if spec is not None and not is_local(spec.path):
                 why_offline()  # `datasets` knows itself what it has
 

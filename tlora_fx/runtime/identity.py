@@ -102,7 +102,8 @@ def _data(job: Job, data: JobData) -> dict[str, Any]:
     content = None
     with suppress(OSError, DataFileError):
         content = _content(job)
-    return {"path": str(Path(job.data.path)), "file": content, "samples": data.digest}
+    path = ", ".join(str(Path(part.path)) for part in job.data.parts)
+    return {"path": path, "file": content, "samples": data.digest}
 
 
 def _content(job: Job) -> str | None:
@@ -110,7 +111,9 @@ def _content(job: Job) -> str | None:
 
     raises   OSError, DataFileError
     """
-    digests = [file_digest(path) for path in data_files(job.data, job.name)]
+    parts = job.data.parts
+    files = [path for part in parts for path in data_files(part, job.name)]
+    digests = [file_digest(path) for path in files]
     if len(digests) < 2:
         return digests[0] if digests else None
     return hashlib.sha256("".join(digests).encode()).hexdigest()[:32]

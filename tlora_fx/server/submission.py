@@ -33,7 +33,8 @@ from tlora_fx.server.store import FOLDER, ServiceStore, Submission, User, full_n
 JOB_FILE = "jobs.yaml"
 #: Keys below `base`, and below a job or the defaults, that may hold a path.
 _BASE_PATHS = ("model", "tokenizer", "config")
-_JOB_PATHS = (("adapter",), ("data", "path"), ("eval_data", "path"))
+_JOB_PATHS = ("adapter",)
+_DATA = ("data", "eval_data")
 _UPLOAD_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*")
 
 
@@ -292,13 +293,25 @@ def _paths(top: object) -> Iterator[tuple[str, str]]:
     for key in _BASE_PATHS:
         yield from _text(f"base_{key}", _at(top.get("base"), (key,)))
     for where, section in sections:
-        for keys in _JOB_PATHS:
-            yield from _text("_".join((where, *keys)), _at(section, keys))
+        for key in _JOB_PATHS:
+            yield from _text(f"{where}_{key}", _at(section, (key,)))
+        for key in _DATA:
+            yield from _data_paths(f"{where}_{key}", _at(section, (key,)))
         function = _at(section, ("compute_metrics",))
         if isinstance(function, str) and ".py" in function:
             yield f"{where}_compute_metrics", function.rpartition(":")[0] or function
     # A base may be named by one word.
     yield from _text("base_model", top.get("base"))
+
+
+def _data_paths(where: str, data: object) -> Iterator[tuple[str, str]]:
+    """Paths of a data set, of a list of them, and of those that one has beside it."""
+    if isinstance(data, list):
+        for index, each in enumerate(data):
+            yield from _data_paths(f"{where}_{index}", each)
+    elif isinstance(data, dict):
+        yield from _text(f"{where}_path", data.get("path"))
+        yield from _data_paths(f"{where}_more", data.get("more"))
 
 
 def _home(text: str) -> Path:

@@ -76,7 +76,10 @@ def _cell(value: object) -> str:
 
 
 def _data_rows(job: Job, data: JobData) -> dict[str, object]:
-    rows: dict[str, object] = {"trained on": _named(job.data), "samples": len(data.samples)}
+    rows: dict[str, object] = {
+        "trained on": ", ".join(map(_named, job.data.parts)),
+        "samples": len(data.samples),
+    }
     if data.report.target_tokens:
         rows["trained tokens of an epoch"] = data.report.target_tokens
     if data.evaluation:

@@ -76,7 +76,8 @@ def _decisive(job: Job, tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...
         content = [(path.suffixes, file_digest(path)) for path in files]
     except OSError:
         return ()
-    spec = job.data.model_dump(exclude={"path", "loss_on", "skip_bad_rows", "streaming"})
+    ignored = {"path", "loss_on", "skip_bad_rows", "streaming", "weight", "more"}
+    spec = job.data.model_dump(exclude=ignored)
     base: tuple[object, ...] = ()
     if job.base.is_classifier:
         base = (job.base.model_dump_json(), job.max_length)

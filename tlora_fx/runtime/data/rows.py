@@ -67,7 +67,7 @@ def read_rows(spec: DataSpec, job: str, limit: int | None = None) -> Iterator[Da
 
 def require_files(job: Job) -> None:
     """Refuse data files that are not there, or of a type that is not read; raises DataFileError."""
-    for spec in (job.data, evaluated(job)):
+    for spec in (*job.data.parts, evaluated(job)):
         if spec is not None and is_local(spec.path):
             _readers(spec, job.name)
 

@@ -24,11 +24,13 @@ from tlora_fx.runtime.data.rows import evaluated
 from tlora_fx.runtime.data.tables import (
     NO_TARGET,
     Cut,
+    MixedTable,
     Sample,
     SampleTable,
     TokenTable,
     digest_of,
     lengths_of,
+    mixed_order,
 )
 
 if TYPE_CHECKING:
@@ -39,6 +41,7 @@ __all__ = [
     "packed", "sample_order", "samples_of_steps", "units_of",
 ]  # fmt: skip
 
+Samples = SampleTable | MixedTable
 #: Indices of the samples that a batch counts as one.
 Units = np.ndarray | Sequence[Sequence[int]]
 
@@ -205,14 +208,15 @@ def load_job_data(
         if asks_for_the_time(template_of(tokenizer))
         else None
     )
-    samples, report = _samples(job, tokenizer, told, limit)
+    samples, report = _mixed(job, tokenizer, told, limit)
     notes = list(report.notes)
     if isinstance(job.eval_split, float):
         samples, evaluation = held_out(samples, job)
         each = job.sequences_per_sample
-        report.samples, report.tokens = len(samples) // each, samples.tokens
-        report.target_tokens = samples.targets(job.label_shift)
-        tokens = f"{evaluation.tokens} tokens, {evaluation.targets(job.label_shift)} counted"
+        report.samples, report.tokens = len(samples) // each, int(samples.lengths.sum())
+        report.target_tokens = int(samples.targets(job.label_shift).sum())
+        counted = evaluation.targets(job.label_shift).sum()
+        tokens = f"{evaluation.lengths.sum()} tokens, {counted} counted"
         notes.append(f"evaluation: {len(evaluation) // each} samples held out, {tokens}")
     elif (spec := evaluated(job)) is not None:
         evaluation, found = _samples(job.model_copy(update={"data": spec}), tokenizer, told)
@@ -262,7 +266,7 @@ def packed(lengths: Sequence[int], length: int) -> list[tuple[int, ...]]:
     return [tuple(sorted(own)) for own in bins]
 
 
-def held_out(samples: SampleTable, job: Job) -> tuple[SampleTable, SampleTable]:
+def held_out(samples: Samples, job: Job) -> tuple[Samples, Samples]:
     """The samples that are trained, and the part that is kept for evaluation, in their order.
 
     Which ones depends on the job's seed and on how many there are; their number is rounded up.
@@ -289,6 +293,43 @@ def held_out(samples: SampleTable, job: Job) -> tuple[SampleTable, SampleTable]:
 
 # No epoch has this number.
 _HELD_OUT = 2**32 - 1
+
+
+def _mixed(
+    job: Job, tokenizer: PreTrainedTokenizerBase, clock: datetime | None, limit: int | None
+) -> tuple[Samples, DataReport]:
+    """The samples of all data sets of a job, and the report of them together."""
+    parts = job.data.parts
+    if len(parts) == 1:
+        return _samples(job, tokenizer, clock, limit)
+    own = [_samples(job.model_copy(update={"data": part}), tokenizer, clock) for part in parts]
+    tables, reports = [table for table, _ in own], [report for _, report in own]
+    size, weights = job.sequences_per_sample, [part.weight for part in parts if part.weight]
+    origin, index = mixed_order(
+        [len(table) // size for table in tables], weights or None, job.seed, job.mixing
+    )
+    index = (index[:, None] * size + np.arange(size)).reshape(-1)
+    mixed = MixedTable(tables, np.repeat(origin, size), index)
+    counts = np.bincount(origin, minlength=len(parts)).tolist()
+    lines = [
+        f"{part.path}: {count} of {len(origin)} samples; {line}"
+        for part, count, report in zip(parts, counts, reports, strict=True)
+        for line in report.lines()
+    ]
+    first = reports[0]
+    together = DataReport(
+        rows=sum(report.rows for report in reports),
+        bad_rows=sum(report.bad_rows for report in reports),
+        truncated=sum(report.truncated for report in reports),
+        dropped_without_target=sum(report.dropped_without_target for report in reports),
+        prefix_mismatches=sum(report.prefix_mismatches for report in reports),
+        samples=len(origin),
+        tokens=int(mixed.lengths.sum()),
+        target_tokens=int(mixed.targets(job.label_shift).sum()),
+        notes=tuple(lines),
+        format=first.format,
+    )
+    return mixed, together
 
 
 def _samples(
@@ -349,8 +390,8 @@ def _cut(job: Job, table: TokenTable) -> tuple[SampleTable, DataReport]:
     kept = trained.all(axis=1)
     report.dropped_without_target = int((~kept).sum())
     samples = SampleTable(table, np.flatnonzero(np.repeat(kept, size)), cut)
-    report.samples, report.tokens = len(samples) // size, samples.tokens
-    report.target_tokens = samples.targets(job.label_shift)
+    report.samples, report.tokens = len(samples) // size, int(samples.lengths.sum())
+    report.target_tokens = int(samples.targets(job.label_shift).sum())
     return samples, report
 
 

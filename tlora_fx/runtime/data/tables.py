@@ -299,18 +299,18 @@ class SampleTable(Sequence[Sample]):
         lengths: np.ndarray = np.minimum(self.table.lengths[self.rows], self.cut.max_length)
         return lengths
 
-    def targets(self, first: int) -> int:
-        """How many tokens are trained, those before position `first` of a sequence not counted."""
+    def targets(self, first: int) -> np.ndarray:
+        """How many tokens of each sample are trained, those before position `first` not counted."""
         cut = self.cut
         trained = self.table.trained(first, cut.max_length, whole=cut.whole)
         if cut.odd_spans:
             trained[::2] = self.table.trained(first, cut.max_length, whole=True)[::2]
-        return int(trained[self.rows].sum())
+        return np.asarray(trained[self.rows])
 
     @property
-    def tokens(self) -> int:
-        """How many tokens all samples have."""
-        return int(self.lengths.sum(dtype=np.int64))
+    def largest_id(self) -> int:
+        """The largest token id of the table, cut or not."""
+        return self.table.largest_id
 
     def digest(self) -> str:
         """The SHA-256 of all samples in their order, 32 hexadecimal digits of it.
@@ -381,23 +381,110 @@ class SampleTable(Sequence[Sample]):
         return ids, labels
 
 
+class MixedTable(Sequence[Sample]):
+    """Samples of several tables in one order.
+
+    tables   whose samples these are
+    origin   [N] index of the table of each sample
+    places   [N] index of the sample in its table
+    """
+
+    def __init__(
+        self, tables: Sequence[SampleTable], origin: np.ndarray, places: np.ndarray
+    ) -> None:
+        """Hold no tokens of its own."""
+        self.tables, self.origin, self.places = tables, origin, places
+
+    def __len__(self) -> int:
+        """How many samples there are."""
+        return len(self.origin)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
+    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
+        """One sample, or a table of some of them."""
+        if isinstance(index, slice):
+            return MixedTable(self.tables, self.origin[index], self.places[index])
+        table: SampleTable = self.tables[int(self.origin[index])]
+        return table[int(self.places[index])]
+
+    def take(self, indices: np.ndarray) -> MixedTable:
+        """The samples with these indices."""
+        return MixedTable(self.tables, self.origin[indices], self.places[indices])
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, [N] int32."""
+        return self._gathered([table.lengths for table in self.tables], np.int32)
+
+    def targets(self, first: int) -> np.ndarray:
+        """See `SampleTable.targets`."""
+        return self._gathered([table.targets(first) for table in self.tables], np.int64)
+
+    @property
+    def largest_id(self) -> int:
+        """The largest token id of the tables, cut or not."""
+        return max(table.largest_id for table in self.tables)
+
+    def digest(self) -> str:
+        """See `SampleTable.digest`."""
+        ids = (np.array(sample.input_ids, np.int32) for sample in self)
+        return _digest(self.lengths, ids, (np.array(each.labels, np.int32) for each in self))
+
+    def _gathered(self, values: Sequence[np.ndarray], kind: Any) -> np.ndarray:
+        gathered = np.zeros(len(self), kind)
+        for table, own in enumerate(values):
+            mine = self.origin == table
+            gathered[mine] = own[self.places[mine]]
+        return gathered
+
+
+def mixed_order(
+    counts: Sequence[int], weights: Sequence[float] | None, seed: int, stopping_strategy: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """From which data set each sample of a mixture is, and its index there.
+
+    counts             samples of each data set
+    weights            how often each is drawn from; None: one follows the other
+    stopping_strategy  of `datasets.interleave_datasets`, whose order this is
+    """
+    if weights is None:
+        origin = np.repeat(np.arange(len(counts)), counts)
+        return origin, np.concatenate([np.arange(count) for count in counts])
+    from datasets import Dataset, interleave_datasets
+
+    sets = [
+        Dataset.from_dict({"origin": np.full(count, number), "index": np.arange(count)})
+        for number, count in enumerate(counts)
+    ]
+    mixed = interleave_datasets(
+        sets,
+        probabilities=(np.array(weights) / np.sum(weights)).tolist(),
+        seed=seed,
+        stopping_strategy=stopping_strategy,
+    ).with_format("numpy")
+    return np.asarray(mixed["origin"][:]), np.asarray(mixed["index"][:])
+
+
 def lengths_of(samples: Sequence[Sample]) -> np.ndarray:
     """Tokens of each sample, [N] int32."""
-    if isinstance(samples, SampleTable):
+    if isinstance(samples, SampleTable | MixedTable):
         return samples.lengths
     return np.array([len(sample.input_ids) for sample in samples], np.int32)
 
 
 def largest_id(samples: Sequence[Sample]) -> int:
     """The largest token id of any samples, or of all tokens of their table."""
-    if isinstance(samples, SampleTable):
-        return samples.table.largest_id
+    if isinstance(samples, SampleTable | MixedTable):
+        return samples.largest_id
     return max(max(sample.input_ids) for sample in samples)
 
 
 def digest_of(samples: Sequence[Sample]) -> str:
     """`SampleTable.digest` of any samples."""
-    if isinstance(samples, SampleTable):
+    if isinstance(samples, SampleTable | MixedTable):
         return samples.digest()
     parts = [[getattr(s, name) for s in samples] for name in ("input_ids", "labels")]
     ids, labels = ([np.array(line, np.int32) for line in lines] for lines in parts)

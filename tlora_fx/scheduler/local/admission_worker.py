@@ -109,7 +109,8 @@ def restore(job: Job) -> ModelFacts | None:
     """The shape of a base whose job was prepared before; raises where base or data are gone."""
     from tlora_fx.runtime.data.rows import require_data
 
-    require_data(job.data, job.name)
+    for part in job.data.parts:
+        require_data(part, job.name)
     return shape_of(job)
 
 
