@@ -26,11 +26,15 @@ QUICKSTART = EXAMPLES / "quickstart"
 
 
 def job_file(
-    *names: str, data: str = str(QUICKSTART / "data" / "records.jsonl"), **more: Any
+    *names: str, data: Any = str(QUICKSTART / "data" / "records.jsonl"), **more: Any
 ) -> str:
-    """A job file with these jobs."""
+    """A job file with these jobs.
+
+    data     a path, or all of their `data`
+    """
+    data = {"path": data} if isinstance(data, str) else data
     jobs = [
-        {"name": name, "lora": {"r": 4}, "max_steps": 10, "data": {"path": data}} | more
+        {"name": name, "lora": {"r": 4}, "max_steps": 10, "data": data} | more
         for name in names or ("a",)
     ]
     return yaml.safe_dump(

@@ -95,6 +95,8 @@ OUTSIDE = [
     {"data": "tests/server"},
     {"adapter": "/etc", "lora": None},
     {"eval_data": {"path": "/etc/passwd"}},
+    {"data": [{"path": str(QUICKSTART / "data/records.jsonl")}, {"path": "/etc/passwd"}]},
+    {"data": {"path": "a.jsonl", "more": [{"path": "/etc/passwd"}]}},
     {"compute_metrics": "/etc/x.py:f"},
     {"data": "a\0b"},
     {"data": str(EXAMPLES.parent / "README.md")},
