@@ -6,7 +6,9 @@ import json
 import os
 import random
 import shutil
+import sqlite3
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -409,6 +411,22 @@ def test_a_stopped_run_goes_on(tmp_path):
     assert ("went on", 2, 0) in heard.said
     assert not [said for said in heard.said if said[0] == "took"]
     require_trained_once(tmp_path / "run", {"a": 60, "b": 60})
+
+
+def test_a_group_that_runs_is_charged_for_its_gpus_before_it_ends(tmp_path, monkeypatch):
+    """At each heartbeat, so that a run that is killed has counted what came before."""
+    monkeypatch.setattr(service, "HEARTBEAT_SECONDS", 0.0)
+    write_job(tmp_path / "jobs", "a", 10_000)
+
+    def is_charged(it):
+        with closing(sqlite3.connect(it.ledger.path)) as base:
+            rows = base.execute("SELECT held FROM epochs WHERE ended IS NULL").fetchall()
+        return any(held > 0 for (held,) in rows)
+
+    # A run that charged nothing would train all steps, and its group would end.
+    run(tmp_path / "jobs", tmp_path / "run", until=is_charged)
+
+    assert records(tmp_path / "run")["a"].status == "running"
 
 
 def test_a_run_ends_within_its_grace_whatever_its_workers_do(tmp_path):

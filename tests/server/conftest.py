@@ -6,6 +6,7 @@ import hashlib
 import json
 import threading
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,8 @@ def request(name: str, steps: int = 10) -> JobRequest:
 
 def as_scheduled(folder: Path, groups: list[tuple[str, ...]], *, ended: bool = False) -> None:
     """What the scheduler writes of groups, one GPU each, and of their jobs' first steps."""
-    ledger = Ledger(folder / "ledger.sqlite")
+    # The ledger reads its clock at each launch and each end: a group holds its GPU for 5 seconds.
+    ledger = Ledger(folder / "ledger.sqlite", clock=count(step=5.0).__next__)
     for epoch, names in enumerate(groups, start=1):
         for name in names:
             ledger.submit(request(name), {"name": name})

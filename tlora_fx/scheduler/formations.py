@@ -379,7 +379,7 @@ class Formations:
         members = {name: jobs[name] for name in group.jobs}
         steps = {name: job.steps_done for name, job in members.items()}
         if self._ledger:
-            self._ledger.launch(group, epoch, None, now)
+            self._ledger.launch(group, epoch, None, now, origin=formation.epoch)
         formation.successor = Formation(
             epoch, group, group, members, dict(steps), now, origin=formation.epoch, asked=now
         )

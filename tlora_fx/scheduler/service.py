@@ -310,6 +310,9 @@ def _stamp(path: Path) -> tuple[int, int] | None:
 
 
 LOOK_SECONDS = 1.0
+#: Seconds between the writes by which running groups are charged for their GPUs; a scheduler that
+#: is killed leaves at most so many uncharged.
+HEARTBEAT_SECONDS = 10.0
 #: Jobs that come together are decided upon together, if their files' others take no longer.
 GATHER_SECONDS = 5.0
 
@@ -484,6 +487,7 @@ class SchedulerService:
     stopping: bool = False
     before_advance: Callable[[], None] = lambda: None
     _looked: float = float("-inf")
+    _heartbeat: float = field(default_factory=time.monotonic)
     _busy: float = 0.0
     _measured: MeasuredCosts = field(default_factory=MeasuredCosts)
     _open: dict[Path, OpenFile] = field(default_factory=dict)
@@ -548,6 +552,7 @@ class SchedulerService:
             self.executor.hurry(self.options.grace_seconds)
         self.before_advance()
         self.loop.advance(self.executor.now())
+        self._beat()
         self._measure()
         if self.stopping:
             return not self.loop.quiet
@@ -560,6 +565,12 @@ class SchedulerService:
         if due:
             self._looked = time.monotonic()
         return due
+
+    def _beat(self) -> None:
+        """Write a heartbeat into the ledger, if it is time to."""
+        if time.monotonic() - self._heartbeat >= HEARTBEAT_SECONDS:
+            self._heartbeat = time.monotonic()
+            self.ledger.heartbeat()
 
     def _measure(self) -> None:
         if self.options.learns and self._measured.take(self.loop.running.values()):

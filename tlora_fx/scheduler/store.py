@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -157,23 +158,44 @@ CREATE TABLE IF NOT EXISTS jobs (
 CREATE TABLE IF NOT EXISTS epochs (
     epoch INTEGER PRIMARY KEY, jobs TEXT NOT NULL, gpus TEXT NOT NULL, layout TEXT NOT NULL,
     seconds REAL NOT NULL, launched REAL NOT NULL, started REAL, ended REAL,
-    how TEXT NOT NULL DEFAULT '');
+    how TEXT NOT NULL DEFAULT '', held REAL NOT NULL DEFAULT 0);
 CREATE TABLE IF NOT EXISTS decisions (
     number INTEGER PRIMARY KEY, time REAL NOT NULL, groups TEXT NOT NULL, waiting TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS files (path TEXT PRIMARY KEY, sha256 TEXT NOT NULL, told TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS origins (name TEXT PRIMARY KEY, path TEXT NOT NULL);
 """
 
+#: Older ledgers do not say how long a group held its GPUs. A group that ended is charged from its
+#: launch to its end. The end of a killed one was written at the next start, so that it is charged
+#: to the last decision or start that was written before. A clock that was set back charges nothing.
+_ADD_HELD = """
+ALTER TABLE epochs ADD COLUMN held REAL NOT NULL DEFAULT 0;
+UPDATE epochs SET held = max(0, ended - launched) WHERE ended IS NOT NULL AND how != ?;
+UPDATE epochs SET held = max(0, coalesce(started, launched) - launched, coalesce((
+    SELECT max(time) FROM decisions WHERE time < coalesce(epochs.ended, time + 1)
+), launched) - launched) WHERE ended IS NULL OR how = ?;
+"""
+#: How an epoch ended whose process was killed.
+KILLED = "the run was killed"
+
 
 class Ledger:
     """The ledger of one run; one process writes it.
 
     path     its file, or ":memory:"
+    clock    seconds of a monotonic clock, by which groups are charged for their GPUs
     raises   LedgerError where it cannot be opened, or was written by another version
     """
 
-    def __init__(self, path: Path | str = ":memory:") -> None:
+    def __init__(
+        self, path: Path | str = ":memory:", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self.path = str(path)
+        self._clock = clock
+        # When each group of this process that holds its GPUs was last known to, by epoch.
+        self._last_alive: dict[int, float] = {}
+        # Epochs that are to take over another's GPUs, by that one.
+        self._successors: dict[int, int] = {}
         try:
             self._base = sqlite3.connect(self.path, isolation_level=None)
             self._base.execute("PRAGMA journal_mode=WAL")
@@ -188,6 +210,8 @@ class Ledger:
             ) from error
         version = self.fact("format", str(FORMAT))
         _require_version(self.path, version, "go on with the version that began the run")
+        with self._transition() as base:
+            _add_held(base)
 
     def close(self) -> None:
         """Close the file."""
@@ -268,8 +292,19 @@ class Ledger:
                 [(amount, name) for name, amount in (credit or {}).items()],
             )
 
-    def launch(self, group: Group, epoch: int, layout: Layout | None, time: float) -> None:
-        """A group is launched: written down before it is, so that no epoch is used twice."""
+    def launch(
+        self,
+        group: Group,
+        epoch: int,
+        layout: Layout | None,
+        time: float,
+        *,
+        origin: int | None = None,
+    ) -> None:
+        """A group is launched: written down before it is, so that no epoch is used twice.
+
+        origin   epoch that holds the GPUs until this one takes over; None: this one holds them now
+        """
         row = (epoch, json.dumps(group.jobs), json.dumps(group.place), str(layout or ""))
         with self._transition() as base:
             base.execute(
@@ -282,9 +317,44 @@ class Ledger:
                 "WHERE name = ? AND status IN ('queued', 'running')",
                 [(time, name) for name in group.jobs],
             )
+        if origin is None:
+            self._last_alive[epoch] = self._clock()
+        else:
+            self._successors[origin] = epoch
+
+    def heartbeat(self) -> None:
+        """Charge each running group for the time since its last sign of life.
+
+        Signs of life are its launch, heartbeats and its end. What follows the last of them before
+        a process dies is not charged.
+        """
+        if not self._last_alive:
+            return
+        now = self._clock()
+        with self._transition() as base:
+            for epoch in self._last_alive:
+                self._charge(base, epoch, now)
+        self._last_alive = dict.fromkeys(self._last_alive, now)
+
+    def _charge(self, base: sqlite3.Connection, epoch: int, now: float) -> None:
+        since = self._last_alive.get(epoch)
+        if since is not None:
+            base.execute("UPDATE epochs SET held = held + ? WHERE epoch = ?", (now - since, epoch))
+
+    def _end(self, base: sqlite3.Connection, epoch: int, how: str, time: float, now: float) -> None:
+        self._charge(base, epoch, now)
+        _end(base, epoch, how, time)
+
+    def _hand_over(self, epoch: int, now: float) -> None:
+        """A group holds its GPUs no longer: those that were to take over hold them from now on."""
+        was_alive = self._last_alive.pop(epoch, None) is not None
+        successor = self._successors.pop(epoch, None)
+        if was_alive and successor is not None:
+            self._last_alive[successor] = now
 
     def record(self, event: ExecutorEvent) -> None:
         """Write down an event of an executor; progress that is not committed leaves no trace."""
+        now = self._clock()
         with self._transition() as base:
             match event:
                 case GroupStarted():
@@ -299,18 +369,22 @@ class Ledger:
                     _settle(base, event.job, "done", "", event.time)
                 case Failed(job=None):
                     _commit(base, event.epoch, event.steps, "")
-                    _end(base, event.epoch, f"failed: {event.reason}", event.time)
+                    self._end(base, event.epoch, f"failed: {event.reason}", event.time, now)
                 case Failed(job=str()):
                     _settle(base, str(event.job), "failed", event.reason, event.time)
                 case Drained():
                     _commit(base, event.epoch, event.steps, "")
                     how = "drained" if event.successor is None else f"goes on as {event.successor}"
-                    _end(base, event.epoch, how, event.time)
+                    self._end(base, event.epoch, how, event.time, now)
+        if isinstance(event, Drained) or (isinstance(event, Failed) and event.job is None):
+            self._hand_over(event.epoch, now)
 
     def end(self, epoch: int, how: str, time: float) -> None:
         """A group ended otherwise than by draining or failing, such as by being killed."""
+        now = self._clock()
         with self._transition() as base:
-            _end(base, epoch, how, time)
+            self._end(base, epoch, how, time, now)
+        self._hand_over(epoch, now)
 
     def give_up(self, job: str, reason: str, time: float) -> None:
         """A job will not be run again."""
@@ -401,6 +475,15 @@ class Ledger:
                 reason=error,
                 help="free space or mend the disk, then start the run again with the same -o",
             ) from error
+
+
+def _add_held(base: sqlite3.Connection) -> None:
+    """Add the seconds that groups held their GPUs to a ledger that was written without them."""
+    if "held" in {name for _, name, *_ in base.execute("PRAGMA table_info(epochs)")}:
+        return
+    killed = f"failed: {KILLED}"
+    for statement in _ADD_HELD.strip().removesuffix(";").split(";"):
+        base.execute(statement, (killed,) * statement.count("?"))
 
 
 def _commit(base: sqlite3.Connection, epoch: int, steps: Mapping[str, float], path: str) -> None:

@@ -313,7 +313,11 @@ class ServiceStore:
         return changed
 
     def gpu_hours(self, user: str) -> float:
-        """GPU hours of a user's jobs so far: their group's GPUs, shared evenly by its jobs."""
+        """GPU-hours of a user's jobs up to the scheduler's last heartbeat.
+
+        A group's GPU-hours are divided evenly among its jobs. Time in which no scheduler was alive
+        does not count.
+        """
         with self._reading() as base:
             return self._gpu_hours(base, user)
 
@@ -408,13 +412,9 @@ class ServiceStore:
 
     def _gpu_hours(self, base: sqlite3.Connection, user: str) -> float:
         mine = {name for (name,) in base.execute("SELECT name FROM owned WHERE user = ?", (user,))}
-        now = time.time() - self.started
         seconds = 0.0
-        for jobs, gpus, launched, ended in base.execute(
-            "SELECT jobs, gpus, launched, ended FROM epochs"
-        ):
+        for jobs, gpus, held in base.execute("SELECT jobs, gpus, held FROM epochs"):
             names = json.loads(jobs)
-            held = (now if ended is None else ended) - launched
             seconds += held * len(json.loads(gpus)) * len(mine.intersection(names)) / len(names)
         return seconds / 3600
 

@@ -29,7 +29,7 @@ from tlora_fx.scheduler.executor import (
     Finished,
 )
 from tlora_fx.scheduler.lease import revoke
-from tlora_fx.scheduler.store import Ledger
+from tlora_fx.scheduler.store import KILLED, Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,6 @@ WAIT_SECONDS = 120.0
 
 
 GRACE_SECONDS = 3.0
-
-
-KILLED = "the run was killed"
 
 
 #: What a run keeps beside the folders of its jobs, which therefore cannot have these names.
