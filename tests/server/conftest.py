@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import time
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -19,6 +20,7 @@ from tlora_fx.cost.load import Demand
 from tlora_fx.scheduler.state import Group, JobRequest
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.server.app import Service, make_app, make_service
+from tlora_fx.server.connections import ConnectionLimits, make_server
 from tlora_fx.server.store import User
 from tlora_fx.server.submission import IntakeLimits
 
@@ -97,13 +99,17 @@ def asked(tmp_path):
         yield make
 
 
-def listen(service: Service) -> tuple[uvicorn.Server, str, threading.Thread]:
+def listen(
+    service: Service, limits: ConnectionLimits | None = None
+) -> tuple[uvicorn.Server, str, threading.Thread]:
     """A service on a free port of this machine; its thread ends with `should_exit`."""
-    config = uvicorn.Config(make_app(service), port=0, log_config=None, timeout_graceful_shutdown=1)
-    server = uvicorn.Server(config)
-    socket = config.bind_socket()
+    server = make_server(make_app(service), limits, port=0, timeout_graceful_shutdown=1)
+    socket = server.config.bind_socket()
     thread = threading.Thread(target=server.run, args=([socket],), daemon=True)
     thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
     return server, f"http://127.0.0.1:{socket.getsockname()[1]}", thread
 
 

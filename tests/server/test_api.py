@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import os
+import pwd
 import tarfile
 import threading
 from pathlib import Path
@@ -385,7 +386,7 @@ def test_a_job_is_cancelled_once(asked):
 
 
 def test_every_call_that_changes_something_is_in_the_ledger(asked):
-    """With who did it; what changed nothing is not."""
+    """With who did it, for tokens the operator's account; what changed nothing is not."""
     it = asked()
     it.add("alice")
     it.submit(job_file("a"), user="alice")
@@ -395,12 +396,14 @@ def test_every_call_that_changes_something_is_in_the_ledger(asked):
     it.ask("POST", "/api/v1/jobs/a/resume", "alice")
     it.ask("POST", "/api/v1/jobs/a/cancel", "alice")
 
+    it.service.store.revoke("alice")
+    it.service.store.revoke("alice")
+
+    operator = f"os:{pwd.getpwuid(os.getuid()).pw_name}"
     assert [row[1:] for row in it.service.store.actions()] == [
-        ("alice", verb, what)
-        for verb, what in (
-            ("token", "alice"), ("submit", "alice.a"), ("pause", "alice.a"),
-            ("resume", "alice.a"), ("cancel", "alice.a"),
-        )
+        (operator, "token", "alice"), ("alice", "submit", "alice.a"),
+        ("alice", "pause", "alice.a"), ("alice", "resume", "alice.a"),
+        ("alice", "cancel", "alice.a"), (operator, "revoke", "alice"),
     ]  # fmt: skip
 
 

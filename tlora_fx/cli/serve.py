@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 import multiprocessing
 import signal
 import sys
@@ -27,9 +25,6 @@ from tlora_fx.errors import ServiceRefused
 
 if TYPE_CHECKING:
     from tlora_fx.server.store import ServiceStore
-
-#: A connection that nobody uses; longer than clients keep theirs, so that none meets a closed one.
-KEEP_SECONDS = 75
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +107,7 @@ def run(options: ServeCommandOptions) -> None:
     Ctrl-C or a crash, start it again with the same -o to continue: all state is in that folder.
     """
     from tlora_fx.scheduler.policies import policy_of
+    from tlora_fx.server.log_lines import log_to_stderr
 
     policy = policy_of(options.policy)
     require_executor(options)
@@ -127,7 +123,7 @@ def run(options: ServeCommandOptions) -> None:
         options, output=options.output or Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     )
     assert options.output is not None
-    _log_to_stderr(options.log_format)
+    log_to_stderr(options.log_format)
 
     store = _guarded_store(options.output, options)
 
@@ -199,16 +195,16 @@ def _answer(
     options: ServeCommandOptions, gpus: int, gpu: str, policy: str, parent: Connection
 ) -> None:
     """Answer requests until the parent has ended; it alone hears signals."""
-    import uvicorn
-
     from tlora_fx.server.app import is_address, make_app, make_service
+    from tlora_fx.server.connections import make_server
+    from tlora_fx.server.log_lines import log_to_stderr
     from tlora_fx.server.submission import IntakeLimits
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # Threads that read or write for others do not keep who answers waiting.
     sys.setswitchinterval(0.001)
-    _log_to_stderr(options.log_format)
+    log_to_stderr(options.log_format)
     days = options.keep_uploads
     limits = IntakeLimits(
         roots=tuple(options.root or ()), upload_bytes=int(options.max_upload * (1 << 20)),
@@ -220,14 +216,12 @@ def _answer(
     service = make_service(
         options.output, limits, open_to_all=options.loopback, gpus=gpus, gpu=gpu, policy=policy
     )
-    config = uvicorn.Config(
+    server = make_server(
         make_app(service, () if is_address(options.host) else (options.host,)),
-        options.host, options.port, access_log=False, log_config=None,
+        host=options.host, port=options.port, timeout_graceful_shutdown=5,
         ssl_certfile=options.tls_cert and str(options.tls_cert),
-        ssl_keyfile=options.tls_key and str(options.tls_key), timeout_graceful_shutdown=5,
-        timeout_keep_alive=KEEP_SECONDS,
+        ssl_keyfile=options.tls_key and str(options.tls_key),
     )  # fmt: skip
-    server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started and thread.is_alive():
@@ -238,31 +232,3 @@ def _answer(
             continue
     service.ending = server.should_exit = True
     thread.join(10)
-
-
-class _JsonLines(logging.Formatter):
-    """A line of JSON for each record."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Time, level, message, and what comes with it."""
-        known = logging.makeLogRecord({}).__dict__.keys() | {"message", "asctime"}
-        told = {
-            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
-            "level": record.levelname.lower(),
-            "message": record.getMessage(),
-            **{key: value for key, value in record.__dict__.items() if key not in known},
-        }
-        if record.exc_info:
-            told["error"] = self.formatException(record.exc_info)
-        return json.dumps(told, default=str)
-
-
-def _log_to_stderr(kind: str) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    plain = logging.Formatter("%(asctime)s %(message)s  %(jobs)s", defaults={"jobs": ""})
-    handler.setFormatter(_JsonLines() if kind == "json" else plain)
-    for name in ("tlora_fx.server", "uvicorn.error"):
-        logger = logging.getLogger(name)
-        logger.setLevel(logging.INFO if name.startswith("tlora") else logging.WARNING)
-        logger.addHandler(handler)
-        logger.propagate = False

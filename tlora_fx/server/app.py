@@ -12,7 +12,7 @@ import re
 import tarfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -30,6 +30,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.background import BackgroundTask
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tlora_fx import __version__
@@ -58,8 +59,13 @@ REFRESH_SECONDS = 0.5
 COLLECT_SECONDS = 3600.0
 #: Between signs of life of a stream that has nothing to tell.
 QUIET_SECONDS = 15.0
-#: A token that was revoked is good for so long.
-KNOWN_SECONDS = 1.0
+#: A token that was revoked is good for so long; streams look again each REFRESH_SECONDS, so that
+#: both together stay below a second.
+KNOWN_SECONDS = 0.25
+#: Streams that a user has open at a time.
+MAX_STREAMS = 64
+#: Status in the log of a request whose client closed the connection before its end.
+HUNG_UP = 499
 STATUS = {
     TokenRefused: 401, JobUnknown: 404, RequestConflict: 409, UploadRefused: 413,
     SubmissionRefused: 422, RequestRefused: 422, QuotaReached: 429,
@@ -132,6 +138,7 @@ class Service:
     folder: Path
     open_to_all: bool = True
     users: dict[str, tuple[float, User]] = field(default_factory=dict)
+    streams: dict[str, int] = field(default_factory=dict)
     ending: bool = False
 
     def __post_init__(self) -> None:
@@ -159,6 +166,24 @@ class Service:
             raise _refused("no such token")
         self.users[token] = (time.monotonic(), user)
         return user
+
+    def require_stream(self, user: User) -> None:
+        """Refuse a user one stream too many; raises QuotaReached."""
+        if self.streams.get(user.name, 0) >= MAX_STREAMS:
+            raise QuotaReached(
+                "too many open streams",
+                expected=f"at most {MAX_STREAMS} at a time",
+                help="close pages and `tlora-fx client logs -f` that nobody watches",
+            )
+
+    @contextmanager
+    def counted_stream(self, user: User) -> Iterator[None]:
+        """Inside, a user has one more stream."""
+        self.streams[user.name] = self.streams.get(user.name, 0) + 1
+        try:
+            yield
+        finally:
+            self.streams[user.name] -= 1
 
     def explain(self, user: User, name: str) -> str:
         """Explain why a job runs as it does, or waits; jobs of others are not named."""
@@ -206,10 +231,18 @@ def _refused(what: str) -> TokenRefused:
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Caller of a request: its user, and the service."""
+    """Caller of a request: its user, the service, and the token that it came with."""
 
     user: User
     service: Service
+    token: str | None
+
+    def again(self) -> User | None:
+        """The user as they are now; None: the token is no longer accepted."""
+        try:
+            return self.service.user(self.token)
+        except TokenRefused:
+            return None
 
 
 async def _caller(
@@ -217,7 +250,8 @@ async def _caller(
 ) -> Caller:
     service: Service = request.app.state.service
     kind, _, token = (authorization or "").partition(" ")
-    return Caller(service.user(token.strip() if kind.lower() == "bearer" else None), service)
+    bearer = token.strip() if kind.lower() == "bearer" else None
+    return Caller(service.user(bearer), service, bearer)
 
 
 By = Annotated[Caller, Depends(_caller)]
@@ -316,6 +350,7 @@ def adapter(name: str, by: By) -> FileResponse:
 async def logs(name: str, by: By, follow: bool = False) -> StreamingResponse:
     """A job's steps and evaluations as lines; follow: until it has ended."""
     owned = await run_in_threadpool(by.service.store.job, by.user, name)
+    by.service.require_stream(by.user)
     lines = _lines(by, owned.name, follow=follow)
     return StreamingResponse(lines, media_type="text/plain; charset=utf-8")
 
@@ -340,31 +375,36 @@ def events(by: By, after: Annotated[int, Query(ge=0, lt=1 << 62)] = 0) -> list[E
 
 @api.get("/stream", response_class=StreamingResponse, tags=["service"])
 async def stream(by: By, after: int = -1) -> StreamingResponse:
-    """Server-sent events: `jobs` that changed, `groups` and `events`, as they come."""
+    """Server-sent events: `jobs` that changed, `groups` and `events`, as they come.
+
+    It ends when the token is revoked.
+    """
+    by.service.require_stream(by.user)
     return StreamingResponse(_told(by, after), media_type="text/event-stream")
 
 
 async def _told(by: Caller, version: int) -> AsyncIterator[bytes]:
-    user, view = by.user, by.service.view
+    view = by.service.view
     event, spans, said = view.last_event, b"", time.monotonic()
-    while not by.service.ending:
-        news = []
-        if changed := view.visible(user, version):
-            version = max(shown.version for shown in changed)
-            news.append(("jobs", b"[" + b",".join(shown.body for shown in changed) + b"]"))
-        if view.last_event != event:
-            news.append(("events", _json(await run_in_threadpool(view.events, user, event))))
-            event = view.last_event
-        if (now := _json(view.spans(user))) != spans:
-            spans = now
-            news.append(("groups", now))
-        for kind, data in news:
-            yield b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
-        if not news and time.monotonic() - said > QUIET_SECONDS:
-            news = [("", b"")]
-            yield b": quiet\n\n"
-        said = time.monotonic() if news else said
-        await asyncio.sleep(REFRESH_SECONDS)
+    with by.service.counted_stream(by.user):
+        while not by.service.ending and (user := by.again()):
+            news = []
+            if changed := view.visible(user, version):
+                version = max(shown.version for shown in changed)
+                news.append(("jobs", b"[" + b",".join(shown.body for shown in changed) + b"]"))
+            if view.last_event != event:
+                news.append(("events", _json(await run_in_threadpool(view.events, user, event))))
+                event = view.last_event
+            if (now := _json(view.spans(user))) != spans:
+                spans = now
+                news.append(("groups", now))
+            for kind, data in news:
+                yield b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+            if not news and time.monotonic() - said > QUIET_SECONDS:
+                news = [("", b"")]
+                yield b": quiet\n\n"
+            said = time.monotonic() if news else said
+            await asyncio.sleep(REFRESH_SECONDS)
 
 
 def _json(items: Sequence[BaseModel]) -> bytes:
@@ -374,19 +414,21 @@ def _json(items: Sequence[BaseModel]) -> bytes:
 async def _lines(by: Caller, name: str, *, follow: bool) -> AsyncIterator[bytes]:
     """What a job's metrics tell, and what is new until it has ended or the service stops."""
     path, read = by.service.folder / name / METRICS, 0
-    while True:
-        # Asked before the file is read: once it has ended, nothing more comes.
-        owned = await run_in_threadpool(by.service.store.job, by.user, name)
-        content = await run_in_threadpool(_rest, path, read)
-        whole = content[: content.rfind(b"\n") + 1]
-        read += len(whole)
-        for line in log_lines(whole):
-            yield f"{line}\n".encode()
-        if not whole and (not follow or not owned.active or by.service.ending):
-            yield f"{name}: {owned.state} {owned.reason or ''}".strip().encode() + b"\n"
-            return
-        if not whole:
-            await asyncio.sleep(REFRESH_SECONDS)
+    with by.service.counted_stream(by.user):
+        while user := by.again():
+            # Asked before the file is read: once it has ended, nothing more comes.
+            owned = await run_in_threadpool(by.service.store.job, user, name)
+            content = await run_in_threadpool(_rest, path, read)
+            whole = content[: content.rfind(b"\n") + 1]
+            read += len(whole)
+            for line in log_lines(whole):
+                yield f"{line}\n".encode()
+            if not whole and (not follow or not owned.active or by.service.ending):
+                yield f"{name}: {owned.state} {owned.reason or ''}".strip().encode() + b"\n"
+                return
+            if not whole:
+                await asyncio.sleep(REFRESH_SECONDS)
+        yield f"{name}: the token is no longer accepted\n".encode()
 
 
 def _rest(path: Path, start: int) -> bytes:
@@ -443,7 +485,8 @@ class Gate:
             service.seconds.labels(route).observe(seconds)
             if request.method != "GET":
                 told = {"event": "request", "status": status, "seconds": seconds}
-                logger.info("%s %s %s", request.method, scope["path"], status, extra=told)
+                why = ": the client closed the connection" if status == HUNG_UP else ""
+                logger.info("%s %s %s%s", request.method, scope["path"], status, why, extra=told)
 
     def _strange(self, request: Request, *, open_to_all: bool) -> str:
         """Why a page of somebody else must have sent a browser; "" where none did."""
@@ -488,6 +531,8 @@ async def _failed(request: Request, error: Exception) -> Response:
         case HTTPException():
             refused = RequestRefused(str(error.detail), path=request.url.path)
             return problem(refused, error.status_code)
+        case ClientDisconnect():
+            return Response(status_code=HUNG_UP)
     logger.error("a request failed", exc_info=error, extra={"event": "error"})
     return problem(RequestRefused("the service failed", help="see its log"), 500)
 
@@ -502,7 +547,8 @@ def make_app(service: Service, hosts: Sequence[str] = ()) -> FastAPI:
         description="Submit LoRA jobs to a run, and watch them.", max_body_size=BODY_BYTES,
         responses={code: {"model": Problem} for code in (401, 403, 404, 409, 413, 422, 429)},
         exception_handlers=dict.fromkeys(
-            (TloraError, RequestValidationError, HTTPException, Exception), _failed
+            (TloraError, RequestValidationError, HTTPException, ClientDisconnect, Exception),
+            _failed,
         ),
     )  # fmt: skip
     app.state.service = service

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import pwd
 import secrets
 import sqlite3
 import threading
@@ -167,7 +169,7 @@ class ServiceStore:
         It is shown once: the ledger has its SHA-256.
         """
         token = f"tlora-{secrets.token_urlsafe(32)}"
-        with self._transition(user.name, "token", user.name) as base:
+        with self._transition(operator(), "token", user.name) as base:
             base.execute(
                 "INSERT OR REPLACE INTO users VALUES (?, ?, ?, ?, ?)",
                 (user.name, user.admin, user.jobs, user.gpu_hours, user.priority),
@@ -178,7 +180,7 @@ class ServiceStore:
 
     def revoke(self, name: str) -> int:
         """Forget all tokens of a user; how many there were. Their jobs go on."""
-        with self._transition(name, "revoke", name) as base:
+        with self._transition(operator(), "revoke", name) as base:
             return base.execute("DELETE FROM tokens WHERE user = ?", (name,)).rowcount
 
     def users(self) -> dict[User, int]:
@@ -202,7 +204,7 @@ class ServiceStore:
 
     def require_tokens(self) -> None:
         """Require a token for every request to this run, from now on and after each restart."""
-        with self._transition("", "require-tokens", "") as base:
+        with self._transition(operator(), "require-tokens", "") as base:
             base.execute("INSERT INTO access SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM access)")
 
     def tokens_required(self) -> bool:
@@ -453,6 +455,14 @@ class ServiceStore:
                 base.execute("ROLLBACK")
                 raise
             base.execute("COMMIT")
+
+
+def operator() -> str:
+    """Who runs this process, as `actions` names them: `os:ACCOUNT`, which no user can be called."""
+    try:
+        return f"os:{pwd.getpwuid(os.getuid()).pw_name}"
+    except KeyError:
+        return f"os:{os.getuid()}"
 
 
 def hash_of(token: str) -> str:
