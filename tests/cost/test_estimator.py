@@ -16,7 +16,14 @@ from tlora_fx.cost.hardware import Cluster, Tier
 from tlora_fx.cost.load import Demand, demand_of
 from tlora_fx.cost.model_facts import BASES
 from tlora_fx.cost.profile_sources import profiles_for
-from tlora_fx.errors import BaseUnknown, EstimatorOption, ProfileMismatch, TargetUnknown
+from tlora_fx.cost.synthetic import SyntheticEstimator
+from tlora_fx.errors import (
+    BaseUnknown,
+    DemandWrong,
+    EstimatorOption,
+    ProfileMismatch,
+    TargetUnknown,
+)
 
 JOBS = st.builds(
     some,
@@ -309,3 +316,46 @@ def test_a_table_names_every_term(known):
     told = known.explain(BASE, some(batch=8), 8, "node")
 
     assert all(name in table_of(told) for name in told.terms)
+
+
+ABSURD = st.sampled_from([float("nan"), float("inf"), -float("inf"), -1.0, -1e-300])
+
+
+@pytest.mark.parametrize("kind", ["profile", "synthetic"])
+@given(GROUPS, st.sampled_from(Demand._fields), ABSURD)
+@QUICK
+def test_an_absurd_demand_has_no_time(known, kind, group, field, value):
+    """The error names the field, whoever asks and however."""
+    asked = known if kind == "profile" else SyntheticEstimator()
+    wrong = group._replace(**{field: value})
+    for ask in (
+        lambda: asked.explain(BASE, wrong, 1, "gpu"),
+        lambda: asked.solo(BASE, wrong, 1),
+        lambda: asked.seconds(
+            BASE, np.array([group.row(), wrong.row()]), np.ones(2, int), ["gpu", "gpu"]
+        ),
+    ):
+        with pytest.raises(DemandWrong) as told:
+            ask()
+        assert told.value.facts["field"] == field
+
+
+@pytest.mark.parametrize("field", ["samples", "tokens"])
+def test_a_demand_of_nothing_has_no_time(known, field):
+    """Nothing can be divided by it."""
+    with pytest.raises(DemandWrong):
+        known.solo(BASE, some()._replace(**{field: 0.0}), 1)
+
+
+@pytest.mark.parametrize("gpus", [0, -1, float("nan"), float("inf")])
+def test_a_group_of_no_gpus_has_no_time(known, gpus):
+    """Nor one of a number that is none."""
+    with pytest.raises(DemandWrong, match="GPUs"):
+        known.seconds(BASE, some().row()[None], np.array([gpus]), ["gpu"])
+
+
+@given(GROUPS, st.sampled_from(Demand._fields), st.floats(1.0, 1e15))
+@QUICK
+def test_a_huge_demand_has_a_time_or_does_not_fit(known, group, field, value):
+    """It is never NaN."""
+    assert not np.isnan(seconds(known, group._replace(**{field: value}), 1))

@@ -88,6 +88,17 @@ def test_pollux_workloads_are_read(number):
     assert 10.0 <= hours["yolov3"] <= 100.0
 
 
+@pytest.mark.parametrize("replicas", [0, -1])
+def test_a_pollux_job_without_replicas_is_a_wrong_row(tmp_path, replicas):
+    """Its duration cannot be computed; the other rows are read."""
+    path = tmp_path / "pollux.csv"
+    path.write_text(f"time,name,application,num_replicas\n0,a,cifar10,{replicas}\n1,b,cifar10,2\n")
+
+    trace = read_trace(path)
+    assert [job.name for job in trace.jobs] == ["b"]
+    assert trace.dropped.rows() == [("wrong", "num_replicas below 1", 1, "line 2")]
+
+
 @pytest.mark.parametrize(
     ("row", "reason"),
     [
@@ -177,7 +188,9 @@ requests = st.builds(
     JobRequest,
     name=st.uuids().map(str),
     base=st.sampled_from(["llama-3-8b", "qwen3-8b"]),
-    demand=st.builds(Demand, *(numbers for _ in Demand._fields)),
+    demand=st.builds(Demand, *(numbers for _ in Demand._fields)).map(
+        lambda demand: demand._replace(samples=demand.samples + 1, tokens=demand.tokens + 1)
+    ),
     gpus=st.integers(1, 64),
     steps=st.integers(1, 10**6),
     submitted=numbers,
@@ -200,6 +213,21 @@ def test_our_own_trace_comes_back_as_it_was_written(tmp_path_factory, name, jobs
     assert trace.requests == {job.name: job for job in jobs}
     assert trace.synthetic
     assert any("synthetic, seed 0" in rule for rule in trace.rules)
+
+
+@pytest.mark.parametrize("field", ["samples", "tokens"])
+def test_our_own_job_of_no_samples_or_tokens_is_a_wrong_row(tmp_path, field):
+    """No step time can be estimated for it; the other rows are read."""
+    demand = Demand(*range(1, len(Demand._fields) + 1))
+    jobs = [
+        JobRequest("a", "llama-3-8b", demand._replace(**{field: 0.0}), 1, 5),
+        JobRequest("b", "llama-3-8b", demand, 1, 5),
+    ]
+    write_own(tmp_path / "own.jsonl", jobs, {}, "synthetic, seed 0")
+
+    trace = read_trace(tmp_path / "own.jsonl")
+    assert [job.name for job in trace.jobs] == ["b"]
+    assert [row[1] for row in trace.dropped.rows()] == ["a demand of no samples or no tokens"]
 
 
 @pytest.mark.parametrize("name", ["own.jsonl", "own.csv"])

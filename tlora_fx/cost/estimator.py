@@ -16,7 +16,15 @@ import numpy as np
 from tlora_fx.cost.fit import QUANTITIES, SAVED, Line, Links
 from tlora_fx.cost.hardware import GIB, Cluster, Tier, gpu_of_device
 from tlora_fx.cost.layouts import SPINE, Groups, Layouts, Pairs, Sites
-from tlora_fx.cost.load import COLUMN, MAX_ROW_TOKENS, Array, Demand, Mask, is_small
+from tlora_fx.cost.load import (
+    COLUMN,
+    MAX_ROW_TOKENS,
+    Array,
+    Demand,
+    Mask,
+    is_small,
+    require_demands,
+)
 from tlora_fx.cost.memory import StageContents, in_flight, memory_terms, usable_bytes
 from tlora_fx.cost.model_facts import ADAM_STATES, TAIL, WIDEST_TAIL, ModelFacts, find_base
 from tlora_fx.cost.pipeline_simulation import Times, schedule_order, simulate
@@ -100,6 +108,8 @@ class Estimator(Protocol):
         demands   [n, 12] rows of `Demand`
         gpus      [n] GPUs of each; a layout may use fewer
         tiers     [n] how far apart they stand
+        raises    DemandWrong for a number that is not finite, is negative, or is 0 of samples,
+                  tokens or GPUs
         """
 
     def busy(self, base: str, demands: Array, gpus: Array, seconds: Array) -> Array:
@@ -158,8 +168,9 @@ class ProfileEstimator:
         self._solo = {key: value for key, value in self._solo.items() if key[0] != base}
 
     def seconds(self, base: str, demands: Array, gpus: Array, tiers: list[Tier]) -> Array:
-        """See `Estimator`; raises BaseUnknown."""
+        """See `Estimator`; raises BaseUnknown, DemandWrong."""
         known, count = self.base(base), np.asarray(gpus)
+        require_demands(demands, count)
         self.evaluations += len(demands)
         found = np.empty(len(demands))
         for start in range(0, len(demands), CHUNK):
@@ -185,9 +196,10 @@ class ProfileEstimator:
         return np.where(np.isfinite(seconds), np.clip(found, 0.0, 1.0), 0.0)
 
     def explain(self, base: str, demand: Demand, gpus: int, tier: Tier) -> Prediction:
-        """Prediction of one group's step, term by term; raises BaseUnknown."""
-        known, count = self.base(base), np.array([gpus])
-        return known.explain(known.groups(demand.row()[None], count, [tier]), count)
+        """Prediction of one group's step, term by term; raises BaseUnknown, DemandWrong."""
+        known, count, row = self.base(base), np.array([gpus]), demand.row()[None]
+        require_demands(row, count)
+        return known.explain(known.groups(row, count, [tier]), count)
 
     def solo(self, base: str, demand: Demand, gpus: int) -> float:
         """Seconds of one step of a job alone on the GPUs it asked for; cached, not counted."""

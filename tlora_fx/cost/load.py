@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tlora_fx.cost.model_facts import ALL_LINEAR, CAPTURED_TOKENS, BaseShape, LayerFacts, find_base
-from tlora_fx.errors import TargetUnknown, nearest
+from tlora_fx.errors import DemandWrong, TargetUnknown, nearest
 
 if TYPE_CHECKING:
     from tlora_fx.config.job import Job
@@ -295,6 +295,48 @@ class Demand(NamedTuple):
 
 #: The column of each field in a matrix of demands.
 COLUMN = {name: place for place, name in enumerate(Demand._fields)}
+#: Columns by which others are divided.
+_DIVISORS = [COLUMN["samples"], COLUMN["tokens"]]
+
+
+def require_demands(demands: Array, gpus: Array) -> None:
+    """Refuse groups for which no step time exists.
+
+    demands   [n, 12] rows of `Demand`: finite, not negative, with samples and tokens above 0
+    gpus      [n] GPUs of each: finite, at least 1
+    raises    DemandWrong
+    """
+    if not len(demands):
+        return
+    # A comparison with NaN is false.
+    if (
+        demands.min() >= 0
+        and demands.max() < np.inf
+        and demands[:, _DIVISORS].min() > 0
+        and gpus.min() >= 1
+        and gpus.max() < np.inf
+    ):
+        return
+    bad = ~((demands >= 0) & (demands < np.inf))
+    bad[:, _DIVISORS] |= demands[:, _DIVISORS] == 0
+    if bad.any():
+        group, column = map(int, np.argwhere(bad)[0])
+        raise DemandWrong(
+            "no step time can be estimated for this demand",
+            group=group,
+            field=Demand._fields[column],
+            expected="finite numbers of at least 0, with samples and tokens above 0",
+            found=demands[group, column],
+            help="check the numbers of the job or of the trace that the demand comes from",
+        )
+    [group] = np.flatnonzero(~((gpus >= 1) & (gpus < np.inf)))[:1]
+    raise DemandWrong(
+        "no step time can be estimated for this number of GPUs",
+        group=int(group),
+        expected="a finite number of at least 1",
+        found=gpus[group],
+        help="check the GPUs that the job asks for",
+    )
 
 
 def demand_of(

@@ -15,7 +15,7 @@ import numpy as np
 
 from tlora_fx.cost.estimator import Layout, Prediction
 from tlora_fx.cost.hardware import Cluster, Tier
-from tlora_fx.cost.load import COLUMN, Array, Demand
+from tlora_fx.cost.load import COLUMN, Array, Demand, require_demands
 from tlora_fx.cost.plan import MeshShape
 
 #: Bytes of a trained number with its gradient and the optimizer's states; of one gradient.
@@ -71,9 +71,11 @@ class SyntheticEstimator:
         demands   [n, 12]; `samples`, `tokens`, `jobs` and `parameters` count
         gpus      [n], all of which are used
         tiers     [n]
+        raises    DemandWrong
         """
         self.evaluations += len(demands)
         count = np.asarray(gpus, dtype=np.float64)
+        require_demands(demands, count)
         far = np.array([tier in {"rack", "cluster"} for tier in tiers])
         each = [self._total(self._terms(demands, count, far, tp)) for tp in self.tp]
         return np.asarray(np.min(each, axis=0))
@@ -88,6 +90,7 @@ class SyntheticEstimator:
     def explain(self, base: str, demand: Demand, gpus: int, tier: Tier) -> Prediction:
         """Prediction of one group's step, term by term."""
         row, count = demand.row()[None], np.array([float(gpus)])
+        require_demands(row, count)
         far = np.array([tier in {"rack", "cluster"}])
         every = {tp: self._terms(row, count, far, tp) for tp in self.tp}
         tp = min(every, key=lambda size: float(self._total(every[size])[0]))

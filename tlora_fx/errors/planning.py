@@ -221,6 +221,10 @@ class EstimatorOption(TloraError, code="T0924"):
     """An option of the estimator of step times has an invalid value."""
 
 
+class DemandWrong(TloraError, code="T0925"):
+    """A demand or a number of GPUs for which no step time exists, such as NaN or a negative one."""
+
+
 class NotNanoBatchable(CompileError, code="T0880"):
     """The pass nano-batch cannot cut this model's layers into nano-batches."""
 

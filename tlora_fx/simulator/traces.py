@@ -503,7 +503,10 @@ class PolluxReader(TraceReader):
         application = str(row.get("application") or "").strip()
         if application not in GPU_HOURS:
             raise WrongRow(f"an application of unknown size: {application or 'none'}")
-        count, name = gpus(whole(row, "num_replicas")), str(row["name"])
+        count, name = whole(row, "num_replicas"), str(row["name"])
+        if count < 1:
+            # Its duration is GPU-hours over replicas.
+            raise WrongRow("num_replicas below 1")
         least, most = GPU_HOURS[application]
         key = hashlib.sha256(f"{self.seed}/{name}".encode()).digest()
         draw = random.Random(key).random()  # noqa: S311  (a draw, not a secret)
@@ -567,6 +570,8 @@ def request_of_row(row: Row) -> JobRequest:
         raise WrongRow("a number that is not finite")
     if min(request.demand) < 0:
         raise WrongRow("negative demand")
+    if min(request.demand.samples, request.demand.tokens) == 0:
+        raise WrongRow("a demand of no samples or no tokens")
     if min(request.gpus, request.steps) < 1:
         raise WrongRow("fewer GPUs or steps than one")
     if request.max_slowdown < 1:
