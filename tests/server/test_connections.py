@@ -180,6 +180,18 @@ def test_a_connection_that_waits_for_its_client_is_closed(asked, parts):
     assert not list(it.service.store.folder.glob("uploads/*/*"))
 
 
+def test_without_a_token_no_body_is_read(asked):
+    """The refusal comes before the body, so that strangers cannot hold connections with theirs."""
+    it = asked()
+    it.add("alice")
+    head = (
+        b"POST /api/v1/submissions HTTP/1.1\r\nHost: localhost\r\nIdempotency-Key: a\r\n"
+        b"Content-Type: application/json\r\nContent-Length: 900\r\n\r\n{"
+    )
+    with listening(it.service) as address:
+        assert connected(address, head).recv(12) == b"HTTP/1.1 401"
+
+
 def test_an_upload_at_a_fair_pace_outlives_the_window(asked):
     """A body that takes many windows is taken, as long as enough comes in each."""
     it, content = asked(), b"x" * 40_000

@@ -249,9 +249,13 @@ async def _caller(
     request: Request, authorization: Annotated[str | None, Header()] = None
 ) -> Caller:
     service: Service = request.app.state.service
+    token = _bearer(authorization)
+    return Caller(service.user(token), service, token)
+
+
+def _bearer(authorization: str | None) -> str | None:
     kind, _, token = (authorization or "").partition(" ")
-    bearer = token.strip() if kind.lower() == "bearer" else None
-    return Caller(service.user(bearer), service, bearer)
+    return token.strip() if kind.lower() == "bearer" else None
 
 
 By = Annotated[Caller, Depends(_caller)]
@@ -476,6 +480,8 @@ class Gate:
             if why := self._strange(request, open_to_all=service.open_to_all):
                 refused = RequestRefused(why, help="call it by its address")
                 await problem(refused, 403)(scope, receive, heard)
+            elif refusal := self._without_token(request, service):
+                await problem(refusal)(scope, receive, heard)
             else:
                 await self.app(scope, receive, heard)
         finally:
@@ -487,6 +493,17 @@ class Gate:
                 told = {"event": "request", "status": status, "seconds": seconds}
                 why = ": the client closed the connection" if status == HUNG_UP else ""
                 logger.info("%s %s %s%s", request.method, scope["path"], status, why, extra=told)
+
+    @staticmethod
+    def _without_token(request: Request, service: Service) -> TokenRefused | None:
+        """Refusal of a request that may have a body, before a byte of that is read."""
+        if request.method in ("GET", "HEAD"):
+            return None
+        try:
+            service.user(_bearer(request.headers.get("authorization")))
+        except TokenRefused as refusal:
+            return refusal
+        return None
 
     def _strange(self, request: Request, *, open_to_all: bool) -> str:
         """Why a page of somebody else must have sent a browser; "" where none did."""
