@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.errors import AdmissionError
 from tlora_fx.host.memory import total_bytes
-from tlora_fx.runtime.workers.protocol import EVENTS, EventReader
+from tlora_fx.runtime.workers.protocol import EVENTS, EventReader, exit_text
 from tlora_fx.scheduler.local.admission_worker import AdmissionOrder
 from tlora_fx.scheduler.requests import FACTS
 from tlora_fx.scheduler.state import REQUEST, JobRequest
@@ -318,7 +318,7 @@ class Admission:
         seconds = RETRY_SECONDS * 2 ** (task.deaths - 1)
         task.due = time.monotonic() + seconds
         (self._files if task.reads else self._tasks).append(task)
-        return ProcessDied(_how(code), seconds, task.file, task.jobs[0] if task.jobs else None)
+        return ProcessDied(exit_text(code), seconds, task.file, task.jobs[0] if task.jobs else None)
 
     def _seconds(self, task: _Task) -> float:
         return min(self.limits.seconds, READ_SECONDS) if task.reads else self.limits.seconds
@@ -351,7 +351,7 @@ class Admission:
             found = "it was still at it"
         else:
             expected = "an answer"
-            found = f"{deaths} processes died, the last one: {_how(code)}"
+            found = f"{deaths} processes died, the last one: {exit_text(code)}"
             found = f"{found}\n{_tail(process.folder / 'log')}".strip()
             help = "if the file is right, free memory or allow more with --prepare-memory"
         what = "reading or preparing it was given up"
@@ -362,17 +362,6 @@ def _due(waiting: deque[_Task]) -> _Task | None:
     """The first task whose process may begin; None: there is none."""
     now = time.monotonic()
     return next((task for task in waiting if task.due <= now), None)
-
-
-def _how(code: int) -> str:
-    """How a process ended."""
-    if code >= 0:
-        return f"exit code {code}"
-    try:
-        return f"killed by {signal.Signals(-code).name}"
-    except ValueError:
-        # Real-time signals but the first and last have no name.
-        return f"killed by signal {-code}"
 
 
 def _tail(log: Path) -> str:
