@@ -12,10 +12,15 @@ from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.scheduler.fork_here import ForkHere
 from tests.scheduler.run_folder import QUICKSTART, Heard, Prepared, records, run, write_job
+from tlora_fx.cost.load import Demand
+from tlora_fx.runtime.workers.protocol import EventWriter
 from tlora_fx.scheduler import service
+from tlora_fx.scheduler.local import admission, admission_worker
 from tlora_fx.scheduler.local.admission import (
     Admission,
     AdmissionLimits,
@@ -24,6 +29,8 @@ from tlora_fx.scheduler.local.admission import (
     JobRefused,
     JobRestored,
 )
+from tlora_fx.scheduler.local.admission_worker import AdmissionOrder
+from tlora_fx.scheduler.state import REQUEST, JobRequest
 from tlora_fx.scheduler.store import Ledger
 
 SHORT = AdmissionLimits(seconds=1.0, memory_bytes=1 << 28)
@@ -31,8 +38,9 @@ SHORT = AdmissionLimits(seconds=1.0, memory_bytes=1 << 28)
 
 @pytest.fixture(autouse=True)
 def guests_here(monkeypatch):
-    """What reads a file is forked from here, and files are looked at often."""
+    """What reads a file is forked from here, files are looked at often, and no pause is long."""
     monkeypatch.setattr(service, "LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(admission, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(service, "ForkServer", ForkHere)
 
 
@@ -100,6 +108,121 @@ def test_whatever_a_job_does_to_its_reader_its_neighbours_train(
     assert reason in refused[2]
     found = {name: one.status for name, one in records(tmp_path / "run").items()}
     assert found == {"a": "done", "bad": "refused", "z": "done"}
+
+
+class Dying:
+    """As `ForkServer`: its processes answer at once, or die at the job or file that is next.
+
+    deaths   by job, and by file, the exit codes of the processes that are still to die of it
+    """
+
+    ready = True
+
+    def __init__(self, deaths: dict[str, list[int]]) -> None:
+        self.deaths = deaths
+        self.codes: list[int] = []
+
+    def start(self, order: Path, log: Path, environment, module="") -> int:
+        asked = AdmissionOrder.read(order)
+        self.codes.append(self._run(asked, EventWriter(asked.event_log)))
+        return len(self.codes) - 1
+
+    def _run(self, asked: AdmissionOrder, writer: EventWriter) -> int:
+        if asked.file:
+            if self.deaths.get(asked.file):
+                return self.deaths[asked.file].pop()
+            writer.write("read", jobs=[])
+        for spec in asked.jobs:
+            if self.deaths.get(spec["name"]):
+                return self.deaths[spec["name"]].pop()
+            request = JobRequest(spec["name"], "base", Demand(), 1, 5, submitted=0.0)
+            writer.write("prepared", request=REQUEST.dump_python(request, mode="json"), shape=None)
+        return 0
+
+    def code(self, worker: int) -> int:
+        return self.codes[worker]
+
+
+DEATHS = st.lists(
+    st.sampled_from([-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGXCPU, -40, 1, 143]), max_size=7
+)
+
+
+@given(jobs=st.lists(DEATHS, max_size=5), files=st.lists(DEATHS, max_size=3))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_only_a_limit_or_five_deaths_in_a_row_refuse_a_job(tmp_path, jobs, files, monkeypatch):
+    """Each file and job has one answer, whatever becomes of the processes of the others."""
+    monkeypatch.setattr(admission, "RETRY_SECONDS", 0.0)
+    deaths = {f"job{i}": list(codes) for i, codes in enumerate(jobs)}
+    deaths |= {f"/{i}.yaml": list(codes) for i, codes in enumerate(files)}
+
+    def is_refused(codes: list[int]) -> bool:
+        # The last one comes first.
+        return -signal.SIGXCPU in codes[::-1][:5] or len(codes) >= 5
+
+    expected = {name: is_refused(codes) for name, codes in deaths.items()}
+    it = Admission(tmp_path, Dying(deaths))
+    for i in range(len(files)):
+        it.read(Path(f"/{i}.yaml"))
+    it.prepare([{"name": f"job{i}"} for i in range(len(jobs))], 0.0)
+
+    refused = []
+    for answer in ended(it):
+        match answer:
+            case FileRead():
+                refused.append((str(answer.path), bool(answer.mistake)))
+            case JobPrepared() | JobRefused():
+                refused.append((answer.spec["name"], isinstance(answer, JobRefused)))
+    assert sorted(refused) == sorted(expected.items())
+
+
+def test_a_job_whose_process_was_killed_is_prepared_by_another(tmp_path, prepared_by):
+    """After a pause that doubles, and the run says so; its neighbours do not wait."""
+    mark = tmp_path / "killed"
+
+    def die_three_times():
+        count = mark.stat().st_size if mark.exists() else 0
+        if count < 3:
+            mark.write_bytes(b"x" * (count + 1))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    prepared_by(die_three_times)
+    write_jobs(tmp_path / "jobs", "bad", "z")
+    heard = run(tmp_path / "jobs", tmp_path / "run", Retries())
+
+    assert heard.said_of("retried") == [
+        ("", ["bad"], "killed by SIGKILL", seconds) for seconds in (0.01, 0.02, 0.04)
+    ]
+    found = {name: one.status for name, one in records(tmp_path / "run").items()}
+    assert found == {"bad": "done", "z": "done"}
+
+
+def test_a_file_whose_process_was_killed_is_read_by_another(tmp_path, monkeypatch):
+    """Its jobs train as if nothing had happened."""
+    mark, plain = tmp_path / "killed", admission_worker._read_file
+
+    def die_once(*given):
+        if not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+        plain(*given)
+
+    monkeypatch.setattr(admission_worker, "_read_file", die_once)
+    write_job(tmp_path / "jobs", "a", 5)
+    heard = run(tmp_path / "jobs", tmp_path / "run", Retries())
+
+    assert heard.said_of("retried") == [("a.yaml", [], "killed by SIGTERM", 0.01)]
+    assert records(tmp_path / "run")["a"].status == "done"
+
+
+class Retries(Heard):
+    """Hears of processes that died too."""
+
+    def retried(self, time, file, jobs, reason, seconds):
+        self.said.append(("retried", file, jobs, reason, seconds))
+
+    def said_of(self, what):
+        return [tuple(said[1:]) for said in self.said if said[0] == what]
 
 
 def test_the_run_goes_on_while_a_job_is_being_prepared(tmp_path, prepared_by):
@@ -221,13 +344,13 @@ WRONG = {
 def test_numbers_that_nobody_thought_of_are_answered(tmp_path):
     """By the code that prepares real jobs: refused, or told as numbers; a neighbour prepared."""
     path = write_jobs(tmp_path / "jobs", "good", *WRONG, **WRONG)
-    admission = Admission(tmp_path / "run", ForkHere(None), AdmissionLimits(seconds=100.0))
-    admission.read(path)
-    [file] = ended(admission)
+    it = Admission(tmp_path / "run", ForkHere(None), AdmissionLimits(seconds=100.0))
+    it.read(path)
+    [file] = ended(it)
     assert isinstance(file, FileRead)
-    admission.prepare(file.jobs, 0.0)
-    answers = {answer.spec["name"]: answer for answer in ended(admission)}
-    admission.close()
+    it.prepare(file.jobs, 0.0)
+    answers = {answer.spec["name"]: answer for answer in ended(it)}
+    it.close()
 
     assert list(answers) == ["good", *WRONG]
     assert isinstance(answers["good"], JobPrepared)
@@ -244,11 +367,11 @@ def test_code_of_a_base_is_refused_unless_the_run_trusts_it(tmp_path):
     told = []
     for trusted in (True, False):
         limits = AdmissionLimits(100.0, trust_remote_code=trusted)
-        admission = Admission(tmp_path / "run", ForkHere(None), limits)
-        admission.read(path)
-        told += ended(admission)
-        admission.restore(told[0].jobs, {})
-        told += ended(admission)
+        it = Admission(tmp_path / "run", ForkHere(None), limits)
+        it.read(path)
+        told += ended(it)
+        it.restore(told[0].jobs, {})
+        told += ended(it)
     taken, restored, refused, parked = told
 
     assert (taken.mistake, isinstance(restored, JobRestored)) == ("", True)
@@ -267,12 +390,12 @@ def test_a_job_whose_data_or_base_is_gone_cannot_go_on_now(tmp_path, gone):
     content["base"]["config"] = str(tmp_path / "base")
     content["jobs"][0]["data"]["path"] = str(tmp_path / "records.jsonl")
     path.write_text(yaml.safe_dump(content))
-    admission = Admission(tmp_path / "run", ForkHere(None), AdmissionLimits(100.0))
-    admission.read(path)
-    [file] = ended(admission)
+    it = Admission(tmp_path / "run", ForkHere(None), AdmissionLimits(100.0))
+    it.read(path)
+    [file] = ended(it)
     (tmp_path / gone).rename(tmp_path / "elsewhere")
-    admission.restore(file.jobs, {})
-    [answer] = ended(admission)
+    it.restore(file.jobs, {})
+    [answer] = ended(it)
 
     assert isinstance(answer, JobRefused)
     assert answer.again

@@ -79,3 +79,35 @@ def test_a_killed_service_loses_no_job_and_repeats_no_step(tmp_path, executor):
         rows = (run / name / "metrics.jsonl").read_text().splitlines()
         steps = [row["step"] for row in map(json.loads, rows) if "loss" in row]
         assert steps == list(range(1, 61))
+
+
+def answering_process(serve: int) -> int:
+    """The process of a service that answers requests; 0: there is none."""
+    children = Path(f"/proc/{serve}/task/{serve}/children").read_text().split()
+    for child in children:
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return int(child)
+    return 0
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_the_process_that_answers_is_killed(tmp_path):
+    """The same address answers again, and the job trains every step in one group."""
+    run, end = tmp_path / "run", time.monotonic() + SECONDS
+    body = {"job_file": job_file("a", max_steps=60, max_length=32)}
+    with serving(run) as (process, client):
+        client.post("/submissions", json=body, headers={"Idempotency-Key": "one"})
+        wait(client, lambda jobs: any(job["step"] >= 3 for job in jobs.values()))
+        killed = answering_process(process.pid)
+        os.kill(killed, signal.SIGKILL)
+        while answering_process(process.pid) in (0, killed):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        jobs = wait(client, lambda jobs: jobs and jobs["a"]["state"] == "done")
+        events = client.get("/events").json()
+        groups = client.get("/groups").json()
+
+    assert (jobs["a"]["step"], len(groups)) == (60, 1)
+    assert [event["text"] for event in events if event["kind"] == "warning"] == [
+        "the process that answers requests died (killed by SIGKILL); the next starts in 1 s"
+    ]

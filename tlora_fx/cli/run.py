@@ -456,6 +456,13 @@ class Page(Callback):
     def refused(self, time: float, request: JobRequest, reason: str) -> None:
         self.say(f"{request.name} cannot run: {reason}", "red")
 
+    def retried(
+        self, time: float, file: str, jobs: Sequence[str], reason: str, seconds: float
+    ) -> None:
+        what = f"{file} is read" if file else f"{', '.join(jobs)} is prepared"
+        text = f"{what} again in {seconds:g} s, because its process died ({reason})"
+        self.say(f"{time:8.1f} s  {text}", "yellow")
+
     def parked(self, time: float, request: JobRequest, reason: str) -> None:
         self.say(f"{request.name} waits for the next start: {reason}", "yellow")
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
+import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from functools import partial
 from ipaddress import ip_address
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +24,8 @@ from tlora_fx.cli.run import TURN_SECONDS, RunCommandOptions, StopSignals, place
 from tlora_fx.errors import ServiceRefused
 
 if TYPE_CHECKING:
+    from tlora_fx.server.answering import Answering
+    from tlora_fx.server.control import EventLog
     from tlora_fx.server.store import ServiceStore
 
 
@@ -134,18 +136,18 @@ def run(options: ServeCommandOptions) -> None:
     estimates = Estimates(cluster, tuple(options.profile or ()))
     # What was refused is another one's to submit anew, under another name.
     service = replace(options.service(kind, estimates), retries=False)
+    events = EventLog(store)
     with opened(
         store.inbox, options.output, cluster, policy, estimates.estimator, estimates,
-        EventLog(store), adapted(service),
+        events, adapted(service),
     ) as running:  # fmt: skip
         running.before_advance = Control(store, options.output, running)
         # Only now: another service may hold the folder.
-        answering = _answering(options, cluster.gpus, cluster.gpu, policy.name)
-        with StopSignals(running), answering as process:
+        answer = partial(_answer, options, cluster.gpus, cluster.gpu, policy.name)
+        with StopSignals(running), _answering(options, answer, events) as answering:
             while running.turn():
                 time.sleep(TURN_SECONDS)
-                if not process.is_alive():
-                    running.stop()
+                answering.keep()
     if running.stopping:
         raise KeyboardInterrupt(f"every group is safe; go on with -o {options.output}")
 
@@ -164,36 +166,37 @@ def _guarded_store(folder: Path, options: ServeCommandOptions) -> ServiceStore:
 
 @contextmanager
 def _answering(
-    options: ServeCommandOptions, gpus: int, gpu: str, policy: str
-) -> Iterator[BaseProcess]:
+    options: ServeCommandOptions,
+    answer: Callable[[list[socket.socket], Connection], None],
+    events: EventLog,
+) -> Iterator[Answering]:
     """Inside, requests are answered by a process of their own, which planning never keeps waiting.
 
-    It says where it listens, and ends with this process, however that ends.
+    It ends with this process, however that ends.
     """
-    spawn = multiprocessing.get_context("spawn")
-    mine, its = spawn.Pipe()
-    process = spawn.Process(target=_answer, args=(options, gpus, gpu, policy, its), daemon=True)
-    process.start()
-    its.close()
-    with mine:
-        try:
-            port = mine.recv()
-        except EOFError:
-            raise ServiceRefused(
-                "it cannot listen there",
-                found=f"{options.host}:{options.port}",
-                help="choose another --port; the log says why",
-            ) from None
+    from tlora_fx.server.answering import Answering, listen
+
+    def died(how: str, seconds: float) -> None:
+        text = f"the process that answers requests died ({how}); the next starts in {seconds:g} s"
+        events.say(None, "warning", [], text)
+
+    sockets = listen(options.host, options.port)
+    answering = Answering(answer, sockets, died)
+    try:
+        answering.start()
         scheme = "https" if options.tls_cert else "http"
         host = f"[{options.host}]" if ":" in options.host else options.host
+        port = sockets[0].getsockname()[1]
         print(f"{scheme}://{host}:{port}", flush=True)  # noqa: T201  (a pipe shall hear it now)
-        yield process
-    process.join(10)
+        yield answering
+    finally:
+        answering.close()
 
 
 def _answer(
-    options: ServeCommandOptions, gpus: int, gpu: str, policy: str, parent: Connection
-) -> None:
+    options: ServeCommandOptions, gpus: int, gpu: str, policy: str,
+    sockets: list[socket.socket], parent: Connection,
+) -> None:  # fmt: skip
     """Answer requests until the parent has ended; it alone hears signals."""
     from tlora_fx.server.app import is_address, make_app, make_service
     from tlora_fx.server.connections import make_server
@@ -218,16 +221,16 @@ def _answer(
     )
     server = make_server(
         make_app(service, () if is_address(options.host) else (options.host,)),
-        host=options.host, port=options.port, timeout_graceful_shutdown=5,
+        timeout_graceful_shutdown=5,
         ssl_certfile=options.tls_cert and str(options.tls_cert),
         ssl_keyfile=options.tls_key and str(options.tls_key),
     )  # fmt: skip
-    thread = threading.Thread(target=server.run, daemon=True)
+    thread = threading.Thread(target=server.run, args=(sockets,), daemon=True)
     thread.start()
     while not server.started and thread.is_alive():
         time.sleep(0.02)
     if server.started:
-        parent.send(server.servers[0].sockets[0].getsockname()[1])
+        parent.send(True)
         while thread.is_alive() and not parent.poll(1.0):
             continue
     service.ending = server.should_exit = True

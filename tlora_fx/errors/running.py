@@ -175,10 +175,11 @@ class StateFileError(TloraError, code="T0955"):
 
 
 class AdmissionError(TloraError, code="T0956"):
-    """Reading or checking a job took too long or too much memory, or killed its process.
+    """Reading a job file or preparing a job took too long or too much memory, or its process died.
 
-    The jobs of that file are refused, all others train. If the job is right, allow more with
-    `--prepare-seconds` or `--prepare-memory`.
+    A process that dies is tried again; five deaths in a row refuse the file or the job. All others
+    train. If the job is right, allow more with `--prepare-seconds` or `--prepare-memory`, or free
+    memory on the machine.
     """
 
 

@@ -153,6 +153,11 @@ class Callback:
     def capacity(self, time: float, gpus: int) -> None:
         """The number of GPUs has changed."""
 
+    def retried(
+        self, time: float, file: str, jobs: Sequence[str], reason: str, seconds: float
+    ) -> None:
+        """A process died that read a job file, or ("") prepared jobs; another begins in seconds."""
+
     def parked(self, time: float, request: JobRequest, reason: str) -> None:
         """A job of an earlier process cannot go on now; the next start tries it again."""
 

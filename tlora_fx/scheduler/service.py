@@ -48,6 +48,7 @@ from tlora_fx.scheduler.local.admission import (
     JobPrepared,
     JobRefused,
     JobRestored,
+    ProcessDied,
 )
 from tlora_fx.scheduler.local.admission_worker import prepare, reason_of
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions, cpu_threads
@@ -604,6 +605,13 @@ class SchedulerService:
             case JobRefused():
                 self._refuse(answer.spec, answer.reason, now)
                 self._submitted(answer.spec["name"])
+            case ProcessDied():
+                self._tell_died(answer, now)
+
+    def _tell_died(self, answer: ProcessDied, now: float) -> None:
+        file = "" if answer.path is None else answer.path.name
+        jobs = [] if answer.spec is None else [answer.spec["name"]]
+        self.callback.retried(now, file, jobs, answer.reason, answer.seconds)
 
     def _read(self, answer: FileRead, now: float) -> None:
         """A file's jobs are prepared, all but those that are known or cannot be called so."""

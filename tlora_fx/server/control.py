@@ -138,6 +138,14 @@ class EventLog(Callback):
         """GPUs came or went."""
         self.say(time, "capacity", [], f"{gpus} GPUs are there")
 
+    def retried(
+        self, time: float, file: str, jobs: Sequence[str], reason: str, seconds: float
+    ) -> None:
+        """A process that read or prepared jobs died."""
+        what = f"submission {file} is read" if file else "is prepared"
+        text = f"{what} again in {seconds:g} s: its process died ({reason})"
+        self.say(time, "warning", jobs, text)
+
     def parked(self, time: float, request: JobRequest, reason: str) -> None:
         """A job waits for the next start."""
         self.say(time, "warning", [request.name], f"waits for the next start: {reason}")

@@ -36,6 +36,17 @@ SUCCESSOR = "successor"
 _OLD_NAMES = {WORKER_CONFIG: "order.json", EVENTS: "told.jsonl"}
 
 
+def exit_text(code: int) -> str:
+    """How a process ended, by its exit code; negative for a signal."""
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        # Real-time signals but the first and last have no name.
+        return f"killed by signal {-code}"
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerConfig:
     """One formation of a group, for its worker.

@@ -6,7 +6,10 @@
                     /facts/              what these processes have compiled, for each other
 
 A process that takes longer than it may is killed with all that it has started. The job that it was
-at is refused, and another process goes on with the rest of the file. Nothing here waits.
+at is refused, and another process goes on with the rest of the file. A process that dies otherwise
+proves nothing about its job, because the machine may have been out of memory: the job is tried
+again after a pause, and refused only when `MAX_DEATHS` processes have died of it in a row. Nothing
+here waits.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,7 +29,7 @@ from pydantic import ValidationError
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.errors import AdmissionError
 from tlora_fx.host.memory import total_bytes
-from tlora_fx.runtime.workers.protocol import EVENTS, EventReader
+from tlora_fx.runtime.workers.protocol import EVENTS, EventReader, exit_text
 from tlora_fx.scheduler.local.admission_worker import AdmissionOrder
 from tlora_fx.scheduler.requests import FACTS
 from tlora_fx.scheduler.state import REQUEST, JobRequest
@@ -34,10 +37,15 @@ from tlora_fx.scheduler.state import REQUEST, JobRequest
 ADMISSION = "tlora_fx.scheduler.local.admission_worker"
 FOLDER = "admission"
 #: Files whose jobs are prepared at a time: one that takes long keeps no other waiting. One at a
-#: time is read, so that of two jobs of one name the first file's is taken.
+#: time is read, so that of two jobs of one name the first file's is taken. Others go first while
+#: one waits because its process died.
 PROCESSES = 2
 #: Reading a file takes no longer, whatever preparing may take.
 READ_SECONDS = 30.0
+#: Processes that die one after the other of a file or job until it is refused.
+MAX_DEATHS = 5
+#: Pause after the first of them; it doubles each time.
+RETRY_SECONDS = 2.0
 TAIL_BYTES = 600
 Spec = Mapping[str, Any]
 
@@ -120,15 +128,32 @@ class JobRefused:
     again: bool = False
 
 
-Answer = FileRead | JobPrepared | JobRestored | JobRefused
+@dataclass(frozen=True, slots=True)
+class ProcessDied:
+    """A process died; the file or the job that it was at is tried again.
+
+    path      file that it read; None: it prepared a job
+    spec      job that it prepared; None: it read a file
+    seconds   until the next process
+    """
+
+    reason: str
+    seconds: float
+    path: Path | None = None
+    spec: Spec | None = None
 
 
-@dataclass(slots=True)
+Answer = FileRead | JobPrepared | JobRestored | JobRefused | ProcessDied
+
+
+@dataclass(slots=True, eq=False)
 class _Task:
     """A file to read, or jobs to prepare.
 
     jobs      jobs without an answer yet
     sources   by job, the run that it goes on from
+    deaths    processes that died of the file or first job, one after the other
+    due       monotonic second before which no process begins
     """
 
     file: Path | None = None
@@ -136,6 +161,8 @@ class _Task:
     again: bool = False
     submitted: float = 0.0
     sources: Mapping[str, str] = field(default_factory=dict)
+    deaths: int = 0
+    due: float = 0.0
     reads: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -144,6 +171,13 @@ class _Task:
     @property
     def over(self) -> bool:
         return self.file is None and not self.jobs
+
+    def split(self) -> _Task:
+        """Take out the file or job that the task is at, as a task of its own."""
+        if self.file is not None:
+            path, self.file = self.file, None
+            return replace(self, file=path)
+        return replace(self, jobs=deque([self.jobs.popleft()]))
 
     def give_up(self, reason: str) -> Answer:
         """Answer for the file or job that the task was at."""
@@ -220,8 +254,9 @@ class Admission:
         for waiting, most in ((self._files, 1), (self._tasks, PROCESSES)):
             reading = waiting is self._files
             at_work = sum((process.task.reads is reading) for process in self._running)
-            while waiting and at_work < most and self._server.ready:
-                self._start(waiting.popleft())
+            while at_work < most and self._server.ready and (task := _due(waiting)):
+                waiting.remove(task)
+                self._start(task)
                 at_work += 1
 
     def close(self) -> None:
@@ -263,13 +298,27 @@ class Admission:
         if code is not None:
             self._running.remove(process)
             if not task.over:
-                yield task.give_up(self._why(process, code))
+                yield self._died(process, code)
             if not task.over:
                 self._tasks.appendleft(task)
             shutil.rmtree(process.folder, ignore_errors=True)
+        elif not self._server.ready:
+            # The server was started anew, and starts its processes once it has imported all.
+            process.since = time.monotonic()
         elif time.monotonic() - process.since > self._seconds(task):
             process.overdue = True
             self._server.signal(process.number, signal.SIGKILL)
+
+    def _died(self, process: _Process, code: int) -> Answer:
+        """Refuse what a process was at because of a limit or too many deaths, or queue it anew."""
+        task = process.task.split()
+        task.deaths += 1
+        if process.overdue or code == -signal.SIGXCPU or task.deaths >= MAX_DEATHS:
+            return task.give_up(self._why(process, code, task.deaths))
+        seconds = RETRY_SECONDS * 2 ** (task.deaths - 1)
+        task.due = time.monotonic() + seconds
+        (self._files if task.reads else self._tasks).append(task)
+        return ProcessDied(exit_text(code), seconds, task.file, task.jobs[0] if task.jobs else None)
 
     def _seconds(self, task: _Task) -> float:
         return min(self.limits.seconds, READ_SECONDS) if task.reads else self.limits.seconds
@@ -291,8 +340,8 @@ class Admission:
                 return JobPrepared(task.jobs.popleft(), request, shape)
         return task.give_up(str(line["reason"]))
 
-    def _why(self, process: _Process, code: int) -> str:
-        """Why a process ended before it had told all."""
+    def _why(self, process: _Process, code: int, deaths: int) -> str:
+        """Why a file or a job is given up whose process ended before it had told all."""
         seconds = self._seconds(process.task)
         help = "if the file is right, allow more with --prepare-seconds"
         if process.overdue:
@@ -301,11 +350,18 @@ class Admission:
             expected = f"at most {2 * seconds:g} s of CPU time"
             found = "it was still at it"
         else:
-            how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            expected, found = "an answer", f"{how}\n{_tail(process.folder / 'log')}".strip()
-            help = "if the file is right, allow more memory with --prepare-memory"
+            expected = "an answer"
+            found = f"{deaths} processes died, the last one: {exit_text(code)}"
+            found = f"{found}\n{_tail(process.folder / 'log')}".strip()
+            help = "if the file is right, free memory or allow more with --prepare-memory"
         what = "reading or preparing it was given up"
         return str(AdmissionError(what, expected=expected, found=found, help=help))
+
+
+def _due(waiting: deque[_Task]) -> _Task | None:
+    """The first task whose process may begin; None: there is none."""
+    now = time.monotonic()
+    return next((task for task in waiting if task.due <= now), None)
 
 
 def _tail(log: Path) -> str:

@@ -15,6 +15,7 @@ from tlora_fx.runtime.workers.protocol import (
     CROWDED,
     EVENTS,
     EventReader,
+    exit_text,
 )
 from tlora_fx.scheduler.executor import (
     Committed,
@@ -238,8 +239,7 @@ class RunningGroup:
 
     def _why(self, codes: list[int]) -> str:
         bad = next(code for code in codes if code)
-        how = f"killed by {signal.Signals(-bad).name}" if bad < 0 else f"exit code {bad}"
         log = next(iter(sorted(self.folder.glob("*.log"))), self.log)
         lines = log.read_text(errors="replace").splitlines() if log and log.exists() else []
         said = [line for line in lines if not re.match(r"\s*$", line)][-TAIL_LINES:]
-        return "\n".join([f"a process ended: {how}", *said])
+        return "\n".join([f"a process ended: {exit_text(bad)}", *said])

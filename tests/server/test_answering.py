@@ -1,0 +1,119 @@
+"""The process that answers requests is replaced when it dies, at the same address."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from tlora_fx.errors import ServiceRefused
+from tlora_fx.server import answering
+from tlora_fx.server.answering import Answering, listen
+
+SECONDS = 60.0
+
+
+def answer_with_pid(sockets, parent):
+    """Tell each that connects the number of this process."""
+    parent.send(True)
+    while not parent.poll():
+        sockets[0].settimeout(0.05)
+        try:
+            connection, _ = sockets[0].accept()
+        except TimeoutError:
+            continue
+        with connection:
+            connection.sendall(str(os.getpid()).encode())
+
+
+def end_at_once(sockets, parent):
+    """Never answer."""
+
+
+def asked(port: int) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
+
+
+@contextmanager
+def answering_on_a_port(died):
+    sockets = listen("127.0.0.1", 0)
+    kept = Answering(answer_with_pid, sockets, died)
+    try:
+        kept.start()
+        yield kept, sockets[0].getsockname()[1]
+    finally:
+        kept.close()
+
+
+def test_a_process_that_is_killed_is_replaced_at_the_same_port(monkeypatch):
+    """Twice; whoever connects in between is answered by the next, and each death is told."""
+    monkeypatch.setattr(answering, "PAUSE_SECONDS", 0.2)
+    deaths, seen = [], []
+    with answering_on_a_port(lambda *how: deaths.append(how)) as (kept, port):
+        for count in range(1, 4):
+            with asked(port) as connection:
+                end = time.monotonic() + SECONDS
+                connection.settimeout(0.05)
+                said = b""
+                while not said and time.monotonic() < end:
+                    kept.keep()
+                    try:
+                        said = connection.recv(16)
+                    except TimeoutError:
+                        continue
+            seen.append(int(said))
+            if count < 3:
+                os.kill(seen[-1], signal.SIGKILL)
+                while len(deaths) < count and time.monotonic() < end:
+                    kept.keep()
+
+    assert len(set(seen)) == 3
+    assert deaths == [("killed by SIGKILL", 0.2), ("killed by SIGKILL", 0.4)]
+
+
+def test_a_process_ends_with_the_run():
+    """Once it is let go of."""
+    with answering_on_a_port(print) as (kept, port), asked(port) as connection:
+        pid = int(connection.recv(16))
+        kept.close()
+
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_a_port_that_is_taken_is_refused():
+    """With where it was to listen."""
+    [taken] = listen("127.0.0.1", 0)
+    port = taken.getsockname()[1]
+
+    with taken, pytest.raises(ServiceRefused, match=f"127.0.0.1:{port}"):
+        listen("127.0.0.1", port)
+
+
+def test_a_host_that_nobody_knows_is_refused():
+    """As a port that is taken."""
+    with pytest.raises(ServiceRefused, match=r"nowhere\.invalid"):
+        listen("nowhere.invalid", 0)
+
+
+def test_all_addresses_of_a_host_have_one_port():
+    """So that each client finds it."""
+    sockets = listen("localhost", 0)
+    ports = {each.getsockname()[1] for each in sockets}
+    for each in sockets:
+        each.close()
+
+    assert len(ports) == 1
+
+
+def test_a_process_that_never_answers_is_refused_at_the_start():
+    """It would be replaced for ever."""
+    kept = Answering(end_at_once, listen("127.0.0.1", 0), print)
+
+    with pytest.raises(ServiceRefused, match="ended at its start"):
+        kept.start()
+    kept.close()
