@@ -137,7 +137,8 @@ def _tables(job: Job, samples: Sequence[Sample]) -> Iterator[tuple[Job, SampleTa
         parts = zip(job.data.parts, samples.tables, strict=True)
         for number, (part, table) in enumerate(parts):
             own = table.take(samples.places[samples.origin == number])
-            yield job.model_copy(update={"data": part}), own
+            if own:
+                yield job.model_copy(update={"data": part}), own
     else:
         assert isinstance(samples, SampleTable)
         yield job, samples

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
@@ -287,7 +287,8 @@ class DataSpec(Spec):
                    completions if the data has any, else all
     skip_bad_rows  skip and count invalid rows, instead of refusing the data
     append_eos     end conversations by the end-of-sequence token where the chat template does not
-    weight         of several data sets, how often this one is drawn from; see `Job.mixing`
+    weight         of several data sets, how often this one is drawn from, see `Job.mixing`; that of
+                   a single data set changes nothing
     more           the other data sets, where the job has several
     """
 
@@ -310,9 +311,8 @@ class DataSpec(Spec):
     def _fit_together(
         cls, more: tuple[DataSpec, ...], info: ValidationInfo
     ) -> tuple[DataSpec, ...]:
-        weights = [info.data.get("weight"), *(each.weight for each in more)]
-        if more and None in weights and weights != [None] * len(weights):
-            raise refuse("some data sets have a weight and others none", help="weigh all, or none")
+        if "weight" in info.data:
+            _fit_weights([info.data["weight"], *(each.weight for each in more)])
         if any(each.more for each in more):
             raise refuse("a data set of several has data sets of its own", help="list all at once")
         if more and any((info.data.get("streaming"), *(each.streaming for each in more))):
@@ -363,6 +363,14 @@ class DataSpec(Spec):
         if loss_on == "completion" and info.data.get("format") == "text":
             raise refuse("the format 'text' has no completion to train on", help="loss_on: all")
         return loss_on
+
+
+def _fit_weights(weights: Sequence[float | None]) -> None:
+    given = [weight for weight in weights if weight is not None]
+    if given and len(given) < len(weights):
+        raise refuse("some data sets have a weight and others none", help="weigh all, or none")
+    if not math.isfinite(sum(given)):
+        raise refuse("the weights of the data sets have no finite sum", help="give smaller ones")
 
 
 def _split(value: object) -> object:
@@ -443,6 +451,16 @@ def _has_eval_data(data: Mapping[str, Any]) -> bool:
     return data.get("eval_data") is not None or data.get("eval_split") is not None
 
 
+def _fits_the_method(base: BaseSpec | None, method: str, format: str) -> None:
+    """Refuse a format of data that the method does not learn from."""
+    _fits_the_task(base, method, format)
+    if method == "sft" and format == "preference":
+        raise refuse("the format 'preference' needs pairs to be compared", help="method: dpo")
+    if method != "sft" and format not in ("auto", "preference"):
+        what = f"method '{method}' learns from pairs, not from the format '{format}'"
+        raise refuse(what, help="give chosen and rejected, format: preference")
+
+
 def _fits_the_task(base: BaseSpec | None, method: str, format: str) -> None:
     """Refuse a method, or a format of data, of another task than the base's."""
     classifies = base is not None and base.is_classifier
@@ -466,9 +484,9 @@ class Job(Spec):
     lora                         the PEFT config fields that were given; None if `adapter` is given
     adapter                      instead of `lora`: a PEFT adapter folder to continue
     data                         the samples to train on: one data set, or a list of them
-    mixing                       how data sets with weights are mixed, as interleave_datasets of
-                                 datasets does it: until the first one is used up, or until all
-                                 are, the others again from their start
+    mixing                       when a mixture of data sets with weights ends, as in
+                                 interleave_datasets of datasets: as soon as one is used up, or
+                                 when all are, where the others begin again
     method                       sft: learn from samples; dpo, orpo: learn from pairs of a chosen
                                  and a rejected completion, as TRL's trainers do
     beta                         beta of the dpo or orpo loss; None: 0.1
@@ -500,8 +518,9 @@ class Job(Spec):
     max_grad_norm                bound to which the norm of this job's gradient is clipped; None or
                                  0: no clipping
     save_steps                   optimizer steps between checkpoints
-    eval_data                    samples to evaluate on; fields that are not given, but for `path`
-                                 and `split`, are those of `data`
+    eval_data                    samples to evaluate on, one data set; fields that are not given,
+                                 but for `path` and `split`, are those of `data`, of several data
+                                 sets those of the first
     eval_split                   instead of `eval_data`: name of a split of the same data set, or
                                  the part of the samples to hold out, a number below 1
     eval_steps                   optimizer steps between evaluations
@@ -635,13 +654,8 @@ class Job(Spec):
     @classmethod
     def _learns_from_pairs(cls, method: str, info: ValidationInfo) -> str:
         data, lora = info.data.get("data"), _adapter_fields(info.data)
-        format = "auto" if data is None else data.format
-        _fits_the_task(info.data.get("base"), method, format)
-        if method == "sft" and format == "preference":
-            raise refuse("the format 'preference' needs pairs to be compared", help="method: dpo")
-        if method != "sft" and format not in ("auto", "preference"):
-            what = f"method '{method}' learns from pairs, not from the format '{format}'"
-            raise refuse(what, help="give chosen and rejected, format: preference")
+        for format in ["auto"] if data is None else [part.format for part in data.parts]:
+            _fits_the_method(info.data.get("base"), method, format)
         bare = next((name for name in _BEYOND_MATRICES if lora.get(name, "none") != "none"), "")
         if method == "dpo" and bare and lora[bare]:
             what = f"method 'dpo' compares with the base, which '{bare}' changes beside A and B"
@@ -673,7 +687,8 @@ class Job(Spec):
             raise refuse("'beta' needs method dpo or orpo", help="leave it out, or set method: dpo")
         if name != "beta" and method != "sft":
             raise refuse(f"'{name}' needs method sft", help="leave it out")
-        if name.endswith("loss") and data is not None and data.loss_on != "auto":
+        parts = () if data is None else data.parts
+        if name.endswith("loss") and any(part.loss_on != "auto" for part in parts):
             raise refuse(f"'{name}' and 'loss_on' exclude each other", help="keep one")
         return value
 
@@ -748,7 +763,7 @@ class Job(Spec):
     @field_validator("data", mode="before")
     @classmethod
     def _first_of_several(cls, value: Any) -> Any:
-        if not isinstance(value, list):
+        if not isinstance(value, list | tuple):
             return value
         if not value or not all(isinstance(each, (Mapping, DataSpec)) for each in value):
             expected = "data sets, each with a path: [{path: a.jsonl}, {path: b.jsonl}]"
@@ -760,6 +775,24 @@ class Job(Spec):
             raise refuse("a data set of several has data sets of its own", help="list all at once")
         return {**first, **({"more": value[1:]} if len(value) > 1 else {})}
 
+    @classmethod
+    def written_at(cls, loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+        """The keys by which a user wrote what this spec keeps at `loc`."""
+        if loc[:2] != ("data", "more") or len(loc) < 3:
+            return loc
+        index = loc[2]
+        assert isinstance(index, int)
+        return ("data", index + 1, *loc[3:])
+
+    @field_validator("mixing")
+    @classmethod
+    def _mixes_by_weights(cls, mixing: str, info: ValidationInfo) -> str:
+        data = info.data.get("data")
+        if mixing == "all_exhausted" and data is not None and data.weight is None:
+            help = "give each data set of a list a weight, or leave it out"
+            raise refuse(f"mixing '{mixing}' needs data sets with weights", help=help)
+        return mixing
+
     @field_validator("eval_data", mode="before")
     @classmethod
     def _as_the_data(cls, value: Any, info: ValidationInfo) -> Any:
@@ -770,17 +803,25 @@ class Job(Spec):
             exclude_unset=True, exclude={"path", "split", "weight", "more"}
         ) | dict(value)
 
+    @field_validator("eval_data")
+    @classmethod
+    def _is_one_set(cls, data: DataSpec | None) -> DataSpec | None:
+        if data is not None and data.more:
+            raise refuse(
+                "'eval_data' is one data set",
+                help="put their files into one, or into a folder that a pattern names",
+            )
+        return data
+
     @field_validator("eval_split")
     @classmethod
     def _instead_of_data(cls, split: str | float | None, info: ValidationInfo) -> Any:
         if split is not None and info.data.get("eval_data") is not None:
             raise refuse("'eval_data' and 'eval_split' exclude each other", help="keep one")
-        data, again = info.data.get("data"), info.data.get("mixing") == "all_exhausted"
-        if split is not None and data is not None and data.more and again:
-            what = (
-                "with mixing all_exhausted a sample comes twice, and could be held out and trained"
-            )
-            raise refuse(what, help="give eval_data instead of eval_split")
+        data = info.data.get("data")
+        if isinstance(split, str) and data is not None and data.more:
+            what = f"eval_split '{split}' names a split of one data set, and 'data' has several"
+            raise refuse(what, help="name it under eval_data, or hold out a part: eval_split: 0.1")
         return split
 
     @field_validator("compute_metrics")

@@ -11,7 +11,7 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -222,9 +222,10 @@ class _JobFileReader:
         if loc and loc[0] in SHARED:
             return loc
         for end in range(len(loc), 0, -1):
-            for path in (("jobs", index, *loc[:end]), ("defaults", *loc[:end])):
-                if path in self.source.lines:
-                    return path
+            for keys in _also_in_lists(loc[:end]):
+                for path in (("jobs", index, *keys), ("defaults", *keys)):
+                    if path in self.source.lines:
+                        return path
         return ("jobs", index)
 
     def _duplicates(self, entries: list[Any]) -> None:
@@ -288,13 +289,26 @@ def _without_rivals(defaults: Mapping[str, Any], job: Mapping[str, Any]) -> dict
     return kept
 
 
+def _also_in_lists(loc: KeyPath) -> tuple[KeyPath, ...]:
+    """Where a key of a job may be written: of `data` in a list of data sets, or outside of one."""
+    if len(loc) < 2 or loc[0] != "data":
+        return (loc,)
+    if isinstance(loc[1], int):
+        return (loc, ("data", *loc[2:])) if loc[2:] else (loc,)
+    return (loc, ("data", 0, *loc[1:]))
+
+
 def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """`over` laid on `under`, nested mappings too."""
     merged = dict(under)
     for key, value in over.items():
         below = merged.get(key)
-        nested = isinstance(below, Mapping) and isinstance(value, Mapping)
-        merged[key] = _merge(merged[key], value) if nested else value
+        if isinstance(below, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merge(below, value)
+        elif key == "data" and isinstance(below, Mapping) and isinstance(value, list):
+            merged[key] = [_merge(below, v) if isinstance(v, Mapping) else v for v in value]
+        else:
+            merged[key] = value
     return merged
 
 
@@ -302,7 +316,9 @@ def _error(path: Path, located: list[_LocatedMistake]) -> JobFileError:
     """One error for all mistakes; a mistake in the defaults is told once, not once a job."""
     jobs: dict[tuple[int, Mistake], list[str]] = {}
     for item in sorted(located, key=lambda item: item.line):
-        jobs.setdefault((item.line, item.mistake), []).extend([item.job] if item.job else [])
+        # Defaults stand in several jobs, and in several data sets of one.
+        mistake = replace(item.mistake, loc=())
+        jobs.setdefault((item.line, mistake), []).extend([item.job] if item.job else [])
     rows = [
         (line, mistake, ", ".join(dict.fromkeys(names))) for (line, mistake), names in jobs.items()
     ]

@@ -99,6 +99,11 @@ class Spec(BaseModel):
                 raise job_error(mistakes_in(error, cls), job=name) from None
 
     @classmethod
+    def written_at(cls, loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
+        """The keys by which a user wrote what this spec keeps at `loc`."""
+        return loc
+
+    @classmethod
     def unknown_key(cls, key: str, value: object) -> Mistake:
         """Message for a key that is no field."""
         near = nearest(key, cls.model_fields)
@@ -141,10 +146,11 @@ def job_error(mistakes: list[Mistake], *, job: object) -> JobError:
 def _mistake(details: ErrorDetails, spec: type[Spec]) -> Mistake:
     loc, kind, found = details["loc"], details["type"], _short(details.get("input"))
     context = details.get("ctx", {})
+    owner, field = _owner(spec, loc)
+    loc = spec.written_at(loc)
     if kind == "tlora":
         expected = context["expected"]
         return Mistake(loc, context["what"], expected, found if expected else "", context["help"])
-    owner, field = _owner(spec, loc)
     key = str(loc[-1]) if loc else "the job"
     if kind == "extra_forbidden":
         unknown = owner.unknown_key(key, details.get("input"))
@@ -166,11 +172,21 @@ def _owner(spec: type[Spec], loc: tuple[str | int, ...]) -> tuple[type[Spec], Fi
     """The spec that holds the last key of `loc`, and that key's field."""
     for part in loc[:-1]:
         field = spec.model_fields.get(str(part))
-        inside = spec.inner.get(str(part)) or (field.annotation if field else None)
-        if not (isinstance(inside, type) and issubclass(inside, Spec)):
+        if isinstance(part, int):
+            continue  # of a list of specs
+        inside = spec.inner.get(str(part)) or (field and _spec_in(field.annotation))
+        if inside is None:
             return spec, field
         spec = inside
     return spec, spec.model_fields.get(str(loc[-1])) if loc else None
+
+
+def _spec_in(annotation: Any) -> type[Spec] | None:
+    """The spec that a field holds, alone, in a tuple or beside null."""
+    for held in (annotation, *get_args(annotation)):
+        if isinstance(held, type) and issubclass(held, Spec):
+            return held
+    return None
 
 
 def _choices(field: FieldInfo | None) -> list[str]:

@@ -94,6 +94,14 @@ class UnreadColumnError(DataError, code="T0309"):
     """
 
 
+class MixtureWeightError(DataError, code="T0310"):
+    """A data set of a mixture has so small a weight that an epoch would hardly end.
+
+    With `mixing: all_exhausted` an epoch goes on until each data set is used up. The error names
+    the data set and the samples that such an epoch would have.
+    """
+
+
 class EmptyDataError(DataError, code="T0305"):
     """The data of a job has no usable row."""
 

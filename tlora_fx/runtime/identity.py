@@ -27,7 +27,7 @@ from tlora_fx.runtime.optim.trainable import learning_rates
 
 #: What of a job is compared by what comes of it: its samples, its steps, the base's tensors.
 BY_CONTENT = frozenset(
-    {"base", "data", "max_length", "max_steps", "num_train_epochs", "eval_split"}
+    {"base", "data", "mixing", "max_length", "max_steps", "num_train_epochs", "eval_split"}
 )
 #: What does not alter training.
 HARMLESS = frozenset({
@@ -273,7 +273,7 @@ def _of_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tupl
         if path != now["path"]:
             yield f"data {path}: the same samples", "harmless"
     elif same_file and before["file"] is not None:
-        how = "tokenizer, chat template, max_length or what is read of a row has changed"
+        how = "tokenizer, chat template, max_length, weights or what is read of a row has changed"
         yield f"data {path}: the same file, other samples: {how}", "altering"
     else:
         yield f"data {path}: other samples", "altering"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tlora_fx.config.adapter_folder import CONFIG
-from tlora_fx.config.job import Job
+from tlora_fx.config.job import DataSpec, Job
 from tlora_fx.errors import MetricFunctionError, RunFolderError, TloraError
 from tlora_fx.host.durable import link_or_copy, replace_file
 from tlora_fx.runtime.adapters.files import (
@@ -26,7 +26,7 @@ from tlora_fx.runtime.adapters.files import (
 from tlora_fx.runtime.adapters.model_card import model_card
 from tlora_fx.runtime.checkpoints.store import JobState
 from tlora_fx.runtime.data.batching import MicroBatches, count_terms, count_tokens
-from tlora_fx.runtime.data.samples import JobData
+from tlora_fx.runtime.data.samples import DataReport, JobData
 from tlora_fx.runtime.job_evaluation import EvaluationReport, JobEvaluation, Metrics
 from tlora_fx.runtime.member import Member
 from tlora_fx.runtime.optim.group_update import Outcome
@@ -375,8 +375,7 @@ class JobRun(Member):
             self.job, self.data, base, step=self.step, tokens=self.tokens, loss=self.loss,
             evaluation=self.evaluation.summary(),
         )  # fmt: skip
-        format = self.data.report.format or self.job.data.format
-        read = self.job.data.model_copy(update={"format": format})
+        read = _as_read(self.job.data, self.data.report)
         described = self.job.model_copy(update={"data": read}).model_dump_json(indent=1) + "\n"
         own = {CONFIG: self._config, JOB: described.encode(), "README.md": card.encode()}
         return {**own, **self._tokenizer_files}
@@ -408,6 +407,18 @@ class JobRun(Member):
         }
         told |= {"tokens": self.tokens} | ({"reason": self.reason} if self.reason else {})
         self.folder.write_status(self.job.name, told | self.evaluation.summary())
+
+
+def _as_read(data: DataSpec, report: DataReport) -> DataSpec:
+    """The data of a job with the format that was found, that of each of several data sets."""
+    reports = [part.report for part in report.parts] or [report]
+    if len(reports) != len(data.parts):
+        return data
+    first, *more = (
+        part.model_copy(update={"format": own.format or part.format})
+        for part, own in zip(data.parts, reports, strict=True)
+    )
+    return first.model_copy(update={"more": tuple(more)})
 
 
 def described_data(data: JobData) -> dict[str, object]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tlora_fx.config.job import Job
-from tlora_fx.errors import EmptyDataError, NoTargetsError
+from tlora_fx.errors import EmptyDataError, MixtureWeightError, NoTargetsError
 from tlora_fx.runtime.chats.renderer import asks_for_the_time, template_of
 from tlora_fx.runtime.data.encode_data import bad_row, tokens_of_data
 from tlora_fx.runtime.data.layout import CHATS, SampleLayout, layout_of
@@ -37,13 +37,37 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "NO_TARGET", "DataReport", "JobData", "Sample", "SampleTable", "held_out", "load_job_data",
-    "packed", "sample_order", "samples_of_steps", "units_of",
+    "NO_TARGET", "DataReport", "JobData", "PartReport", "Sample", "SampleTable", "held_out",
+    "interleaved", "load_job_data", "packed", "sample_order", "samples_of_steps", "units_of",
 ]  # fmt: skip
 
 Samples = SampleTable | MixedTable
 #: Indices of the samples that a batch counts as one.
 Units = np.ndarray | Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class PartReport:
+    """What became of one of several data sets.
+
+    path      of the data set
+    report    of its rows
+    samples   those of the job that are trained and are of this data set; one that is taken twice
+              counts twice, and a pair is one
+    share     their part of all samples of the job that are trained
+    """
+
+    path: str
+    report: DataReport
+    samples: int
+    share: float
+
+    def lines(self) -> list[str]:
+        """The report as text: the part of this data set, then what its own report says."""
+        part = f"{self.samples} of the job's samples ({self.share:.1%})"
+        whole, *more = self.report.lines()
+        first = f"{self.report.rows} rows, {whole}; {part}"
+        return [f"{self.path}: {line}" for line in (first, *more)]
 
 
 @dataclass(slots=True)
@@ -62,6 +86,8 @@ class DataReport:
     notes                   other things that a user should know
     format                  of its rows, as of `SampleLayout`; empty where none was read
     unread                  columns of the rows that are not read
+    parts                   of each of several data sets. Layout, notes, first bad rows and unread
+                            columns stand there alone then, and the format is that of the first
     """
 
     rows: int = 0
@@ -77,6 +103,7 @@ class DataReport:
     notes: tuple[str, ...] = ()
     format: str = ""
     unread: tuple[str, ...] = ()
+    parts: tuple[PartReport, ...] = ()
 
     def lines(self) -> list[str]:
         """The report as text: what is left, then each thing that was changed or left out."""
@@ -91,7 +118,8 @@ class DataReport:
                 lines.append(f"{count} of {self.rows} {what}")
         lines += [self.layout] if self.layout else []
         lines += [f"columns that are not read: {', '.join(self.unread)}"] if self.unread else []
-        return [*lines, *(f"bad row {row}" for row in self.first_bad_rows), *self.notes]
+        lines += [f"bad row {row}" for row in self.first_bad_rows]
+        return [*lines, *(line for part in self.parts for line in part.lines()), *self.notes]
 
 
 @dataclass(frozen=True)
@@ -208,19 +236,21 @@ def load_job_data(
         if asks_for_the_time(template_of(tokenizer))
         else None
     )
-    samples, report = _mixed(job, tokenizer, told, limit)
-    notes = list(report.notes)
+    samples, report = _read(job, tokenizer, told, limit)
+    notes, each = list(report.notes), job.sequences_per_sample
     if isinstance(job.eval_split, float):
         samples, evaluation = held_out(samples, job)
-        each = job.sequences_per_sample
-        report.samples, report.tokens = len(samples) // each, int(samples.lengths.sum())
-        report.target_tokens = int(samples.targets(job.label_shift).sum())
         counted = evaluation.targets(job.label_shift).sum()
         tokens = f"{evaluation.lengths.sum()} tokens, {counted} counted"
         notes.append(f"evaluation: {len(evaluation) // each} samples held out, {tokens}")
     elif (spec := evaluated(job)) is not None:
         evaluation, found = _samples(job.model_copy(update={"data": spec}), tokenizer, told)
         notes += [f"evaluation: {line}" for line in found.lines()]
+    if isinstance(samples, MixedTable):
+        samples = interleaved(samples, job)
+        report.parts = _shared(report.parts, samples, each)
+    report.samples, report.tokens = len(samples) // each, int(samples.lengths.sum())
+    report.target_tokens = int(samples.targets(job.label_shift).sum())
     units = units_of(job, samples)
     if job.packing and units is not None:
         filled = report.tokens / (len(units) * job.max_length)
@@ -269,7 +299,8 @@ def packed(lengths: Sequence[int], length: int) -> list[tuple[int, ...]]:
 def held_out(samples: Samples, job: Job) -> tuple[Samples, Samples]:
     """The samples that are trained, and the part that is kept for evaluation, in their order.
 
-    Which ones depends on the job's seed and on how many there are; their number is rounded up.
+    Which ones depends on the job's seed and on how many there are; their number is rounded up. Of
+    several data sets this comes before they are interleaved: what is held out is never trained.
 
     raises  EmptyDataError when none is left to train on
     """
@@ -279,7 +310,7 @@ def held_out(samples: Samples, job: Job) -> tuple[Samples, Samples]:
     if count >= total:
         raise EmptyDataError(
             "holding out samples for evaluation leaves none to train on",
-            path=job.data.path,
+            path=", ".join(part.path for part in job.data.parts),
             job=job.name,
             found=f"{total} samples, eval_split: {job.eval_split}",
             help="give more samples, or a file of its own under eval_data",
@@ -295,41 +326,91 @@ def held_out(samples: Samples, job: Job) -> tuple[Samples, Samples]:
 _HELD_OUT = 2**32 - 1
 
 
-def _mixed(
+def interleaved(samples: MixedTable, job: Job) -> MixedTable:
+    """The samples of several data sets in the order that the job's weights and its seed give.
+
+    samples   one data set after the other, which stays so where there are no weights
+    raises    EmptyDataError when a data set has no samples; MixtureWeightError when an epoch would
+              take them too often
+    """
+    parts, size = job.data.parts, job.sequences_per_sample
+    weights = [part.weight for part in parts if part.weight is not None]
+    if not weights:
+        return samples
+    counts = np.bincount(samples.origin[::size], minlength=len(parts))
+    if not counts.all():
+        raise EmptyDataError(
+            "holding out samples for evaluation leaves a data set with none to train on",
+            path=parts[int(counts.argmin())].path,
+            job=job.name,
+            found=f"eval_split: {job.eval_split}",
+            help="give it more samples, or name data under eval_data instead of eval_split",
+        )
+    if job.mixing == "all_exhausted":
+        _require_bounded(job, counts, np.array(weights) / sum(weights))
+    origin, places = mixed_order(counts.tolist(), weights, job.seed, job.mixing)
+    units = (np.cumsum(counts) - counts)[origin] + places
+    return samples.take((units[:, None] * size + np.arange(size)).reshape(-1))
+
+
+#: How often an epoch may take the samples of a mixture, on average.
+MAX_REPEATS = 1000
+
+
+def _require_bounded(job: Job, counts: np.ndarray, shares: np.ndarray) -> None:
+    """Refuse weights by which an epoch would hardly end.
+
+    counts   [data sets] samples of each
+    shares   [data sets] the probability that a sample is drawn from each
+    """
+    total = int(counts.sum())
+    with np.errstate(divide="ignore"):  # a share may be too small for a number
+        expected = counts / shares
+    last = int(expected.argmax())
+    if expected[last] <= MAX_REPEATS * total:
+        return
+    part = job.data.parts[last]
+    raise MixtureWeightError(
+        "a data set of a mixture has too small a weight to be used up",
+        path=part.path,
+        job=job.name,
+        expected=f"an epoch of at most {MAX_REPEATS} times the {total} samples",
+        found=f"weight {part.weight}: an epoch of about {expected[last]:.3g} samples",
+        help="give it a greater weight, or set mixing: first_exhausted",
+    )
+
+
+def _read(
     job: Job, tokenizer: PreTrainedTokenizerBase, clock: datetime | None, limit: int | None
 ) -> tuple[Samples, DataReport]:
-    """The samples of all data sets of a job, and the report of them together."""
+    """The samples of all data sets of a job, one after the other, and the report of them."""
     parts = job.data.parts
     if len(parts) == 1:
         return _samples(job, tokenizer, clock, limit)
     own = [_samples(job.model_copy(update={"data": part}), tokenizer, clock) for part in parts]
-    tables, reports = [table for table, _ in own], [report for _, report in own]
-    size, weights = job.sequences_per_sample, [part.weight for part in parts if part.weight]
-    origin, index = mixed_order(
-        [len(table) // size for table in tables], weights or None, job.seed, job.mixing
-    )
-    index = (index[:, None] * size + np.arange(size)).reshape(-1)
-    mixed = MixedTable(tables, np.repeat(origin, size), index)
-    counts = np.bincount(origin, minlength=len(parts)).tolist()
-    lines = [
-        f"{part.path}: {count} of {len(origin)} samples; {line}"
-        for part, count, report in zip(parts, counts, reports, strict=True)
-        for line in report.lines()
-    ]
-    first = reports[0]
+    reports = [report for _, report in own]
     together = DataReport(
-        rows=sum(report.rows for report in reports),
-        bad_rows=sum(report.bad_rows for report in reports),
-        truncated=sum(report.truncated for report in reports),
-        dropped_without_target=sum(report.dropped_without_target for report in reports),
-        prefix_mismatches=sum(report.prefix_mismatches for report in reports),
-        samples=len(origin),
-        tokens=int(mixed.lengths.sum()),
-        target_tokens=int(mixed.targets(job.label_shift).sum()),
-        notes=tuple(lines),
-        format=first.format,
+        **{name: sum(getattr(report, name) for report in reports) for name in _COUNTS},
+        format=reports[0].format,
+        parts=tuple(
+            PartReport(part.path, report, report.samples, 0.0)
+            for part, report in zip(parts, reports, strict=True)
+        ),
     )
-    return mixed, together
+    return MixedTable.joined([table for table, _ in own]), together
+
+
+#: Numbers of a report that add up over data sets.
+_COUNTS = ("rows", "bad_rows", "truncated", "dropped_without_target", "prefix_mismatches")
+
+
+def _shared(parts: Sequence[PartReport], samples: MixedTable, size: int) -> tuple[PartReport, ...]:
+    """The reports of data sets with what is trained of each."""
+    counts = np.bincount(samples.origin[::size], minlength=len(parts)).tolist()
+    return tuple(
+        replace(part, samples=count, share=count / sum(counts))
+        for part, count in zip(parts, counts, strict=True)
+    )
 
 
 def _samples(

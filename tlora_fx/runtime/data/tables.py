@@ -9,7 +9,7 @@ differ in (`max_length`, which tokens are trained) is applied when a sequence is
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -322,13 +322,7 @@ class SampleTable(Sequence[Sample]):
             return self._digest()
         which = hashlib.sha256(repr(self.cut).encode())
         which.update(self.rows.astype(np.int64).tobytes())
-        path = self.table.folder / f"{which.hexdigest()[:32]}.digest"
-        with suppress(OSError):
-            return path.read_text("ascii")
-        digest = self._digest()
-        with suppress(OSError):
-            replace_file(path, digest.encode())
-        return digest
+        return _kept_digest(self.table.folder, which.hexdigest(), self._digest)
 
     def _digest(self) -> str:
         if (np.diff(self.rows) < 0).any():
@@ -395,6 +389,13 @@ class MixedTable(Sequence[Sample]):
         """Hold no tokens of its own."""
         self.tables, self.origin, self.places = tables, origin, places
 
+    @classmethod
+    def joined(cls, tables: Sequence[SampleTable]) -> MixedTable:
+        """All samples of tables, one table after the other."""
+        counts = [len(table) for table in tables]
+        places = np.concatenate([np.arange(count) for count in counts])
+        return cls(tables, np.repeat(np.arange(len(counts)), counts), places)
+
     def __len__(self) -> int:
         """How many samples there are."""
         return len(self.origin)
@@ -429,7 +430,19 @@ class MixedTable(Sequence[Sample]):
         return max(table.largest_id for table in self.tables)
 
     def digest(self) -> str:
-        """See `SampleTable.digest`."""
+        """See `SampleTable.digest`. Kept with the first table, where all tables are kept."""
+        folders = [each.table.folder for each in self.tables]
+        if folders[0] is None or None in folders:
+            return self._digest()
+        which = hashlib.sha256(repr([folder and folder.name for folder in folders]).encode())
+        for each in self.tables:
+            which.update(repr((each.cut, len(each))).encode())
+            which.update(each.rows.astype(np.int64).tobytes())
+        which.update(self.origin.astype(np.int64).tobytes())
+        which.update(self.places.astype(np.int64).tobytes())
+        return _kept_digest(folders[0], which.hexdigest(), self._digest)
+
+    def _digest(self) -> str:
         ids = (np.array(sample.input_ids, np.int32) for sample in self)
         return _digest(self.lengths, ids, (np.array(each.labels, np.int32) for each in self))
 
@@ -442,17 +455,15 @@ class MixedTable(Sequence[Sample]):
 
 
 def mixed_order(
-    counts: Sequence[int], weights: Sequence[float] | None, seed: int, stopping_strategy: str
+    counts: Sequence[int], weights: Sequence[float], seed: int, stopping_strategy: str
 ) -> tuple[np.ndarray, np.ndarray]:
     """From which data set each sample of a mixture is, and its index there.
 
-    counts             samples of each data set
-    weights            how often each is drawn from; None: one follows the other
+    counts             samples of each data set, at least one
+    weights            how often each is drawn from; need not add up to one
     stopping_strategy  of `datasets.interleave_datasets`, whose order this is
+    returns            both [N] int64
     """
-    if weights is None:
-        origin = np.repeat(np.arange(len(counts)), counts)
-        return origin, np.concatenate([np.arange(count) for count in counts])
     from datasets import Dataset, interleave_datasets
 
     sets = [
@@ -489,6 +500,17 @@ def digest_of(samples: Sequence[Sample]) -> str:
     parts = [[getattr(s, name) for s in samples] for name in ("input_ids", "labels")]
     ids, labels = ([np.array(line, np.int32) for line in lines] for lines in parts)
     return _digest(lengths_of(samples), ids, labels)
+
+
+def _kept_digest(folder: Path, key: str, compute: Callable[[], str]) -> str:
+    """A digest that is kept in a table's folder under a key, or a new one, which is kept then."""
+    path = folder / f"{key[:32]}.digest"
+    with suppress(OSError):
+        return path.read_text("ascii")
+    digest = compute()
+    with suppress(OSError):
+        replace_file(path, digest.encode())
+    return digest
 
 
 def _digest(lengths: np.ndarray, ids: Iterable[np.ndarray], labels: Iterable[np.ndarray]) -> str:
