@@ -14,10 +14,16 @@ from hypothesis import strategies as st
 
 from tlora_fx.cli import main
 from tlora_fx.config.job import Job
-from tlora_fx.errors import EmptyDataError, MixtureWeightError
+from tlora_fx.errors import (
+    DataFileError,
+    EmptyDataError,
+    MissingColumnError,
+    MixtureWeightError,
+)
 from tlora_fx.host import environment
 from tlora_fx.runtime.data.samples import load_job_data
 from tlora_fx.runtime.data.tables import MixedTable, digest_of, mixed_order
+from tlora_fx.runtime.early_checks import require_data
 
 SETS = {
     "a": [{"prompt": "1+" * n, "completion": "a"} for n in range(1, 8)],
@@ -41,12 +47,12 @@ def digest(data: Any, tokenizer: Any, **fields: Any) -> str:
 
 
 @given(
-    counts=st.lists(st.integers(1, 20), min_size=1, max_size=4),
+    counts=st.lists(st.integers(1, 20) | st.integers(900, 2100), min_size=1, max_size=4),
     seed=st.integers(0, 99),
     strategy=st.sampled_from(["first_exhausted", "all_exhausted"]),
     draw=st.data(),
 )
-@settings(max_examples=25)
+@settings(max_examples=60)
 def test_the_order_is_that_of_interleave_datasets(counts, seed, strategy, draw):
     """By weights that need not add up to one."""
     weights = draw.draw(st.lists(st.floats(0.1, 9), min_size=len(counts), max_size=len(counts)))
@@ -180,6 +186,19 @@ def test_a_single_data_set_in_a_list_is_that_one(make_tokenizer, tmp_path):
     tokenizer = make_tokenizer()
 
     assert digest([part], tokenizer) == digest(part, tokenizer)
+
+
+def test_each_data_set_is_looked_at_before_the_base_is_compiled(tmp_path):
+    """A file that is not there, and columns that nobody reads."""
+    first, second = write(tmp_path)
+    (tmp_path / "b.jsonl").write_text('{"words": "b"}')
+
+    with pytest.raises(MissingColumnError) as refused:
+        require_data([make([first, second])])
+    assert refused.value.facts["file"].startswith(second["path"])
+    with pytest.raises(DataFileError) as refused:
+        require_data([make([first, {"path": str(tmp_path / "c.jsonl")}])])
+    assert refused.value.facts["path"].endswith("c.jsonl")
 
 
 def test_the_command_shows_each_data_set(tmp_path, capsys):

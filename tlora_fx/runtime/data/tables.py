@@ -286,8 +286,12 @@ class SampleTable(Sequence[Sample]):
         """One sample, or a table of some of them."""
         if isinstance(index, slice):
             return SampleTable(self.table, self.rows[index], self.cut)
-        ids, labels = self._arrays(int(self.rows[index]))
+        ids, labels = self.arrays(index)
         return Sample(tuple(ids.tolist()), tuple(labels.tolist()))
+
+    def arrays(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and labels of a sample, [n] int32 each."""
+        return self._arrays(int(self.rows[index]))
 
     def take(self, indices: np.ndarray) -> SampleTable:
         """The samples with these indices."""
@@ -443,8 +447,9 @@ class MixedTable(Sequence[Sample]):
         return _kept_digest(folders[0], which.hexdigest(), self._digest)
 
     def _digest(self) -> str:
-        ids = (np.array(sample.input_ids, np.int32) for sample in self)
-        return _digest(self.lengths, ids, (np.array(each.labels, np.int32) for each in self))
+        at = list(zip(self.origin.tolist(), self.places.tolist(), strict=True))
+        ids = (self.tables[table].arrays(place)[0] for table, place in at)
+        return _digest(self.lengths, ids, (self.tables[t].arrays(place)[1] for t, place in at))
 
     def _gathered(self, values: Sequence[np.ndarray], kind: Any) -> np.ndarray:
         gathered = np.zeros(len(self), kind)
@@ -461,22 +466,29 @@ def mixed_order(
 
     counts             samples of each data set, at least one
     weights            how often each is drawn from; need not add up to one
-    stopping_strategy  of `datasets.interleave_datasets`, whose order this is
+    stopping_strategy  first_exhausted or all_exhausted
     returns            both [N] int64
+    source             `datasets.interleave_datasets`, whose order this is. It builds the rows too,
+                       which takes some seconds for a million of them
     """
-    from datasets import Dataset, interleave_datasets
+    sizes, shares = np.array(counts), np.array(weights) / np.sum(weights)
+    rng, blocks, drawn = np.random.default_rng(seed), [], np.zeros(len(counts), np.int64)
+    is_ended = np.any if stopping_strategy == "first_exhausted" else np.all
+    while not is_ended(drawn >= sizes):
+        blocks.append(rng.choice(len(counts), size=_DRAWN_AT_ONCE, p=shares))
+        drawn += np.bincount(blocks[-1], minlength=len(counts))
+    origin = np.concatenate(blocks)
+    places, last = np.empty(len(origin), np.int64), []
+    for number, size in enumerate(counts):
+        own = np.flatnonzero(origin == number)
+        places[own] = np.arange(len(own)) % size
+        last += own[size - 1 : size].tolist()
+    end = 1 + (min(last) if stopping_strategy == "first_exhausted" else max(last))
+    return origin[:end], places[:end]
 
-    sets = [
-        Dataset.from_dict({"origin": np.full(count, number), "index": np.arange(count)})
-        for number, count in enumerate(counts)
-    ]
-    mixed = interleave_datasets(
-        sets,
-        probabilities=(np.array(weights) / np.sum(weights)).tolist(),
-        seed=seed,
-        stopping_strategy=stopping_strategy,
-    ).with_format("numpy")
-    return np.asarray(mixed["origin"][:]), np.asarray(mixed["index"][:])
+
+#: As `interleave_datasets` draws them; another number would give another order.
+_DRAWN_AT_ONCE = 1000
 
 
 def lengths_of(samples: Sequence[Sample]) -> np.ndarray:
