@@ -122,7 +122,9 @@ class _LimitedProtocol(H11Protocol):
         before = self.cycle
         super().handle_events()
         if self.cycle is not before:
-            self._since, self._bytes, self._head_begun = self.loop.time(), 0, False
+            self._since, self._bytes = self.loop.time(), 0
+            # The begin of the next head may have come with this request.
+            self._head_begun = bool(self.conn.trailing_data[0])
 
     def pause_writing(self) -> None:
         """The client takes its answer more slowly than it is written."""
