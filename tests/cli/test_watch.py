@@ -145,7 +145,8 @@ def test_the_page_of_a_scheduled_run_shows_its_groups(run, capsys):
 
     ledger = Ledger(run / LEDGER)
     ledger._base.execute(
-        "INSERT INTO epochs VALUES (1, '[\"a\", \"b.2\"]', '[0, 1]', '', 1.0, 0.0, 2.0, 9.0, '', 7.0)"
+        "INSERT INTO epochs VALUES "
+        "(1, '[\"a\", \"b.2\"]', '[0, 1]', '', 1.0, 0.0, 2.0, 9.0, '', 7.0)"
     )
     ledger.close()
     output(["report", run, "-o", run / "page.html"], capsys)
