@@ -8,24 +8,28 @@ from typing import Any
 from tlora_fx.runtime.chats.conversations import BadRowError
 from tlora_fx.runtime.chats.rendered import Encoded, whole
 from tlora_fx.runtime.data.encoding import TextEncoder
+from tlora_fx.runtime.data.tables import TokenRow
 
 
 def encode_pair(encoder: TextEncoder, fields: Mapping[str, Any]) -> list[Encoded]:
     """The sequences of a row of preferences; raises BadRowError."""
-    return _encoded(encoder, fields, encoder.draft_pair)
+    return [_encoded(row) for row in _rows(encoder, fields, encoder.draft_pair)]
 
 
 def encode(encoder: TextEncoder, fields: Mapping[str, Any]) -> Encoded:
     """The sequence of a row, trained as its layout says; raises BadRowError."""
-    [encoded] = _encoded(encoder, fields, encoder.draft)
-    return encoded if encoder.layout.on_completion or encoder.has_chats else whole(encoded.ids)
+    [row] = _rows(encoder, fields, encoder.draft)
+    encoded = _encoded(row)
+    return encoded if encoder.layout.on_completion or row.final else whole(encoded.ids)
 
 
-def _encoded(encoder: TextEncoder, fields: Mapping[str, Any], draft: Any) -> list[Encoded]:
+def _rows(encoder: TextEncoder, fields: Mapping[str, Any], draft: Any) -> tuple[TokenRow, ...]:
     [made] = encoder.encode_rows([fields], draft)
     if isinstance(made, BadRowError):
         raise made
-    return [
-        Encoded([*row.ids], (*zip(row.spans[::2], row.spans[1::2], strict=True),), row.differs)
-        for row in made
-    ]
+    return made
+
+
+def _encoded(row: TokenRow) -> Encoded:
+    spans = (*zip(row.spans[::2], row.spans[1::2], strict=True),)
+    return Encoded([*row.ids], spans, row.differs)

@@ -187,10 +187,12 @@ def _changes(job: Job, samples: SampleTable, *, is_evaluation: bool) -> Iterator
 
 def _masked_because(samples: SampleTable) -> str:
     layout = samples.table.counts.layout
-    if samples.cut.whole or layout is None:
+    if layout is None or (samples.cut.whole and not samples.table.final.any()):
         return "nothing predicts the first token of a sequence"
     if samples.cut.odd_spans:
         return "the first of each chosen sequence, and what stands before a rejected completion"
+    if samples.cut.whole:
+        return "the first of each sequence, and turns that the data leaves out"
     if layout.format in ("messages", "sharegpt"):
         return "they are not in a turn of the assistant that is trained"
     if layout.format == "tokens":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -17,9 +18,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.config.job import Job
-from tlora_fx.errors import ChatTemplateError, EnvironmentVariableWrong, MalformedRowError
+from tlora_fx.errors import (
+    ChatTemplateError,
+    DataFileError,
+    EnvironmentVariableWrong,
+    MalformedRowError,
+)
 from tlora_fx.host import environment
-from tlora_fx.runtime.data import chunks
+from tlora_fx.runtime.data import chunks, table_cache
 from tlora_fx.runtime.data.encode_data import tokens_of_data
 from tlora_fx.runtime.data.encoding import TextEncoder
 from tlora_fx.runtime.data.samples import JobData, load_job_data
@@ -67,15 +73,15 @@ def load(path: Path, tokenizer: Any, **fields: Any) -> JobData:
 
 @st.composite
 def token_rows(draw):
-    """A sequence with trained runs that are in order and do not touch."""
+    """A sequence with trained runs that are in order and do not touch; some are final."""
     ids = draw(st.lists(st.integers(0, 99), max_size=9))
     edges = draw(st.lists(st.integers(0, len(ids)), unique=True, max_size=6).map(sorted))
-    return TokenRow(ids, edges[: len(edges) // 2 * 2])
+    return TokenRow(ids, edges[: len(edges) // 2 * 2], final=draw(st.booleans()))
 
 
 def plain_sample(row: TokenRow, max_length: int, whole: bool) -> Sample:
     """A sample as lists make it."""
-    trained = [whole] * len(row.ids)
+    trained = [whole and not row.final] * len(row.ids)
     for start, stop in zip(row.spans[::2], row.spans[1::2], strict=True):
         trained[start:stop] = [True] * (stop - start)
     labels = [i if on else -100 for i, on in zip(row.ids, trained, strict=True)]
@@ -190,6 +196,42 @@ def test_chats_whose_turns_are_not_found_are_whole_for_who_trains_all(make_token
     with pytest.raises(Exception, match="bad"):
         load(path, tokenizer, data=skips)
     assert load(path, tokenizer, data=whole).report.bad_rows == 0
+
+
+LEFT_OUT = [
+    {"role": "user", "content": "1"},
+    {"role": "assistant", "content": "a", "weight": 0},
+    {"role": "user", "content": "2"},
+    {"role": "assistant", "content": "b"},
+]
+
+
+@pytest.mark.parametrize("order", [("all", "completion"), ("completion", "all")])
+def test_a_turn_of_weight_0_is_trained_by_nobody(make_tokenizer, tmp_path, order):
+    """Neither by a job that trains all tokens, whichever of both reads the data first."""
+    tokenizer = make_tokenizer("{% for m in messages %}{{ m['content'] }}</s>{% endfor %}")
+    path = write(tmp_path / "a.jsonl", [{"messages": LEFT_OUT}])
+    trained = {}
+    for loss_on in order:
+        [sample] = load(path, tokenizer, data={"loss_on": loss_on}).samples
+        pairs = zip(sample.input_ids, sample.labels, strict=True)
+        trained[loss_on] = [tokenizer.decode([i]) for i, label in pairs if label != -100]
+
+    assert trained == {"completion": ["b", "</s>"], "all": ["1", "</s>", "2", "</s>", "b", "</s>"]}
+
+
+def test_a_full_disk_is_our_own_error(make_tokenizer, tmp_path, monkeypatch, caplog):
+    """Where neither the cache nor a temporary folder can be written."""
+
+    def full(path, batches):
+        list(batches)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(table_cache, "write_batches", full)
+
+    with pytest.raises(DataFileError, match="No space left"):
+        load(write(tmp_path / "a.jsonl"), make_tokenizer())
+    assert "tokens cannot be kept" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["cut", "empty", "other", "no counts", "wrong counts"])

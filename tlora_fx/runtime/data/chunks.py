@@ -19,6 +19,7 @@ from contextlib import ExitStack
 from datetime import datetime
 from functools import partial
 from itertools import chain, islice
+from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
@@ -52,14 +53,12 @@ class EncodedChunk(NamedTuple):
     bad         rows of which no tokens could be made
     batch       the sequences of the others, as of `tables.SCHEMA`
     notes       what a user should know of the chat template, as far as rows have shown it
-    has_chats   whether any row was a conversation
     """
 
     rows: int
     bad: list[BadRow]
     batch: pa.RecordBatch
     notes: tuple[str, ...]
-    has_chats: bool
 
 
 class ChunkEncoder:
@@ -104,8 +103,7 @@ class ChunkEncoder:
         made = list(self.rows(chunk))
         good = chain.from_iterable(each for each in made if not isinstance(each, BadRow))
         bad = [each for each in made if isinstance(each, BadRow)]
-        notes, has_chats = tuple(self._encoder.notes), self._encoder.has_chats
-        return EncodedChunk(len(chunk), bad, record_batch(list(good)), notes, has_chats)
+        return EncodedChunk(len(chunk), bad, record_batch(list(good)), tuple(self._encoder.notes))
 
 
 def _label_position(job: Job) -> LabelPosition:
@@ -199,12 +197,12 @@ class _Workers:
 
 def _started(setup: bytes, processes: list[subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(  # noqa: S603  our own command
-        [sys.executable, "-c", f"from {__name__} import serve; serve()"],
+        [sys.executable, "-P", "-c", f"from {__name__} import serve; serve()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+            "PYTHONPATH": os.pathsep.join(path or str(Path.cwd()) for path in sys.path),
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": "1",
         },

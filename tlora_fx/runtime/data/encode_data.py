@@ -52,12 +52,12 @@ def tokens_of_data(
         first = partial(_first_rows, job, tokenizer, clock, limit)
         return encode_once((), first, lambda _: True)
 
-    def serves(counts: RowCounts) -> bool:
-        if counts.layout is None:
+    def serves(table: TokenTable) -> bool:
+        layout = table.counts.layout
+        if layout is None or not (table.final.any() or table.counts.template_faults):
             return True
-        if layout_of(job, counts.layout).on_completion:
-            return counts.is_masked
-        return not counts.template_faults
+        # Of conversations, what is trained was found for jobs that train it as the first one did.
+        return layout_of(job, layout).on_completion == layout.on_completion
 
     asks = job.data.loss_on != "all" and False not in (
         job.completion_only_loss, job.assistant_only_loss,
@@ -151,7 +151,7 @@ def _trained_samples(job: Job, batch: pa.RecordBatch, *, whole: bool) -> int:
 def _bad_chunk(rows: Sequence[DataRow]) -> EncodedChunk:
     """Rows none of which can be read."""
     bad = [BadRow(row.where, row.reason, by_template=False) for row in rows]
-    return EncodedChunk(len(rows), bad, record_batch([]), (), has_chats=False)
+    return EncodedChunk(len(rows), bad, record_batch([]), ())
 
 
 def _count(job: Job, chunk: EncodedChunk, rows: LaidOutRows, counts: RowCounts) -> None:
@@ -163,9 +163,6 @@ def _count(job: Job, chunk: EncodedChunk, rows: LaidOutRows, counts: RowCounts) 
         counts.add_bad_row(row._replace(place=row.place.removeprefix(job.data.path)))
     counts.layout, counts.unread = rows.layout, list(rows.unread)
     counts.notes += [note for note in chunk.notes if note not in counts.notes]
-    # Where all tokens are trained, chats are not searched for those of the assistant.
-    if chunk.has_chats and rows.layout is not None and not rows.layout.on_completion:
-        counts.is_masked = False
 
 
 def bad_row(job: Job, where: str, reason: str, *, by_template: bool) -> DataError:

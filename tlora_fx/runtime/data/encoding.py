@@ -45,12 +45,14 @@ class Draft:
 
     chats     what the chat template rendered
     texts     other texts, which the tokenizer adds its tokens to
+    plain     texts whose tokens are those that the tokenizer makes of them alone
     finish    makes the row's sequences of the tokens of both; raises BadRowError
     """
 
     finish: Callable[[Sequence[Encoded], Sequence[list[int]]], tuple[TokenRow, ...]]
     chats: tuple[Rendered, ...] = ()
     texts: tuple[str, ...] = ()
+    plain: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -59,14 +61,12 @@ class TextEncoder:
 
     append_eos   end conversations by the end-of-sequence token where the template does not
     clock        what a chat template that asks for the time is told; None: the time it is then
-    has_chats    whether a row was a conversation
     """
 
     tokenizer: PreTrainedTokenizerBase
     layout: SampleLayout
     append_eos: bool = False
     clock: datetime | None = None
-    has_chats: bool = field(init=False, default=False)
     _chats: ChatRenderer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -191,7 +191,9 @@ class TextEncoder:
                 drafts.append(error)
         good = [each for each in drafts if isinstance(each, Draft)]
         chats = iter(tokenize(self.tokenizer, [chat for each in good for chat in each.chats]))
-        ids = iter(self._ids([text for each in good for text in each.texts]))
+        texts = [text for each in good for text in each.texts]
+        plain = [text for each in good for text in each.plain]
+        ids = iter(self._ids(texts) if texts else self._tokens(plain))
         return [
             each if isinstance(each, BadRowError) else _finished(each, chats, ids)
             for each in drafts
@@ -201,8 +203,7 @@ class TextEncoder:
         """A row of supervised training, before its texts are tokenised; raises BadRowError."""
         rendered = self.render(fields)
         if rendered is not None:
-            self.has_chats = True
-            return Draft(lambda chats, _: (_row(chats[0]),), chats=(rendered,))
+            return Draft(lambda chats, _: (_row(chats[0], final=True),), chats=(rendered,))
         ours, format = self._ours(fields), self.layout.format
         if format == "tokens":
             row = _row(encode_tokens(ours))
@@ -238,13 +239,16 @@ class TextEncoder:
             code = label_code(ours["label"], base)
         except ValueError as error:
             raise BadRowError(str(error)) from None
-        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
-        is_cut = len(ids) > most
-        if is_cut:
-            ids = list(self.tokenizer(text, truncation=True, max_length=most)["input_ids"])
-        at = position(ids) if ids else 0
-        row = TokenRow(ids, (at, at + 1) if ids else (), code, cut=is_cut)
-        return Draft(lambda _, __: (row,))
+
+        def finish(_: Sequence[Encoded], tokens: Sequence[list[int]]) -> tuple[TokenRow, ...]:
+            [ids] = tokens
+            is_cut = len(ids) > most
+            if is_cut:
+                ids = list(self.tokenizer(text, truncation=True, max_length=most)["input_ids"])
+            at = position(ids) if ids else 0
+            return (TokenRow(ids, (at, at + 1) if ids else (), code, cut=is_cut),)
+
+        return Draft(finish, plain=(text,))
 
     def draft_pair(self, fields: Mapping[str, Any]) -> Draft:
         """A chosen and a rejected completion of one prompt, before they are tokenised.
@@ -298,20 +302,24 @@ class TextEncoder:
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         """The tokens of texts with what the tokenizer adds before them, and nothing after them."""
+        distinct = list(dict.fromkeys(texts))  # pairs have their prompt in common
+        lines = zip(distinct, self._tokens(distinct), strict=True)
+        known = {text: self._opened(text, ids) for text, ids in lines}
+        return [known[text] for text in texts]
+
+    def _tokens(self, texts: Sequence[str]) -> list[list[int]]:
+        """The tokens of texts as the tokenizer makes them, its special tokens with them."""
         if not texts:
             return []
-        distinct = list(dict.fromkeys(texts))  # pairs have their prompt in common
         encoding = self.tokenizer(
-            distinct,
+            list(texts),
             add_special_tokens=True,
             truncation=False,
             verbose=False,
             return_attention_mask=False,
             return_token_type_ids=False,
         )
-        lines = zip(distinct, encoding["input_ids"], strict=True)
-        known = {text: self._opened(text, ids) for text, ids in lines}
-        return [known[text] for text in texts]
+        return [list(line) for line in encoding["input_ids"]]
 
     def _opened(self, text: str, ids: list[int]) -> list[int]:
         bos, eos = self.tokenizer.bos_token_id, self.tokenizer.eos_token_id
@@ -333,15 +341,16 @@ class TextEncoder:
 def _finished(
     draft: Draft, chats: Iterator[Encoded], ids: Iterator[list[int]]
 ) -> tuple[TokenRow, ...] | BadRowError:
-    own = [next(chats) for _ in draft.chats], [next(ids) for _ in draft.texts]
+    own = [next(chats) for _ in draft.chats], [next(ids) for _ in (*draft.texts, *draft.plain)]
     try:
         return draft.finish(*own)
     except BadRowError as error:
         return error
 
 
-def _row(encoded: Encoded) -> TokenRow:
-    return TokenRow(encoded.ids, [*chain(*encoded.spans)], differs=encoded.prefix_differs)
+def _row(encoded: Encoded, *, final: bool = False) -> TokenRow:
+    spans, differs = [*chain(*encoded.spans)], encoded.prefix_differs
+    return TokenRow(encoded.ids, spans, differs=differs, final=final)
 
 
 def _encodable(text: str) -> str:

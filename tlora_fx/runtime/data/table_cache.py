@@ -25,6 +25,7 @@ from weakref import WeakValueDictionary
 
 import pyarrow as pa
 
+from tlora_fx.errors import DataFileError
 from tlora_fx.host import environment
 from tlora_fx.host.paths import cache_folder
 from tlora_fx.host.sources import own_source
@@ -42,7 +43,7 @@ Encode = Callable[[RowCounts], Iterable[pa.RecordBatch]]
 
 
 def encode_once(
-    keys: Sequence[str], encode: Encode, usable: Callable[[RowCounts], bool]
+    keys: Sequence[str], encode: Encode, usable: Callable[[TokenTable], bool]
 ) -> TokenTable:
     """The table under one of the keys, else a new one, which is kept under the first.
 
@@ -55,14 +56,14 @@ def encode_once(
     with _locked(keys[0]) as is_writable:
         for key in keys:
             known = _open.get(key) or (_read(key) if is_writable else None)
-            if known is not None and usable(known.counts):
+            if known is not None and usable(known):
                 _open[key] = known
                 return known
         if is_writable:
             try:
                 table = _built(keys[0], encode)
             except OSError as error:
-                logger.info("encoded data cannot be kept in %s: %s", tables_folder(), error)
+                logger.warning("tokens cannot be kept in %s: %s", tables_folder(), error)
                 table = _temporary(encode)
         else:
             table = _temporary(encode)
@@ -124,12 +125,20 @@ def _built(key: str, encode: Encode) -> TokenTable:
 
 
 def _temporary(encode: Encode) -> TokenTable:
-    """A table whose file is gone when nothing maps it any more."""
+    """A table whose file is gone when nothing maps it any more; raises DataFileError."""
     counts = RowCounts()
-    with tempfile.TemporaryDirectory(prefix="tlora-fx-data-") as folder:
-        path = Path(folder) / "tokens.arrow"
-        write_batches(path, encode(counts))
-        return TokenTable(path, counts)
+    try:
+        with tempfile.TemporaryDirectory(prefix="tlora-fx-data-") as folder:
+            path = Path(folder) / "tokens.arrow"
+            write_batches(path, encode(counts))
+            return TokenTable(path, counts)
+    except OSError as error:
+        raise DataFileError(
+            "the tokens of the data cannot be written",
+            path=tempfile.gettempdir(),
+            found=error.strerror or error,
+            help="free space there, or name another folder by TMPDIR",
+        ) from error
 
 
 @contextmanager
@@ -143,7 +152,7 @@ def _locked(key: str) -> Iterator[bool]:
         home.mkdir(parents=True, exist_ok=True)
         lock = (home / f".{key}.lock").open("w")
     except OSError as error:
-        logger.info("encoded data cannot be kept in %s: %s", home, error)
+        logger.warning("tokens cannot be kept in %s: %s", home, error)
         yield False
         return
     with lock:
@@ -157,8 +166,9 @@ def _remove_oldest(home: Path, *, keep: Path) -> None:
     for folder in home.iterdir():
         with suppress(OSError):
             if folder.name.startswith("."):
-                if folder.stat().st_mtime < yesterday and folder.is_dir():
+                if folder.stat().st_mtime < yesterday:
                     shutil.rmtree(folder, ignore_errors=True)
+                    folder.unlink(missing_ok=True)
             elif folder.is_dir():
                 size = sum(file.stat().st_size for file in folder.iterdir())
                 tables.append((folder != keep, folder.stat().st_mtime_ns, size, folder))

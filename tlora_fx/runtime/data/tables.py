@@ -9,13 +9,14 @@ differ in (`max_length`, which tokens are trained) is applied when a sequence is
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
 import pyarrow as pa
@@ -33,6 +34,7 @@ SCHEMA = pa.schema(
         ("code", pa.int64()),
         ("differs", pa.bool_()),
         ("cut", pa.bool_()),
+        ("final", pa.bool_()),
     ]
 )
 
@@ -64,7 +66,6 @@ class RowCounts:
     template_faults  those of them of which the chat template hides what is trained
     layout           of the rows, as the job that read them trains them; None where none was read
     unread           columns of the rows that are not read
-    is_masked        spans are those of completions; else all tokens are trained
     notes            what a user should know of the data
     """
 
@@ -73,7 +74,6 @@ class RowCounts:
     first_bad: list[BadRow] = field(default_factory=list)
     layout: SampleLayout | None = None
     unread: list[str] = field(default_factory=list)
-    is_masked: bool = True
     template_faults: int = 0
     notes: list[str] = field(default_factory=list)
 
@@ -93,6 +93,8 @@ class TokenRow(NamedTuple):
     code     the label as of `label_code`, for classifiers
     differs  the prompt's tokens alone are no prefix of the sequence's
     cut      the tokenizer has cut the text
+    final    jobs that train all tokens train these spans too: of a conversation they leave out the
+             turns that are not to be trained
     """
 
     ids: Sequence[int]
@@ -100,6 +102,7 @@ class TokenRow(NamedTuple):
     code: int = 0
     differs: bool = False
     cut: bool = False
+    final: bool = False
 
 
 def record_batch(rows: Sequence[TokenRow]) -> pa.RecordBatch:
@@ -128,19 +131,24 @@ def trained_tokens(
 
     first       tokens before this position are not counted
     max_length  tokens of a sequence that are kept
-    whole       all tokens are trained, not only the spans
+    whole       all tokens are trained, not only the spans, but where spans are final
     """
     lengths = np.diff(_lists(batch.column("ids"))[1])
-    return _trained(lengths, [_lists(batch.column("spans"))], first, max_length, whole=whole)
+    is_whole = ~_flags(batch, "final") & whole
+    return _trained(lengths, [_lists(batch.column("spans"))], first, max_length, is_whole)
 
 
 def _trained(
-    lengths: np.ndarray, spans: Sequence[Lists], first: int, max_length: int, *, whole: bool
+    lengths: np.ndarray,
+    spans: Sequence[Lists],
+    first: int,
+    max_length: int,
+    is_whole: np.ndarray,
 ) -> np.ndarray:
     kept = np.minimum(lengths, max_length).astype(np.int64)
-    if whole:
-        whole_counts: np.ndarray = np.maximum(kept - first, 0)
-        return whole_counts
+    whole: np.ndarray = np.maximum(kept - first, 0)
+    if is_whole.all():
+        return whole
     counts, at = np.zeros(len(lengths), np.int64), 0
     for values, ends in spans:
         runs = values[ends[0] : ends[-1]].reshape(-1, 2)
@@ -148,7 +156,7 @@ def _trained(
         stop = np.minimum(runs[:, 1], kept[owner])
         np.add.at(counts, owner, np.maximum(stop - np.maximum(runs[:, 0], first), 0))
         at += len(ends) - 1
-    return counts
+    return np.where(is_whole, whole, counts)
 
 
 class TokenTable:
@@ -160,6 +168,7 @@ class TokenTable:
     codes     [N] int64, codes of labels
     differs   [N] bool, of `TokenRow`
     cut       [N] bool, of `TokenRow`
+    final     [N] bool, of `TokenRow`
     """
 
     def __init__(self, path: Path, counts: RowCounts, folder: Path | None = None) -> None:
@@ -177,10 +186,9 @@ class TokenTable:
         self.lengths = _joined([np.diff(ends) for _, ends in self._ids], np.int32)
         self._starts = np.cumsum([0, *(len(batch) for batch in batches)])
         self.codes = _joined([batch.column("code").to_numpy() for batch in batches], np.int64)
-        flags = ("differs", "cut")
-        self.differs, self.cut = (
-            _joined([batch.column(name).to_numpy(zero_copy_only=False) for batch in batches], bool)
-            for name in flags
+        self.differs, self.cut, self.final = (
+            _joined([_flags(batch, name) for batch in batches], bool)
+            for name in ("differs", "cut", "final")
         )
 
     def __len__(self) -> int:
@@ -214,9 +222,10 @@ class TokenTable:
 
         first       tokens before this position are not counted
         max_length  tokens of a sequence that are kept
-        whole       all tokens are trained, not only the spans
+        whole       all tokens are trained, not only the spans, but where spans are final
         """
-        return _trained(self.lengths, self._spans, first, max_length, whole=whole)
+        is_whole = ~self.final & whole
+        return _trained(self.lengths, self._spans, first, max_length, is_whole)
 
     def _item(self, chunks: Sequence[Lists], index: int) -> np.ndarray:
         batch = int(np.searchsorted(self._starts, index, "right")) - 1
@@ -224,6 +233,11 @@ class TokenTable:
         row = index - self._starts[batch]
         part: np.ndarray = values[ends[row] : ends[row + 1]]
         return part
+
+
+def _flags(batch: pa.RecordBatch, name: str) -> np.ndarray:
+    flags: np.ndarray = batch.column(name).to_numpy(zero_copy_only=False)
+    return flags
 
 
 def _lists(column: Any) -> Lists:
@@ -251,7 +265,7 @@ class Cut:
     """What a job makes of the sequences of a table.
 
     max_length  tokens of a sequence that are kept
-    whole       all tokens are trained, not only the spans
+    whole       all tokens are trained, not only the spans, but where spans are final
     odd_spans   of pairs, only the second sequence is trained by its spans, the first one whole
     labelled    one token has a label, which is not the token's id
     """
@@ -262,8 +276,53 @@ class Cut:
     labelled: bool = False
 
 
-class SampleTable(Sequence[Sample]):
-    """Samples of a table of tokens; each is built when it is read.
+class TokenSamples(Sequence[Sample], ABC):
+    """Samples whose tokens lie in tables; each is built when it is read."""
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> Sample | Self:
+        """One sample, or those of a slice."""
+        if isinstance(index, slice):
+            return self.take(np.arange(len(self))[index])
+        ids, labels = self.arrays(index)
+        return Sample(tuple(ids.tolist()), tuple(labels.tolist()))
+
+    @abstractmethod
+    def arrays(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Ids and labels of a sample, [n] int32 each; raises IndexError."""
+
+    @abstractmethod
+    def take(self, indices: np.ndarray) -> Self:
+        """The samples with these indices."""
+
+    @property
+    @abstractmethod
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, [N] int32."""
+
+    @abstractmethod
+    def targets(self, first: int) -> np.ndarray:
+        """How many tokens of each sample are trained, those before position `first` not counted."""
+
+    @property
+    @abstractmethod
+    def largest_id(self) -> int:
+        """The largest token id of the tables, cut or not."""
+
+    @abstractmethod
+    def digest(self) -> str:
+        """The SHA-256 of all samples in their order, 32 hexadecimal digits of it.
+
+        Hashed are the number of samples (8 bytes), where each ends (8 bytes each), all ids and all
+        labels (4 bytes each). Tables that are kept keep their digests.
+        """
+
+
+class SampleTable(TokenSamples):
+    """Samples of one table of tokens.
 
     table   the tokens
     rows    [N] indices of the table's sequences, one for each sample
@@ -278,33 +337,22 @@ class SampleTable(Sequence[Sample]):
         """How many samples there are."""
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
-        """One sample, or a table of some of them."""
-        if isinstance(index, slice):
-            return SampleTable(self.table, self.rows[index], self.cut)
-        ids, labels = self.arrays(index)
-        return Sample(tuple(ids.tolist()), tuple(labels.tolist()))
-
     def arrays(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Ids and labels of a sample, [n] int32 each."""
+        """See `TokenSamples.arrays`."""
         return self._arrays(int(self.rows[index]))
 
     def take(self, indices: np.ndarray) -> SampleTable:
-        """The samples with these indices."""
+        """See `TokenSamples.take`."""
         return SampleTable(self.table, self.rows[indices], self.cut)
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sample, [N] int32."""
+        """See `TokenSamples.lengths`."""
         lengths: np.ndarray = np.minimum(self.table.lengths[self.rows], self.cut.max_length)
         return lengths
 
     def targets(self, first: int) -> np.ndarray:
-        """How many tokens of each sample are trained, those before position `first` not counted."""
+        """See `TokenSamples.targets`."""
         cut = self.cut
         trained = self.table.trained(first, cut.max_length, whole=cut.whole)
         if cut.odd_spans:
@@ -313,15 +361,11 @@ class SampleTable(Sequence[Sample]):
 
     @property
     def largest_id(self) -> int:
-        """The largest token id of the table, cut or not."""
+        """See `TokenSamples.largest_id`."""
         return self.table.largest_id
 
     def digest(self) -> str:
-        """The SHA-256 of all samples in their order, 32 hexadecimal digits of it.
-
-        Hashed are the number of samples (8 bytes), where each ends (8 bytes each), all ids and all
-        labels (4 bytes each). A table that is kept keeps its digests.
-        """
+        """See `TokenSamples.digest`."""
         if self.table.folder is None:
             return self._digest()
         which = hashlib.sha256(repr(self.cut).encode())
@@ -348,18 +392,20 @@ class SampleTable(Sequence[Sample]):
         offsets = np.repeat(begins[rows] - (np.cumsum(kept) - kept), kept)
         index = offsets + np.arange(len(offsets))
         flat: np.ndarray = values[index]
-        if not labels or self.cut.whole:
+        if not labels:
             return flat
-        runs, owner = (
-            spans[0].reshape(-1, 2),
-            np.repeat(np.arange(len(lengths)), np.diff(spans[1]) // 2),
-        )
+        is_whole = ~self.table.final[first : first + len(lengths)] & self.cut.whole
+        if is_whole.all():
+            return flat
+        runs = spans[0].reshape(-1, 2)
+        owner = np.repeat(np.arange(len(lengths)), np.diff(spans[1]) // 2)
         edges = np.zeros(len(values) + 1, np.int32)
         np.add.at(edges, begins[owner] + runs[:, 0], 1)
         np.add.at(edges, begins[owner] + runs[:, 1], -1)
         trained = np.cumsum(edges[:-1]) > 0
         if self.cut.odd_spans:
-            trained |= np.repeat((first + np.arange(len(lengths))) % 2 == 0, lengths)
+            is_whole |= (first + np.arange(len(lengths))) % 2 == 0
+        trained |= np.repeat(is_whole, lengths)
         if self.cut.labelled:
             codes = self.table.codes[first : first + len(lengths)]
             flat = np.repeat(codes, lengths)[index].astype(np.int32)
@@ -371,7 +417,7 @@ class SampleTable(Sequence[Sample]):
         The loss mask: labels are -100 (`NO_TARGET`) where no loss is counted, else the ids.
         """
         ids, cut = self.table.ids(row)[: self.cut.max_length], self.cut
-        if cut.whole or (cut.odd_spans and row % 2 == 0):
+        if (cut.whole and not self.table.final[row]) or (cut.odd_spans and row % 2 == 0):
             return ids, ids
         labels = np.full(len(ids), NO_TARGET, np.int32)
         for start, stop in self.table.spans(row).tolist():
@@ -379,7 +425,7 @@ class SampleTable(Sequence[Sample]):
         return ids, labels
 
 
-class MixedTable(Sequence[Sample]):
+class MixedTable(TokenSamples):
     """Samples of several tables in one order.
 
     tables   whose samples these are
@@ -404,37 +450,30 @@ class MixedTable(Sequence[Sample]):
         """How many samples there are."""
         return len(self.origin)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Sample]: ...
-    def __getitem__(self, index: int | slice) -> Sample | Sequence[Sample]:
-        """One sample, or a table of some of them."""
-        if isinstance(index, slice):
-            return MixedTable(self.tables, self.origin[index], self.places[index])
-        table: SampleTable = self.tables[int(self.origin[index])]
-        return table[int(self.places[index])]
+    def arrays(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """See `TokenSamples.arrays`."""
+        return self.tables[int(self.origin[index])].arrays(int(self.places[index]))
 
     def take(self, indices: np.ndarray) -> MixedTable:
-        """The samples with these indices."""
+        """See `TokenSamples.take`."""
         return MixedTable(self.tables, self.origin[indices], self.places[indices])
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each sample, [N] int32."""
+        """See `TokenSamples.lengths`."""
         return self._gathered([table.lengths for table in self.tables], np.int32)
 
     def targets(self, first: int) -> np.ndarray:
-        """See `SampleTable.targets`."""
+        """See `TokenSamples.targets`."""
         return self._gathered([table.targets(first) for table in self.tables], np.int64)
 
     @property
     def largest_id(self) -> int:
-        """The largest token id of the tables, cut or not."""
+        """See `TokenSamples.largest_id`."""
         return max(table.largest_id for table in self.tables)
 
     def digest(self) -> str:
-        """See `SampleTable.digest`. Kept with the first table, where all tables are kept."""
+        """See `TokenSamples.digest`; kept with the first table, where all are kept."""
         folders = [each.table.folder for each in self.tables]
         if folders[0] is None or None in folders:
             return self._digest()
@@ -493,21 +532,21 @@ _DRAWN_AT_ONCE = 1000
 
 def lengths_of(samples: Sequence[Sample]) -> np.ndarray:
     """Tokens of each sample, [N] int32."""
-    if isinstance(samples, SampleTable | MixedTable):
+    if isinstance(samples, TokenSamples):
         return samples.lengths
     return np.array([len(sample.input_ids) for sample in samples], np.int32)
 
 
 def largest_id(samples: Sequence[Sample]) -> int:
     """The largest token id of any samples, or of all tokens of their table."""
-    if isinstance(samples, SampleTable | MixedTable):
+    if isinstance(samples, TokenSamples):
         return samples.largest_id
     return max(max(sample.input_ids) for sample in samples)
 
 
 def digest_of(samples: Sequence[Sample]) -> str:
-    """`SampleTable.digest` of any samples."""
-    if isinstance(samples, SampleTable | MixedTable):
+    """`TokenSamples.digest` of any samples."""
+    if isinstance(samples, TokenSamples):
         return samples.digest()
     parts = [[getattr(s, name) for s in samples] for name in ("input_ids", "labels")]
     ids, labels = ([np.array(line, np.int32) for line in lines] for lines in parts)
