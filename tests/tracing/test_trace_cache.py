@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 import torch
+from peft.tuners.lora.layer import Linear
+from transformers import masking_utils
 from transformers.models.llama import modeling_llama
 
 from tests.models import FAMILIES, base_of, hand_written, job, mixed_jobs, plain
@@ -300,3 +304,23 @@ def test_tracing_imports_nothing_of_rooms_that_keys_leave_out():
     }
 
     assert imported == {*trace_keys.ROOMS}
+
+
+@pytest.mark.parametrize("where", ["peft", "masks", "functional"])
+def test_what_another_package_puts_in_place_of_a_library_s_has_no_key(tmp_path, monkeypatch, where):
+    """Installed ones too: what they trace must not serve who has not replaced anything."""
+    owner, name = {
+        "peft": (Linear, "forward"),
+        "masks": (masking_utils, "sdpa_mask"),
+        "functional": (torch.nn.functional, "silu"),
+    }[where]
+    backbone = load_backbone(llama(tmp_path))
+    assert trace_keys.base_key(backbone) is not None
+    code = builtins.compile(
+        "def f(*given, **named): return plain(*given, **named)", np.__file__, "exec"
+    )
+    names = {"plain": getattr(owner, name), "__name__": "unsloth.models"}
+    exec(code, names)
+    monkeypatch.setattr(owner, name, names["f"])
+
+    assert trace_keys.base_key(backbone) is None

@@ -23,7 +23,7 @@ from tlora_fx.config.job import Job
 from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
 from tlora_fx.graph_file import graph_text, graphs_of_text, to_document
 from tlora_fx.host import environment
-from tlora_fx.host.durable import replace_file
+from tlora_fx.host.durable import replace_shared_file
 from tlora_fx.host.paths import cache_folder
 from tlora_fx.ir.graph import AdapterSite, Form, JobGraph
 from tlora_fx.model.backbone import Backbone
@@ -178,7 +178,7 @@ def _write(key: str, kept: dict[str, Any]) -> None:
         return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, entry)
+        replace_shared_file(path, entry)
         _remove_oldest(path.parent, keep=path)
     except OSError as error:
         logger.info("what was traced cannot be kept in %s: %s", path, error)

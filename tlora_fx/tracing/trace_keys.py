@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import inspect
+import itertools
 import platform
+import re
 import sys
 import sysconfig
 import types
@@ -122,19 +125,20 @@ def _environment() -> object:
     if any(getattr(module_hooks, name) for name in _HOOKS):
         raise _NoLibraryCode
     modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
-    if modes or not _are_installed():
+    autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    if modes or autocast or not _are_installed():
         raise _NoLibraryCode
     for name, module in list(sys.modules.items()):
         root, _, rest = name.partition(".")
         ours = root == "tlora_fx" and rest.partition(".")[0] in ROOMS
         if ours or root in ("transformers", "peft") or name == "torch.nn.functional":
+            _require_own(module)
             _require_installed(_functions(module, classes=root != "transformers"))
     return (
         _versions(),
         own_source(*ROOMS),
         [*_own_settings()],
         str(torch.get_default_dtype()),
-        torch.is_autocast_enabled("cpu"),
         torch.is_inference_mode_enabled(),
     )
 
@@ -261,6 +265,37 @@ def _functions(module: types.ModuleType, *, classes: bool) -> Iterator[types.Fun
             yield value
         elif classes and isinstance(value, type) and value.__module__ == module.__name__:
             yield from _members(value)
+
+
+def _require_own(module: types.ModuleType) -> None:
+    """Raise where another package has put its function in place of one of a library's.
+
+    Libraries import functions of many packages, and classes have generated ones; replaced is what
+    the module's own file defines.
+    """
+    own: list[Iterable[tuple[str, Any]]] = [vars(module).items()]
+    own += [
+        vars(value).items()
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    for name, value in itertools.chain.from_iterable(own):
+        function = getattr(value, "__func__", value)
+        if not isinstance(function, types.FunctionType) or name not in _defined(module.__name__):
+            continue
+        # transformers decorates its configurations by huggingface_hub.
+        if _root(function) not in (*_ROOTS, "huggingface_hub"):
+            raise _NoLibraryCode
+
+
+@functools.cache
+def _defined(module: str) -> frozenset[str]:
+    """Names of the functions and methods that a module's file defines."""
+    try:
+        text = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):
+        return frozenset()
+    return frozenset(re.findall(r"^ *(?:async )?def (\w+)", text, re.MULTILINE))
 
 
 def _members(kind: type[Any]) -> Iterator[types.FunctionType]:
