@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from tests.runtime.elastic import SLOTS, coming_jobs
-from tests.runtime.groups import losses_of, make_data, tiny_base
+from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
-from tlora_fx.errors import NotFinite, OptimizerError, StepMisuse
+from tlora_fx.errors import NotFinite, OptimizerError, StepMisuse, TloraError
+from tlora_fx.runtime.data.samples import Sample
 from tlora_fx.runtime.group_step import Batch, GroupStep
 from tlora_fx.runtime.trainer import Trainer
 
@@ -161,16 +163,17 @@ def test_a_row_that_fails_costs_nobody_gathered_gradients(jobs, data):
         assert_same(adapter(group, name), adapter(undisturbed, name), 0)
 
 
-def test_where_all_rows_fail_all_gradients_are_as_before(jobs, data):
-    """The failure itself is raised."""
+def test_a_job_that_fails_alone_has_the_error_in_its_output(jobs, data):
+    """As it has beside neighbours; its gradients are as before."""
     group = group_of(jobs["a"])
     group.accumulate({"a": data["a"].step(0)})
     before = [each.grad.clone() for each in group.member("a").optimizer.trained.values()]
     failing(group, "a")
 
-    with pytest.raises(ValueError, match="this row is broken"):
-        group.accumulate({"a": data["a"].step(1)})
+    output = group.accumulate({"a": data["a"].step(1)})["a"]
 
+    assert str(output.error) == "this row is broken"
+    assert math.isnan(output.loss)
     after = [each.grad for each in group.member("a").optimizer.trained.values()]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
 
@@ -295,3 +298,48 @@ def test_what_a_group_cannot_do_says_what_to_do(jobs, data):
         group.admit(endless)
     group.steps = {"b": 4}
     assert group.admit(endless)[0].optimizer.learning_rate > 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        ([], "no sample"),
+        ([[Sample((), ())]], "no sample"),
+        ([[Sample((1, 999), (1, 999))]], "does not know"),
+        (Batch([[Sample((1, 2), (1, 2))]], normalizer=0.0), "divided"),
+        (Batch([[Sample((1, 2), (1, 2))]], normalizer=math.nan), "divided"),
+    ],
+)
+def test_a_batch_that_teaches_nothing_is_refused_before_it_runs(jobs, data, batch, told):
+    """Nobody's gradients change, and the job has still gathered nothing."""
+    group = group_of(jobs["a"], jobs["b"])
+
+    with pytest.raises(StepMisuse, match=told):
+        group.accumulate({"b": data["b"].step(0), "a": batch})
+    with pytest.raises(StepMisuse, match="gathered no gradients"):
+        group.apply({"b": {}})
+
+
+def test_a_job_whose_state_is_not_its_own_is_not_admitted(jobs, data):
+    """Its slot is free again."""
+    group = GroupStep(compile([jobs["a"], jobs["b"]], open=SLOTS), device="cpu")
+    group.accumulate({name: data[name].step(0) for name in "ab"})
+    state = replace(group.release("b"), adapter={})
+
+    with pytest.raises(TloraError):
+        group.admit(jobs["b"], state)
+    assert [member.job.name for member in group.members.values()] == ["a"]
+    group.admit(jobs["b"])
+
+
+def test_groups_of_an_optimizer_keep_their_ratio_where_the_schedule_is_at_0(base, data):
+    """LoRA+ while it warms up."""
+    job = make_job(base, "w", loraplus_lr_ratio=16.0, warmup_steps=5, max_steps=9)
+    group = group_of(job)
+    group.prepare()
+    optimizer = group.member("w").optimizer
+
+    optimizer.override({"lr": 1e-3})
+
+    rates = {group["lr"] for group in optimizer._optimizer.param_groups}
+    assert rates == {1e-3, 1.6e-2}

@@ -43,7 +43,7 @@ from tlora_fx.runtime.data.batching import (
 )
 from tlora_fx.runtime.distributed import StateGatherer
 from tlora_fx.runtime.group_updater import GroupUpdater
-from tlora_fx.runtime.isolation import RoundResult, run_isolated
+from tlora_fx.runtime.isolation import RoundResult, is_out_of_memory, run_isolated
 from tlora_fx.runtime.member import Member
 from tlora_fx.runtime.optim.rank_allocation import regularise
 
@@ -175,8 +175,11 @@ class GroupStep:
         starts        what is computed from jobs' data for their first adapters
         largest_row   tokens of the largest row that may come, whose memory stays free
         member        makes a job's member
-        raises        FusedDiffers, BaseNotLoadable, AdapterFolderError, PlanNotRunnable
+        raises        StepMisuse, FusedDiffers, BaseNotLoadable, AdapterFolderError, PlanNotRunnable
         """
+        if member is None:
+            for job in (self.model.jobs[index] for index in self.model.members.values()):
+                self._steps_of(job)
         probe = probe or self._probe
         in_pieces = not planner_of(self.plan).holds_whole_base(self.plan)
         if not self.model.ready:
@@ -228,14 +231,18 @@ class GroupStep:
         returns   by job name, in the order given. Where a job's rows fail, or its loss is not
                   finite, that job's output has the error, its gradients are as before the call,
                   and its neighbours' outputs stand
-        raises    StepMisuse for a job that does not train here; the failure itself where it is no
-                  single job's, as OutOfMemory: all gradients are as before the call then
+        raises    StepMisuse for a job that does not train here, and for a batch without tokens,
+                  with token ids that the base does not have, or with a normalizer that is not
+                  above 0; the failure itself where it is no single job's, as OutOfMemory: all
+                  gradients are as before the call then
         """
         self._ready()
         given = {
             self.member(name).index: batch if isinstance(batch, Batch) else Batch(batch)
             for name, batch in batches.items()
         }
+        for index, batch in given.items():
+            self._require_batch(self.members[index].job, batch)
         micro = {index: batch.micro_batches for index, batch in given.items()}
         terms = {i: count_terms(self.members[i].job, each) for i, each in micro.items()}
         normalizers = {
@@ -251,14 +258,18 @@ class GroupStep:
 
         try:
             ran = self.run(micro, normalizers, forget=forget)
-        except Exception:
+        except Exception as failure:
             forget(given)
-            raise
-        losses = ran.losses.tolist()
+            if len(given) > 1 or is_out_of_memory(failure):
+                raise
+            [index] = given
+            losses = torch.full((len(self.model.jobs),), math.nan)
+            ran = RoundResult(losses, given, {index: failure.with_traceback(None)})
+        values = ran.losses.tolist()
         outputs: dict[str, StepOutput] = {}
         for index, batch in given.items():
             job, tokens = self.members[index].job, count_tokens(batch.micro_batches)
-            error, loss = ran.errors.get(index), losses[index]
+            error, loss = ran.errors.get(index), values[index]
             if error is None and not math.isfinite(loss):
                 self._restore_gradients(index, before[index])
                 error = NotFinite("a batch's loss is not finite", job=job.name, found=loss)
@@ -459,16 +470,21 @@ class GroupStep:
         state      what it goes on from; None: it starts anew
         may_grow   banks may double where no slot is free
         raises     NotAdmitted where it does not fit, StepMisuse where nothing says how long its
-                   schedule is; nothing is changed then
+                   schedule is, AdapterFolderError and CheckpointError where what it goes on from
+                   is not its own; the job is not in the group then
         """
         self._ready()
         self._steps_of(job)
         admission = self.take_in(job, may_grow=may_grow)
         member = self.add(self._member(job))
-        if state is None or job.has_adapter_reference:
-            start_adapter(self.model, job)
-        if state is not None:
-            member.restore(self.gathering.own(job.name, state), "its state")
+        try:
+            if state is None or job.has_adapter_reference:
+                start_adapter(self.model, job)
+            if state is not None:
+                member.restore(self.gathering.own(job.name, state), "its state")
+        except BaseException:
+            self._remove(member)
+            raise
         return member, admission
 
     def take_in(self, job: Job, *, may_grow: bool) -> Admission:
@@ -529,12 +545,39 @@ class GroupStep:
         if self.mesh.leader:
             # On the device: copies to main memory would keep the others waiting.
             state = state.detached()
+        self._remove(member)
+        return state
+
+    def _remove(self, member: Member) -> None:
+        """Free a member's rows."""
         member.depart()
         del self.members[member.index]
         self._gathered.pop(member.index, None)
-        self.model.release(name)
+        self.model.release(member.job.name)
         self.updater.forget()
-        return state
+
+    def _require_batch(self, job: Job, batch: Batch) -> None:
+        """Refuse a batch from which nothing can be learnt, or which the base cannot read."""
+        samples = [sample for micro in batch.micro_batches for sample in micro]
+        ids = [max(sample.input_ids) for sample in samples if sample.input_ids]
+        if len(ids) < len(samples) or not ids:
+            raise StepMisuse("a batch has no sample, or one without tokens", job=job.name)
+        vocabulary = self.model.group.vocabulary
+        if max(ids) >= vocabulary:
+            raise StepMisuse(
+                "a batch has a token that the base does not know",
+                job=job.name,
+                expected=f"token ids below {vocabulary}",
+                found=max(ids),
+            )
+        normalizer = batch.normalizer
+        if normalizer is not None and not (math.isfinite(normalizer) and normalizer > 0):
+            raise StepMisuse(
+                "a batch's loss cannot be divided by this",
+                job=job.name,
+                expected="a normalizer above 0",
+                found=normalizer,
+            )
 
     def _ready(self) -> None:
         if self.runner is None:

@@ -67,8 +67,6 @@ from tlora_fx.runtime.run_folder import RunFolder
 from tlora_fx.runtime.trackers import Trackers
 
 GRACE_SECONDS = 10.0
-#: Steps without any gradient after which a user is told.
-STILL_STEPS = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -362,7 +362,9 @@ class JobOptimizer:
                   their ratio to the first
         """
         groups = self._optimizer.param_groups
-        ratios = [group["lr"] / groups[0]["lr"] if groups[0]["lr"] else 1.0 for group in groups]
+        # Of the schedule's rates, which may be 0 now.
+        first = groups[0]["initial_lr"]
+        ratios = [group["initial_lr"] / first if first else 1.0 for group in groups]
         for group, ratio in zip(groups, ratios, strict=True):
             group.update({name: float(value) for name, value in options.items()})
             if "lr" in options:
