@@ -7,6 +7,7 @@ entry-point group `tlora_fx.planners`.
 from __future__ import annotations
 
 import inspect
+import logging
 import pkgutil
 from collections.abc import Mapping
 from dataclasses import replace
@@ -34,6 +35,8 @@ from tlora_fx.pipeline.registry import PLANNERS
 
 if TYPE_CHECKING:
     from tlora_fx.parallel.apply import StepRunner
+
+logger = logging.getLogger(__name__)
 
 PACKAGE = "tlora_fx.planners"
 
@@ -161,7 +164,8 @@ def planner_of(plan: Plan) -> Planner:
     """The planner that made a plan; where it is not there or broken, one with the safe answers."""
     try:
         return find_planner(plan.planner)
-    except (UnknownPlanner, PluginBroken):
+    except (UnknownPlanner, PluginBroken) as error:
+        logger.warning("the planner '%s' cannot be asked about its plan: %s", plan.planner, error)
         return Planner()
 
 

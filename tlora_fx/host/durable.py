@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 
@@ -28,7 +29,9 @@ def sync_folder(path: Path) -> None:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Put new content under a name at once: a reader sees the old file or the new one.
+    """Put new content under a name that this process alone writes.
+
+    A reader sees the old file or the new one. Several writers need `replace_shared_file`.
 
     raises   OSError; the old file then stays whole
     """
@@ -41,6 +44,24 @@ def replace_file(path: Path, data: bytes) -> None:
         fresh.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def replace_shared_file(path: Path, data: bytes) -> None:
+    """Put new content under a name that several processes may write at once: the last one wins.
+
+    raises   OSError; the old file then stays whole
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    fresh = Path(name)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    except BaseException:
+        fresh.unlink(missing_ok=True)
+        raise
 
 
 def link_or_copy(source: Path, target: Path) -> None:

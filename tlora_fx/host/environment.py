@@ -48,6 +48,8 @@ def require_known_values() -> None:
     """Refuse a misspelt value of any variable; raises EnvironmentVariableWrong."""
     for name in CHOICES:
         _choice(name)
+    for name in MAX_BYTES:
+        max_bytes(name)
 
 
 def kernel_mode() -> KernelMode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tlora_fx.errors import EnvironmentVariableWrong
 from tlora_fx.host.environment import CACHE, PROFILES, folder_in
 
 
@@ -29,4 +30,9 @@ def profile_folders() -> list[Path]:
 
 def _default_folder() -> Path:
     base = folder_in("XDG_CACHE_HOME")
-    return (base or Path.home() / ".cache") / "tlora-fx"
+    try:
+        return (base or Path.home() / ".cache") / "tlora-fx"
+    except RuntimeError as error:
+        raise EnvironmentVariableWrong(
+            "there is no folder for the cache", found=error, help=f"set {CACHE} to a folder"
+        ) from error

@@ -19,7 +19,7 @@ from pathlib import Path
 from torch import nn
 
 from tlora_fx.config.job import Job
-from tlora_fx.host.durable import replace_file
+from tlora_fx.host.durable import replace_shared_file
 from tlora_fx.host.paths import cache_folder
 from tlora_fx.host.sources import own_source, source_of
 from tlora_fx.ir.graph import GroupGraph
@@ -70,7 +70,7 @@ def _read(path: Path) -> ProbeResult | None:
 def _write(path: Path, found: ProbeResult) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, json.dumps(asdict(found)).encode())
+        replace_shared_file(path, json.dumps(asdict(found)).encode())
     except OSError as error:
         logger.info("the result of a probe cannot be kept in %s: %s", path, error)
 

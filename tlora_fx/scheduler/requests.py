@@ -22,7 +22,7 @@ from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
 from tlora_fx.errors import StepsUnknown
-from tlora_fx.host.durable import replace_file
+from tlora_fx.host.durable import replace_shared_file
 from tlora_fx.host.memory import total_bytes
 from tlora_fx.host.quiet_import import quiet_import
 from tlora_fx.scheduler.state import JobRequest
@@ -177,7 +177,7 @@ def _kept_facts(job: Job, fields: Mapping[str, object]) -> ModelFacts:
     facts = _facts_by_compiling(job)
     if path is not None:
         with suppress(OSError):
-            replace_file(path, FACTS.dump_json(facts))
+            replace_shared_file(path, FACTS.dump_json(facts))
     return facts
 
 

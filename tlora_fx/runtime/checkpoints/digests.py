@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable
-from tlora_fx.host.durable import replace_file
+from tlora_fx.host.durable import replace_shared_file
 from tlora_fx.host.paths import cache_folder
 
 if TYPE_CHECKING:
@@ -172,7 +172,7 @@ def _kept(path: Path, kind: str, make: Callable[[BufferedReader], object]) -> ob
         # Without the cache it is made again.
         with suppress(OSError):
             entry.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(entry, json.dumps({"file": str(path), "digest": made}).encode())
+            replace_shared_file(entry, json.dumps({"file": str(path), "digest": made}).encode())
     return made
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self, overload
 import numpy as np
 import pyarrow as pa
 
-from tlora_fx.host.durable import replace_file
+from tlora_fx.host.durable import replace_shared_file
 from tlora_fx.runtime.data.layout import SampleLayout
 
 NO_TARGET = -100
@@ -556,12 +556,18 @@ def digest_of(samples: Sequence[Sample]) -> str:
 def _kept_digest(folder: Path, key: str, compute: Callable[[], str]) -> str:
     """A digest that is kept in a table's folder under a key, or a new one, which is kept then."""
     path = folder / f"{key[:32]}.digest"
-    with suppress(OSError):
-        return path.read_text("ascii")
+    with suppress(OSError, ValueError):
+        known = path.read_text("ascii")
+        if len(known) == _SHOWN:
+            return known
     digest = compute()
     with suppress(OSError):
-        replace_file(path, digest.encode())
+        replace_shared_file(path, digest.encode())
     return digest
+
+
+#: Hexadecimal digits of a digest.
+_SHOWN = 32
 
 
 def _digest(lengths: np.ndarray, ids: Iterable[np.ndarray], labels: Iterable[np.ndarray]) -> str:
@@ -569,4 +575,4 @@ def _digest(lengths: np.ndarray, ids: Iterable[np.ndarray], labels: Iterable[np.
     digest.update(np.cumsum(lengths, dtype=np.int64).tobytes())
     for line in chain(ids, labels):
         digest.update(line.tobytes())
-    return digest.hexdigest()[:32]
+    return digest.hexdigest()[:_SHOWN]
