@@ -110,7 +110,9 @@ def _compile(function: Any, device: int, likes: Sequence[Any], meta: dict[str, i
 
     # Each thread has a current device of its own.
     with torch.cuda.device(device):
-        function.warmup(*likes, grid=(1,), **meta)
+        compiled = function.warmup(*likes, grid=(1,), **meta)
+        # What starts it is compiled where it is asked for first, by the C compiler.
+        _ = compiled.run
 
 
 ahead = Ahead()

@@ -22,7 +22,12 @@ from torch.utils.checkpoint import checkpoint
 from tlora_fx.ir.graph import GroupGraph, placeholders
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
 from tlora_fx.model.loss import ChunkedLoss
-from tlora_fx.ops.torch_compile import allow_empty_grids, hold_rows, mark_compile_caches
+from tlora_fx.ops.torch_compile import (
+    allow_empty_grids,
+    hold_rows,
+    keep_kernels,
+    mark_compile_caches,
+)
 
 # Sizes below it are constants to torch: it would make code for each.
 SMALLEST_DYNAMIC = 2
@@ -81,6 +86,7 @@ def compile_method(
     allow_empty_grids()
     hold_rows()
     mark_compile_caches()
+    keep_kernels()
     # torch.compile takes some of its inner options out of the mapping that it is given.
     options = {k: dict(v) if isinstance(v, dict) else v for k, v in options.items()}
     plain = getattr(type(owners[0]), name)
