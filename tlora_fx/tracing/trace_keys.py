@@ -146,10 +146,14 @@ def _environment() -> object:
 @functools.cache
 def _versions() -> object:
     """Of Python, ours, and of every installed package: which of them are there decides branches."""
-    folders = {Path(folder) for folder in sys.path if folder and Path(folder).is_dir()}
-    packages = {path.name for folder in folders for path in folder.glob("*.*-info")}
+    packages = {path.name for folder in _on_path() for path in folder.glob("*.*-info")}
     named = [torch.__version__, *(version(library) for library in LIBRARIES)]
     return (sys.version, platform.machine(), __version__, named, sorted(packages))
+
+
+def _on_path() -> set[Path]:
+    """The folders that packages are imported from."""
+    return {Path(folder) for folder in sys.path if folder and Path(folder).is_dir()}
 
 
 def _own_settings() -> Iterator[str]:
@@ -341,7 +345,9 @@ def _is_installed(file: str) -> bool:
 def _folders() -> tuple[str, ...]:
     ours = [Path(__file__).parents[1], PACKAGE]
     ours += [part.resolve() for part in PACKAGE.iterdir() if part.is_symlink()]
-    libraries = [Path(folder) for folder in _homes().values()]
+    # Installers leave a folder of facts beside each package, whose name `_versions` holds.
+    installed = (folder for folder in _on_path() if any(folder.glob("*.dist-info")))
+    libraries = [*map(Path, _homes().values()), *installed]
     stdlib = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")]
     folders = [*ours, *libraries, *stdlib, *(path.resolve() for path in stdlib)]
     return tuple(f"{folder}/" for folder in folders)
