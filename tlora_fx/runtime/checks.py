@@ -29,7 +29,8 @@ from tlora_fx.errors import (
 from tlora_fx.model.backbone import Backbone, longest_sequence, text_config
 from tlora_fx.model.batch import repeating_length
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.numerics.probe import ProbeResult, probe_loaded
+from tlora_fx.numerics.probe import ProbeResult
+from tlora_fx.numerics.probe_cache import probe_loaded_once
 from tlora_fx.planners.auto import device_name
 from tlora_fx.runtime.clocks import JobClocks
 from tlora_fx.runtime.data.samples import JobData, load_job_data
@@ -225,7 +226,7 @@ def _tried(
         parts = model.group, model.backbone, model.jobs
         try:
             ids = [_frequent_ids(data[job.name]) if job.name in data else () for job in model.jobs]
-            probed = probe_loaded(*parts, value, longest, ids=ids)
+            probed = probe_loaded_once(*parts, value, longest, ids=ids, device=device)
         except TloraError:
             raise
         except Exception as error:  # noqa: BLE001  (such as no memory for it: no fault of the model)
