@@ -219,7 +219,7 @@ def _tried(
     device: torch.device,
     value: Callable[[str], Tensor],
 ) -> ProbeResult:
-    longest = max((len(s.input_ids) for each in data.values() for s in each.samples), default=0)
+    longest = max((int(lengths_of(each.samples).max()) for each in data.values()), default=0)
     key = (model.source, model.backbone.fingerprint(), str(device))
     tried, probed = _probed.get(key, (-1, ProbeResult()))
     if longest > tried:

@@ -10,7 +10,6 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import NotFinite, StepMisuse
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.elastic import Admission
+from tlora_fx.model.row_ladder import RowLadder
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.dora import norms_kept
 from tlora_fx.ops.kernels.select import is_strict
@@ -39,8 +39,10 @@ from tlora_fx.runtime.data.batching import (
     count_terms,
     count_tokens,
     cut_round,
+    ladder_of,
     rows_of_round,
 )
+from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.distributed import StateGatherer
 from tlora_fx.runtime.group_updater import GroupUpdater
 from tlora_fx.runtime.isolation import RoundResult, is_out_of_memory, run_isolated
@@ -151,7 +153,9 @@ class GroupStep:
         self.updater = GroupUpdater(self.model, self.mesh)
         # Numbers of strict mode follow from the lengths that users give.
         lengthened = self.mesh.device.type == "cuda" and not is_strict()
-        self.bucketer = RowBucketer(self.model.group.form == "packed", lengthened)
+        self.bucketer = RowBucketer(
+            self.model.group.form == "packed", lengthened, self.plan.mesh.dp
+        )
         self.captures = self.options.cuda_graphs and lengthened
         self.row_tokens = self.options.max_row_tokens
         self.cutting = Cutting.of(self.model, self.options.max_row_tokens)
@@ -341,6 +345,29 @@ class GroupStep:
 
     # Rows.
 
+    def expect(self, data: Mapping[int, JobData]) -> None:
+        """Choose the few sizes that rows are padded to from now on, by the rows to come.
+
+        Where rows are not padded, or cannot be captured, nothing changes.
+
+        data    of the jobs that train, by slot
+        """
+        graphs = self.graphs
+        if graphs is None or graphs.refused or not self.captures:
+            return
+        ladder = RowLadder()
+        if not any(job.is_preference for job in self.model.jobs):
+            parts, abreast = self.plan.parts, self.bucketer.abreast
+            ladder = ladder_of(self.model.jobs, data, self.cutting, parts, abreast)
+        self.bucketer.ladder = ladder
+        graphs.use(ladder)
+
+    def capture(self) -> None:
+        """Capture the rows of all sizes that were chosen, so that later ones run as CUDA graphs."""
+        if isinstance(self.graphs, RowGraphs):
+            # One process that finds no memory for a row frees the graphs, several do not.
+            self.graphs.capture_steps(0 if self.mesh.size == 1 else self.graphs.largest_row)
+
     def rows_of(self, batches: Mapping[int, MicroBatches]) -> list[PackedBatch]:
         """The rows of some jobs' micro-batches, by slot; the same on every process."""
         steps = {index: self.members[index].step for index in batches}
@@ -402,7 +429,16 @@ class GroupStep:
             rows = self.rows_of(own)
             return self.run_rows(rows, own, normalizers), max(r.input_ids.numel() for r in rows)
 
-        together = partial(self.run_rows, rows, batches, normalizers)
+        def together() -> Tensor:
+            try:
+                return self.run_rows(rows, batches, normalizers)
+            except Exception as error:
+                if not (is_out_of_memory(error) and self.graphs is not None and self.graphs.keys):
+                    raise
+            # Captured rows keep memory that this one has no use for.
+            (forget or self.drop)(batches)
+            return self.run_rows(rows, batches, normalizers)
+
         ran = run_isolated(together, alone, forget or self.drop, self.model.jobs, batches)
         if ran.largest:
             self.row_tokens = min(self.row_tokens, ran.largest)

@@ -67,6 +67,9 @@ from tlora_fx.runtime.run_folder import RunFolder
 from tlora_fx.runtime.trackers import Trackers
 
 GRACE_SECONDS = 10.0
+# Rows are captured so many rounds after their sizes were chosen, where so many rounds a size
+# follow: a capture takes about as long as a round, and saves a part of each that follows.
+CAPTURE_AFTER, PAYS_AFTER = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +170,8 @@ class Trainer:
         self._choice = self.plan.nano_batches if nano is None else nano.count
         self._limited = False
         self._tokens = 0
+        # The round in which the sizes of rows were chosen.
+        self._expected = 0
         goes_on = not self.group.gathering.apart
         self._end = RoundEnd(
             self.group.updater, self.reports.stepped, goes_on=goes_on, meanwhile=self._meanwhile
@@ -267,6 +272,7 @@ class Trainer:
         self.checkpoints.describe_again(self.jobs, data)
         self.checkpoints.start_clock()
         self.roster.watch_rows(self.group.row_tokens)
+        self._expect()
         self.ranks.together(lambda: self.reports.begin(self.runs))
 
     def gradients(self, batches: Mapping[int, MicroBatches]) -> dict[int, float]:
@@ -357,6 +363,7 @@ class Trainer:
             self._joined(run, grown=admission.grown)
         self.roster.changes = changes
         self.roster.watch_rows(self.group.row_tokens)
+        self._expect()
         self.change_seconds = time.perf_counter() - begun
 
     def _joined(self, run: JobRun, *, grown: bool) -> None:
@@ -389,6 +396,18 @@ class Trainer:
             self.reports.announce(run, self.callback.ended)
         return {run.job.name for run in changed}
 
+    def _expect(self) -> None:
+        """Choose the sizes that rows are padded to, for the jobs that train from now on."""
+        self.group.expect({run.index: run.data for run in self._active()})
+        self._expected = self.rounds
+
+    def _capture(self, active: Sequence[JobRun]) -> None:
+        """Capture rows once most sizes have come, where so many rounds follow that it pays."""
+        steps = len(self.group.bucketer.ladder.steps)
+        left = max((run.data.steps - run.step for run in active), default=0)
+        if steps and self.rounds - self._expected == CAPTURE_AFTER and left >= PAYS_AFTER * steps:
+            self.group.capture()
+
     def _active(self) -> list[JobRun]:
         return [run for run in self.runs if run.status == "running"]
 
@@ -420,6 +439,7 @@ class Trainer:
             self._change()
             return True
         self._choose(agreed, rows)
+        self._capture(active)
         losses, ran = self._run(rows, batches)
         self.rounds += 1
         self._finish(losses, ran, due=bool(agreed.due), waits=bool(agreed.waits))
@@ -538,6 +558,8 @@ class Trainer:
         """A job has ended: leave its adapter, and say so."""
         self.commits.settle()
         self.reports.conclude(run)
+        if self._active():
+            self._expect()
 
     def _save(self, *, last: bool, only: Container[str] | None = None) -> None:
         """Write a checkpoint; see `RunCheckpoints.save`."""
