@@ -283,14 +283,15 @@ def _require_own(module: types.ModuleType) -> None:
     Libraries import functions of many packages, and classes have generated ones; replaced is what
     the module's own file defines.
     """
-    own: list[Iterable[tuple[str, Any]]] = [vars(module).items()]
+    top = list(vars(module).items())
+    own = [top]
     own += [
-        vars(value).items()
-        for value in vars(module).values()
+        list(vars(value).items())
+        for _, value in top
         if isinstance(value, type) and value.__module__ == module.__name__
     ]
     for name, value in itertools.chain.from_iterable(own):
-        function = getattr(value, "__func__", value)
+        function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
         # transformers decorates its configurations by huggingface_hub.
         if not isinstance(function, types.FunctionType) or _root(function) in _IN_PLACE:
             continue
