@@ -360,7 +360,7 @@ class RowGraphs(GraphCache["RowGraph"]):
             return
         self._settled = True
         steps = [step for step in self.ladder.steps if step.tokens <= self.most]
-        weights = torch.zeros(len(self.model.jobs), device=self.device)
+        weights = torch.zeros(len(self.model.jobs), dtype=torch.float64, device=self.device)
         for step in steps:
             if step not in self._waiting:
                 row = example_row(step, len(self.model.jobs))
