@@ -22,17 +22,20 @@ from typing import Any
 #: What each phase is called while it runs; other names stand for themselves.
 TITLES = {
     "imports": "importing libraries",
+    "checks": "checking the job file",
     "data": "reading the data",
     "tracing": "tracing and fusing the jobs",
+    "checkpoint": "reading the checkpoint",
     "weights": "loading the weights",
+    "adapters": "starting the adapters",
     "probe": "comparing the fused graph with the base",
     "layers": "compiling the layers",
     "kernels": "compiling kernels",
     "processes": "waiting for the other processes",
     "first step": "the first step",
 }
-#: In a line, phases that took less are left out.
-SHOWN_SECONDS = 0.05
+#: In a line, and in a file, phases that took less are left out.
+SHOWN_SECONDS, RECORDED_SECONDS = 0.05, 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +94,11 @@ class StartRecord:
         return {
             "began": self.began.isoformat(timespec="milliseconds"),
             "seconds": round(self.seconds, 3),
-            "phases": {name: round(took, 3) for name, took in self.totals().items()},
+            "phases": {
+                name: round(took, 3)
+                for name, took in self.totals().items()
+                if took >= RECORDED_SECONDS
+            },
             "other": round(self.other_seconds, 3),
             "timeline": [
                 {
@@ -101,6 +108,7 @@ class StartRecord:
                     "thread": stretch.thread,
                 }
                 for stretch in self.stretches
+                if stretch.seconds >= RECORDED_SECONDS
             ],
         }
 
@@ -114,12 +122,13 @@ def _covered(stretches: Iterable[Stretch]) -> float:
     return covered
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Open:
     """A phase that a thread is in; it counts since `since`."""
 
     phase: str
-    since: float
+    thread: threading.Thread
+    since: float = 0.0
 
 
 class Start:
@@ -138,8 +147,8 @@ class Start:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Inside, this thread is in a phase."""
-        opened = _Open(name, 0.0)
+        """Inside, this thread is in a phase; what leaves it may be another thread."""
+        opened = _Open(name, threading.current_thread())
         self._enter(opened)
         try:
             yield
@@ -180,34 +189,32 @@ class Start:
         with self._lock:
             if self._record is not None:
                 return
-            now, stack = monotonic(), self._open.setdefault(threading.current_thread(), [])
+            now, stack = monotonic(), self._open.setdefault(opened.thread, [])
             if stack:
-                self._close(stack[-1], now, threading.current_thread())
+                self._done.append(self._stretch(stack[-1], now))
             opened.since = now
             stack.append(opened)
 
     def _leave(self, opened: _Open) -> None:
-        thread = threading.current_thread()
         with self._lock:
-            stack = self._open.get(thread)
-            if not stack:
+            stack = self._open.get(opened.thread, [])
+            if opened not in stack:
                 return
-            now = monotonic()
-            self._close(stack.pop(), now, thread)
-            if stack:
+            now, counted = monotonic(), stack[-1] is opened
+            stack.remove(opened)
+            if counted:
+                self._done.append(self._stretch(opened, now))
+            if stack and counted:
                 stack[-1].since = now
-            else:
-                del self._open[thread]
+            if not stack:
+                del self._open[opened.thread]
 
-    def _close(self, opened: _Open, now: float, thread: threading.Thread) -> None:
-        self._done.append(self._stretch(opened, now, thread))
-
-    def _stretch(self, opened: _Open, now: float, thread: threading.Thread) -> Stretch:
+    def _stretch(self, opened: _Open, now: float) -> Stretch:
         since = opened.since
-        return Stretch(opened.phase, since - self.began, now - since, thread.name)
+        return Stretch(opened.phase, since - self.began, now - since, opened.thread.name)
 
     def _recorded(self, now: float) -> StartRecord:
-        going = [self._stretch(stack[-1], now, thread) for thread, stack in self._open.items()]
+        going = [self._stretch(stack[-1], now) for stack in self._open.values()]
         stretches = sorted([*self._done, *going], key=lambda stretch: stretch.started)
         seconds = now - self.began
         began = datetime.now(UTC) - timedelta(seconds=seconds)

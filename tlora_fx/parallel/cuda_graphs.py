@@ -130,6 +130,8 @@ class GraphCache(Generic[Captured]):
                   them have less to do each, and as much to launch
     skipped_no_memory      how often there was no memory for a graph
     captured      how many graphs were made
+    rows_run      rows, or forwards of stages, that this process has run
+    rows_replayed those of them that ran as a graph
     """
 
     runs: ClassVar[str]
@@ -150,6 +152,7 @@ class GraphCache(Generic[Captured]):
         self.refused = ""
         self.most = CAPTURED_TOKENS * (1 if group is None else dist.get_world_size(group))
         self.skipped_no_memory = self.captured = 0
+        self.rows_run = self.rows_replayed = 0
         self._graphs: OrderedDict[Position, Captured] = OrderedDict()
         self._seen: Counter[tuple[int, GraphKey]] = Counter()
         self._came: Counter[Position] = Counter()
@@ -189,6 +192,7 @@ class GraphCache(Generic[Captured]):
             return None
         self._graphs.move_to_end(position)
         graph.load(row, weights)
+        self.rows_replayed += 1
         return graph
 
     def _is_worth(self, position: Position) -> bool:
