@@ -213,6 +213,15 @@ def test_a_form_is_captured_the_second_time_and_replayed_then(graphs):
     assert len(made.loaded) == 2
 
 
+def test_rows_that_were_replayed_are_counted(graphs):
+    """The row that is captured is launched itself."""
+    (row,) = rows_of_lengths(16)
+    for _ in range(5):
+        graphs.run(row, torch.ones(3))
+
+    assert graphs.rows_replayed == 3
+
+
 def test_a_site_that_is_adapted_later_is_captured_anew(graphs):
     """One that is adapted no more may stay in a graph: its kernels find no rows."""
     (row,) = rows_of_lengths(16)

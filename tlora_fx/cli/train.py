@@ -24,9 +24,12 @@ from tlora_fx.cli.options import (
     require_pipeline,
     takes_options,
 )
-from tlora_fx.cli.terminal import Console, Working, print_whole
+from tlora_fx.cli.terminal import Console, print_whole
+from tlora_fx.host import phases
+from tlora_fx.host.phases import phase
 
 if TYPE_CHECKING:
+    from tlora_fx.cli.bars import Bars
     from tlora_fx.config.job import Job
     from tlora_fx.cost.plan import Plan
     from tlora_fx.model.supermodel import SuperModel
@@ -165,25 +168,37 @@ def run(options: TrainOptions) -> None:
     which a plan divides among them:
     torchrun --nproc-per-node 4 -m tlora_fx train jobs.yaml -o runs/a --plan auto
     """
+    # What Python and the command line have imported until now.
+    phases.begin(began := phases.process_began()).add("imports", began)
+
     from tlora_fx.runtime.run_folder import how_to_go_on, require_begun, require_new
 
     # Importing torch takes seconds; what can be said before them is. One process says it for all.
     leads, again = os.environ.get("RANK", "0") == "0", "TORCHELASTIC_RESTART_COUNT"
     if leads and os.environ.get(again, "0") == "0":
         (require_begun if options.resume else require_new)(options.output)
-    jobs = _require_right(options) if leads else ()
+    with phase("checks"):
+        jobs = _require_right(options) if leads else ()
 
-    from tlora_fx.runtime.launch import Launch, exits_at_once
+    from tlora_fx.cli.bars import Bars
 
-    launch = Launch.found()
-    plan = options.plan or ("auto" if launch.size > 1 else "single")
-    options = replace(options, plan=plan, resume=options.resume or launch.again)
+    # One process speaks for all.
+    with Bars(Console(stderr=True, quiet=not leads, highlight=False)) as bars:
+        with phase("imports"):
+            from tlora_fx.runtime.launch import Launch, exits_at_once
 
-    def work() -> None:
-        with _starting(options.output, () if options.resume else jobs):
-            _train(options, launch)
+        launch = Launch.found()
+        plan = options.plan or ("auto" if launch.size > 1 else "single")
+        options = replace(options, plan=plan, resume=options.resume or launch.again)
 
-    exits_at_once(work, launch, lambda: how_to_go_on(options.output))
+        def work() -> None:
+            # Whoever meets an error says it, and may end the process at once.
+            with bars, _starting(options.output, () if options.resume else jobs):
+                runs = _train(options, launch, bars)
+            if any(job.status == "failed" for job in runs):
+                sys.exit(1)
+
+        exits_at_once(work, launch, lambda: how_to_go_on(options.output))
 
 
 def _require_right(options: TrainOptions) -> Sequence[Job]:
@@ -219,67 +234,65 @@ def _starting(output: Path, jobs: Sequence[Job]) -> Iterator[None]:
         raise
 
 
-def _train(options: TrainOptions, launch: Launch) -> None:
-    from tlora_fx.cli.bars import Bars
-    from tlora_fx.runtime.callbacks import Callbacks, callback_named
-    from tlora_fx.runtime.checks import unusual
-    from tlora_fx.runtime.clocks import JobClocks, clocks_in
-    from tlora_fx.runtime.distributed import Ranks
-    from tlora_fx.runtime.launch import join, memory_bytes
-    from tlora_fx.runtime.trainer import Trainer, TrainerOptions
+def _train(options: TrainOptions, launch: Launch, bars: Bars) -> Sequence[JobRun]:
+    with phase("imports"):
+        from tlora_fx.runtime.callbacks import Callbacks, callback_named
+        from tlora_fx.runtime.checks import unusual
+        from tlora_fx.runtime.clocks import JobClocks, clocks_in
+        from tlora_fx.runtime.distributed import Ranks
+        from tlora_fx.runtime.launch import join, memory_bytes
+        from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
+    console = bars.console
     callbacks = [callback_named(name) for name in options.callback or ()]
-    # One process speaks for all.
-    console = Console(stderr=True, quiet=launch.rank > 0, highlight=False)
     device = launch.device(options.device)
-    everyone = Ranks(join(launch, device))
+    with phase("processes"):
+        everyone = Ranks(join(launch, device))
     memory = memory_bytes(device, everyone)
     clocks = everyone.from_leader(
         JobClocks(kept=clocks_in(options.output) if options.resume else {})
     )
-    with Working(console, "compiling and loading the data"):
-        data, model, plan = everyone.together(lambda: _prepared(options, launch, memory, clocks))
+    data, model, plan = everyone.together(lambda: _prepared(options, launch, memory, clocks))
     for name, samples in data.items():
         for line in samples.report.lines():
             console.print(f"{name}: {line}", markup=False)
     if launch.size > 1:
         console.print(f"plan: {plan.planner} on {plan.mesh}")
-    with Bars(console) as bars:
-        for text in _warnings(options, plan, launch.size):
-            bars.warned(text)
-        for text in unusual(model.jobs, data, options.max_row_tokens):
-            bars.warned(text)
-        trainer = everyone.together(
-            lambda: Trainer(
-                model,
-                output=options.output,
-                device=device,
-                resume=options.resume,
-                data=data,
-                plan=plan,
-                callback=Callbacks([bars, *callbacks]),
-                options=TrainerOptions(
-                    max_row_tokens=options.max_row_tokens,
-                    compiled=options.compiled,
-                    cuda_graphs=options.cuda_graphs,
-                    nano_batches=_controlled(options),
-                    longest_wait=timedelta(seconds=options.collective_timeout),
-                    accept_changes=options.accept_changes,
-                    whole_base=options.whole_base,
-                ),
-            )
+    for text in _warnings(options, plan, launch.size):
+        bars.warned(text)
+    for text in unusual(model.jobs, data, options.max_row_tokens):
+        bars.warned(text)
+    trainer = everyone.together(
+        lambda: Trainer(
+            model,
+            output=options.output,
+            device=device,
+            resume=options.resume,
+            data=data,
+            plan=plan,
+            callback=Callbacks([bars, *callbacks]),
+            options=TrainerOptions(
+                max_row_tokens=options.max_row_tokens,
+                compiled=options.compiled,
+                cuda_graphs=options.cuda_graphs,
+                nano_batches=_controlled(options),
+                longest_wait=timedelta(seconds=options.collective_timeout),
+                accept_changes=options.accept_changes,
+                whole_base=options.whole_base,
+            ),
         )
-        try:
-            runs = trainer.run()
-        except KeyboardInterrupt as stop:
-            raise KeyboardInterrupt(_stopped(str(stop), options.output, launch)) from None
+    )
+    try:
+        runs = trainer.run()
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(_stopped(str(stop), options.output, launch)) from None
+    bars.stop()
     if launch.rank == 0:
         _show(runs, options.output)
         for line in _notes(trainer):
             console.print(line, markup=False)
         _push(runs, options.output, options.push_to_hub)
-    if any(job.status == "failed" for job in runs):
-        sys.exit(1)
+    return runs
 
 
 def _push(runs: Sequence[JobRun], output: Path, user: str | None) -> None:
@@ -315,14 +328,15 @@ def _prepared(
     options: TrainOptions, launch: Launch, memory: int | None, clocks: JobClocks
 ) -> tuple[Mapping[str, JobData], SuperModel, Plan]:
     """The data, the compiled model and the plan; no weight is loaded yet."""
-    from tlora_fx.compiler import compile
-    from tlora_fx.config.job_file import load_job_file
-    from tlora_fx.cost.plan import MeshShape
-    from tlora_fx.errors import PlanNotRunnable
-    from tlora_fx.parallel.prepare import require_fits
-    from tlora_fx.runtime.checks import check_memory, load_all_data
-    from tlora_fx.runtime.launch import choose_plan
-    from tlora_fx.tools.replay import keep_replay
+    with phase("imports"):
+        from tlora_fx.compiler import compile
+        from tlora_fx.config.job_file import load_job_file
+        from tlora_fx.cost.plan import MeshShape
+        from tlora_fx.errors import PlanNotRunnable
+        from tlora_fx.parallel.prepare import require_fits
+        from tlora_fx.runtime.checks import check_memory, load_all_data
+        from tlora_fx.runtime.launch import choose_plan
+        from tlora_fx.tools.replay import keep_replay
 
     shape = None if options.mesh is None else MeshShape.parse(options.mesh)
     job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)

@@ -27,6 +27,7 @@ from tlora_fx.config.base_task import pools_first, require_task
 from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable, BaseRefused
+from tlora_fx.host.phases import phase
 
 
 @dataclass
@@ -144,7 +145,8 @@ def load_config(spec: BaseSpec, *, dropout: bool = True) -> Any:
 
     raises    BaseNotLoadable; BaseRefused where it is not made for its task
     """
-    from transformers import AutoConfig
+    with phase("imports"):
+        from transformers import AutoConfig
 
     source = spec.model or str(spec.config)
     offline = why_offline() if is_hub_id(spec.model) else ""
@@ -217,11 +219,12 @@ def model_factory(spec: BaseSpec, config: Any) -> Any:
 
     config    the base's
     """
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForSequenceClassification,
-    )
+    with phase("imports"):
+        from transformers import (
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            AutoModelForSequenceClassification,
+        )
 
     if spec.is_classifier:
         return AutoModelForSequenceClassification

@@ -315,7 +315,10 @@ class RowRunner:
 
     def _captured(self, row: PackedBatch, weights: Tensor) -> Tensor | None:
         """Run a row as a CUDA graph, if it can be; nano-batches are cut anew for each row."""
-        if self.graphs is None or self.nano is not None or row.pairs:
+        if self.graphs is None:
+            return None
+        self.graphs.rows_run += 1
+        if self.nano is not None or row.pairs:
             return None
         return self.graphs.run(row, weights)
 

@@ -122,6 +122,8 @@ class GraphCache(Generic[Captured]):
                   them have less to do each, and as much to launch
     skipped_no_memory      how often there was no memory for a graph
     captured      how many graphs were made
+    rows_run      rows, or forwards of stages, that this process has run
+    rows_replayed those of them that ran as a graph
     """
 
     runs: ClassVar[str]
@@ -143,6 +145,7 @@ class GraphCache(Generic[Captured]):
         self.ladder = RowLadder()
         self.most = CAPTURED_TOKENS * (1 if group is None else dist.get_world_size(group))
         self.skipped_no_memory = self.captured = 0
+        self.rows_run = self.rows_replayed = 0
         self._graphs: OrderedDict[Position, Captured] = OrderedDict()
         self._seen: Counter[tuple[int, RowSize]] = Counter()
         self._came: Counter[Position] = Counter()
@@ -195,6 +198,7 @@ class GraphCache(Generic[Captured]):
             return None
         self._graphs.move_to_end(position)
         graph.load(row, weights)
+        self.rows_replayed += 1
         return graph
 
     def _is_worth(self, position: Position) -> bool:

@@ -75,6 +75,7 @@ class StageGraphs(GraphCache["CapturedStage"]):
         as_it_is   what runs it without a graph
         """
         row, stage = self._rows[number], self.stages[index]
+        self.rows_run += 1
         slot = self._slot(index, number)
         if not self._may_capture(row):
             return as_it_is()

@@ -26,6 +26,7 @@ from tlora_fx.errors import (
     ResumeMismatch,
     TloraError,
 )
+from tlora_fx.host.phases import phase
 from tlora_fx.model.backbone import Backbone, longest_sequence, text_config
 from tlora_fx.model.batch import repeating_length
 from tlora_fx.model.supermodel import SuperModel
@@ -41,6 +42,7 @@ from tlora_fx.runtime.evaluation import find_function
 logger = logging.getLogger(__name__)
 
 
+@phase("data")
 def load_all_data(jobs: Sequence[Job], clocks: JobClocks | None = None) -> dict[str, JobData]:
     """Every job's samples, by job name.
 

@@ -18,6 +18,7 @@ from tlora_fx.config.job import Job
 from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import NotFinite, StepMisuse
+from tlora_fx.host.phases import phase
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.elastic import Admission
 from tlora_fx.model.row_ladder import RowLadder
@@ -187,15 +188,18 @@ class GroupStep:
         probe = probe or self._probe
         in_pieces = not planner_of(self.plan).holds_whole_base(self.plan)
         if not self.model.ready:
-            base = base_tensors(self.model.backbone, self.mesh.device)
-            if in_pieces:
-                probe(base)
-            load(self.model, self.plan, self.mesh, base)
+            with phase("weights"):
+                base = base_tensors(self.model.backbone, self.mesh.device)
+                if in_pieces:
+                    probe(base)
+                load(self.model, self.plan, self.mesh, base)
         if not in_pieces:
             probe(None)
-        start_adapters(self.model, {} if starts is None else starts())
+        with phase("adapters"):
+            start_adapters(self.model, {} if starts is None else starts())
         if self.options.compiled and not self.model.is_compiled:
-            self.model.compile()
+            with phase("layers"):
+                self.model.compile()
         largest = self.row_tokens if largest_row is None else largest_row
         captured = largest if self.captures else 0
         self.runner = apply(self.model, self.plan, self.mesh, largest_row=captured)

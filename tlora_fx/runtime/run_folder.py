@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from tlora_fx.errors import MetricsError, RunFolderError, nearest
 from tlora_fx.host.durable import replace_file, sync_folder
+from tlora_fx.host.phases import StartRecord
 
 # A job's metrics: one JSON line for each optimizer step, and one for each evaluation.
 
@@ -39,15 +40,17 @@ class MetricsLog:
         learning_rate: float,
         tokens: int,
         seconds: float,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
         """Add one line; numbers that are not finite are written as null, as JSON has none.
 
         step, tokens   optimizer steps and tokens of the job so far
         seconds        wall time of this step
+        more           further fields, which stand behind these
         raises         MetricsError when the disk refuses
         """
         values = (step, loss, grad_norm, learning_rate, tokens, seconds)
-        self._append(dict(zip(FIELDS, values, strict=True)))
+        self._append({**dict(zip(FIELDS, values, strict=True)), **(more or {})})
 
     def append_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the line of an evaluation, as `append` does.
@@ -159,7 +162,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return record
 
 
-RESERVED = {"checkpoints", "run.json"}
+RESERVED = {"checkpoints", "run.json", "start.json"}
 METRICS = "metrics.jsonl"
 #: What a job's data are, once they are read.
 DATA = "data.json"
@@ -173,6 +176,8 @@ STARTING: dict[str, Any] = {"status": "starting", "step": 0}
 #: Beside an adapter: the job that it belongs to, its base included.
 JOB = "job.json"
 RECORD = "run.json"
+#: What the newest start of a run took, phase by phase.
+START = "start.json"
 
 
 class RunFolder:
@@ -339,6 +344,15 @@ class RunFolder:
                     folder.rmdir()
         with suppress(OSError):
             self.path.rmdir()
+
+    def write_start(self, start: StartRecord) -> None:
+        """Write down what the start took; one of a run that goes on takes the place of the last.
+
+        raises    OSError
+        """
+        if self.writes:
+            content = json.dumps(start.as_json(), indent=1) + "\n"
+            replace_file(self.path / START, content.encode())
 
     def write_decisions(self, decisions: Sequence[dict[str, Any]]) -> None:
         """Add lines to decisions.jsonl: what a controller of nano-batches chose."""

@@ -17,6 +17,8 @@ from tlora_fx.config.job import Job
 from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import NotAdmitted
+from tlora_fx.host import phases
+from tlora_fx.host.phases import StartRecord, phase
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import ProbeResult
@@ -174,8 +176,10 @@ class Trainer:
         self._expected = 0
         goes_on = not self.group.gathering.apart
         self._end = RoundEnd(
-            self.group.updater, self.reports.stepped, goes_on=goes_on, meanwhile=self._meanwhile
-        )
+            self.group.updater, self.reports.stepped,
+            goes_on=goes_on, meanwhile=self._meanwhile, started=self._started,
+        )  # fmt: skip
+        self._rows_before = 0, 0
         self.looks: Callable[[], None] = lambda: None
 
     @property
@@ -190,7 +194,10 @@ class Trainer:
         raises    TloraError before training for what is wrong with data, base or folder;
                   KeyboardInterrupt after a checkpoint when the user stopped the run
         """
+        if phases.current() is None:
+            phases.begin()
         with ExitStack() as stack:
+            stack.callback(phases.end)
             data = self.ranks.together(lambda: self._checked(stack))
             grace = GRACE_SECONDS if self.mesh.size > 1 else None
             interrupts = stack.enter_context(Interrupts(grace))
@@ -202,6 +209,7 @@ class Trainer:
             self.folder.begin([job.name for job in self.jobs])
             self.prepare(data)
             self.callback.started(self.runs)
+            stack.enter_context(phase("first step"))
             stopped = False
             while not stopped and self._goes_on():
                 stopped = not self._round(interrupts)
@@ -238,7 +246,8 @@ class Trainer:
             require_trainable(job, data[job.name].steps)
         stack.enter_context(self.folder.held(self.checkpoints.resume))
         if self.mesh.leader:
-            self.checkpoints.find(self.jobs, data)
+            with phase("checkpoint"):
+                self.checkpoints.find(self.jobs, data)
         return data
 
     @property
@@ -268,11 +277,13 @@ class Trainer:
             evaluator, sampler, self.callback, self.group.free_memory,
             alone=self.mesh.size == 1, goes_on=not self.group.gathering.apart,
         )  # fmt: skip
-        self.rounds = self.checkpoints.restore()
+        with phase("checkpoint"):
+            self.rounds = self.checkpoints.restore()
         self.checkpoints.describe_again(self.jobs, data)
         self.checkpoints.start_clock()
         self.roster.watch_rows(self.group.row_tokens)
         self._expect()
+        self._rows_run()  # what an open model ran before is not this trainer's
         self.ranks.together(lambda: self.reports.begin(self.runs))
 
     def gradients(self, batches: Mapping[int, MicroBatches]) -> dict[int, float]:
@@ -512,7 +523,7 @@ class Trainer:
     ) -> None:
         """Update the jobs that ran; what that came to is looked at now, or a round later."""
         active = [self.roster.at(index) for index in batches]
-        outside = self._end.step(losses, active, batches, waits=waits)
+        outside = self._end.step(losses, active, batches, waits=waits, rows=self._rows_run())
         if (
             due
             or self._to_tell
@@ -520,6 +531,21 @@ class Trainer:
         ):
             outside |= self._end.collect()
         self._judge(active, outside, due=due)
+
+    def _rows_run(self) -> tuple[int, int]:
+        """How many rows ran since this was last asked, and how many of them as CUDA graphs."""
+        if self.graphs is None:
+            return 0, 0
+        (ran, replayed), now = self._rows_before, (self.graphs.rows_run, self.graphs.rows_replayed)
+        self._rows_before = now
+        return now[0] - ran, now[1] - replayed
+
+    def _started(self, start: StartRecord) -> None:
+        """The first round is done: write down what the start took."""
+        try:
+            self.folder.write_start(start)
+        except OSError as error:
+            self.callback.warned(f"what the start took could not be written: {error}")
 
     def _catch_up(self) -> None:
         """Look at the round that was launched last, and at what follows from it."""
@@ -567,6 +593,7 @@ class Trainer:
         self.checkpoints.save(self.rounds, last=last, only=only)
 
 
+@phase("probe")
 def try_base(
     group: GroupStep,
     ranks: Ranks,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import TokenizerNotLoadable
+from tlora_fx.host.phases import phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,7 +18,8 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
 
     raises    TokenizerNotLoadable
     """
-    from transformers import AutoTokenizer
+    with phase("imports"):
+        from transformers import AutoTokenizer
 
     source: Any = spec.tokenizer or spec.model
     if source is None and spec.config is not None:
