@@ -77,6 +77,14 @@ class TrainOptions:
     max_row_tokens: Annotated[
         int, typer.Option(min=2, help="Maximum tokens of a row, that is, of one forward pass.")
     ] = 16384
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            help="Number of GPUs of this machine to train on, or all: starts a process for each. "
+            "With --device cpu, a number of processes on the CPU. If not given, one process, "
+            "or those that torchrun has started."
+        ),
+    ] = None
     plan: Annotated[
         str | None,
         typer.Option(
@@ -161,9 +169,10 @@ def run(options: TrainOptions) -> None:
     checkpoints. A round is one optimizer step of every job. A row is the packed tokens of all jobs
     that one forward pass takes; a round has one or more rows.
 
-    To train on several GPUs, start the command by torchrun. All processes then train one model,
-    which a plan divides among them:
-    torchrun --nproc-per-node 4 -m tlora_fx train jobs.yaml -o runs/a --plan auto
+    --gpus 4, or --gpus all, trains on several GPUs of this machine: one process for each, and all
+    train one model, which a plan divides among them. On several machines torchrun starts the
+    processes:
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m tlora_fx train jobs.yaml -o runs/a
     """
     from tlora_fx.runtime.run_folder import how_to_go_on, require_begun, require_new
 
@@ -172,6 +181,8 @@ def run(options: TrainOptions) -> None:
     if leads and os.environ.get(again, "0") == "0":
         (require_begun if options.resume else require_new)(options.output)
     jobs = _require_right(options) if leads else ()
+    if options.gpus is not None:
+        _start_processes(options.gpus, options)
 
     from tlora_fx.runtime.launch import Launch, exits_at_once
 
@@ -180,7 +191,7 @@ def run(options: TrainOptions) -> None:
     options = replace(options, plan=plan, resume=options.resume or launch.again)
 
     def work() -> None:
-        with _starting(options.output, () if options.resume else jobs):
+        with _starting(options.output, () if options.resume or launch.rank > 0 else jobs):
             _train(options, launch)
 
     exits_at_once(work, launch, lambda: how_to_go_on(options.output))
@@ -202,6 +213,16 @@ def _require_right(options: TrainOptions) -> Sequence[Job]:
     early.require_trainable(jobs)
     early.require_hub(jobs)
     return jobs
+
+
+def _start_processes(gpus: str, options: TrainOptions) -> None:
+    """Go on as one of several processes, if so many are asked for; the caller waits for them."""
+    from tlora_fx.runtime.local_launch import process_count, start_processes
+    from tlora_fx.runtime.run_folder import how_to_go_on
+
+    count = process_count(gpus, options.device)
+    if count > 1:
+        start_processes(count, lambda: how_to_go_on(options.output))
 
 
 @contextmanager
@@ -306,7 +327,7 @@ def _stopped(how: str, output: Path, launch: Launch) -> str:
         return how_to_go_on(output)
     words = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
     command = "tlora-fx"
-    if launch.size > 1:
+    if launch.size > 1 and launch.folder is None:
         command = f"torchrun --nproc-per-node {launch.per_machine} -m tlora_fx"
     return f"{how}\ngo on with: {command} {shlex.join(words)}"
 
@@ -356,7 +377,7 @@ def _prepared(
 def _warnings(options: TrainOptions, plan: Plan, processes: int) -> Iterator[str]:
     # A plan that was made for one process is a file.
     if processes == 1 and options.plan == plan.planner != "single":
-        yield f"plan {options.plan}: there is one process, which has the base whole; use torchrun"
+        yield f"plan {options.plan}: there is one process, which has the base whole; use --gpus"
     estimate = plan.estimate
     if estimate is not None and estimate.estimated:
         yield (
