@@ -75,17 +75,19 @@ def true_profile(
 
 def collectives(start_ms: float, gbps: float, sizes: Sequence[int]) -> list[CollectivePoint]:
     """All that four processes say to each other, over one link."""
-    operations: list[Operation] = ["all-reduce", "all-gather", "send"]
+    parts: dict[Operation, float] = {"all-reduce": 2, "all-gather": 1, "send": 2}
     return [
         CollectivePoint(
-            operation=operation, tier="node", processes=count, payload_bytes=size,
-            ms=start_ms + 2 * (count - 1) / count * size / (gbps * 1e6)
-            / (1 if operation == "all-reduce" else 2),
+            operation=operation,
+            tier="node",
+            processes=count,
+            payload_bytes=size,
+            ms=start_ms + part * (count - 1) / count * size / (gbps * 1e6),
         )
-        for operation in operations
+        for operation, part in parts.items()
         for count in ((2,) if operation == "send" else (2, 4))
         for size in sizes
-    ]  # fmt: skip
+    ]
 
 
 def sampled(cost: CostModel, rows: Sequence[Load]) -> list[LayerPoint]:

@@ -119,6 +119,30 @@ def test_what_never_fits_is_an_error(model, profile):
         search(model, profile, small_round(), 3, meshes=[MeshShape(tp=3)]).best()
 
 
+def test_a_calibration_refuses_nothing_for_its_memory(model, profile):
+    """It is an estimate: the plan with the least memory is tried."""
+    hardware = profile.hardware.model_copy(update={"memory_gib": 1.5001})
+    small = profile.model_copy(update={"hardware": hardware, "source": "calibrated"})
+    plan = Auto().plan(model, profile=small, options={"processes": 2, "round": small_round()})
+    dropped = search(model, small, small_round(), 2).dropped
+
+    assert plan.estimate is not None
+    assert plan.estimate.memory_bytes == min(
+        round(one.memory.total) for one in dropped if one.memory is not None
+    )
+
+
+def test_memory_is_that_of_the_longest_round(model, profile):
+    """Times are those of a typical one."""
+    short, long = small_round(4), small_round(64)
+    [one] = search(model, profile, short, 1, longest=long).running[:1]
+    [same] = search(model, profile, short, 1).running[:1]
+    [other] = search(model, profile, long, 1).running[:1]
+
+    assert one.time == same.time
+    assert one.memory == other.memory != same.memory
+
+
 def test_a_mesh_that_does_not_fit_is_refused(model, profile):
     """As every planner does."""
     with pytest.raises(MeshDoesNotFit):

@@ -22,10 +22,12 @@ from tlora_fx.errors import (
     ControllerWrong,
     JobFolderError,
     PlanFileError,
+    PlanNotRunnable,
     RunFolderError,
     UnknownPlanner,
     nearest,
 )
+from tlora_fx.host.environment import wants_strict_kernels
 from tlora_fx.runtime.data.encode_data import bad_row
 from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows
 from tlora_fx.runtime.data.rows import evaluated, is_local, read_rows, require_files
@@ -82,6 +84,24 @@ def require_planner(name: str) -> None:
             f"there is no planner '{name}'",
             nearest=nearest(name, known),
             help="known planners: " + ", ".join(known),
+        )
+
+
+def require_replannable(*, resume: bool, plan: str | None) -> None:
+    """Refuse to switch plans where nothing was proposed, or where numbers must repeat.
+
+    raises    PlanNotRunnable
+    """
+    reasons = {
+        "without --resume: a plan is switched at a checkpoint": not resume,
+        f"--plan {plan}: only a plan of auto is replaced": plan not in (None, "auto"),
+        "TLORA_FX_STRICT=1: another plan sums in another order": wants_strict_kernels(),
+    }
+    if why := next((text for text, wrong in reasons.items() if wrong), None):
+        raise PlanNotRunnable(
+            "--replan cannot switch plans here",
+            found=why,
+            help="leave --replan out, or use it with --resume and --plan auto",
         )
 
 

@@ -24,6 +24,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from tlora_fx import __version__
 from tlora_fx.cost.plan import MeshShape, Plan
+from tlora_fx.cost.profile import Profile
 from tlora_fx.errors import (
     LaunchError,
     PlanFileError,
@@ -216,12 +217,14 @@ def choose_plan(
     launch: Launch,
     shape: MeshShape | None,
     options: Mapping[str, Any] | None = None,
+    profile: Profile | None = None,
 ) -> Plan:
     """The plan that a name or a file means, for the processes that there are.
 
     name      of a planner, or a plan's file
     shape     the mesh; of a file it must be the file's own
     options   of the planner
+    profile   by which the planner chooses
     raises    UnknownPlanner, PlanFileError, PlanNotForModel, LaunchError, PlanNotRunnable
     """
     if shape is not None:
@@ -231,7 +234,8 @@ def choose_plan(
         plan = _require_mesh(Plan.load(name), shape, name)
     else:
         known = {"processes": launch.size, "gpus_per_node": launch.per_machine}
-        plan = find_planner(name).plan(model, shape, options={**(options or {}), **known})
+        given = {**(options or {}), **known}
+        plan = find_planner(name).plan(model, shape, profile, options=given)
     plan.require_model(model)
     _require_size(plan.mesh, launch, name)
     return plan
