@@ -15,6 +15,7 @@ import torch
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GIB
 from tlora_fx.cost.load import Round, round_of_jobs
+from tlora_fx.cost.mesh_fits import every_mesh
 from tlora_fx.cost.memory import Memory, fits, memory_of, require_fits, usable_bytes
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.plan import Estimate, MeshShape, Plan, Schedule, model_fingerprint
@@ -24,7 +25,7 @@ from tlora_fx.cost.step_time import GPUS_PER_NODE, SQUARE, CostModel, StepTime, 
 from tlora_fx.errors import NoPlanFits, ProfileMissing, TloraError, UnknownGpu
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import require_shardable
-from tlora_fx.parallel.prepare import every_mesh, obstacles
+from tlora_fx.parallel.prepare import obstacles
 from tlora_fx.parallel.prepare import require_fits as require_mesh_fits
 from tlora_fx.parallel.stages import legal_cuts
 from tlora_fx.planners.protocol import Planner, PlannerOptions

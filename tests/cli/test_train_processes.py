@@ -202,6 +202,26 @@ def test_processes_that_the_command_has_started_tell_one_error(
     assert not (tmp_path / "run").exists()
 
 
+def test_auto_answers_without_a_profile_and_keeps_what_it_measured(
+    job_file: Path, tmp_path: Path
+) -> None:
+    """A resumed run measures nothing, and goes on by the same plan."""
+    output = tmp_path / "run"
+    words = ("train", job_file, "-o", output, "--device", "cpu")
+    empty = {**environment(), "TLORA_FX_PROFILES": str(tmp_path)}
+    told = fresh.run(*with_gpus(2, *words), env=empty)
+    plan, profile = ((output / name).read_bytes() for name in ("plan.json", "profile.json"))
+    more = write_jobs(job_file, job_file.parent / "more.yaml", dict.fromkeys(STEPS, 4))
+    words = ("train", more, "-o", output, "--device", "cpu", "--resume", "--accept-changes")
+    again = fresh.run(*with_gpus(2, *words), env=empty)
+
+    assert told.returncode == again.returncode == 0, told.stderr + again.stderr
+    assert "nobody has profiled this base here" in " ".join(told.stderr.split())
+    assert json.loads(profile)["source"] == "calibrated"
+    assert (output / "plan.json").read_bytes() == plan
+    assert (output / "profile.json").read_bytes() == profile
+
+
 @pytest.mark.slow
 def test_ctrl_c_stops_processes_after_a_checkpoint(job_file: Path, tmp_path: Path) -> None:
     """It is told once, with the command that goes on."""

@@ -8,10 +8,11 @@ from tests.cost.facts import small_model, small_round
 from tlora_fx.cost import profile_sources
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GPUS
+from tlora_fx.cost.mesh_fits import every_mesh
 from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
 from tlora_fx.cost.profile_sources import roofline_profile
 from tlora_fx.errors import JobTooLong, MeshDoesNotFit, NoPlanFits, ProfileMissing
-from tlora_fx.planners.auto import Auto, every_mesh, search
+from tlora_fx.planners.auto import Auto, search
 from tlora_fx.planners.protocol import find_planner
 
 

@@ -227,10 +227,30 @@ def _require_right(options: TrainOptions) -> Sequence[Job]:
         early.require_planner(options.plan)
     if options.replan:
         early.require_replannable(resume=options.resume, plan=options.plan)
+    _require_cuts(options, jobs)
     early.require_data(jobs)
     early.require_trainable(jobs)
     early.require_hub(jobs)
     return jobs
+
+
+def _require_cuts(options: TrainOptions, jobs: Sequence[Job]) -> None:
+    """Refuse a number of processes, a mesh or a base that cannot be trained on."""
+    from tlora_fx.host.gpus import visible_gpus
+    from tlora_fx.runtime import early_checks as early
+    from tlora_fx.runtime.local_launch import process_count
+
+    if options.gpus is not None:
+        processes = process_count(options.gpus, options.device)
+    else:
+        processes = early.processes_of_torchrun()
+    mesh = early.mesh_of(options.plan, options.mesh, processes)
+    under_torchrun = options.gpus is None and processes > 1
+    early.require_processes(options.plan, mesh, processes, under_torchrun=under_torchrun)
+    early.require_cuts(jobs, mesh)
+    if options.pipeline is None and not options.add_pass:
+        on_cpu = options.device == "cpu" or not visible_gpus()
+        early.require_base_fits(jobs, options.plan, processes, on_cpu=on_cpu)
 
 
 def _start_processes(gpus: str, options: TrainOptions) -> None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import shlex
 import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,13 +36,11 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import FIRST_STEP, Mesh
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.distributed import Ranks, device_named
-from tlora_fx.runtime.local_launch import INTERRUPTED, Ending
+from tlora_fx.runtime.local_launch import INTERRUPTED, Ending, leave_for_torchrun, require_size
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torchrun counts how often it has started the processes again.
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-# Where torchrun looks for the error that a process ended with.
-ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 FIRST_TELLS_SECONDS = 2.0
 
 
@@ -253,31 +249,8 @@ def _require_mesh(plan: Plan, shape: MeshShape | None, name: str) -> Plan:
 
 
 def _require_size(shape: MeshShape, launch: Launch, name: str) -> None:
-    if shape.size == launch.size:
-        return
     under_torchrun = launch.size > 1 and launch.folder is None
-    arguments = sys.argv[1:]
-    if arguments[:1] == ["train"] and not under_torchrun:
-        command = shlex.join(["tlora-fx", *without_option(arguments, "--gpus")])
-        command += f" --gpus {shape.size}"
-    else:
-        torchrun = ["torchrun", "--nproc-per-node", str(shape.size), "-m", "tlora_fx"]
-        command = shlex.join([*torchrun, *arguments])
-    raise LaunchError(
-        f"the plan '{name}' needs {shape.size} processes",
-        expected=f"{shape.size} ({shape})",
-        found=f"{launch.size}",
-        help=command,
-    )
-
-
-def without_option(arguments: Sequence[str], name: str) -> list[str]:
-    """Words of a command line without an option and its value."""
-    kept = [word for word in arguments if not word.startswith(f"{name}=")]
-    while name in kept:
-        index = kept.index(name)
-        del kept[index : index + 2]
-    return kept
+    require_size(shape, launch.size, name, under_torchrun=under_torchrun)
 
 
 def _require_same_versions(ranks: Ranks) -> None:
@@ -406,10 +379,7 @@ def _tell(error: BaseException, rank: int) -> None:
             sys.stderr.write(f"interrupted: {error}\n" if str(error) else "interrupted\n")
         return
     text = _text(error)
-    if path := os.environ.get(ERROR_FILE):
-        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
-        content = {"message": {"message": text, "extraInfo": extra}}
-        Path(path).write_text(json.dumps(content), "utf-8")
+    leave_for_torchrun(text)
     if rank == 0 or not is_shared(error):
         known = isinstance(error, TloraError) and rank == 0
         sys.stderr.write(f"{text}\n" if known else f"rank {rank}: {text}\n")

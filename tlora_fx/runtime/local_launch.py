@@ -9,21 +9,23 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from itertools import takewhile
 from pathlib import Path
 from types import FrameType
 from typing import Literal
 
+from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import LaunchError, ProcessLost, printable
 from tlora_fx.host.environment import START_FOLDER
+from tlora_fx.host.gpus import visible_gpus
 from tlora_fx.host.memory import usable_cpus
 from tlora_fx.runtime.interrupts import leave_terminal, stop_signals
 
@@ -66,6 +68,18 @@ class Ending:
             return None
 
 
+# Where torchrun looks for the error that a process ended with.
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+def leave_for_torchrun(text: str) -> None:
+    """Leave the error that ends this process where torchrun's summary takes it from."""
+    if path := os.environ.get(ERROR_FILE):
+        extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        content = {"message": {"message": text, "extraInfo": extra}}
+        Path(path).write_text(json.dumps(content), "utf-8")
+
+
 # How many processes.
 
 
@@ -102,32 +116,37 @@ def process_count(
     )
 
 
-def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
-    """Number of GPUs that a process may use, by NVML, so that no process starts CUDA."""
-    there = _nvml_count()
-    listed = environment.get("CUDA_VISIBLE_DEVICES")
-    if listed is None or not there:
-        return there
-    # As CUDA reads it: whatever stands behind a wrong entry is not seen.
-    words = [word.strip() for word in listed.split(",")]
-    return len(list(takewhile(lambda word: _is_gpu(word, there), words)))
+def without_option(arguments: Sequence[str], name: str) -> list[str]:
+    """Words of a command line without an option and its value."""
+    kept = [word for word in arguments if not word.startswith(f"{name}=")]
+    while name in kept:
+        index = kept.index(name)
+        del kept[index : index + 2]
+    return kept
 
 
-def _is_gpu(word: str, there: int) -> bool:
-    return word.startswith(("GPU-", "MIG-")) or (word.isdecimal() and int(word) < there)
+def require_size(shape: MeshShape, processes: int, plan: str, *, under_torchrun: bool) -> None:
+    """Refuse a mesh that has another size than there are processes.
 
-
-def _nvml_count() -> int:
-    try:
-        nvml = ctypes.CDLL("libnvidia-ml.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_uint()
-    if nvml.nvmlInit_v2() != 0:
-        return 0
-    nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-    nvml.nvmlShutdown()
-    return count.value
+    plan              the plan's name, or its file
+    under_torchrun    torchrun has started the processes
+    raises            LaunchError, with the command that starts as many
+    """
+    if shape.size == processes:
+        return
+    arguments = sys.argv[1:]
+    if arguments[:1] == ["train"] and not under_torchrun:
+        command = shlex.join(["tlora-fx", *without_option(arguments, "--gpus")])
+        command += f" --gpus {shape.size}" * (shape.size > 1)
+    else:
+        torchrun = ["torchrun", "--nproc-per-node", str(shape.size), "-m", "tlora_fx"]
+        command = shlex.join([*torchrun, *arguments])
+    raise LaunchError(
+        f"the plan '{plan}' needs {shape.size} process{'es' * (shape.size > 1)}",
+        expected=f"{shape.size} ({shape})",
+        found=f"{processes}",
+        help=command,
+    )
 
 
 # Starting them, and waiting for them.
