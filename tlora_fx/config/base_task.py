@@ -115,15 +115,23 @@ def read_base_config(base: BaseSpec) -> dict[str, Any] | None:
 
 
 def _config_file(base: BaseSpec) -> Path | None:
+    if base.config is not None and not base.config.is_dir():
+        return base.config
+    folder = base_folder(base)
+    return None if folder is None else folder / "config.json"
+
+
+def base_folder(base: BaseSpec) -> Path | None:
+    """Folder with a base's files on this machine; None where there is none."""
     if base.config is not None:
-        return base.config / "config.json" if base.config.is_dir() else base.config
+        return base.config if base.config.is_dir() else base.config.parent
     if base.model is None:
         return None
     if not is_hub_id(base.model):
-        return Path(base.model).expanduser() / "config.json"
+        return Path(base.model).expanduser()
     stored = hub_cache() / f"models--{base.model.replace('/', '--')}"
     try:
         commit = (stored / "refs" / "main").read_text().strip()
     except OSError:
         return None
-    return stored / "snapshots" / commit / "config.json"
+    return stored / "snapshots" / commit

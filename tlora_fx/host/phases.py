@@ -25,6 +25,7 @@ TITLES = {
     "checks": "checking the job file",
     "data": "reading the data",
     "tracing": "tracing and fusing the jobs",
+    "plan": "choosing a plan",
     "checkpoint": "reading the checkpoint",
     "weights": "loading the weights",
     "adapters": "starting the adapters",

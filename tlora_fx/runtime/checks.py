@@ -270,6 +270,11 @@ def longest_round(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_toke
     return round_of_batches([_largest_batches(job, data[job.name]) for job in jobs], max_row_tokens)
 
 
+def typical_round(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> Round:
+    """A round in which every job brings samples of all its lengths, as many as in a step."""
+    return round_of_batches([_typical_batches(job, data[job.name]) for job in jobs], max_row_tokens)
+
+
 def longest_row(
     jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int, parts: int
 ) -> int:
@@ -289,10 +294,29 @@ def longest_row(
 
 def _largest_batches(job: Job, data: JobData) -> list[tuple[int, ...]]:
     """Sequences of a step's micro-batches if a job's longest samples meet, the largest first."""
-    lengths = lengths_of(data.samples)
-    size = job.per_device_train_batch_size
-    count = min(job.gradient_accumulation_steps, -(-data.count // size))
-    longest = np.argsort(-data.lengths, kind="stable")[: count * size].tolist()
-    units = [(at,) if data.units is None else data.units[at] for at in longest]
-    sequences = [[int(lengths[index]) for index in unit] for unit in units]
+    size, count = _batches_of(job, data)
+    sequences = _sequences(data, np.argsort(-data.lengths, kind="stable")[: count * size].tolist())
     return [tuple(chain(*sequences[n * size : (n + 1) * size])) for n in range(count)]
+
+
+def _typical_batches(job: Job, data: JobData) -> list[tuple[int, ...]]:
+    """Sequences of a step's micro-batches, of evenly spread lengths."""
+    size, count = _batches_of(job, data)
+    ordered = np.argsort(data.lengths, kind="stable")
+    taken = min(count * size, len(ordered))
+    middles = (2 * np.arange(taken) + 1) * len(ordered) // (2 * taken)
+    sequences = _sequences(data, ordered[middles].tolist())
+    return [tuple(chain(*sequences[n::count])) for n in range(count)]
+
+
+def _batches_of(job: Job, data: JobData) -> tuple[int, int]:
+    """Samples of a micro-batch, and micro-batches of a step."""
+    size = job.per_device_train_batch_size
+    return size, min(job.gradient_accumulation_steps, -(-data.count // size))
+
+
+def _sequences(data: JobData, samples: Sequence[int]) -> list[list[int]]:
+    """Lengths of the sequences of some samples."""
+    lengths = lengths_of(data.samples)
+    units = [(at,) if data.units is None else data.units[at] for at in samples]
+    return [[int(lengths[index]) for index in unit] for unit in units]

@@ -162,7 +162,9 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return record
 
 
-RESERVED = {"checkpoints", "run.json", "start.json"}
+#: The plan that `auto` has chosen, what it was chosen by, and the one that it proposes instead.
+PLAN, PROFILE, PROPOSAL = "plan.json", "profile.json", "proposed-plan.json"
+RESERVED = {"checkpoints", "run.json", "start.json", PLAN, PROFILE, PROPOSAL}
 METRICS = "metrics.jsonl"
 #: What a job's data are, once they are read.
 DATA = "data.json"
