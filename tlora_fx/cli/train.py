@@ -121,7 +121,16 @@ class TrainOptions:
     compiled: Annotated[
         bool,
         typer.Option(
-            "--compile", help="Compile the layers with torch.compile; the first steps take longer."
+            "--compile",
+            help="Compile the layers with torch.compile, in another process while the first rounds "
+            "run.",
+        ),
+    ] = False
+    wait_for_compile: Annotated[
+        bool,
+        typer.Option(
+            "--wait-for-compile",
+            help="With --compile, compile the layers before the first round.",
         ),
     ] = False
     nano_batches: Annotated[
@@ -341,6 +350,7 @@ def _train(options: TrainOptions, launch: Launch, bars: Bars) -> Sequence[JobRun
                 longest_wait=timedelta(seconds=options.collective_timeout),
                 accept_changes=options.accept_changes,
                 whole_base=options.whole_base,
+                wait_for_compile=options.wait_for_compile,
             ),
         )
     )
@@ -508,6 +518,8 @@ def _warnings(options: TrainOptions, plan: Plan, processes: int) -> Iterator[str
         yield _estimated(options, estimate)
     if not options.compiled and (options.controller is not None or plan.nano_batches > 1):
         yield "nothing overlaps between nano-batches without --compile"
+    if options.wait_for_compile and not options.compiled:
+        yield "--wait-for-compile does nothing without --compile"
 
 
 def _estimated(options: TrainOptions, estimate: Estimate) -> str:

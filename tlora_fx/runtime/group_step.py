@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -115,11 +115,13 @@ class StepOptions:
     max_row_tokens   a row is closed before it grows beyond this
     compiled         layers are compiled by torch.compile; the first steps take longer
     cuda_graphs      on a GPU, rows that come again run as CUDA graphs; never in strict mode
+    wait_for_compile   layers are compiled by the first step; False: after `GroupStep.compile`
     """
 
     max_row_tokens: int = MAX_ROW_TOKENS
     compiled: bool = False
     cuda_graphs: bool = True
+    wait_for_compile: bool = True
 
 
 @dataclass(eq=False)
@@ -199,7 +201,8 @@ class GroupStep:
             start_adapters(self.model, {} if starts is None else starts())
         if self.options.compiled and not self.model.is_compiled:
             with phase("layers"):
-                self.model.compile()
+                waits = self.options.wait_for_compile
+                (self.model.compile if waits else self.model.extend_weights)()
         largest = self.row_tokens if largest_row is None else largest_row
         captured = largest if self.captures else 0
         self.runner = apply(self.model, self.plan, self.mesh, largest_row=captured)
@@ -224,6 +227,20 @@ class GroupStep:
                 help=f"set max_steps in the job, or GroupStep(steps={{'{job.name}': N}})",
             )
         return steps
+
+    def compile(self) -> None:
+        """Compile the layers by the next step; captured rows, which hold other code, are let go.
+
+        Where there are several processes, each calls it between the same two steps.
+        """
+        self._ready()
+        assert self.runner is not None
+        if self.graphs is not None:
+            self.graphs.clear()
+        self.model.compile()
+        if self.model.is_open:
+            # The runner stays that of the model's next trainer.
+            self.model.applied = AppliedPlan(self.plan, self.mesh, self.runner)
 
     @property
     def graphs(self) -> RowGraphs | StageGraphs | None:
@@ -378,6 +395,13 @@ class GroupStep:
         offsets = {index: self._gathered[index].tokens for index in batches if self._has(index)}
         rows = rows_of_round(self.model.jobs, batches, steps, self.row_tokens, offsets)
         return self.bucketer.made(cut_round(rows, self.plan.parts, self.cutting))
+
+    def example_rows(self, batches: Mapping[int, MicroBatches]) -> list[PackedBatch]:
+        """Rows that `rows_of` makes of jobs' first steps; there need be no members yet."""
+        steps = dict.fromkeys(batches, 0)
+        rows = rows_of_round(self.model.jobs, batches, steps, self.row_tokens)
+        # Another one, for they are not counted.
+        return replace(self.bucketer).made(cut_round(rows, self.plan.parts, self.cutting))
 
     def run_rows(
         self,

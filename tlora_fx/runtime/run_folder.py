@@ -164,7 +164,7 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
 
 #: The plan that `auto` has chosen, what it was chosen by, and the one that it proposes instead.
 PLAN, PROFILE, PROPOSAL = "plan.json", "profile.json", "proposed-plan.json"
-RESERVED = {"checkpoints", "run.json", "start.json", PLAN, PROFILE, PROPOSAL}
+RESERVED = {"checkpoints", "run.json", "start.json", "compiled.json", PLAN, PROFILE, PROPOSAL}
 METRICS = "metrics.jsonl"
 #: What a job's data are, once they are read.
 DATA = "data.json"
@@ -180,6 +180,8 @@ JOB = "job.json"
 RECORD = "run.json"
 #: What the newest start of a run took, phase by phase.
 START = "start.json"
+#: From which round on a run's layers are compiled.
+COMPILED = "compiled.json"
 
 
 class RunFolder:
@@ -267,6 +269,43 @@ class RunFolder:
         if self.writes:
             content = json.dumps({"jobs": list(jobs)}, indent=1) + "\n"
             replace_file(self.path / RECORD, content.encode())
+
+    def write_compiled(self, record: Mapping[str, Any]) -> None:
+        """Keep from which round on layers are compiled; the disk holds it on return.
+
+        record    its `round` is how many rounds ran before
+        raises    RunFolderError
+        """
+        if not self.writes:
+            return
+        try:
+            replace_file(self.path / COMPILED, (json.dumps(record) + "\n").encode())
+        except OSError as error:
+            raise RunFolderError(
+                "the run's folder cannot hold from which round on layers are compiled",
+                file=self.path / COMPILED,
+                found=error,
+                help="free space or mend the permissions, then go on with --resume",
+            ) from error
+
+    def compiled_round(self) -> int | None:
+        """How many rounds ran before layers were compiled; None where that is not kept.
+
+        raises    RunFolderError for a file that was damaged
+        """
+        try:
+            content = (self.path / COMPILED).read_bytes()
+        except OSError:
+            return None
+        try:
+            return int(json.loads(content)["round"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunFolderError(
+                "the file that tells from which round on layers are compiled cannot be read",
+                file=self.path / COMPILED,
+                found=content[:80],
+                help="remove it: layers are then compiled from another round on",
+            ) from error
 
     def require_own(self, jobs: Sequence[str]) -> None:
         """Refuse to go on without a checkpoint in a folder that holds something else.

@@ -42,6 +42,7 @@ from tlora_fx.runtime.checks import (
     probe_ends,
     require_same_jobs,
 )
+from tlora_fx.runtime.compilation import Compilation
 from tlora_fx.runtime.controllers import NanoBatches
 from tlora_fx.runtime.data.batching import (
     MicroBatches,
@@ -79,7 +80,8 @@ class TrainerOptions:
     """Options of how rows run.
 
     max_row_tokens   rows are closed before they grow beyond this
-    compiled         layers are compiled by torch.compile; the first rounds take longer
+    compiled         layers are compiled by torch.compile, in another process while the first
+                     rounds run, where that can be (see `runtime.compilation`)
     cuda_graphs      on a GPU small rows run as CUDA graphs where that is possible (see
                      `parallel.cuda_graphs`); never in strict mode
     nano_batches     chooses into how many nano-batches rows are cut, round after round
@@ -87,6 +89,7 @@ class TrainerOptions:
     accept_changes   go on although data, base or jobs are not what the checkpoint was made with
     whole_base       compare every byte of the base's weights, not some blocks of each tensor
     keeps            captured rows stay with an open model, for its next trainer
+    wait_for_compile   the first round waits for compiled layers, in this process
     """
 
     max_row_tokens: int = MAX_ROW_TOKENS
@@ -97,6 +100,7 @@ class TrainerOptions:
     accept_changes: bool = False
     whole_base: bool = False
     keeps: bool = False
+    wait_for_compile: bool = False
 
 
 class Trainer:
@@ -163,6 +167,11 @@ class Trainer:
             accept=options.accept_changes, whole_base=options.whole_base,
         )  # fmt: skip
         self.commits = self.checkpoints.commits
+        self.compilation = Compilation(
+            self.group, self.folder, self.ranks, self.callback,
+            waits=options.wait_for_compile or self.carried is not None or nano is not None,
+            keeps=self.carried is None, resume=resume is True,
+        )  # fmt: skip
         self.rounds = 0
         self.change_seconds = 0.0
         self._to_tell: list[JobRun] = []
@@ -207,7 +216,10 @@ class Trainer:
                 self.runs.extend(ended)
                 return self.runs
             self.folder.begin([job.name for job in self.jobs])
+            stack.callback(self.compilation.close)
+            self.compilation.begin(data, self.checkpoints.rounds)
             self.prepare(data)
+            self.compilation.restored(self.rounds)
             self.callback.started(self.runs)
             stack.enter_context(phase("first step"))
             stopped = False
@@ -435,7 +447,7 @@ class Trainer:
         waits = self.mesh.size > 1 and self._end.waits(active)
         note = RoundNotice(
             table, int(interrupts.asked), self._choice, micros, int(self.checkpoints.is_due()),
-            fault, int(self.roster.is_due()), int(waits),
+            fault, int(self.roster.is_due()), int(waits), self.compilation.state,
         )  # fmt: skip
         agreed = self.ranks.agree(note)
         if agreed.fault or agreed.asked:
@@ -449,6 +461,8 @@ class Trainer:
         if agreed.changes:
             self._change()
             return True
+        if self.compilation.is_due(agreed.compilation, self.rounds):
+            self._take_over()
         self._choose(agreed, rows)
         self._capture(active)
         losses, ran = self._run(rows, batches)
@@ -458,6 +472,13 @@ class Trainer:
             limit_waits(self.mesh, self.options.longest_wait)
             self._limited = True
         return True
+
+    def _take_over(self) -> None:
+        """Let compiled layers run the next round, for which no process gives up on another."""
+        self._catch_up()
+        self.compilation.take_over(self.rounds)
+        limit_waits(self.mesh, FIRST_STEP)
+        self._limited = False
 
     def _meanwhile(self) -> None:
         """What need not wait for the round that the GPU is at."""
