@@ -173,13 +173,16 @@ class GraphCache(Generic[Captured]):
 
     def use(self, ladder: RowLadder) -> None:
         """Pad rows to the steps of another ladder from now on; graphs of the last one are freed."""
-        if ladder == self.ladder:
-            return
+        if ladder != self.ladder:
+            self.forget()
+            self.ladder = ladder
+
+    def forget(self) -> None:
+        """Free all graphs, for rows run other code, or have other sizes, from now on."""
         if self._graphs:
             # The last round may still read them.
             torch.cuda.synchronize(self.device)
-            self.clear()
-        self.ladder = ladder
+        self.clear()
 
     def _may_capture(self, row: PackedBatch) -> bool:
         may = not self.refused and self.largest_row > 0 and len(row.target_rows) > 0
@@ -346,11 +349,10 @@ class RowGraphs(GraphCache["RowGraph"]):
             graph.load(row, weights)
         return graph.run()[0]
 
-    def use(self, ladder: RowLadder) -> None:
-        """See `GraphCache.use`; the steps are captured by the next `capture_steps`."""
-        if ladder != self.ladder:
-            super().use(ladder)
-            self._settled = False
+    def forget(self) -> None:
+        """See `GraphCache.forget`; the steps are captured by the next `capture_steps`."""
+        super().forget()
+        self._settled = False
 
     def capture_steps(self, beside: int) -> None:
         """Capture the steps of the ladder for which there is memory, the largest first.

@@ -46,12 +46,13 @@ def shallow(model: SuperModel) -> SuperModel:
     given: dict[fx.Node, fx.Node] = {}
     for stage in stages:
         kind = model.group.block_of(stage.layers[0]).name, stage.needs_grad
-        if stage.source is not None and not stage.last and kind in kinds:
-            below = original[stage.source]
+        source = stage.source
+        if source is not None and not stage.last and kind in kinds:
+            below = original[source]
             given[original[stage.result]] = given.get(below, below)
         kinds.add(kind)
-    for result, source in given.items():
-        result.replace_all_uses_with(source)
+    for result, below in given.items():
+        result.replace_all_uses_with(below)
     for node in reversed(list(root.nodes)):
         if not node.users and node.op not in ("placeholder", "output"):
             root.erase_node(node)

@@ -106,6 +106,12 @@ class Compilation:
         code = self._process.returncode
         return WORKING if code is None else READY if code == 0 else FAILED
 
+    @property
+    def is_pending(self) -> bool:
+        """Whether compiled layers are still to take over."""
+        compiled = self.group.model.is_compiled
+        return self._beside or (self._round is not None and not compiled)
+
     def is_due(self, agreed: int, rounds: int) -> bool:
         """Whether compiled layers take over before the next round.
 

@@ -236,7 +236,7 @@ class GroupStep:
         self._ready()
         assert self.runner is not None
         if self.graphs is not None:
-            self.graphs.clear()
+            self.graphs.forget()
         self.model.compile()
         if self.model.is_open:
             # The runner stays that of the model's next trainer.

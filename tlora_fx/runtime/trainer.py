@@ -426,6 +426,10 @@ class Trainer:
 
     def _capture(self, active: Sequence[JobRun]) -> None:
         """Capture rows once most sizes have come, where so many rounds follow that it pays."""
+        if self.compilation.is_pending:
+            # What is captured now would hold other code.
+            self._expected = self.rounds
+            return
         steps = len(self.group.bucketer.ladder.steps)
         left = max((run.data.steps - run.step for run in active), default=0)
         if steps and self.rounds - self._expected == CAPTURE_AFTER and left >= PAYS_AFTER * steps:
