@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,7 @@ from tlora_fx.runtime.adapters.model_card import model_card
 from tlora_fx.runtime.checkpoints.store import JobState
 from tlora_fx.runtime.data.batching import MicroBatches, count_terms, count_tokens
 from tlora_fx.runtime.data.samples import DataReport, JobData
+from tlora_fx.runtime.data.tables import lengths_of
 from tlora_fx.runtime.job_evaluation import EvaluationReport, JobEvaluation, Metrics
 from tlora_fx.runtime.member import Member
 from tlora_fx.runtime.optim.group_update import Outcome
@@ -477,11 +479,9 @@ def _as_read(data: DataSpec, report: DataReport) -> DataSpec:
 
 def described_data(data: JobData) -> dict[str, object]:
     """Description of a job's data: their number, and how many have at most 8, 16, ... tokens."""
-    counts: dict[int, int] = {}
-    for sample in data.samples:
-        most = max(8, 1 << (len(sample.input_ids) - 1).bit_length())
-        counts[most] = counts.get(most, 0) + 1
-    lengths = {str(most): counts[most] for most in sorted(counts)}
+    most = np.exp2(np.ceil(np.log2(np.maximum(lengths_of(data.samples), 8)))).astype(np.int64)
+    found, counts = np.unique(most, return_counts=True)
+    lengths = {str(bound): int(count) for bound, count in zip(found, counts, strict=True)}
     kinds = {"samples": len(data.samples), "evaluated": len(data.evaluation)}
     return {**kinds, "format": data.report.format, "lengths": lengths}
 
