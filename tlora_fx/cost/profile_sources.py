@@ -386,7 +386,7 @@ def profile_for(facts: ModelFacts, gpu: str, *, allow_estimated: bool) -> Profil
             base=facts.title,
             found=found.name,
             help=f"measure one there with `tlora-fx profile jobs.yaml{ON_CPU * (gpu == 'cpu')}`, "
-            "or plan with --allow-estimated; `train --plan auto` asks for what was measured",
+            "or plan with --allow-estimated",
         )
     return found
 
