@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.cost.facts import LINEARS, layer_cost, load, small_round
 from tests.models import base_of, job
 from tlora_fx.compiler import compile
-from tlora_fx.cost.calibration import calibrated_profile
+from tlora_fx.cost.calibration import calibrated_profile, sheet_of
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GPUS, Gpu
 from tlora_fx.cost.load import Load, Round, work_of
@@ -26,7 +26,7 @@ from tlora_fx.cost.profile import (
     Operation,
     Profile,
 )
-from tlora_fx.cost.profile_sources import roofline_profile
+from tlora_fx.cost.profile_sources import LAYER_MS, Size, layer_ms, roofline_profile
 from tlora_fx.cost.step_time import CostModel, step_time
 from tlora_fx.planners.auto import search
 
@@ -153,3 +153,71 @@ def test_a_plan_by_a_calibration_is_nearly_the_best(
 
 def true_seconds(cost: CostModel, plan: Plan, work: Round) -> float:
     return step_time(cost, plan, work).seconds
+
+
+def two_points(cost: CostModel) -> dict[str, list[LayerPoint]]:
+    """What two rows took, by the layers' structure."""
+    return {cost.facts.layers[1].structure: sampled(cost, [load(256), load(2048)])}
+
+
+@pytest.fixture(scope="module")
+def slow(model):
+    """A machine that is slower than its data sheet, more so on small rows."""
+    truth = true_profile(GPUS["h100"], model, small_tokens=700, host_ms=0.4, start_ms=0.05, gbps=50)
+    return CostModel(facts_of(model), truth)
+
+
+def test_measured_rows_take_what_was_measured(model, slow):
+    """As CUDA graphs, and where the host launches them."""
+    found = CostModel(
+        facts_of(model), calibrated_profile(GPUS["h100"], slow.facts, two_points(slow))
+    )
+
+    for tokens in (256, 2048):
+        for launched in (False, True):
+            expected = layer_cost(slow, 1, load(tokens), launched=launched)
+            took = layer_cost(found, 1, load(tokens), launched=launched)
+            assert took.forward == pytest.approx(expected.forward, rel=0.1)
+            assert took.backward == pytest.approx(expected.backward, rel=0.1)
+
+
+def test_layers_of_another_structure_are_as_much_slower(model, slow):
+    """Nobody has measured them."""
+    points = {"measured": two_points(slow)[slow.facts.layers[1].structure]}
+    layers = (replace(slow.facts.layers[0], structure="measured"), *slow.facts.layers[1:])
+    found = calibrated_profile(GPUS["h100"], replace(slow.facts, layers=layers), points)
+    by_structure = {layer.structure: layer.points for layer in found.layers if layer.tp == 1}
+    one, other = by_structure.values()
+
+    assert [point.forward_ms for point in one] == [point.forward_ms for point in other]
+
+
+def test_a_device_without_a_data_sheet_gets_one_by_which_it_takes_what_it_took():
+    """A product of 10 TFLOP/s, a copy of 20 GB/s."""
+    sheet = sheet_of("cpu", "bfloat16", product_tflops=10, copy_gbps=20)
+    size = Size(elements=4096.0**2, attention_width=0, hidden=0, dtype="bfloat16")
+    row = LayerPoint(tokens=8192, squares=0, forward_ms=0)
+
+    product = layer_ms(sheet, size, row, "forward") - LAYER_MS
+    assert product == pytest.approx(2 * 4096**2 * 8192 / 10e9)
+
+
+def test_compiled_layers_keep_what_the_roofline_says(model, slow):
+    """Uncompiled ones keep what was measured."""
+    points = {
+        name: [one.model_copy(update={"saved_bytes": 7.0 * one.tokens}) for one in measured]
+        for name, measured in two_points(slow).items()
+    }
+    roof = roofline_profile(GPUS["h100"], slow.facts)
+    eager, compiled = (
+        calibrated_profile(GPUS["h100"], slow.facts, points, compiled=compiled)
+        for compiled in (False, True)
+    )
+
+    a_token = roof.layers[0].points[0].saved_bytes / roof.layers[0].points[0].tokens
+    assert compiled.layers[0].points[0].saved_bytes == pytest.approx(
+        a_token * compiled.layers[0].points[0].tokens
+    )
+    assert eager.layers[0].points[0].saved_bytes == pytest.approx(
+        7.0 * eager.layers[0].points[0].tokens
+    )

@@ -28,6 +28,7 @@ from tlora_fx.cost.profile import (
 from tlora_fx.cost.profile_sources import (
     MEMORY,
     PRODUCTS,
+    TOKENS,
     Direction,
     Size,
     layer_ms,
@@ -82,7 +83,9 @@ def calibrated_profile(
     collectives   all-reduces and all-gathers; sends are taken to be all-reduces of two processes
     compiled      layers will be compiled, and keep what the roofline says
     """
-    roof = roofline_profile(gpu, facts)
+    measured = {point.tokens for points in layers.values() for point in points}
+    # Between the sizes of a grid times are interpolated, so what was measured stands in it.
+    roof = roofline_profile(gpu, facts, sorted({*TOKENS, *measured}))
     whole = {layer.structure: layer for layer in roof.layers if layer.tp == 1}
     every = [(whole[name], point) for name, points in layers.items() for point in points]
 

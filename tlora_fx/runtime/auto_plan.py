@@ -19,7 +19,7 @@ from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.load import Round
 from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
 from tlora_fx.cost.profile import Profile
-from tlora_fx.cost.profile_sources import profile_for
+from tlora_fx.cost.profile_sources import covers, profile_for
 from tlora_fx.errors import (
     PlanFileError,
     ProfileMissing,
@@ -100,15 +100,15 @@ def plan_basis(
 
 def _known_profile(model: SuperModel, device: torch.device, folder: Path | None) -> Profile | None:
     """The measured profile of the base on this device; else the one that the run has kept."""
-    gpu = hardware_of(device).gpu
+    facts, gpu = facts_of(model), hardware_of(device).gpu
     try:
-        return profile_for(facts_of(model), gpu, allow_estimated=False)
+        return profile_for(facts, gpu, allow_estimated=False)
     except (ProfileMissing, UnknownGpu):
         pass
     if folder is None or not (folder / PROFILE).exists():
         return None
     kept = Profile.load(folder / PROFILE)
-    return kept if kept.hardware.gpu == gpu else None
+    return kept if kept.hardware.gpu == gpu and covers(kept, facts) else None
 
 
 def _kept_plan(

@@ -301,7 +301,8 @@ def exits_at_once(
         code = _exit_code(error)
         if launch.folder is not None:
             # The process that has started all tells one error, and ends the others.
-            _ending(error).write(launch.folder, launch.rank)
+            with suppress(OSError):
+                _ending(error).write(launch.folder, launch.rank)
         else:
             _tell(error, launch.rank)
         sys.stdout.flush()

@@ -205,7 +205,7 @@ class RunFolder:
             raise RunFolderError(
                 f"a job cannot be called '{name}' here",
                 folder=self.path,
-                help="rename the job: the run keeps its checkpoints under that name",
+                help="rename the job: the run keeps files of its own under that name",
             )
         return self.jobs / name
 
