@@ -33,6 +33,7 @@ from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.adapters.files import base_tensors, start_adapter, start_adapters
 from tlora_fx.runtime.checkpoints.store import JobState
 from tlora_fx.runtime.checks import probe_base
+from tlora_fx.runtime.cpu_threads import settle_threads
 from tlora_fx.runtime.data.batching import (
     Cutting,
     MicroBatches,
@@ -188,6 +189,7 @@ class GroupStep:
             for job in (self.model.jobs[index] for index in self.model.members.values()):
                 self._steps_of(job)
         probe = probe or self._probe
+        settle_threads(self.model.backbone.model, self.mesh.device)
         in_pieces = not planner_of(self.plan).holds_whole_base(self.plan)
         if not self.model.ready:
             with phase("weights"):
