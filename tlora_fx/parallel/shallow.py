@@ -38,6 +38,11 @@ def shallow(model: SuperModel) -> SuperModel:
 
     model    without weights; `why_not_shallow` has nothing against it
     """
+    group = replace(model.group, root=_shallow_root(model))
+    return SuperModel(group, model.backbone, model.jobs, model.resolve)
+
+
+def _shallow_root(model: SuperModel) -> fx.Graph:
     root = _copied(model.group.root)
     original = dict(zip(model.group.root.nodes, root.nodes, strict=True))
     cuts = range(1, len(model.layer_order()))
@@ -57,26 +62,25 @@ def shallow(model: SuperModel) -> SuperModel:
         if not node.users and node.op not in ("placeholder", "output"):
             root.erase_node(node)
     root.lint()
-    group = replace(model.group, root=root)
-    return SuperModel(group, model.backbone, model.jobs, model.resolve)
+    return root
 
 
-def held_paths(model: SuperModel) -> frozenset[str]:
-    """Paths of the modules and tensors that a model's root reads."""
-    nodes = model.group.root.nodes
-    return frozenset(str(node.target) for node in nodes if node.op in ("get_attr", "call_module"))
+def _read_by(root: fx.Graph) -> LocalShard:
+    """The modules and tensors that a root reads."""
+    read = [str(node.target) for node in root.nodes if node.op in ("get_attr", "call_module")]
+    return LocalShard(frozenset(read))
 
 
-def held_bytes(model: SuperModel) -> int:
-    """Bytes of the frozen tensors that a model's root reads, of a model without weights."""
-    part = LocalShard(held_paths(model))
+def shallow_bytes(model: SuperModel) -> int:
+    """Bytes of the weights and adapters that `shallow` keeps of a model."""
+    part = _read_by(_shallow_root(model))
     named = (*model.net.named_parameters(), *model.net.named_buffers())
     return sum(tensor.nbytes for name, tensor in named if part.holds(name))
 
 
 def fill_at_random(model: SuperModel, device: torch.device) -> None:
     """Give what a model's root reads random weights, and zero adapters; the rest stays on meta."""
-    model.materialize(_RandomBase(model, device), device, LocalShard(held_paths(model)))
+    model.materialize(_RandomBase(model, device), device, _read_by(model.group.root))
 
 
 class _RandomBase(Mapping[str, Tensor]):

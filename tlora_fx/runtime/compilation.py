@@ -20,13 +20,12 @@ import torch
 
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import GraphNotStorable
-from tlora_fx.graph_file import graph_text
 from tlora_fx.host.version import __version__
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.kernels.select import is_strict
 from tlora_fx.parallel.apply import shards
-from tlora_fx.parallel.shallow import held_bytes, shallow, why_not_shallow
+from tlora_fx.parallel.shallow import shallow_bytes, why_not_shallow
 from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.compile_beside import CompileProcess, CompileRequest
 from tlora_fx.runtime.data.samples import JobData
@@ -79,7 +78,7 @@ class Compilation:
         if not self.group.options.compiled or self.group.model.is_compiled:
             self._keeps = False
             return
-        kept = self.folder.compiled_round() if self._keeps and self._resume else None
+        kept = self.ranks.together(self._kept)
         self._round, rounds = self.ranks.from_leader((kept, rounds))
         if self._waits if self._round is None else self._round <= rounds:
             return
@@ -87,6 +86,11 @@ class Compilation:
             self.callback.noted(f"layers are compiled before the first round: {why}")
             return
         self.group.options = replace(self.group.options, wait_for_compile=False)
+
+    def _kept(self) -> int | None:
+        """What the run's folder holds, on the leader."""
+        reads = self._keeps and self._resume and self.group.mesh.leader
+        return self.folder.compiled_round() if reads else None
 
     def restored(self, rounds: int) -> None:
         """Keep the round of a run that has compiled before it.
@@ -164,17 +168,21 @@ class Compilation:
     def _begin_beside(self, data: Mapping[str, JobData]) -> str:
         """Start to compile beside training; why that cannot be on some process, "" where it can."""
         mesh, why = self.group.mesh, why_at_once(self.group)
-        everyone = self.ranks.tell_all((socket.gethostname(), str(mesh.device), why))
-        if reason := next((why for *_, why in everyone if why), ""):
-            return reason
+        everyone = self.ranks.tell_all((socket.gethostname(), str(mesh.device)))
         here = everyone[mesh.rank][0]
-        leads = [host for host, *_ in everyone].index(here) == mesh.rank
-        if leads:
+        if not why and [host for host, _ in everyone].index(here) == mesh.rank:
             # Code is made for one device; it is the first process of a host that makes all of it.
-            devices = dict.fromkeys(device for host, device, _ in everyone if host == here)
-            self._process = CompileProcess(
-                CompileRequest.of(self.group.model, example_row(self.group, data), list(devices))
-            )
+            devices = dict.fromkeys(device for host, device in everyone if host == here)
+            try:
+                row = example_row(self.group, data)
+                self._process = CompileProcess(
+                    CompileRequest.of(self.group.model, row, list(devices))
+                )
+            except (GraphNotStorable, OSError) as error:
+                why = str(error)
+        if reason := next(filter(None, self.ranks.tell_all(why)), ""):
+            self.close()
+            return reason
         self._beside = True
         # What the take-over needs of torch takes seconds to import.
         threading.Thread(target=_import_compiler, daemon=True).start()
@@ -201,10 +209,6 @@ def why_at_once(group: GroupStep) -> str:
         return "torch's caches are switched off"
     if why := why_not_shallow(model):
         return why
-    try:
-        graph_text(model.group)
-    except GraphNotStorable as error:
-        return str(error)
     if group.mesh.device.type == "cuda" and _needed_bytes(model) > _free_bytes(group.mesh.device):
         return "the GPU has no memory for a second process"
     return ""
@@ -229,7 +233,7 @@ def _keeps_code() -> bool:
 def _needed_bytes(model: SuperModel) -> int:
     """Memory of a GPU that training and the other process need."""
     base = 0 if model.ready else sum(each.nbytes for each in model.base_shapes().values())
-    return base + TRAINING_BYTES + held_bytes(shallow(model)) + PROCESS_BYTES
+    return base + TRAINING_BYTES + shallow_bytes(model) + PROCESS_BYTES
 
 
 def _free_bytes(device: torch.device) -> int:

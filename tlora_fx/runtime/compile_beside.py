@@ -38,7 +38,7 @@ from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.parallel.shallow import fill_at_random, shallow
 
 # Other work of the machine comes first, training too.
-NICENESS = 5
+NICENESS = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,9 @@ def serve() -> None:
     with suppress(OSError):
         os.nice(NICENESS)
     torch.set_num_threads(request.threads)
-    torch.set_float32_matmul_precision(request.matmul)
+    if torch.get_float32_matmul_precision() != request.matmul:
+        # To set what is set already is another key of torch's caches.
+        torch.set_float32_matmul_precision(request.matmul)
     for device in request.devices:
         torch._dynamo.reset()
         compile_few_layers(request, torch.device(device))
