@@ -199,7 +199,7 @@ def _require_right(options: TrainOptions) -> Sequence[Job]:
     if options.plan is not None:
         early.require_planner(options.plan)
     early.require_data(jobs)
-    early.require_trainable(jobs)
+    early.require_base(jobs)
     early.require_hub(jobs)
     return jobs
 

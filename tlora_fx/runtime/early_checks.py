@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from tlora_fx.config.base_files import require_base_config, require_base_files
 from tlora_fx.config.base_task import read_base_config, require_task
 from tlora_fx.config.hub import hub_cache, is_hub_id, why_offline
 from tlora_fx.config.job import Job
@@ -149,12 +150,22 @@ def _require_layout(job: Job) -> None:
 def require_trainable(jobs: Sequence[Job]) -> None:
     """Refuse a base that is not made for its task, by its config.json.
 
-    raises    BaseRefused
+    raises    BaseRefused, BaseFileDamaged
     """
     base = jobs[0].base
+    require_base_config(base)
     config = read_base_config(base)
     if config is not None:
         require_task(config, base)
+
+
+def require_base(jobs: Sequence[Job]) -> None:
+    """Refuse a base that cannot be trained: by its task, and by the headers of its files.
+
+    raises    BaseRefused, BaseFileDamaged, BaseFileRefused
+    """
+    require_trainable(jobs)
+    require_base_files(jobs[0].base)
 
 
 def require_hub(jobs: Sequence[Job]) -> None:
