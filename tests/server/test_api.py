@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
@@ -115,8 +116,58 @@ def test_a_path_outside_is_refused_and_nothing_is_kept(asked, fields, monkeypatc
 
     assert answer.status_code == 422
     assert answer.json()["code"] == "T0982"
+    assert [where for where in answer.json()["facts"] if where.startswith("jobs[0].")]
     assert it.state() == before
     assert str(it.folder) not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "where", "told"),
+    [
+        ({"data": "x.jsonl"}, "jobs[0].data.path", "client submit JOBS.yaml --upload x.jsonl"),
+        ({"data": "d/*.jsonl"}, "jobs[0].data.path", "--upload d/*.jsonl"),
+        ({"data": str(EXAMPLES / "none.jsonl")}, "jobs[0].data.path", "the service's machine"),
+        ({"eval_data": {"path": "e.jsonl"}}, "jobs[0].eval_data.path", "--upload e.jsonl"),
+        (
+            {"data": [{"path": str(QUICKSTART / "data/records.jsonl")}, {"path": "y.csv"}]},
+            "jobs[0].data[1].path",
+            "--upload y.csv",
+        ),
+    ],
+)
+def test_data_that_is_not_there_is_refused_at_once(asked, fields, where, told):
+    """With its place in the job file, what was uploaded, and the command that sends it."""
+    it = asked()
+    sha256, before = it.upload(b""), it.state()
+    answer = it.submit(job_file("a", **fields), files={"z.jsonl": sha256})
+
+    assert (answer.status_code, answer.json()["what"]) == (422, "a data file is not there")
+    assert where in answer.json()["facts"]
+    assert told in answer.json()["text"]
+    assert it.state() == before
+
+
+def test_a_base_that_is_not_there_is_refused_at_once(asked, tmp_path, monkeypatch):
+    """A folder without a config or weights, with pickles, and a hub id where there is no hub."""
+    it = asked(roots=(EXAMPLES, tmp_path))
+    base = tmp_path / "base"
+    base.mkdir()
+
+    def told(model):
+        top = yaml.safe_load(job_file("a")) | {"base": {"model": str(model)}}
+        answer = it.submit(yaml.safe_dump(top))
+        assert answer.status_code == 422
+        return answer.json()["text"]
+
+    assert "config.json" in told(base)
+    (base / "config.json").write_text("{")
+    assert "holds no weights" in told(base)
+    (base / "pytorch_model.bin").write_text("")
+    assert "a pickle may run any code" in told(base)
+    assert "does not exist" in told(tmp_path / "none")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "which is offline" in told("some/base")
+    assert it.service.store.jobs() == []
 
 
 def test_a_link_out_of_a_root_is_refused(asked, tmp_path):

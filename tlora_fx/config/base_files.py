@@ -81,6 +81,20 @@ def require_base_files(spec: BaseSpec) -> None:
     require_weight_files(spec)
 
 
+def require_base_there(spec: BaseSpec) -> None:
+    """Check that a base's folder has a config and weights, without reading any file of it.
+
+    raises   BaseFileDamaged where one is missing; BaseFileRefused where the weights are pickled
+    """
+    folder = base_folder(spec)
+    if folder is None or is_hub_id(spec.model):
+        return
+    if not is_there(folder / CONFIG):
+        raise BaseFileDamaged("a file of the base is missing", file=folder / CONFIG, help=_AGAIN)
+    if not is_there(folder / INDEX) and not _named_files(folder, None):
+        raise _no_weights(spec, folder)
+
+
 def require_base_config(spec: BaseSpec) -> None:
     """Check a base's config.json, and what it says of generating; raises BaseFileDamaged."""
     path = config_file(spec)
@@ -179,7 +193,7 @@ def base_folder(spec: BaseSpec) -> Path | None:
     if not is_hub_id(spec.model):
         folder = Path(spec.model).expanduser()
         return folder if is_folder(folder) else None
-    return _cached(spec.model)
+    return cached_folder(spec.model)
 
 
 def config_file(spec: BaseSpec) -> Path | None:
@@ -409,7 +423,7 @@ def _tokenizer_folder(spec: BaseSpec) -> Path | None:
     return None if path is None else path.parent
 
 
-def _cached(name: str) -> Path | None:
+def cached_folder(name: str) -> Path | None:
     """Folder of a model of the hub in the cache of the hub's libraries."""
     stored = hub_cache() / f"models--{name.replace('/', '--')}"
     try:
