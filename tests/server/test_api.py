@@ -15,9 +15,12 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.server.conftest import EXAMPLES, QUICKSTART, as_scheduled, job_file
+from tests.server.conftest import EXAMPLES, QUICKSTART, as_scheduled, job_file, request
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.errors import ServiceRefused, TokenRefused
+from tlora_fx.scheduler.executor import Drained, Finished
+from tlora_fx.scheduler.state import Group
+from tlora_fx.scheduler.store import Ledger
 from tlora_fx.server.app import make_service
 from tlora_fx.server.store import ServiceStore, User
 from tlora_fx.server.submission import IntakeLimits
@@ -419,6 +422,55 @@ def test_quotas_bound_jobs_hours_and_priority(asked):
     assert it.service.store.gpu_hours("alice") == pytest.approx(5 / 3600)
     it.service.store.rows("UPDATE jobs SET status = 'done', steps = 10")
     assert it.submit(job_file("c"), "3", "alice").status_code == 201
+
+
+def test_a_refused_or_cancelled_job_gives_its_name_back(asked):
+    """No other does; what was submitted before is answered as before."""
+    it = asked()
+    first = it.submit(job_file("a", "b", "c", "d"), "1")
+    ledger = Ledger(it.folder / "ledger.sqlite")
+    ledger.refuse(request("a"), "its data are wrong")
+    ledger.submit(request("b"))
+    ledger.cancel("b", "its user cancelled it", 1.0)
+    ledger.submit(request("c"))
+    ledger.close()
+    told = {name: it.submit(job_file(name.upper()), name) for name in "abcd"}
+
+    assert {name: answer.status_code for name, answer in told.items()} == {
+        "a": 201, "b": 201, "c": 409, "d": 409,
+    }  # fmt: skip
+    assert told["c"].json()["facts"] == {"found": "queued"}
+    states = {job.name: job.state for job in it.service.store.jobs()}
+    assert states == {"c": "queued", "d": "received", "A": "received", "B": "received"}
+    again = it.submit(job_file("a", "b", "c", "d"), "1")
+    assert again.json() == first.json() | {"replayed": True}
+
+
+def test_a_name_is_taken_as_long_as_a_process_knows_its_job(asked):
+    """The group that the job was in, and one that took over its processes."""
+    it = asked()
+    it.submit(job_file("a", "b"), "1")
+    as_scheduled(it.folder, [("a", "b")])
+    it.ask("POST", "/api/v1/jobs/a/cancel")
+    ledger = Ledger(it.folder / "ledger.sqlite")
+    ledger.record(Finished(5.0, 1, "a", 5))
+    refused = [it.submit(job_file("a"), "2")]
+    ledger.launch(Group(("b",), 1, (0,)), 2, None, 6.0, origin=1)
+    ledger.record(Drained(7.0, 1, {}, 2))
+    refused.append(it.submit(job_file("a"), "2"))
+    ledger.end(2, "drained", 8.0)
+    ledger.close()
+
+    assert [answer.status_code for answer in refused] == [409, 409]
+    assert [answer.json()["facts"] for answer in refused] == [{"group": "1"}, {"group": "2"}]
+    it.refresh()
+    assert it.submit(job_file("a"), "2").status_code == 201
+    assert it.ask("GET", "/api/v1/jobs/a").json()["state"] == "cancelled"
+    it.refresh()
+    shown = it.ask("GET", "/api/v1/jobs/a").json()
+    assert (shown["state"], shown["step"], shown["loss"]) == ("received", 0, None)
+    assert not (it.folder / "a").exists()
+    assert (it.service.store.folder / "replaced" / "000001.a" / "metrics.jsonl").is_file()
 
 
 def test_a_job_is_cancelled_once(asked):

@@ -134,7 +134,7 @@ def run(options: ServeCommandOptions) -> None:
 
     cluster, kind, adapted = placed(options)
     estimates = Estimates(cluster, tuple(options.profile or ()))
-    # What was refused is another one's to submit anew, under another name.
+    # What was refused is its user's to submit anew.
     service = replace(options.service(kind, estimates), retries=False)
     events = EventLog(store)
     with opened(
