@@ -175,6 +175,8 @@ def test_a_client_needs_no_torch():
     ("words", "told"),
     [
         (["serve", "--host", "0.0.0.0"], "obey everybody"),
+        (["serve", "--public-url", "https://train.example.com"], "obey everybody"),
+        (["serve", "--public-url", "train.example.com"], "no address of a service"),
         (["serve", "--root", "nowhere"], "no such folder"),
         (["serve", "--tls-cert", "nowhere.pem"], "no such file"),
         (["tokens", "add", "Not.A-Name"], "cannot be called so"),

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests.server.conftest import EXAMPLES, QUICKSTART, as_scheduled, job_file, request
 from tlora_fx.config.job_file import load_job_file
-from tlora_fx.errors import ServiceRefused, TokenRefused
+from tlora_fx.errors import LedgerError, ServiceRefused, TokenRefused
 from tlora_fx.scheduler.executor import Drained, Finished
 from tlora_fx.scheduler.state import Group
 from tlora_fx.scheduler.store import Ledger
@@ -328,9 +328,9 @@ def test_without_tokens_it_listens_on_this_machine_alone(tmp_path):
     store = ServiceStore(tmp_path / "run")
 
     with pytest.raises(ServiceRefused, match="obey everybody"):
-        store.refuse_open_network("0.0.0.0")
+        store.refuse_open_network("--host 0.0.0.0")
     store.require_tokens()
-    store.refuse_open_network("0.0.0.0")
+    store.refuse_open_network("--host 0.0.0.0")
 
 
 _CHANGES = st.sampled_from(
@@ -402,6 +402,29 @@ def test_a_page_of_a_stranger_cannot_ask(asked):
     assert told.status_code == 403
     assert it.ask("GET", "/api/v1/jobs", headers={"Host": "evil.example"}).status_code == 403
     assert it.ask("GET", "/api/v1/jobs", headers={"Host": "127.0.0.1:80"}).status_code == 200
+
+
+def test_whether_it_lives_and_is_ready_is_told_to_everybody(asked, monkeypatch):
+    """Without a token and under any name; not ready where it ends, or its ledger is gone."""
+    it = asked()
+    it.add("alice")
+
+    def told():
+        answers = [
+            it.ask("GET", path, headers={"Host": "pod-7"}) for path in ("/healthz", "/readyz")
+        ]
+        return [(answer.status_code, answer.json()["status"]) for answer in answers]
+
+    assert told() == [(200, "ok"), (200, "ok")]
+    it.service.ending = True
+    assert told() == [(200, "ok"), (503, "it is ending")]
+    it.service.ending = False
+
+    def fails(*query):
+        raise LedgerError("the service's ledger fails", reason="disk I/O error")
+
+    monkeypatch.setattr(it.service.store, "rows", fails)
+    assert told() == [(200, "ok"), (503, "its ledger cannot be read")]
 
 
 def test_quotas_bound_jobs_hours_and_priority(asked):

@@ -219,12 +219,15 @@ class ServiceStore:
             ).fetchone()
             return bool(required)
 
-    def refuse_open_network(self, host: str) -> None:
-        """Refuse to listen to a network without tokens; raises ServiceRefused."""
+    def refuse_open_network(self, option: str) -> None:
+        """Refuse to listen to a network without tokens; raises ServiceRefused.
+
+        option   of the command line that opens the service to one
+        """
         if not self.tokens_required():
             raise ServiceRefused(
                 "no token is required, so it would obey everybody on the network",
-                found=f"--host {host}",
+                found=option,
                 help="add users with `tlora-fx tokens add NAME -o RUN`, start with "
                 "--require-tokens, or listen on 127.0.0.1",
             )
