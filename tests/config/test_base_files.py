@@ -153,6 +153,15 @@ def test_an_index_cannot_name_a_file_elsewhere(base, name):
     assert "outside its folder" in told(base, BaseFileRefused)
 
 
+def test_files_of_weights_without_their_index_are_told(base):
+    """transformers would not know which to load."""
+    (base / INDEX).unlink()
+
+    text = told(base)
+    assert "and no index" in text
+    assert f"{FIRST}, {SECOND}" in text
+
+
 def test_pickled_weights_are_refused(base):
     """Named by an index, or alone in the folder."""
     renamed(base, "pytorch_model.bin")
@@ -201,6 +210,10 @@ def test_a_config_that_asks_for_more_than_the_weights_hold_is_told(base, field):
     (base / "config.json").write_text(json.dumps(config))
 
     assert field in told(base)
+    for path in base.glob("model*"):
+        path.unlink()
+    alone = BaseSpec(config=base / "config.json")
+    assert field in error_of(lambda: load_config(alone), BaseFileDamaged)
 
 
 def test_a_file_that_is_none_is_not_opened(base):

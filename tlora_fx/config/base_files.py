@@ -2,8 +2,8 @@
 
 A base comes from elsewhere: a copy may have been cut, a disk may have lost a block, and in a
 service its folder may be a stranger's. JSON files are parsed here, and of each safetensors file the
-header is read and compared with the size of the file and with the index. No tensor is read: a base
-of a hundred files costs a few milliseconds the first time, and nothing until a file changes.
+header is read and compared with the size of the file and with the index. No tensor is read, and
+what was found right is read again only once it has changed.
 
 source   https://huggingface.co/docs/safetensors, format
 """
@@ -14,9 +14,8 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from tlora_fx.config.hub import hub_cache, is_hub_id
 from tlora_fx.config.job import BaseSpec
@@ -24,6 +23,7 @@ from tlora_fx.config.paths import is_file, is_folder, is_there
 from tlora_fx.errors import BaseFileDamaged, BaseFileRefused, RemoteCodeRefused, TloraError
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
+ADAPTER = "adapter_config.json"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: Files of a tokenizer that hold a JSON object; a base may lack any of them.
 TOKENIZER_FILES = (
@@ -42,12 +42,15 @@ _BITS = {
     "F32": 32, "I64": 64, "U64": 64, "F64": 64, "C64": 64, "F8_E4M3": 8, "F8_E5M2": 8,
     "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4,
 }  # fmt: skip
-#: Fields of a config that no checkpoint fits where they exceed its number of tensors.
+#: Fields of a config that no checkpoint fits where they exceed its number of tensors. Modules would
+#: be built before that is seen.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 #: Fields that no checkpoint fits where they exceed its largest dimension, as far as a packed form
 #: may have shortened that.
 _WIDTHS = ("hidden_size", "intermediate_size", "vocab_size", "n_embd", "n_inner", "d_model")
 _PACKED = 16
+#: Limits of these fields where there are no weights to compare with. No known model is near them.
+MAX_LAYERS, MAX_WIDTH = 4096, 1 << 22
 _AGAIN = "copy or download the base again"
 #: Signatures of files that were found right; a file that is written to has another signature.
 _right: dict[object, None] = {}
@@ -56,8 +59,7 @@ _MAX_REMEMBERED = 64
 _MAX_DIMENSIONS = 64
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """A tensor in a safetensors file, as the file's header has it.
 
     begin, end   bytes from the start of the file
@@ -91,7 +93,7 @@ def require_base_there(spec: BaseSpec) -> None:
         return
     if not is_there(folder / CONFIG):
         raise BaseFileDamaged("a file of the base is missing", file=folder / CONFIG, help=_AGAIN)
-    if not is_there(folder / INDEX) and not _named_files(folder, None):
+    if not _has_weights(folder):
         raise _no_weights(spec, folder)
 
 
@@ -132,31 +134,32 @@ def require_weight_files(spec: BaseSpec) -> None:
     folder = base_folder(spec)
     if folder is None:
         return
-    cached = is_hub_id(spec.model)
-    if is_file(folder / "adapter_config.json"):
+    signature = _signature([folder / name for name in (CONFIG, INDEX, ADAPTER)])
+    signature += _signature(sorted(folder.glob("*.safetensors")))
+    if signature in _right:
+        return
+    if is_file(folder / ADAPTER):
         raise BaseFileRefused(
             "the folder of the base holds an adapter, which would bring a base of its own",
             base=spec.model,
-            found=folder / "adapter_config.json",
+            found=folder / ADAPTER,
             help="name the adapter's base as base.model, and the adapter under the job's 'adapter'",
         )
     index = weight_index(folder)
     files = _named_files(folder, index)
-    if cached:
+    if is_hub_id(spec.model):
         # The others are still to be downloaded.
         files = [path for path in files if is_file(path)]
-    elif not files:
+    elif not _has_weights(folder):
         raise _no_weights(spec, folder)
-    signature = _signature([folder / CONFIG, folder / INDEX, *files])
-    if signature not in _right:
-        _require_headers(folder, files, index)
-        _remember(signature)
+    _require_headers(folder, files, index)
+    _remember(signature)
 
 
 def _require_headers(folder: Path, files: list[Path], index: Mapping[str, str] | None) -> None:
     there = {path.name: safetensors_header(path) for path in files}
     for name, file in (index or {}).items():
-        if name not in there.get(PurePosixPath(file).name, {name: None}):
+        if file in there and name not in there[file]:
             raise BaseFileDamaged(
                 "a file of the base lacks a tensor that the index says it has",
                 file=folder / file,
@@ -232,16 +235,11 @@ def weight_index(folder: Path) -> Mapping[str, str] | None:
             expected="mappings 'metadata', and 'weight_map' from tensors to files",
             help=_AGAIN,
         )
-    for tensor, file in named.items():
-        if not isinstance(file, str) or PurePosixPath(file).name != file or file in ("", ".", ".."):
-            raise BaseFileRefused(
-                "the index of the base's weights names a file outside its folder",
-                file=path,
-                tensor=tensor,
-                expected="the name of a .safetensors file in the same folder",
-                found=repr(file),
-                help="use an index that the base's author wrote",
-            )
+    if not all(isinstance(file, str) for file in named.values()):
+        raise _elsewhere(path, next(f for f in named.values() if not isinstance(f, str)))
+    for file in set(named.values()):
+        if PurePosixPath(file).name != file or file in ("", ".", ".."):
+            raise _elsewhere(path, file)
         if not file.endswith(".safetensors"):
             raise BaseFileRefused(
                 "the index of the base's weights names a file that is no safetensors file",
@@ -250,6 +248,16 @@ def weight_index(folder: Path) -> Mapping[str, str] | None:
                 help="save the base with save_pretrained of transformers; pickles are not read",
             )
     return named
+
+
+def _elsewhere(path: Path, file: object) -> BaseFileRefused:
+    return BaseFileRefused(
+        "the index of the base's weights names a file outside its folder",
+        file=path,
+        expected="the name of a .safetensors file in the same folder",
+        found=repr(file)[:200],
+        help="use an index that the base's author wrote",
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -325,24 +333,29 @@ def _header(path: Path) -> tuple[int, dict[str, Any], int]:
 
 
 def _stored(path: Path, name: str, entry: Any, start: int) -> StoredTensor:
-    fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = (fields.get(key) for key in ("dtype", "shape", "data_offsets"))
-    numbers = all(
-        isinstance(each, list)
-        and len(each) <= _MAX_DIMENSIONS
-        and all(type(n) is int and 0 <= n < 1 << 63 for n in each)
-        for each in (shape, offsets)
-    )
+    fields: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
+    dtype: Any = fields.get("dtype")
+    shape: Any = fields.get("shape")
+    offsets: Any = fields.get("data_offsets")
     bits = _BITS.get(dtype) if isinstance(dtype, str) else None
-    if not numbers or len(offsets) != 2 or bits is None:  # type: ignore[arg-type]
+    if not (_are_sizes(shape) and _are_sizes(offsets)) or len(offsets) != 2 or bits is None:
         expected = "a known dtype, a shape, and where it begins and ends"
         raise _damaged_header(path, f"of tensor '{name}' {expected}", json.dumps(entry)[:200])
-    begin, end = offsets  # type: ignore[misc]
-    nbits = math.prod(shape) * bits  # type: ignore[arg-type]
+    begin, end = offsets
+    nbits = math.prod(shape) * bits
     if 8 * (end - begin) != nbits:
         expected = f"{nbits // 8} bytes of tensor '{name}', {dtype} {shape}"
         raise _damaged_header(path, expected, f"{end - begin} bytes")
-    return StoredTensor(dtype, tuple(shape), start + begin, start + end)  # type: ignore[arg-type]
+    return StoredTensor(dtype, tuple(shape), start + begin, start + end)
+
+
+def _are_sizes(value: Any) -> bool:
+    """Whether a value is a list of few numbers of bytes or elements."""
+    if not isinstance(value, list) or len(value) > _MAX_DIMENSIONS:
+        return False
+    return not value or (
+        set(map(type, value)) == {int} and min(value) >= 0 and max(value) < 1 << 63
+    )
 
 
 def _require_fields(path: Path, config: Mapping[str, Any]) -> None:
@@ -365,6 +378,7 @@ def _require_fields(path: Path, config: Mapping[str, Any]) -> None:
                 found=repr(value)[:200],
                 help=_AGAIN,
             )
+    _require_limits(path, config, MAX_LAYERS, MAX_WIDTH, "any known model has")
 
 
 def _require_sizes(folder: Path, tensors: list[StoredTensor]) -> None:
@@ -372,15 +386,20 @@ def _require_sizes(folder: Path, tensors: list[StoredTensor]) -> None:
     path = folder / CONFIG
     if not is_file(path):
         return
-    config = read_json(path)
-    widest = max((dim for tensor in tensors for dim in tensor.shape), default=0) * _PACKED
-    limits = dict.fromkeys(_LAYERS, len(tensors)) | dict.fromkeys(_WIDTHS, widest)
+    widest = max((dim for tensor in tensors for dim in tensor.shape), default=0)
+    _require_limits(path, read_json(path), len(tensors), widest * _PACKED, "its weights hold")
+
+
+def _require_limits(
+    path: Path, config: Mapping[str, Any], layers: int, width: int, told: str
+) -> None:
+    limits = dict.fromkeys(_LAYERS, layers) | dict.fromkeys(_WIDTHS, width)
     for holder in (config, config.get("text_config")):
         for name, most in limits.items():
             value = holder.get(name) if isinstance(holder, dict) else None
             if isinstance(value, int | float) and value > most:
                 raise BaseFileDamaged(
-                    "the base's config asks for more than its weights hold",
+                    f"the base's config asks for more than {told}",
                     file=path,
                     expected=f"{name} of at most {most}",
                     found=value,
@@ -390,9 +409,14 @@ def _require_sizes(folder: Path, tensors: list[StoredTensor]) -> None:
 
 def _named_files(folder: Path, index: Mapping[str, str] | None) -> list[Path]:
     if index is not None:
-        return sorted({folder / name for name in index.values()})
+        return sorted(folder / name for name in set(index.values()))
     whole = folder / WEIGHTS
     return [whole] if is_there(whole) else sorted(folder.glob("*.safetensors"))
+
+
+def _has_weights(folder: Path) -> bool:
+    """Whether a folder has a file from which transformers begins to load."""
+    return is_there(folder / WEIGHTS) or is_there(folder / INDEX)
 
 
 def _no_weights(spec: BaseSpec, folder: Path) -> TloraError:
@@ -408,9 +432,13 @@ def _no_weights(spec: BaseSpec, folder: Path) -> TloraError:
             expected=f"{WEIGHTS}, or several files and {INDEX}",
             help="load the base once with transformers, and save it with save_pretrained",
         )
+    parts = ", ".join(sorted(path.name for path in folder.glob("*.safetensors"))[:3])
     return BaseFileDamaged(
-        "the folder of the base holds no weights",
+        "the folder of the base holds no weights"
+        if not parts
+        else "the folder of the base holds weights in several files, and no index",
         base=spec.model,
+        found=parts or None,
         expected=f"{WEIGHTS}, or several files and {INDEX}",
         help=f"{_AGAIN}; for random weights name its config.json as base.config",
     )
