@@ -96,6 +96,10 @@ def main(arguments: list[str] | None = None) -> None:
     except TloraError as error:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         _say(f"{error}{notes}")
+        if asked == "train":
+            from tlora_fx.runtime.local_launch import leave_for_torchrun
+
+            leave_for_torchrun(f"{error}{notes}")
         sys.exit(1)
     except (KeyboardInterrupt, Interrupted) as stop:
         _say(f"interrupted: {stop}" if str(stop) else "interrupted")

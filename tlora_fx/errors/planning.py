@@ -147,7 +147,9 @@ class UnknownPlanner(TloraError, code="T0804"):
 
 
 class LaunchError(TloraError, code="T0805"):
-    """The processes or the mesh do not fit the plan, or torchrun's variables are incomplete.
+    """The number of processes does not fit the mesh, the plan or the machine.
+
+    Or torchrun's variables are incomplete.
 
     The message says how to start the run.
     """

@@ -28,6 +28,7 @@ from tlora_fx.config.base_task import pools_first, require_task
 from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable, BaseRefused
+from tlora_fx.host.phases import phase
 
 
 @dataclass
@@ -146,7 +147,8 @@ def load_config(spec: BaseSpec, *, dropout: bool = True) -> Any:
     raises    BaseNotLoadable; BaseRefused where it is not made for its task; RemoteCodeRefused
               where it needs code of its own that the job file does not trust
     """
-    from transformers import AutoConfig
+    with phase("imports"):
+        from transformers import AutoConfig
 
     source = spec.model or str(spec.config)
     require_base_config(spec)
@@ -221,11 +223,12 @@ def model_factory(spec: BaseSpec, config: Any) -> Any:
 
     config    the base's
     """
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForSequenceClassification,
-    )
+    with phase("imports"):
+        from transformers import (
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            AutoModelForSequenceClassification,
+        )
 
     if spec.is_classifier:
         return AutoModelForSequenceClassification

@@ -8,6 +8,7 @@ from tlora_fx.config.base_files import refuse_remote_code, require_tokenizer_fil
 from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import TokenizerNotLoadable
+from tlora_fx.host.phases import phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,7 +20,8 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
     raises    TokenizerNotLoadable; BaseFileDamaged; RemoteCodeRefused where it needs code of its
               own that the job file does not trust
     """
-    from transformers import AutoTokenizer
+    with phase("imports"):
+        from transformers import AutoTokenizer
 
     require_tokenizer_files(spec)
 
