@@ -252,7 +252,7 @@ def _require_right(options: TrainOptions) -> Sequence[Job]:
         early.require_replannable(resume=options.resume, plan=options.plan)
     _require_cuts(options, jobs)
     early.require_data(jobs)
-    early.require_trainable(jobs)
+    early.require_base(jobs)
     early.require_hub(jobs)
     return jobs
 

@@ -6,16 +6,20 @@ that importing torch, and reading and compiling, take.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import struct
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
-from tlora_fx.config.base_task import base_folder, read_base_config, require_task
+from tlora_fx.config.base_files import (
+    require_base_config,
+    require_base_files,
+    safetensors_header,
+    weight_files,
+)
+from tlora_fx.config.base_task import read_base_config, require_task
 from tlora_fx.config.hub import hub_cache, is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.hardware import GIB, find_gpu
@@ -225,27 +229,12 @@ def base_bytes(base: BaseSpec) -> int | None:
 
     None where they are not on this machine, or a header cannot be read.
     """
-    folder = base_folder(base)
-    files = [] if base.model is None or folder is None else sorted(folder.glob("*.safetensors"))
     try:
-        numbers = sum(map(_numbers_in, files))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error):
+        headers = [safetensors_header(path) for path in weight_files(base) or ()]
+    except BaseNotLoadable:
         return None
+    numbers = sum(math.prod(tensor.shape) for header in headers for tensor in header.values())
     return numbers * ITEM_BYTES[base.dtype] if numbers else None
-
-
-def _numbers_in(path: Path) -> int:
-    """How many numbers a safetensors file holds."""
-    with path.open("rb") as file:
-        (size,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(min(size, MAX_HEADER_BYTES)))
-    return sum(
-        math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__"
-    )
-
-
-#: As safetensors itself bounds it.
-MAX_HEADER_BYTES = 100_000_000
 
 
 def require_job_folders(jobs: Sequence[Job], output: Path) -> None:
@@ -294,12 +283,22 @@ def _require_layout(job: Job) -> None:
 def require_trainable(jobs: Sequence[Job]) -> None:
     """Refuse a base that is not made for its task, by its config.json.
 
-    raises    BaseRefused
+    raises    BaseRefused, BaseFileDamaged
     """
     base = jobs[0].base
+    require_base_config(base)
     config = read_base_config(base)
     if config is not None:
         require_task(config, base)
+
+
+def require_base(jobs: Sequence[Job]) -> None:
+    """Refuse a base that cannot be trained: by its task, and by the headers of its files.
+
+    raises    BaseRefused, BaseFileDamaged, BaseFileRefused
+    """
+    require_trainable(jobs)
+    require_base_files(jobs[0].base)
 
 
 def require_hub(jobs: Sequence[Job]) -> None:
