@@ -122,17 +122,16 @@ class TrainOptions:
         bool,
         typer.Option(
             "--compile",
-            help="Compile the layers with torch.compile, in another process while the first rounds "
-            "run.",
+            help="Compile the layers with torch.compile.",
         ),
     ] = False
     wait_for_compile: Annotated[
         bool,
         typer.Option(
-            "--wait-for-compile",
-            help="With --compile, compile the layers before the first round.",
+            help="With --compile: compile the layers before the first round, or in another process "
+            "while the first rounds run."
         ),
-    ] = False
+    ] = True
     nano_batches: Annotated[
         int | None,
         typer.Option(
@@ -518,8 +517,8 @@ def _warnings(options: TrainOptions, plan: Plan, processes: int) -> Iterator[str
         yield _estimated(options, estimate)
     if not options.compiled and (options.controller is not None or plan.nano_batches > 1):
         yield "nothing overlaps between nano-batches without --compile"
-    if options.wait_for_compile and not options.compiled:
-        yield "--wait-for-compile does nothing without --compile"
+    if not options.wait_for_compile and not options.compiled:
+        yield "--no-wait-for-compile does nothing without --compile"
 
 
 def _estimated(options: TrainOptions, estimate: Estimate) -> str:

@@ -54,8 +54,7 @@ def _shallow_root(model: SuperModel) -> fx.Graph:
         source = stage.source
         if source is not None and not stage.last and kind in kinds:
             below = original[source]
-            # mypy takes given.get(below, below) for one that may be None.
-            given[original[stage.result]] = given[below] if below in given else below  # noqa: SIM401
+            given[original[stage.result]] = given.get(below) or below
         kinds.add(kind)
     for result, below in given.items():
         result.replace_all_uses_with(below)

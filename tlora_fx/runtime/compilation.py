@@ -162,7 +162,7 @@ class Compilation:
         why = next(filter(None, reasons), "")
         self.callback.warned(
             f"layers stay as they are, because the process that compiles them ended with {why}; "
-            "--wait-for-compile compiles them in the training process"
+            "without --no-wait-for-compile the training process compiles them"
         )
 
     def _begin_beside(self, data: Mapping[str, JobData]) -> str:

@@ -80,8 +80,7 @@ class TrainerOptions:
     """Options of how rows run.
 
     max_row_tokens   rows are closed before they grow beyond this
-    compiled         layers are compiled by torch.compile, in another process while the first
-                     rounds run, where that can be (see `runtime.compilation`)
+    compiled         layers are compiled by torch.compile
     cuda_graphs      on a GPU small rows run as CUDA graphs where that is possible (see
                      `parallel.cuda_graphs`); never in strict mode
     nano_batches     chooses into how many nano-batches rows are cut, round after round
@@ -89,7 +88,9 @@ class TrainerOptions:
     accept_changes   go on although data, base or jobs are not what the checkpoint was made with
     whole_base       compare every byte of the base's weights, not some blocks of each tensor
     keeps            captured rows stay with an open model, for its next trainer
-    wait_for_compile   the first round waits for compiled layers, in this process
+    wait_for_compile   the first round waits for compiled layers; False: they are compiled in
+                     another process while the first rounds run, where that can be (see
+                     `runtime.compilation`)
     """
 
     max_row_tokens: int = MAX_ROW_TOKENS
@@ -100,7 +101,7 @@ class TrainerOptions:
     accept_changes: bool = False
     whole_base: bool = False
     keeps: bool = False
-    wait_for_compile: bool = False
+    wait_for_compile: bool = True
 
 
 class Trainer:
