@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tlora_fx.config.hyperparameters import with_defaults
 from tlora_fx.errors import JobUnknown, LedgerError, QuotaReached, RequestConflict, ServiceRefused
 from tlora_fx.runtime.run_folder import LEDGER
 from tlora_fx.scheduler.store import Ledger
@@ -269,6 +270,15 @@ class ServiceStore:
         with self._reading() as base:
             rows = base.execute("SELECT number, document, folder FROM submissions").fetchall()
         return [Submission(number, (), document, folder) for number, document, folder in rows]
+
+    def described(self, number: int) -> dict[str, dict[str, Any]]:
+        """Jobs of a submission as its document describes them, with defaults, by full name."""
+        with self._reading() as base:
+            row = base.execute(
+                "SELECT document FROM submissions WHERE number = ?", (number,)
+            ).fetchone()
+        jobs = json.loads(row[0])["jobs"] if row else []
+        return {job["name"]: with_defaults(job) for job in jobs}
 
     def file_of(self, number: int) -> Path:
         """File where the scheduler finds a submission."""
