@@ -25,6 +25,8 @@ from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import LedgerError, StateFileError
 from tlora_fx.host.durable import replace_file
+from tlora_fx.host.formats import require_known
+from tlora_fx.host.version import __version__
 from tlora_fx.runtime.run_folder import LEDGER
 from tlora_fx.scheduler.executor import (
     Committed,
@@ -146,7 +148,8 @@ def records(kind: type[Record], rows: Iterable[Sequence[Any]]) -> list[Record]:
     return read
 
 
-FORMAT = 1
+#: In the first format, `epochs` has no column `held`.
+FORMAT = 2
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -184,7 +187,7 @@ class Ledger:
 
     path     its file, or ":memory:"
     clock    seconds of a monotonic clock, by which groups are charged for their GPUs
-    raises   LedgerError where it cannot be opened, or was written by another version
+    raises   LedgerError where it cannot be opened; NewerFormat where a newer version wrote it
     """
 
     def __init__(
@@ -198,20 +201,21 @@ class Ledger:
         self._successors: dict[int, int] = {}
         try:
             self._base = sqlite3.connect(self.path, isolation_level=None)
+            require_known_format(self._base, self.path)
             self._base.execute("PRAGMA journal_mode=WAL")
             self._base.execute("PRAGMA synchronous=FULL")
             self._base.executescript(_TABLES)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, ValueError) as error:
             raise LedgerError(
                 "the run's ledger cannot be opened",
                 file=self.path,
                 reason=error,
                 help="choose another folder with -o, or mend the disk",
             ) from error
-        version = self.fact("format", str(FORMAT))
-        _require_version(self.path, version, "go on with the version that began the run")
         with self._transition() as base:
             _add_held(base)
+            write_fact(base, "format", str(FORMAT))
+            write_fact(base, "version", __version__)
 
     def close(self) -> None:
         """Close the file."""
@@ -595,8 +599,7 @@ def _last(decisions: Sequence[DecisionRecord]) -> list[DecisionRecord]:
 def _read(path: Path) -> Rows:
     address = f"{path.absolute().as_uri()}?mode=ro"
     with _reading(path), closing(sqlite3.connect(address, uri=True)) as base:
-        [version] = base.execute("SELECT value FROM facts WHERE name = 'format'").fetchone()
-        _require_version(path, version, "read it with the version that wrote it")
+        require_known_format(base, path)
         base.execute("BEGIN")
         return {name: list(map(list, base.execute(query))) for name, query in _SELECT.items()}
 
@@ -616,10 +619,30 @@ def _reading(path: Path | str) -> Iterator[None]:
         ) from error
 
 
-def _require_version(path: Path | str, version: str, help: str) -> None:
-    if version != str(FORMAT):
-        what = "the run's ledger has another format"
-        raise LedgerError(what, file=path, expected=FORMAT, found=version, help=help)
+def require_known_format(
+    base: sqlite3.Connection, path: Path | str, *, name: str = "format", known: int = FORMAT
+) -> None:
+    """Refuse a ledger of a newer format before anything is read or written; an empty one is none.
+
+    name     of the fact that has the format
+    known    the newest format that is read
+    raises   NewerFormat; sqlite3.Error, ValueError where it is no ledger
+    """
+    if not base.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone():
+        return
+    query = "SELECT name, value FROM facts WHERE name IN (?, 'version')"
+    facts = dict(base.execute(query, (name,)).fetchall())
+    format, version = int(facts.get(name, 0)), facts.get("version", "")
+    require_known("the run's ledger", path, format, known=known, version=version)
+
+
+def write_fact(base: sqlite3.Connection, name: str, value: str) -> None:
+    """Write down a fact of the run, where it is not written so already."""
+    base.execute(
+        "INSERT INTO facts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value "
+        "WHERE value != excluded.value",
+        (name, value),
+    )
 
 
 FORMAT_SNAPSHOT: Literal["tlora-fx moment 1"] = "tlora-fx moment 1"

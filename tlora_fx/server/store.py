@@ -24,13 +24,18 @@ from typing import Any, Literal
 from tlora_fx.config.hyperparameters import with_defaults
 from tlora_fx.errors import JobUnknown, LedgerError, QuotaReached, RequestConflict, ServiceRefused
 from tlora_fx.runtime.run_folder import LEDGER
-from tlora_fx.scheduler.store import Ledger
+from tlora_fx.scheduler.store import Ledger, require_known_format, write_fact
 
 Wanted = Literal["run", "pause", "cancel"]
 #: Below a run's folder, all that is the service's own; no job can be called so.
 FOLDER = "service"
 #: Who asks where there are no users; the only one whose jobs keep their names.
 LOCAL = "local"
+
+#: Of the service's tables. A ledger without this fact has none of them, or those of a version
+#: before formats: what lacks is added.
+FORMAT = 1
+_FORMAT = "service_format"
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS users (
@@ -146,7 +151,7 @@ class ServiceStore:
     """The service's part of a run's ledger; any thread may call it.
 
     folder   of the run
-    raises   LedgerError
+    raises   LedgerError; NewerFormat where a newer version wrote it
     """
 
     def __init__(self, folder: Path) -> None:
@@ -159,7 +164,9 @@ class ServiceStore:
         Ledger(self._path).close()
         self._local = threading.local()
         with self._reading() as base:
+            require_known_format(base, self._path, name=_FORMAT, known=FORMAT)
             base.executescript(_TABLES)
+            write_fact(base, _FORMAT, str(FORMAT))
         self.started = self._started()
 
     # Users.
