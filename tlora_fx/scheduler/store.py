@@ -37,6 +37,7 @@ from tlora_fx.scheduler.executor import (
     GroupStarted,
 )
 from tlora_fx.scheduler.policies import find_policy
+from tlora_fx.scheduler.relocation import relocate
 from tlora_fx.scheduler.state import (
     REQUEST,
     ActiveJob,
@@ -205,7 +206,7 @@ class Ledger:
             self._base.execute("PRAGMA journal_mode=WAL")
             self._base.execute("PRAGMA synchronous=FULL")
             self._base.executescript(_TABLES)
-        except (sqlite3.Error, ValueError) as error:
+        except sqlite3.Error as error:
             raise LedgerError(
                 "the run's ledger cannot be opened",
                 file=self.path,
@@ -216,6 +217,8 @@ class Ledger:
             _add_held(base)
             write_fact(base, "format", str(FORMAT))
             write_fact(base, "version", __version__)
+            if self.path != ":memory:":
+                relocate(base, Path(self.path).parent)
 
     def close(self) -> None:
         """Close the file."""
@@ -626,13 +629,17 @@ def require_known_format(
 
     name     of the fact that has the format
     known    the newest format that is read
-    raises   NewerFormat; sqlite3.Error, ValueError where it is no ledger
+    raises   NewerFormat; sqlite3.Error where it is no ledger
     """
     if not base.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone():
         return
     query = "SELECT name, value FROM facts WHERE name IN (?, 'version')"
     facts = dict(base.execute(query, (name,)).fetchall())
-    format, version = int(facts.get(name, 0)), facts.get("version", "")
+    try:
+        format = int(facts.get(name, 0))
+    except (TypeError, ValueError) as error:
+        raise sqlite3.DatabaseError(f"the fact '{name}' is no number") from error
+    version = str(facts.get("version", ""))
     require_known("the run's ledger", path, format, known=known, version=version)
 
 
