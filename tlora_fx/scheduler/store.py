@@ -8,6 +8,7 @@ is done, and from which committed state each other job goes on.
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -772,7 +773,7 @@ def save_snapshot(path: Path, snapshot: Snapshot) -> None:
 def load_snapshot(path: Path) -> Snapshot:
     """Read a snapshot back.
 
-    raises   StateFileError; UnknownPolicy where another package's policy is missing
+    raises   StateFileError; NewerFormat; UnknownPolicy where another package's policy is missing
     """
     file = _SnapshotFile.read(path)
     state = file.state
@@ -809,7 +810,10 @@ def load_history(path: Path) -> History | None:
 
 
 def _require_format(path: Path, written: object) -> None:
-    """Refuse what is no state at all, and a state of another version."""
+    """Refuse what is no state at all, and a state of another version.
+
+    raises    StateFileError, NewerFormat
+    """
     fields = list(written) if isinstance(written, dict) else []
     if not isinstance(written, dict) or "format" not in written:
         raise StateFileError(
@@ -819,6 +823,9 @@ def _require_format(path: Path, written: object) -> None:
             found=f"an object with {', '.join(fields[:FIELDS])}" if fields else "nothing of it",
             help=HOW_TO_SAVE,
         )
+    if match := re.fullmatch(r"tlora-fx moment (\d{1,9})", str(written["format"])):
+        known = int(FORMAT_SNAPSHOT.rpartition(" ")[2])
+        require_known("the scheduler's state", path, int(match[1]), known=known, version="")
     if written["format"] != FORMAT_SNAPSHOT:
         raise StateFileError(
             "the file has another format",
