@@ -284,7 +284,7 @@ class ServiceStore:
             row = base.execute(
                 "SELECT document FROM submissions WHERE number = ?", (number,)
             ).fetchone()
-        jobs = json.loads(row[0])["jobs"] if row else []
+        jobs = json.loads(row[0])["jobs"] if row and row[0] else []
         return {job["name"]: with_defaults(job) for job in jobs}
 
     def file_of(self, number: int) -> Path:
