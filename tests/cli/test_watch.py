@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from xml.etree import ElementTree
 
 import pytest
 
@@ -169,7 +170,32 @@ def test_the_page_stands_alone_in_a_browser(run, capsys, browser):
     assert HOSTILE in opened.inner_text("#samples")
     wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
     assert opened.evaluate(wide)
+    cut = "all => all.filter(one => one.scrollWidth > one.clientWidth).length"
+    assert opened.locator(".scroll").evaluate_all(cut) == 0
     opened.close()
+
+
+def test_the_page_compares_the_jobs_of_a_sweep(run, capsys):
+    """Rank and rate of each job that has an adapter, close losses apart, one label for each row."""
+    spec = {"name": "a", "lora": {"r": 16}, "learning_rate": 3e-5}
+    (run / "a" / "job.json").write_text(json.dumps(spec))
+    (run / "b.2" / "job.json").write_text("no JSON")
+    output(["report", run], capsys)
+    page = (run / "report.html").read_text("utf-8")
+
+    assert '<td class="number" data-title="rank">16</td>' in page
+    assert '<td class="number" data-title="learning rate">3e-05</td>' in page
+    assert "<dt>learning_rate</dt><dd>3e-05</dd>" in page
+    assert page.count("<summary>") == 1
+    losses, groups = (
+        ElementTree.fromstring(
+            page.split(f'<figure id="{name}">')[1].split("</figcaption>")[1].split("</figure>")[0]
+        )
+        for name in ("losses", "groups")
+    )
+    texts = [text.text for text in losses.iter("text") if text.get("class") == "end"]
+    assert texts == ["3", "3.2", "3.4", "3.6", "3.8", "4"]
+    assert [t.text for t in groups.iter("text") if t.get("class") == "end"] == ["a", "b.2"]
 
 
 def test_the_page_of_a_scheduled_run_shows_its_groups(run, capsys):

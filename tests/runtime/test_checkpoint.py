@@ -18,9 +18,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tlora_fx.errors import CheckpointError
+from tlora_fx.errors import CheckpointError, NewerFormat
+from tlora_fx.host.version import __version__
 from tlora_fx.runtime.checkpoints import store as checkpoint
 from tlora_fx.runtime.checkpoints.store import CheckpointStore, CheckpointWarning, JobState
+
+OLD_FORMATS = Path(__file__).parents[1] / "old_formats"
 
 
 def state_of(step: int) -> JobState:
@@ -302,14 +305,36 @@ def test_a_wrong_pointer_gives_way_to_the_whole_checkpoint_beside_it(store, text
     assert names(store) == ["latest", "step-000002", "step-000003"]
 
 
-def test_another_format_is_refused(store):
+def test_a_newer_format_is_refused(store):
     """A checkpoint of a newer tlora-fx is not mistaken for a damaged one."""
     save(store, 1)
     manifest = store.folder / "step-000001" / "manifest.json"
+    assert json.loads(manifest.read_text())["version"] == __version__
     manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 3'))
 
-    with pytest.raises(CheckpointError, match="another format"):
+    with pytest.raises(NewerFormat, match="newer version of tlora-fx") as error:
         store.load()
+    assert error.value.facts["found"] == f"format 3, by tlora-fx {__version__}"
+
+
+@pytest.mark.parametrize("format", [1, 2])
+def test_checkpoints_of_each_format_are_read(format, tmp_path):
+    """They were written by the code of that format, before checkpoints told their version."""
+    folder = shutil.copytree(OLD_FORMATS / f"checkpoint-{format}", tmp_path / "run")
+    name = "base_model.model.layers.0.q_proj.lora_A.weight"
+    store = CheckpointStore(folder)
+    found = store.load()
+
+    assert (found.step, found.run) == (3, {"rounds": 4, "seed": 1})
+    job = found.jobs["math"]
+    assert (job.step, job.micro_step, job.tokens) == (3, 6, 300)
+    assert job.cursor == {"epoch": 0, "index": 3}
+    assert torch.equal(job.adapter[name], torch.tensor([[3.0, 4.0], [5.0, 6.0]]))
+    assert torch.equal(job.optimizer[f"{name}.exp_avg"], torch.full((2, 2), 3.0))
+    path = store.save(5, {"chat": job}, {}, unchanged=["math"])
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert (manifest["format"], manifest["version"]) == (2, __version__)
+    assert store.load().jobs["math"].step == 3
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", "", ".hidden", "a..b", "a\n"])

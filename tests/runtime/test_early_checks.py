@@ -130,7 +130,7 @@ def test_a_job_that_starts_says_so_in_a_folder_that_is_still_new(tmp_path):
     said = json.loads((tmp_path / "run/a/status.json").read_text())
     require_new(folder.path)
 
-    assert said == {"status": "starting", "step": 0}
+    assert said.items() >= {"status": "starting", "step": 0}.items()
 
 
 def test_a_job_is_restated_where_something_was_said_of_it(tmp_path):
@@ -143,7 +143,7 @@ def test_a_job_is_restated_where_something_was_said_of_it(tmp_path):
         folder.restate(name, "stopped")
 
     said = json.loads((tmp_path / "run/a/status.json").read_text())
-    assert said == {"status": "stopped", "step": 3, "steps": 9}
+    assert said.items() >= {"status": "stopped", "step": 3, "steps": 9}.items()
     assert (tmp_path / "run/b/status.json").read_text() == "{"
     assert not (tmp_path / "run/gone").exists()
 

@@ -131,3 +131,19 @@ def test_a_job_that_is_not_active_is_an_error(asked):
     moment, decision = asked
     with pytest.raises(JobNotInState, match="did you mean 'j0003'"):
         explain(moment, decision, "j003")
+
+
+def test_the_narrow_form_says_the_same_in_short_lines():
+    """Each alternative with its cells and its reason, and CPUs are called so."""
+    moment = state(drawn(12, seed=4), 64)
+    moment = replace(moment, cluster=replace(moment.cluster, gpu="cpu"))
+    decision = find_policy("tlora").decide(moment, explain=True)
+    job = decision.groups[0].jobs[0]
+    told = explain(moment, decision, job)
+    text = told.narrow()
+
+    assert "GPU" not in text + str(told)
+    assert text.splitlines()[0] == str(told).splitlines()[0]
+    for alternative in told.alternatives:
+        assert f"\n  {alternative.what}\n    {moment.cluster.counted(alternative.gpus)}" in text
+        assert not alternative.why_not or f"    why not: {alternative.why_not}\n" in f"{text}\n"

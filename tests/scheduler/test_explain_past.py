@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.scheduler.toy import drawn
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.synthetic import SyntheticEstimator
-from tlora_fx.errors import JobNotInState, LedgerError, StateFileError
+from tlora_fx.errors import JobNotInState, LedgerError, NewerFormat, StateFileError
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished
 from tlora_fx.scheduler.explain import explain, explained
 from tlora_fx.scheduler.policies import find_policy
@@ -260,7 +260,7 @@ def test_a_file_that_is_no_ledger_is_refused(tmp_path):
     base.execute("INSERT INTO facts VALUES ('format', '99')")
     base.commit()
     base.close()
-    with pytest.raises(LedgerError, match="another format"):
+    with pytest.raises(NewerFormat, match="newer version of tlora-fx"):
         History.of_run(tmp_path)
 
 

@@ -14,7 +14,7 @@ from tlora_fx.cost.model_facts import find_base
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import SHIPPED
 from tlora_fx.cost.synthetic import SyntheticEstimator
-from tlora_fx.errors import StateFileError
+from tlora_fx.errors import NewerFormat, StateFileError
 from tlora_fx.scheduler.policies import POLICIES, find_policy
 from tlora_fx.scheduler.state import ActiveJob, Group, JobRequest, SchedulerState
 from tlora_fx.scheduler.store import Snapshot, load_snapshot, save_snapshot
@@ -83,7 +83,7 @@ def test_an_estimator_without_a_file_form_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", '{"format": "tlora-fx moment 9"}', '{"format": "tlora-fx moment 1"}'],
+    ["", "[]", "{}", '{"format": "tlora-fx moment x"}', '{"format": "tlora-fx moment 1"}'],
 )
 def test_a_file_that_is_no_snapshot_is_refused(tmp_path, content):
     """Whatever is in it."""
@@ -91,6 +91,15 @@ def test_a_file_that_is_no_snapshot_is_refused(tmp_path, content):
     path.write_text(content)
 
     with pytest.raises(StateFileError):
+        load_snapshot(path)
+
+
+def test_a_snapshot_of_a_newer_format_is_refused(tmp_path):
+    """With what to do."""
+    path = tmp_path / "state.json"
+    path.write_text('{"format": "tlora-fx moment 9"}')
+
+    with pytest.raises(NewerFormat, match="newer version of tlora-fx"):
         load_snapshot(path)
 
 

@@ -9,16 +9,21 @@ import sqlite3
 import subprocess
 import sys
 import textwrap
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.cost.load import Demand
-from tlora_fx.errors import LedgerError
+from tlora_fx.errors import LedgerError, NewerFormat
+from tlora_fx.host.version import __version__
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, GroupStarted
 from tlora_fx.scheduler.state import REQUEST, Decision, Group, JobRequest
-from tlora_fx.scheduler.store import Ledger
+from tlora_fx.scheduler.store import History, Ledger
+
+OLD_FORMATS = Path(__file__).parents[1] / "old_formats"
 
 
 def request(name: str, steps: int = 10) -> JobRequest:
@@ -197,15 +202,65 @@ def test_the_disk_holds_each_transition(tmp_path):
     assert modes == ["wal", 2]
 
 
-def test_a_ledger_of_another_format_is_refused(tmp_path):
-    """Nothing is guessed about what a later version wrote."""
+def test_a_ledger_of_a_newer_format_is_refused(tmp_path):
+    """Nothing is guessed about what a newer version wrote, and nothing is changed."""
     path = tmp_path / "ledger.sqlite"
     Ledger(path).close()
-    with sqlite3.connect(path) as base:
-        base.execute("UPDATE facts SET value = '2' WHERE name = 'format'")
+    with closing(sqlite3.connect(path)) as base, base:
+        base.execute("UPDATE facts SET value = '3' WHERE name = 'format'")
+        base.execute("UPDATE facts SET value = '9.0' WHERE name = 'version'")
+        base.execute("DROP TABLE origins")
+    dump = dumped(path)
 
-    with pytest.raises(LedgerError, match="another format"):
-        Ledger(path)
+    for read in (Ledger, lambda path: History.of_run(path.parent)):
+        with pytest.raises(NewerFormat, match="newer version of tlora-fx") as error:
+            read(path)
+        assert error.value.facts["found"] == "format 3, by tlora-fx 9.0"
+        assert "upgrade" in error.value.help
+    assert dumped(path) == dump
+
+
+def test_a_ledger_says_its_format_and_the_version_that_wrote_it(tmp_path):
+    """The last version that opened it."""
+    path = tmp_path / "ledger.sqlite"
+    Ledger(path).close()
+    with closing(sqlite3.connect(path)) as base, base:
+        base.execute("UPDATE facts SET value = '0.1' WHERE name = 'version'")
+    Ledger(path).close()
+
+    with closing(sqlite3.connect(path)) as base:
+        facts = dict(base.execute("SELECT name, value FROM facts"))
+    assert (facts["format"], facts["version"]) == ("2", __version__)
+
+
+def test_a_ledger_of_the_first_format_is_read_and_migrated(tmp_path):
+    """Reading changes nothing. Opening it keeps every job, and adds what groups are charged."""
+    path = tmp_path / "ledger.sqlite"
+    with closing(sqlite3.connect(path)) as base:
+        base.executescript((OLD_FORMATS / "ledger-1.sql").read_text())
+    dump = dumped(path)
+    before = History.of_run(tmp_path)
+    assert dumped(path) == dump
+
+    ledger = Ledger(path)
+    jobs = {record.name: (record.status, record.steps, record.path) for record in ledger.jobs()}
+    assert jobs == {
+        "alice.done": ("done", 10.0, "epoch-1"),
+        "alice.half": ("running", 6.0, "epoch-1"),
+        "alice.new": ("queued", 0.0, ""),
+    }
+    ledger.close()
+    assert History.of_run(tmp_path) == before
+    with closing(sqlite3.connect(path)) as base:
+        facts = dict(base.execute("SELECT name, value FROM facts"))
+        held = base.execute("SELECT epoch, held FROM epochs").fetchall()
+    assert (facts["format"], facts["version"]) == ("2", __version__)
+    assert held == [(1, 60.0), (2, 0.0)]
+
+
+def dumped(path):
+    with closing(sqlite3.connect(path)) as base:
+        return list(base.iterdump())
 
 
 def test_a_file_that_is_no_ledger_is_refused(tmp_path):

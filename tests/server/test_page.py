@@ -40,9 +40,9 @@ def test_the_page_shows_jobs_groups_and_why_and_hears_of_what_happens(opened):
     """Without being loaded again, and from nowhere but the service."""
     it, page, address = opened
     page.goto(address)
-    row(page, "a").locator(".loss").wait_for()
+    row(page, "a").locator("path.loss").wait_for()
 
-    assert row(page, "a").inner_text().split("\t")[:3] == ["a", "running", "5/10"]
+    assert row(page, "a").inner_text().split("\t")[:5] == ["a", "running", "4", "2e-4", "5/10"]
     assert row(page, "c").inner_text().split("\t")[:2] == ["c", "received"]
     assert page.locator("#timeline rect").count() == 1
     row(page, "a").click()
@@ -56,6 +56,97 @@ def test_the_page_shows_jobs_groups_and_why_and_hears_of_what_happens(opened):
     it.service.store.tell(9.0, "failed", ["b"], "failed: loss nan")
     page.locator("#events").get_by_text("failed: loss nan").wait_for()
     row(page, "b").locator(".failed").wait_for()
+
+
+def test_a_sweep_is_sorted_by_click_and_by_keyboard(opened):
+    """By evaluation loss up, down, and by state again; jobs without one stand last."""
+    it, page, address = opened
+    for name, loss in (("a", 1.5), ("b", 1.25)):
+        with (it.folder / name / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps({"step": 5, "eval_loss": loss}) + "\n")
+    page.goto(address)
+    row(page, "b").get_by_text("1.2500").wait_for()
+    title = page.locator("th.eval")
+    order = "rows => rows.map(row => row.dataset.job)"
+    rows = page.locator("tbody tr[data-job]")
+
+    title.locator("button").click()
+    assert rows.evaluate_all(order) == ["b", "a", "c"]
+    assert title.get_attribute("aria-sort") == "ascending"
+    page.keyboard.press("Enter")
+    assert rows.evaluate_all(order) == ["a", "b", "c"]
+    assert title.get_attribute("aria-sort") == "descending"
+    page.keyboard.press("Space")
+    assert rows.evaluate_all(order) == ["a", "b", "c"]
+    assert title.get_attribute("aria-sort") is None
+
+
+def test_a_jobs_detail_has_its_hyperparameters_and_an_axis_that_fits(opened):
+    """Losses from 2 to 0.4, with round ticks around them; nothing is wider than a phone."""
+    _, page, address = opened
+    page.set_viewport_size({"width": 390, "height": 800})
+    page.goto(address)
+    row(page, "a").wait_for()
+    row(page, "a").click()
+    page.locator("#hyperparameters").get_by_text("learning_rate").wait_for()
+    page.locator("#curve path").wait_for()
+
+    told = page.locator("#hyperparameters").inner_text().split("\n")
+    assert told[: told.index("lr_scheduler_type")] == ["lora.r", "4", "learning_rate", "0.0002"]
+    ticks = page.locator("#curve text[text-anchor=end]").all_text_contents()
+    assert ticks[:-1] == ["0.0", "0.5", "1.0", "1.5", "2.0"]
+    assert page.evaluate("document.documentElement.scrollWidth") <= 390
+
+
+AXES = """async ([address, rows]) => {
+  const { axisOf } = await import(`${address}/axis.js`);
+  const told = ({ low, high, ticks }) => [low, high, ticks.map((tick) => tick.text)];
+  return rows.map((values) => told(axisOf(values)));
+}"""
+
+
+def test_axes_fit_any_values(opened):
+    """The ends hold all values, and ticks are few and read differently."""
+    _, page, address = opened
+    page.goto(address)
+    rows = [[5.38, 5.28], [2.5], [0, 0], [-0.5, 0.5], [5.3812, 5.3804], [1e-9, 3e-9], [1e9, 1], []]
+    for values, (low, high, texts) in zip(rows, page.evaluate(AXES, [address, rows]), strict=True):
+        assert all(low - 1e-9 <= value <= high + 1e-9 for value in values)
+        assert low < high
+        assert len(set(texts)) == len(texts) <= 7
+    [(_, _, texts)] = page.evaluate(AXES, [address, rows[:1]])
+    assert texts == ["5.28", "5.30", "5.32", "5.34", "5.36", "5.38"]
+
+
+SORTED = """async ([address, jobs, id, descending]) => {
+  const { byColumn } = await import(`${address}/columns.js`);
+  const filled = jobs.map((job) => ({ priority: 0, submitted: 0, gpus: [], ...job }));
+  return filled.sort(byColumn(id, descending)).map((job) => job.name);
+}"""
+
+
+@pytest.mark.parametrize(
+    ("column", "descending", "names"),
+    [
+        ("job", False, ["r2", "r8", "r32"]),
+        ("state", False, ["r8", "r2", "r32"]),
+        ("rank", True, ["r32", "r8", "r2"]),
+        ("rate", False, ["r32", "r2", "r8"]),
+        ("eval", False, ["r2", "r32", "r8"]),
+        ("eval", True, ["r32", "r2", "r8"]),
+    ],
+)
+def test_columns_sort_by_their_values(opened, column, descending, names):
+    """Names by the numbers in them, states by what runs, and what is missing last."""
+    _, page, address = opened
+    page.goto(address)
+    jobs = [
+        {"name": "r32", "state": "done", "rank": 32, "learning_rate": 3e-5, "eval_loss": 1.5},
+        {"name": "r8", "state": "running", "rank": 8, "learning_rate": 1e-3, "eval_loss": None},
+        {"name": "r2", "state": "queued", "rank": 2, "learning_rate": 1e-4, "eval_loss": 0},
+    ]
+
+    assert page.evaluate(SORTED, [address, jobs, column, descending]) == names
 
 
 @pytest.mark.slow

@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlora_fx.simulator.figures import Figure, Series, axis_of, bars, lines, round_step, shown
+from tlora_fx.simulator.figures import (
+    Block,
+    Figure,
+    Series,
+    axis_of,
+    bars,
+    gantt,
+    lines,
+    round_step,
+    rows_labelled,
+    shown,
+)
 
 values = st.floats(0, 1e12, allow_nan=False)
 rows = st.lists(st.none() | values, min_size=3, max_size=3)
@@ -43,6 +54,45 @@ def test_an_axis_holds_its_values(values, log):
     assert all(10.0 <= axis.at(value) <= 200.0 for value in values)
     assert all(10.0 <= axis.at(tick) <= 200.0 for tick in axis.ticks())
     assert len(axis.ticks()) <= 15
+
+
+@pytest.mark.parametrize(
+    ("values", "texts"),
+    [
+        ((5.38, 5.28), ["5.28", "5.3", "5.32", "5.34", "5.36", "5.38"]),
+        ((5.3812, 5.3804), ["5.3804", "5.3806", "5.3808", "5.3810", "5.3812"]),
+        ((2.5, 2.5), ["2.4", "2.45", "2.5", "2.55", "2.6"]),
+        ((-0.5, 0.5), ["-0.5", "0", "0.5"]),
+    ],
+)
+def test_an_axis_that_need_not_begin_at_zero_fits_its_values(values, texts):
+    """It ends at round numbers near the values, and no two ticks read the same."""
+    axis = axis_of(values, 0.0, 100.0, zero=False)
+
+    assert [text for _, text in axis.labels()] == texts
+    assert axis.low <= min(values) + 1e-9
+    assert axis.high >= max(values) - 1e-9
+
+
+@given(rows=st.integers(1, 5000))
+def test_labels_of_rows_are_whole_and_do_not_overlap(rows):
+    """Each is the number of a row, and no two are nearer than a label is high."""
+    labelled = rows_labelled(rows, 228.0)
+
+    assert labelled[0] == 0
+    assert all(row < rows for row in labelled)
+    assert labelled.step * 228.0 / rows >= 13 or labelled.step == 1
+    assert len(labelled) <= 18
+
+
+def test_each_row_of_a_chart_has_one_label():
+    """Its number, or its name as far as there is room, in the middle of the row."""
+    blocks = [Block(row, row, 0.0, 60.0, row, "") for row in (0, 1)]
+    numbered = gantt("t", "s", "GPU", 2, blocks, [])
+    named = gantt("t", "s", "", 2, blocks, [], names=["a", "a-name-too-long"])
+
+    assert [text.text for text in parsed(numbered).iter("text")][-2:] == ["0", "1"]
+    assert [text.text for text in parsed(named).iter("text")][-2:] == ["a", "a-name-…"]
 
 
 @pytest.mark.parametrize(("given", "step"), [(0.0, 1.0), (3.0, 5.0), (0.2, 0.2), (70.0, 100.0)])

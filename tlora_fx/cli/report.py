@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -20,18 +22,21 @@ if TYPE_CHECKING:
 #: Points of a curve, and answers of a job, at most.
 POINTS, SAMPLES = 400, 6
 NUMBERS = (
-    "steps", "tokens", "samples", "last loss", "last eval loss", "best step",
-    "tokens/s", "mean tokens/s", "rows replayed",
+    "rank", "learning rate", "steps", "tokens", "samples", "last loss", "last eval loss",
+    "best step", "tokens/s", "mean tokens/s", "rows replayed",
 )  # fmt: skip
 
 
 class Row(NamedTuple):
-    """A job in the page's table."""
+    """A job in the page's table.
+
+    numbers   pairs of a title of `NUMBERS` and its text
+    """
 
     name: str
     status: str
     reason: str
-    numbers: tuple[str, ...]
+    numbers: tuple[tuple[str, str], ...]
 
 
 class Drawn(NamedTuple):
@@ -60,7 +65,7 @@ def run(
     from tlora_fx.runtime.run_view import read_run
 
     path = output or folder / "report.html"
-    content = page(folder, read_run(folder))
+    content = page(folder, read_run(folder), specs_of_run(folder))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, content.encode())
@@ -71,11 +76,33 @@ def run(
     typer.echo(str(path))
 
 
-def page(folder: Path, jobs: Sequence[JobView]) -> str:
-    """The page as text."""
+def specs_of_run(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Each job as its file describes it, by name, as far as the run's folder tells.
+
+    The ledger of `run` has all jobs. Of `train`, a job's folder tells once it has an adapter.
+    """
+    from tlora_fx.runtime.run_folder import JOB
+    from tlora_fx.scheduler.store import History
+
+    history = History.of_run(folder)
+    specs = {} if history is None else {name: job.spec for name, job in history.jobs.items()}
+    for path in folder.glob(f"*/{JOB}"):
+        with suppress(OSError, ValueError):
+            read = json.loads(path.read_bytes())
+            if isinstance(read, dict):
+                specs.setdefault(path.parent.name, read)
+    return specs
+
+
+def page(folder: Path, jobs: Sequence[JobView], specs: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page as text.
+
+    specs   of jobs, by name
+    """
     from jinja2 import Environment, StrictUndefined
 
     from tlora_fx import __version__
+    from tlora_fx.config.hyperparameters import hyperparameters
 
     template = (files("tlora_fx.cli") / "assets" / "run.html.j2").read_text("utf-8")
     style = (files("tlora_fx.simulator") / "assets" / "report.css").read_text("utf-8")
@@ -86,7 +113,10 @@ def page(folder: Path, jobs: Sequence[JobView]) -> str:
         version=__version__,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         numbers=NUMBERS,
-        rows=[_row(job) for job in jobs],
+        rows=[_row(job, specs.get(job.name, {})) for job in jobs],
+        hyperparameters=[
+            (job.name, told) for job in jobs if (told := hyperparameters(specs.get(job.name, {})))
+        ],
         figures=[figure for figure in figures(folder, jobs) if figure is not None],
         samples=list(_samples(jobs)),
         start=_start(folder),
@@ -107,13 +137,17 @@ def _start(folder: Path) -> list[tuple[str, str]]:
     return [(name, f"{took:.1f}") for name, took in parts.items() if isinstance(took, (int, float))]
 
 
-def _row(job: JobView) -> Row:
+def _row(job: JobView, spec: Mapping[str, Any]) -> Row:
+    from tlora_fx.config.hyperparameters import learning_rate_of, rank_of
     from tlora_fx.simulator.figures import shown
 
     losses, evaluated = [y for _, y in job.losses()], [y for _, y in job.evaluated()]
     best = job.status.get("evaluation", {}).get("best_step")
     pace, mean, replayed, lengths = job.pace(), job.mean_rate(), job.replayed(), job.lengths()
+    rank, rate = rank_of(spec), learning_rate_of(spec)
     numbers = (
+        "" if rank is None else str(rank),
+        "" if rate is None else f"{rate:g}",
         f"{job.step} of {job.last_step or '?'}",
         f"{job.steps[-1]['tokens']:,}" if job.steps else "",
         f"{sum(lengths.values()):,}" if lengths else "",
@@ -124,7 +158,8 @@ def _row(job: JobView) -> Row:
         "" if mean is None else shown(mean),
         "" if replayed is None else f"{replayed:.0%}",
     )
-    return Row(job.name, job.state, str(job.status.get("reason", "")), numbers)
+    titled = tuple(zip(NUMBERS, numbers, strict=True))
+    return Row(job.name, job.state, str(job.status.get("reason", "")), titled)
 
 
 def _samples(jobs: Sequence[JobView]) -> Iterator[tuple[str, int, str, str]]:
@@ -165,7 +200,9 @@ def _curves(name: str, title: str, shows: str, jobs: Sequence[JobView], field: s
     if not series:
         return None
     few = all(len(line.x) <= 40 for line in series)
-    return Drawn(name, title, shows, lines(title, "step", "", series, marks=few))
+    # A loss says little by its distance from 0; the others do.
+    svg = lines(title, "step", "", series, marks=few, zero=not field.endswith("loss"))
+    return Drawn(name, title, shows, svg)
 
 
 def _lengths(jobs: Sequence[JobView]) -> Drawn | None:
@@ -194,17 +231,30 @@ def _groups(folder: Path, jobs: Sequence[JobView]) -> Drawn | None:
     history = History.of_run(folder)
     if history is not None:
         blocks = list(_formations(history))
-        title, shows, y_label = "Groups", "Each rectangle is a group on its GPUs.", "GPU"
+        y_label = _unit(folder)
+        title, shows = "Groups", f"Each rectangle is a group on its {y_label}s."
         rows, legend = 1 + max((block.last for block in blocks), default=0), []
+        names = []
     else:
         blocks = list(_trained(jobs))
-        title, y_label, rows = "Jobs", "job", len(jobs)
+        title, y_label, rows = "Jobs", "", len(jobs)
         shows = "Jobs that train at the same time share a group."
-        legend = list(colours.items())
+        legend, names = list(colours.items()), list(colours)
     if not blocks:
         return None
-    drawn = gantt(title, "seconds", y_label, rows, blocks, legend)
+    drawn = gantt(title, "seconds", y_label, rows, blocks, legend, names=names)
     return Drawn("groups", title, shows, drawn)
+
+
+def _unit(folder: Path) -> str:
+    """What the groups of a run hold, by the last state of its scheduler: "GPU" or "CPU"."""
+    from tlora_fx.errors import TloraError
+    from tlora_fx.scheduler.store import load_snapshot
+
+    try:
+        return load_snapshot(folder / "state.json").state.cluster.unit
+    except TloraError:
+        return "GPU"
 
 
 def _formations(history: History) -> Iterator[Block]:

@@ -145,7 +145,7 @@ def run(options: ServeCommandOptions) -> None:
     estimates = Estimates(cluster, tuple(options.profile or ()))
     # What was refused is its user's to submit anew.
     service = replace(options.service(kind, estimates), retries=False)
-    events = EventLog(store)
+    events = EventLog(store, cluster.unit)
     with opened(
         store.inbox, options.output, cluster, policy, estimates.estimator, estimates,
         events, adapted(service),

@@ -91,6 +91,11 @@ def gpu_of_device(name: str) -> Gpu | None:
 Tier = Literal["gpu", "node", "rack", "cluster"]
 
 
+def unit_of(kind: str) -> str:
+    """What a cluster of a kind is made of: "CPU" for "cpu", else "GPU"."""
+    return "CPU" if kind == "cpu" else "GPU"
+
+
 @dataclass(frozen=True, slots=True)
 class Cluster:
     """GPUs of one kind; GPU g stands in node g // gpus_per_node.
@@ -107,6 +112,15 @@ class Cluster:
     nodes_per_rack: int = 4
     gpu: str = "h200"
     lost: frozenset[int] = frozenset()
+
+    @property
+    def unit(self) -> str:
+        """What a group holds, in words: "GPU", or "CPU" where its kind is "cpu"."""
+        return unit_of(self.gpu)
+
+    def counted(self, count: int) -> str:
+        """A number of them in words, such as "2 GPUs"."""
+        return f"{count} {self.unit}{'s' * (count != 1)}"
 
     @property
     def nodes(self) -> int:

@@ -49,6 +49,13 @@ class MetricsError(TloraError, code="T0404"):
     """
 
 
+class NewerFormat(TloraError, code="T0422"):
+    """A newer version of tlora-fx wrote this, in a format that this version does not know.
+
+    Upgrade tlora-fx. Nothing was changed, so the newer version can still read it.
+    """
+
+
 class AdapterFolderError(TloraError, code="T0405"):
     """A PEFT adapter folder cannot be used.
 

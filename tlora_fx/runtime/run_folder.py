@@ -13,6 +13,7 @@ from typing import IO, Any
 
 from tlora_fx.errors import MetricsError, RunFolderError, nearest
 from tlora_fx.host.durable import replace_file, sync_folder
+from tlora_fx.host.formats import require_known_stamp, stamp
 from tlora_fx.host.phases import StartRecord
 
 # A job's metrics: one JSON line for each optimizer step, and one for each evaluation.
@@ -175,6 +176,8 @@ STATUS = "status.json"
 #: Where somebody asks that a job end before its last step.
 STOP = "stop"
 STARTING: dict[str, Any] = {"status": "starting", "step": 0}
+#: Formats of status.json and run.json. Files without a format are of the first.
+STATUS_FORMAT = RUN_FORMAT = 1
 #: Beside an adapter: the job that it belongs to, its base included.
 JOB = "job.json"
 RECORD = "run.json"
@@ -267,7 +270,7 @@ class RunFolder:
     def begin(self, jobs: Sequence[str]) -> None:
         """Write down whose run this is, before there is a checkpoint."""
         if self.writes:
-            content = json.dumps({"jobs": list(jobs)}, indent=1) + "\n"
+            content = json.dumps({**stamp(RUN_FORMAT), "jobs": list(jobs)}, indent=1) + "\n"
             replace_file(self.path / RECORD, content.encode())
 
     def write_compiled(self, record: Mapping[str, Any]) -> None:
@@ -310,10 +313,12 @@ class RunFolder:
     def require_own(self, jobs: Sequence[str]) -> None:
         """Refuse to go on without a checkpoint in a folder that holds something else.
 
-        raises    RunFolderError
+        raises    RunFolderError, NewerFormat
         """
         try:
-            begun = json.loads((self.path / RECORD).read_bytes())["jobs"]
+            record = json.loads((self.path / RECORD).read_bytes())
+            require_known_stamp("the run", self.path / RECORD, record, known=RUN_FORMAT)
+            begun = record["jobs"]
         except (OSError, ValueError, KeyError, TypeError):
             begun = None
         used = _used(self.path)
@@ -345,7 +350,8 @@ class RunFolder:
             return
         folder = self.job(job)
         folder.mkdir(parents=True, exist_ok=True)
-        replace_file(folder / STATUS, (json.dumps(status, indent=2) + "\n").encode())
+        content = {**status, **stamp(STATUS_FORMAT)}
+        replace_file(folder / STATUS, (json.dumps(content, indent=2) + "\n").encode())
 
     def restate(self, job: str, status: str) -> None:
         """Say anew how a job stands, where something was said of it; the rest of that stays."""
@@ -380,7 +386,8 @@ class RunFolder:
         for job in jobs:
             folder = self.job(job)
             with suppress(OSError, ValueError):
-                if json.loads((folder / STATUS).read_bytes()) == STARTING:
+                told = json.loads((folder / STATUS).read_bytes())
+                if told == {**STARTING, **stamp(STATUS_FORMAT)}:
                     (folder / STATUS).unlink()
                     folder.rmdir()
         with suppress(OSError):
@@ -405,7 +412,7 @@ class RunFolder:
 def ask_to_stop(path: Path, job: str) -> None:
     """Ask that a job of a run end after the step that it is at, whoever trains it.
 
-    raises    RunFolderError where there is no such job, or it has ended
+    raises    RunFolderError where there is no such job, or it has ended; NewerFormat
     """
     folders = {entry.parent.name: entry for entry in path.glob(f"*/{STATUS}")}
     if not folders:
@@ -425,7 +432,9 @@ def ask_to_stop(path: Path, job: str) -> None:
             help="name the run's -o folder and one of its jobs",
         )
     try:
-        status = str(json.loads(folders[job].read_bytes())["status"])
+        told = json.loads(folders[job].read_bytes())
+        require_known_stamp("the job's status", folders[job], told, known=STATUS_FORMAT)
+        status = str(told["status"])
         if status not in ("done", "failed"):
             replace_file(path / job / STOP, b"")
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -10,7 +10,16 @@ from statistics import median
 from typing import Any
 
 from tlora_fx.errors import RunFolderError
-from tlora_fx.runtime.run_folder import DATA, METRICS, RESERVED, START, STATUS, parsed_metrics
+from tlora_fx.host.formats import require_known_stamp
+from tlora_fx.runtime.run_folder import (
+    DATA,
+    METRICS,
+    RESERVED,
+    START,
+    STATUS,
+    STATUS_FORMAT,
+    parsed_metrics,
+)
 
 #: Steps over which a pace is taken.
 RECENT = 20
@@ -54,8 +63,13 @@ class JobView:
         return int(self.status.get("steps", 0))
 
     def refresh(self) -> None:
-        """Read what was written since the last time; a run that went back is read anew."""
+        """Read what was written since the last time; a run that went back is read anew.
+
+        raises   NewerFormat
+        """
         self.status = _object(self.folder / STATUS) or self.status
+        place = self.folder / STATUS
+        require_known_stamp("the job's status", place, self.status, known=STATUS_FORMAT)
         path = self.folder / METRICS
         try:
             if path.stat().st_size < self._read:
@@ -119,7 +133,7 @@ def read_start(folder: Path) -> dict[str, Any] | None:
 def read_run(folder: Path) -> list[JobView]:
     """The jobs of a run's folder, by name.
 
-    raises   RunFolderError where it is none
+    raises   RunFolderError where it is none; NewerFormat
     """
     there = folder.iterdir() if folder.is_dir() else ()
     jobs = sorted(

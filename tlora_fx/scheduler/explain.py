@@ -52,22 +52,30 @@ class Alternative:
 
 @dataclass(frozen=True, slots=True)
 class DecisionExplanation:
-    """Explanation of one job in one snapshot."""
+    """Explanation of one job in one snapshot.
+
+    unit   what a group holds: "GPU" or "CPU"
+    """
 
     job: str
     standing: str
     alternatives: tuple[Alternative, ...]
     left_out: int
     reasons: tuple[Reason, ...]
+    unit: str = "GPU"
 
     def table(self) -> Table:
         """Table for a terminal."""
         table = Table(title=f"{self.job}: {self.standing}", title_justify="left")
-        for column in HEAD:
+        for column in self.head():
             table.add_column(column, justify="left" if column in LEFT else "right")
         for row in self.rows():
             table.add_row(*(Text(cell) for cell in row))
         return table
+
+    def head(self) -> tuple[str, ...]:
+        """The titles of the table."""
+        return ("alternative", f"{self.unit}s", *HEAD)
 
     def rows(self) -> list[tuple[str, ...]]:
         """The cells of the table."""
@@ -78,21 +86,42 @@ class DecisionExplanation:
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.job}: {self.standing}"
-        rows = [HEAD, *self.rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(HEAD))]
+        head = self.head()
+        rows = [head, *self.rows()]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         for row in rows:
             cells = [
                 cell.ljust(width) if name in LEFT else cell.rjust(width)
-                for name, cell, width in zip(HEAD, row, widths, strict=True)
+                for name, cell, width in zip(head, row, widths, strict=True)
             ]
             yield ("  " + "  ".join(cells)).rstrip()
+        yield from self._ending()
+
+    def narrow(self) -> str:
+        """The same as `str`, with a few short lines for each row of the table."""
+        return "\n".join(self._narrow_lines())
+
+    def _narrow_lines(self) -> Iterator[str]:
+        yield f"{self.job}: {self.standing}"
+        for what, count, *cells, why_not in self.rows():
+            yield f"  {what}"
+            told = [
+                f"{name} {cell}" for name, cell in zip(HEAD, cells, strict=False) if cell != "-"
+            ]
+            units = f"{count} {self.unit}{'s' * (count != '1')}"
+            yield f"    {', '.join([units, *told])}"
+            if why_not:
+                yield f"    why not: {why_not}"
+        yield from self._ending()
+
+    def _ending(self) -> Iterator[str]:
         if self.left_out:
             yield f"  and {self.left_out} more that gain less"
         for reason in self.reasons:
             yield f"  {_told(reason)}"
 
 
-HEAD = ("alternative", "GPUs", "step", "memory", "slowdown", "worst", "gain", "why not")
+HEAD = ("step", "memory", "slowdown", "worst", "gain", "why not")
 LEFT = frozenset({"alternative", "why not"})
 
 
@@ -115,17 +144,20 @@ def explain(state: SchedulerState, decision: Decision, job: str) -> DecisionExpl
     ranked = sorted(weigher.others(), key=lambda row: (bool(row.why_not), -(row.gain or 0.0)))
     shown = ranked[:MAX_ROWS]
     first = (weigher.decided(group),) if group else ()
-    standing, left_out = _standing(decision, job, group), len(ranked) - len(shown)
-    return DecisionExplanation(job, standing, (*first, *shown), left_out, reasons)
+    left_out = len(ranked) - len(shown)
+    standing = _standing(decision, job, group, state.cluster)
+    return DecisionExplanation(
+        job, standing, (*first, *shown), left_out, reasons, state.cluster.unit
+    )
 
 
-def _standing(decision: Decision, job: str, group: Group | None) -> str:
+def _standing(decision: Decision, job: str, group: Group | None, cluster: Cluster) -> str:
     if group is None:
         waiting = list(decision.waiting)
         position = f", number {waiting.index(job) + 1} of {len(waiting)}" if job in waiting else ""
         return f"waits{position}"
     others = [name for name in group.jobs if name != job]
-    gpus = f"{group.gpus} GPU{'s' if group.gpus > 1 else ''}"
+    gpus = cluster.counted(group.gpus)
     return f"on {gpus} with {', '.join(others)}" if others else f"alone on {gpus}"
 
 
@@ -246,7 +278,8 @@ class _Weigher:
     ) -> str:
         capacity = self.state.cluster.capacity()
         if gpus > capacity:
-            return f"there {'is' if capacity == 1 else 'are'} {capacity} GPU{'s'[capacity == 1 :]}"
+            verb = "is" if capacity == 1 else "are"
+            return f"there {verb} {self.state.cluster.counted(capacity)}"
         if not isfinite(seconds):
             return why_not or "nothing fits into memory"
         for job in members if len(members) > 1 else ():
@@ -254,7 +287,7 @@ class _Weigher:
             if seconds > limit * (1 + ROUNDING):
                 return f"{job.name} bears {limit / job.solo_seconds:.2f} times"
         if self._free is not None and self._free.find(gpus) is None:
-            return "no place has so many GPUs free"
+            return f"no place has so many {self.state.cluster.unit}s free"
         return ""
 
 
@@ -287,7 +320,12 @@ def _bytes(count: float) -> str:
 
 
 def explained(
-    snapshot: Snapshot | None, history: History | None, job: str, *, terms: bool = False
+    snapshot: Snapshot | None,
+    history: History | None,
+    job: str,
+    *,
+    terms: bool = False,
+    narrow: bool = False,
 ) -> str:
     """Explanation of a job by a state and a ledger.
 
@@ -297,6 +335,7 @@ def explained(
     snapshot  the newest state of the run; None: nothing was decided yet
     history   history of the run; None where there is none
     terms     tell what the step of its group, or of the job alone where it waits, is made of
+    narrow    tell alternatives by short lines, not by a wide table
     raises    JobNotInState
     """
     record = history.jobs.get(job) if history else None
@@ -306,10 +345,10 @@ def explained(
         raise _unknown(job, [*active, *(history.jobs if history else {})])
     lines: list[str] = []
     if snapshot is not None and job in active and not ended:
-        lines += _now(snapshot, history, job, terms=terms)
+        lines += _now(snapshot, history, job, terms=terms, narrow=narrow)
     elif record is not None:
         lines += _ending(record, history.last(job) if history else None)
-        lines += _before(snapshot, history, job, terms=terms)
+        lines += _before(snapshot, history, job, terms=terms, narrow=narrow)
     if record is not None and history is not None:
         lines += _times(record, history.formations(job))
     return "\n".join(lines)
@@ -326,13 +365,15 @@ def _unknown(job: str, known: list[str]) -> JobNotInState:
     )
 
 
-def _now(snapshot: Snapshot, history: History | None, job: str, *, terms: bool) -> Iterator[str]:
+def _now(
+    snapshot: Snapshot, history: History | None, job: str, *, terms: bool, narrow: bool
+) -> Iterator[str]:
     again = snapshot.policy.decide(snapshot.state, explain=True)
     decided = (history.at(snapshot.state.now) if history else None) or again
     alike = _alike(decided, again, job)
     if alike:
         decided = replace(decided, reasons=again.reasons)
-    yield str(explain(snapshot.state, decided, job))
+    yield _text_of(explain(snapshot.state, decided, job), narrow=narrow)
     if not alike:
         other = explain(snapshot.state, again, job)
         yield f"  asked again without its past, the policy would answer: {other.standing}"
@@ -349,7 +390,7 @@ def _terms(state: SchedulerState, decision: Decision, job: str) -> Iterator[str]
     tier = state.cluster.tier(group.place) if group else tier_for(state.cluster, gpus)
     demand = Demand.total(request.demand for request in requests)
     prediction = state.estimator.explain(requests[0].base, demand, gpus, tier)
-    yield f"  a step of {', '.join(names)} on {gpus} GPU{'s' * (gpus > 1)}:"
+    yield f"  a step of {', '.join(names)} on {state.cluster.counted(gpus)}:"
     yield from (f"    {line}" for line in table_of(prediction).splitlines())
 
 
@@ -378,8 +419,12 @@ def _ending(record: JobRecord, last: DecisionRecord | None) -> Iterator[str]:
             yield f"{record.name}: {record.status}: {reason}"
 
 
+def _text_of(explanation: DecisionExplanation, *, narrow: bool) -> str:
+    return explanation.narrow() if narrow else str(explanation)
+
+
 def _before(
-    snapshot: Snapshot | None, history: History | None, job: str, *, terms: bool
+    snapshot: Snapshot | None, history: History | None, job: str, *, terms: bool, narrow: bool
 ) -> Iterator[str]:
     """The last decision about a job, and what else there was then."""
     last = history.last(job) if history else None
@@ -387,7 +432,7 @@ def _before(
         return
     try:
         state = _as_it_was(snapshot.state, history, last)
-        text = str(explain(state, last.decision, job))
+        text = _text_of(explain(state, last.decision, job), narrow=narrow)
     except BaseUnknown as error:
         yield f"  decided at {last.time:.1f} s; what else there was cannot be told: {error.what}"
         return
@@ -397,8 +442,8 @@ def _before(
         left = snapshot.state.cluster.capacity()
         verb = "is" if left == 1 else "are"
         yield (
-            f"  on {_gpus(state.cluster)}, of which {left} {verb} left now: what else "
-            "there was is told for all of them"
+            f"  on {state.cluster.counted(state.cluster.gpus)}, of which {left} {verb} left now: "
+            "what else there was is told for all of them"
         )
     yield from rows
     if terms:
@@ -436,10 +481,6 @@ def _with_freed_gpus(state: SchedulerState, decision: Decision) -> SchedulerStat
     if isinstance(estimator, ProfileEstimator | SyntheticEstimator):
         estimator = replace(estimator, cluster=wider)
     return replace(state, cluster=wider, estimator=estimator)
-
-
-def _gpus(cluster: Cluster) -> str:
-    return f"{cluster.gpus} GPU{'s' * (cluster.gpus > 1)}"
 
 
 def _times(record: JobRecord, formations: list[EpochRecord]) -> Iterator[str]:

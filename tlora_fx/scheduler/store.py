@@ -8,6 +8,7 @@ is done, and from which committed state each other job goes on.
 from __future__ import annotations
 
 import json
+import re
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,6 +26,8 @@ from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import LedgerError, StateFileError
 from tlora_fx.host.durable import replace_file
+from tlora_fx.host.formats import require_known
+from tlora_fx.host.version import __version__
 from tlora_fx.runtime.run_folder import LEDGER
 from tlora_fx.scheduler.executor import (
     Committed,
@@ -35,6 +38,7 @@ from tlora_fx.scheduler.executor import (
     GroupStarted,
 )
 from tlora_fx.scheduler.policies import find_policy
+from tlora_fx.scheduler.relocation import relocate
 from tlora_fx.scheduler.state import (
     REQUEST,
     ActiveJob,
@@ -146,7 +150,8 @@ def records(kind: type[Record], rows: Iterable[Sequence[Any]]) -> list[Record]:
     return read
 
 
-FORMAT = 1
+#: In the first format, `epochs` has no column `held`.
+FORMAT = 2
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -186,7 +191,7 @@ class Ledger:
 
     path     its file, or ":memory:"
     clock    seconds of a monotonic clock, by which groups are charged for their GPUs
-    raises   LedgerError where it cannot be opened, or was written by another version
+    raises   LedgerError where it cannot be opened; NewerFormat where a newer version wrote it
     """
 
     def __init__(
@@ -200,6 +205,7 @@ class Ledger:
         self._successors: dict[int, int] = {}
         try:
             self._base = sqlite3.connect(self.path, isolation_level=None)
+            require_known_format(self._base, self.path)
             self._base.execute("PRAGMA journal_mode=WAL")
             self._base.execute("PRAGMA synchronous=FULL")
             self._base.executescript(_TABLES)
@@ -210,10 +216,12 @@ class Ledger:
                 reason=error,
                 help="choose another folder with -o, or mend the disk",
             ) from error
-        version = self.fact("format", str(FORMAT))
-        _require_version(self.path, version, "go on with the version that began the run")
         with self._transition() as base:
             _add_held(base)
+            write_fact(base, "format", str(FORMAT))
+            write_fact(base, "version", __version__)
+            if self.path != ":memory:":
+                relocate(base, Path(self.path).parent)
 
     def close(self) -> None:
         """Close the file."""
@@ -603,8 +611,7 @@ def _last(decisions: Sequence[DecisionRecord]) -> list[DecisionRecord]:
 def _read(path: Path) -> Rows:
     address = f"{path.absolute().as_uri()}?mode=ro"
     with _reading(path), closing(sqlite3.connect(address, uri=True)) as base:
-        [version] = base.execute("SELECT value FROM facts WHERE name = 'format'").fetchone()
-        _require_version(path, version, "read it with the version that wrote it")
+        require_known_format(base, path)
         base.execute("BEGIN")
         return {name: list(map(list, base.execute(query))) for name, query in _SELECT.items()}
 
@@ -624,10 +631,34 @@ def _reading(path: Path | str) -> Iterator[None]:
         ) from error
 
 
-def _require_version(path: Path | str, version: str, help: str) -> None:
-    if version != str(FORMAT):
-        what = "the run's ledger has another format"
-        raise LedgerError(what, file=path, expected=FORMAT, found=version, help=help)
+def require_known_format(
+    base: sqlite3.Connection, path: Path | str, *, name: str = "format", known: int = FORMAT
+) -> None:
+    """Refuse a ledger of a newer format before anything is read or written; an empty one is none.
+
+    name     of the fact that has the format
+    known    the newest format that is read
+    raises   NewerFormat; sqlite3.Error where it is no ledger
+    """
+    if not base.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone():
+        return
+    query = "SELECT name, value FROM facts WHERE name IN (?, 'version')"
+    facts = dict(base.execute(query, (name,)).fetchall())
+    try:
+        format = int(facts.get(name, 0))
+    except (TypeError, ValueError) as error:
+        raise sqlite3.DatabaseError(f"the fact '{name}' is no number") from error
+    version = str(facts.get("version", ""))
+    require_known("the run's ledger", path, format, known=known, version=version)
+
+
+def write_fact(base: sqlite3.Connection, name: str, value: str) -> None:
+    """Write down a fact of the run, where it is not written so already."""
+    base.execute(
+        "INSERT INTO facts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value "
+        "WHERE value != excluded.value",
+        (name, value),
+    )
 
 
 FORMAT_SNAPSHOT: Literal["tlora-fx moment 1"] = "tlora-fx moment 1"
@@ -750,7 +781,7 @@ def save_snapshot(path: Path, snapshot: Snapshot) -> None:
 def load_snapshot(path: Path) -> Snapshot:
     """Read a snapshot back.
 
-    raises   StateFileError; UnknownPolicy where another package's policy is missing
+    raises   StateFileError; NewerFormat; UnknownPolicy where another package's policy is missing
     """
     file = _SnapshotFile.read(path)
     state = file.state
@@ -787,7 +818,10 @@ def load_history(path: Path) -> History | None:
 
 
 def _require_format(path: Path, written: object) -> None:
-    """Refuse what is no state at all, and a state of another version."""
+    """Refuse what is no state at all, and a state of another version.
+
+    raises    StateFileError, NewerFormat
+    """
     fields = list(written) if isinstance(written, dict) else []
     if not isinstance(written, dict) or "format" not in written:
         raise StateFileError(
@@ -797,6 +831,9 @@ def _require_format(path: Path, written: object) -> None:
             found=f"an object with {', '.join(fields[:FIELDS])}" if fields else "nothing of it",
             help=HOW_TO_SAVE,
         )
+    if match := re.fullmatch(r"tlora-fx moment (\d{1,9})", str(written["format"])):
+        known = int(FORMAT_SNAPSHOT.rpartition(" ")[2])
+        require_known("the scheduler's state", path, int(match[1]), known=known, version="")
     if written["format"] != FORMAT_SNAPSHOT:
         raise StateFileError(
             "the file has another format",

@@ -35,6 +35,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tlora_fx import __version__
+from tlora_fx.config.hyperparameters import hyperparameters
 from tlora_fx.errors import (
     JobUnknown,
     LedgerError,
@@ -197,7 +198,7 @@ class Service:
         finally:
             self.streams[user.name] -= 1
 
-    def explain(self, user: User, name: str) -> str:
+    def explain(self, user: User, name: str, *, narrow: bool = False) -> str:
         """Explain why a job runs as it does, or waits; jobs of others are not named."""
         job = self.store.job(user, name)
         if job.status is None:
@@ -205,7 +206,7 @@ class Service:
         else:
             decided = self.store.rows("SELECT 1 FROM decisions LIMIT 1")
             snapshot = load_snapshot(self.folder / "state.json") if decided else None
-            text = explained(snapshot, History.of_run(self.folder), job.name)
+            text = explained(snapshot, History.of_run(self.folder), job.name, narrow=narrow)
         names = [] if user.admin else [j.name for j in self.store.jobs() if j.user != user.name]
         if names:
             some = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
@@ -327,9 +328,19 @@ def change(name: str, verb: Literal["cancel", "pause", "resume"], by: By) -> Job
 
 
 @api.get("/jobs/{name}/explain", tags=["jobs"])
-def explain(name: str, by: By) -> Explanation:
-    """Explain why a job runs as it does, or waits."""
-    return Explanation(job=name, text=by.service.explain(by.user, name))
+def explain(name: str, by: By, narrow: bool = False) -> Explanation:
+    """Explain why a job runs as it does, or waits; narrow: by short lines, not by a wide table."""
+    return Explanation(job=name, text=by.service.explain(by.user, name, narrow=narrow))
+
+
+@api.get("/jobs/{name}/hyperparameters", tags=["jobs"])
+def job_hyperparameters(name: str, by: By) -> dict[str, str]:
+    """Hyperparameters of a job by their names in the job file.
+
+    The main ones, and those that are not at their defaults.
+    """
+    owned = by.service.store.job(by.user, name)
+    return hyperparameters(by.service.store.described(owned.submission).get(owned.name, {}))
 
 
 @api.get("/curves", tags=["jobs"])

@@ -84,9 +84,13 @@ class Control:
 
 @dataclass(slots=True)
 class EventLog(Callback):
-    """Writes what a run does into the ledger, and into the log."""
+    """Writes what a run does into the ledger, and into the log.
+
+    unit   what groups hold: "GPU" or "CPU"
+    """
 
     store: ServiceStore
+    unit: str = "GPU"
 
     def say(self, time: float | None, kind: str, jobs: Sequence[str], text: str) -> None:
         """Write one event; time in seconds of the run's clock, None: now."""
@@ -106,7 +110,10 @@ class EventLog(Callback):
         """A group was formed."""
         gpus = ", ".join(map(str, formation.group.place))
         self.say(
-            time, "group", formation.group.jobs, f"group {formation.epoch} is formed on GPU {gpus}"
+            time,
+            "group",
+            formation.group.jobs,
+            f"group {formation.epoch} is formed on {self.unit} {gpus}",
         )
 
     def warned(self, time: float, formation: Formation, text: str) -> None:
@@ -136,7 +143,7 @@ class EventLog(Callback):
 
     def capacity(self, time: float, gpus: int) -> None:
         """GPUs came or went."""
-        self.say(time, "capacity", [], f"{gpus} GPUs are there")
+        self.say(time, "capacity", [], f"{gpus} {self.unit}s are there")
 
     def retried(
         self, time: float, file: str, jobs: Sequence[str], reason: str, seconds: float

@@ -21,15 +21,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tlora_fx.config.hyperparameters import with_defaults
 from tlora_fx.errors import JobUnknown, LedgerError, QuotaReached, RequestConflict, ServiceRefused
 from tlora_fx.runtime.run_folder import LEDGER
-from tlora_fx.scheduler.store import GOES_ON, Ledger
+from tlora_fx.scheduler.store import GOES_ON, Ledger, require_known_format, write_fact
 
 Wanted = Literal["run", "pause", "cancel"]
 #: Below a run's folder, all that is the service's own; no job can be called so.
 FOLDER = "service"
 #: Who asks where there are no users; the only one whose jobs keep their names.
 LOCAL = "local"
+
+#: Of the service's tables. A ledger without this fact has none of them, or those of a version
+#: before formats: what lacks is added.
+FORMAT = 1
+_FORMAT = "service_format"
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS users (
@@ -145,7 +151,7 @@ class ServiceStore:
     """The service's part of a run's ledger; any thread may call it.
 
     folder   of the run
-    raises   LedgerError
+    raises   LedgerError; NewerFormat where a newer version wrote it
     """
 
     def __init__(self, folder: Path) -> None:
@@ -158,7 +164,9 @@ class ServiceStore:
         Ledger(self._path).close()
         self._local = threading.local()
         with self._reading() as base:
+            require_known_format(base, self._path, name=_FORMAT, known=FORMAT)
             base.executescript(_TABLES)
+            write_fact(base, _FORMAT, str(FORMAT))
         self.started = self._started()
 
     # Users.
@@ -272,6 +280,15 @@ class ServiceStore:
         with self._reading() as base:
             rows = base.execute("SELECT number, document, folder FROM submissions").fetchall()
         return [Submission(number, (), document, folder) for number, document, folder in rows]
+
+    def described(self, number: int) -> dict[str, dict[str, Any]]:
+        """Jobs of a submission as its document describes them, with defaults, by full name."""
+        with self._reading() as base:
+            row = base.execute(
+                "SELECT document FROM submissions WHERE number = ?", (number,)
+            ).fetchone()
+        jobs = json.loads(row[0])["jobs"] if row and row[0] else []
+        return {job["name"]: with_defaults(job) for job in jobs}
 
     def file_of(self, number: int) -> Path:
         """File where the scheduler finds a submission."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
+from tlora_fx.config.hyperparameters import learning_rate_of, rank_of
 from tlora_fx.runtime.run_folder import METRICS, parsed_metrics
 from tlora_fx.server.store import OwnedJob, ServiceStore, User
 
@@ -29,7 +30,11 @@ WINDOW_SECONDS = 600.0
 
 
 class JobStatus(BaseModel):
-    """A job: times are seconds since 1970, `loss` and `tokens_per_second` of its last steps."""
+    """A job: times are seconds since 1970, `loss` and `tokens_per_second` of its last steps.
+
+    rank            of its adapter; null where the job file does not tell
+    learning_rate   of the job file, which the schedule scales
+    """
 
     model_config = ConfigDict(ser_json_inf_nan="null")
 
@@ -45,6 +50,8 @@ class JobStatus(BaseModel):
     started: float | None = None
     ended: float | None = None
     base: str = ""
+    rank: int | None = None
+    learning_rate: float | None = None
     loss: float | None = None
     eval_loss: float | None = None
     tokens_per_second: float | None = None
@@ -197,6 +204,8 @@ class RunView:
         self._ledger: object = None
         self._owned: list[OwnedJob] = []
         self._places: dict[str, GroupSpan] = {}
+        # Rank and learning rate of the jobs of each submission, by its number.
+        self._swept: dict[int, dict[str, tuple[int | None, float | None]]] = {}
 
     def refresh(self) -> None:
         """Read what is new in the run's files."""
@@ -228,6 +237,7 @@ class RunView:
         request = json.loads(owned.request) if owned.request else {}
         span = self._places.get(owned.name) if owned.active else None
         begun = self.store.started
+        rank, rate = self._swept_of(owned)
         told = owned.told if owned.status is None and owned.state == "refused" else ""
         status = JobStatus(
             name=owned.name, user=owned.user, state=owned.state,
@@ -236,7 +246,8 @@ class RunView:
             priority=owned.priority, submission=owned.submission, submitted=owned.submitted,
             started=None if owned.first_started is None else begun + owned.first_started,
             ended=None if owned.ended is None else begun + owned.ended,
-            base=request.get("base", ""), loss=metrics.loss, eval_loss=metrics.eval_loss,
+            base=request.get("base", ""), rank=rank, learning_rate=rate,
+            loss=metrics.loss, eval_loss=metrics.eval_loss,
             tokens_per_second=metrics.tokens_per_second,
             group=span.epoch if span else None, gpus=span.gpus if span else (),
         )  # fmt: skip
@@ -312,6 +323,15 @@ class RunView:
     def _read_metrics(self, owned: OwnedJob) -> bool:
         metrics = self.metrics.setdefault(owned.name, Metrics(self.folder / owned.name / METRICS))
         return metrics.refresh()
+
+    def _swept_of(self, owned: OwnedJob) -> tuple[int | None, float | None]:
+        number = owned.submission
+        if number not in self._swept:
+            jobs = self.store.described(number)
+            self._swept[number] = {
+                name: (rank_of(spec), learning_rate_of(spec)) for name, spec in jobs.items()
+            }
+        return self._swept[number].get(owned.name, (None, None))
 
     def _moved(self, shown: Shown) -> bool:
         span = self._places.get(shown.owned.name)

@@ -10,7 +10,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import NamedTuple
@@ -47,8 +47,18 @@ class Axis:
             every = max(1, (most - least) // 6)
             return [10.0**power for power in range(least, most + 1, every)]
         step = round_step((self.high - self.low) / 5)
-        first = math.ceil(self.low / step)
-        return [step * index for index in range(first, int(self.high / step + 1e-9) + 1)]
+        first = math.ceil(self.low / step - 1e-9)
+        return [step * index for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
+
+    def labels(self) -> list[tuple[float, str]]:
+        """Ticks and their texts: as short as `shown`, longer where two would read the same."""
+        ticks = self.ticks()
+        texts = [shown(tick) for tick in ticks]
+        if len(set(texts)) < len(texts):
+            step = ticks[1] - ticks[0]
+            digits = max(0, -math.floor(math.log10(step) + 1e-9))
+            texts = [f"{tick:,.{digits}f}" for tick in ticks]
+        return list(zip(ticks, texts, strict=True))
 
 
 def round_step(given: float) -> float:
@@ -97,6 +107,8 @@ def shown(value: float | None) -> str:
 
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 14, 58
+#: Of the label of a row: pixels that it takes, and characters that fit beside the chart.
+LABEL_HEIGHT, LABEL_LENGTH = 13, 8
 #: So many has the style sheet; they are used in turn.
 COLOURS = 9
 Number = float | int | str | None
@@ -157,16 +169,18 @@ def lines(
     log_x: bool = False,
     log_y: bool = False,
     top: float | None = None,
+    zero: bool = True,
     marks: bool = True,
 ) -> str:
     """Lines over numbers, with error bars where the seeds differ.
 
     top     where the vertical axis ends; None: at the highest value
+    zero    whether the vertical axis begins at 0; False: near the least value
     marks   whether each value is a dot
     """
     all_x = [x for line in series for x in line.x]
     across = axis_of(all_x, LEFT, WIDTH - RIGHT, log=log_x, zero=False)
-    up = _upright(series, top, log=log_y)
+    up = _upright(series, top, log=log_y, zero=zero)
     body = [_frame(across, up, x_label, y_label)]
     for line in series:
         points = [
@@ -262,15 +276,18 @@ def gantt(
     rows: int,
     blocks: Sequence[Block],
     legend: Sequence[tuple[str, int]],
+    *,
+    names: Sequence[str] = (),
 ) -> str:
     """Chart of who holds which rows, over time.
 
     rows      how many there are, from 0 at the bottom
     legend    names of colours
+    names     of the rows; else their numbers from 0
     """
     across = axis_of([t for block in blocks for t in block[2:4]], LEFT, WIDTH - RIGHT, zero=False)
     up = Axis(0.0, float(max(rows, 1)), HEIGHT - BOTTOM, TOP)
-    body = [_frame(across, up, x_label, y_label)]
+    body = [_frame(across, None, x_label, y_label), *_row_labels(up, rows, names)]
     widest = sorted(blocks, key=lambda block: block.begin - block.end)[:MAX_BLOCKS]
     for block in widest:
         x, y = across.at(block.begin), up.at(block.last + 1)
@@ -283,7 +300,21 @@ def gantt(
     return _svg(title, [Series(name, (), colour=colour) for name, colour in legend], body)
 
 
-def _upright(series: Sequence[Series], top: float | None, *, log: bool = False) -> Axis:
+def rows_labelled(rows: int, height: float) -> range:
+    """Rows of a chart of a height in pixels that have a label: no two labels overlap."""
+    return range(0, rows, max(1, round(round_step(rows * LABEL_HEIGHT / height))))
+
+
+def _row_labels(up: Axis, rows: int, names: Sequence[str]) -> Iterator[str]:
+    for row in rows_labelled(rows, up.start - up.end):
+        name = names[row] if names else str(row)
+        short = name if len(name) <= LABEL_LENGTH else f"{name[: LABEL_LENGTH - 1]}…"
+        yield _text(LEFT - 6, up.at(row + 0.5) + 4, short, "end")
+
+
+def _upright(
+    series: Sequence[Series], top: float | None, *, log: bool = False, zero: bool = True
+) -> Axis:
     values = [
         value
         for line in series
@@ -291,7 +322,8 @@ def _upright(series: Sequence[Series], top: float | None, *, log: bool = False) 
         for value in row
         if value is not None
     ]
-    return axis_of([*values, *([top] if top else [])], HEIGHT - BOTTOM, TOP, log=log)
+    values += [top] if top else []
+    return axis_of(values, HEIGHT - BOTTOM, TOP, log=log, zero=zero)
 
 
 def _whisker(x: float, up: Axis, low: float | None, high: float | None) -> str:
@@ -302,18 +334,19 @@ def _whisker(x: float, up: Axis, low: float | None, high: float | None) -> str:
     return f'<path class="whisker" d="M{x:.1f} {a:.1f}V{b:.1f}{ends}"/>'
 
 
-def _frame(across: Axis | None, up: Axis, x_label: str, y_label: str) -> str:
+def _frame(across: Axis | None, up: Axis | None, x_label: str, y_label: str) -> str:
     parts = []
-    for tick in up.ticks():
+    for tick, text in up.labels() if up else ():
+        assert up is not None
         y = up.at(tick)
         parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(_text(LEFT - 6, y + 4, shown(tick), "end"))
+        parts.append(_text(LEFT - 6, y + 4, text, "end"))
     base = HEIGHT - BOTTOM
     if across is not None:
-        for tick in across.ticks():
+        for tick, text in across.labels():
             x = across.at(tick)
             parts.append(f'<path class="tick" d="M{x:.1f} {base}v4"/>')
-            parts.append(_text(x, base + 17, shown(tick), "middle"))
+            parts.append(_text(x, base + 17, text, "middle"))
         parts.append(_text((LEFT + WIDTH - RIGHT) / 2, base + 36, x_label, "middle"))
     parts.append(f'<path class="axis" d="M{LEFT} {TOP}V{base}H{WIDTH - RIGHT}"/>')
     middle = (TOP + base) / 2
@@ -355,7 +388,7 @@ def _legend(series: Sequence[Series]) -> tuple[str, int]:
     """The names of the series below the figure, and the height that they take."""
     parts, x, y = [], float(LEFT), HEIGHT - 2
     for line in series:
-        wide = 26 + 7.2 * len(line.name)
+        wide = 26 + 8 * len(line.name)
         if x + wide > WIDTH - RIGHT and x > LEFT:
             x, y = float(LEFT), y + 18
         size = f'x="{x:.1f}" y="{y - 9}" width="12" height="10"'

@@ -4,7 +4,8 @@ A checkpoint is a new folder, written under a temporary name, every file fsynced
 its checksum in a manifest, then renamed; the file `latest` is replaced last:
 
     checkpoints/latest                     names of the kept checkpoints, newest first
-    checkpoints/step-000123/manifest.json  format, and the checksum of every other file
+    checkpoints/step-000123/manifest.json  format, version that wrote it, and the checksum of
+                                      every other file
                            /state.json     the run, and each job's counters, cursor and status
                            /jobs/NAME/adapter_model.safetensors, optimizer.safetensors,
                                       best_model.safetensors
@@ -41,11 +42,11 @@ from torch import Tensor
 
 from tlora_fx.errors import CheckpointError
 from tlora_fx.host.durable import link_or_copy, replace_file, sync_folder, write_synced
+from tlora_fx.host.formats import require_known, stamp
 from tlora_fx.runtime.checkpoints.tensor_file import as_file, file_tensors, tensor_bytes
 
+#: Older formats are read too: in the first, every checksum is a file's SHA-256.
 FORMAT = 2
-#: Formats that are read: in the first, every checksum is a file's SHA-256.
-READ_FORMATS = (1, FORMAT)
 BEST = "best_model.safetensors"
 KEPT = 2
 #: Bytes of a large file that are hashed as one, in every checkpoint of this format.
@@ -241,8 +242,8 @@ class CheckpointStore:
         Warns of each damaged one that it passes over. Its run may write others meanwhile.
 
         only     names of jobs: the files of others are neither read nor checked
-        raises   CheckpointError when checkpoints exist and none is whole, or when one was written
-                 by a newer tlora-fx
+        raises   CheckpointError when checkpoints exist and none is whole; NewerFormat when one was
+                 written by a newer tlora-fx
         """
         names = self._names()
         reasons: list[str] = []
@@ -451,7 +452,7 @@ def _write(
         files.put("state.json", _json(state))
     for name in jobs:
         sync_folder(folder / "jobs" / name)
-    manifest: dict[str, Any] = {"format": FORMAT, "sha256": sums}
+    manifest: dict[str, Any] = {**stamp(FORMAT), "sha256": sums}
     if links:
         manifest["links"] = sorted(links)
     write_synced(folder / "manifest.json", _json(manifest))
@@ -585,24 +586,20 @@ def _job_of(file: str) -> str:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself; raises _Damaged, CheckpointError of another format."""
+    """What a checkpoint says of itself; raises _Damaged, NewerFormat."""
     try:
         manifest: dict[str, Any] = json.loads((folder / "manifest.json").read_bytes())
-        written_by = int(manifest["format"])
+        written_in = int(manifest["format"])
         if not all(isinstance(total, str) for total in manifest["sha256"].values()):
             raise TypeError("a checksum is no text")
     except (
         OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError,
     ) as error:  # fmt: skip
         raise _Damaged(f"its manifest cannot be read ({error})") from error
-    if written_by not in READ_FORMATS:
-        raise CheckpointError(
-            "the checkpoint has another format",
-            path=folder,
-            expected=" or ".join(map(str, READ_FORMATS)),
-            found=written_by,
-            help="resume with the version of tlora-fx that wrote it",
-        )
+    version = str(manifest.get("version", ""))
+    require_known("the checkpoint", folder, written_in, known=FORMAT, version=version)
+    if written_in < 1:
+        raise _Damaged(f"its manifest says format {written_in}, which no checkpoint has")
     return manifest
 
 

@@ -127,7 +127,7 @@ class Megatron:
                 left.append(job)
         reasons = []
         if explain:
-            detail = f"{allocation.placer.free} GPUs are free"
+            detail = f"{allocation.placer.free} {state.cluster.unit}s are free"
             reasons = [Reason(job.name, "alone") for slot in allocation.slots for job in slot.jobs]
             reasons += [Reason(job.name, "waits", detail=detail) for job in left]
         return Decision(allocation.groups(), names_of(left), tuple(reasons))

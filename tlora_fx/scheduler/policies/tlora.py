@@ -156,24 +156,26 @@ def reasons_of(
         Reason(name, "taken out", detail="its group would slow it down past its bound")
         for name in search_round.broke
     ]
+    cluster = state.cluster
     for name, unit in by_jobs(placed.running).items():
         less = unit.asked - unit.gpus
         if less:
             others = tuple(other for other in unit.jobs if other != name)
-            detail = f"{unit.gpus} of the {unit.asked} GPUs that its jobs asked for"
-            reasons.append(
-                Reason(name, f"released {less} GPU{'s' * (less > 1)}", others, detail=detail)
-            )
-    reasons += _waiting(placed, new)
+            detail = f"{unit.gpus} of the {cluster.counted(unit.asked)} that its jobs asked for"
+            verdict = f"released {cluster.counted(less)}"
+            reasons.append(Reason(name, verdict, others, detail=detail))
+    reasons += _waiting(placed, new, cluster)
     order = {name: index for index, name in enumerate(state.jobs)}
     return tuple(sorted(reasons, key=lambda reason: order[reason.job]))
 
 
-def _waiting(placed: Placement, new: Sequence[CandidateGroup]) -> Iterator[Reason]:
+def _waiting(
+    placed: Placement, new: Sequence[CandidateGroup], cluster: Cluster
+) -> Iterator[Reason]:
     """Why jobs wait, and with whom; nobody may join what is new."""
     aside = len(placed.reserved)
     for unit in placed.waiting:
-        detail = f"needs {unit.gpus} free GPU{'s' * (unit.gpus > 1)} of one place"
+        detail = f"needs {unit.gpus} free {cluster.unit}{'s' * (unit.gpus > 1)} of one place"
         if aside:
             detail += f"; {aside} nodes are set aside for the first that waits"
         if barred := [name for other in new if other.base == unit.base for name in other.jobs]:

@@ -1,11 +1,13 @@
 // The page of a service: everything comes from /api/v1, and what changes comes by its stream.
 
+import { axisOf } from "./axis.js";
+import { COLUMNS, ORDER, byColumn, byState, nextSort } from "./columns.js";
+
 const POINTS = 120, EVENTS = 200, ROW = 26, SVG = "http://www.w3.org/2000/svg";
-const ORDER = ["running", "pausing", "cancelling", "queued", "received", "paused", "failed", "refused", "cancelled", "done"];
 const find = (id) => document.getElementById(id);
 const body = document.querySelector("#jobs tbody");
 const jobs = new Map(), curves = new Map(), rows = new Map();
-let groups = [], facts = null, shown = [], picked = null, version = -1;
+let groups = [], facts = null, shown = [], picked = null, sort = null;
 
 // Small helpers of the document.
 
@@ -131,10 +133,7 @@ function say(text, lost = false) {
 function arrange() {
   const words = find("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   const matches = (job) => words.every((word) => `${job.name} ${job.state}`.toLowerCase().includes(word));
-  const rank = (job) => ORDER.indexOf(job.state);
-  shown = [...jobs.values()].filter(matches).sort((a, b) =>
-    rank(a) - rank(b) || b.priority - a.priority ||
-    (rank(a) > 5 ? (b.ended ?? 0) - (a.ended ?? 0) : a.submitted - b.submitted) || (a.name < b.name ? -1 : 1));
+  shown = [...jobs.values()].filter(matches).sort(sort ? byColumn(sort.id, sort.descending) : byState);
   find("count").textContent = `${shown.length} of ${jobs.size}`;
   find("none").hidden = jobs.size > 0;
   drawRows();
@@ -166,38 +165,63 @@ function drawRow(job, index) {
   let row = rows.get(job.name);
   if (!row) {
     row = make("tr", { tabindex: 0, "data-job": job.name });
-    for (let cell = 0; cell < 7; cell += 1) row.append(make("td", cell > 3 || cell === 2 ? { class: "n" } : {}));
+    for (const column of COLUMNS) row.append(make("td", { class: `${column.id}${column.number ? " n" : ""}` }));
     rows.set(job.name, row);
   }
   row.setAttribute("aria-rowindex", index + 2);
   row.setAttribute("aria-selected", job.name === picked);
   const points = curves.get(job.name) ?? [];
-  const stamp = `${job.state} ${job.step} ${job.steps} ${job.gpus} ${points.length} ${job.loss}`;
+  const stamp = `${job.state} ${job.step} ${job.steps} ${job.gpus} ${points.length} ${job.loss} ${job.eval_loss} ${job.rank} ${job.learning_rate}`;
   if (row.dataset.stamp === stamp) return row;
   row.dataset.stamp = stamp;
-  const [name, state, step, curve, loss, pace, gpus] = row.children;
-  name.textContent = name.title = job.name;
-  state.textContent = job.state;
-  state.className = job.state;
-  step.textContent = `${job.step}/${job.steps || "?"}`;
-  curve.replaceChildren(spark(points));
-  loss.textContent = number(job.loss, 4);
-  pace.textContent = job.state === "running" ? number(job.tokens_per_second, 0) : "";
-  gpus.textContent = job.gpus.join(",");
+  COLUMNS.forEach(({ key, text }, at) => {
+    const value = key?.(job) ?? null;
+    row.children[at].textContent = value === null ? "" : text(value);
+  });
+  const cell = (id) => row.querySelector(`.${id}`);
+  cell("job").title = job.name;
+  row.children[1].className = `state ${job.state}`;
+  cell("step").textContent = `${job.step}/${job.steps || "?"}`;
+  cell("curve").replaceChildren(spark(points));
+  cell("units").textContent = job.gpus.join(",");
   return row;
 }
 
-function pathOf(points, width, height) {
-  const steps = points.map((point) => point[0]), losses = points.map((point) => point[1]);
-  const first = steps[0], low = Math.min(...losses), high = Math.max(...losses);
+// The table's head: each title that sorts is a button.
+
+function drawHead() {
+  const cells = COLUMNS.map((column) => {
+    const title = column.id === "units" ? unit() : column.title;
+    const cell = make("th", { scope: "col", class: `${column.id}${column.number ? " n" : ""}` });
+    if (column.hint) cell.title = column.hint;
+    if (!column.key) {
+      cell.textContent = title;
+      return cell;
+    }
+    const own = sort?.id === column.id;
+    if (own) cell.setAttribute("aria-sort", sort.descending ? "descending" : "ascending");
+    cell.append(make("button", { type: "button", "data-sort": column.id }, `${title}${own ? (sort.descending ? " ▾" : " ▴") : ""}`));
+    return cell;
+  });
+  const focused = document.activeElement?.dataset?.sort;
+  find("titles").replaceChildren(...cells);
+  if (focused) document.querySelector(`[data-sort=${focused}]`).focus();
+}
+
+const unit = () => (facts?.gpu === "cpu" ? "CPU" : "GPU");
+
+function pathOf(points, width, height, low, high) {
+  const steps = points.map((point) => point[0]), first = steps[0];
   const x = (step) => ((step - first) / (steps.at(-1) - first || 1)) * width;
   const y = (loss) => height - ((loss - low) / (high - low || 1)) * height;
   return points.map(([step, loss], i) => `${i ? "L" : "M"}${x(step).toFixed(1)} ${y(loss).toFixed(1)}`).join("");
 }
 
+const ends = (points) => [Math.min(...points.map((point) => point[1])), Math.max(...points.map((point) => point[1]))];
+
 function spark(points) {
   const svg = make("svg", { viewBox: "0 -1 200 22", preserveAspectRatio: "none", "aria-hidden": "true" });
-  if (points.length > 1) svg.append(make("path", { class: "loss", d: pathOf(points, 200, 20), "vector-effect": "non-scaling-stroke" }));
+  if (points.length > 1) svg.append(make("path", { class: "loss", d: pathOf(points, 200, 20, ...ends(points)), "vector-effect": "non-scaling-stroke" }));
   return svg;
 }
 
@@ -205,11 +229,12 @@ function drawFacts() {
   if (!facts) return;
   const counts = {};
   for (const job of jobs.values()) counts[job.state] = (counts[job.state] ?? 0) + 1;
+  find("groups-head").textContent = `Groups on ${unit()}s`;
   const told = ORDER.filter((state) => counts[state]).map((state) => `${counts[state]} ${state}`);
   find("facts").textContent = [
-    facts.user, `${facts.busy} of ${facts.gpus} GPU${facts.gpus > 1 ? "s" : ""} busy`,
+    facts.user, `${facts.busy} of ${facts.gpus} ${unit()}${facts.gpus > 1 ? "s" : ""} busy`,
     `${Math.round(100 * facts.utilisation)} % held in ten minutes`, facts.policy && `policy ${facts.policy}`,
-    `${facts.gpu_hours.toFixed(2)} GPU-hours used`, ...told,
+    `${facts.gpu_hours.toFixed(2)} ${unit()}-hours used`, ...told,
   ].filter(Boolean).join(" · ");
 }
 
@@ -240,12 +265,12 @@ function drawTimeline() {
         class: span.jobs.length ? `g${span.epoch % 6}` : "other", x: x(span.launched), y: gpu * lane + 1,
         width: Math.max(1, x(end) - x(span.launched) - 1), height: lane - 2, "data-epoch": span.epoch,
       });
-      box.append(make("title", {}, `group ${span.epoch} on GPU ${gpu}: ${names}\n${clock(span.launched)} to ${span.ended ? clock(span.ended) : "now"} ${span.how}`));
+      box.append(make("title", {}, `group ${span.epoch} on ${unit()} ${gpu}: ${names}\n${clock(span.launched)} to ${span.ended ? clock(span.ended) : "now"} ${span.how}`));
       parts.push(box);
     }
   }
   svg.replaceChildren(...parts);
-  svg.setAttribute("aria-label", `Groups on GPUs: ${busy.size} of ${gpus} GPUs are busy`);
+  svg.setAttribute("aria-label", `Groups on ${unit()}s: ${busy.size} of ${gpus} ${unit()}s are busy`);
 }
 
 // One job.
@@ -255,19 +280,35 @@ async function pick(name) {
   location.hash = encodeURIComponent(name);
   for (const [other, row] of rows) row.setAttribute("aria-selected", other === name);
   find("told").textContent = "";
-  find("why").textContent = "";
+  find("why").replaceChildren();
+  find("hyperparameters").replaceChildren();
   showJob();
-  await why();
+  await Promise.all([why(), hyperparameters()]);
 }
+
+async function hyperparameters() {
+  const name = picked;
+  const told = await read(`jobs/${encodeURIComponent(name)}/hyperparameters`).catch(() => ({}));
+  if (name === picked) find("hyperparameters").replaceChildren(...terms(Object.entries(told)));
+}
+
+const terms = (pairs) => pairs.flatMap(([key, value]) => [make("dt", {}, key), make("dd", {}, value)]);
 
 async function why() {
   const name = picked;
   try {
-    const told = await read(`jobs/${encodeURIComponent(name)}/explain`);
-    if (name === picked) find("why").textContent = told.text;
+    const told = await read(`jobs/${encodeURIComponent(name)}/explain?narrow=true`);
+    if (name === picked) find("why").replaceChildren(...told.text.split("\n").map(indented));
   } catch (error) {
     find("why").textContent = error.message;
   }
+}
+
+// A line that wraps goes on below its own beginning, as far in as it was.
+function indented(text) {
+  const line = make("p", {}, text.trimStart());
+  line.style.paddingLeft = `${(text.length - text.trimStart().length) / 2}em`;
+  return line;
 }
 
 function showJob() {
@@ -281,28 +322,29 @@ function showJob() {
   for (const button of document.querySelectorAll("[data-verb]")) button.hidden = !may[button.dataset.verb];
   const told = [
     ["state", job.state], ["reason", job.reason], ["step", `${job.step} of ${job.steps || "?"}`], ["loss", number(job.loss, 4)],
-    ["eval loss", number(job.eval_loss, 4)], ["group", job.group === null ? "" : `${job.group} on GPU ${job.gpus.join(", ")}`],
+    ["eval loss", number(job.eval_loss, 4)], ["group", job.group === null ? "" : `${job.group} on ${unit()} ${job.gpus.join(", ")}`],
     ["priority", job.priority || ""], ["base", job.base], ["submitted", when(job.submitted)],
     ["started", when(job.started)], ["ended", when(job.ended)],
   ];
-  find("job-facts").replaceChildren(...told.filter(([, value]) => value).flatMap(([key, value]) => [make("dt", {}, key), make("dd", {}, value)]));
+  find("job-facts").replaceChildren(...terms(told.filter(([, value]) => value)));
   drawCurve(curves.get(job.name) ?? []);
 }
 
 function drawCurve(points) {
-  const svg = find("curve"), width = svg.clientWidth || 400, left = 46, inner = width - left - 6;
-  if (points.length < 2) return svg.replaceChildren(make("text", { x: left, y: 90 }, "no steps yet"));
+  const svg = find("curve"), width = svg.clientWidth || 400, left = 52, inner = width - left - 6, height = 150;
+  svg.classList.toggle("empty", points.length < 2);
+  if (points.length < 2) return svg.replaceChildren(make("text", { x: 0, y: 14 }, "no steps yet"));
   const losses = points.map((point) => point[1]);
-  const low = Math.min(...losses), high = Math.max(...losses), plot = make("g", { transform: `translate(${left} 6)` });
-  plot.append(make("path", { class: "loss", d: pathOf(points, inner, 150) }));
-  const labels = [
-    make("text", { x: left - 4, y: 12, "text-anchor": "end" }, high.toPrecision(3)),
-    make("text", { x: left - 4, y: 158, "text-anchor": "end" }, low.toPrecision(3)),
-    make("text", { x: left, y: 174 }, `step ${points[0][0]}`),
-    make("text", { x: left + inner, y: 174, "text-anchor": "end" }, `${points.at(-1)[0]}`),
-    make("line", { class: "axis", x1: left, x2: left + inner, y1: 160, y2: 160 }),
-  ];
-  svg.replaceChildren(plot, ...labels);
+  const { low, high, ticks } = axisOf(losses), plot = make("g", { transform: `translate(${left} 6)` });
+  const parts = ticks.flatMap(({ value, text }) => {
+    const y = 6 + height - ((value - low) / (high - low)) * height;
+    return [make("line", { class: "axis", x1: left, x2: left + inner, y1: y, y2: y }),
+      make("text", { x: left - 5, y: y + 4, "text-anchor": "end" }, text)];
+  });
+  plot.append(make("path", { class: "loss", d: pathOf(points, inner, height, low, high) }));
+  parts.push(plot, make("text", { x: left, y: 174 }, `step ${points[0][0]}`),
+    make("text", { x: left + inner, y: 174, "text-anchor": "end" }, `${points.at(-1)[0]}`));
+  svg.replaceChildren(...parts);
   svg.setAttribute("aria-label", `Loss by step: from ${losses[0].toPrecision(4)} to ${losses.at(-1).toPrecision(4)}`);
 }
 
@@ -317,6 +359,7 @@ function tell(list) {
 }
 
 function drawAll() {
+  drawHead();
   for (const row of rows.values()) delete row.dataset.stamp;
   arrange();
   drawTimeline();
@@ -325,6 +368,14 @@ function drawAll() {
 
 // What people do.
 
+find("titles").addEventListener("click", (event) => {
+  const id = event.target.dataset.sort;
+  if (!id) return;
+  sort = nextSort(sort, id);
+  body.closest(".scroll").scrollTop = 0;
+  drawHead();
+  arrange();
+});
 body.addEventListener("click", (event) => {
   const name = event.target.closest("tr")?.dataset.job;
   if (name) pick(name);
@@ -366,5 +417,6 @@ setInterval(async () => {
   drawTimeline();
   if (picked) why();
 }, 5000);
+drawHead();
 picked = location.hash ? decodeURIComponent(location.hash.slice(1)) : null;
 listen();
