@@ -358,19 +358,16 @@ def _base(backbone: Backbone) -> object:
     model, config = backbone.model, backbone.config
     fields = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
     kinds = sorted({type(module) for module in model.modules()}, key=_name)
+    parameters = model.named_parameters(remove_duplicate=False)
     return (
         _literal(fields),
         str(getattr(config, "_attn_implementation", None)),
         (backbone.spec.seed, backbone.spec.is_classifier, backbone.is_encoder),
         [_class(kind) for kind in kinds],
         [(path, _module(module)) for path, module in model.named_modules(remove_duplicate=False)],
-        [(n, tuple(p.shape), str(p.dtype)) for n, p in _all_parameters(model)],
+        [(n, tuple(p.shape), str(p.dtype)) for n, p in parameters],
         [(n, _tensor(backbone.values.get(n, b))) for n, b in model.named_buffers()],
     )
-
-
-def _all_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return model.named_parameters(remove_duplicate=False)
 
 
 def _module(module: nn.Module) -> object:
