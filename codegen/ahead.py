@@ -23,7 +23,7 @@ from tlora_fx.host.phases import phase
 
 logger = logging.getLogger(__name__)
 #: Threads: most of a compilation is outside of Python.
-MOST = 16
+MAX_THREADS = 16
 
 
 class _Like:
@@ -75,7 +75,7 @@ class Ahead:
     def compiling(self) -> Iterator[None]:
         """Compile what is started within it; at its end all of it is there."""
         assert not self.is_on, "one computation at a time"
-        workers = min(MOST, usable_cpus())
+        workers = min(MAX_THREADS, usable_cpus())
         self._pool = ThreadPoolExecutor(workers, "compile-ahead")
         self.is_on, whole = True, False
         try:

@@ -154,12 +154,6 @@ def either(numbers: Sequence[int]) -> str:
     return " or ".join(str(number) for number in dict.fromkeys(numbers))
 
 
-def columns_of(spec: KernelSpec) -> str:
-    """I + O of every site, summed, for a formula."""
-    outers = sum(spec.outers)
-    return "I + O" if spec.sites == 1 else f"{spec.sites} I + {outers}"
-
-
 def overlaps(spec: KernelSpec) -> bool:
     """Whether a kernel may start before the one ahead of it is done: from Hopper on."""
     return spec.arch >= 90

@@ -448,7 +448,8 @@ class LowerAdapters(GroupPass):
     def _branch(self, write: fx.Node, anchor: fx.Node, frozen: Frozen | Other) -> LoraBranch:
         """The branch behind a segment write; raises NoMatch where it is of no kind that lowers."""
         try:
-            return match_branch(write, anchor, _input_of(frozen))
+            # Without an input nothing matches.
+            return match_branch(write, anchor, frozen.x)  # type: ignore[arg-type]
         except NoMatch:
             dora = self.dora and isinstance(frozen, Frozen)
             branch = match_dora(write, anchor, frozen) if dora else None  # type: ignore[arg-type]
@@ -610,10 +611,6 @@ def _drop_writes(graph: fx.Graph, writes: list[fx.Node]) -> None:
         if not write._erased:
             write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
             graph.erase_node(write)
-
-
-def _input_of(frozen: Frozen | Other) -> fx.Node:
-    return frozen.x  # type: ignore[return-value]  # without one nothing matches
 
 
 def _served(make: Maker, frozen: Frozen | Other, write: fx.Node) -> tuple[Any, ...]:

@@ -150,7 +150,7 @@ def _narrowest(root: fx.Graph, ways: nx.DiGraph, before: set[fx.Node]) -> fx.Nod
     from_row = set().union(*(nx.descendants(ways, node) for node in given)) & before
     order = {node: index for index, node in enumerate(root.nodes)}
     carrying = [n for n in root.nodes if n in from_row and _holds_tensors(n)]
-    products = [order[node] for node in carrying if _is_product(node)]
+    products = [order[n] for n in carrying if is_call(n, *PRODUCTS) or lowered_site(n) is not None]
     row = str(list(inputs[ROW[0]].meta["val"].shape))
     members = set(carrying)
     narrowest: fx.Node | None = None
@@ -175,10 +175,6 @@ def _outline(hidden: fx.Node, members: list[fx.Node], jobs: list[str]) -> fx.Gra
                 help="the base computes its logits from several values; this is not supported yet",
             )
     return piece.graph
-
-
-def _is_product(node: fx.Node) -> bool:
-    return is_call(node, *PRODUCTS) or lowered_site(node) is not None
 
 
 def _holds_tensors(node: fx.Node) -> bool:

@@ -26,7 +26,7 @@ class Fact:
     operators   that both kinds of parallelism know
     of_row      what is wrong where that is the row's dimension
     of_pieces   what is wrong where that is the dimension of pieces
-    rows_only   operators that only token parallelism knows
+    rows_only   operators that token parallelism alone knows by this fact
     """
 
     move: Callable[[fx.Node, int], int | None]
@@ -101,6 +101,16 @@ def reduced(node: fx.Node, dim: int) -> int | None:
     return left if left is None or not argument(node, "keepdim", False) else dim
 
 
+def _turned(node: fx.Node, dim: int) -> int:
+    """The last two dimensions change places; a vector stays."""
+    ndim = rank_of(node)
+    return 2 * ndim - 3 - dim if dim >= ndim - 2 >= 0 else dim
+
+
+def _parted(node: fx.Node, dim: int) -> int | None:
+    return None if dim in _dims(node, argument(node, "dim", 0)) else dim
+
+
 def _along(node: fx.Node, dim: int) -> int | None:
     given = argument(node, "dim", argument(node, "dims", -1))
     return None if dim in _dims(node, given) else dim
@@ -115,6 +125,20 @@ FACTS = (
     Fact(_transposed, (aten.transpose, aten.swapaxes)),
     Fact(_permuted, (aten.permute,)),
     Fact(_unsqueezed, (aten.unsqueeze,)),
+    Fact(_turned, (), rows_only=(aten.t, aten.mT)),
+    Fact(
+        _parted,
+        (),
+        of_row="it takes some tokens of the row by their place",
+        rows_only=(aten.slice, aten.narrow, aten.index_select),
+    ),
+    Fact(
+        _parted,
+        (),
+        of_row="it splits the row",
+        rows_only=(aten.split, aten.chunk, aten.split_with_sizes),
+    ),
+    Fact(_along, (), of_row="it subtracts neighbours in the row", rows_only=(aten.diff,)),
     Fact(
         _taken,
         (aten.select,),

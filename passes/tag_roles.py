@@ -33,7 +33,9 @@ class TagRoles(JobPass):
         for node in graph.root.nodes:
             path = _module_of(node)
             site = _site_of(path, graph.sites)
-            adapter = site is not None and _is_adapter(path, site)
+            adapter = site is not None and (
+                site.rank == 0 or not under(path, f"{site.path}.base_layer")
+            )
             node.meta["role"] = "adapter" if adapter else "backbone"
             node.meta["jobs"] = (graph.name,) if adapter else ()
             if adapter and site is not None:
@@ -54,10 +56,6 @@ def _site_of(path: str, sites: dict[str, AdapterSite]) -> AdapterSite | None:
             return sites[path]
         path = path.rpartition(".")[0]
     return None
-
-
-def _is_adapter(path: str, site: AdapterSite) -> bool:
-    return site.rank == 0 or not under(path, f"{site.path}.base_layer")
 
 
 def _part(node: fx.Node, path: str, site: AdapterSite) -> str | None:

@@ -155,18 +155,6 @@ def _embedding(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     return axis_of(node.args[1])
 
 
-@rule(aten.t)
-def _t(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    axis = axis_of(node.args[0])
-    return None if axis is None else rank_of(node) - 1 - axis
-
-
-@rule(aten.mT)
-def _mt(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    axis, ndim = axis_of(node.args[0]), rank_of(node)
-    return {ndim - 1: ndim - 2, ndim - 2: ndim - 1}.get(axis, axis)
-
-
 @rule(aten.view_as_complex)
 def _view_as_complex(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     """Pairs along the last dimension become numbers; `view_as_real` puts them back."""
@@ -296,15 +284,6 @@ def _cat(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     return axis
 
 
-@rule(aten.slice, aten.narrow, aten.index_select)
-def _slice(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    axis = axis_of(node.args[0])
-    dim = dim_of(int(node.args[1]) if len(node.args) > 1 else 0, rank_of(node.args[0]))  # type: ignore[arg-type]
-    if axis is not None and dim == axis:
-        raise MixesTokens("it takes some tokens of the row by their place")
-    return axis
-
-
 @rule(aten.slice_scatter, aten.select_scatter)
 def _written_part(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     """A value in which a part along `dim` is another's."""
@@ -318,15 +297,6 @@ def _written_part(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     if axis != other:
         raise MixesTokens("it writes a value that holds the row elsewhere, or not at all")
     return axis
-
-
-@rule(aten.split, aten.chunk, aten.split_with_sizes)
-def _split(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    axis = axis_of(node.args[0])
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
-    if axis is not None and dim_of(int(dim), rank_of(node.args[0])) == axis:  # type: ignore[arg-type]
-        raise MixesTokens("it splits the row")
-    return results(node, axis)
 
 
 @rule(operator.getitem)
@@ -411,16 +381,6 @@ def _is_one_expanded(value: Any, dim: int) -> bool:
         return False
     size = value.args[0].meta["val"].shape[dim]
     return isinstance(size, int) and size == 1
-
-
-@rule(aten.diff)
-def _diff(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
-    source: Any = node.args[0]
-    axis = axis_of(source)
-    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", -1)
-    if axis is not None and dim_of(int(dim), rank_of(source)) == axis:  # type: ignore[arg-type]
-        raise MixesTokens("it subtracts neighbours in the row")
-    return axis
 
 
 @rule(aten.max, aten.min)

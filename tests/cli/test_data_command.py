@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tlora_fx.cli import main
-from tlora_fx.cli.token_text import SHOWN_AT_EACH_END
+from tlora_fx.cli.data import SHOWN_AT_EACH_END
 
 ROOT = Path(__file__).parents[2]
 BASE = {"config": str(ROOT / "examples" / "quickstart" / "base"), "dtype": "float32"}

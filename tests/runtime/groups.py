@@ -12,8 +12,8 @@ import numpy as np
 import transformers
 
 from tlora_fx.config.job import BaseSpec, Job
+from tlora_fx.runtime.data.encode_data import encode_once
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
-from tlora_fx.runtime.data.table_cache import encode_once
 from tlora_fx.runtime.data.tables import Cut, SampleTable, TokenRow, record_batch
 
 VOCABULARY = 53

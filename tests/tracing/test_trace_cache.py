@@ -21,7 +21,7 @@ from tlora_fx.config.job import BaseSpec
 from tlora_fx.graph_file import graph_text
 from tlora_fx.host import environment, sources
 from tlora_fx.model.backbone import load_backbone
-from tlora_fx.tracing import export, trace_cache, trace_keys
+from tlora_fx.tracing import export, trace_cache
 from tlora_fx.tracing.adapters import resolve_sites
 from tlora_fx.tracing.trace_cache import base_graph, job_graph, require_common_loss, traces_folder
 
@@ -154,7 +154,7 @@ def forget_sources():
 
 def test_other_code_of_ours_is_traced_anew(tmp_path, traced, monkeypatch, forget_sources):
     """Whatever changed in a room that tracing may run."""
-    for room in trace_keys.ROOMS:
+    for room in trace_cache.ROOMS:
         shutil.copytree(sources.PACKAGE / room, tmp_path / "package" / room)
     base_text(llama(tmp_path))
     monkeypatch.setattr(sources, "PACKAGE", tmp_path / "package")
@@ -182,11 +182,11 @@ def test_other_versions_are_traced_anew(tmp_path, traced, monkeypatch):
     """Of any installed package: which of them are there decides what models run."""
     base_text(llama(tmp_path))
     monkeypatch.setattr(torch, "__version__", "0.0")
-    trace_keys._versions.cache_clear()
+    trace_cache._versions.cache_clear()
     try:
         base_text(llama(tmp_path))
     finally:
-        trace_keys._versions.cache_clear()
+        trace_cache._versions.cache_clear()
 
     assert traced == ["base", "base"]
 
@@ -195,18 +195,18 @@ def test_code_that_is_no_librarys_is_never_kept(tmp_path, traced, monkeypatch):
     """A forward or a function that somebody put into a library's class or module."""
     backbone = load_backbone(llama(tmp_path))
     rotate, forward = modeling_llama.rotate_half, modeling_llama.LlamaMLP.forward
-    plain_key = trace_keys.base_key(backbone)
+    plain_key = trace_cache.base_key(backbone)
 
     with monkeypatch.context() as patch:
         patch.setattr(modeling_llama, "rotate_half", lambda x: 1 * rotate(x))
-        assert trace_keys.base_key(backbone) is None
+        assert trace_cache.base_key(backbone) is None
     with monkeypatch.context() as patch:
         patch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: 1 * forward(self, x))
-        assert trace_keys.base_key(backbone) is None
+        assert trace_cache.base_key(backbone) is None
     with monkeypatch.context() as patch:
         patch.setattr(backbone.model, "forward", lambda **given: None)
-        assert trace_keys.base_key(backbone) is None
-    assert trace_keys.base_key(backbone) == plain_key is not None
+        assert trace_cache.base_key(backbone) is None
+    assert trace_cache.base_key(backbone) == plain_key is not None
 
 
 def test_a_module_from_python_is_traced_each_time(traced):
@@ -296,14 +296,14 @@ def test_tracing_imports_nothing_of_rooms_that_keys_leave_out():
     """Else its code could change without another key."""
     imported = {
         name
-        for room in trace_keys.ROOMS
-        for path in (trace_keys.PACKAGE / room).resolve().rglob("*.py")
+        for room in trace_cache.ROOMS
+        for path in (trace_cache.PACKAGE / room).resolve().rglob("*.py")
         for name in re.findall(
             r"^ *(?:from|import) tlora_fx\.(\w+)", path.read_text(), re.MULTILINE
         )
     }
 
-    assert imported == {*trace_keys.ROOMS}
+    assert imported == {*trace_cache.ROOMS}
 
 
 @pytest.mark.parametrize("where", ["peft", "masks", "functional"])
@@ -315,7 +315,7 @@ def test_what_another_package_puts_in_place_of_a_library_s_has_no_key(tmp_path, 
         "functional": (torch.nn.functional, "silu"),
     }[where]
     backbone = load_backbone(llama(tmp_path))
-    assert trace_keys.base_key(backbone) is not None
+    assert trace_cache.base_key(backbone) is not None
     code = builtins.compile(
         "def f(*given, **named): return plain(*given, **named)", np.__file__, "exec"
     )
@@ -323,4 +323,4 @@ def test_what_another_package_puts_in_place_of_a_library_s_has_no_key(tmp_path, 
     exec(code, names)
     monkeypatch.setattr(owner, name, names["f"])
 
-    assert trace_keys.base_key(backbone) is None
+    assert trace_cache.base_key(backbone) is None

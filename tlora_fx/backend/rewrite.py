@@ -8,35 +8,21 @@ tokens.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import operator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from tlora_fx import ops
 from tlora_fx.backend.lora_regions import Lowered
 from tlora_fx.backend.sites import tensor_of
+from tlora_fx.host.sources import own_source
 from tlora_fx.ops import site_id
 
 aten = torch.ops.aten
 SOURCES = ("ops", "codegen")
 WORDS = 2**32
 PREFIX = "tlora_fx_"
-
-
-@functools.cache
-def stamp() -> str:
-    """A hash of the sources of all operators."""
-    digest = hashlib.blake2b(digest_size=6)
-    root = Path(ops.__file__).parents[1]
-    for package in SOURCES:
-        for path in sorted((root / package).rglob("*.py")):
-            digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
 
 
 def declare_tables(root: fx.GraphModule) -> None:
@@ -113,7 +99,7 @@ class SiteRewriter:
         """A buffer that holds a table; equal tables are one."""
         key = (name, tuple(value.flatten().tolist()))
         if key not in self.made:
-            attribute = f"{PREFIX}{stamp()}_{name}_{len(self.made)}"
+            attribute = f"{PREFIX}{own_source(*SOURCES)[:12]}_{name}_{len(self.made)}"
             # Persistent, because AOTAutograd's cache key holds the set of names that are not, whose
             # order differs in every process.
             self.module.register_buffer(attribute, value, persistent=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -19,12 +20,16 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerBase
 
-    from tlora_fx.cli.token_text import TokenTexts
     from tlora_fx.config.job import Job
     from tlora_fx.config.job_file import JobFile
     from tlora_fx.runtime.data.samples import JobData, Sample
     from tlora_fx.runtime.data.tables import SampleTable
 
+#: Tokens of a sample that are shown at its beginning, and as many at its end.
+SHOWN_AT_EACH_END = 100
+_INDENT = "    "
+_NO_CHARACTER = "\ufffd"
+_WORD_START = "▁"
 #: Rows of a histogram.
 MAX_BARS = 10
 BAR_COLUMNS = 40
@@ -108,7 +113,6 @@ class _Reader:
 
 
 def _show(out: Console, data: JobData, rows: int) -> None:
-    from tlora_fx.cli.token_text import TokenTexts
     from tlora_fx.runtime.data.tables import lengths_of
 
     assert data.tokenizer is not None
@@ -227,7 +231,6 @@ def _print_sample(
     out: Console, job: Job, samples: SampleTable, number: int, texts: TokenTexts
 ) -> None:
     """A sample, or both sequences of a pair."""
-    from tlora_fx.cli.token_text import marked_text
     from tlora_fx.runtime.data.tables import NO_TARGET
 
     each = job.sequences_per_sample
@@ -306,3 +309,60 @@ def _bars(ordered: np.ndarray) -> list[_Bar]:
         _Bar(max(at * width, shortest), min(at * width + width - 1, longest), count)
         for at, count in enumerate(counts, first)
     ]
+
+
+class TokenTexts:
+    """The text of single tokens, as people can read it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder.items()
+        self._special = {at for at, token in added if token.special} | {*tokenizer.all_special_ids}
+        self.text = lru_cache(maxsize=1 << 16)(self._text)
+
+    def is_special(self, token: int) -> bool:
+        """Whether a token stands for no text, such as the end of a sequence."""
+        return token in self._special
+
+    def _text(self, token: int) -> str:
+        piece = self._tokenizer.convert_ids_to_tokens(token)
+        if not isinstance(piece, str):
+            return f"<token {token}>"
+        if self.is_special(token):
+            return piece
+        if piece.startswith(_WORD_START):
+            # Decoding one such token alone would drop the space.
+            return piece.replace(_WORD_START, " ")
+        text = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        # A part of a character is no text: then as the vocabulary writes it.
+        return piece if not isinstance(text, str) or not text or _NO_CHARACTER in text else text
+
+
+def marked_text(ids: Sequence[int], trained: Sequence[bool], texts: TokenTexts) -> Text:
+    """A sequence as text, which is broken where its own lines end.
+
+    ids       token ids
+    trained   of each token, whether it is trained
+    """
+    middle = range(SHOWN_AT_EACH_END, len(ids) - SHOWN_AT_EACH_END)
+    marked, joins = Text(_INDENT), False
+    for at, token in enumerate(ids):
+        if at in middle:
+            if at == middle.start:
+                others = sum(trained[middle.start : middle.stop])
+                what = f"{len(middle):,} tokens left out, {others:,} of them trained"
+                marked.append(f"\n{_INDENT}… {what} …\n{_INDENT}", style="dim")
+            joins = False
+            continue
+        text = texts.text(token)
+        shown = text.replace("\n", "↵").replace("\t", "⇥")
+        if trained[at]:
+            marked.append(f"[{shown}]", style="bold green")
+        else:
+            marked.append("·" if joins else "", style="dim")
+            marked.append(shown, style="magenta" if texts.is_special(token) else "")
+        joins = not trained[at]
+        if text.endswith("\n") and at + 1 not in {len(ids), middle.start if middle else None}:
+            marked.append(f"\n{_INDENT}")
+            joins = False
+    return marked

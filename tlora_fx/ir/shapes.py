@@ -65,6 +65,13 @@ def shape_text(shape: Iterable[Any]) -> str:
     return f"[{', '.join(map(size_text, shape))}]"
 
 
+def type_text(value: Any) -> str:
+    """The shape and dtype of a tensor, or the name of another value's type."""
+    if isinstance(value, Tensor):
+        return f"{shape_text(value.shape)} {value.dtype}"
+    return type(value).__name__
+
+
 def size_text(size: Any) -> str:
     """A size as people read it: T0 is that of the first job's segment, "4*T0" four times it."""
     if isinstance(size, int) and size >= FIRST_SEGMENT_SIZE:
@@ -211,7 +218,7 @@ def _fits(wanted: fx.Node, given: Any) -> bool:
 
 def _value_text(given: Any) -> str:
     value = given.meta.get("val") if isinstance(given, fx.Node) else given
-    kind = f"{shape_text(value.shape)} {value.dtype}" if isinstance(value, Tensor) else type(value)
+    kind = type_text(value) if isinstance(value, Tensor) else type(value)
     return f"{kind} ({given})"
 
 

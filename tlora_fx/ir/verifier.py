@@ -109,17 +109,15 @@ def _check_loss(group: GroupGraph) -> None:
     losses = [node for node in nodes if node.meta.get("role") == "loss"]
     if not losses:
         return
-    returned = list(_nodes(output_of(group.root).args))
+    returned = [
+        item for item in pytree.tree_leaves(output_of(group.root).args) if isinstance(item, fx.Node)
+    ]
     if len(losses) != 1 or returned != losses:
         found = ", ".join(node.name for node in losses)
         raise _broken(losses[-1], "", "one loss, which the model returns", found)
     shape = tuple(losses[0].meta["val"].shape)
     if shape != (len(group.jobs),):
         raise _broken(losses[0], "", f"a loss for each of {len(group.jobs)} jobs", str(shape))
-
-
-def _nodes(value: object) -> Iterator[fx.Node]:
-    return (item for item in pytree.tree_leaves(value) if isinstance(item, fx.Node))
 
 
 def _names(jobs: tuple[str, ...]) -> str:
@@ -167,7 +165,8 @@ def fingerprint(graphs: JobGraph | GroupGraph) -> Fingerprint:
             if name:
                 code.update(str(owner.blocks[name].instances).encode())
             code.update("\n".join(_code(graph)).encode())
-            tags.update("\n".join(_tags(graph)).encode())
+            lines = (" ".join(str(node.meta.get(tag)) for tag in TAGS) for node in graph.nodes)
+            tags.update("\n".join(lines).encode())
         for name, value in owner.constants.items():
             code.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
             if not value.is_meta:
@@ -227,8 +226,3 @@ def _shnumbers(value: Any, indices: dict[fx.Node, int]) -> str:
     if isinstance(value, slice):
         return f"slice{_shnumbers((value.start, value.stop, value.step), indices)}"
     return repr(value)
-
-
-def _tags(graph: fx.Graph) -> Iterator[str]:
-    for node in graph.nodes:
-        yield " ".join(str(node.meta.get(tag)) for tag in TAGS)

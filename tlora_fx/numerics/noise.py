@@ -8,11 +8,12 @@ this noise by disturbing the embeddings. `verify` widens its bound by the noise,
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 # Two layouts are two draws of the rounding error. Fused against alone is a third one, which may
 # well be some times larger than the two happened to lie apart.
@@ -30,8 +31,9 @@ def lifted(floor: float, noise: float, ceiling: float) -> float:
     return max(floor, min(FACTOR * noise, ceiling))
 
 
-def disturb_embeddings(model: nn.Module, draw: int = 0) -> list[RemovableHandle]:
-    """Move what every embedding of a model gives by about a rounding, until the hooks are removed.
+@contextmanager
+def disturbed_embeddings(model: nn.Module, draw: int = 0) -> Iterator[None]:
+    """Move what every embedding of a model gives by about a rounding, within this context.
 
     draw   the number of the disturbance, which decides it
     """
@@ -43,4 +45,7 @@ def disturb_embeddings(model: nn.Module, draw: int = 0) -> list[RemovableHandle]
         return output + (output.double() * unit * noise).to(output.dtype)
 
     tables = [part for part in model.modules() if isinstance(part, nn.Embedding)]
-    return [table.register_forward_hook(disturb) for table in tables]
+    with ExitStack() as stack:
+        for table in tables:
+            stack.enter_context(table.register_forward_hook(disturb))
+        yield

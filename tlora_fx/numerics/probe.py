@@ -11,13 +11,12 @@ from __future__ import annotations
 import copy
 import inspect
 import math
-import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import cycle, islice
 from random import Random
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -41,11 +40,11 @@ from tlora_fx.numerics.interpreter import (
     Setting,
     is_dropout,
 )
-from tlora_fx.numerics.noise import disturb_embeddings
+from tlora_fx.numerics.noise import disturbed_embeddings
 from tlora_fx.numerics.reading import GraphLocation
 from tlora_fx.numerics.rows import LARGEST_ID
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
-from tlora_fx.tracing.adapters import freeze_rank_counts
+from tlora_fx.tracing.adapters import wrap_with_peft
 from tlora_fx.tracing.layers import layer_list
 from tlora_fx.tracing.rope import has_longrope, original_length
 
@@ -65,7 +64,7 @@ ROUNDED = 1e-2
 #: at most; by less where the bound is wide already, as in half precision. There two runs of equal
 #: code part by about the noise: 2 to 4 % of bfloat16's logits and 2 to 6 % of its gradients at 32
 #: layers.
-TIMES_NOISE, MOST = 10.0, 10.0
+TIMES_NOISE, MAX_NARROW = 10.0, 10.0
 TIMES_NOISE_WIDE, MAX_WIDE = 4.0, 6.0
 
 
@@ -310,7 +309,8 @@ class _Probe:
 
         raises    FusedDiffers
         """
-        stored = next((ref for ref in _references(self.group) if ref.form), None)
+        refs = (node.meta.get("tensor") for graph in self.group.graphs() for node in graph.nodes)
+        stored = next((ref for ref in refs if isinstance(ref, TensorRef) and ref.form), None)
         if stored is not None:
             return ProbeResult(
                 skipped=f"the graph holds {stored.name} in another form than the base"
@@ -378,7 +378,7 @@ class _Probe:
             )
         )
         wide = bound >= ROUNDED
-        times, most = (TIMES_NOISE_WIDE, MAX_WIDE) if wide else (TIMES_NOISE, MOST)
+        times, most = (TIMES_NOISE_WIDE, MAX_WIDE) if wide else (TIMES_NOISE, MAX_NARROW)
         return max(bound, min(times * noise, most * bound))
 
     def _sequences(self, index: int) -> list[list[int]]:
@@ -512,14 +512,6 @@ class _Probe:
                     "source": node.meta.get("source") or None,
                 }
         return {}
-
-
-def _references(group: GroupGraph) -> Iterator[TensorRef]:
-    for graph in group.graphs():
-        for node in graph.nodes:
-            ref = node.meta.get("tensor")
-            if isinstance(ref, TensorRef):
-                yield ref
 
 
 def _drops(group: GroupGraph, backbone: Backbone) -> bool:
@@ -659,12 +651,8 @@ class _Alone:
         raises       Unchecked where the base does not run
         """
         model = self._wrapped(job)
-        handles = disturb_embeddings(model) if disturbed else []
-        try:
+        with disturbed_embeddings(model) if disturbed else nullcontext():
             return self._run(model, sequences, copies)
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _run(self, model: nn.Module, sequences: Sequence[Sequence[int]], copies: int) -> _Outcome:
         outcome = _Outcome([], {})
@@ -726,8 +714,6 @@ class _Alone:
 
     def _wrapped(self, job: Job) -> nn.Module:
         """The base with a job's adapters, by PEFT, drawn by name."""
-        from peft import get_peft_model
-
         if job.name in self._models:
             model: nn.Module = self._models[job.name]
             return model
@@ -738,12 +724,7 @@ class _Alone:
         config = job.lora_config()
         if not hasattr(base, "prepare_inputs_for_generation"):
             config.task_type = None  # PEFT's class for language models wants to generate
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            wrapped: Any = get_peft_model(
-                base, config, autocast_adapter_dtype=job.adapter_dtype == "float32"
-            )
-        freeze_rank_counts(wrapped.train())
+        wrapped = wrap_with_peft(base, config, job.adapter_dtype).train()
         fields = job.lora_fields
         for path, module in wrapped.named_modules():
             for slot, parameter in module._parameters.items():
@@ -755,7 +736,7 @@ class _Alone:
                 value = nn.Parameter(drawn.detach().to(self.device), mine)
                 module._parameters[slot] = value
         self._models = {job.name: wrapped}
-        return cast(nn.Module, wrapped)
+        return wrapped
 
 
 class _Skipped(nn.Module):

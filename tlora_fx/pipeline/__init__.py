@@ -29,7 +29,7 @@ from tlora_fx.config.plugins import Plugin
 from tlora_fx.errors import GraphInvalid, PassFailed, PassMisreports, TloraError
 from tlora_fx.ir.graph import TRACE, GroupGraph, JobGraph, record
 from tlora_fx.ir.names import name_nodes
-from tlora_fx.ir.shapes import propagate, remember_runs, shape_text
+from tlora_fx.ir.shapes import propagate, remember_runs, type_text
 from tlora_fx.ir.verifier import Fingerprint, check_tags, fingerprint, named_graphs, owners
 from tlora_fx.pipeline.facts import Facts
 from tlora_fx.pipeline.instrument import Change, Done, Event, Instrument
@@ -315,19 +315,15 @@ def _check_values(event: Event, before: Values) -> None:
             was, now = before.get(node), node.meta.get("val")
             if was is None or was is now:
                 continue
-            if not isinstance(now, torch.Tensor) or _type(was) != _type(now):
+            if not isinstance(now, torch.Tensor) or type_text(was) != type_text(now):
                 raise GraphInvalid(
                     f"pass '{event.item.name}' changed the type of a value that it kept",
                     node=node.format_node(),
                     source=node.meta.get("source"),
-                    expected=_type(was),
-                    found=_type(now) if isinstance(now, torch.Tensor) else now,
+                    expected=type_text(was),
+                    found=type_text(now) if isinstance(now, torch.Tensor) else now,
                     help='this is a defect of the pass, or it declares preserves_numerics = "no"',
                 )
-
-
-def _type(value: torch.Tensor) -> str:
-    return f"{shape_text(value.shape)} {value.dtype}"
 
 
 def _check_claim(event: Event, claim: bool | None, changed: str) -> None:

@@ -17,7 +17,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tlora_fx.errors import RewriteMismatch, RewritesEndless
 from tlora_fx.ir.graph import MADE_FROM, ORIGIN, TensorRef, derive
-from tlora_fx.ir.shapes import RUN, fake_like, fake_mode_of, give_value, shape_text
+from tlora_fx.ir.shapes import RUN, fake_like, fake_mode_of, give_value, type_text
 from tlora_fx.pipeline import rewrite_allowed
 from tlora_fx.rewriting.matching import Match, find, match
 from tlora_fx.rewriting.patterns import Pattern
@@ -272,8 +272,8 @@ def _require_type(old: fx.Node, new: fx.Node) -> None:
         "a rewrite puts a value of another type in a value's place",
         node=old.format_node(),
         source=old.meta.get("source") or None,
-        expected=_type(before),
-        found=f"{_type(after)} of {new.format_node()}",
+        expected=type_text(before),
+        found=f"{type_text(after)} of {new.format_node()}",
         help="cast or reshape the new value",
     )
 
@@ -286,12 +286,6 @@ def _agree(left: Any, right: Any) -> bool:
         return False
     pairs = zip(left.shape, right.shape, strict=True)
     return not any(statically_known_true(here != there) for here, there in pairs)
-
-
-def _type(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{shape_text(value.shape)} {value.dtype}"
-    return type(value).__name__
 
 
 def _following(node: fx.Node) -> fx.Node:
@@ -352,7 +346,8 @@ def rewrite_greedily(
                 found = match(rule.pattern, node, given)
                 if not isinstance(found, Match):
                     continue
-                if rewriter.replace(found, rule.build(found), _name_of(rule, node)) is None:
+                name = f"{rule.name} at {node.name}" if rule.name else ""
+                if rewriter.replace(found, rule.build(found), name) is None:
                     held_back.add((node, index))
                     continue
                 made, changed = made + 1, True
@@ -370,7 +365,3 @@ def rewrite_greedily(
 def _may_fit(rule: RewriteRule, node: fx.Node) -> bool:
     targets = rule.pattern.targets()
     return targets is None or (node.op == "call_function" and node.target in targets)
-
-
-def _name_of(rule: RewriteRule, node: fx.Node) -> str:
-    return f"{rule.name} at {node.name}" if rule.name else ""

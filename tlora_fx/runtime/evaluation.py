@@ -60,12 +60,17 @@ class Evaluator:
         for rows in self._rounds(given):
             scores = self.runner.evaluate(rows)
             sums += scores.losses.cpu().numpy()
-            self._sort(rows, self._everywhere(scores.predicted), predicted)
+            tokens = self._everywhere(scores.predicted)
+            # Each job gets what was predicted for it; its sequences come in order.
+            for index, row in enumerate(rows):
+                bounds = row.target_segments.tolist()
+                for job, parts in predicted.items():
+                    parts.append(tokens[index][bounds[job] : bounds[job + 1]])
         measured: dict[int, dict[str, float]] = {index: {} for index in data}
         if self.ranks.mesh.leader:
             for index, each in given.items():
-                tokens = np.concatenate(predicted[index])
-                measured[index] = self._metrics(each, float(sums[index]), tokens)
+                of_job = np.concatenate(predicted[index])
+                measured[index] = self._metrics(each, float(sums[index]), of_job)
             seconds = time.perf_counter() - started
             for index in given:
                 measured[index]["eval_runtime"] = seconds
@@ -91,25 +96,13 @@ class Evaluator:
             for index, tokens in process.items()
         }
 
-    def _sort(
-        self,
-        rows: Sequence[PackedBatch],
-        tokens: Mapping[int, np.ndarray],
-        predicted: Mapping[int, list[np.ndarray]],
-    ) -> None:
-        """Give each job what was predicted for it; its sequences come in order."""
-        for index, row in enumerate(rows):
-            bounds = row.target_segments.tolist()
-            for job, parts in predicted.items():
-                parts.append(tokens[index][bounds[job] : bounds[job + 1]])
-
     def _metrics(self, data: JobData, loss_sum: float, tokens: np.ndarray) -> dict[str, float]:
         if data.job.is_preference:
             return {"eval_loss": loss_sum / (len(data.evaluation) // 2)}
         if data.job.base.is_classifier:
             return self._label_metrics(data, loss_sum, tokens)
-        counts = np.array([_count(sample) for sample in data.evaluation])
-        targets = np.concatenate([_targets(sample) for sample in data.evaluation])
+        of_samples = [_targets(sample) for sample in data.evaluation]
+        counts, targets = np.array([*map(len, of_samples)]), np.concatenate(of_samples)
         owner = np.repeat(np.arange(len(counts)), counts)
         wrong = np.bincount(owner, weights=tokens != targets, minlength=len(counts))
         measured = {
@@ -158,10 +151,6 @@ class _Batches(Sequence[Sequence[Sample]]):
 
 def _targets(sample: Sample) -> np.ndarray:
     return np.array([label for label in sample.labels[1:] if label != IGNORED], dtype=np.int64)
-
-
-def _count(sample: Sample) -> int:
-    return sum(label != IGNORED for label in sample.labels[1:])
 
 
 # A job's own metrics.

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -30,14 +29,14 @@ from torch.overrides import TorchFunctionMode
 
 from tlora_fx.config.job import BETA, Job
 from tlora_fx.errors import OracleError
-from tlora_fx.numerics.noise import disturb_embeddings
+from tlora_fx.numerics.noise import disturbed_embeddings
 from tlora_fx.ops.dropout import keep_scale, threshold_of
 from tlora_fx.ops.philox import sixteens
 from tlora_fx.ops.tables import site_id
 from tlora_fx.runtime.adapters.starts import constant_part
 from tlora_fx.runtime.data.labels import decoded
 from tlora_fx.runtime.data.sample_order import NO_TARGET, Line, SampleOrder, pad
-from tlora_fx.tracing.adapters import freeze_rank_counts
+from tlora_fx.tracing.adapters import wrap_with_peft
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -110,18 +109,12 @@ class SoloTrainer:
         _regularise(self._model)
         return loss, _gradients(self._model)
 
-    @contextmanager
-    def disturbed(self, draw: int) -> Iterator[None]:
+    def disturbed(self, draw: int) -> AbstractContextManager[None]:
         """Move every output of an embedding by about a rounding, within this context.
 
         draw   the number of the disturbance, which decides it
         """
-        handles = disturb_embeddings(self._model, draw)
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return disturbed_embeddings(self._model, draw)
 
     def update(self) -> float:
         """Take an optimizer step; returns the norm of the gradients before clipping."""
@@ -327,22 +320,12 @@ def choose_attention(model: Any) -> None:
 
 
 def _wrapped(job: Job, model: nn.Module, dropout: bool) -> PeftModel:
-    from peft import get_peft_model
-
     config = job.lora_config()
     if not dropout and job.dropout_field is not None:
         setattr(config, job.dropout_field, 0.0)
     if "labels" not in inspect.signature(model.forward).parameters:
         config.task_type = None  # PEFT's class for language models hands on arguments it lacks.
-    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        wrapped: PeftModel = get_peft_model(
-            model,
-            config,
-            autocast_adapter_dtype=job.adapter_dtype == "float32",
-        )
-    freeze_rank_counts(wrapped)
-    return wrapped
+    return wrap_with_peft(model, config, job.adapter_dtype)
 
 
 def _load_start(model: PeftModel, start: Mapping[str, Tensor]) -> None:

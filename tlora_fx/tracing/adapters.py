@@ -9,9 +9,10 @@ from __future__ import annotations
 import copy
 import math
 import re
+import warnings
 from collections.abc import Hashable, Iterable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, fx, nn
@@ -31,6 +32,9 @@ from tlora_fx.ir.graph import (
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing.experts import is_experts, product_names
 from tlora_fx.tracing.layers import layer_list
+
+if TYPE_CHECKING:
+    from peft import PeftConfig, PeftModel
 
 
 def resolve_sites(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
@@ -478,14 +482,23 @@ def check_wrapped(model: nn.Module, sites: dict[str, AdapterSite], job: Job) -> 
             )
 
 
-def freeze_rank_counts(model: nn.Module) -> None:
-    """Train no AdaLoRA's `ranknum`, a divisor that PEFT trains where it casts it, and never saves.
+def wrap_with_peft(model: nn.Module, config: PeftConfig, adapter_dtype: str) -> PeftModel:
+    """A base with a job's adapters, by PEFT; the generator of random numbers stays as it is.
 
-    model    wrapped by PEFT
+    AdaLoRA's `ranknum` is not trained: a divisor that PEFT trains where it casts it, and never
+    saves.
     """
-    for name, parameter in model.named_parameters():
+    from peft import get_peft_model
+
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped: Any = get_peft_model(
+            model, config, autocast_adapter_dtype=adapter_dtype == "float32"
+        )
+    for name, parameter in wrapped.named_parameters():
         if ".ranknum." in name:
             parameter.requires_grad_(False)
+    return cast("PeftModel", wrapped)
 
 
 def make_traceable(model: nn.Module) -> None:

@@ -26,7 +26,7 @@ _SKIPS = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
 
 # Positions that are probed: all of the first ones, then those around powers of two, as far as the
 # base's own limit lies between these bounds.
-DENSE, LEAST, MOST = 512, 1 << 12, 1 << 17
+DENSE, MIN_LENGTH, MAX_LENGTH = 512, 1 << 12, 1 << 17
 BATCH_HELP = "set base.attention: batch, which runs the base's own attention on padded rows"
 
 
@@ -170,7 +170,7 @@ def probe_of(arguments: Mapping[str, Any]) -> MaskProbe:
     """The probe of a mask by what transformers calls its maker with."""
     config = arguments.get("config")
     known = getattr(config, "max_position_embeddings", None)
-    length = max(LEAST, min(known, MOST)) if isinstance(known, int) else MOST
+    length = max(MIN_LENGTH, min(known, MAX_LENGTH)) if isinstance(known, int) else MAX_LENGTH
     return MaskProbe(arguments["mask_function"], bool(arguments.get("use_vmap")), length - 1)
 
 

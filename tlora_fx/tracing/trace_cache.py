@@ -2,37 +2,76 @@
 
 Files under $TLORA_FX_CACHE/traces hold traced graphs as the text of graph files, the losses that
 were compared, and the adapters whose layers PEFT made as planned. A file's name is the hash of all
-that decides it (`trace_keys`). A file that cannot be read, or holds something else, is ignored and
-written anew. TLORA_FX_TRACE_CACHE is the largest size of the folder in MiB; 0 switches the cache
-off.
+that decides it. A file that cannot be read, or holds something else, is ignored and written anew.
+TLORA_FX_TRACE_CACHE is the largest size of the folder in MiB; 0 switches the cache off.
+
+A graph depends on the base's config, modules and code, on the job's adapters, on the code that
+traces, and on the versions of all libraries. Code that is no library's may change without a
+version, and may have been put in place of a library's. What it traces has no key, and is not kept.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import inspect
+import itertools
 import json
 import logging
 import os
-from collections.abc import Callable
+import platform
+import re
+import sys
+import sysconfig
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+
 from tlora_fx.config.job import Job
+from tlora_fx.config.other_kinds import OTHER_KINDS, kind_of
 from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
 from tlora_fx.graph_file import graph_text, graphs_of_text, to_document
 from tlora_fx.host import environment
 from tlora_fx.host.durable import replace_shared_file
 from tlora_fx.host.paths import cache_folder
+from tlora_fx.host.sources import PACKAGE, own_source, source_of
+from tlora_fx.host.version import __version__
 from tlora_fx.ir.graph import AdapterSite, Form, JobGraph
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing import attention, export, own_loss
-from tlora_fx.tracing.trace_keys import base_key, job_key, wrapped_key
+from tlora_fx.tracing.adapters import graph_structure
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
+LIBRARIES = ("torch", "transformers", "peft")
+#: Rooms whose code tracing may run: its own, and all that it may import.
+ROOMS = (
+    "tracing", "graph_file", "model", "pipeline", "ir", "ops", "codegen", "config", "errors",
+    "host",
+)  # fmt: skip
+# Fields of plain LoRA that a graph has only as sites have them: ranks, scalings, paths.
+IN_SITES = frozenset({
+    "alpha_pattern", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
+    "lora_dropout", "r", "rank_pattern", "target_modules", "use_rslora",
+})  # fmt: skip
+_ROOTS = frozenset({*LIBRARIES, "tlora_fx", *sys.stdlib_module_names})
+_IN_PLACE = _ROOTS | {"huggingface_hub"}
+_PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
+_MODULE_STATE = frozenset(vars(nn.Module()))
+_HOOKS = (
+    "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks",
+    "_global_backward_pre_hooks",
+)  # fmt: skip
 
 
 def base_graph(backbone: Backbone, form: Form, fold: bool = True) -> JobGraph:
@@ -205,3 +244,324 @@ def _file(key: str) -> Path:
 def _digest(key: str, kept: object) -> str:
     text = json.dumps([FORMAT, key, kept], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+class _NoLibraryCode(Exception):
+    """Code takes part that is no library's."""
+
+
+def base_key(backbone: Backbone, *how: object) -> str | None:
+    """The key of what is traced of a base alone.
+
+    how    what else decides it
+    """
+    return _hashed(backbone, lambda: ("base", how))
+
+
+def job_key(
+    job: Job,
+    backbone: Backbone,
+    sites: Mapping[str, AdapterSite],
+    form: Form,
+    fold: bool,
+    exact: bool,
+) -> str | None:
+    """The key of a job's graph, the same for jobs that differ in what no graph has."""
+
+    def described() -> object:
+        fields = _fields(job)
+        if not exact and all(site.kind == "lora" for site in sites.values()):
+            fields = {name: value for name, value in fields.items() if name not in IN_SITES}
+        numbers = [(s.path, s.rank, s.scaling, s.kind, s.depth) for s in sites.values()]
+        rates = [site.dropout for site in sites.values()] if exact else ()
+        structure = graph_structure(job, backbone, dict(sites), exact)
+        return ("job", form, fold, exact, _literal(fields), structure, numbers, rates)
+
+    return _hashed(backbone, described)
+
+
+def wrapped_key(
+    job: Job, backbone: Backbone, sites: Mapping[str, AdapterSite], fold: bool
+) -> str | None:
+    """The key of the comparison of PEFT's own layers with a job's sites."""
+    return _hashed(
+        backbone,
+        lambda: (
+            "wrapped",
+            fold,
+            _literal(_fields(job)),
+            job.adapter_dtype,
+            repr([*sites.values()]),
+        ),
+    )
+
+
+def _fields(job: Job) -> dict[str, Any]:
+    if kind_of(job.lora_fields) not in ("LORA", *OTHER_KINDS):
+        raise _NoLibraryCode("the adapter's kind is of another package")
+    return dict(job.lora_fields)
+
+
+def _hashed(backbone: Backbone, more: Callable[[], object]) -> str | None:
+    if backbone.config is None or backbone.spec.module is not None:
+        return None
+    try:
+        parts = (_environment(), _base(backbone), more())
+    except _NoLibraryCode as error:
+        logger.info("nothing is kept of what is traced: %s", error)
+        return None
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _environment() -> object:
+    """Versions, our own source, and what a process has set; raises where code was replaced."""
+    if any(getattr(module_hooks, name) for name in _HOOKS):
+        raise _NoLibraryCode("modules have global hooks")
+    modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
+    autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
+    if modes or autocast:
+        raise _NoLibraryCode("autocast is on" if autocast else "a mode is on")
+    if not _are_installed():
+        raise _NoLibraryCode(f"libraries are not installed packages: {_homes()}")
+    for name, module in list(sys.modules.items()):
+        root, _, rest = name.partition(".")
+        ours = root == "tlora_fx" and rest.partition(".")[0] in ROOMS
+        if ours or root in ("transformers", "peft") or name == "torch.nn.functional":
+            _require_own(module)
+            _require_installed(_functions(module, classes=root != "transformers"))
+    return (
+        _versions(),
+        own_source(*ROOMS),
+        [*_own_settings()],
+        str(torch.get_default_dtype()),
+        torch.is_inference_mode_enabled(),
+    )
+
+
+@functools.cache
+def _versions() -> object:
+    """Of Python, ours, and of every installed package: which of them are there decides branches."""
+    packages = {path.name for folder in _on_path() for path in folder.glob("*.*-info")}
+    named = [torch.__version__, *(version(library) for library in LIBRARIES)]
+    return (sys.version, platform.machine(), __version__, named, sorted(packages))
+
+
+def _on_path() -> set[Path]:
+    """The folders that packages are imported from."""
+    return {Path(folder) for folder in sys.path if folder and Path(folder).is_dir()}
+
+
+def _own_settings() -> Iterator[str]:
+    """What stands at the top of the modules that trace; a process may have changed it."""
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith("tlora_fx.tracing."):
+            for key, value in vars(module).items():
+                if not key.startswith("__"):
+                    named = getattr(value, "__qualname__", type(value).__qualname__)
+                    yield f"{name}.{key}={value if isinstance(value, _PLAIN) else named!r}"
+
+
+def _base(backbone: Backbone) -> object:
+    """What decides a base's graph: its config, and of every module class, code and tensors."""
+    model, config = backbone.model, backbone.config
+    fields = {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
+    kinds = sorted({type(module) for module in model.modules()}, key=_name)
+    parameters = model.named_parameters(remove_duplicate=False)
+    return (
+        _literal(fields),
+        str(getattr(config, "_attn_implementation", None)),
+        (backbone.spec.seed, backbone.spec.is_classifier, backbone.is_encoder),
+        [_class(kind) for kind in kinds],
+        [(path, _module(module)) for path, module in model.named_modules(remove_duplicate=False)],
+        [(n, tuple(p.shape), str(p.dtype)) for n, p in parameters],
+        [(n, _tensor(backbone.values.get(n, b))) for n, b in model.named_buffers()],
+    )
+
+
+def _module(module: nn.Module) -> object:
+    """A module's class and plain attributes."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(vars(module).get(name) for name in hooks):
+        raise _NoLibraryCode(f"a {_name(type(module))} has hooks")
+    attributes = [
+        (name, _literal(value))
+        for name, value in sorted(vars(module).items())
+        if name not in _MODULE_STATE and name != "name_or_path"
+    ]
+    return (_name(type(module)), module.training, attributes)
+
+
+def _literal(value: Any) -> str:
+    """A value as text that is the same in every process."""
+    if isinstance(value, _PLAIN):
+        return f"{type(value).__name__} {value!r}"
+    if isinstance(value, Mapping):
+        pairs = (f"{_literal(key)}: {_literal(item)}" for key, item in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"{type(value).__name__} [{', '.join(map(_literal, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"set [{', '.join(sorted(map(_literal, value)))}]"
+    if isinstance(value, Tensor):
+        return repr(_tensor(value))
+    if isinstance(value, functools.partial):
+        return f"partial {_literal((value.func, value.args, value.keywords))}"
+    if callable(value) and not isinstance(value, nn.Module):
+        return _code(value)
+    return f"object {_name(type(value))}"
+
+
+def _tensor(tensor: Tensor) -> object:
+    if tensor.is_meta:
+        return (tuple(tensor.shape), str(tensor.dtype))
+    content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return (
+        tuple(tensor.shape), str(tensor.dtype), hashlib.sha256(content.tobytes()).hexdigest(),
+    )  # fmt: skip
+
+
+def _name(kind: type[Any]) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _class(kind: type[Any]) -> object:
+    """A module's class: the classes that it inherits from, their code, and what that may call."""
+    parts = []
+    for own in kind.__mro__:
+        _require_library(own, *_members(own))
+        top: Iterable[tuple[str, Any]] = ()
+        if own.__module__.startswith("transformers.models."):
+            top = vars(sys.modules[own.__module__]).items()
+        calls = [
+            (name, _code(value))
+            for name, value in top
+            if isinstance(value, (type, types.FunctionType))
+        ]
+        forward = vars(own).get("forward")
+        body = "" if forward is None else _code(forward)
+        parts.append((_name(own), body, source_of(own.__module__), calls))
+    return parts
+
+
+def _code(value: Any) -> str:
+    """A function or class by its name and, of a function, its code; raises for no library's."""
+    if isinstance(value, types.MethodType):
+        value = value.__func__
+    _require_library(value)
+    code = getattr(value, "__code__", None)
+    body = "" if code is None else hashlib.sha256(code.co_code).hexdigest()
+    name = getattr(value, "__qualname__", None) or type(value).__qualname__
+    return f"{getattr(value, '__module__', None)}.{name} {body}"
+
+
+def _functions(module: types.ModuleType, *, classes: bool) -> Iterator[types.FunctionType]:
+    """The functions at the top of a module, with classes also the methods of its own."""
+    for value in list(vars(module).values()):
+        if isinstance(value, types.FunctionType):
+            yield value
+        elif classes and isinstance(value, type) and value.__module__ == module.__name__:
+            yield from _members(value)
+
+
+def _require_own(module: types.ModuleType) -> None:
+    """Raise where another package has put its function in place of one of a library's.
+
+    Libraries import functions of many packages, and classes have generated ones; replaced is what
+    the module's own file defines.
+    """
+    top = list(vars(module).items())
+    own = [top]
+    own += [
+        list(vars(value).items())
+        for _, value in top
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    for name, value in itertools.chain.from_iterable(own):
+        function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
+        # transformers decorates its configurations by huggingface_hub.
+        if not isinstance(function, types.FunctionType) or _root(function) in _IN_PLACE:
+            continue
+        if name in _defined(module.__name__):
+            raise _NoLibraryCode(f"{module.__name__}.{name} is {_full_name(function)}")
+
+
+@functools.cache
+def _defined(module: str) -> frozenset[str]:
+    """Names of the functions and methods that a module's file defines."""
+    try:
+        text = inspect.getsource(sys.modules[module])
+    except (OSError, TypeError):
+        return frozenset()
+    return frozenset(re.findall(r"^ *(?:async )?def (\w+)", text, re.MULTILINE))
+
+
+def _members(kind: type[Any]) -> Iterator[types.FunctionType]:
+    """The functions of a class itself."""
+    for value in list(vars(kind).values()):
+        member = getattr(value, "__func__", value)
+        if isinstance(member, property):
+            yield from (f for f in (member.fget, member.fset) if isinstance(f, types.FunctionType))
+        elif isinstance(member, types.FunctionType):
+            yield member
+
+
+def _require_installed(functions: Iterable[types.FunctionType]) -> None:
+    """Raise for functions of no installed package, which are not Python's or ours either."""
+    for function in functions:
+        # Generated text has no file; that of a notebook or of `python -c` is the main module's.
+        file = function.__code__.co_filename
+        if not _is_installed(file) or function.__module__ == "__main__":
+            raise _NoLibraryCode(f"{_full_name(function)} is of {file}")
+
+
+def _require_library(*values: Any) -> None:
+    """Raise for functions and classes of other packages than the libraries, Python and ours."""
+    for value in values:
+        if _root(value) not in _ROOTS:
+            raise _NoLibraryCode(f"{_full_name(value)} is no library's")
+        if isinstance(value, types.FunctionType):
+            _require_installed([value])
+
+
+def _full_name(value: Any) -> str:
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    return f"{getattr(value, '__module__', None)}.{name}"
+
+
+def _root(value: Any) -> str:
+    """The package that a function or class is of; "" of builtins that name none."""
+    module = getattr(value, "__module__", None) or getattr(type(value), "__module__", "")
+    return str(module).partition(".")[0]
+
+
+@functools.cache
+def _is_installed(file: str) -> bool:
+    """Whether code is of an installed library, Python's own, or ours; "<string>" was generated."""
+    return file.startswith(("<", *_folders()))
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    ours = [Path(__file__).parents[1], PACKAGE]
+    ours += [part.resolve() for part in PACKAGE.iterdir() if part.is_symlink()]
+    # Installers leave a folder of facts beside each package, whose name `_versions` holds.
+    installed = (folder for folder in _on_path() if any(folder.glob("*.dist-info")))
+    libraries = [*map(Path, _homes().values()), *installed]
+    stdlib = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")]
+    folders = [*ours, *libraries, *stdlib, *(path.resolve() for path in stdlib)]
+    return tuple(f"{folder}/" for folder in folders)
+
+
+@functools.cache
+def _homes() -> dict[str, str]:
+    """The folders that the libraries were installed into."""
+    specs = {name: find_spec(name) for name in LIBRARIES}
+    return {
+        name: str(Path(spec.origin).parents[1]) if spec is not None and spec.origin else ""
+        for name, spec in specs.items()
+    }
+
+
+def _are_installed() -> bool:
+    """Whether all libraries have the source that their version says; a checkout may have any."""
+    return all(Path(home).name in ("site-packages", "dist-packages") for home in _homes().values())

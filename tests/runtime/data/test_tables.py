@@ -25,11 +25,10 @@ from tlora_fx.errors import (
     MalformedRowError,
 )
 from tlora_fx.host import environment
-from tlora_fx.runtime.data import chunks, table_cache
-from tlora_fx.runtime.data.encode_data import tokens_of_data
+from tlora_fx.runtime.data import encode_data
+from tlora_fx.runtime.data.encode_data import encode_once, tables_folder, tokens_of_data
 from tlora_fx.runtime.data.encoding import TextEncoder
 from tlora_fx.runtime.data.samples import JobData, load_job_data
-from tlora_fx.runtime.data.table_cache import encode_once, tables_folder
 from tlora_fx.runtime.data.tables import (
     Cut,
     Sample,
@@ -227,7 +226,7 @@ def test_a_full_disk_is_our_own_error(make_tokenizer, tmp_path, monkeypatch, cap
         list(batches)
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(table_cache, "write_batches", full)
+    monkeypatch.setattr(encode_data, "write_batches", full)
 
     with pytest.raises(DataFileError, match="No space left"):
         load(write(tmp_path / "a.jsonl"), make_tokenizer())
@@ -302,9 +301,9 @@ def test_a_stream_is_read_as_far_as_the_steps_need(make_tokenizer, tmp_path, mon
 @pytest.fixture
 def many(monkeypatch):
     """A few rows are many, which two processes encode."""
-    monkeypatch.setattr(chunks, "CHUNK_ROWS", 2)
-    monkeypatch.setattr(chunks, "FEW_ROWS", 4)
-    monkeypatch.setattr(chunks, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(encode_data, "CHUNK_ROWS", 2)
+    monkeypatch.setattr(encode_data, "FEW_ROWS", 4)
+    monkeypatch.setattr(encode_data, "usable_cpus", lambda: 2)
     return monkeypatch
 
 
@@ -315,9 +314,9 @@ def test_processes_encode_what_one_does(make_tokenizer, tmp_path, many):
     many.setenv(environment.DATA_CACHE, "0")
     digests = []
     for change in ("none", "processes", "dying"):
-        many.setattr(chunks, "FEW_ROWS", 99 if change == "none" else 4)
+        many.setattr(encode_data, "FEW_ROWS", 99 if change == "none" else 4)
         if change == "dying":
-            many.setattr(chunks, "_asked", dying(chunks._asked))
+            many.setattr(encode_data, "_asked", dying(encode_data._asked))
         loaded = load(path, tokenizer, data={"skip_bad_rows": True})
         digests.append((loaded.digest, *loaded.report.lines()))
 

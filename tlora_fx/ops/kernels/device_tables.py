@@ -34,7 +34,7 @@ from tlora_fx.ops.tables import (
 # Triton compiles anew for a pointer that is not a multiple of 16 bytes.
 _ALIGNED = 4
 # A model has a few hundred sites; a step a few rows.
-_MOST = 4096
+_MAX_COPIES = 4096
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -297,7 +297,7 @@ def _uploaded_site(
 
 
 # Sites of equal layers have equal tables.
-@lru_cache(maxsize=_MOST)
+@lru_cache(maxsize=_MAX_COPIES)
 def _site_words(
     offsets: tuple[int, ...], factors: tuple[float, ...], dropped: tuple[float, ...], block: int
 ) -> tuple[list[int], list[int], list[int]]:
@@ -377,7 +377,7 @@ def _keep(cache: Any, key: Key, mirror: Mirror) -> None:
     cache.move_to_end(key)
     for table in mirror.sources:
         _holders.setdefault(table.data_ptr(), {})[id(cache), key] = cache
-    while len(cache) > _MOST and (old := _oldest(cache, key)) is not None:
+    while len(cache) > _MAX_COPIES and (old := _oldest(cache, key)) is not None:
         _drop(cache, old)
 
 

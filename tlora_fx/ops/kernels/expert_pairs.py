@@ -45,7 +45,7 @@ _TYPES = {
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
-_MOST = 4096
+_MAX_TABLES = 4096
 
 
 @triton.jit
@@ -276,6 +276,6 @@ def adapter_table(
 
 def _forget(newest: tuple[Any, ...]) -> None:
     """Drop old tables that no captured graph reads."""
-    for key in list(_tables) if len(_tables) > _MOST else ():
+    for key in list(_tables) if len(_tables) > _MAX_TABLES else ():
         if key not in _captured and key != newest:
             del _tables[key]

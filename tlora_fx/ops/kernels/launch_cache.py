@@ -31,7 +31,7 @@ from tlora_fx.ops.kernels.support import KernelGroup
 from tlora_fx.ops.tables import SiteGroup
 
 logger = logging.getLogger(__name__)
-_MOST = 2048
+_MAX_CALLS = 2048
 _TRIES = 3
 _ALIGNED = 15
 _MAX_BOXES = 64
@@ -326,7 +326,7 @@ def serve(call: Recordable, function: Callable[..., None], args: tuple[Any, ...]
             return
     elif recipe == 0:
         # Not the first time: lengths that never come again are many.
-        if len(known) >= _MOST:
+        if len(known) >= _MAX_CALLS:
             known.clear()
         known[key] = 1
     elif recipe <= _TRIES:

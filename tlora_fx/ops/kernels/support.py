@@ -187,7 +187,7 @@ def kernel_group(x: Tensor, group: SiteGroup) -> KernelGroup | None:
 
 
 _known: dict[tuple[Any, ...], KernelGroup] = {}
-_MOST = 4096
+_MAX_GROUPS = 4096
 _ALONE = 2
 
 
@@ -210,7 +210,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 def _remember(facts: tuple[Any, ...], kernels: KernelGroup) -> None:
     if facts:
-        if len(_known) >= _MOST:
+        if len(_known) >= _MAX_GROUPS:
             _known.clear()
         _known[facts] = kernels
 

@@ -67,12 +67,11 @@ def _versions() -> dict[str, str]:
 
 
 def _section(title: str, rows: Mapping[str, object]) -> str:
-    lines = [f"| {name} | {_cell(value)} |" for name, value in rows.items()]
+    cells = {
+        name: str(value).replace("|", "\\|").replace("\n", " ") for name, value in rows.items()
+    }
+    lines = [f"| {name} | {cell} |" for name, cell in cells.items()]
     return "\n".join([f"## {title}\n", "| | |", "|---|---|", *lines])
-
-
-def _cell(value: object) -> str:
-    return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def _data_rows(job: Job, data: JobData) -> dict[str, object]:

@@ -76,11 +76,6 @@ def conversation_of(value: object) -> Conversation:
     return Conversation(messages, frozenset(untrained))
 
 
-def messages_of(value: object) -> list[dict[str, Any]]:
-    """The messages of a conversation; raises BadRowError."""
-    return conversation_of(value).messages
-
-
 def is_conversation(value: object) -> bool:
     """Whether a value of a column that may hold text holds messages."""
     if isinstance(value, Mapping):

@@ -476,7 +476,9 @@ class _Files:
             self._settle()
         written = _pool().submit(write_synced, self.folder / name, data)
         view = memoryview(data)
-        pieces = [_pool().submit(_sum, view[at : at + PIECE]) for at in _pieces(len(view))]
+        # An empty file has one piece, too.
+        starts = range(0, max(1, len(view)), PIECE)
+        pieces = [_pool().submit(_sum, view[at : at + PIECE]) for at in starts]
         self._files.append((name, pieces, written))
 
     def _settle(self) -> None:
@@ -499,11 +501,6 @@ def _pool() -> ThreadPoolExecutor:
 
 
 os.register_at_fork(after_in_child=_pool.cache_clear)
-
-
-def _pieces(size: int) -> range:
-    """Where the pieces of a file begin; an empty one has one, too."""
-    return range(0, max(1, size), PIECE)
 
 
 def _sum(piece: bytes | memoryview) -> bytes:

@@ -3,15 +3,22 @@
 Texts are tokenised as TRL's trainers do: the prompt alone, and prompt and completion as one text.
 An end-of-sequence token closes a sample. The beginning-of-sequence token is whatever the tokenizer
 adds, and stands once.
+
+Rows may hold tokens already. Then their ids are taken, and what is trained of them as TRL's
+SFTTrainer does from the columns input_ids, labels, completion_mask and assistant_masks, and from
+transformers' attention_mask, which is 0 at padding.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from tlora_fx.config.job import COLUMNS_OF, BaseSpec
 from tlora_fx.runtime.chats.beside import lead_of, led, masked
@@ -26,13 +33,11 @@ from tlora_fx.runtime.chats.conversations import (
 from tlora_fx.runtime.chats.rendered import Encoded, Rendered, behind, common, tokenize, whole
 from tlora_fx.runtime.chats.renderer import ChatRenderer, template_of
 from tlora_fx.runtime.data.labels import label_code
-from tlora_fx.runtime.data.layout import CHATS, SampleLayout
+from tlora_fx.runtime.data.layout import CHATS, TOKEN_MASKS, SampleLayout
 from tlora_fx.runtime.data.tables import TokenRow
-from tlora_fx.runtime.data.tokenised import encode_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
 
 #: Which token of a sample has its label.
 LabelPosition = Callable[[Sequence[int]], int]
@@ -388,3 +393,73 @@ def _shared(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
 
 def _special(tokenizer: PreTrainedTokenizerBase, name: str) -> str:
     return str(getattr(tokenizer, f"{name}_token"))
+
+
+_NO_TARGET = -100
+
+
+def encode_tokens(ours: Mapping[str, Any]) -> Encoded:
+    """The tokens of a row without padding, trained where all of its labels and masks say so.
+
+    ours       a row's values by our names; lists of whole numbers, one a token
+    raises     BadRowError
+    """
+    ids = _numbers(ours, "input_ids", len(_numbers(ours, "input_ids")))
+    wrong = next((at for at, token in enumerate(ids) if not 0 <= token < 2**31), None)
+    if wrong is not None:
+        raise BadRowError(f"input_ids[{wrong}] is {ids[wrong]}, which is no token")
+    targets = [True] * len(ids)
+    for name in TOKEN_MASKS:
+        if ours.get(name) is not None:
+            marks = _numbers(ours, name, len(ids))
+            on = _trained(ids, marks) if name == "labels" else _marked(marks, name)
+            targets = [both and each for both, each in zip(targets, on, strict=True)]
+    start, end = 0, len(ids)
+    if ours.get("attention_mask") is not None:
+        start, end = _attended(_numbers(ours, "attention_mask", len(ids)))
+    edges = np.flatnonzero(np.diff([0, *targets[start:end], 0]))
+    spans = edges.reshape(-1, 2).tolist()
+    return Encoded(ids[start:end], tuple((first, last) for first, last in spans))
+
+
+def _numbers(ours: Mapping[str, Any], name: str, count: int | None = None) -> list[int]:
+    values = ours[name]
+    if isinstance(values, str):
+        try:
+            values = json.loads(values)
+        except ValueError:
+            raise BadRowError(f"'{name}' holds text that is no JSON") from None
+    if not isinstance(values, Sequence) or not all(isinstance(each, int) for each in values):
+        raise BadRowError(f"'{name}' is no list of whole numbers")
+    if count is not None and len(values) != count:
+        raise BadRowError(f"'{name}' has {len(values)} numbers, and input_ids {count}")
+    if not values:
+        raise BadRowError(f"'{name}' is empty")
+    return [int(each) for each in values]
+
+
+def _trained(ids: list[int], labels: list[int]) -> list[bool]:
+    for at, (token, label) in enumerate(zip(ids, labels, strict=True)):
+        if label not in (token, _NO_TARGET):
+            raise BadRowError(
+                f"labels[{at}] is {label}, neither input_ids[{at}], {token}, nor {_NO_TARGET}: "
+                f"labels are not shifted"
+            )
+    return [label != _NO_TARGET for label in labels]
+
+
+def _marked(marks: list[int], name: str) -> list[bool]:
+    if any(mark not in (0, 1) for mark in marks):
+        raise BadRowError(f"'{name}' is not a 0 or 1 for each token")
+    return [bool(mark) for mark in marks]
+
+
+def _attended(mask: list[int]) -> tuple[int, int]:
+    """From where to where tokens are no padding; all of those between must be none."""
+    on = _marked(mask, "attention_mask")
+    if not any(on):
+        raise BadRowError("'attention_mask' leaves no token")
+    start, end = on.index(True), len(on) - on[::-1].index(True)
+    if not all(on[start:end]):
+        raise BadRowError("'attention_mask' hides tokens between others, which is not trained")
+    return start, end

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
@@ -717,17 +717,24 @@ def _make_optimizer(job: Job, groups: list[_Group]) -> torch.optim.Optimizer:
         with suppress(TypeError, ValueError, RuntimeError):
             made = make(groups, **arguments, fused=True)
             return made
-    try:
+    with _refused(job, f"the optimizer '{job.optim}'", arguments, "optim_args"):
         made = make(groups, **arguments)
-    except (AssertionError, TypeError, ValueError) as error:
+    return made
+
+
+@contextmanager
+def _refused(job: Job, what: str, arguments: Mapping[str, Any], field: str) -> Iterator[None]:
+    """Arguments that a library refuses are the job's mistake; raises OptimizerError."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, TypeError, ValueError) as error:
         raise OptimizerError(
-            f"the optimizer '{job.optim}' does not take its arguments",
+            f"{what} does not take its arguments",
             job=job.name,
             found=arguments,
             reason=error,
-            help="mend optim_args in the job file",
+            help=f"mend {field} in the job file",
         ) from error
-    return made
 
 
 def _has_fused(name: str, params: list[torch.nn.Parameter]) -> bool:
@@ -761,16 +768,9 @@ def make_schedule(
     from transformers import get_scheduler
 
     arguments = dict(job.lr_scheduler_kwargs)
-    try:
+    title = f"the schedule '{job.lr_scheduler_type}'"
+    with _refused(job, title, arguments, "lr_scheduler_kwargs"):
         schedule: torch.optim.lr_scheduler.LambdaLR = get_scheduler(
             job.lr_scheduler_type, optimizer, job.warmup(steps), steps, arguments
         )
-    except (ArithmeticError, TypeError, ValueError) as error:
-        raise OptimizerError(
-            f"the schedule '{job.lr_scheduler_type}' does not take its arguments",
-            job=job.name,
-            found=arguments,
-            reason=error,
-            help="mend lr_scheduler_kwargs in the job file",
-        ) from error
     return schedule
