@@ -11,7 +11,7 @@
 
 PYTHON ?= python3
 WORKERS ?= 3
-# Damaged files of each of 16 kinds that `make fuzz` reads.
+# Damaged files of each of 17 kinds that `make fuzz` reads.
 FUZZ_CASES ?= 1350
 
 VENV := .venv

@@ -159,7 +159,7 @@ def trainer_of(
     return Trainer(
         model, output=output, device=given.device, callback=callback,
         data={job.name: data[job.name] for job in jobs},
-        options=TrainerOptions(compiled=not given.eager),
+        options=TrainerOptions(compiled=not given.eager, wait_for_compile=True),
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from traceback import clear_frames
 from typing import Any
 
 from tlora_fx.host.memory import usable_cpus
+from tlora_fx.host.phases import phase
 
 logger = logging.getLogger(__name__)
 #: Threads: most of a compilation is outside of Python.
@@ -63,7 +64,7 @@ class Ahead:
             return
         done[id(subject)] = subject
         try:
-            with self.compiling():
+            with phase("kernels"), self.compiling():
                 run()
         except Exception as error:  # noqa: BLE001  (whatever it is, nothing was needed of it)
             # Its frames hold what was computed.
@@ -110,7 +111,9 @@ def _compile(function: Any, device: int, likes: Sequence[Any], meta: dict[str, i
 
     # Each thread has a current device of its own.
     with torch.cuda.device(device):
-        function.warmup(*likes, grid=(1,), **meta)
+        compiled = function.warmup(*likes, grid=(1,), **meta)
+        # What starts it is compiled where it is asked for first, by the C compiler.
+        _ = compiled.run
 
 
 ahead = Ahead()

@@ -27,6 +27,8 @@ from tlora_fx.host.environment import overlaps_kernels
 from tlora_fx.host.paths import cache_folder
 
 _PACKAGE = "tlora_fx_kernels"
+# Where Triton and Inductor keep compiled kernels.
+TRITON_CACHE = "TRITON_CACHE_DIR"
 _lock = threading.Lock()
 _loaded: dict[KernelSpec, GeneratedModule] = {}
 
@@ -124,6 +126,19 @@ def load(spec: KernelSpec) -> GeneratedModule:
         return _loaded[spec]
 
 
+def keep_triton_cache() -> None:
+    """Let all kernels be kept where Triton keeps its own, unless the user says where.
+
+    Inductor sets another folder when it loads its first kernel, so that of kernels of ours some
+    would be kept here and some there, and a next process would look for them in the wrong one.
+
+    source   torch 2.11 and 2.13, `triton_cache_dir` in _inductor/runtime/cache_dir_utils.py
+    """
+    from triton import knobs
+
+    os.environ.setdefault(TRITON_CACHE, knobs.cache.dir)
+
+
 def _imported(path: Path) -> GeneratedModule:
     name = f"{_PACKAGE}.{path.stem}"
     if name in sys.modules:
@@ -144,6 +159,7 @@ def _imported(path: Path) -> GeneratedModule:
         del sys.modules[name]
         raise
     generated = cast(GeneratedModule, module)
+    keep_triton_cache()
     # An interpreted kernel knows no launch options.
     compiled = hasattr(generated.kernel, "device_caches")
     if not compiled or not overlaps_kernels():

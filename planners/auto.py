@@ -16,6 +16,7 @@ from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GIB
 from tlora_fx.cost.load import Round, round_of_jobs
 from tlora_fx.cost.memory import Memory, fits, memory_of, require_fits, usable_bytes
+from tlora_fx.cost.mesh_fits import every_mesh
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.plan import Estimate, MeshShape, Plan, Schedule, model_fingerprint
 from tlora_fx.cost.profile import Profile
@@ -24,7 +25,7 @@ from tlora_fx.cost.step_time import GPUS_PER_NODE, SQUARE, CostModel, StepTime, 
 from tlora_fx.errors import NoPlanFits, ProfileMissing, TloraError, UnknownGpu
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import require_shardable
-from tlora_fx.parallel.prepare import every_mesh, obstacles
+from tlora_fx.parallel.prepare import obstacles
 from tlora_fx.parallel.prepare import require_fits as require_mesh_fits
 from tlora_fx.parallel.stages import legal_cuts
 from tlora_fx.planners.protocol import Planner, PlannerOptions
@@ -93,6 +94,12 @@ class PlanSearch:
             )
         return self.running[0].plan
 
+    def smallest(self) -> Plan | None:
+        """The plan with the least memory of those that only lack memory."""
+        short = [one for one in self.dropped if one.memory is not None]
+        smallest = min(short, key=lambda one: one.memory.total if one.memory else 0.0, default=None)
+        return smallest.plan if smallest is not None else None
+
 
 class Auto(Planner):
     """The fastest plan that fits, by measured times of layers."""
@@ -103,10 +110,12 @@ class Auto(Planner):
         """Target of the search: the processes, and the memory of one.
 
         round             of the jobs; None: what their fields say
+        longest           round that needs the most memory; None: `round`
         allow_estimated   profiles that were scaled from another GPU's count too
         """
 
         round: Round | None = None
+        longest: Round | None = None
         allow_estimated: bool = False
 
     def make(
@@ -128,8 +137,13 @@ class Auto(Planner):
             )
         work = options.round or round_of_jobs(model.jobs, max_row_tokens=options.max_row_tokens)
         processes, meshes = (shape.size, [shape]) if shape else (options.processes, None)
-        plans = search(model, profile, work, processes, options.gpus_per_node, meshes)
-        require_memory(plans, work)
+        longest = options.longest
+        plans = search(model, profile, work, processes, options.gpus_per_node, meshes, longest)
+        smallest = plans.smallest()
+        if not plans.running and smallest is not None and profile.source == "calibrated":
+            # Its memory is estimated, so nothing is refused for it.
+            return smallest
+        require_memory(plans, longest or work)
         return plans.best()
 
     def holds_whole_base(self, plan: Plan) -> bool:
@@ -168,11 +182,14 @@ def search(
     processes: int,
     gpus_per_node: int = GPUS_PER_NODE,
     meshes: Sequence[MeshShape] | None = None,
+    longest: Round | None = None,
 ) -> PlanSearch:
     """Look at all plans of so many processes.
 
-    meshes   those to look at; None: all of that size
+    meshes    those to look at; None: all of that size
+    longest   the round that needs the most memory; None: `work`
     """
+    largest = longest or work
     cost = CostModel(facts_of(model), profile, gpus_per_node)
     fingerprint, legal = model_fingerprint(model), _legal(model)
     candidates: list[Candidate] = []
@@ -184,11 +201,11 @@ def search(
             continue
         for variant in variants(cost, mesh, work, legal):
             plan = variant.model_copy(update={"model": fingerprint})
-            candidate = _judged(model, cost, plan, work)
+            candidate = _judged(model, cost, plan, work, largest)
             candidates.append(candidate)
             if candidate.memory is not None and not candidate.runs:
                 again = recomputing(cost, plan, work, legal)
-                candidates.append(_judged(model, cost, again, work))
+                candidates.append(_judged(model, cost, again, work, largest))
     ordered = tuple(_estimated(candidate, cost) for candidate in sorted(candidates, key=_order))
     return PlanSearch(ordered, work.load.total, cost, work.load.sequences)
 
@@ -279,12 +296,14 @@ def _obstacle(model: SuperModel, mesh: MeshShape, gpus_per_node: int) -> str:
     return "; ".join(obstacles(model, mesh))
 
 
-def _judged(model: SuperModel, cost: CostModel, plan: Plan, work: Round) -> Candidate:
+def _judged(
+    model: SuperModel, cost: CostModel, plan: Plan, work: Round, longest: Round
+) -> Candidate:
     """Time and memory of a plan, or why it cannot run."""
     try:
         if plan.shard_base:
             require_shardable(model, plan)
-        time, memory = step_time(cost, plan, work), memory_of(cost, plan, work)
+        time, memory = step_time(cost, plan, work), memory_of(cost, plan, longest)
     except TloraError as error:
         return Candidate(plan, reason=error.facts.get("reason") or error.what)
     if fits(cost, memory):

@@ -16,6 +16,7 @@ from pathlib import Path
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if not Path("/dev/nvidiactl").exists():
     # Inductor's processes compile Triton's kernels; without a GPU they only import torch.
     os.environ.setdefault("TORCH_WARM_POOL", "0")

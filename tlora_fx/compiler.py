@@ -35,6 +35,7 @@ from tlora_fx.errors import (
     TloraError,
 )
 from tlora_fx.host.environment import LOG, log_words
+from tlora_fx.host.phases import phase
 from tlora_fx.inspect.instruments import Watch, watch_from
 from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph, OpenSlots, rename_job, vacant
 from tlora_fx.model.backbone import Backbone, load_backbone
@@ -88,6 +89,7 @@ class Prepared:
 OnFailure = Callable[[Prepared, Runner, TloraError], None]
 
 
+@phase("tracing")
 def compile(
     jobs: Jobs,
     pipeline: str | Pipeline | None = None,
@@ -409,6 +411,7 @@ def fuse(given: Prepared, runner: Runner, *, probed: bool = False) -> GroupGraph
     raise AssertionError("no form was tried")
 
 
+@phase("probe")
 def _probe(group: GroupGraph, given: Prepared) -> None:
     """Try the fused graph against the base alone; the report says where that cannot be done."""
     with torch.enable_grad():

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
 
 import httpx
 import pytest
 
 from tests.server.conftest import as_scheduled, asked, job_file, listen  # noqa: F401  (a fixture)
 from tlora_fx.cli import client, main
-from tlora_fx.errors import ServiceUnreachable
+from tlora_fx.cli.uploads import uploads
+from tlora_fx.config.job_file import load_job_file
+from tlora_fx.errors import ServiceUnreachable, UploadRefused
 
 CODE = """
 import sys
@@ -65,13 +70,57 @@ def test_a_job_goes_from_its_file_to_its_adapter(said, tmp_path):
     it.refresh()
     assert "running" in say("ls")
     assert "alice.a: running" in say("logs", "a").splitlines()[-1]
-    assert "group 1 on 0 alone" in say("status", "a", "--why")
+    told = say("status", "a", "--why")
+    assert "group 1 on 0 alone" in told
+    [submitted] = [line for line in told.splitlines() if line.startswith("submitted")]
+    year = datetime.now().astimezone().strftime("%Y-")
+    assert submitted.split(maxsplit=1)[1].startswith(year)
     assert "no adapter" in say("fetch", "a", code=1)
     (it.folder / "alice.a" / "adapter_model.safetensors").write_bytes(b"weights")
     it.service.store.rows("UPDATE jobs SET status = 'done', steps = 10")
     say("fetch", "a", "-o", tmp_path / "here")
     fetched = tmp_path / "here" / "alice.a" / "adapter_model.safetensors"
     assert fetched.read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize("called", ["x.jsonl", "./x.jsonl", "data/x.jsonl"])
+@pytest.mark.parametrize("where", ["beside the file", "above it", "elsewhere"])
+@pytest.mark.parametrize("written", ["as the file calls it", "from here", "absolute"])
+def test_an_upload_is_what_the_file_calls_so_from_any_folder(
+    said, tmp_path, monkeypatch, called, where, written
+):
+    """Named as the job file does, as a shell completes it, or by its whole path."""
+    it, say = said
+    folder = tmp_path / "project" / "jobs"
+    data = folder / called
+    data.parent.mkdir(parents=True)
+    data.write_text('{"text": "hello"}\n')
+    (folder / "jobs.yaml").write_text(job_file("a", data=called))
+    here = {"beside the file": folder, "above it": tmp_path, "elsewhere": tmp_path / "other"}[where]
+    here.mkdir(exist_ok=True)
+    monkeypatch.chdir(here)
+    name = {"as the file calls it": called, "absolute": data}.get(written, os.path.relpath(data))
+
+    assert "alice.a" in say("submit", os.path.relpath(folder / "jobs.yaml"), "--upload", name)
+    (document,) = it.service.store.inbox.iterdir()
+    assert Path(load_job_file(document).jobs[0].data.path).read_text() == data.read_text()
+
+
+def test_an_upload_from_elsewhere_has_the_name_that_the_file_uses(tmp_path, monkeypatch):
+    """By its last name where the job file uses that once; else it has to be said."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("jobs", "data"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "data" / "x.jsonl").write_text("")
+    path = tmp_path / "jobs" / "jobs.yaml"
+    path.write_text(job_file("a", data="train/x.jsonl"))
+
+    assert uploads(path, ["data/x.jsonl"]) == {"train/x.jsonl": Path("data/x.jsonl")}
+    assert uploads(path, ["./y.jsonl=data/x.jsonl"]) == {"y.jsonl": Path("data/x.jsonl")}
+    (tmp_path / "jobs" / "data").mkdir()
+    (tmp_path / "jobs" / "data" / "x.jsonl").write_text("another")
+    with pytest.raises(UploadRefused, match="two files are called so"):
+        uploads(path, ["data/x.jsonl"])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +156,7 @@ def test_what_the_service_refuses_is_told_in_its_words(said, tmp_path, monkeypat
 
     assert say("submit", path, code=1).startswith("error[T0982] a job may not read this path")
     assert "there is no job 'b'" in say("cancel", "b", code=1)
-    assert "cannot be read" in say("submit", path, "--upload", "none.jsonl", code=1)
+    assert "no such file to upload" in say("submit", path, "--upload", "none.jsonl", code=1)
     assert say("submit", tmp_path / "none.yaml", code=1).startswith("error[T0104]")
     monkeypatch.setenv("TLORA_FX_TOKEN", "tlora-wrong")
     assert "no such token" in say("ls", code=1)
@@ -126,6 +175,8 @@ def test_a_client_needs_no_torch():
     ("words", "told"),
     [
         (["serve", "--host", "0.0.0.0"], "obey everybody"),
+        (["serve", "--public-url", "https://train.example.com"], "obey everybody"),
+        (["serve", "--public-url", "train.example.com"], "no address of a service"),
         (["serve", "--root", "nowhere"], "no such folder"),
         (["serve", "--tls-cert", "nowhere.pem"], "no such file"),
         (["tokens", "add", "Not.A-Name"], "cannot be called so"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
 
@@ -108,3 +109,37 @@ def test_what_an_error_quotes_is_shown_and_not_obeyed(tmp_path, capsys):
     told = capsys.readouterr().err
     assert r"\x1b[2J\u202edone\r" in told
     assert printable(told) == told
+
+
+@pytest.mark.parametrize(("words", "sets"), [(["passes"], True), (["passes", "--help"], False)])
+def test_a_command_sets_up_threads_before_it_computes(monkeypatch, words, sets):
+    """OpenMP reads its variables when torch is imported."""
+    called = []
+    monkeypatch.setattr("tlora_fx.cli.thread_rules.set_up", lambda: called.append("set up"))
+    monkeypatch.setattr(
+        "tlora_fx.cli._app", lambda asked: lambda *args, **how: called.append(asked)
+    )
+    main(words)
+
+    assert called == (["set up", "passes"] if sets else ["passes"])
+
+
+def test_a_command_imports_torch_with_threads_that_sleep():
+    """Seen by what OpenMP itself shows at its start."""
+    code = (
+        "import sys; from tlora_fx.cli import main\n"
+        "try: main(['passes'])\n"
+        "except SystemExit: pass\n"
+        "assert 'torch' in sys.modules\n"
+    )
+    unset = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    ended = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**environment, "OMP_DISPLAY_ENV": "true"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in ended.stderr

@@ -143,7 +143,7 @@ def test_an_output_folder_in_use_is_refused_before_anything_is_read(job_file, tm
 
 
 def test_a_plan_of_estimated_times_is_trained_by_with_a_warning(job_file, tmp_path):
-    """One line, and every job is done; `auto` wants what was measured."""
+    """One line, and every job is done; `auto` measures by itself."""
     path = tmp_path / "plan.json"
     words = ["--gpus", "1", "--gpu", "roofline:h100", "--allow-estimated", "-o", path]
     assert run("plan", job_file, *words).returncode == 0
@@ -159,8 +159,8 @@ def test_a_plan_of_estimated_times_is_trained_by_with_a_warning(job_file, tmp_pa
     assert len(warned) == 2
     assert told.returncode == 0, told.stderr
     assert {status["status"] for status in statuses(tmp_path / "run")} == {"done"}
-    assert auto.returncode == 1
-    assert "no measured profile of this model on this CPU" in auto.stderr
+    assert auto.returncode == 0, auto.stderr
+    assert "nobody has profiled this base here" in " ".join(auto.stderr.split())
 
 
 def test_a_wrong_key_is_told_with_file_line_and_job_before_anything_runs(job_file, tmp_path):

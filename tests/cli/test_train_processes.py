@@ -1,4 +1,4 @@
-"""`tlora-fx train` under torchrun, as a user meets it: processes that train, and that die."""
+"""`tlora-fx train` in several processes, as a user meets them: they train, and they die."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +54,11 @@ def command(processes: int, *words: Any, restarts: int = 0, forked: bool = True)
 
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+def with_gpus(processes: int, *words: Any) -> list[str]:
+    """What stands after `python` where the command starts its processes itself."""
+    return ["-m", "tlora_fx", *map(str, words), "--gpus", str(processes)]
 
 
 def run(processes: int, *words: Any, forked: bool = True) -> subprocess.CompletedProcess[str]:
@@ -110,6 +117,15 @@ def kill_worker(
     parent: int, output: Path, but: frozenset[int] = frozenset(), number: int = signal.SIGKILL
 ) -> frozenset[int]:
     """Kill one worker, or signal it, after a checkpoint of theirs; all workers."""
+    workers = wait_for_workers(parent, output, but)
+    os.kill(max(workers), number)
+    return workers
+
+
+def wait_for_workers(
+    parent: int, output: Path, but: frozenset[int] = frozenset()
+) -> frozenset[int]:
+    """Both workers, once they have written a checkpoint."""
     seen: set[str] = set()
     end = time.monotonic() + 300
     while time.monotonic() < end:
@@ -118,7 +134,6 @@ def kill_worker(
         now = {path.name for path in folder.glob("step-*")} if folder.is_dir() else set()
         fresh = {name for name in now if re.fullmatch(r"step-\d+(\.\d+)?", name)}
         if len(workers) == 2 and seen and fresh - seen:
-            os.kill(max(workers), number)
             return workers
         if len(workers) == 2:
             seen |= fresh or {""}
@@ -131,13 +146,22 @@ def children(parent: int) -> list[int]:
     return [int(word) for word in text.split()]
 
 
-@pytest.mark.parametrize("forked", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "start",
+    [
+        pytest.param(command, id="torchrun"),
+        pytest.param(with_gpus, id="gpus"),
+        pytest.param(partial(command, forked=False), marks=pytest.mark.slow, id="fresh"),
+    ],
+)
 def test_processes_leave_what_one_process_leaves(
-    job_file: Path, tmp_path: Path, forked: bool
+    job_file: Path, tmp_path: Path, start: Callable[..., list[str]]
 ) -> None:
     """The same folders, metrics and adapters, and one table of what came out."""
     words = ("train", job_file, "--device", "cpu")
-    two = run(2, *words, "-o", tmp_path / "two", "--plan", "replicated", forked=forked)
+    two = fresh.run(
+        *start(2, *words, "-o", tmp_path / "two", "--plan", "replicated"), env=environment()
+    )
     one = fresh.run("-m", "tlora_fx", *words, "-o", tmp_path / "one")
 
     assert two.returncode == one.returncode == 0, two.stderr
@@ -151,11 +175,82 @@ def test_processes_leave_what_one_process_leaves(
 
 
 def test_a_mesh_that_does_not_fit_is_told_once(job_file: Path, tmp_path: Path) -> None:
-    """Rank 0 tells, both exit with 1, and nothing is written."""
+    """Rank 0 tells, torchrun's summary ends with the same, and nothing is written."""
     words = ("train", job_file, "-o", tmp_path / "run", "--device", "cpu")
     told = run(2, *words, "--plan", "fsdp", "--mesh", "dp=4")
 
     assert told.returncode == 1
-    assert told.stderr.count("error[T0805]") == 1
+    first, _, summary = told.stderr.partition("Traceback")
+    assert first.count("error[T0805]") == 1
+    assert summary.count("traceback : error[T0805]") == 1
     assert "torchrun --nproc-per-node 4 -m tlora_fx train" in told.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_processes_that_the_command_has_started_tell_one_error(
+    job_file: Path, tmp_path: Path
+) -> None:
+    """Nothing else is printed: no traceback of a launcher."""
+    words = ("train", job_file, "-o", tmp_path / "run", "--device", "cpu")
+    words = (*words, "--plan", "replicated", "--shard-base")
+    told = fresh.run(*with_gpus(2, *words), env=environment())
+
+    assert told.returncode == 1
+    errors = told.stderr[told.stderr.index("error[") :]
+    assert errors.startswith("error[T0810] this plan holds the base whole on every replica\n")
+    assert re.fullmatch(r"error.*\n(  .*\n)+", errors)
+    assert not (tmp_path / "run").exists()
+
+
+def test_auto_answers_without_a_profile_and_keeps_what_it_measured(
+    job_file: Path, tmp_path: Path
+) -> None:
+    """A resumed run measures nothing, and goes on by the same plan."""
+    output = tmp_path / "run"
+    words = ("train", job_file, "-o", output, "--device", "cpu")
+    empty = {**environment(), "TLORA_FX_PROFILES": str(tmp_path)}
+    told = fresh.run(*with_gpus(2, *words), env=empty)
+    plan, profile = ((output / name).read_bytes() for name in ("plan.json", "profile.json"))
+    more = write_jobs(job_file, job_file.parent / "more.yaml", dict.fromkeys(STEPS, 4))
+    words = ("train", more, "-o", output, "--device", "cpu", "--resume", "--accept-changes")
+    again = fresh.run(*with_gpus(2, *words), env=empty)
+
+    assert told.returncode == again.returncode == 0, told.stderr + again.stderr
+    assert "nobody has profiled this base here" in " ".join(told.stderr.split())
+    assert json.loads(profile)["source"] == "calibrated"
+    assert (output / "plan.json").read_bytes() == plan
+    assert (output / "profile.json").read_bytes() == profile
+
+
+@pytest.mark.slow
+def test_ctrl_c_stops_processes_after_a_checkpoint(job_file: Path, tmp_path: Path) -> None:
+    """It is told once, with the command that goes on."""
+    output = tmp_path / "run"
+    many = write_jobs(job_file, job_file.parent / "many.yaml", dict.fromkeys(STEPS, 4000))
+    words = ("train", many, "-o", output, "--device", "cpu", "--plan", "fsdp")
+    started = fresh.Program(*with_gpus(2, *words), env=environment())
+    wait_for_workers(started.pid, output)
+    os.kill(started.pid, signal.SIGINT)
+    told = started.wait(timeout=120)
+
+    assert told.returncode == 130, told.stderr
+    assert told.stderr.count("interrupted: stopped after a checkpoint, ") == 1
+    assert f"go on with: tlora-fx train {many}" in told.stderr
+    assert "--gpus 2 --resume\n" in told.stderr
+    assert "Traceback" not in told.stderr
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_named_by_the_command(job_file: Path, tmp_path: Path) -> None:
+    """And the last checkpoint."""
+    output = tmp_path / "run"
+    many = write_jobs(job_file, job_file.parent / "many.yaml", dict.fromkeys(STEPS, 4000))
+    words = ("train", many, "-o", output, "--device", "cpu", "--plan", "fsdp")
+    started = fresh.Program(*with_gpus(2, *words), env=environment())
+    kill_worker(started.pid, output)
+    told = started.wait(timeout=120)
+
+    assert told.returncode == 1
+    assert told.stderr.count("error[") == 1
+    assert "found  SIGKILL" in told.stderr
+    assert "start again with --resume: the last checkpoint is step-" in told.stderr

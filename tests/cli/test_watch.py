@@ -70,6 +70,40 @@ def test_watching_tells_where_each_job_is_and_what_is_left(run, capsys):
     assert [*second.split()[:3], *second.split()[4:]] == ["b.2", "done", "10/10", "3.5000", "200"]
 
 
+def test_the_first_step_of_a_start_says_nothing_of_the_pace(run, capsys):
+    """It compiles; with no other step there is nothing to tell yet."""
+    first = {"step": 1, "loss": 4.0, "tokens": 100, "seconds": 90.0, "phases": {"data": 80.0}}
+    (run / "a" / "metrics.jsonl").write_text(json.dumps(first) + "\n")
+    [job, _] = read_run(run)
+    assert (job.pace(), job.mean_rate(), job.replayed()) == (None, None, None)
+
+    append(run / "a", [2, 3, 4])
+    job.refresh()
+    assert (job.pace(), job.mean_rate()) == ((0.5, 200.0), 200.0)
+
+
+def test_rows_that_ran_as_graphs_are_told_as_a_share(run):
+    """Of all rows of steady rounds."""
+    with (run / "a" / "metrics.jsonl").open("w") as file:
+        for step, replayed, more in ((1, 0, {"phases": {}}), (2, 1, {}), (3, 2, {})):
+            row = {"step": step, "loss": 1.0, "tokens": step, "seconds": 1.0, "rows": 2}
+            file.write(json.dumps(row | {"rows_replayed": replayed} | more) + "\n")
+
+    [job, _] = read_run(run)
+    assert job.replayed() == 0.75
+
+
+def test_the_page_says_what_the_newest_start_took(run, capsys):
+    """Phase by phase, where the folder tells."""
+    start = {"seconds": 14.25, "phases": {"imports": 2.1, "own": 3.0}, "other": 0.5}
+    (run / "start.json").write_text(json.dumps(start))
+    output(["report", run, "-o", run / "page.html"], capsys)
+
+    page = (run / "page.html").read_text("utf-8")
+    assert '<th scope="row">importing libraries</th><td class="number">2.1</td>' in page
+    assert '<th scope="row">until the first step was done</th><td class="number">14.2</td>' in page
+
+
 def test_on_a_narrow_terminal_no_curve_is_cut(run):
     """It is drawn in fewer blocks."""
     console = Console(width=80, file=io.StringIO())

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import io
 import time
+from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.table import Table
 
-from tlora_fx.cli.bars import Bars
+from tlora_fx.cli.bars import Bars, Pace
 from tlora_fx.cli.terminal import Console, Working, print_whole
+from tlora_fx.host import phases
+from tlora_fx.host.phases import StartRecord, Stretch, phase
+from tlora_fx.runtime.job_run import RoundReport
 
 
 def plain(width=80):
@@ -35,8 +39,10 @@ def run_of(name, steps, done=0):
     )
 
 
-def report(name, step):
-    return SimpleNamespace(job=name, step=step, loss=1.5)
+def report(name, step, **more):
+    """The report of a step, in a round of the same number that takes half a second."""
+    round_ = RoundReport(step, 1000, 0.5, **more)
+    return SimpleNamespace(job=name, step=step, loss=1.5, round=round_)
 
 
 def test_what_takes_long_is_told_again_and_again():
@@ -58,7 +64,7 @@ def test_what_takes_long_is_told_again_and_again():
 
 
 def test_training_says_how_far_it_is():
-    """The job with most before it stands for all; first steps compile, and foretell nothing."""
+    """The job with most before it stands for all; the first round foretells nothing."""
     console = plain()
     with Bars(console, every_seconds=0.0) as bars:
         bars.started([run_of("long", 60, done=10), run_of("short", 12, done=10)])
@@ -67,22 +73,106 @@ def test_training_says_how_far_it_is():
         bars.ended(run_of("short", 12, done=12))
         bars.stepped(report("long", 12))
 
-    first, ended, last = told(console)
+    first, ended, last = told(console)[-3:]
     assert first == "long and 1 more: step 11 of 60, loss 1.5000"
     assert ended == "short: done after 12 steps, loss 1.5000"
-    assert last.startswith("long: step 12 of 60, ")
-    assert last.endswith(" s a step")
+    assert last == (
+        "long: step 12 of 60, loss 1.5000, 0:00:24 left, 0.5 s a step, 2,000 tokens/s (mean 2,000)"
+    )
 
 
 def test_training_does_not_say_so_at_every_step():
-    """Only every ten seconds."""
+    """Only every few seconds."""
     console = plain()
     with Bars(console) as bars:
         bars.started([run_of("one", 60)])
         for step in range(1, 20):
             bars.stepped(report("one", step))
 
-    assert told(console) == []
+    assert told(console) == ["starting"]
+
+
+def test_a_start_says_what_it_is_doing():
+    """Again and again, until the first round, which says what the start took."""
+    console = plain(200)
+    phases.begin()
+    with Bars(console, every_seconds=0.01) as bars:
+        with phase("data"):
+            end = time.monotonic() + 60
+            while len(told(console)) < 3 and time.monotonic() < end:
+                time.sleep(0.01)
+        bars.started([run_of("one", 60)])
+        record = StartRecord(datetime.now(UTC), 3.0, (Stretch("data", 0.0, 2.0, "main"),))
+        bars.stepped(report("one", 1, start=record))
+        bars.stepped(report("one", 2))
+    phases.end()
+
+    lines = told(console)
+    assert lines[:2] == ["starting", "reading the data: 0 s so far"]
+    assert lines.count("first step after 3.0 s: data 2.0, other 1.0") == 1
+
+
+def test_on_a_terminal_a_line_below_the_bars_says_the_same():
+    """What the start does, then how fast rounds are, and when the run ends."""
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, highlight=False)
+    phases.begin()
+    with Bars(console) as bars, phase("weights"):
+        bars.started([run_of("one", 60)])
+        bars.progress.refresh()
+        starting = console.file.getvalue()
+        bars.stepped(report("one", 1))
+        bars.stepped(report("one", 2, rows=4, rows_replayed=3))
+        bars.progress.refresh()
+    phases.end()
+
+    assert "loading the weights: 0 s" in starting
+    assert "2,000 tokens/s (mean 2,000), 75% of rows replayed" in console.file.getvalue()
+    assert "0:00:29" in console.file.getvalue()
+
+
+def round_of(number, seconds, tokens=100):
+    return RoundReport(number, tokens, seconds)
+
+
+def test_the_first_round_says_nothing_of_the_pace():
+    """It compiles."""
+    pace = Pace()
+    pace.add(round_of(1, 90.0), 90.0)
+    assert (pace.left(10), pace.speed()) == (None, "")
+
+    pace.add(round_of(2, 2.0), 92.0)
+    assert pace.left(10) == timedelta(seconds=20)
+    assert pace.speed() == "50 tokens/s (mean 50)"
+
+
+def test_a_round_that_compiles_later_does_not_count_for_the_time_left():
+    """It is the median of rounds that counts; the mean of tokens a second has it."""
+    pace, now = Pace(), 0.0
+    for number, seconds in enumerate([9.0, 1.0, 1.0, 30.0, 1.0, 1.0], 1):
+        now += seconds
+        pace.add(round_of(number, seconds), now)
+
+    assert pace.left(100) == timedelta(seconds=100)
+    assert pace.mean() == 500 / 34
+
+
+def test_what_passes_between_rounds_counts_for_the_time_left():
+    """Such as evaluations, each its share."""
+    pace = Pace()
+    pace.add(round_of(1, 1.0), 1.0)
+    pace.add(round_of(2, 1.0), 2.0)
+    pace.add(round_of(3, 1.0), 7.0)
+
+    assert pace.left(10) == timedelta(seconds=30)
+
+
+def test_a_round_that_all_its_jobs_report_counts_once():
+    """Each step's report has its round."""
+    pace = Pace()
+    for now in (1.0, 1.0, 2.0, 2.0):
+        pace.add(round_of(int(now), 1.0), now)
+
+    assert pace.mean() == 100
 
 
 @given(

@@ -22,10 +22,16 @@ class Slow(Function):
     def __init__(self, together):
         super().__init__()
         self.barrier, self.seen = threading.Barrier(together, timeout=20), []
+        self.launchers = 0
 
     def warmup(self, *arguments, grid, **meta):
         self.barrier.wait()
         self.seen.append((arguments, meta))
+        return self
+
+    @property
+    def run(self):
+        self.launchers += 1
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +54,7 @@ def test_forms_are_compiled_beside_one_another_once_each_and_none_is_started():
             launcher[(4,)](x, number, 1, num_warps=4)
 
     assert len(function.seen) == 2
+    assert function.launchers == 2
     assert not function.forms
     for (like, number, _), meta in function.seen:
         assert (like.dtype, like.data_ptr()) == (x.dtype, x.data_ptr())

@@ -11,7 +11,14 @@ import pytest
 
 from tlora_fx.codegen import loading
 from tlora_fx.codegen.kernels import build
-from tlora_fx.codegen.loading import KernelCacheWarning, kernel_folder, load, stored
+from tlora_fx.codegen.loading import (
+    TRITON_CACHE,
+    KernelCacheWarning,
+    keep_triton_cache,
+    kernel_folder,
+    load,
+    stored,
+)
 from tlora_fx.codegen.spec import KernelSpec
 from tlora_fx.errors import KernelCacheError
 
@@ -136,3 +143,21 @@ def test_loading_needs_no_triton_until_a_kernel_is_asked_for():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("given", [None, "/own/place"])
+def test_kernels_are_kept_in_one_folder_whoever_compiles_them(monkeypatch, given):
+    """Inductor names a folder of its own only where none is named."""
+    monkeypatch.delenv(TRITON_CACHE, raising=False)
+    from triton import knobs
+
+    usual = knobs.cache.dir
+    if given:
+        monkeypatch.setenv(TRITON_CACHE, given)
+    else:
+        # It is taken away again behind the test.
+        monkeypatch.setenv(TRITON_CACHE, "")
+        monkeypatch.delenv(TRITON_CACHE)
+    keep_triton_cache()
+
+    assert os.environ[TRITON_CACHE] == (given or usual) == knobs.cache.dir

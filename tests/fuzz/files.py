@@ -23,9 +23,11 @@ import safetensors.torch
 import torch
 import yaml
 from hypothesis import strategies as st
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.fuzz.mutations import altered, damaged
 from tests.pipeline.graphs import small_graph
+from tlora_fx.config.base_files import require_base_files
 from tlora_fx.config.job import BaseSpec, DataSpec, Job
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.hardware import Cluster
@@ -34,7 +36,8 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.graph_file import load_graphs, save_graphs
-from tlora_fx.runtime.adapters.files import read_adapter
+from tlora_fx.model.backbone import load_backbone
+from tlora_fx.runtime.adapters.files import base_tensors, read_adapter
 from tlora_fx.runtime.checkpoints.digests import base_digests
 from tlora_fx.runtime.checkpoints.store import CheckpointStore, JobState
 from tlora_fx.runtime.data.samples import load_job_data
@@ -489,7 +492,7 @@ def adapter(scratch: Path) -> Kind:
 def weights(scratch: Path) -> Kind:
     """A base's weights, of which only digests are made here, and their index."""
     tensors = safetensors.torch.save({"a": torch.zeros(4, 8), "b": torch.ones(3)})
-    index = {"weight_map": {"a": "model-1.safetensors", "b": "model-1.safetensors"}}
+    index = {"metadata": {}, "weight_map": {"a": "model-1.safetensors", "b": "model-1.safetensors"}}
 
     def whole(folder: Path) -> None:
         put(folder / "model-1.safetensors", tensors)
@@ -507,6 +510,74 @@ def weights(scratch: Path) -> Kind:
     )
 
 
+def cut_of(name: str, content: bytes) -> st.SearchStrategy[Write]:
+    """Cases in which a file ends early."""
+    lengths = st.integers(0, len(content) - 1)
+    return lengths.map(lambda length: writes(name, content[:length]))
+
+
+def flipped_of(name: str, content: bytes, first: int = 600) -> st.SearchStrategy[Write]:
+    """Cases in which one bit of a file's first bytes is another."""
+
+    def write(bit: int) -> Write:
+        changed = bytearray(content)
+        changed[bit // 8] ^= 1 << bit % 8
+        return writes(name, bytes(changed))
+
+    return st.integers(0, 8 * min(len(content), first) - 1).map(write)
+
+
+def header_of(name: str, content: bytes) -> st.SearchStrategy[Write]:
+    """Cases in which a safetensors file has another header, whose length it gives rightly."""
+    end = 8 + int.from_bytes(content[:8], "little")
+
+    def write(changed: Any) -> Write:
+        header = json.dumps(changed).encode()
+        return writes(name, len(header).to_bytes(8, "little") + header + content[end:])
+
+    return altered(json.loads(content[8:end])).map(write)
+
+
+def base(scratch: Path) -> Kind:
+    """A base's folder: config, tokenizer, and weights in several files with an index."""
+    made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(QUICKSTART / "base"))
+    made.save_pretrained(scratch, max_shard_size="600KB")
+    shutil.copytree(QUICKSTART / "base", scratch, dirs_exist_ok=True)
+    files = {path.name: path.read_bytes() for path in sorted(scratch.iterdir())}
+    map_name = "model.safetensors.index.json"
+    index = json.loads(files[map_name])
+    places = ["../other.safetensors", "/etc/passwd", "none.safetensors", "config.json", "", ".", 7]
+
+    def whole(folder: Path) -> None:
+        for name, content in files.items():
+            put(folder / name, content)
+
+    def renamed(name: object) -> Write:
+        named = dict.fromkeys(index["weight_map"], name)
+        return writes(map_name, json.dumps({**index, "weight_map": named}).encode())
+
+    each = st.sampled_from(sorted(files.items()))
+    shards = [item for item in sorted(files.items()) if item[0].endswith(".safetensors")]
+    documents = [(n, json.loads(c)) for n, c in sorted(files.items()) if n.endswith(".json")]
+    cases = st.one_of(
+        each.map(lambda item: lambda folder: (folder / item[0]).unlink()),
+        *(each.flatmap(lambda item, of=of: of(*item)) for of in (cut_of, flipped_of, bytes_of)),
+        st.sampled_from(shards).flatmap(lambda item: header_of(*item)),
+        st.sampled_from(documents).flatmap(lambda item: json_of(*item)),
+        st.sampled_from(places).map(renamed),
+    )
+    return Kind(whole, beside(cases, whole), read_base)
+
+
+def read_base(folder: Path) -> object:
+    """All that a run reads of a base, file by file, then what it asks of them at its start."""
+    spec = BaseSpec(model=str(folder))
+    built = load_backbone(spec)
+    content = base_tensors(built), load_tokenizer(spec), base_digests(spec)
+    require_base_files(spec)
+    return content
+
+
 def metrics() -> Kind:
     """A job's metrics."""
     row = {"step": 1, "loss": 2.5, "grad_norm": 1.0, "learning_rate": 0.1, "tokens": 5}
@@ -517,8 +588,8 @@ def metrics() -> Kind:
 
 
 NAMES = (
-    "adapter", "checkpoint", "columns", "data", "graph", "job", "ledger", "metrics", "parquet",
-    "plan", "profile", "saved", "state", "tables", "trace", "weights",
+    "adapter", "base", "checkpoint", "columns", "data", "graph", "job", "ledger", "metrics",
+    "parquet", "plan", "profile", "saved", "state", "tables", "trace", "weights",
 )  # fmt: skip
 
 
@@ -533,6 +604,7 @@ def kind_of(name: str, scratch: Path) -> Kind:
     made: dict[str, Callable[[Path], Kind]] = {
         "trace": trace, "saved": saved, "graph": graph, "ledger": ledger, "state": state,
         "checkpoint": checkpoint, "adapter": adapter, "weights": weights,
+        "base": base,
     }  # fmt: skip
     return made[name](scratch)
 

@@ -30,6 +30,7 @@ from tests.models import (
 )
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
+from tlora_fx.host import phases
 from tlora_fx.ir.graph import HEAD, OpenSlots
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.adapters.files import base_tensors
@@ -429,3 +430,18 @@ def losses_and_gradients(model, run, row):
     losses.sum().backward()
     found = [bank.a.grad.clone() for bank in model.banks.values()]
     return [losses.detach(), *found, *(bank.b.grad.clone() for bank in model.banks.values())]
+
+
+def test_what_torch_compiles_is_a_phase_of_the_start(base):
+    """Layers are compiled when they first run, and not again."""
+    model = ready(of_kinds(base, {}))
+    model.compile(backend="eager")
+    parts = mixes(jobs=1)[0]
+    start = phases.begin()
+    run_fused(model, parts)
+    compiled = [each.phase for each in start.record().stretches]
+    run_fused(model, parts)
+    again = phases.end()
+
+    assert set(compiled) == {"layers"}
+    assert len(again.stretches) == len(compiled)

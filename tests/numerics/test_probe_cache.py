@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+import torch
 
 from tests.models import base_of, hand_written, job, plain
 from tlora_fx.compiler import compile
+from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import FusedDiffers
+from tlora_fx.model.backbone import load_backbone
 from tlora_fx.numerics import probe_cache
-from tlora_fx.numerics.probe_cache import probe_once, probes_folder
+from tlora_fx.numerics.probe import ProbeResult
+from tlora_fx.numerics.probe_cache import probe_loaded_once, probe_once, probes_folder
 
 
 @pytest.fixture
@@ -101,3 +107,30 @@ def test_a_module_from_python_is_tried_each_time(tried):
         compile(jobs)
 
     assert tried == ["tried", "tried"]
+
+
+def test_loaded_weights_are_tried_once(tmp_path, monkeypatch):
+    """Until a file of the base changes, or a longer sample comes."""
+    monkeypatch.setenv("TLORA_FX_CACHE", str(tmp_path / "cache"))
+    base = base_of(tmp_path, "llama", num_hidden_layers=2)
+    backbone = load_backbone(base)
+    folder = tmp_path / "base"
+    backbone.model.to_empty(device="cpu").save_pretrained(folder)
+    (weights,) = folder.glob("*.safetensors")
+    model = compile([job("one", BaseSpec(model=str(folder)), r=4)])
+    lengths = []
+    monkeypatch.setattr(
+        probe_cache,
+        "probe_loaded",
+        lambda *parts, ids: lengths.append(parts[-1]) or ProbeResult(lengths=(parts[-1],)),
+    )
+
+    def probe(longest):
+        parts = model.group, model.backbone, model.jobs, {}.__getitem__, longest
+        return probe_loaded_once(*parts, ids=[(1, 2)], device=torch.device("cpu"))
+
+    assert [probe(8).lengths, probe(8).lengths, probe(9).lengths] == [(8,), (8,), (9,)]
+    assert lengths == [8, 9]
+    os.utime(weights, (1, 1))
+    probe(8)
+    assert lengths == [8, 9, 8]

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
+import signal
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,12 +15,14 @@ from tests.runtime.groups import make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.cost.plan import Plan
 from tlora_fx.model.batch import repeating_form
+from tlora_fx.model.row_ladder import RowLadder, RowSize
 from tlora_fx.ops.dora import Norms, norms_kept
 from tlora_fx.ops.kernels import launch_cache, refresh
 from tlora_fx.parallel.apply import apply, load
 from tlora_fx.parallel.cuda_graphs import NormGraph, RowGraphs
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
+from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 from tlora_fx.runtime.verify import bounds_of, verify
 
@@ -82,6 +87,89 @@ def test_graphs_give_the_losses_and_gradients_of_their_rows(tmp_path, dtype, com
     assert runner.graphs.refused == ""
     assert runner.graphs.keys
     assert replayed > 10
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_steps_of_a_ladder_are_captured_at_once(tmp_path, compiled):
+    """Rows have the losses and gradients of rows that are launched; a capture leaves none."""
+    model, mesh = loaded(tiny_base(tmp_path, "bfloat16", **WIDE), compiled)
+    runner, plain = apply(model, PLAN, mesh, largest_row=256), apply(model, PLAN, mesh)
+    leaves, weights = leaves_of(model), torch.tensor([0.5, 2.0, 1.0], device="cuda")
+    rows = [row_of(seed, (9, 7, 8)) for seed in range(24)]
+    ladder = RowLadder.of([*map(RowSize.of, rows), RowSize(900, 40, 60, 400)])
+    rows = [padded_to(ladder, row) for row in rows]
+    runner.graphs.use(ladder)
+    for row in rows[:12]:
+        runner.run([row], weights)
+    before = [leaf.grad.clone() for leaf in leaves]
+    runner.graphs.capture_steps(0)
+
+    assert set(runner.graphs.keys) == set(ladder.steps)
+    assert all(map(torch.equal, before, (leaf.grad for leaf in leaves)))
+    torch._foreach_zero_([leaf.grad for leaf in leaves])
+    captured = runner.graphs.captured
+    for row in rows:
+        found, expected = [], []
+        for one, told, given in ((runner, found, row), (plain, expected, ladder.padded(row))):
+            told.append(one.run([given], weights))
+            told += [leaf.grad.clone() for leaf in leaves]
+            torch._foreach_zero_([leaf.grad for leaf in leaves])
+        torch.testing.assert_close(found[0], expected[0], rtol=2e-3, atol=1e-3)
+        for mine, wanted in zip(found[1:], expected[1:], strict=True):
+            assert (mine - wanted).norm() <= 2e-2 * wanted.norm() + 1e-6
+    assert runner.graphs.captured == captured
+
+
+def padded_to(ladder, row):
+    """The row with as many tokens as its step, by a sequence without targets."""
+    size = RowSize.of(row)
+    more = ladder.step_for(size).tokens - size.tokens
+    ids = torch.nn.functional.pad(row.input_ids, (0, more))
+    segments = row.segments.clone()
+    segments[-1] += more
+    return replace(
+        row, input_ids=ids, segments=segments,
+        position_ids=torch.cat([row.position_ids, torch.arange(more)[None] % 4], 1),
+        cu_seqlens=torch.cat([row.cu_seqlens, (size.tokens + more + 0 * row.cu_seqlens[-1:])]),
+        token_index=torch.nn.functional.pad(row.token_index, (0, more)),
+        max_seqlen=torch.maximum(row.max_seqlen, torch.tensor(more, dtype=torch.int32)),
+    )  # fmt: skip
+
+
+def test_a_run_replays_its_rows_and_goes_on_as_it_would(tmp_path, monkeypatch):
+    """Of real lengths; resumed, its rows are padded as before, so that its bits are the same."""
+    monkeypatch.setattr("tlora_fx.runtime.trainer.CAPTURE_AFTER", 3)
+    monkeypatch.setattr("tlora_fx.runtime.trainer.PAYS_AFTER", 0)
+    base = tiny_base(tmp_path, "bfloat16", **WIDE)
+    settings = {"max_steps": 60, "save_steps": 25, "per_device_train_batch_size": 8}
+    jobs = [make_job(base, name, seed=n, lora={"r": 8}, **settings) for n, name in enumerate("abc")]
+    data = make_data(jobs, longest=30, count=200)
+
+    def trainer(folder, **more):
+        return Trainer(compile(jobs), output=tmp_path / folder, device="cuda", data=data, **more)
+
+    whole = trainer("whole")
+    whole.run()
+    assert whole.graphs.captured >= len(whole.group.bucketer.ladder.steps) > 0
+    assert whole.group.bucketer.padding < 0.2 * whole.group.bucketer.tokens
+    losses = {run.job.name: run.loss for run in whole.runs}
+    with pytest.raises(KeyboardInterrupt):
+        trainer("parts", callback=Stop(31)).run()
+    again = trainer("parts", resume=True)
+    again.run()
+
+    assert {run.job.name: run.loss for run in again.runs} == losses
+
+
+class Stop(TrainerCallback):
+    """Asks a run to stop at a step, as Ctrl-C does."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def stepped(self, report):
+        if report.step == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

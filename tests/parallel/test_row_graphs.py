@@ -16,6 +16,7 @@ from tlora_fx.compiler import compile
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import PlanNotRunnable, TableNotOnDevice
 from tlora_fx.model.batch import IGNORED, JobTokens, pack, repeating_form
+from tlora_fx.model.row_ladder import RowLadder, RowSize
 from tlora_fx.ops import dora, segment_read, segment_sum, tables
 from tlora_fx.ops.dora import Norms
 from tlora_fx.ops.kernels.select import may_cut_by_jobs
@@ -137,11 +138,13 @@ class Pretended:
 
     def __init__(self, model, row, weights, device, lengths, gathering):
         self.replays, self.loaded, self.released = 0, [row], False
+        self.kept, self.runs = 8, []
         self.adapted_sites = model.adapted_sites
         self.made.append(self)
 
-    def run(self):
-        return torch.ones(3), 8
+    def run(self, *, adds=True):
+        self.runs.append(adds)
+        return torch.ones(3), self.kept
 
     def capture(self, pool, stream):
         self.pool = pool
@@ -169,7 +172,9 @@ def graphs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "Stream", object)
-    monkeypatch.setattr(RowGraphs, "_fits_memory", lambda self, kept, tokens: True)
+    monkeypatch.setattr(RowGraphs, "_fits_memory", lambda self, *_: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     monkeypatch.setattr(Pretended, "made", [])
     monkeypatch.setattr(Pretended, "fails", None)
@@ -206,6 +211,15 @@ def test_a_form_is_captured_the_second_time_and_replayed_then(graphs):
     (made,) = Pretended.made
     assert made.replays == 1
     assert len(made.loaded) == 2
+
+
+def test_rows_that_were_replayed_are_counted(graphs):
+    """The row that is captured is launched itself."""
+    (row,) = rows_of_lengths(16)
+    for _ in range(5):
+        graphs.run(row, torch.ones(3))
+
+    assert graphs.rows_replayed == 3
 
 
 def test_a_site_that_is_adapted_later_is_captured_anew(graphs):
@@ -269,6 +283,62 @@ def test_a_capture_that_fails_among_processes_ends_the_run(graphs, monkeypatch):
 
     with pytest.raises(PlanNotRunnable, match="--no-cuda-graphs"):
         graphs.run(row, torch.ones(3))
+
+
+def test_the_steps_of_a_ladder_are_captured_at_once(graphs, monkeypatch):
+    """The largest first; one that no row has come to runs without leaving gradients."""
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 48)
+    graphs.model.jobs = [None] * 3
+    rows = rows_of_lengths(16, 300)
+    graphs.use(RowLadder.of([*map(RowSize.of, rows), RowSize(2000, 4, 1000, 1500)]))
+    rows = [pack_to(graphs.ladder, length) for length in (16, 300)]
+    told = [graphs.run(row, torch.ones(3)) for row in (*rows, *rows)]
+    assert [one.tolist() for one in told] == [[1, 1, 1]] * 4
+    assert graphs.keys == []
+    graphs.capture_steps(0)
+
+    assert graphs.keys == sorted(graphs.ladder.steps, reverse=True)
+    assert [one.runs for one in Pretended.made] == [[True, True], [True, True], [False]]
+    assert len({one.pool for one in Pretended.made}) == 1
+    assert [graphs.run(row, torch.ones(3)).tolist() for row in rows] == [[0, 0, 0]] * 2
+    graphs.capture_steps(0)
+    assert graphs.captured == 3
+    graphs.use(RowLadder())
+    assert graphs.keys == []
+    assert all(one.released for one in Pretended.made)
+
+
+def pack_to(ladder, length):
+    """A row of three sequences, as long as its step."""
+    jobs = [JobTokens([[1] * length], [[1] * length])] * 3
+    return pack(jobs, ladder.step_for(RowSize.of_jobs(jobs)).tokens)
+
+
+def test_a_step_without_memory_leaves_its_place_to_smaller_ones(graphs, monkeypatch):
+    """What a graph's pool has already counts for the next."""
+    graphs.model.jobs = [None] * 3
+    asked = []
+    monkeypatch.setattr(
+        RowGraphs, "_fits_memory", lambda self, *given: asked.append(given) or given[0] < 50
+    )
+    sizes = [RowSize(tokens, 3, 100, tokens) for tokens in (64, 900, 2000)]
+    graphs.use(RowLadder.of(sizes))
+    kept = {2000: 70, 900: 40, 64: 8}
+    monkeypatch.setattr(
+        Pretended, "run", lambda self, *, adds=True: setattr(
+            self, "kept", kept[self.loaded[0].input_ids.numel()]
+        ),
+    )  # fmt: skip
+    kept |= {
+        step.tokens: kept[size.tokens]
+        for step, size in zip(graphs.ladder.steps, sizes, strict=True)
+    }
+    graphs.capture_steps(7)
+
+    assert [given[:2] for given in asked] == [(70, 70), (40, 40), (8, 0)]
+    assert {given[3] for given in asked} == {7}
+    assert len(graphs.keys) == 2
+    assert graphs.skipped_no_memory == 1
 
 
 class Replayed:

@@ -8,10 +8,11 @@ from tests.cost.facts import small_model, small_round
 from tlora_fx.cost import profile_sources
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GPUS
+from tlora_fx.cost.mesh_fits import every_mesh
 from tlora_fx.cost.plan import MeshShape, Plan, model_fingerprint
 from tlora_fx.cost.profile_sources import roofline_profile
 from tlora_fx.errors import JobTooLong, MeshDoesNotFit, NoPlanFits, ProfileMissing
-from tlora_fx.planners.auto import Auto, every_mesh, search
+from tlora_fx.planners.auto import Auto, search
 from tlora_fx.planners.protocol import find_planner
 
 
@@ -117,6 +118,30 @@ def test_what_never_fits_is_an_error(model, profile):
         Auto().plan(model, profile=small, options={"processes": 2, "round": small_round()})
     with pytest.raises(NoPlanFits, match="tp=3 does not stay inside"):
         search(model, profile, small_round(), 3, meshes=[MeshShape(tp=3)]).best()
+
+
+def test_a_calibration_refuses_nothing_for_its_memory(model, profile):
+    """It is an estimate: the plan with the least memory is tried."""
+    hardware = profile.hardware.model_copy(update={"memory_gib": 1.5001})
+    small = profile.model_copy(update={"hardware": hardware, "source": "calibrated"})
+    plan = Auto().plan(model, profile=small, options={"processes": 2, "round": small_round()})
+    dropped = search(model, small, small_round(), 2).dropped
+
+    assert plan.estimate is not None
+    assert plan.estimate.memory_bytes == min(
+        round(one.memory.total) for one in dropped if one.memory is not None
+    )
+
+
+def test_memory_is_that_of_the_longest_round(model, profile):
+    """Times are those of a typical one."""
+    short, long = small_round(4), small_round(64)
+    [one] = search(model, profile, short, 1, longest=long).running[:1]
+    [same] = search(model, profile, short, 1).running[:1]
+    [other] = search(model, profile, long, 1).running[:1]
+
+    assert one.time == same.time
+    assert one.memory == other.memory != same.memory
 
 
 def test_a_mesh_that_does_not_fit_is_refused(model, profile):

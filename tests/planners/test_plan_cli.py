@@ -85,7 +85,7 @@ def test_a_written_plan_is_told_with_the_command_that_trains_by_it(jobs, tmp_pat
 
     last = {gpus: text.splitlines()[-1].strip() for gpus, text in told_of.items()}
     assert last[1] == f"tlora-fx {rest}"
-    assert last[2] == f"torchrun --nproc-per-node 2 -m tlora_fx {rest}"
+    assert last[2] == f"tlora-fx {rest} --gpus 2"
     assert last[4].startswith("torchrun --nproc-per-node 2 --nnodes 2 --rdzv-backend c10d ")
     assert last[4].endswith(f" -m tlora_fx {rest} --max-row-tokens 4096")
 

@@ -34,7 +34,8 @@ def weights(folder, *parts):
     for name, part in zip(names, parts, strict=True):
         safetensors.torch.save_file(part, folder / name)
     index = {name: file for file, part in zip(names, parts, strict=True) for name in part}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    whole = {"metadata": {}, "weight_map": index}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(whole))
     return BaseSpec(model=str(folder))
 
 

@@ -9,8 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from tlora_fx.errors import RunFolderError
+from tlora_fx.config.job import BaseSpec, Job
+from tlora_fx.cost.plan import MeshShape
+from tlora_fx.errors import MeshDoesNotFit, NoPlanFits, RunFolderError
 from tlora_fx.planners.protocol import _own_planners
 from tlora_fx.runtime import controllers, early_checks
 from tlora_fx.runtime.run_folder import RunFolder, require_begun, require_new
@@ -41,6 +45,15 @@ MISTAKES = {
     "a file that is no plan": ("a", "", ["--plan", "jobs.yaml"], "this file is no plan"),
     "a misspelt controller": ("a", "", ["--controller", "aimed"], "did you mean 'aimd'?"),
     "a mesh of an unknown axis": ("a", "", ["--mesh", "pd=2"], "pd"),
+    "a mesh of other processes": ("a", "", ["--mesh", "dp=2"], "needs 2 processes"),
+    "a plan for several processes": (
+        "a",
+        "",
+        ["--plan", "single", "--gpus", "2", "--device", "cpu"],
+        "the plan 'single' needs 1 process",
+    ),
+    "GPUs that are not there": ("a", "", ["--gpus", "99"], "there are not so many GPUs"),
+    "a switch of plans without a checkpoint": ("a", "", ["--replan"], "switched at a checkpoint"),
 }
 #: What else may stand in a job file in place of its base's config.json, and what is told.
 BASES = {
@@ -177,3 +190,78 @@ def test_a_folder_without_a_step_is_told_from_an_empty_one(tmp_path, begun):
     with pytest.raises(RunFolderError, match="there is no run") as caught:
         require_begun(tmp_path / "run")
     assert ("a run that came to no step" if begun else "an empty folder") in str(caught.value)
+
+
+def base_with(folder: Path, **config: object) -> list[Job]:
+    """A job on a base of which there is a config.json alone, or a file of weights too."""
+    folder.mkdir(exist_ok=True)
+    shape = {"num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2,
+             "hidden_size": 64, "intermediate_size": 96, **config}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(shape))
+    base = BaseSpec(model=str(folder))
+    return [Job(name="one", base=base, lora={}, data={"path": "unused.jsonl"})]
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh", "told"),
+    [
+        ({}, MeshShape(pp=4), None),
+        ({}, MeshShape(pp=5), "pp=5 stages need a layer each, and the model has 4"),
+        ({}, MeshShape(tp=2), None),
+        ({}, MeshShape(tp=4), "2 key-value heads do not divide by tp=4"),
+        ({"text_config": {"num_hidden_layers": 1, "num_attention_heads": 3}}, MeshShape(pp=2),
+         "the model has 1"),
+        ({"num_attention_heads": None}, MeshShape(tp=3), None),
+        ({}, None, None),
+    ],
+)  # fmt: skip
+def test_a_mesh_that_does_not_divide_the_base_is_refused(
+    tmp_path: Path, config: dict[str, object], mesh: MeshShape | None, told: str | None
+) -> None:
+    """By config.json, with the meshes that do; what it does not say is checked later."""
+    jobs = base_with(tmp_path, **config)
+    if told is None:
+        early_checks.require_cuts(jobs, mesh)
+        return
+    with pytest.raises(MeshDoesNotFit, match=told):
+        early_checks.require_cuts(jobs, mesh)
+
+
+@pytest.mark.parametrize(
+    ("plan", "processes", "on_cpu", "fits"),
+    [
+        (None, 1, False, False),
+        (None, 4, False, True),
+        ("replicated", 4, False, False),
+        ("fsdp", 2, False, True),
+        ("fsdp", 4, True, True),
+        ("replicated", 4, True, False),
+    ],
+)
+def test_a_base_that_is_larger_than_the_memory_is_refused(
+    tmp_path: Path, monkeypatch, plan: str | None, processes: int, on_cpu: bool, fits: bool
+) -> None:
+    """Each GPU has a memory of its own, all processes on a CPU have one."""
+    jobs = base_with(tmp_path)
+    weights = {"a": torch.zeros(100, 10), "b": torch.zeros(24, dtype=torch.float64)}
+    save_file(weights, tmp_path / "model.safetensors")
+    # In bfloat16, in which the base is loaded.
+    assert early_checks.base_bytes(jobs[0].base) == 2 * 1024
+    monkeypatch.setattr(early_checks, "largest_gpu_bytes", lambda: 1024)
+    monkeypatch.setattr(early_checks, "total_bytes", lambda: 4096)
+    if fits:
+        early_checks.require_base_fits(jobs, plan, processes, on_cpu=on_cpu)
+        return
+    with pytest.raises(NoPlanFits, match="weights of the base do not fit"):
+        early_checks.require_base_fits(jobs, plan, processes, on_cpu=on_cpu)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00" * 8, b"\x10" + b"\x00" * 7 + b"[1, 2, 3]       "])
+def test_a_file_of_weights_that_cannot_be_read_is_left_to_its_reader(
+    tmp_path: Path, content: bytes
+) -> None:
+    """Nothing is known of its size."""
+    jobs = base_with(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(content)
+
+    assert early_checks.base_bytes(jobs[0].base) is None

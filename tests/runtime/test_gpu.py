@@ -143,7 +143,7 @@ def test_kernels_that_are_compiled_ahead_change_no_bit(tmp_path, monkeypatch, co
     monkeypatch.setattr(apply, "start_nothing", lambda *row: (start(*row), tried.append(row)))
 
     def losses(name):
-        options = TrainerOptions(compiled=compiled)
+        options = TrainerOptions(compiled=compiled, wait_for_compile=True)
         Trainer(
             compile(jobs), output=tmp_path / name, device="cuda", data=data, options=options
         ).run()

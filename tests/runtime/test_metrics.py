@@ -39,6 +39,19 @@ def test_each_step_is_on_disk_at_once(tmp_path):
     }
 
 
+def test_further_fields_stand_behind_the_others(tmp_path):
+    """Whoever knows the first ones alone reads on as before."""
+    log = MetricsLog(tmp_path / "m")
+    speed = {"tokens_per_second": math.nan, "phases": {"data": 1.5}}
+    log.append(
+        step=1, loss=1.0, grad_norm=0.5, learning_rate=1e-4, tokens=9, seconds=0.1, more=speed
+    )
+
+    [record] = read_metrics(tmp_path / "m")
+    assert list(record)[:6] == ["step", "loss", "grad_norm", "learning_rate", "tokens", "seconds"]
+    assert (record["tokens_per_second"], record["phases"]) == (None, {"data": 1.5})
+
+
 def test_resuming_drops_later_and_torn_lines(tmp_path):
     """After a resume at step 2 the file holds steps 1 and 2, and goes on with 3."""
     path = tmp_path / "metrics.jsonl"

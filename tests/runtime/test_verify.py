@@ -20,6 +20,7 @@ from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.runtime import verify as verifying
 from tlora_fx.runtime.adapters.files import adapter_tensors
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
+from tlora_fx.runtime.job_run import RoundReport
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.verify import (
     MASKED,
@@ -130,7 +131,7 @@ def test_steps_that_are_never_brought_together_again_equal_plain_peft(tmp_path):
         found = trainer.gradients(batches)
         for run in active:
             losses[run.job.name].append(found[run.index])
-            run.finish_step(found[run.index], batches[run.index], 0.0)
+            run.finish_step(found[run.index], batches[run.index], RoundReport(1, 0, 0.0))
 
     base = plain_base(model.backbone)
     for job, steps in zip(jobs, (20, 4, 4), strict=True):

@@ -402,6 +402,27 @@ def test_a_job_whose_data_or_base_is_gone_cannot_go_on_now(tmp_path, gone):
     assert gone in answer.reason
 
 
+@pytest.mark.parametrize("again", [False, True])
+def test_a_job_with_a_damaged_base_is_refused_with_its_file(tmp_path, again):
+    """When it is prepared, and when a run goes on; a limit of memory or time has no part in it."""
+    shutil.copytree(QUICKSTART / "base", tmp_path / "base")
+    path = write_job(tmp_path / "jobs", "a", 5)
+    content = yaml.safe_load(path.read_text())
+    content["base"] = {"model": str(tmp_path / "base")}
+    path.write_text(yaml.safe_dump(content))
+    weights = tmp_path / "base" / "model.safetensors"
+    weights.write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
+    it = Admission(tmp_path / "run", ForkHere(None), AdmissionLimits(100.0))
+    it.read(path)
+    [file] = ended(it)
+    it.restore(file.jobs, {}) if again else it.prepare(file.jobs, 0.0)
+    [answer] = ended(it)
+
+    assert isinstance(answer, JobRefused)
+    assert answer.reason.startswith("error[T0257]")
+    assert str(weights) in answer.reason
+
+
 def begun(it):
     return bool(it.loop.running)
 

@@ -100,10 +100,12 @@ def asked(tmp_path):
 
 
 def listen(
-    service: Service, limits: ConnectionLimits | None = None
+    service: Service, limits: ConnectionLimits | None = None, public_url: str = ""
 ) -> tuple[uvicorn.Server, str, threading.Thread]:
     """A service on a free port of this machine; its thread ends with `should_exit`."""
-    server = make_server(make_app(service), limits, port=0, timeout_graceful_shutdown=1)
+    server = make_server(
+        make_app(service, (), public_url), limits, port=0, timeout_graceful_shutdown=1
+    )
     socket = server.config.bind_socket()
     thread = threading.Thread(target=server.run, args=([socket],), daemon=True)
     thread.start()

@@ -11,12 +11,16 @@ import threading
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.server.conftest import EXAMPLES, QUICKSTART, as_scheduled, job_file
+from tests.server.conftest import EXAMPLES, QUICKSTART, as_scheduled, job_file, request
 from tlora_fx.config.job_file import load_job_file
-from tlora_fx.errors import ServiceRefused, TokenRefused
+from tlora_fx.errors import LedgerError, ServiceRefused, TokenRefused
+from tlora_fx.scheduler.executor import Drained, Finished
+from tlora_fx.scheduler.state import Group
+from tlora_fx.scheduler.store import Ledger
 from tlora_fx.server.app import make_service
 from tlora_fx.server.store import ServiceStore, User
 from tlora_fx.server.submission import IntakeLimits
@@ -115,8 +119,58 @@ def test_a_path_outside_is_refused_and_nothing_is_kept(asked, fields, monkeypatc
 
     assert answer.status_code == 422
     assert answer.json()["code"] == "T0982"
+    assert [where for where in answer.json()["facts"] if where.startswith("jobs[0].")]
     assert it.state() == before
     assert str(it.folder) not in answer.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "where", "told"),
+    [
+        ({"data": "x.jsonl"}, "jobs[0].data.path", "client submit JOBS.yaml --upload x.jsonl"),
+        ({"data": "d/*.jsonl"}, "jobs[0].data.path", "--upload d/*.jsonl"),
+        ({"data": str(EXAMPLES / "none.jsonl")}, "jobs[0].data.path", "the service's machine"),
+        ({"eval_data": {"path": "e.jsonl"}}, "jobs[0].eval_data.path", "--upload e.jsonl"),
+        (
+            {"data": [{"path": str(QUICKSTART / "data/records.jsonl")}, {"path": "y.csv"}]},
+            "jobs[0].data[1].path",
+            "--upload y.csv",
+        ),
+    ],
+)
+def test_data_that_is_not_there_is_refused_at_once(asked, fields, where, told):
+    """With its place in the job file, what was uploaded, and the command that sends it."""
+    it = asked()
+    sha256, before = it.upload(b""), it.state()
+    answer = it.submit(job_file("a", **fields), files={"z.jsonl": sha256})
+
+    assert (answer.status_code, answer.json()["what"]) == (422, "a data file is not there")
+    assert where in answer.json()["facts"]
+    assert told in answer.json()["text"]
+    assert it.state() == before
+
+
+def test_a_base_that_is_not_there_is_refused_at_once(asked, tmp_path, monkeypatch):
+    """A folder without a config or weights, with pickles, and a hub id where there is no hub."""
+    it = asked(roots=(EXAMPLES, tmp_path))
+    base = tmp_path / "base"
+    base.mkdir()
+
+    def told(model):
+        top = yaml.safe_load(job_file("a")) | {"base": {"model": str(model)}}
+        answer = it.submit(yaml.safe_dump(top))
+        assert answer.status_code == 422
+        return answer.json()["text"]
+
+    assert "config.json" in told(base)
+    (base / "config.json").write_text("{")
+    assert "holds no weights" in told(base)
+    (base / "pytorch_model.bin").write_text("")
+    assert "a pickle may run any code" in told(base)
+    assert "does not exist" in told(tmp_path / "none")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "which is offline" in told("some/base")
+    assert it.service.store.jobs() == []
 
 
 def test_a_link_out_of_a_root_is_refused(asked, tmp_path):
@@ -274,9 +328,9 @@ def test_without_tokens_it_listens_on_this_machine_alone(tmp_path):
     store = ServiceStore(tmp_path / "run")
 
     with pytest.raises(ServiceRefused, match="obey everybody"):
-        store.refuse_open_network("0.0.0.0")
+        store.refuse_open_network("--host 0.0.0.0")
     store.require_tokens()
-    store.refuse_open_network("0.0.0.0")
+    store.refuse_open_network("--host 0.0.0.0")
 
 
 _CHANGES = st.sampled_from(
@@ -350,6 +404,29 @@ def test_a_page_of_a_stranger_cannot_ask(asked):
     assert it.ask("GET", "/api/v1/jobs", headers={"Host": "127.0.0.1:80"}).status_code == 200
 
 
+def test_whether_it_lives_and_is_ready_is_told_to_everybody(asked, monkeypatch):
+    """Without a token and under any name; not ready where it ends, or its ledger is gone."""
+    it = asked()
+    it.add("alice")
+
+    def told():
+        answers = [
+            it.ask("GET", path, headers={"Host": "pod-7"}) for path in ("/healthz", "/readyz")
+        ]
+        return [(answer.status_code, answer.json()["status"]) for answer in answers]
+
+    assert told() == [(200, "ok"), (200, "ok")]
+    it.service.ending = True
+    assert told() == [(200, "ok"), (503, "it is ending")]
+    it.service.ending = False
+
+    def fails(*query):
+        raise LedgerError("the service's ledger fails", reason="disk I/O error")
+
+    monkeypatch.setattr(it.service.store, "rows", fails)
+    assert told() == [(200, "ok"), (503, "its ledger cannot be read")]
+
+
 def test_quotas_bound_jobs_hours_and_priority(asked):
     """Refused with what is allowed and what is used; ended jobs count no more."""
     it = asked()
@@ -368,6 +445,55 @@ def test_quotas_bound_jobs_hours_and_priority(asked):
     assert it.service.store.gpu_hours("alice") == pytest.approx(5 / 3600)
     it.service.store.rows("UPDATE jobs SET status = 'done', steps = 10")
     assert it.submit(job_file("c"), "3", "alice").status_code == 201
+
+
+def test_a_refused_or_cancelled_job_gives_its_name_back(asked):
+    """No other does; what was submitted before is answered as before."""
+    it = asked()
+    first = it.submit(job_file("a", "b", "c", "d"), "1")
+    ledger = Ledger(it.folder / "ledger.sqlite")
+    ledger.refuse(request("a"), "its data are wrong")
+    ledger.submit(request("b"))
+    ledger.cancel("b", "its user cancelled it", 1.0)
+    ledger.submit(request("c"))
+    ledger.close()
+    told = {name: it.submit(job_file(name.upper()), name) for name in "abcd"}
+
+    assert {name: answer.status_code for name, answer in told.items()} == {
+        "a": 201, "b": 201, "c": 409, "d": 409,
+    }  # fmt: skip
+    assert told["c"].json()["facts"] == {"found": "queued"}
+    states = {job.name: job.state for job in it.service.store.jobs()}
+    assert states == {"c": "queued", "d": "received", "A": "received", "B": "received"}
+    again = it.submit(job_file("a", "b", "c", "d"), "1")
+    assert again.json() == first.json() | {"replayed": True}
+
+
+def test_a_name_is_taken_as_long_as_a_process_knows_its_job(asked):
+    """The group that the job was in, and one that took over its processes."""
+    it = asked()
+    it.submit(job_file("a", "b"), "1")
+    as_scheduled(it.folder, [("a", "b")])
+    it.ask("POST", "/api/v1/jobs/a/cancel")
+    ledger = Ledger(it.folder / "ledger.sqlite")
+    ledger.record(Finished(5.0, 1, "a", 5))
+    refused = [it.submit(job_file("a"), "2")]
+    ledger.launch(Group(("b",), 1, (0,)), 2, None, 6.0, origin=1)
+    ledger.record(Drained(7.0, 1, {}, 2))
+    refused.append(it.submit(job_file("a"), "2"))
+    ledger.end(2, "drained", 8.0)
+    ledger.close()
+
+    assert [answer.status_code for answer in refused] == [409, 409]
+    assert [answer.json()["facts"] for answer in refused] == [{"group": "1"}, {"group": "2"}]
+    it.refresh()
+    assert it.submit(job_file("a"), "2").status_code == 201
+    assert it.ask("GET", "/api/v1/jobs/a").json()["state"] == "cancelled"
+    it.refresh()
+    shown = it.ask("GET", "/api/v1/jobs/a").json()
+    assert (shown["state"], shown["step"], shown["loss"]) == ("received", 0, None)
+    assert not (it.folder / "a").exists()
+    assert (it.service.store.folder / "replaced" / "000001.a" / "metrics.jsonl").is_file()
 
 
 def test_a_job_is_cancelled_once(asked):

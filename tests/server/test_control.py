@@ -127,6 +127,35 @@ def test_a_job_that_trains_is_cancelled_after_its_step_and_its_group_goes_on(tmp
     assert 0 < a.steps < a.total
 
 
+def test_a_name_of_a_cancelled_job_is_another_jobs(tmp_path):
+    """Whether that had begun or not: the other one trains all of its own steps."""
+    it = made(tmp_path / "run")
+    submit(it, "a", steps=100_000)
+    submit(it, "b", steps=5)
+
+    def again(name, steps):
+        it.intake.submit(ME, f"{name} again", job_file(name, max_steps=steps), {}, 0)
+
+    def script():
+        yield from until(lambda: begun(it, "a") and states(it).get("b") == "queued")
+        it.store.want(ME, "b", "cancel")
+        yield from until(lambda: states(it)["b"] == "cancelled")
+        again("b", 3)
+        it.store.want(ME, "a", "cancel")
+        yield from until(lambda: states(it)["a"] == "cancelled")
+        yield from until(lambda: not it.store.rows("SELECT 1 FROM epochs WHERE ended IS NULL"))
+        (it.folder / "before").write_text(str(len(done(it, "a"))))
+        again("a", 4)
+        yield from until(lambda: set(states(it).values()) == {"done"})
+
+    run(it, script)
+    before = int((it.folder / "before").read_text())
+    assert done(it, "a")[before:] == [1, 2, 3, 4]
+    assert done(it, "b") == [1, 2, 3]
+    assert {job.name: job.total for job in it.store.jobs()} == {"a": 4, "b": 3}
+    assert [path.name for path in (it.store.folder / "replaced").iterdir()] == ["000001.a"]
+
+
 def test_of_jobs_that_wait_the_highest_priority_is_started_first(tmp_path):
     """Though it came last; what runs is left alone."""
     it = made(tmp_path / "run")

@@ -14,6 +14,7 @@ import typer
 from tlora_fx.cli.options import Interrupted, command_group
 from tlora_fx.errors import TloraError, nearest, printable
 from tlora_fx.host.environment import require_known_values
+from tlora_fx.host.threads import thread_rules
 
 #: By logger, what the messages have in them: kernels for other GPUs, and one library's use of
 #: what another will drop.
@@ -91,11 +92,16 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         if asked is not None and not {"--help", "-h"} & {*given}:
             require_known_values()
+            thread_rules.set_up()  # before torch is imported
         with without_foreign_notices():
             _app(asked)(given, prog_name="tlora-fx")
     except TloraError as error:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         _say(f"{error}{notes}")
+        if asked == "train":
+            from tlora_fx.runtime.local_launch import leave_for_torchrun
+
+            leave_for_torchrun(f"{error}{notes}")
         sys.exit(1)
     except (KeyboardInterrupt, Interrupted) as stop:
         _say(f"interrupted: {stop}" if str(stop) else "interrupted")

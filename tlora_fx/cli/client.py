@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 group = command_group("Submit jobs to a service; list, pause, cancel and fetch them.")
 #: What is tried again where the service is gone for a moment.
 TRIES, PAUSE_SECONDS, KEY = 5, 0.5, "Idempotency-Key"
+#: Fields of a job that are seconds since 1970.
+TIMES = ("submitted", "started", "ended")
 
 Server = Annotated[str, typer.Option(envvar=SERVER, help="URL of the service.")]
 Token = Annotated[
@@ -129,8 +131,8 @@ def submit(
     upload: Annotated[
         list[str] | None,
         typer.Option(
-            help="File to upload that the job file names: FILE, or NAME=FILE if it is called NAME "
-            "there; repeatable."
+            help="File to upload that the job file names: FILE, as the job file names it or from "
+            "here, or NAME=FILE if it is called NAME there; repeatable."
         ),
     ] = None,
     priority: Annotated[
@@ -147,16 +149,13 @@ def submit(
     authority: Authority = None,
 ) -> None:
     """Submit the jobs of a file to the service."""
+    from tlora_fx.cli.uploads import uploads
     from tlora_fx.config.job_file import read_bounded
 
     text = read_bounded(job_file).decode("utf-8", "surrogateescape")
     connection = Connection(server, token, authority)
-    files = {}
-    for spec in upload or ():
-        name, equals, source = spec.partition("=")
-        path = Path(source if equals else name)
-        where = path if path.is_file() else job_file.parent / path
-        files[name.removeprefix("./")] = _upload(connection, where)
+    there = uploads(job_file, upload or [])
+    files = {name: _upload(connection, path) for name, path in there.items()}
     body = json.dumps({"job_file": text, "files": files, "priority": priority})
     headers = {KEY: key or str(uuid.uuid4()), "Content-Type": "application/json"}
     taken = connection.ask("POST", "submissions", content=body, headers=headers)
@@ -200,7 +199,7 @@ def ls(
         numbers = ("" if value is None else format(value, form) for value, form in shown)
         gpus = ",".join(map(str, row["gpus"]))
         step = f"{row['step']}/{row['steps'] or '?'}"
-        at = datetime.fromtimestamp(row["submitted"], UTC).strftime("%Y-%m-%d %H:%M")
+        at = _time(row["submitted"], "%Y-%m-%d %H:%M")
         table.add_row(row["name"], row["state"], step, *numbers, gpus, at)
     print_whole(Console(highlight=False), table)
 
@@ -227,9 +226,23 @@ def status(
     else:
         for name, value in told.items():
             if value not in (None, "", []):
-                echo(f"{name:<18} {value}")
+                echo(f"{name:<18} {_shown(name, value)}")
     if why:
         echo(connection.ask("GET", f"jobs/{job}/explain")["text"])
+
+
+def _shown(name: str, value: object) -> str:
+    """A field of a job as people read it."""
+    if name in TIMES and isinstance(value, int | float):
+        return _time(value, "%Y-%m-%d %H:%M:%S %Z")
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _time(seconds: float, form: str) -> str:
+    """Seconds since 1970 as a time of this machine's zone."""
+    return datetime.fromtimestamp(seconds, UTC).astimezone().strftime(form)
 
 
 def _verb(verb: str, told: str) -> None:

@@ -95,12 +95,15 @@ def loaded(
     for at in folders.values():
         require_trusted(job_of(at).base, at / JOB, trusted=trusted)
 
+    from tlora_fx.runtime.cpu_threads import settle_threads
     from tlora_fx.runtime.distributed import device_named
     from tlora_fx.runtime.generation import AdapterGenerator
 
     place = device_named(device)
     with Working(Console(stderr=True, highlight=False), f"loading the base of {folder}"):
-        return AdapterGenerator.of_folders(folders, place)
+        generator = AdapterGenerator.of_folders(folders, place)
+    settle_threads(generator.base, place)
+    return generator
 
 
 def set_seed(seed: int) -> None:

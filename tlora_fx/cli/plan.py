@@ -160,12 +160,10 @@ def command(plan: Plan, jobs: Path, output: Path, per_node: int, options: list[s
     """Command that trains by a plan's file, as it is typed."""
     size = plan.mesh.size
     train = ["train", str(jobs), "-o", f"runs/{jobs.stem}", "--plan", str(output), *options]
-    if size == 1:
-        return shlex.join(["tlora-fx", *train])
-    started = ["torchrun", "--nproc-per-node", str(min(size, per_node))]
-    if size > per_node:
-        started += ["--nnodes", str(size // per_node)]
-        started += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST-NODE:29500"]
+    if size <= per_node:
+        return shlex.join(["tlora-fx", *train, *(["--gpus", str(size)] if size > 1 else [])])
+    started = ["torchrun", "--nproc-per-node", str(per_node), "--nnodes", str(size // per_node)]
+    started += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "FIRST-NODE:29500"]
     return shlex.join([*started, "-m", "tlora_fx", *train])
 
 

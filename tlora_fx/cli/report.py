@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 POINTS, SAMPLES = 400, 6
 NUMBERS = (
     "rank", "learning rate", "steps", "tokens", "samples", "last loss", "last eval loss",
-    "best step", "tokens/s",
+    "best step", "tokens/s", "mean tokens/s", "rows replayed",
 )  # fmt: skip
 
 
@@ -57,8 +57,9 @@ def run(
 ) -> None:
     """Write an HTML page of a run of `train` or `run`.
 
-    It shows losses, evaluations, learning rates, sample lengths, and which job ran when. The page
-    is one file that needs no network. It can be written while the run goes on.
+    It shows losses, evaluations, learning rates, tokens a second, sample lengths, which job ran
+    when, and what the start took. The page is one file that needs no network. It can be written
+    while the run goes on.
     """
     from tlora_fx.errors import ReportNotWritable
     from tlora_fx.runtime.run_view import read_run
@@ -118,7 +119,22 @@ def page(folder: Path, jobs: Sequence[JobView], specs: Mapping[str, Mapping[str,
         ],
         figures=[figure for figure in figures(folder, jobs) if figure is not None],
         samples=list(_samples(jobs)),
+        start=_start(folder),
     )
+
+
+def _start(folder: Path) -> list[tuple[str, str]]:
+    """What the newest start took, each with its seconds; nothing where the folder does not tell."""
+    from tlora_fx.host.phases import TITLES
+    from tlora_fx.runtime.run_view import read_start
+
+    start = read_start(folder)
+    if start is None:
+        return []
+    parts = {**start["phases"], "other": start.get("other", 0.0)}
+    parts = {TITLES.get(name, name): seconds for name, seconds in parts.items()}
+    parts["until the first step was done"] = start.get("seconds", 0.0)
+    return [(name, f"{took:.1f}") for name, took in parts.items() if isinstance(took, (int, float))]
 
 
 def _row(job: JobView, spec: Mapping[str, Any]) -> Row:
@@ -127,7 +143,7 @@ def _row(job: JobView, spec: Mapping[str, Any]) -> Row:
 
     losses, evaluated = [y for _, y in job.losses()], [y for _, y in job.evaluated()]
     best = job.status.get("evaluation", {}).get("best_step")
-    pace, lengths = job.pace(), job.lengths()
+    pace, mean, replayed, lengths = job.pace(), job.mean_rate(), job.replayed(), job.lengths()
     rank, rate = rank_of(spec), learning_rate_of(spec)
     numbers = (
         "" if rank is None else str(rank),
@@ -139,6 +155,8 @@ def _row(job: JobView, spec: Mapping[str, Any]) -> Row:
         f"{evaluated[-1]:.4f}" if evaluated else "",
         "" if best is None else str(best),
         shown(pace[1]) if pace else "",
+        "" if mean is None else shown(mean),
+        "" if replayed is None else f"{replayed:.0%}",
     )
     titled = tuple(zip(NUMBERS, numbers, strict=True))
     return Row(job.name, job.state, str(job.status.get("reason", "")), titled)
@@ -162,6 +180,7 @@ def figures(folder: Path, jobs: Sequence[JobView]) -> list[Drawn | None]:
         _curves("rates", "Learning rate", "That each step used.", jobs, "learning_rate"),
         _curves("norms", "Gradient norm", "Before clipping.", jobs, "grad_norm"),
         _curves("seconds", "Seconds a round", "Jobs of a group step together.", jobs, "seconds"),
+        _curves("speed", "Tokens a second", "Of each job.", jobs, "tokens_per_second"),
         _lengths(jobs),
         _groups(folder, jobs),
     ]

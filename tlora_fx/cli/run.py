@@ -314,7 +314,7 @@ def _require_right(options: RunCommandOptions) -> None:
     if options.jobs.is_file():
         jobs = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code).jobs
         early.require_data(jobs)
-        early.require_trainable(jobs)
+        early.require_base(jobs)
         early.require_hub(jobs)
 
 

@@ -16,6 +16,7 @@ from ipaddress import ip_address
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -61,6 +62,13 @@ class ServeCommandOptions(RunCommandOptions):
     port: Annotated[
         int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")
     ] = 8642
+    public_url: Annotated[
+        str | None,
+        typer.Option(
+            help="Address at which browsers find the service if it is behind a proxy, such as "
+            "https://train.example.com; requires access tokens."
+        ),
+    ] = None
     tls_cert: Annotated[
         Path | None,
         typer.Option(help="TLS certificate (PEM file); with it the service speaks HTTPS."),
@@ -115,6 +123,7 @@ def run(options: ServeCommandOptions) -> None:
     require_executor(options)
     if options.log_format not in ("text", "json"):
         raise typer.BadParameter("--log-format is text or json")
+    options = replace(options, public_url=_public_url(options.public_url))
     for folder in options.root or ():
         if not folder.is_dir():
             raise ServiceRefused("there is no such folder", root=folder)
@@ -134,7 +143,7 @@ def run(options: ServeCommandOptions) -> None:
 
     cluster, kind, adapted = placed(options)
     estimates = Estimates(cluster, tuple(options.profile or ()))
-    # What was refused is another one's to submit anew, under another name.
+    # What was refused is its user's to submit anew.
     service = replace(options.service(kind, estimates), retries=False)
     events = EventLog(store, cluster.unit)
     with opened(
@@ -152,6 +161,25 @@ def run(options: ServeCommandOptions) -> None:
         raise KeyboardInterrupt(f"every group is safe; go on with -o {options.output}")
 
 
+def _public_url(text: str | None) -> str | None:
+    """The public address without a slash at its end; raises ServiceRefused."""
+    if text is None:
+        return None
+    try:
+        url = urlsplit(text)
+        right = url.scheme in ("http", "https") and url.hostname and not (url.query or url.fragment)
+        right = right and url.username is None and url.port != 0
+    except ValueError:
+        right = False
+    if not right:
+        raise ServiceRefused(
+            "this is no address of a service",
+            expected="such as https://train.example.com or https://example.com/train",
+            found=f"--public-url {text}",
+        )
+    return text.rstrip("/")
+
+
 def _guarded_store(folder: Path, options: ServeCommandOptions) -> ServiceStore:
     """The run's store, once it is settled who must bring a token; raises ServiceRefused."""
     from tlora_fx.server.store import ServiceStore
@@ -159,8 +187,10 @@ def _guarded_store(folder: Path, options: ServeCommandOptions) -> ServiceStore:
     store = ServiceStore(folder)
     if options.require_tokens:
         store.require_tokens()
+    if options.public_url:
+        store.refuse_open_network(f"--public-url {options.public_url}")
     if not options.loopback:
-        store.refuse_open_network(options.host)
+        store.refuse_open_network(f"--host {options.host}")
     return store
 
 
@@ -220,7 +250,9 @@ def _answer(
         options.output, limits, open_to_all=options.loopback, gpus=gpus, gpu=gpu, policy=policy
     )
     server = make_server(
-        make_app(service, () if is_address(options.host) else (options.host,)),
+        make_app(
+            service, () if is_address(options.host) else (options.host,), options.public_url or ""
+        ),
         timeout_graceful_shutdown=5,
         ssl_certfile=options.tls_cert and str(options.tls_cert),
         ssl_keyfile=options.tls_key and str(options.tls_key),

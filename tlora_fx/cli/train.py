@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -24,15 +24,23 @@ from tlora_fx.cli.options import (
     require_pipeline,
     takes_options,
 )
-from tlora_fx.cli.terminal import Console, Working, print_whole
+from tlora_fx.cli.terminal import Console, print_whole
+from tlora_fx.host import phases
+from tlora_fx.host.phases import phase
 
 if TYPE_CHECKING:
+    import torch
+
+    from tlora_fx.cli.bars import Bars
     from tlora_fx.config.job import Job
-    from tlora_fx.cost.plan import Plan
+    from tlora_fx.cost.plan import Estimate, MeshShape, Plan
     from tlora_fx.model.supermodel import SuperModel
+    from tlora_fx.runtime.auto_plan import PlanBasis
+    from tlora_fx.runtime.callbacks import TrainerCallback
     from tlora_fx.runtime.clocks import JobClocks
     from tlora_fx.runtime.controllers import NanoBatches
     from tlora_fx.runtime.data.samples import JobData
+    from tlora_fx.runtime.distributed import Ranks
     from tlora_fx.runtime.job_run import JobRun
     from tlora_fx.runtime.launch import Launch
     from tlora_fx.runtime.trainer import Trainer
@@ -77,15 +85,31 @@ class TrainOptions:
     max_row_tokens: Annotated[
         int, typer.Option(min=2, help="Maximum tokens of a row, that is, of one forward pass.")
     ] = 16384
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            help="Number of GPUs of this machine to train on, or all: starts a process for each. "
+            "With --device cpu, a number of processes on the CPU. If not given, one process, "
+            "or those that torchrun has started."
+        ),
+    ] = None
     plan: Annotated[
         str | None,
         typer.Option(
             help="How to divide the model among processes: single, replicated, fsdp, tensor, "
             "pipeline, auto (the fastest one that is predicted to fit), or a plan file; if not "
-            "given, single for one process and auto for several. auto needs a profile of the base: "
-            "`tlora-fx profile`."
+            "given, single for one process and auto for several. Without a profile of the base "
+            "(`tlora-fx profile`) auto measures for a few seconds."
         ),
     ] = None
+    replan: Annotated[
+        bool,
+        typer.Option(
+            "--replan",
+            help="When resuming, switch to the plan that the run has proposed "
+            "(proposed-plan.json in the output folder).",
+        ),
+    ] = False
     mesh: Annotated[
         str | None,
         typer.Option(
@@ -97,7 +121,16 @@ class TrainOptions:
     compiled: Annotated[
         bool,
         typer.Option(
-            "--compile", help="Compile the layers with torch.compile; the first steps take longer."
+            "--compile",
+            help="Compile the layers with torch.compile, in another process while the first rounds "
+            "run.",
+        ),
+    ] = False
+    wait_for_compile: Annotated[
+        bool,
+        typer.Option(
+            "--wait-for-compile",
+            help="With --compile, compile the layers before the first round.",
         ),
     ] = False
     nano_batches: Annotated[
@@ -161,29 +194,46 @@ def run(options: TrainOptions) -> None:
     checkpoints. A round is one optimizer step of every job. A row is the packed tokens of all jobs
     that one forward pass takes; a round has one or more rows.
 
-    To train on several GPUs, start the command by torchrun. All processes then train one model,
-    which a plan divides among them:
-    torchrun --nproc-per-node 4 -m tlora_fx train jobs.yaml -o runs/a --plan auto
+    --gpus 4, or --gpus all, trains on several GPUs of this machine: one process for each, and all
+    train one model, which a plan divides among them. On several machines torchrun starts the
+    processes:
+    torchrun --nnodes 2 --nproc-per-node 8 ... -m tlora_fx train jobs.yaml -o runs/a
     """
+    # What Python and the command line have imported until now.
+    phases.begin(began := phases.process_began()).add("imports", began)
+
     from tlora_fx.runtime.run_folder import how_to_go_on, require_begun, require_new
 
     # Importing torch takes seconds; what can be said before them is. One process says it for all.
     leads, again = os.environ.get("RANK", "0") == "0", "TORCHELASTIC_RESTART_COUNT"
     if leads and os.environ.get(again, "0") == "0":
         (require_begun if options.resume else require_new)(options.output)
-    jobs = _require_right(options) if leads else ()
+    with phase("checks"):
+        jobs = _require_right(options) if leads else ()
+    if options.gpus is not None:
+        _start_processes(options.gpus, options)
+        leads = os.environ.get("RANK", "0") == "0"
+        jobs = jobs if leads else ()
 
-    from tlora_fx.runtime.launch import Launch, exits_at_once
+    from tlora_fx.cli.bars import Bars
 
-    launch = Launch.found()
-    plan = options.plan or ("auto" if launch.size > 1 else "single")
-    options = replace(options, plan=plan, resume=options.resume or launch.again)
+    # One process speaks for all.
+    with Bars(Console(stderr=True, quiet=not leads, highlight=False)) as bars:
+        with phase("imports"):
+            from tlora_fx.runtime.launch import Launch, exits_at_once
 
-    def work() -> None:
-        with _starting(options.output, () if options.resume else jobs):
-            _train(options, launch)
+        launch = Launch.found()
+        plan = options.plan or ("auto" if launch.size > 1 else "single")
+        options = replace(options, plan=plan, resume=options.resume or launch.again)
 
-    exits_at_once(work, launch, lambda: how_to_go_on(options.output))
+        def work() -> None:
+            # Whoever meets an error says it, and may end the process at once.
+            with bars, _starting(options.output, () if options.resume else jobs):
+                runs = _train(options, launch, bars)
+            if any(job.status == "failed" for job in runs):
+                sys.exit(1)
+
+        exits_at_once(work, launch, lambda: how_to_go_on(options.output))
 
 
 def _require_right(options: TrainOptions) -> Sequence[Job]:
@@ -198,10 +248,42 @@ def _require_right(options: TrainOptions) -> Sequence[Job]:
     early.require_mesh(options.mesh)
     if options.plan is not None:
         early.require_planner(options.plan)
+    if options.replan:
+        early.require_replannable(resume=options.resume, plan=options.plan)
+    _require_cuts(options, jobs)
     early.require_data(jobs)
-    early.require_trainable(jobs)
+    early.require_base(jobs)
     early.require_hub(jobs)
     return jobs
+
+
+def _require_cuts(options: TrainOptions, jobs: Sequence[Job]) -> None:
+    """Refuse a number of processes, a mesh or a base that cannot be trained on."""
+    from tlora_fx.host.gpus import visible_gpus
+    from tlora_fx.runtime import early_checks as early
+    from tlora_fx.runtime.local_launch import process_count
+
+    if options.gpus is not None:
+        processes = process_count(options.gpus, options.device)
+    else:
+        processes = early.processes_of_torchrun()
+    mesh = early.mesh_of(options.plan, options.mesh, processes)
+    under_torchrun = options.gpus is None and processes > 1
+    early.require_processes(options.plan, mesh, processes, under_torchrun=under_torchrun)
+    early.require_cuts(jobs, mesh)
+    if options.pipeline is None and not options.add_pass:
+        on_cpu = options.device == "cpu" or not visible_gpus()
+        early.require_base_fits(jobs, options.plan, processes, on_cpu=on_cpu)
+
+
+def _start_processes(gpus: str, options: TrainOptions) -> None:
+    """Go on as one of several processes, if so many are asked for; the caller waits for them."""
+    from tlora_fx.runtime.local_launch import process_count, start_processes
+    from tlora_fx.runtime.run_folder import how_to_go_on
+
+    count = process_count(gpus, options.device)
+    if count > 1:
+        start_processes(count, lambda: how_to_go_on(options.output))
 
 
 @contextmanager
@@ -219,67 +301,70 @@ def _starting(output: Path, jobs: Sequence[Job]) -> Iterator[None]:
         raise
 
 
-def _train(options: TrainOptions, launch: Launch) -> None:
-    from tlora_fx.cli.bars import Bars
-    from tlora_fx.runtime.callbacks import Callbacks, callback_named
-    from tlora_fx.runtime.checks import unusual
-    from tlora_fx.runtime.clocks import JobClocks, clocks_in
-    from tlora_fx.runtime.distributed import Ranks
-    from tlora_fx.runtime.launch import join, memory_bytes
-    from tlora_fx.runtime.trainer import Trainer, TrainerOptions
+def _train(options: TrainOptions, launch: Launch, bars: Bars) -> Sequence[JobRun]:
+    with phase("imports"):
+        from tlora_fx.runtime.callbacks import Callbacks, callback_named
+        from tlora_fx.runtime.checks import unusual
+        from tlora_fx.runtime.clocks import JobClocks, clocks_in
+        from tlora_fx.runtime.distributed import Ranks
+        from tlora_fx.runtime.launch import join, memory_bytes
+        from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
+    console = bars.console
     callbacks = [callback_named(name) for name in options.callback or ()]
-    # One process speaks for all.
-    console = Console(stderr=True, quiet=launch.rank > 0, highlight=False)
     device = launch.device(options.device)
-    everyone = Ranks(join(launch, device))
+    with phase("processes"):
+        everyone = Ranks(join(launch, device))
     memory = memory_bytes(device, everyone)
     clocks = everyone.from_leader(
         JobClocks(kept=clocks_in(options.output) if options.resume else {})
     )
-    with Working(console, "compiling and loading the data"):
-        data, model, plan = everyone.together(lambda: _prepared(options, launch, memory, clocks))
+    data, model = everyone.together(lambda: _prepared(options, clocks))
+    basis = _plan_basis(options, launch, everyone, device, model, data, bars.noted)
+    plan = everyone.together(lambda: _planned(options, launch, memory, model, data, basis))
     for name, samples in data.items():
         for line in samples.report.lines():
             console.print(f"{name}: {line}", markup=False)
     if launch.size > 1:
         console.print(f"plan: {plan.planner} on {plan.mesh}")
-    with Bars(console) as bars:
-        for text in _warnings(options, plan, launch.size):
-            bars.warned(text)
-        for text in unusual(model.jobs, data, options.max_row_tokens):
-            bars.warned(text)
-        trainer = everyone.together(
-            lambda: Trainer(
-                model,
-                output=options.output,
-                device=device,
-                resume=options.resume,
-                data=data,
-                plan=plan,
-                callback=Callbacks([bars, *callbacks]),
-                options=TrainerOptions(
-                    max_row_tokens=options.max_row_tokens,
-                    compiled=options.compiled,
-                    cuda_graphs=options.cuda_graphs,
-                    nano_batches=_controlled(options),
-                    longest_wait=timedelta(seconds=options.collective_timeout),
-                    accept_changes=options.accept_changes,
-                    whole_base=options.whole_base,
-                ),
-            )
+    for text in _warnings(options, plan, launch.size):
+        bars.warned(text)
+    for text in unusual(model.jobs, data, options.max_row_tokens):
+        bars.warned(text)
+    trainer = everyone.together(
+        lambda: Trainer(
+            model,
+            output=options.output,
+            device=device,
+            resume=options.resume,
+            data=data,
+            plan=plan,
+            callback=Callbacks(
+                [bars, *callbacks, *_keepers(options, launch, model, plan, basis, bars)]
+            ),
+            options=TrainerOptions(
+                max_row_tokens=options.max_row_tokens,
+                compiled=options.compiled,
+                cuda_graphs=options.cuda_graphs,
+                nano_batches=_controlled(options),
+                longest_wait=timedelta(seconds=options.collective_timeout),
+                accept_changes=options.accept_changes,
+                whole_base=options.whole_base,
+                wait_for_compile=options.wait_for_compile,
+            ),
         )
-        try:
-            runs = trainer.run()
-        except KeyboardInterrupt as stop:
-            raise KeyboardInterrupt(_stopped(str(stop), options.output, launch)) from None
+    )
+    try:
+        runs = trainer.run()
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(_stopped(str(stop), options.output, launch)) from None
+    bars.stop()
     if launch.rank == 0:
         _show(runs, options.output)
         for line in _notes(trainer):
             console.print(line, markup=False)
         _push(runs, options.output, options.push_to_hub)
-    if any(job.status == "failed" for job in runs):
-        sys.exit(1)
+    return runs
 
 
 def _push(runs: Sequence[JobRun], output: Path, user: str | None) -> None:
@@ -306,31 +391,96 @@ def _stopped(how: str, output: Path, launch: Launch) -> str:
         return how_to_go_on(output)
     words = sys.argv[1:] if "--resume" in sys.argv else [*sys.argv[1:], "--resume"]
     command = "tlora-fx"
-    if launch.size > 1:
+    if launch.size > 1 and launch.folder is None:
         command = f"torchrun --nproc-per-node {launch.per_machine} -m tlora_fx"
     return f"{how}\ngo on with: {command} {shlex.join(words)}"
 
 
-def _prepared(
-    options: TrainOptions, launch: Launch, memory: int | None, clocks: JobClocks
-) -> tuple[Mapping[str, JobData], SuperModel, Plan]:
-    """The data, the compiled model and the plan; no weight is loaded yet."""
-    from tlora_fx.compiler import compile
-    from tlora_fx.config.job_file import load_job_file
-    from tlora_fx.cost.plan import MeshShape
-    from tlora_fx.errors import PlanNotRunnable
-    from tlora_fx.parallel.prepare import require_fits
-    from tlora_fx.runtime.checks import check_memory, load_all_data
-    from tlora_fx.runtime.launch import choose_plan
-    from tlora_fx.tools.replay import keep_replay
+def _prepared(options: TrainOptions, clocks: JobClocks) -> tuple[Mapping[str, JobData], SuperModel]:
+    """The data and the compiled model; no weight is loaded yet."""
+    with phase("imports"):
+        from tlora_fx.compiler import compile
+        from tlora_fx.config.job_file import load_job_file
+        from tlora_fx.runtime.checks import load_all_data
+        from tlora_fx.tools.replay import keep_replay
 
-    shape = None if options.mesh is None else MeshShape.parse(options.mesh)
     job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
     on_failure = partial(keep_replay, Path("tlora-fx-replay"))
     passes = pipeline_of(options.pipeline, options.add_pass, options.load)
     model = compile(job_file, passes, on_failure=on_failure)
     # What a job asks of the base is wrong more often than a late row of its data.
-    data = load_all_data(job_file.jobs, clocks)
+    return load_all_data(job_file.jobs, clocks), model
+
+
+def _mesh(options: TrainOptions) -> MeshShape | None:
+    from tlora_fx.cost.plan import MeshShape
+
+    return None if options.mesh is None else MeshShape.parse(options.mesh)
+
+
+def _plan_basis(
+    options: TrainOptions,
+    launch: Launch,
+    everyone: Ranks,
+    device: torch.device,
+    model: SuperModel,
+    data: Mapping[str, JobData],
+    say: Callable[[str], None],
+) -> PlanBasis | None:
+    """What `auto` chooses by, measured if need be; None for other plans."""
+    if options.plan != "auto":
+        return None
+    from tlora_fx.runtime.auto_plan import plan_basis
+
+    with phase("plan"):
+        return plan_basis(
+            model,
+            data,
+            everyone,
+            launch,
+            device,
+            folder=options.output if options.resume else None,
+            mesh=_mesh(options),
+            replan=options.replan,
+            max_row_tokens=options.max_row_tokens,
+            compiled=options.compiled,
+            measuring=lambda: say("measuring a layer, to choose a plan"),
+        )
+
+
+def _keepers(
+    options: TrainOptions,
+    launch: Launch,
+    model: SuperModel,
+    plan: Plan,
+    basis: PlanBasis | None,
+    bars: Bars,
+) -> list[TrainerCallback]:
+    """What keeps a plan of `auto`; nothing for other plans."""
+    if basis is None:
+        return []
+    from tlora_fx.runtime.auto_plan import PlanKeeper
+
+    mesh = _mesh(options)
+    meshes = None if mesh is None else [mesh]
+    per_node = launch.per_machine
+    return [PlanKeeper(options.output, model, plan, basis, per_node, meshes, bars.noted)]
+
+
+def _planned(
+    options: TrainOptions,
+    launch: Launch,
+    memory: int | None,
+    model: SuperModel,
+    data: Mapping[str, JobData],
+    basis: PlanBasis | None,
+) -> Plan:
+    """The plan, after all checks that need no weights."""
+    from tlora_fx.errors import PlanNotRunnable
+    from tlora_fx.parallel.prepare import require_fits
+    from tlora_fx.runtime.checks import check_memory
+    from tlora_fx.runtime.launch import choose_plan
+
     assert options.plan is not None
     of_planner: dict[str, object] = {
         "max_row_tokens": options.max_row_tokens,
@@ -338,7 +488,13 @@ def _prepared(
     }
     if options.plan == "pipeline":
         of_planner["shard_base"] = options.shard_base
-    plan = choose_plan(options.plan, model, launch, shape, of_planner)
+    if basis is not None:
+        of_planner |= {"round": basis.work, "longest": basis.longest}
+    profile = None if basis is None else basis.profile
+    if basis is not None and basis.kept is not None:
+        plan = basis.kept
+    else:
+        plan = choose_plan(options.plan, model, launch, _mesh(options), of_planner, profile)
     if options.nano_batches is not None:
         plan = plan.model_copy(update={"nano_batches": options.nano_batches})
     require_fits(model, plan.mesh)
@@ -350,21 +506,33 @@ def _prepared(
             help="choose fsdp, or pipeline with a mesh that has dp, or leave --shard-base out",
         )
     check_memory(model, plan, data, options.max_row_tokens)
-    return data, model, plan
+    return plan
 
 
 def _warnings(options: TrainOptions, plan: Plan, processes: int) -> Iterator[str]:
     # A plan that was made for one process is a file.
     if processes == 1 and options.plan == plan.planner != "single":
-        yield f"plan {options.plan}: there is one process, which has the base whole; use torchrun"
+        yield f"plan {options.plan}: there is one process, which has the base whole; use --gpus"
     estimate = plan.estimate
     if estimate is not None and estimate.estimated:
-        yield (
-            f"the plan rests on estimated times ({estimate.profile}): `tlora-fx profile` measures "
-            "them, then plan again"
-        )
+        yield _estimated(options, estimate)
     if not options.compiled and (options.controller is not None or plan.nano_batches > 1):
         yield "nothing overlaps between nano-batches without --compile"
+    if options.wait_for_compile and not options.compiled:
+        yield "--wait-for-compile does nothing without --compile"
+
+
+def _estimated(options: TrainOptions, estimate: Estimate) -> str:
+    """Warning of a plan whose times were not all measured."""
+    if options.plan == "auto":
+        return (
+            "nobody has profiled this base here: the plan rests on a few seconds of measurements, "
+            f"which predict {estimate.step_seconds:.2g} s a round; `tlora-fx profile` measures more"
+        )
+    return (
+        f"the plan rests on estimated times ({estimate.profile}): `tlora-fx profile` measures "
+        "them, then plan again"
+    )
 
 
 def _controlled(options: TrainOptions) -> NanoBatches | None:

@@ -57,7 +57,7 @@ def run(
     console = Console(stderr=True)
     job_file = load_job_file(jobs, trust_remote_code=trust_remote_code)
     early.require_data(job_file.jobs)
-    early.require_trainable(job_file.jobs)
+    early.require_base(job_file.jobs)
     early.require_hub(job_file.jobs)
     with Working(console, "compiling, training fused and alone") as working:
         from tlora_fx.runtime.verify import bounds_of, declared, verify

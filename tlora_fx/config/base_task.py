@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from tlora_fx.config.hub import hub_cache, is_hub_id
+from tlora_fx.config.base_files import config_file
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseRefused
 
@@ -106,24 +105,9 @@ def _kind(config: Mapping[str, Any], named: list[str]) -> str:
 
 def read_base_config(base: BaseSpec) -> dict[str, Any] | None:
     """A base's config.json, None where it is not on this machine or no JSON object."""
-    path = _config_file(base)
+    path = config_file(base)
     try:
         config = json.loads(path.read_bytes()) if path is not None else None
     except (OSError, ValueError, RecursionError):
         return None
     return config if isinstance(config, dict) else None
-
-
-def _config_file(base: BaseSpec) -> Path | None:
-    if base.config is not None:
-        return base.config / "config.json" if base.config.is_dir() else base.config
-    if base.model is None:
-        return None
-    if not is_hub_id(base.model):
-        return Path(base.model).expanduser() / "config.json"
-    stored = hub_cache() / f"models--{base.model.replace('/', '--')}"
-    try:
-        commit = (stored / "refs" / "main").read_text().strip()
-    except OSError:
-        return None
-    return stored / "snapshots" / commit / "config.json"

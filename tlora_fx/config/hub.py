@@ -38,9 +38,14 @@ def hub_cache() -> Path:
     return Path(os.environ.get("HF_HUB_CACHE", f"{home}/hub")).expanduser()
 
 
+def is_set_offline() -> bool:
+    """Whether the environment says that the hub is not to be reached."""
+    return os.environ.get(OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE")
+
+
 def why_offline() -> str:
     """Reason why nothing comes from the hub, in a few words; empty where it is reached."""
-    if os.environ.get(OFFLINE, "").upper() in ("1", "ON", "YES", "TRUE"):
+    if is_set_offline():
         return _trouble() if _asked else f"{OFFLINE} is set"
     return _trouble()
 

@@ -128,7 +128,7 @@ ELSEWHERE: Mapping[str, str] = {
     "deepspeed": "leave it out; to shard the base: train --plan fsdp",
     "fsdp": "leave it out; to shard the base: train --plan fsdp",
     "device": "give it on the command line: train --device cuda",
-    "num_gpus": "start train by torchrun, or write gpus under 'schedule'",
+    "num_gpus": "train --gpus 4, or write gpus under 'schedule'",
     "load_in_4bit": "leave it out: docs/quantised-base.md says how a base is quantised",
     "load_in_8bit": "leave it out: docs/quantised-base.md says how a base is quantised",
     "group_by_length": "leave it out: rows are packed, nothing is padded",

@@ -19,7 +19,7 @@ from tlora_fx.host.durable import replace_file
 
 SCHEMA = 1
 Operation = Literal["all-reduce", "all-gather", "send"]
-Source = Literal["measured", "scaled", "roofline"]
+Source = Literal["measured", "calibrated", "scaled", "roofline"]
 
 
 class _Part(BaseModel):
@@ -203,7 +203,8 @@ class Profile(_Part):
     """Measurements of one model shape on one kind of hardware.
 
     name       such as "llama-3-8b-nvidia-h200"
-    source     "measured", "scaled" from another profile, or "roofline" from a data sheet
+    source     "measured"; "calibrated": a roofline that a few measurements have corrected; "scaled"
+               from another profile; or "roofline" from a data sheet
     origin     the profile or data sheet that it was scaled from
     compiled   layers ran compiled, or eager
     slowdown   what compute takes while a collective runs beside it, over compute alone

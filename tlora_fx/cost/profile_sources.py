@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
@@ -84,13 +84,16 @@ def layer_ms(gpu: Gpu, size: Size, point: LayerPoint, direction: Direction) -> f
     )
 
 
-def roofline_profile(gpu: Gpu, facts: ModelFacts) -> Profile:
-    """A profile of a model on a GPU, from the data sheet alone."""
+def roofline_profile(gpu: Gpu, facts: ModelFacts, tokens: Sequence[int] = TOKENS) -> Profile:
+    """A profile of a model on a GPU, from the data sheet alone.
+
+    tokens    sizes of its rows
+    """
     known: dict[str, LayerFacts] = {}
     for layer in facts.layers:
         if layer.structure not in known or layer.adapted:
             known[layer.structure] = layer
-    layers = [_layer(gpu, facts, layer, tp) for layer in known.values() for tp in TP]
+    layers = [_layer(gpu, facts, layer, tp, tokens) for layer in known.values() for tp in TP]
     size = Size(facts.hidden * facts.vocabulary, 0, 0, facts.dtype)
     return Profile(
         name=f"roofline:{gpu.name}",
@@ -99,8 +102,8 @@ def roofline_profile(gpu: Gpu, facts: ModelFacts) -> Profile:
         hardware=Hardware(gpu=gpu.name, memory_gib=gpu.memory_gib, processors=gpu.processors),
         shape=shape_of(facts),
         layers=layers,
-        root=[_root(gpu, facts, tokens) for tokens in TOKENS],
-        loss=[_loss(gpu, facts, size, rows) for rows in TOKENS],
+        root=[_root(gpu, facts, count) for count in tokens],
+        loss=[_loss(gpu, facts, size, rows) for rows in tokens],
         optimizer=[_optimizer(gpu, *one) for one in ((2, 10**4), (500, 10**7), (500, 10**5))],
         host=[HostPoint(tokens=n, ms=n * HOST_MS_PER_TOKEN) for n in (512, 16384)],
     )
@@ -136,7 +139,9 @@ def saved_numbers(layer: LayerFacts, hidden: int, tp: int = 1) -> float:
     return 3 * hidden + (whole * hidden + split + attended) / tp
 
 
-def _layer(gpu: Gpu, facts: ModelFacts, layer: LayerFacts, tp: int) -> LayerProfile:
+def _layer(
+    gpu: Gpu, facts: ModelFacts, layer: LayerFacts, tp: int, tokens: Sequence[int]
+) -> LayerProfile:
     width = sum(one.width for one in layer.attention) / tp
     size = Size(layer.elements / tp, width, facts.hidden, facts.dtype)
     return LayerProfile(
@@ -146,8 +151,8 @@ def _layer(gpu: Gpu, facts: ModelFacts, layer: LayerFacts, tp: int) -> LayerProf
         attention_width=round(width),
         hidden=facts.hidden,
         points=[
-            _point(gpu, facts, layer, size, tp, (tokens, length), adapted)
-            for tokens in TOKENS
+            _point(gpu, facts, layer, size, tp, (count, length), adapted)
+            for count in tokens
             for length in LENGTHS
             for adapted in (0, 1, 8)
         ],
@@ -386,7 +391,7 @@ def profile_for(facts: ModelFacts, gpu: str, *, allow_estimated: bool) -> Profil
             base=facts.title,
             found=found.name,
             help=f"measure one there with `tlora-fx profile jobs.yaml{ON_CPU * (gpu == 'cpu')}`, "
-            "or plan with --allow-estimated; `train --plan auto` asks for what was measured",
+            "or plan with --allow-estimated",
         )
     return found
 

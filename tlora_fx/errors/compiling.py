@@ -19,6 +19,22 @@ class BaseNotLoadable(CompileError, code="T0201"):
     """
 
 
+class BaseFileDamaged(BaseNotLoadable, code="T0257"):
+    """A file of the base is missing, cut or damaged.
+
+    The message names the file, what it should hold, and what was found. Copy or download the base
+    again. Files are checked by their headers and sizes; a changed weight is not noticed.
+    """
+
+
+class BaseFileRefused(BaseNotLoadable, code="T0258"):
+    """A file of the base is one that tlora-fx does not read, whatever it holds.
+
+    This concerns pickled weights, an index that names files outside the base's folder, and a folder
+    with an adapter, which would bring a base of its own.
+    """
+
+
 class BaseRefused(CompileError, code="T0202"):
     """The base is of a kind that tlora-fx cannot train correctly.
 

@@ -147,7 +147,9 @@ class UnknownPlanner(TloraError, code="T0804"):
 
 
 class LaunchError(TloraError, code="T0805"):
-    """The processes or the mesh do not fit the plan, or torchrun's variables are incomplete.
+    """The number of processes does not fit the mesh, the plan or the machine.
+
+    Or torchrun's variables are incomplete.
 
     The message says how to start the run.
     """
@@ -262,14 +264,15 @@ class ProfileFileError(TloraError, code="T0851"):
 class ProfileMissing(TloraError, code="T0852"):
     """There is no measured profile of this model on this GPU.
 
-    Run `tlora-fx profile`, or plan with `--allow-estimated`.
+    Run `tlora-fx profile`, or plan with `--allow-estimated`. `train --plan auto` needs neither: it
+    measures for a few seconds.
     """
 
 
 class NoPlanFits(TloraError, code="T0853"):
-    """No plan fits into the memory of these GPUs.
+    """No plan fits into the memory of these GPUs, or the weights of the base alone are larger.
 
-    The message gives the reason for each.
+    The message gives the reason for each plan, or the two sizes.
     """
 
 

@@ -26,6 +26,8 @@ TRACE_CACHE = "TLORA_FX_TRACE_CACHE"
 DATA_CACHE = "TLORA_FX_DATA_CACHE"
 #: `tlora-fx bisect` sets it for the command of `--check`.
 STATE = "TLORA_FX_STATE"
+#: `train --gpus` sets it for its processes: where they meet, and leave how they ended.
+START_FOLDER = "TLORA_FX_START_FOLDER"
 #: Defaults of options of `tlora-fx client`, which typer reads.
 SERVER, TOKEN, AUTHORITY = "TLORA_FX_SERVER", "TLORA_FX_TOKEN", "TLORA_FX_CA"
 

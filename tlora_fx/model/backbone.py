@@ -23,10 +23,12 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from tlora_fx.config.base_files import refuse_remote_code, require_base_config
 from tlora_fx.config.base_task import pools_first, require_task
 from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable, BaseRefused
+from tlora_fx.host.phases import phase
 
 
 @dataclass
@@ -77,7 +79,7 @@ class Backbone:
             source.extend(float(value.double().sum()) for value in self.values.values())
         if self.spec.model is not None and Path(self.spec.model).is_dir():
             files = sorted(Path(self.spec.model).glob("*.safetensors"))
-            source.extend((file.name, file.stat().st_size) for file in files)
+            source.extend((file.name, file.stat().st_size) for file in files if file.is_file())
         text = json.dumps([source, shapes, config], default=str, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -142,15 +144,19 @@ def load_config(spec: BaseSpec, *, dropout: bool = True) -> Any:
 
     dropout   False: every dropout rate in it is 0
 
-    raises    BaseNotLoadable; BaseRefused where it is not made for its task
+    raises    BaseNotLoadable; BaseRefused where it is not made for its task; RemoteCodeRefused
+              where it needs code of its own that the job file does not trust
     """
-    from transformers import AutoConfig
+    with phase("imports"):
+        from transformers import AutoConfig
 
     source = spec.model or str(spec.config)
+    require_base_config(spec)
     offline = why_offline() if is_hub_id(spec.model) else ""
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=spec.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever a library raises of a file that it did not expect
+        refuse_remote_code(spec, error)
         raise BaseNotLoadable(
             "the base's config cannot be read",
             base=source,
@@ -191,7 +197,7 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
                 experts_implementation="eager",
                 trust_remote_code=spec.trust_remote_code,
             )
-    except (ValueError, ImportError, AttributeError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever a library raises of a config that it did not expect
         found, near = _why_not_built(config, factory, error)
         task = "classifier of sequences" if spec.is_classifier else "causal language model"
         raise BaseNotLoadable(
@@ -217,11 +223,12 @@ def model_factory(spec: BaseSpec, config: Any) -> Any:
 
     config    the base's
     """
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForImageTextToText,
-        AutoModelForSequenceClassification,
-    )
+    with phase("imports"):
+        from transformers import (
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            AutoModelForSequenceClassification,
+        )
 
     if spec.is_classifier:
         return AutoModelForSequenceClassification

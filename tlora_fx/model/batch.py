@@ -103,34 +103,37 @@ def repeating_length(tokens: int) -> int:
     return -(-tokens // step) * step
 
 
-def repeating_form(row: PackedBatch) -> PackedBatch:
+def repeating_form(row: PackedBatch, sizes: tuple[int, int, int] | None = None) -> PackedBatch:
     """A packed row of the same tokens and losses whose every size is one of few.
 
-    The number of sequences rises to a power of two by sequences of no tokens, `max_seqlen` to a
-    power of two, and the number of target rows to a multiple of an eighth of the tokens, by the
-    last target's row without its label, which counts as that row's job's.
+    By sequences of no tokens, and by the last target's row without its label, which counts as that
+    row's job's. Without `sizes` the number of sequences rises to a power of two, `max_seqlen` to a
+    power of two, and the number of target rows to a multiple of an eighth of the tokens.
 
     row      on the CPU, in packed form, with a target at least
+    sizes    its sequences, its `max_seqlen` and its target rows, none less than it has
     """
-    tokens, sequences = row.input_ids.numel(), len(row.cu_seqlens) - 1
-    eighth = max(SMALLEST, tokens // 8)
-    count = len(row.target_rows)
-    missing = -count % eighth
+    tokens, count = row.input_ids.numel(), len(row.target_rows)
+    if sizes is None:
+        sequences, longest = len(row.cu_seqlens) - 1, int(row.max_seqlen)
+        eighth = max(SMALLEST, tokens // 8)
+        sizes = power_of_two(sequences), power_of_two(longest), count + -count % eighth
+    more, missing = sizes[0] - (len(row.cu_seqlens) - 1), sizes[2] - count
     segments = row.target_segments.clone()
     # All jobs behind the last one that has targets end where it ends.
     segments[row.target_segments == count] += missing
-    more = _power_of_two(sequences) - sequences
     return replace(
         row,
         cu_seqlens=F.pad(row.cu_seqlens, (0, more), value=tokens),
-        max_seqlen=torch.tensor(_power_of_two(int(row.max_seqlen)), dtype=torch.int32),
+        max_seqlen=torch.tensor(sizes[1], dtype=torch.int32),
         target_rows=torch.cat([row.target_rows, row.target_rows[-1:].expand(missing)]),
         targets=F.pad(row.targets, (0, missing), value=IGNORED),
         target_segments=segments,
     )
 
 
-def _power_of_two(count: int) -> int:
+def power_of_two(count: int) -> int:
+    """The next power of two, 1 at least."""
     return 1 << max(count - 1, 0).bit_length()
 
 

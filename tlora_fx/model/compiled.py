@@ -10,19 +10,27 @@ a size that happens to equal another one, nor a job without tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import wraps
 from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.callback import callback_handler
 from torch.export import Dim, ExportedProgram, export
 from torch.utils.checkpoint import checkpoint
 
+from tlora_fx.host.phases import phase
 from tlora_fx.ir.graph import GroupGraph, placeholders
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
 from tlora_fx.model.loss import ChunkedLoss
-from tlora_fx.ops.torch_compile import allow_empty_grids, hold_rows, mark_compile_caches
+from tlora_fx.ops.torch_compile import (
+    allow_empty_grids,
+    hold_rows,
+    keep_kernels,
+    mark_compile_caches,
+)
 
 # Sizes below it are constants to torch: it would make code for each.
 SMALLEST_DYNAMIC = 2
@@ -78,9 +86,11 @@ def compile_method(
     options   of `torch.compile`; with `dynamic=False` no size is marked
     form      the same method in a form that is better compiled; None: as the class has it
     """
+    _note_compilations()
     allow_empty_grids()
     hold_rows()
     mark_compile_caches()
+    keep_kernels()
     # torch.compile takes some of its inner options out of the mapping that it is given.
     options = {k: dict(v) if isinstance(v, dict) else v for k, v in options.items()}
     plain = getattr(type(owners[0]), name)
@@ -96,6 +106,27 @@ def compile_method(
     for owner in owners:
         # An instance's own attribute stands before its class's method.
         owner.__dict__[name] = CompiledMethod(plain, code, owner, marked)
+
+
+_compiling: list[AbstractContextManager[None]] = []
+
+
+def _note_compilations() -> None:
+    """From now on what torch compiles is a phase of the start: it does so when code first runs."""
+    if _compilation_began not in callback_handler.start_callbacks:
+        callback_handler.register_start_callback(_compilation_began)
+        callback_handler.register_end_callback(_compilation_ended)
+
+
+def _compilation_began(what: object) -> None:
+    entered = phase("layers")
+    entered.__enter__()
+    _compiling.append(entered)
+
+
+def _compilation_ended(what: object) -> None:
+    while _compiling:
+        _compiling.pop().__exit__(None, None, None)
 
 
 def _own_code(method: Callable[..., Any]) -> Callable[..., Any]:

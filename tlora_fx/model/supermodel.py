@@ -183,7 +183,7 @@ class SuperModel(nn.Module):
     @property
     def is_compiled(self) -> bool:
         """Whether `compile` was called."""
-        return self._extends_weights
+        return self._compiled_with is not None
 
     @property
     def compiled_with(self) -> Mapping[str, Any] | None:
@@ -292,9 +292,7 @@ class SuperModel(nn.Module):
         """
         options = {"fullgraph": fullgraph, "dynamic": dynamic, **options}
         self._compiled_with = options
-        self._extends_weights, self.applied = True, None
-        self._set_site_gradients()
-        self._extend_weights()
+        self.extend_weights()
         layers = [block for block in self.group.blocks.values() if block.name != HEAD]
         if not layers and any(job.is_preference for job in self.jobs):
             return  # such a loss is no part of the graph: the model runs as it is
@@ -319,6 +317,15 @@ class SuperModel(nn.Module):
             compile_method([loss], "finished_chunk", [(), *loss.chunk_sizes()], options)
         compile_method([loss], "chunk", loss.chunk_sizes(), options)
 
+    def extend_weights(self) -> None:
+        """Give weights and adapters the form in memory that `compile` gives them.
+
+        A later `compile` then changes code alone. It may be called before weights are loaded.
+        """
+        self._extends_weights, self.applied = True, None
+        self._set_site_gradients()
+        self._extend_weights()
+
     @property
     def compiled_source(self) -> str:
         """The code that `compile` hands to torch: `source`, in the form that it compiles best.
@@ -326,9 +333,14 @@ class SuperModel(nn.Module):
         Gated activations stand in the linears that read them, and a frozen last norm in a method
         that the loss's chunks begin with. Where somebody gave the code that runs, it is that.
         """
-        if self.source != group_source(self.group, self.backbone.title):
+        if not self.is_of_graphs:
             return self.source
         return group_source(self.group, self.backbone.title, compiled=True)
+
+    @property
+    def is_of_graphs(self) -> bool:
+        """Whether the code that runs is what the graphs say, and nobody's own."""
+        return self.source == group_source(self.group, self.backbone.title)
 
     @property
     def finish(self) -> Finish | None:
@@ -490,6 +502,17 @@ class SuperModel(nn.Module):
         """Whether a tensor of the base is in this process, and as it is: not quantised."""
         locations = self._layout.base.get(name)
         return self.part.holds(locations[0].path) if locations else name in self._unused
+
+    def base_shapes(self) -> dict[str, Tensor]:
+        """Tensors of the base that the model takes, by canonical name, whole; on the meta device.
+
+        To be called before `materialize`, of a model whose tensors are not cut into pieces.
+        """
+        shapes = {name: places[0].tensor for name, places in self._layout.base.items()}
+        for entry in self._layout.reformed:
+            for name, ref in zip(entry.names, entry.ref.originals, strict=True):
+                shapes[name] = torch.empty(ref.shape, dtype=ref.dtype, device="meta")
+        return shapes
 
     def reformed_names(self) -> set[str]:
         """Canonical names of the base's tensors that are stored in another form alone."""

@@ -1,9 +1,9 @@
-"""Cache of probes at `compile`: an equal graph on an equal base is not tried again.
+"""Cache of probes: an equal graph on an equal base is not tried again.
 
 A file under $TLORA_FX_CACHE/probes holds the result. Its name is a hash of all that decides it: the
 fused graph, the base's config and code, the jobs' adapters, and the versions and the source of what
-runs the probe. A base that is given as a Python module is tried each time, for its weights and code
-may be any.
+runs the probe; where the base's weights are tried, also its files, the GPU and the kernels' modes.
+A base that is given as a Python module is tried each time, for its weights and code may be any.
 """
 
 from __future__ import annotations
@@ -11,21 +11,24 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tlora_fx.config.job import Job
 from tlora_fx.host.durable import replace_shared_file
+from tlora_fx.host.environment import kernel_mode, wants_strict_kernels
 from tlora_fx.host.paths import cache_folder
 from tlora_fx.host.sources import own_source, source_of
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.ir.verifier import fingerprint
 from tlora_fx.model.backbone import Backbone
-from tlora_fx.numerics.probe import ProbeResult, probe_compiled
+from tlora_fx.numerics.probe import ProbeResult, probe_compiled, probe_loaded
 
 #: Rooms whose code the probe, or what made its graph, may run.
 ROOMS = (
@@ -43,12 +46,63 @@ def probe_once(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> Pr
     """
     if backbone.config is None:
         return probe_compiled(group, backbone, jobs)
-    path = probes_folder() / f"{_key(group, backbone, jobs)}.json"
+    return _once(_key(group, backbone, jobs), lambda: probe_compiled(group, backbone, jobs))
+
+
+def probe_loaded_once(
+    group: GroupGraph,
+    backbone: Backbone,
+    jobs: Sequence[Job],
+    value: Callable[[str], Tensor],
+    longest: int,
+    *,
+    ids: Sequence[Sequence[int]],
+    device: torch.device,
+) -> ProbeResult:
+    """`probe_loaded` on a device, or what it found before for the same files of weights.
+
+    raises    FusedDiffers
+    """
+
+    def probe() -> ProbeResult:
+        return probe_loaded(group, backbone, jobs, value, longest, ids=ids)
+
+    files = _weight_files(backbone)
+    if backbone.config is None or not files:
+        return probe()
+    more = (files, longest, [list(each) for each in ids], *_machine(device))
+    return _once(_key(group, backbone, jobs, *more), probe)
+
+
+def _once(key: str, probe: Callable[[], ProbeResult]) -> ProbeResult:
+    path = probes_folder() / f"{key}.json"
     known = _read(path)
     if known is None:
-        known = probe_compiled(group, backbone, jobs)
+        known = probe()
         _write(path, known)
     return known
+
+
+def _weight_files(backbone: Backbone) -> list[tuple[str, int, int]]:
+    """Name, size and time of change of each file of a base's folder; none of one elsewhere."""
+    folder = Path(backbone.spec.model or "")
+    if backbone.spec.model is None or not folder.is_dir():
+        return []
+    found = [(file, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
+    return [(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file, stat in found]
+
+
+def _machine(device: torch.device) -> tuple[object, ...]:
+    """What else decides the kernels that run."""
+    gpu = device.type == "cuda"
+    return (
+        torch.cuda.get_device_name(device) if gpu else device.type,
+        getattr(sys.modules.get("triton"), "__version__", ""),
+        kernel_mode(),
+        wants_strict_kernels(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
 
 
 def probes_folder() -> Path:
@@ -75,7 +129,7 @@ def _write(path: Path, found: ProbeResult) -> None:
         logger.info("the result of a probe cannot be kept in %s: %s", path, error)
 
 
-def _key(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> str:
+def _key(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job], *more: object) -> str:
     versions = [version(library) for library in ("torch", "transformers", "peft")]
     adapters = [(sorted(job.lora_fields.items()), job.adapter_dtype, job.name) for job in jobs]
     described = (
@@ -87,6 +141,7 @@ def _key(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> str:
         backbone.fingerprint(),
         sorted(set(_code(backbone.model))),
         adapters,
+        *more,
     )
     return hashlib.sha256(repr(described).encode()).hexdigest()
 

@@ -46,6 +46,14 @@ def _schemas() -> tuple[str, ...]:
     return tuple(sorted(schema for schema in every if schema.startswith("tlora_fx::")))
 
 
+def keep_kernels() -> None:
+    """Let Inductor keep kernels where ours are kept; nothing to do without CUDA."""
+    if torch.cuda.is_available():
+        from tlora_fx.codegen.loading import keep_triton_cache
+
+        keep_triton_cache()
+
+
 #: Numbers of a row that compiled code holds while it sums them.
 HELD = 8192
 

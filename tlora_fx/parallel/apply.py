@@ -271,9 +271,13 @@ class RowRunner:
     def run(self, rows: Sequence[PackedBatch], weights: Tensor) -> Tensor:
         """Forward and backward of this replica's rows; see `StepRunner`."""
         total: Tensor | None = None
-        for row in rows[self.mesh.dp_rank :: self.mesh.shape.dp]:
+        for given in rows[self.mesh.dp_rank :: self.mesh.shape.dp]:
+            row = given
+            self._compile_ahead(row, weights)
             losses = self._captured(row, weights)
             if losses is None:
+                if self.graphs is not None and self.nano is None and not row.pairs:
+                    row = self.graphs.formed(row)
                 losses = self._run(row, weights)
             total = losses if total is None else total + losses
         return torch.zeros_like(weights) if total is None else total
@@ -288,11 +292,19 @@ class RowRunner:
         tokens = (part.cpu() for part in predicted)
         return RowScores(total, dict(zip(mine, tokens, strict=True)))
 
-    def _run(self, row: PackedBatch, weights: Tensor) -> Tensor:
-        alone = self.mesh.size == 1 and self.nano is None
-        if self.mesh.device.type == "cuda" and alone:
+    def _compile_ahead(self, row: PackedBatch, weights: Tensor) -> None:
+        """Compile the kernels of the first row beside one another."""
+        if self.mesh.device.type == "cuda" and self._is_alone:
             start = partial(start_nothing, self.model, row, weights)
             ahead.try_once("row", self.model, start)
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether no other process, and no other part of the row, takes part in a row."""
+        return self.mesh.size == 1 and self.nano is None
+
+    def _run(self, row: PackedBatch, weights: Tensor) -> Tensor:
+        alone = self._is_alone
         with cut_by_jobs() if self.graphs is None else self.graphs.launching(row):
             before = _allocated(self.mesh.device)
             losses = self.model.weighted(self._moved(row), weights)
@@ -303,7 +315,10 @@ class RowRunner:
 
     def _captured(self, row: PackedBatch, weights: Tensor) -> Tensor | None:
         """Run a row as a CUDA graph, if it can be; nano-batches are cut anew for each row."""
-        if self.graphs is None or self.nano is not None or row.pairs:
+        if self.graphs is None:
+            return None
+        self.graphs.rows_run += 1
+        if self.nano is not None or row.pairs:
             return None
         return self.graphs.run(row, weights)
 

@@ -1,9 +1,14 @@
 """Forward and backward of rows as CUDA graphs: one start in place of thousands.
 
 A small row takes the host longer to launch than the GPU to compute. A graph holds what one row of
-a form launched, with the sizes and addresses of then, so each form has its own tensors, which are
-overwritten, and a graph. Forms are few (see `repeating_form`); a form is captured when it comes for
-the second time. Weights and gradients stay where they are, so optimizers know nothing of it.
+a size launched, with the sizes and addresses of then, so each size has its own tensors, which are
+overwritten, and a graph. Weights and gradients stay where they are, so optimizers know nothing of
+it.
+
+Rows of a mix of jobs are padded to the few steps of its ladder. Once each step has run as it is,
+all are captured at once, the largest first, so that the others take its memory (`capture_steps`).
+Rows that no step holds are padded to one of more sizes (see `repeating_form`), each of which is
+captured when it comes for the second time.
 
 An operator that reads a table of jobs on the host refuses to be captured; such a model, and rows
 that are large enough to keep the GPU busy, run as they are.
@@ -28,7 +33,8 @@ from torch import Tensor, nn
 
 from tlora_fx.cost.model_facts import CAPTURED_TOKENS
 from tlora_fx.errors import PlanNotRunnable, TloraError
-from tlora_fx.model.batch import PackedBatch, repeating_form
+from tlora_fx.model.batch import PackedBatch
+from tlora_fx.model.row_ladder import RowLadder, RowSize, example_row
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.dora import Lengths, Norms, lengths_kept, norms_at_once
 from tlora_fx.ops.kernels import refresh, release
@@ -46,21 +52,6 @@ ACTIVATION_MARGIN, RESERVED_BYTES = 1.3, 2**28
 NormCalls = dict[tuple[object, ...], Callable[[], Tensor]]
 
 
-class GraphKey(NamedTuple):
-    """Key of a graph: the sizes of a row, and the longest sequence that it may hold."""
-
-    tokens: int
-    sequences: int
-    longest: int
-    targets: int
-
-    @classmethod
-    def of(cls, row: PackedBatch) -> GraphKey:
-        """The form of a row."""
-        sizes = row.input_ids.numel(), len(row.cu_seqlens) - 1
-        return cls(*sizes, int(row.max_seqlen), len(row.target_rows))
-
-
 class Position(NamedTuple):
     """Where a graph is used: by which stage of its process, in which slot, for which rows.
 
@@ -69,7 +60,7 @@ class Position(NamedTuple):
 
     stage: int
     slot: int
-    key: GraphKey
+    key: RowSize
 
 
 @dataclass(eq=False)
@@ -121,6 +112,7 @@ class GraphCache(Generic[Captured]):
 
     largest_row   tokens of the largest row that may come: its memory stays free; 0: rows are run
                   as they are
+    ladder        steps that rows are padded to
     group         processes that run each row together, with sums over them in between
     gathering     streams on which a sharded base is gathered
     gathered      bytes that gathered weights take at once
@@ -130,6 +122,8 @@ class GraphCache(Generic[Captured]):
                   them have less to do each, and as much to launch
     skipped_no_memory      how often there was no memory for a graph
     captured      how many graphs were made
+    rows_run      rows, or forwards of stages, that this process has run
+    rows_replayed those of them that ran as a graph
     """
 
     runs: ClassVar[str]
@@ -148,18 +142,22 @@ class GraphCache(Generic[Captured]):
         self.model, self.device, self.largest_row = model, device, largest_row
         self.group, self.gathering, self.gathered = group, gathering, gathered
         self.refused = ""
+        self.ladder = RowLadder()
         self.most = CAPTURED_TOKENS * (1 if group is None else dist.get_world_size(group))
         self.skipped_no_memory = self.captured = 0
+        self.rows_run = self.rows_replayed = 0
         self._graphs: OrderedDict[Position, Captured] = OrderedDict()
-        self._seen: Counter[tuple[int, GraphKey]] = Counter()
+        self._seen: Counter[tuple[int, RowSize]] = Counter()
         self._came: Counter[Position] = Counter()
         self._under_way = 1
         self._pools: dict[int, Any] = {}
+        # Bytes that the largest row of each slot's graphs keeps in their pool.
+        self._held: dict[int, int] = {}
         self._stream: torch.cuda.Stream | None = None
         self._lengths = lengths
 
     @property
-    def keys(self) -> list[GraphKey]:
+    def keys(self) -> list[RowSize]:
         """Those that have a graph, once for each stage and slot."""
         return [position.key for position in self._graphs]
 
@@ -169,8 +167,22 @@ class GraphCache(Generic[Captured]):
             self._graphs.popitem(last=False)[1].release()
         self._seen.clear()
         self._came.clear()
+        self._held.clear()
         if self._lengths is not None:
             self._lengths.clear()
+
+    def use(self, ladder: RowLadder) -> None:
+        """Pad rows to the steps of another ladder from now on; graphs of the last one are freed."""
+        if ladder != self.ladder:
+            self.forget()
+            self.ladder = ladder
+
+    def forget(self) -> None:
+        """Free all graphs, for rows run other code, or have other sizes, from now on."""
+        if self._graphs:
+            # The last round may still read them.
+            torch.cuda.synchronize(self.device)
+        self.clear()
 
     def _may_capture(self, row: PackedBatch) -> bool:
         may = not self.refused and self.largest_row > 0 and len(row.target_rows) > 0
@@ -189,6 +201,7 @@ class GraphCache(Generic[Captured]):
             return None
         self._graphs.move_to_end(position)
         graph.load(row, weights)
+        self.rows_replayed += 1
         return graph
 
     def _is_worth(self, position: Position) -> bool:
@@ -202,14 +215,19 @@ class GraphCache(Generic[Captured]):
         """What has a graph of the same stage and slot, the one that was not used longest first."""
         return [other for other in self._graphs if other[:2] == position[:2]]
 
-    def _keep(self, position: Position, graph: Captured, kept: int) -> None:
-        """Capture a graph whose row has just been run, if there is memory for it.
+    def _keep(
+        self, position: Position, graph: Captured, kept: int, beside: int | None = None
+    ) -> None:
+        """Capture a graph whose row has been run, if there is memory for it.
 
         kept      bytes that the row's forward kept for its backward
+        beside    tokens of a row for which memory stays free; by default of the largest
         raises    PlanNotRunnable where a capture that fails leaves other processes waiting, or
                   FSDP2 in the middle of a gather
         """
-        if not self._fits_memory(kept, position.key.tokens):
+        beside = self.largest_row if beside is None else beside
+        taken = self._held.get(position.slot, 0)
+        if not self._fits_memory(kept, max(0, kept - taken), position.key.tokens, beside):
             self._leave(position, graph)
             return
         outer = torch.cuda.current_stream(self.device)
@@ -232,6 +250,7 @@ class GraphCache(Generic[Captured]):
             self._fail(position, graph, error)
             return
         self._graphs[position] = graph
+        self._held[position.slot] = max(kept, taken)
         self.captured += 1
         there = self._there(position)
         if len(there) > MAX_GRAPHS:
@@ -254,12 +273,16 @@ class GraphCache(Generic[Captured]):
         self.clear()
         logger.warning("%s are not run as CUDA graphs: %s", self.runs, self.refused)
 
-    def _fits_memory(self, kept: int, tokens: int) -> bool:
-        """Whether a row's activations fit twice, beside the largest rows that are under way.
+    def _fits_memory(self, kept: int, needed: int, tokens: int, beside: int) -> bool:
+        """Whether a graph fits, beside the rows that are under way.
 
         Processes that run rows together all have it, or none.
+
+        kept, tokens   of the graph's row
+        needed         bytes of what it keeps for which its pool has no memory yet
+        beside         tokens of the largest of the rows that are under way
         """
-        rows = ACTIVATION_MARGIN * kept * (1 + self._under_way * self.largest_row / tokens)
+        rows = ACTIVATION_MARGIN * (needed + kept * self._under_way * beside / tokens)
         fits = rows + 2 * self.gathered + RESERVED_BYTES < free_gpu_bytes(self.device)
         return agreed(fits, self.group, self.device)
 
@@ -289,6 +312,8 @@ class RowGraphs(GraphCache["RowGraph"]):
             group=group, gathering=gathering, gathered=gathered, lengths={} if stays else None,
         )  # fmt: skip
         self.norms = NormGraph(device, self._lengths) if self._lengths is not None else None
+        self._waiting: dict[RowSize, RowGraph] = {}
+        self._settled = False
 
     def run(self, row: PackedBatch, weights: Tensor) -> Tensor | None:
         """Forward and backward of a row, as a graph or on the way to one.
@@ -299,17 +324,71 @@ class RowGraphs(GraphCache["RowGraph"]):
         """
         if not self._may_capture(row):
             return None
-        row = repeating_form(row)
-        position = Position(0, 0, GraphKey.of(row))
+        row = self.ladder.padded(row)
+        position = Position(0, 0, RowSize.of(row))
         graph = self._loaded(position, row, weights)
         if graph is not None:
             return graph.replay()
+        if position.key in self.ladder.steps and not self._settled:
+            return self._run_first(position.key, row, weights)
         if not self._is_worth(position):
             return None
         graph = RowGraph(self.model, row, weights, self.device, self._lengths, self.gathering)
         losses, kept = graph.run()
         self._keep(position, graph, kept)
         return losses
+
+    def _run_first(self, step: RowSize, row: PackedBatch, weights: Tensor) -> Tensor:
+        """Run a row of a step of the ladder as it is, and note what its graph needs."""
+        graph = self._waiting.get(step)
+        if graph is None:
+            graph = self._waiting[step] = RowGraph(
+                self.model, row, weights, self.device, self._lengths, self.gathering
+            )
+        else:
+            graph.load(row, weights)
+        return graph.run()[0]
+
+    def forget(self) -> None:
+        """See `GraphCache.forget`; the steps are captured by the next `capture_steps`."""
+        super().forget()
+        self._settled = False
+
+    def capture_steps(self, beside: int) -> None:
+        """Capture the steps of the ladder for which there is memory, the largest first.
+
+        Once a ladder, between rounds. Steps that no row has come to run on a row of no meaning,
+        whose gradients are thrown away.
+
+        beside   tokens of a row for which memory stays free beside the graphs
+        """
+        if self.refused or self._settled or self.largest_row == 0:
+            return
+        self._settled = True
+        steps = [step for step in self.ladder.steps if step.tokens <= self.most]
+        weights = torch.zeros(len(self.model.jobs), dtype=torch.float64, device=self.device)
+        for step in steps:
+            if step not in self._waiting:
+                row = example_row(step, len(self.model.jobs))
+                graph = RowGraph(
+                    self.model, row, weights, self.device, self._lengths, self.gathering
+                )
+                graph.run(adds=False)
+                self._waiting[step] = graph
+        waiting, self._waiting = self._waiting, {}
+        # What rows took is free for the graphs, which keep it.
+        torch.cuda.synchronize(self.device)
+        torch.cuda.empty_cache()
+        for step in sorted(waiting, reverse=True):
+            graph = waiting.pop(step)
+            if self.refused:
+                graph.release()
+            else:
+                self._keep(Position(0, 0, step), graph, graph.kept, beside)
+
+    def formed(self, row: PackedBatch) -> PackedBatch:
+        """The row as a graph would run it: launched, its kernels do the same."""
+        return self.ladder.padded(row) if self._may_capture(row) else row
 
     @contextmanager
     def launching(self, row: PackedBatch) -> Iterator[None]:
@@ -325,6 +404,9 @@ class RowGraphs(GraphCache["RowGraph"]):
     def clear(self) -> None:
         """See `GraphCache.clear`; norms go too."""
         super().clear()
+        for graph in self._waiting.values():
+            graph.release()
+        self._waiting.clear()
         if self.norms is not None:
             self.norms.clear()
 
@@ -341,11 +423,12 @@ class RowGraph(CapturedRow):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._losses, self._kept = torch.empty(0), 0
+        self._losses, self.kept = torch.empty(0), 0
 
-    def run(self) -> tuple[Tensor, int]:
+    def run(self, *, adds: bool = True) -> tuple[Tensor, int]:
         """Run forward and backward as they are.
 
+        adds      gradients are added to those that there are; else they are thrown away
         returns   [J] weighted loss sums, free of what computed them: a capture must find no
                   gradient's accumulator of another stream alive; and the bytes that the forward
                   kept for the backward
@@ -353,9 +436,13 @@ class RowGraph(CapturedRow):
         before = torch.cuda.memory_allocated(self.device)
         with noting(self._packing), lengths_kept(self.lengths):
             losses = self.model.weighted(self.row, self.weights)
-            self._kept = max(0, torch.cuda.memory_allocated(self.device) - before)
-            add_gradients(losses, self.model, self._kept)
-        return losses.detach(), self._kept
+            self.kept = max(0, torch.cuda.memory_allocated(self.device) - before)
+            if adds:
+                add_gradients(losses, self.model, self.kept)
+            elif losses.requires_grad:
+                leaves = [leaf for leaf in self.model.parameters() if leaf.requires_grad]
+                torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+        return losses.detach(), self.kept
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
         """See `CapturedRow.capture`."""
@@ -369,7 +456,7 @@ class RowGraph(CapturedRow):
             lengths_kept(self.lengths),
         ):
             losses = self.model.weighted(self.row, self.weights)
-            add_gradients(losses, self.model, self._kept)
+            add_gradients(losses, self.model, self.kept)
             if self.gathering is not None:
                 self.gathering.join()
         self._graph, self._losses = graph, losses.detach()

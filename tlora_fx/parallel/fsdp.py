@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from tlora_fx.cost.plan import Plan
 from tlora_fx.ir.graph import LOSS, under
@@ -40,12 +39,18 @@ class LayerSpan:
     lowest: int | None
 
 
+def _is_sharded(module: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(module, FSDPModule)
+
+
 def shard_layer(model: SuperModel, plan: Plan, mesh: Mesh, path: str) -> None:
     """Shard one layer, or the loss; to be called as soon as its weights are there."""
     module = model.net.get_submodule(path)
     # The head's backward comes right after its forward, but where all forwards come first.
     keep = plan.keep_gathered or (path == LOSS and plan.schedule != "gpipe")
-    if not isinstance(module, FSDPModule):
+    if not _is_sharded(module):
         _shard(module, mesh, reshard_after_forward=not keep)
 
 
@@ -124,6 +129,8 @@ def _shard(
     only: Sequence[Tensor] | None = None,
 ) -> None:
     """Shard a module's frozen parameters of two or more dimensions."""
+    from torch.distributed.fsdp import fully_shard
+
     assert mesh.device_mesh is not None
     wanted = {id(tensor) for tensor in (_frozen(module) if only is None else only)}
     ignored = {leaf for leaf in module.parameters() if id(leaf) not in wanted}
@@ -166,7 +173,7 @@ def _tables(model: SuperModel, spans: Sequence[LayerSpan]) -> list[list[str]]:
         if not path or readers[path] > 1 or any(under(one, path) for one in called):
             return False
         module = model.net.get_submodule(path)
-        return not isinstance(module, FSDPModule) and bool(_frozen(module))
+        return not _is_sharded(module) and bool(_frozen(module))
 
     return [[path for path, early in own.items() if early and is_table(path)] for own in read]
 

@@ -13,16 +13,17 @@ import socket
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import Parameter, Signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 from tlora_fx.host.environment import wants_peer_copies
 from tlora_fx.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger(__name__)
 # Copies under way at once (two H200: two are faster than one, more are not), and bytes of one.
@@ -120,9 +121,9 @@ def copy_from_peers(modules: Sequence[nn.Module], mesh: Mesh) -> SideStreams | N
     rank = dist.get_rank(mesh.dp)
     for index, module in enumerate(modules):
         peers = [shards[index] if own is None else own[index] for own in opened]
-        assert isinstance(module, FSDPModule)
+        sharded: Any = module
         gather: Any = PeerGather(leaves[index], peers, rank, streams)
-        module.set_custom_all_gather(gather)
+        sharded.set_custom_all_gather(gather)
     return streams
 
 
@@ -245,6 +246,10 @@ def _sharded_leaves(module: nn.Module) -> list[DTensor]:
 
 
 def _walked(module: nn.Module) -> Iterator[DTensor]:
+    # It takes half a second to import, which processes that shard nothing need not spend.
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
     for child in module.children():
         if not isinstance(child, FSDPModule):
             yield from _walked(child)

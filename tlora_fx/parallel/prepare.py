@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import product
-from typing import Any
-
 from tlora_fx.compiler import find_passes
+from tlora_fx.cost.mesh_fits import cut_obstacles, every_mesh
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import MeshDoesNotFit, PlanNotRunnable
 from tlora_fx.model.supermodel import SuperModel
@@ -66,29 +64,14 @@ def prepared(model: SuperModel, plan: Plan) -> SuperModel:
 
 def obstacles(model: SuperModel, shape: MeshShape) -> list[str]:
     """Reasons why a mesh cannot run a model, a sentence each; none where it can."""
-    reasons: list[str] = []
-    layers = len(model.layer_order())
-    if shape.pp > max(layers, 1):
-        reasons.append(f"pp={shape.pp} stages need a layer each, and the model has {layers}")
+    reasons = cut_obstacles(shape, len(model.layer_order()), model.backbone.config)
     twice = model.jobs_with_tied_tokens() if shape.pp > 1 else []
     if twice:
         reasons.append(
             f"pp={shape.pp} parts the embedding from its head, and job '{twice[0]}' trains "
             "the same tokens in both"
         )
-    if shape.tp > 1:
-        reasons.extend(_cuts_of_matrices(model.backbone.config, shape.tp))
     return reasons
-
-
-def every_mesh(processes: int) -> list[MeshShape]:
-    """All meshes of so many processes."""
-    sizes = [size for size in range(1, processes + 1) if processes % size == 0]
-    return [
-        MeshShape(pp=pp, dp=processes // (pp * tp), tp=tp)
-        for pp, tp in product(sizes, sizes)
-        if processes % (pp * tp) == 0
-    ]
 
 
 def fitting_meshes(model: SuperModel, processes: int) -> list[MeshShape]:
@@ -110,18 +93,3 @@ def require_fits(model: SuperModel, shape: MeshShape) -> None:
             found="\n".join(reasons),
             help=f"these meshes of {shape.size} can: {others}",
         )
-
-
-def _cuts_of_matrices(config: Any, tp: int) -> list[str]:
-    heads = getattr(config, "num_attention_heads", None)
-    if heads is None:
-        return [f"tp={tp} cuts attention by heads, and the base's config does not say how many"]
-    hidden = getattr(config, "hidden_size", 0)
-    counts = {
-        "attention heads": heads,
-        "key-value heads": getattr(config, "num_key_value_heads", None) or heads,
-        "intermediate columns": getattr(config, "intermediate_size", None) or 4 * hidden,
-    }
-    return [
-        f"{count} {name} do not divide by tp={tp}" for name, count in counts.items() if count % tp
-    ]

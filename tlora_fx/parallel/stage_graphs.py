@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tlora_fx.model.batch import PackedBatch, repeating_form
+from tlora_fx.model.batch import PackedBatch
+from tlora_fx.model.row_ladder import RowSize
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.dora import lengths_kept
 from tlora_fx.ops.kernels.pack_together import noting, serving
 from tlora_fx.parallel.cuda_graphs import (
     CapturedRow,
     GraphCache,
-    GraphKey,
     Position,
     add_together,
     may_add_together,
@@ -57,7 +57,7 @@ class StageGraphs(GraphCache["CapturedStage"]):
         rows      its micro-batches, on the CPU
         weights   [J] on the device
         """
-        self._rows = [repeating_form(row) if len(row.target_rows) else row for row in rows]
+        self._rows = [self.ladder.padded(row) if len(row.target_rows) else row for row in rows]
         self._weights = weights
         self._slots.clear()
         for graph in self._wanted.values():
@@ -75,10 +75,11 @@ class StageGraphs(GraphCache["CapturedStage"]):
         as_it_is   what runs it without a graph
         """
         row, stage = self._rows[number], self.stages[index]
+        self.rows_run += 1
         slot = self._slot(index, number)
         if not self._may_capture(row):
             return as_it_is()
-        position = Position(index, slot, GraphKey.of(row))
+        position = Position(index, slot, RowSize.of(row))
         graph = self._loaded(position, row, self._weights)
         if graph is not None:
             return graph(hidden)

@@ -26,10 +26,12 @@ from tlora_fx.errors import (
     ResumeMismatch,
     TloraError,
 )
+from tlora_fx.host.phases import phase
 from tlora_fx.model.backbone import Backbone, longest_sequence, text_config
 from tlora_fx.model.batch import repeating_length
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.numerics.probe import ProbeResult, probe_loaded
+from tlora_fx.numerics.probe import ProbeResult
+from tlora_fx.numerics.probe_cache import probe_loaded_once
 from tlora_fx.planners.auto import device_name
 from tlora_fx.runtime.clocks import JobClocks
 from tlora_fx.runtime.data.samples import JobData, load_job_data
@@ -40,6 +42,7 @@ from tlora_fx.runtime.evaluation import find_function
 logger = logging.getLogger(__name__)
 
 
+@phase("data")
 def load_all_data(jobs: Sequence[Job], clocks: JobClocks | None = None) -> dict[str, JobData]:
     """Every job's samples, by job name.
 
@@ -218,14 +221,14 @@ def _tried(
     device: torch.device,
     value: Callable[[str], Tensor],
 ) -> ProbeResult:
-    longest = max((len(s.input_ids) for each in data.values() for s in each.samples), default=0)
+    longest = max((int(lengths_of(each.samples).max()) for each in data.values()), default=0)
     key = (model.source, model.backbone.fingerprint(), str(device))
     tried, probed = _probed.get(key, (-1, ProbeResult()))
     if longest > tried:
         parts = model.group, model.backbone, model.jobs
         try:
             ids = [_frequent_ids(data[job.name]) if job.name in data else () for job in model.jobs]
-            probed = probe_loaded(*parts, value, longest, ids=ids)
+            probed = probe_loaded_once(*parts, value, longest, ids=ids, device=device)
         except TloraError:
             raise
         except Exception as error:  # noqa: BLE001  (such as no memory for it: no fault of the model)
@@ -267,6 +270,11 @@ def longest_round(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_toke
     return round_of_batches([_largest_batches(job, data[job.name]) for job in jobs], max_row_tokens)
 
 
+def typical_round(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> Round:
+    """A round in which every job brings samples of all its lengths, as many as in a step."""
+    return round_of_batches([_typical_batches(job, data[job.name]) for job in jobs], max_row_tokens)
+
+
 def longest_row(
     jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int, parts: int
 ) -> int:
@@ -286,10 +294,29 @@ def longest_row(
 
 def _largest_batches(job: Job, data: JobData) -> list[tuple[int, ...]]:
     """Sequences of a step's micro-batches if a job's longest samples meet, the largest first."""
-    lengths = lengths_of(data.samples)
-    size = job.per_device_train_batch_size
-    count = min(job.gradient_accumulation_steps, -(-data.count // size))
-    longest = np.argsort(-data.lengths, kind="stable")[: count * size].tolist()
-    units = [(at,) if data.units is None else data.units[at] for at in longest]
-    sequences = [[int(lengths[index]) for index in unit] for unit in units]
+    size, count = _batches_of(job, data)
+    sequences = _sequences(data, np.argsort(-data.lengths, kind="stable")[: count * size].tolist())
     return [tuple(chain(*sequences[n * size : (n + 1) * size])) for n in range(count)]
+
+
+def _typical_batches(job: Job, data: JobData) -> list[tuple[int, ...]]:
+    """Sequences of a step's micro-batches, of evenly spread lengths."""
+    size, count = _batches_of(job, data)
+    ordered = np.argsort(data.lengths, kind="stable")
+    taken = min(count * size, len(ordered))
+    middles = (2 * np.arange(taken) + 1) * len(ordered) // (2 * taken)
+    sequences = _sequences(data, ordered[middles].tolist())
+    return [tuple(chain(*sequences[n::count])) for n in range(count)]
+
+
+def _batches_of(job: Job, data: JobData) -> tuple[int, int]:
+    """Samples of a micro-batch, and micro-batches of a step."""
+    size = job.per_device_train_batch_size
+    return size, min(job.gradient_accumulation_steps, -(-data.count // size))
+
+
+def _sequences(data: JobData, samples: Sequence[int]) -> list[list[int]]:
+    """Lengths of the sequences of some samples."""
+    lengths = lengths_of(data.samples)
+    units = [(at,) if data.units is None else data.units[at] for at in samples]
+    return [[int(lengths[index]) for index in unit] for unit in units]

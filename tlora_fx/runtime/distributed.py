@@ -44,6 +44,7 @@ class RoundNotice(NamedTuple):
     fault         1 + the index of a job that cannot go on, on this process; 0: none
     changes       jobs that come or go before this round, as the leader was asked
     waits         the process has to look at this round before the next one
+    compilation   how far the process's compilation is (see `runtime.compilation`)
     """
 
     table: int
@@ -54,6 +55,7 @@ class RoundNotice(NamedTuple):
     fault: int = 0
     changes: int = 0
     waits: int = 0
+    compilation: int = 0
 
 
 class Ranks:
@@ -66,7 +68,8 @@ class Ranks:
         """Tell all processes of the round to come, and hear of theirs.
 
         returns   the same on every process: whether any was asked to stop, or has to wait, the
-                  slowest one's time, a job that cannot go on; all else is the leader's
+                  slowest one's time, a job that cannot go on, the least compilation; all else is
+                  the leader's
         raises    RanksParted, on every process, where one has other rows
         """
         if self.mesh.world is None:
@@ -81,6 +84,7 @@ class Ranks:
             step_micros=max(notice.step_micros for notice in notices),
             fault=max(notice.fault for notice in notices),
             waits=max(notice.waits for notice in notices),
+            compilation=min(notice.compilation for notice in notices),
         )
 
     def together(self, action: Callable[[], T]) -> T:

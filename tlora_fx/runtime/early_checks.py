@@ -6,14 +6,25 @@ that importing torch, and reading and compiling, take.
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
+from types import SimpleNamespace
 
+from tlora_fx.config.base_files import (
+    require_base_config,
+    require_base_files,
+    safetensors_header,
+    weight_files,
+)
 from tlora_fx.config.base_task import read_base_config, require_task
 from tlora_fx.config.hub import hub_cache, is_hub_id, why_offline
-from tlora_fx.config.job import Job
-from tlora_fx.cost.hardware import find_gpu
+from tlora_fx.config.job import BaseSpec, Job
+from tlora_fx.cost.hardware import GIB, find_gpu
+from tlora_fx.cost.mesh_fits import cut_obstacles, every_mesh
+from tlora_fx.cost.model_facts import ITEM_BYTES
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import ROOFLINE, known_profiles, same_gpu
@@ -21,15 +32,22 @@ from tlora_fx.errors import (
     BaseNotLoadable,
     ControllerWrong,
     JobFolderError,
+    MeshDoesNotFit,
+    NoPlanFits,
     PlanFileError,
+    PlanNotRunnable,
     RunFolderError,
     UnknownPlanner,
     nearest,
 )
+from tlora_fx.host.environment import wants_strict_kernels
+from tlora_fx.host.gpus import largest_gpu_bytes
+from tlora_fx.host.memory import total_bytes
 from tlora_fx.runtime.data.encode_data import bad_row
 from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows
 from tlora_fx.runtime.data.rows import evaluated, is_local, read_rows, require_files
 from tlora_fx.runtime.data.text_files import suffix_of
+from tlora_fx.runtime.local_launch import require_size
 from tlora_fx.runtime.run_folder import RunFolder
 
 #: What the modules of planners and controllers define, which cannot be imported without torch.
@@ -85,6 +103,24 @@ def require_planner(name: str) -> None:
         )
 
 
+def require_replannable(*, resume: bool, plan: str | None) -> None:
+    """Refuse to switch plans where nothing was proposed, or where numbers must repeat.
+
+    raises    PlanNotRunnable
+    """
+    reasons = {
+        "without --resume: a plan is switched at a checkpoint": not resume,
+        f"--plan {plan}: only a plan of auto is replaced": plan not in (None, "auto"),
+        "TLORA_FX_STRICT=1: another plan sums in another order": wants_strict_kernels(),
+    }
+    if why := next((text for text, wrong in reasons.items() if wrong), None):
+        raise PlanNotRunnable(
+            "--replan cannot switch plans here",
+            found=why,
+            help="leave --replan out, or use it with --resume and --plan auto",
+        )
+
+
 def require_controller(name: str | None) -> None:
     """Refuse a controller's name that nobody has; raises ControllerWrong."""
     if name is None or name in CONTROLLERS:
@@ -101,6 +137,104 @@ def require_mesh(text: str | None) -> None:
     """Refuse what is no mesh."""
     if text is not None:
         MeshShape.parse(text)
+
+
+# Whether a base can be cut over the processes, and whether it fits into their memory.
+
+
+def mesh_of(plan: str | None, mesh: str | None, processes: int) -> MeshShape | None:
+    """The mesh that is certain before anything is planned; None where a planner chooses it."""
+    if plan is not None and Path(plan).is_file():
+        return Plan.load(plan).mesh
+    if mesh is not None:
+        return MeshShape.parse(mesh)
+    sizes = {
+        "single": MeshShape(),
+        "replicated": MeshShape(dp=processes),
+        "fsdp": MeshShape(dp=processes),
+        "tensor": MeshShape(tp=processes),
+        "pipeline": MeshShape(pp=processes),
+    }
+    return sizes.get(plan or ("single" if processes == 1 else "auto"))
+
+
+def processes_of_torchrun() -> int:
+    """Number of processes that torchrun says it has started; 1 where it has not."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdecimal() and int(text) else 1
+
+
+def require_processes(
+    plan: str | None, mesh: MeshShape | None, processes: int, *, under_torchrun: bool
+) -> None:
+    """Refuse a plan for another number of processes; raises LaunchError."""
+    if mesh is not None:
+        require_size(mesh, processes, plan or "auto", under_torchrun=under_torchrun)
+
+
+def require_cuts(jobs: Sequence[Job], mesh: MeshShape | None) -> None:
+    """Refuse a mesh over which a base's layers or heads cannot be divided, by its config.json.
+
+    raises    MeshDoesNotFit, with the meshes of the same size that can
+    """
+    config = read_base_config(jobs[0].base)
+    if mesh is None or config is None:
+        return
+    text = config.get("text_config") or config
+    layers = text.get("num_hidden_layers") if isinstance(text, dict) else None
+    if not isinstance(layers, int) or not isinstance(text.get("num_attention_heads"), int):
+        return  # a family with other names, which transformers knows
+    fields = SimpleNamespace(**text)
+    reasons = cut_obstacles(mesh, layers, fields)
+    if reasons:
+        others = [one for one in every_mesh(mesh.size) if not cut_obstacles(one, layers, fields)]
+        raise MeshDoesNotFit(
+            f"a mesh of {mesh} cannot run this model",
+            base=jobs[0].base.model or jobs[0].base.config,
+            found="\n".join(reasons),
+            help=f"these meshes of {mesh.size} can: {', '.join(f'({one})' for one in others)}",
+        )
+
+
+def require_base_fits(
+    jobs: Sequence[Job], plan: str | None, processes: int, *, on_cpu: bool
+) -> None:
+    """Refuse a base whose weights alone are larger than the memory that a plan gives them.
+
+    raises    NoPlanFits
+    """
+    base = jobs[0].base
+    size, config = base_bytes(base), read_base_config(base)
+    # One that is quantised takes another size in memory than its files say.
+    if size is None or (config or {}).get("quantization_config"):
+        return
+    parts = 1 if plan in ("single", "replicated") or processes == 1 else processes
+    # On a CPU all processes share one memory.
+    needed = size * processes / parts if on_cpu else size / parts
+    has = total_bytes() if on_cpu else largest_gpu_bytes()
+    if not has or needed <= has:
+        return
+    raise NoPlanFits(
+        "the weights of the base do not fit into memory",
+        base=base.model,
+        plan=plan or ("single" if processes == 1 else "auto"),
+        expected=f"at most {has / GIB:.1f} GiB" + " a GPU" * (not on_cpu),
+        found=f"{needed / GIB:.1f} GiB in {base.dtype}, without adapters and activations",
+        help="use more GPUs with --plan auto, which can divide the base, or a smaller base",
+    )
+
+
+def base_bytes(base: BaseSpec) -> int | None:
+    """Bytes of a base's weights in the dtype in which they are loaded, by its files' headers.
+
+    None where they are not on this machine, or a header cannot be read.
+    """
+    try:
+        headers = [safetensors_header(path) for path in weight_files(base) or ()]
+    except BaseNotLoadable:
+        return None
+    numbers = sum(math.prod(tensor.shape) for header in headers for tensor in header.values())
+    return numbers * ITEM_BYTES[base.dtype] if numbers else None
 
 
 def require_job_folders(jobs: Sequence[Job], output: Path) -> None:
@@ -149,12 +283,22 @@ def _require_layout(job: Job) -> None:
 def require_trainable(jobs: Sequence[Job]) -> None:
     """Refuse a base that is not made for its task, by its config.json.
 
-    raises    BaseRefused
+    raises    BaseRefused, BaseFileDamaged
     """
     base = jobs[0].base
+    require_base_config(base)
     config = read_base_config(base)
     if config is not None:
         require_task(config, base)
+
+
+def require_base(jobs: Sequence[Job]) -> None:
+    """Refuse a base that cannot be trained: by its task, and by the headers of its files.
+
+    raises    BaseRefused, BaseFileDamaged, BaseFileRefused
+    """
+    require_trainable(jobs)
+    require_base_files(jobs[0].base)
 
 
 def require_hub(jobs: Sequence[Job]) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -19,8 +18,10 @@ from tlora_fx.config.job import Job
 from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import NotFinite, StepMisuse
+from tlora_fx.host.phases import phase
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.elastic import Admission
+from tlora_fx.model.row_ladder import RowLadder
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.dora import norms_kept
 from tlora_fx.ops.kernels.select import is_strict
@@ -32,6 +33,7 @@ from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.adapters.files import base_tensors, start_adapter, start_adapters
 from tlora_fx.runtime.checkpoints.store import JobState
 from tlora_fx.runtime.checks import probe_base
+from tlora_fx.runtime.cpu_threads import settle_threads
 from tlora_fx.runtime.data.batching import (
     Cutting,
     MicroBatches,
@@ -39,8 +41,10 @@ from tlora_fx.runtime.data.batching import (
     count_terms,
     count_tokens,
     cut_round,
+    ladder_of,
     rows_of_round,
 )
+from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.distributed import StateGatherer
 from tlora_fx.runtime.group_updater import GroupUpdater
 from tlora_fx.runtime.isolation import RoundResult, is_out_of_memory, run_isolated
@@ -112,11 +116,13 @@ class StepOptions:
     max_row_tokens   a row is closed before it grows beyond this
     compiled         layers are compiled by torch.compile; the first steps take longer
     cuda_graphs      on a GPU, rows that come again run as CUDA graphs; never in strict mode
+    wait_for_compile   layers are compiled by the first step; False: after `GroupStep.compile`
     """
 
     max_row_tokens: int = MAX_ROW_TOKENS
     compiled: bool = False
     cuda_graphs: bool = True
+    wait_for_compile: bool = True
 
 
 @dataclass(eq=False)
@@ -151,7 +157,9 @@ class GroupStep:
         self.updater = GroupUpdater(self.model, self.mesh)
         # Numbers of strict mode follow from the lengths that users give.
         lengthened = self.mesh.device.type == "cuda" and not is_strict()
-        self.bucketer = RowBucketer(self.model.group.form == "packed", lengthened)
+        self.bucketer = RowBucketer(
+            self.model.group.form == "packed", lengthened, self.plan.mesh.dp
+        )
         self.captures = self.options.cuda_graphs and lengthened
         self.row_tokens = self.options.max_row_tokens
         self.cutting = Cutting.of(self.model, self.options.max_row_tokens)
@@ -181,17 +189,22 @@ class GroupStep:
             for job in (self.model.jobs[index] for index in self.model.members.values()):
                 self._steps_of(job)
         probe = probe or self._probe
+        settle_threads(self.model.backbone.model, self.mesh.device)
         in_pieces = not planner_of(self.plan).holds_whole_base(self.plan)
         if not self.model.ready:
-            base = base_tensors(self.model.backbone, self.mesh.device)
-            if in_pieces:
-                probe(base)
-            load(self.model, self.plan, self.mesh, base)
+            with phase("weights"):
+                base = base_tensors(self.model.backbone, self.mesh.device)
+                if in_pieces:
+                    probe(base)
+                load(self.model, self.plan, self.mesh, base)
         if not in_pieces:
             probe(None)
-        start_adapters(self.model, {} if starts is None else starts())
+        with phase("adapters"):
+            start_adapters(self.model, {} if starts is None else starts())
         if self.options.compiled and not self.model.is_compiled:
-            self.model.compile()
+            with phase("layers"):
+                waits = self.options.wait_for_compile
+                (self.model.compile if waits else self.model.extend_weights)()
         largest = self.row_tokens if largest_row is None else largest_row
         captured = largest if self.captures else 0
         self.runner = apply(self.model, self.plan, self.mesh, largest_row=captured)
@@ -216,6 +229,20 @@ class GroupStep:
                 help=f"set max_steps in the job, or GroupStep(steps={{'{job.name}': N}})",
             )
         return steps
+
+    def compile(self) -> None:
+        """Compile the layers by the next step; captured rows, which hold other code, are let go.
+
+        Where there are several processes, each calls it between the same two steps.
+        """
+        self._ready()
+        assert self.runner is not None
+        if self.graphs is not None:
+            self.graphs.forget()
+        self.model.compile()
+        if self.model.is_open:
+            # The runner stays that of the model's next trainer.
+            self.model.applied = AppliedPlan(self.plan, self.mesh, self.runner)
 
     @property
     def graphs(self) -> RowGraphs | StageGraphs | None:
@@ -341,12 +368,42 @@ class GroupStep:
 
     # Rows.
 
+    def expect(self, data: Mapping[int, JobData]) -> None:
+        """Choose the few sizes that rows are padded to from now on, by the rows to come.
+
+        Where rows are not padded, or cannot be captured, nothing changes.
+
+        data    of the jobs that train, by slot
+        """
+        graphs = self.graphs
+        if graphs is None or graphs.refused or not self.captures:
+            return
+        ladder = RowLadder()
+        if not any(job.is_preference for job in self.model.jobs):
+            parts, abreast = self.plan.parts, self.bucketer.abreast
+            ladder = ladder_of(self.model.jobs, data, self.cutting, parts, abreast)
+        self.bucketer.ladder = ladder
+        graphs.use(ladder)
+
+    def capture(self) -> None:
+        """Capture the rows of all sizes that were chosen, so that later ones run as CUDA graphs."""
+        if isinstance(self.graphs, RowGraphs):
+            # One process that finds no memory for a row frees the graphs, several do not.
+            self.graphs.capture_steps(0 if self.mesh.size == 1 else self.graphs.largest_row)
+
     def rows_of(self, batches: Mapping[int, MicroBatches]) -> list[PackedBatch]:
         """The rows of some jobs' micro-batches, by slot; the same on every process."""
         steps = {index: self.members[index].step for index in batches}
         offsets = {index: self._gathered[index].tokens for index in batches if self._has(index)}
         rows = rows_of_round(self.model.jobs, batches, steps, self.row_tokens, offsets)
         return self.bucketer.made(cut_round(rows, self.plan.parts, self.cutting))
+
+    def example_rows(self, batches: Mapping[int, MicroBatches]) -> list[PackedBatch]:
+        """Rows that `rows_of` makes of jobs' first steps; there need be no members yet."""
+        steps = dict.fromkeys(batches, 0)
+        rows = rows_of_round(self.model.jobs, batches, steps, self.row_tokens)
+        # Another one, for they are not counted.
+        return replace(self.bucketer).made(cut_round(rows, self.plan.parts, self.cutting))
 
     def run_rows(
         self,
@@ -402,7 +459,16 @@ class GroupStep:
             rows = self.rows_of(own)
             return self.run_rows(rows, own, normalizers), max(r.input_ids.numel() for r in rows)
 
-        together = partial(self.run_rows, rows, batches, normalizers)
+        def together() -> Tensor:
+            try:
+                return self.run_rows(rows, batches, normalizers)
+            except Exception as error:
+                if not (is_out_of_memory(error) and self.graphs is not None and self.graphs.keys):
+                    raise
+            # Captured rows keep memory that this one has no use for.
+            (forget or self.drop)(batches)
+            return self.run_rows(rows, batches, normalizers)
+
         ran = run_isolated(together, alone, forget or self.drop, self.model.jobs, batches)
         if ran.largest:
             self.row_tokens = min(self.row_tokens, ran.largest)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from tlora_fx.config.adapter_folder import CONFIG
 from tlora_fx.config.job import DataSpec, Job
 from tlora_fx.errors import MetricFunctionError, RunFolderError, TloraError
 from tlora_fx.host.durable import link_or_copy, replace_file
+from tlora_fx.host.phases import StartRecord
 from tlora_fx.runtime.adapters.files import (
     adapter_tensors,
     config_bytes,
@@ -27,6 +29,7 @@ from tlora_fx.runtime.adapters.model_card import model_card
 from tlora_fx.runtime.checkpoints.store import JobState
 from tlora_fx.runtime.data.batching import MicroBatches, count_terms, count_tokens
 from tlora_fx.runtime.data.samples import DataReport, JobData
+from tlora_fx.runtime.data.tables import lengths_of
 from tlora_fx.runtime.job_evaluation import EvaluationReport, JobEvaluation, Metrics
 from tlora_fx.runtime.member import Member
 from tlora_fx.runtime.optim.group_update import Outcome
@@ -41,6 +44,31 @@ STOPPED = "stopped as asked"
 
 
 @dataclass(frozen=True, slots=True)
+class RoundReport:
+    """Result of one round: one optimizer step of every job that trained in it.
+
+    number         of the round, among those of this process
+    tokens         of all jobs
+    seconds        wall time, without evaluations and checkpoints
+    rows           rows that this process ran, under a pipeline forwards of its stages; 0 where none
+                   may run as a CUDA graph
+    rows_replayed  those of them that ran as a CUDA graph
+    start          what the start took that this round was the end of; None of later rounds
+    """
+
+    number: int
+    tokens: int
+    seconds: float
+    rows: int = 0
+    rows_replayed: int = 0
+    start: StartRecord | None = None
+
+    def rate(self, tokens: int) -> float:
+        """Tokens a second of this round; NaN where it took no time."""
+        return tokens / self.seconds if self.seconds > 0 else math.nan
+
+
+@dataclass(frozen=True, slots=True)
 class StepReport:
     """Result of one optimizer step of one job.
 
@@ -50,6 +78,8 @@ class StepReport:
     learning_rate  that the step used
     tokens         of the job so far
     seconds        wall time of the round
+    step_tokens    of this step
+    round          the step's round
     """
 
     job: str
@@ -59,6 +89,8 @@ class StepReport:
     learning_rate: float
     tokens: int
     seconds: float
+    step_tokens: int = 0
+    round: RoundReport | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +177,12 @@ class JobRun(Member):
         return self.data.step(self.step)
 
     def finish_step(
-        self, loss: float, batches: MicroBatches, seconds: float, norm: float | None = None
+        self, loss: float, batches: MicroBatches, round_: RoundReport, norm: float | None = None
     ) -> StepReport | None:
         """Update the adapter from the gathered gradients.
 
         loss      mean over the step's targets
+        round_    the step's round, with its seconds until now
         norm      of the job's gradients, measured when left out
         returns   None when loss or gradients are not finite: the job has failed, and its adapter
                   stays as the last good step left it
@@ -161,8 +194,11 @@ class JobRun(Member):
             self._fail_at(self.step + 1, loss, norm)
             return None
         rate = self.optimizer.learning_rate
-        step, tokens = self.step + 1, self.tokens + count_tokens(batches)
-        report = StepReport(self.job.name, step, loss, norm, rate, tokens, seconds)
+        step, own = self.step + 1, count_tokens(batches)
+        tokens = self.tokens + own
+        report = StepReport(
+            self.job.name, step, loss, norm, rate, tokens, round_.seconds, own, round_
+        )
         # Before the update: where the line cannot be written, the job is whole at the step before.
         self._append(report)
         self.optimizer.step(norm)
@@ -178,6 +214,7 @@ class JobRun(Member):
         self.metrics.append(
             step=report.step, loss=report.loss, grad_norm=report.grad_norm,
             learning_rate=report.learning_rate, tokens=report.tokens, seconds=report.seconds,
+            more=_speed(report),
         )  # fmt: skip
 
     def _fail_at(self, step: int, loss: float, norm: float) -> None:
@@ -193,7 +230,9 @@ class JobRun(Member):
         self.step, self.tokens = ahead.step, ahead.tokens
         return ahead
 
-    def end_step(self, ahead: StepAhead, outcome: Outcome, seconds: float) -> StepReport | None:
+    def end_step(
+        self, ahead: StepAhead, outcome: Outcome, round_: RoundReport
+    ) -> StepReport | None:
         """Take in what a step came to, up to one step later.
 
         Where its line of metrics cannot be written, the step is done all the same.
@@ -208,8 +247,9 @@ class JobRun(Member):
                 self._fail_at(ahead.step, outcome.loss, outcome.norm)
             return None
         report = StepReport(
-            self.job.name, ahead.step, outcome.loss, outcome.norm, ahead.rate, ahead.tokens, seconds
-        )
+            self.job.name, ahead.step, outcome.loss, outcome.norm, ahead.rate, ahead.tokens,
+            round_.seconds, ahead.tokens - ahead.before, round_,
+        )  # fmt: skip
         self.still = self.still + 1 if outcome.norm == 0 else 0
         self.loss = outcome.loss
         self.evaluation.add_loss(outcome.loss)
@@ -409,6 +449,22 @@ class JobRun(Member):
         self.folder.write_status(self.job.name, told | self.evaluation.summary())
 
 
+def _speed(report: StepReport) -> dict[str, object]:
+    """What a step's line says of speed: tokens a second, rows as graphs, and what a start took."""
+    if (round_ := report.round) is None:
+        return {}
+    speed: dict[str, object] = {
+        "tokens_per_second": round_.rate(report.step_tokens),
+        "round_tokens_per_second": round_.rate(round_.tokens),
+    }
+    if round_.rows:
+        speed |= {"rows": round_.rows, "rows_replayed": round_.rows_replayed}
+    if round_.start is not None:
+        start = round_.start.as_json()
+        speed |= {"start_seconds": start["seconds"], "phases": start["phases"]}
+    return speed
+
+
 def _as_read(data: DataSpec, report: DataReport) -> DataSpec:
     """The data of a job with the format that was found, that of each of several data sets."""
     reports = [part.report for part in report.parts] or [report]
@@ -423,11 +479,9 @@ def _as_read(data: DataSpec, report: DataReport) -> DataSpec:
 
 def described_data(data: JobData) -> dict[str, object]:
     """Description of a job's data: their number, and how many have at most 8, 16, ... tokens."""
-    counts: dict[int, int] = {}
-    for sample in data.samples:
-        most = max(8, 1 << (len(sample.input_ids) - 1).bit_length())
-        counts[most] = counts.get(most, 0) + 1
-    lengths = {str(most): counts[most] for most in sorted(counts)}
+    most = np.exp2(np.ceil(np.log2(np.maximum(lengths_of(data.samples), 8)))).astype(np.int64)
+    found, counts = np.unique(most, return_counts=True)
+    lengths = {str(bound): int(count) for bound, count in zip(found, counts, strict=True)}
     kinds = {"samples": len(data.samples), "evaluated": len(data.evaluation)}
     return {**kinds, "format": data.report.format, "lengths": lengths}
 

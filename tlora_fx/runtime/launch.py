@@ -1,10 +1,9 @@
-"""Processes that torchrun has started: joining them, and choosing a plan for all."""
+"""Processes that torchrun or `--gpus` has started: joining them, and choosing a plan for all."""
 
 from __future__ import annotations
 
 import os
 import re
-import shlex
 import signal
 import sys
 import time
@@ -23,11 +22,21 @@ from torch.distributed.rendezvous import rendezvous
 
 from tlora_fx import __version__
 from tlora_fx.cost.plan import MeshShape, Plan
-from tlora_fx.errors import LaunchError, PlanFileError, ProcessLost, RanksDiffer, TloraError
+from tlora_fx.cost.profile import Profile
+from tlora_fx.errors import (
+    LaunchError,
+    PlanFileError,
+    ProcessLost,
+    RankFailed,
+    RanksDiffer,
+    TloraError,
+)
+from tlora_fx.host.environment import START_FOLDER
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import FIRST_STEP, Mesh
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.distributed import Ranks, device_named
+from tlora_fx.runtime.local_launch import INTERRUPTED, Ending, leave_for_torchrun, require_size
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torchrun counts how often it has started the processes again.
@@ -43,6 +52,7 @@ class Launch:
     local_rank    among those of one machine
     per_machine   how many run on this machine
     restarts      how often torchrun has started the processes again after one had died
+    folder        where processes that `--gpus` has started meet, and leave their errors
     """
 
     rank: int = 0
@@ -50,6 +60,7 @@ class Launch:
     local_rank: int = 0
     per_machine: int = 1
     restarts: int = 0
+    folder: Path | None = None
 
     @property
     def again(self) -> bool:
@@ -76,7 +87,9 @@ class Launch:
                 help="start with torchrun, or unset RANK and WORLD_SIZE",
             ) from error
         per_machine = int(environment.get("LOCAL_WORLD_SIZE", size))
-        return Launch(rank, size, local, per_machine, int(environment.get(RESTARTS, "0")))
+        restarts = int(environment.get(RESTARTS, "0"))
+        folder = environment.get(START_FOLDER)
+        return Launch(rank, size, local, per_machine, restarts, Path(folder) if folder else None)
 
     def device(self, name: str | None) -> torch.device:
         """This process's device: of GPUs, each process of a machine has its own.
@@ -85,7 +98,7 @@ class Launch:
         """
         device = device_named(name)
         if device.type == "cuda" and self.size > 1:
-            device = torch.device("cuda", self.local_rank)
+            device = device_named(f"cuda:{self.local_rank}")
         if device.type == "cuda":
             torch.cuda.set_device(device)
         return device
@@ -104,9 +117,12 @@ def join(launch: Launch, device: torch.device, folder: Path | None = None) -> Me
         return _everyone(launch, device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
-        backend, store=_store(launch, folder), rank=launch.rank, world_size=launch.size,
+        backend,
+        store=_store(launch, folder or launch.folder),
+        rank=launch.rank,
+        world_size=launch.size,
         timeout=FIRST_STEP,
-    )  # fmt: skip
+    )
     mesh = _everyone(launch, device)
     _require_same_versions(Ranks(mesh))
     _peers[:] = Ranks(mesh).tell_all(Peer.here())
@@ -197,12 +213,14 @@ def choose_plan(
     launch: Launch,
     shape: MeshShape | None,
     options: Mapping[str, Any] | None = None,
+    profile: Profile | None = None,
 ) -> Plan:
     """The plan that a name or a file means, for the processes that there are.
 
     name      of a planner, or a plan's file
     shape     the mesh; of a file it must be the file's own
     options   of the planner
+    profile   by which the planner chooses
     raises    UnknownPlanner, PlanFileError, PlanNotForModel, LaunchError, PlanNotRunnable
     """
     if shape is not None:
@@ -212,7 +230,8 @@ def choose_plan(
         plan = _require_mesh(Plan.load(name), shape, name)
     else:
         known = {"processes": launch.size, "gpus_per_node": launch.per_machine}
-        plan = find_planner(name).plan(model, shape, options={**(options or {}), **known})
+        given = {**(options or {}), **known}
+        plan = find_planner(name).plan(model, shape, profile, options=given)
     plan.require_model(model)
     _require_size(plan.mesh, launch, name)
     return plan
@@ -230,18 +249,8 @@ def _require_mesh(plan: Plan, shape: MeshShape | None, name: str) -> Plan:
 
 
 def _require_size(shape: MeshShape, launch: Launch, name: str) -> None:
-    if shape.size == launch.size:
-        return
-    arguments = [word for word in sys.argv[1:] if word]
-    command = shlex.join(
-        ["torchrun", "--nproc-per-node", str(shape.size), "-m", "tlora_fx", *arguments]
-    )
-    raise LaunchError(
-        f"the plan '{name}' needs {shape.size} processes",
-        expected=f"{shape.size} ({shape})",
-        found=f"{launch.size}",
-        help=command,
-    )
+    under_torchrun = launch.size > 1 and launch.folder is None
+    require_size(shape, launch.size, name, under_torchrun=under_torchrun)
 
 
 def _require_same_versions(ranks: Ranks) -> None:
@@ -289,19 +298,31 @@ def exits_at_once(
     except BaseException as error:  # noqa: BLE001  (whatever it is, the others must not wait)
         if is_loss(error):
             error = _lost(error, going_on)
-        code = _tell(error, launch.rank)
+        code = _exit_code(error)
+        if launch.folder is not None:
+            # The process that has started all tells one error, and ends the others.
+            with suppress(OSError):
+                _ending(error).write(launch.folder, launch.rank)
+        else:
+            _tell(error, launch.rank)
         sys.stdout.flush()
         sys.stderr.flush()
-        if launch.rank > 0 and (is_shared(error) or isinstance(error, SystemExit)):
-            # torchrun ends all others when one ends: the first shall have told by then.
-            time.sleep(FIRST_TELLS_SECONDS)
-        elif isinstance(error, ProcessLost):
-            # It names the process that was killed only where it has not seen another end before.
-            time.sleep(FIRST_TELLS_SECONDS)
-            # One that hangs hears no signal, and torchrun would wait half a minute for it.
-            for peer in _peers:
-                peer.kill()
+        if launch.folder is None:
+            _wait_to_end(error, launch.rank)
         os._exit(code)
+
+
+def _wait_to_end(error: BaseException, rank: int) -> None:
+    """Let torchrun end the processes in the right order."""
+    if rank > 0 and (is_shared(error) or isinstance(error, SystemExit)):
+        # torchrun ends all others when one ends: the first shall have told by then.
+        time.sleep(FIRST_TELLS_SECONDS)
+    elif isinstance(error, ProcessLost):
+        # It names the process that was killed only where it has not seen another end before.
+        time.sleep(FIRST_TELLS_SECONDS)
+        # One that hangs hears no signal, and torchrun would wait half a minute for it.
+        for peer in _peers:
+            peer.kill()
 
 
 def is_shared(error: BaseException) -> bool:
@@ -326,19 +347,40 @@ def _lost(error: BaseException, going_on: Callable[[], str] | None) -> ProcessLo
     )
 
 
-def _tell(error: BaseException, rank: int) -> int:
-    """Print an error where it is to be told; the process's exit code."""
+def _exit_code(error: BaseException) -> int:
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+
+
+def _ending(error: BaseException) -> Ending:
+    """What the process that has started this one is told."""
+    if isinstance(error, SystemExit):
+        return Ending("exit")
+    if isinstance(error, KeyboardInterrupt):
+        return Ending("interrupted", str(error))
+    if isinstance(error, ProcessLost):
+        return Ending("lost", _text(error))
+    return Ending("echoed" if isinstance(error, RankFailed) else "error", _text(error))
+
+
+def _text(error: BaseException) -> str:
+    if not isinstance(error, TloraError):
+        return "".join(traceback.format_exception(error)).rstrip()
+    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
+    return f"{error}{notes}"
+
+
+def _tell(error: BaseException, rank: int) -> None:
+    """Print an error where it is to be told, and leave it for torchrun's summary."""
+    if isinstance(error, SystemExit):
+        return
     if isinstance(error, KeyboardInterrupt):
         if rank == 0:
             sys.stderr.write(f"interrupted: {error}\n" if str(error) else "interrupted\n")
-        return 130
-    if isinstance(error, TloraError):
-        if rank == 0 or not is_shared(error):
-            notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-            whose = "" if rank == 0 else f"rank {rank}: "
-            sys.stderr.write(f"{whose}{error}{notes}\n")
-        return 1
-    sys.stderr.write(f"rank {rank}: {''.join(traceback.format_exception(error))}")
-    return 1
+        return
+    text = _text(error)
+    leave_for_torchrun(text)
+    if rank == 0 or not is_shared(error):
+        known = isinstance(error, TloraError) and rank == 0
+        sys.stderr.write(f"{text}\n" if known else f"rank {rank}: {text}\n")

@@ -16,19 +16,32 @@ from functools import partial
 from torch import Tensor
 
 from tlora_fx.errors import MetricsError
-from tlora_fx.runtime.data.batching import MicroBatches
+from tlora_fx.host import phases
+from tlora_fx.host.phases import StartRecord
+from tlora_fx.runtime.data.batching import MicroBatches, count_tokens
 from tlora_fx.runtime.group_updater import GroupUpdater
-from tlora_fx.runtime.job_run import JobRun, StepAhead, StepReport
+from tlora_fx.runtime.job_run import JobRun, RoundReport, StepAhead, StepReport
 from tlora_fx.runtime.optim.group_update import PendingOutcomes
 
 #: By job what callbacks and metrics files raised.
 CallbackErrors = dict[int, Exception]
 
 
+@dataclass(slots=True)
+class _Round:
+    """What is known of a round before it has ended; see `RoundReport`."""
+
+    number: int
+    tokens: int
+    rows: tuple[int, int]
+    start: StartRecord | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class _Launched:
     """A round that was launched and is not looked at."""
 
+    round: _Round
     pending: PendingOutcomes
     runs: Sequence[JobRun]
     steps: Sequence[StepAhead]
@@ -41,6 +54,7 @@ class RoundEnd:
     tell      reports a job's step, and returns what that raised
     goes_on   whether a job whose file cannot be written may go on from where it is
     meanwhile is called now and then while a round is waited for that one update ended for all jobs
+    started   is told what the start took, once the first round is done
     seconds   that the round took which was looked at last
     """
 
@@ -51,11 +65,13 @@ class RoundEnd:
         *,
         goes_on: bool,
         meanwhile: Callable[[], None],
+        started: Callable[[StartRecord], None],
     ) -> None:
         self.updater, self.tell, self.goes_on = updater, tell, goes_on
-        self.meanwhile = meanwhile
+        self.meanwhile, self.started = meanwhile, started
         self.seconds = 0.0
         self._ahead: _Launched | None = None
+        self._number = 0
         self._since = time.perf_counter()
 
     @property
@@ -79,12 +95,14 @@ class RoundEnd:
         batches: Mapping[int, MicroBatches],
         *,
         waits: bool = False,
+        rows: tuple[int, int] = (0, 0),
     ) -> CallbackErrors:
         """An optimizer step of each job: all in one, to be looked at later, or one by one.
 
         losses    [J] on the device
         batches   by the jobs' indices
         waits     the round is looked at now, for another process has to
+        rows      how many rows ran, and how many of them as CUDA graphs
         returns   of the round before, where this one is to be looked at later
         """
         split = self.updater.split(runs)
@@ -95,8 +113,11 @@ class RoundEnd:
         together = [by_index[member.index] for member in split.together]
         steps = [run.start_step(batches[run.index]) for run in together]
         pending, norms = self.updater.launch(split, losses)
+        self._number += 1
+        tokens = sum(count_tokens(batches[run.index]) for run in runs)
+        round_ = _Round(self._number, tokens, rows)
         if pending is not None:
-            self._ahead = _Launched(pending, together, steps)
+            self._ahead = _Launched(round_, pending, together, steps)
             for run, step in zip(together, steps, strict=True):
                 self._take(run, run.optimizer.noted, step.step)
         if not waits:
@@ -107,7 +128,7 @@ class RoundEnd:
             self.seconds = time.perf_counter() - self._since
             finish = partial(
                 run.finish_step,
-                known[run.index], batches[run.index], self.seconds, norms[run.index],
+                known[run.index], batches[run.index], self._report(round_), norms[run.index],
             )  # fmt: skip
             outside |= self._take(run, finish, run.step + 1)
         return outside | self.collect()
@@ -124,11 +145,21 @@ class RoundEnd:
         outcomes = ahead.pending.read(self.meanwhile if self.updater.mesh.size == 1 else None)
         now = time.perf_counter()
         self.seconds, self._since = now - self._since, now
+        report = self._report(ahead.round)
         outside: CallbackErrors = {}
         for run, step, outcome in zip(ahead.runs, ahead.steps, outcomes, strict=True):
-            finish = partial(run.end_step, step, outcome, self.seconds)
+            finish = partial(run.end_step, step, outcome, report)
             outside |= self._take(run, finish, step.step)
         return outside
+
+    def _report(self, round_: _Round) -> RoundReport:
+        """The report of a round that has come to its end; that of the first one ends the start."""
+        if (start := phases.end()) is not None:
+            round_.start = start
+            self.started(start)
+        return RoundReport(
+            round_.number, round_.tokens, self.seconds, *round_.rows, start=round_.start
+        )
 
     def _take(
         self, run: JobRun, finish: Callable[[], StepReport | None], step: int

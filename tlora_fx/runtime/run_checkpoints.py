@@ -285,6 +285,11 @@ class RunCheckpoints:
         """The jobs that have a state to go on from."""
         return {*(self._checkpoint.jobs if self._checkpoint else ()), *self._sources}
 
+    @property
+    def rounds(self) -> int:
+        """Rounds that were done before, on the leader."""
+        return 0 if self._checkpoint is None else int(self._checkpoint.run["rounds"])
+
     def ended_runs(self, jobs: Sequence[Job], data: Mapping[str, JobData]) -> list[JobRun]:
         """The jobs as the checkpoint has them, if nothing is left to train; else none."""
         states = self._checkpoint.jobs if self._checkpoint is not None else {}

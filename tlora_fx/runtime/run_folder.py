@@ -14,6 +14,7 @@ from typing import IO, Any
 from tlora_fx.errors import MetricsError, RunFolderError, nearest
 from tlora_fx.host.durable import replace_file, sync_folder
 from tlora_fx.host.formats import require_known_stamp, stamp
+from tlora_fx.host.phases import StartRecord
 
 # A job's metrics: one JSON line for each optimizer step, and one for each evaluation.
 
@@ -40,15 +41,17 @@ class MetricsLog:
         learning_rate: float,
         tokens: int,
         seconds: float,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
         """Add one line; numbers that are not finite are written as null, as JSON has none.
 
         step, tokens   optimizer steps and tokens of the job so far
         seconds        wall time of this step
+        more           further fields, which stand behind these
         raises         MetricsError when the disk refuses
         """
         values = (step, loss, grad_norm, learning_rate, tokens, seconds)
-        self._append(dict(zip(FIELDS, values, strict=True)))
+        self._append({**dict(zip(FIELDS, values, strict=True)), **(more or {})})
 
     def append_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the line of an evaluation, as `append` does.
@@ -160,7 +163,9 @@ def _parsed(line: bytes) -> dict[str, Any] | None:
     return record
 
 
-RESERVED = {"checkpoints", "run.json"}
+#: The plan that `auto` has chosen, what it was chosen by, and the one that it proposes instead.
+PLAN, PROFILE, PROPOSAL = "plan.json", "profile.json", "proposed-plan.json"
+RESERVED = {"checkpoints", "run.json", "start.json", "compiled.json", PLAN, PROFILE, PROPOSAL}
 METRICS = "metrics.jsonl"
 #: What a job's data are, once they are read.
 DATA = "data.json"
@@ -176,6 +181,10 @@ STATUS_FORMAT = RUN_FORMAT = 1
 #: Beside an adapter: the job that it belongs to, its base included.
 JOB = "job.json"
 RECORD = "run.json"
+#: What the newest start of a run took, phase by phase.
+START = "start.json"
+#: From which round on a run's layers are compiled.
+COMPILED = "compiled.json"
 
 
 class RunFolder:
@@ -199,7 +208,7 @@ class RunFolder:
             raise RunFolderError(
                 f"a job cannot be called '{name}' here",
                 folder=self.path,
-                help="rename the job: the run keeps its checkpoints under that name",
+                help="rename the job: the run keeps files of its own under that name",
             )
         return self.jobs / name
 
@@ -263,6 +272,43 @@ class RunFolder:
         if self.writes:
             content = json.dumps({**stamp(RUN_FORMAT), "jobs": list(jobs)}, indent=1) + "\n"
             replace_file(self.path / RECORD, content.encode())
+
+    def write_compiled(self, record: Mapping[str, Any]) -> None:
+        """Keep from which round on layers are compiled; the disk holds it on return.
+
+        record    its `round` is how many rounds ran before
+        raises    RunFolderError
+        """
+        if not self.writes:
+            return
+        try:
+            replace_file(self.path / COMPILED, (json.dumps(record) + "\n").encode())
+        except OSError as error:
+            raise RunFolderError(
+                "the run's folder cannot hold from which round on layers are compiled",
+                file=self.path / COMPILED,
+                found=error,
+                help="free space or mend the permissions, then go on with --resume",
+            ) from error
+
+    def compiled_round(self) -> int | None:
+        """How many rounds ran before layers were compiled; None where that is not kept.
+
+        raises    RunFolderError for a file that was damaged
+        """
+        try:
+            content = (self.path / COMPILED).read_bytes()
+        except OSError:
+            return None
+        try:
+            return int(json.loads(content)["round"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunFolderError(
+                "the file that tells from which round on layers are compiled cannot be read",
+                file=self.path / COMPILED,
+                found=content[:80],
+                help="remove it: layers are then compiled from another round on",
+            ) from error
 
     def require_own(self, jobs: Sequence[str]) -> None:
         """Refuse to go on without a checkpoint in a folder that holds something else.
@@ -346,6 +392,15 @@ class RunFolder:
                     folder.rmdir()
         with suppress(OSError):
             self.path.rmdir()
+
+    def write_start(self, start: StartRecord) -> None:
+        """Write down what the start took; one of a run that goes on takes the place of the last.
+
+        raises    OSError
+        """
+        if self.writes:
+            content = json.dumps(start.as_json(), indent=1) + "\n"
+            replace_file(self.path / START, content.encode())
 
     def write_decisions(self, decisions: Sequence[dict[str, Any]]) -> None:
         """Add lines to decisions.jsonl: what a controller of nano-batches chose."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from tlora_fx.errors import RunFolderError
@@ -14,6 +15,7 @@ from tlora_fx.runtime.run_folder import (
     DATA,
     METRICS,
     RESERVED,
+    START,
     STATUS,
     STATUS_FORMAT,
     parsed_metrics,
@@ -92,18 +94,40 @@ class JobView:
         return _points(self.evaluations, name)
 
     def pace(self) -> tuple[float, float] | None:
-        """Seconds a step, and tokens a second, over the last steps."""
-        recent = self.steps[-RECENT:]
-        seconds = sum(row["seconds"] for row in recent)
-        if not seconds:
-            return None
-        before = self.steps[-len(recent) - 1]["tokens"] if len(self.steps) > len(recent) else 0
-        return seconds / len(recent), (recent[-1]["tokens"] - before) / seconds
+        """Seconds a step, their median, and tokens a second, over the last steady steps."""
+        recent = self._steady()[-RECENT:]
+        rate = _rate(recent)
+        return None if rate is None else (median(seconds for seconds, _ in recent), rate)
+
+    def mean_rate(self) -> float | None:
+        """Tokens a second over all steady steps."""
+        return _rate(self._steady())
+
+    def replayed(self) -> float | None:
+        """The share of rows that ran as CUDA graphs in steady rounds; None where none may."""
+        rows = [row for row in self.steps if not _is_first(row)]
+        ran = sum(row.get("rows", 0) for row in rows)
+        return sum(row.get("rows_replayed", 0) for row in rows) / ran if ran else None
+
+    def _steady(self) -> list[tuple[float, int]]:
+        """Seconds and tokens of each step but the first of a start, which compiles."""
+        before = [0, *(row["tokens"] for row in self.steps)]
+        return [
+            (row["seconds"], row["tokens"] - tokens)
+            for tokens, row in zip(before, self.steps, strict=False)
+            if not _is_first(row)
+        ]
 
     def lengths(self) -> dict[int, int]:
         """Number of samples with at most so many tokens, and more than the number before."""
         data = _object(self.folder / DATA) or {}
         return {int(most): int(count) for most, count in data.get("lengths", {}).items()}
+
+
+def read_start(folder: Path) -> dict[str, Any] | None:
+    """What the newest start of a run of `train` took; None where its folder does not tell."""
+    start = _object(folder / START)
+    return start if start is not None and isinstance(start.get("phases"), dict) else None
 
 
 def read_run(folder: Path) -> list[JobView]:
@@ -135,6 +159,17 @@ def thinned(points: Sequence[tuple[float, float]], most: int) -> list[tuple[floa
     every = -(-len(points) // most) or 1
     parts = (points[start : start + every] for start in range(0, len(points), every))
     return [(part[-1][0], sum(y for _, y in part) / len(part)) for part in parts]
+
+
+def _is_first(row: Mapping[str, Any]) -> bool:
+    """Whether a step is the first one of a start."""
+    return "phases" in row
+
+
+def _rate(steps: Sequence[tuple[float, int]]) -> float | None:
+    """Tokens a second of steps, each its seconds and tokens; None where they took no time."""
+    seconds = sum(seconds for seconds, _ in steps)
+    return sum(tokens for _, tokens in steps) / seconds if seconds else None
 
 
 def _points(rows: Sequence[dict[str, Any]], name: str) -> Iterator[tuple[float, float]]:

@@ -17,6 +17,8 @@ from tlora_fx.config.job import Job
 from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import NotAdmitted
+from tlora_fx.host import phases
+from tlora_fx.host.phases import StartRecord, phase
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import ProbeResult
@@ -40,6 +42,7 @@ from tlora_fx.runtime.checks import (
     probe_ends,
     require_same_jobs,
 )
+from tlora_fx.runtime.compilation import Compilation
 from tlora_fx.runtime.controllers import NanoBatches
 from tlora_fx.runtime.data.batching import (
     MicroBatches,
@@ -67,6 +70,9 @@ from tlora_fx.runtime.run_folder import RunFolder
 from tlora_fx.runtime.trackers import Trackers
 
 GRACE_SECONDS = 10.0
+# Rows are captured so many rounds after their sizes were chosen, where so many rounds a size
+# follow: a capture takes about as long as a round, and saves a part of each that follows.
+CAPTURE_AFTER, PAYS_AFTER = 8, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,8 @@ class TrainerOptions:
     """Options of how rows run.
 
     max_row_tokens   rows are closed before they grow beyond this
-    compiled         layers are compiled by torch.compile; the first rounds take longer
+    compiled         layers are compiled by torch.compile, in another process while the first
+                     rounds run, where that can be (see `runtime.compilation`)
     cuda_graphs      on a GPU small rows run as CUDA graphs where that is possible (see
                      `parallel.cuda_graphs`); never in strict mode
     nano_batches     chooses into how many nano-batches rows are cut, round after round
@@ -82,6 +89,7 @@ class TrainerOptions:
     accept_changes   go on although data, base or jobs are not what the checkpoint was made with
     whole_base       compare every byte of the base's weights, not some blocks of each tensor
     keeps            captured rows stay with an open model, for its next trainer
+    wait_for_compile   the first round waits for compiled layers, in this process
     """
 
     max_row_tokens: int = MAX_ROW_TOKENS
@@ -92,6 +100,7 @@ class TrainerOptions:
     accept_changes: bool = False
     whole_base: bool = False
     keeps: bool = False
+    wait_for_compile: bool = False
 
 
 class Trainer:
@@ -158,6 +167,11 @@ class Trainer:
             accept=options.accept_changes, whole_base=options.whole_base,
         )  # fmt: skip
         self.commits = self.checkpoints.commits
+        self.compilation = Compilation(
+            self.group, self.folder, self.ranks, self.callback,
+            waits=options.wait_for_compile or self.carried is not None or nano is not None,
+            keeps=self.carried is None, resume=resume is True,
+        )  # fmt: skip
         self.rounds = 0
         self.change_seconds = 0.0
         self._to_tell: list[JobRun] = []
@@ -167,10 +181,14 @@ class Trainer:
         self._choice = self.plan.nano_batches if nano is None else nano.count
         self._limited = False
         self._tokens = 0
+        # The round in which the sizes of rows were chosen.
+        self._expected = 0
         goes_on = not self.group.gathering.apart
         self._end = RoundEnd(
-            self.group.updater, self.reports.stepped, goes_on=goes_on, meanwhile=self._meanwhile
-        )
+            self.group.updater, self.reports.stepped,
+            goes_on=goes_on, meanwhile=self._meanwhile, started=self._started,
+        )  # fmt: skip
+        self._rows_before = 0, 0
         self.looks: Callable[[], None] = lambda: None
 
     @property
@@ -185,7 +203,10 @@ class Trainer:
         raises    TloraError before training for what is wrong with data, base or folder;
                   KeyboardInterrupt after a checkpoint when the user stopped the run
         """
+        if phases.current() is None:
+            phases.begin()
         with ExitStack() as stack:
+            stack.callback(phases.end)
             data = self.ranks.together(lambda: self._checked(stack))
             grace = GRACE_SECONDS if self.mesh.size > 1 else None
             interrupts = stack.enter_context(Interrupts(grace))
@@ -195,8 +216,12 @@ class Trainer:
                 self.runs.extend(ended)
                 return self.runs
             self.folder.begin([job.name for job in self.jobs])
+            stack.callback(self.compilation.close)
+            self.compilation.begin(data, self.checkpoints.rounds)
             self.prepare(data)
+            self.compilation.restored(self.rounds)
             self.callback.started(self.runs)
+            stack.enter_context(phase("first step"))
             stopped = False
             while not stopped and self._goes_on():
                 stopped = not self._round(interrupts)
@@ -233,7 +258,8 @@ class Trainer:
             require_trainable(job, data[job.name].steps)
         stack.enter_context(self.folder.held(self.checkpoints.resume))
         if self.mesh.leader:
-            self.checkpoints.find(self.jobs, data)
+            with phase("checkpoint"):
+                self.checkpoints.find(self.jobs, data)
         return data
 
     @property
@@ -263,10 +289,13 @@ class Trainer:
             evaluator, sampler, self.callback, self.group.free_memory,
             alone=self.mesh.size == 1, goes_on=not self.group.gathering.apart,
         )  # fmt: skip
-        self.rounds = self.checkpoints.restore()
+        with phase("checkpoint"):
+            self.rounds = self.checkpoints.restore()
         self.checkpoints.describe_again(self.jobs, data)
         self.checkpoints.start_clock()
         self.roster.watch_rows(self.group.row_tokens)
+        self._expect()
+        self._rows_run()  # what an open model ran before is not this trainer's
         self.ranks.together(lambda: self.reports.begin(self.runs))
 
     def gradients(self, batches: Mapping[int, MicroBatches]) -> dict[int, float]:
@@ -357,6 +386,7 @@ class Trainer:
             self._joined(run, grown=admission.grown)
         self.roster.changes = changes
         self.roster.watch_rows(self.group.row_tokens)
+        self._expect()
         self.change_seconds = time.perf_counter() - begun
 
     def _joined(self, run: JobRun, *, grown: bool) -> None:
@@ -389,6 +419,22 @@ class Trainer:
             self.reports.announce(run, self.callback.ended)
         return {run.job.name for run in changed}
 
+    def _expect(self) -> None:
+        """Choose the sizes that rows are padded to, for the jobs that train from now on."""
+        self.group.expect({run.index: run.data for run in self._active()})
+        self._expected = self.rounds
+
+    def _capture(self, active: Sequence[JobRun]) -> None:
+        """Capture rows once most sizes have come, where so many rounds follow that it pays."""
+        if self.compilation.is_pending:
+            # What is captured now would hold other code.
+            self._expected = self.rounds
+            return
+        steps = len(self.group.bucketer.ladder.steps)
+        left = max((run.data.steps - run.step for run in active), default=0)
+        if steps and self.rounds - self._expected == CAPTURE_AFTER and left >= PAYS_AFTER * steps:
+            self.group.capture()
+
     def _active(self) -> list[JobRun]:
         return [run for run in self.runs if run.status == "running"]
 
@@ -405,7 +451,7 @@ class Trainer:
         waits = self.mesh.size > 1 and self._end.waits(active)
         note = RoundNotice(
             table, int(interrupts.asked), self._choice, micros, int(self.checkpoints.is_due()),
-            fault, int(self.roster.is_due()), int(waits),
+            fault, int(self.roster.is_due()), int(waits), self.compilation.state,
         )  # fmt: skip
         agreed = self.ranks.agree(note)
         if agreed.fault or agreed.asked:
@@ -419,7 +465,10 @@ class Trainer:
         if agreed.changes:
             self._change()
             return True
+        if self.compilation.is_due(agreed.compilation, self.rounds):
+            self._take_over()
         self._choose(agreed, rows)
+        self._capture(active)
         losses, ran = self._run(rows, batches)
         self.rounds += 1
         self._finish(losses, ran, due=bool(agreed.due), waits=bool(agreed.waits))
@@ -427,6 +476,13 @@ class Trainer:
             limit_waits(self.mesh, self.options.longest_wait)
             self._limited = True
         return True
+
+    def _take_over(self) -> None:
+        """Let compiled layers run the next round, for which no process gives up on another."""
+        self._catch_up()
+        self.compilation.take_over(self.rounds)
+        limit_waits(self.mesh, FIRST_STEP)
+        self._limited = False
 
     def _meanwhile(self) -> None:
         """What need not wait for the round that the GPU is at."""
@@ -492,7 +548,7 @@ class Trainer:
     ) -> None:
         """Update the jobs that ran; what that came to is looked at now, or a round later."""
         active = [self.roster.at(index) for index in batches]
-        outside = self._end.step(losses, active, batches, waits=waits)
+        outside = self._end.step(losses, active, batches, waits=waits, rows=self._rows_run())
         if (
             due
             or self._to_tell
@@ -500,6 +556,21 @@ class Trainer:
         ):
             outside |= self._end.collect()
         self._judge(active, outside, due=due)
+
+    def _rows_run(self) -> tuple[int, int]:
+        """How many rows ran since this was last asked, and how many of them as CUDA graphs."""
+        if self.graphs is None:
+            return 0, 0
+        (ran, replayed), now = self._rows_before, (self.graphs.rows_run, self.graphs.rows_replayed)
+        self._rows_before = now
+        return now[0] - ran, now[1] - replayed
+
+    def _started(self, start: StartRecord) -> None:
+        """The first round is done: write down what the start took."""
+        try:
+            self.folder.write_start(start)
+        except OSError as error:
+            self.callback.warned(f"what the start took could not be written: {error}")
 
     def _catch_up(self) -> None:
         """Look at the round that was launched last, and at what follows from it."""
@@ -538,6 +609,8 @@ class Trainer:
         """A job has ended: leave its adapter, and say so."""
         self.commits.settle()
         self.reports.conclude(run)
+        if self._active():
+            self._expect()
 
     def _save(self, *, last: bool, only: Container[str] | None = None) -> None:
         """Write a checkpoint; see `RunCheckpoints.save`."""
@@ -545,6 +618,7 @@ class Trainer:
         self.checkpoints.save(self.rounds, last=last, only=only)
 
 
+@phase("probe")
 def try_base(
     group: GroupStep,
     ranks: Ranks,

@@ -616,6 +616,8 @@ class SchedulerService:
     def _read(self, answer: FileRead, now: float) -> None:
         """A file's jobs are prepared, all but those that are known or cannot be called so."""
         self._follow(answer)
+        for job in answer.jobs:
+            self._forget_replaced(job["name"])
         fresh = self.files.fresh(answer.jobs)
         mistake = answer.mistake or self.files.differing(answer.path, answer.jobs)
         self.callback.read_file(answer.path.name, [job["name"] for job in fresh], mistake)
@@ -632,6 +634,17 @@ class SchedulerService:
         known.left = {job["name"] for job in jobs}
         self.admission.prepare(jobs, now)
         self._settle(answer.path)
+
+    def _forget_replaced(self, name: str) -> None:
+        """Keep nothing of a job that has ended and is no longer in the ledger.
+
+        Whoever removed it gave its name to another job.
+        """
+        on_its_way = any(name in (file.left or ()) for file in self._open.values())
+        if self.loop.ended.get(name) != "" and not on_its_way and not self.ledger.has(name):
+            self.loop.ended.pop(name, None)
+            self.specs.pop(name, None)
+            self.executor.forget(name)
 
     def _follow(self, answer: FileRead) -> None:
         """Jobs whose file was renamed come from here now."""

@@ -180,6 +180,8 @@ UPDATE epochs SET held = max(0, coalesce(started, launched) - launched, coalesce
     SELECT max(time) FROM decisions WHERE time < coalesce(epochs.ended, time + 1)
 ), launched) - launched) WHERE ended IS NULL OR how = ?;
 """
+#: How an epoch ended whose processes another one took over: this, and its number.
+GOES_ON = "goes on as "
 #: How an epoch ended whose process was killed.
 KILLED = "the run was killed"
 
@@ -382,7 +384,7 @@ class Ledger:
                     _settle(base, str(event.job), "failed", event.reason, event.time)
                 case Drained():
                     _commit(base, event.epoch, event.steps, "")
-                    how = "drained" if event.successor is None else f"goes on as {event.successor}"
+                    how = "drained" if event.successor is None else f"{GOES_ON}{event.successor}"
                     self._end(base, event.epoch, how, event.time, now)
         if isinstance(event, Drained) or (isinstance(event, Failed) and event.job is None):
             self._hand_over(event.epoch, now)
@@ -429,6 +431,12 @@ class Ledger:
         """All formations of groups, in their order; raises LedgerError."""
         with _reading(self.path):
             return records(EpochRecord, self._base.execute(_SELECT["epochs"]))
+
+    def has(self, job: str) -> bool:
+        """Whether there is a job of this name; raises LedgerError."""
+        with _reading(self.path):
+            rows = self._base.execute("SELECT 1 FROM jobs WHERE name = ?", (job,))
+            return rows.fetchone() is not None
 
     def next_epoch(self) -> int:
         """A number that no formation has had; raises LedgerError."""

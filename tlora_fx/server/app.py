@@ -18,6 +18,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Annotated, Literal
+from urllib.parse import SplitResult, urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -37,6 +38,7 @@ from tlora_fx import __version__
 from tlora_fx.config.hyperparameters import hyperparameters
 from tlora_fx.errors import (
     JobUnknown,
+    LedgerError,
     QuotaReached,
     RequestConflict,
     RequestRefused,
@@ -71,6 +73,10 @@ STATUS = {
     TokenRefused: 401, JobUnknown: 404, RequestConflict: 409, UploadRefused: 413,
     SubmissionRefused: 422, RequestRefused: 422, QuotaReached: 429,
 }  # fmt: skip
+#: Paths that are answered to everybody, under any name.
+HEALTH = ("/healthz", "/readyz")
+#: A proxy hands a stream on as it comes.
+UNBUFFERED = {"X-Accel-Buffering": "no"}
 #: The page loads nothing from elsewhere, and nobody frames it.
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -116,6 +122,12 @@ class Uploaded(BaseModel):
 
     sha256: str
     bytes: int
+
+
+class Health(BaseModel):
+    """State of the process that answers; `status` is "ok", or why it is not ready."""
+
+    status: str
 
 
 class Explanation(BaseModel):
@@ -367,7 +379,8 @@ async def logs(name: str, by: By, follow: bool = False) -> StreamingResponse:
     owned = await run_in_threadpool(by.service.store.job, by.user, name)
     by.service.require_stream(by.user)
     lines = _lines(by, owned.name, follow=follow)
-    return StreamingResponse(lines, media_type="text/plain; charset=utf-8")
+    kind = "text/plain; charset=utf-8"
+    return StreamingResponse(lines, media_type=kind, headers=UNBUFFERED)
 
 
 @api.get("/overview", tags=["service"])
@@ -395,7 +408,8 @@ async def stream(by: By, after: int = -1) -> StreamingResponse:
     It ends when the token is revoked.
     """
     by.service.require_stream(by.user)
-    return StreamingResponse(_told(by, after), media_type="text/event-stream")
+    told = _told(by, after)
+    return StreamingResponse(told, media_type="text/event-stream", headers=UNBUFFERED)
 
 
 async def _told(by: Caller, version: int) -> AsyncIterator[bytes]:
@@ -461,14 +475,34 @@ async def metrics(by: By) -> Response:
     return Response(text, media_type="text/plain; version=0.0.4")
 
 
+async def healthz() -> Health:
+    """Say that this process answers."""
+    return Health(status="ok")
+
+
+def readyz(request: Request, response: Response) -> Health:
+    """Say whether requests can be served: the ledger can be read, and the service is not ending."""
+    service: Service = request.app.state.service
+    why = "it is ending" if service.ending else ""
+    try:
+        service.store.rows("SELECT 1 FROM facts")
+    except LedgerError as error:
+        logger.warning("not ready: %s", error.facts.get("reason"), extra={"event": "error"})
+        why = "its ledger cannot be read"
+    if why:
+        response.status_code = 503
+    return Health(status=why or "ok")
+
+
 class Gate:
     """Lets no page of a stranger ask, and counts, times and logs what is answered.
 
-    hosts   names by which the service may be called beside addresses
+    hosts     names by which the service may be called beside addresses
+    origins   of pages that may ask, beside the address that was asked
     """
 
-    def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
-        self.app, self.hosts = app, hosts
+    def __init__(self, app: ASGIApp, hosts: Sequence[str], origins: Sequence[str] = ()) -> None:
+        self.app, self.hosts, self.origins = app, hosts, origins
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
@@ -518,14 +552,23 @@ class Gate:
 
     def _strange(self, request: Request, *, open_to_all: bool) -> str:
         """Why a page of somebody else must have sent a browser; "" where none did."""
-        host = request.headers.get("host", "")
-        here = (None, f"{request.url.scheme}://{host}")
+        if request.scope["path"] in HEALTH:
+            return ""  # Probes call a service as they like, and are told nothing of it.
+        host = request.headers.get("host", "").lower()
+        here = (None, f"{request.url.scheme}://{host}", *self.origins)
         if request.method not in ("GET", "HEAD") and request.headers.get("origin") not in here:
             return "a page of another origin asks"
         name = re.sub(r":\d+$", "", host)
         known = name in ("localhost", *self.hosts) or is_address(name.strip("[]"))
         # Where no token is needed, a stranger's page could call it by a name of theirs.
         return "it is not called so" if open_to_all and not known else ""
+
+
+def _origin(url: SplitResult) -> str:
+    """The origin of a page, as browsers write it."""
+    host = f"[{url.hostname}]" if ":" in str(url.hostname) else url.hostname
+    usual = url.port in (None, {"http": 80, "https": 443}[url.scheme])
+    return f"{url.scheme}://{host}" + ("" if usual else f":{url.port}")
 
 
 def is_address(host: str) -> bool:
@@ -565,11 +608,16 @@ async def _failed(request: Request, error: Exception) -> Response:
     return problem(RequestRefused("the service failed", help="see its log"), 500)
 
 
-def make_app(service: Service, hosts: Sequence[str] = ()) -> FastAPI:
+def make_app(service: Service, hosts: Sequence[str] = (), public_url: str = "") -> FastAPI:
     """The application over an open run.
 
-    hosts   names by which it may be called beside addresses
+    hosts        names by which it may be called beside addresses
+    public_url   where browsers find it behind a proxy; "" where they ask it itself
     """
+    origins: tuple[str, ...] = ()
+    if public_url:
+        public = urlsplit(public_url)
+        hosts, origins = (*hosts, str(public.hostname)), (_origin(public),)
     app = FastAPI(
         title="tlora-fx", version=__version__, lifespan=_life, docs_url=None, redoc_url=None,
         description="Submit LoRA jobs to a run, and watch them.", max_body_size=BODY_BYTES,
@@ -580,8 +628,10 @@ def make_app(service: Service, hosts: Sequence[str] = ()) -> FastAPI:
         ),
     )  # fmt: skip
     app.state.service = service
-    app.add_middleware(Gate, hosts=hosts)
+    app.add_middleware(Gate, hosts=hosts, origins=origins)
     app.include_router(api)
+    app.get("/healthz", tags=["service"])(healthz)
+    app.get("/readyz", tags=["service"], responses={503: {"model": Health}})(readyz)
     app.get("/metrics", response_class=Response, tags=["service"])(metrics)
     assets = StaticFiles(packages=[("tlora_fx.server", "assets")], html=True)
     app.mount("/", assets, "page")

@@ -24,7 +24,7 @@ from typing import Any, Literal
 from tlora_fx.config.hyperparameters import with_defaults
 from tlora_fx.errors import JobUnknown, LedgerError, QuotaReached, RequestConflict, ServiceRefused
 from tlora_fx.runtime.run_folder import LEDGER
-from tlora_fx.scheduler.store import Ledger, require_known_format, write_fact
+from tlora_fx.scheduler.store import GOES_ON, Ledger, require_known_format, write_fact
 
 Wanted = Literal["run", "pause", "cancel"]
 #: Below a run's folder, all that is the service's own; no job can be called so.
@@ -227,12 +227,15 @@ class ServiceStore:
             ).fetchone()
             return bool(required)
 
-    def refuse_open_network(self, host: str) -> None:
-        """Refuse to listen to a network without tokens; raises ServiceRefused."""
+    def refuse_open_network(self, option: str) -> None:
+        """Refuse to listen to a network without tokens; raises ServiceRefused.
+
+        option   of the command line that opens the service to one
+        """
         if not self.tokens_required():
             raise ServiceRefused(
                 "no token is required, so it would obey everybody on the network",
-                found=f"--host {host}",
+                found=option,
                 help="add users with `tlora-fx tokens add NAME -o RUN`, start with "
                 "--require-tokens, or listen on 127.0.0.1",
             )
@@ -258,7 +261,7 @@ class ServiceStore:
             known = self._replayed(base, user, key, sha256)
             if known is not None:
                 return known
-            _require_new(base, names)
+            self._free_names(base, names)
             self._require_quota(base, user, len(names), priority)
             number = base.execute(
                 "INSERT INTO submissions (user, key, sha256, time, folder, document) "
@@ -400,10 +403,48 @@ class ServiceStore:
             raise RequestConflict(
                 "another submission had this key", key=key, help="give each submission its own key"
             )
-        names = base.execute(
-            "SELECT name FROM owned WHERE submission = ? ORDER BY rowid", (number,)
-        )
-        return Submission(number, tuple(name for (name,) in names), document, folder, replayed=True)
+        # A job of it may have been replaced since.
+        names = tuple(job["name"] for job in json.loads(document)["jobs"])
+        return Submission(number, names, document, folder, replayed=True)
+
+    def _free_names(self, base: sqlite3.Connection, names: Sequence[str]) -> None:
+        """Free names of jobs that were refused or cancelled; raises RequestConflict for others.
+
+        What such a job has left in its folder is moved to `service/replaced`.
+        """
+        for name in names:
+            row = base.execute("SELECT name FROM owned WHERE name = ?", (name,)).fetchone()
+            before = None if row is None else self.jobs(row[0])[0]
+            if before is not None and before.state in ("refused", "cancelled"):
+                self._replace(base, before)
+                before = None
+            known = base.execute("SELECT 1 FROM jobs WHERE name = ? COLLATE NOCASE", (name,))
+            if before is not None or known.fetchone() is not None:
+                raise RequestConflict(
+                    f"there is a job '{name}' already",
+                    found=None if before is None else before.state,
+                    help="give each job a name of its own; the name of a job that was refused or "
+                    "cancelled is free",
+                )
+
+    def _replace(self, base: sqlite3.Connection, before: OwnedJob) -> None:
+        """Forget a job that was refused or cancelled, once no process knows it any more."""
+        if before.first_started is not None:
+            group = _group_with(base, before.name)
+            if group is not None:
+                raise RequestConflict(
+                    f"job '{before.name}' is {before.state}, but its group still runs",
+                    group=group,
+                    help="submit again when that group has ended, or choose another name",
+                )
+            there = self.folder.parent / before.name
+            aside = self.folder / "replaced" / f"{before.submission:06d}.{before.name}"
+            if there.is_dir() and not aside.exists():
+                aside.parent.mkdir(mode=0o700, exist_ok=True)
+                there.rename(aside)
+        base.execute("DELETE FROM owned WHERE name = ?", (before.name,))
+        base.execute("DELETE FROM jobs WHERE name = ?", (before.name,))
+        base.execute("DELETE FROM origins WHERE name = ?", (before.name,))
 
     def _require_quota(
         self, base: sqlite3.Connection, user: User, jobs: int, priority: int
@@ -492,14 +533,19 @@ def full_name(user: str, job: str) -> str:
     return job if user == LOCAL else f"{user}.{job}"
 
 
-def _require_new(base: sqlite3.Connection, names: Sequence[str]) -> None:
-    for name in names:
-        found = base.execute(
-            "SELECT 1 FROM owned WHERE name = ? UNION ALL "
-            "SELECT 1 FROM jobs WHERE name = ? COLLATE NOCASE",
-            (name, name),
-        )
-        if found.fetchone() is not None:
-            raise RequestConflict(
-                f"there is a job '{name}' already", help="give each job a name of its own"
-            )
+def _group_with(base: sqlite3.Connection, name: str) -> int | None:
+    """Group that runs in a process in which a job was; None: there is none."""
+    of_job = base.execute("SELECT epoch FROM epochs WHERE instr(jobs, ?) > 0", (json.dumps(name),))
+    last = (_last_with_processes(base, epoch) for (epoch,) in of_job.fetchall())
+    return next((epoch for epoch, ended in last if not ended), None)
+
+
+def _last_with_processes(base: sqlite3.Connection, epoch: int) -> tuple[int, bool]:
+    """The last group that took over a group's processes, and whether it has ended."""
+    query = "SELECT ended IS NOT NULL, how FROM epochs WHERE epoch = ?"
+    while row := base.execute(query, (epoch,)).fetchone():
+        ended, how = row
+        if not ended or not how.startswith(GOES_ON):
+            return epoch, bool(ended)
+        epoch = int(how.removeprefix(GOES_ON))
+    return epoch, True

@@ -23,11 +23,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlora_fx.config.job import Job, is_written_as_path
+from tlora_fx.config.base_files import cached_folder, require_base_there
+from tlora_fx.config.hub import is_hub_id, is_set_offline
+from tlora_fx.config.job import BaseSpec, Job, is_written_as_path
 from tlora_fx.config.job_file import DATA_SUFFIXES, SHARED, load_job_file, read_yaml
 from tlora_fx.config.paths import is_pattern, is_there
 from tlora_fx.errors import QuotaReached, SubmissionRefused, TloraError, UploadRefused
 from tlora_fx.host.durable import link_or_copy
+from tlora_fx.runtime.data.rows import is_local
 from tlora_fx.server.store import FOLDER, ServiceStore, Submission, User, full_name
 
 JOB_FILE = "jobs.yaml"
@@ -185,8 +188,12 @@ class Intake:
         for name, sha256 in files.items():
             self._place(user, folder, name, sha256)
         try:
-            self._require_inside(folder, read_yaml(path).value)
-            return load_job_file(path, trust_remote_code=self.limits.trust_remote_code).jobs
+            top = read_yaml(path).value
+            self._require_inside(folder, top)
+            jobs = load_job_file(path, trust_remote_code=self.limits.trust_remote_code).jobs
+            self._require_data(folder, top, files)
+            _require_base(jobs[0].base)
+            return jobs
         except TloraError as error:
             # The user knows nothing of our folders.
             facts = {name: _without(folder, text) for name, text in error.facts.items()}
@@ -240,6 +247,16 @@ class Intake:
                     help="upload the file, or have the service started with --root FOLDER",
                 )
 
+    def _require_data(self, folder: Path, top: object, files: Mapping[str, str]) -> None:
+        """Refuse data files that are not there; what is in them is read by another process."""
+        for where, text in _paths(top):
+            path = str(folder / _home(text))
+            if not where.endswith(".path") or not is_local(text) or is_there(path):
+                continue
+            if is_pattern(path) and next(glob.iglob(path, recursive=True), None):  # noqa: PTH207
+                continue
+            raise _absent_data(where, text, sorted(files))
+
     def _is_inside(self, folder: Path, path: Path) -> bool:
         try:
             real = path.resolve()
@@ -283,35 +300,70 @@ class Intake:
         return document + "\n"
 
 
+def _absent_data(where: str, text: str, uploads: Sequence[str]) -> SubmissionRefused:
+    if _home(text).is_absolute():
+        return SubmissionRefused(
+            "a data file is not there",
+            **{where: text},
+            expected="a file on the service's machine",
+            help="correct the path, or name the file relative to the job file and send it: "
+            "tlora-fx client submit JOBS.yaml --upload NAME=FILE",
+        )
+    return SubmissionRefused(
+        "a data file is not there",
+        **{where: text},
+        expected="an upload of this name",
+        found=", ".join(uploads) or "no upload",
+        help=f"send it with the job file: tlora-fx client submit JOBS.yaml --upload {text}",
+    )
+
+
+def _require_base(base: BaseSpec) -> None:
+    """Refuse a base that is not there; its files are read by another process."""
+    require_base_there(base)
+    for name in (base.model, base.tokenizer):
+        if is_hub_id(name) and is_set_offline() and cached_folder(str(name)) is None:
+            raise SubmissionRefused(
+                "the base is not on the service's machine, which is offline",
+                **{"base.model": name},
+                help="name a folder that the service was started with, by its whole path",
+            )
+
+
 def _paths(top: object) -> Iterator[tuple[str, str]]:
-    """What may be a path in a job file, with its key; what is no mapping has its own mistakes."""
+    """What may be a path in a job file, and where it stands, such as `jobs[0].data.path`.
+
+    What is no mapping has its own mistakes.
+    """
     if not isinstance(top, dict):
         return
     jobs = top.get("jobs")
     sections = [("defaults", top.get("defaults"))]
-    sections += [(f"jobs_{i}", job) for i, job in enumerate(jobs if isinstance(jobs, list) else ())]
+    sections += [
+        (f"jobs[{i}]", job) for i, job in enumerate(jobs if isinstance(jobs, list) else ())
+    ]
     for key in _BASE_PATHS:
-        yield from _text(f"base_{key}", _at(top.get("base"), (key,)))
+        yield from _text(f"base.{key}", _at(top.get("base"), (key,)))
     for where, section in sections:
         for key in _JOB_PATHS:
-            yield from _text(f"{where}_{key}", _at(section, (key,)))
+            yield from _text(f"{where}.{key}", _at(section, (key,)))
         for key in _DATA:
-            yield from _data_paths(f"{where}_{key}", _at(section, (key,)))
+            yield from _data_paths(f"{where}.{key}", _at(section, (key,)))
         function = _at(section, ("compute_metrics",))
         if isinstance(function, str) and ".py" in function:
-            yield f"{where}_compute_metrics", function.rpartition(":")[0] or function
+            yield f"{where}.compute_metrics", function.rpartition(":")[0] or function
     # A base may be named by one word.
-    yield from _text("base_model", top.get("base"))
+    yield from _text("base", top.get("base"))
 
 
 def _data_paths(where: str, data: object) -> Iterator[tuple[str, str]]:
     """Paths of a data set, of a list of them, and of those that one has beside it."""
     if isinstance(data, list):
         for index, each in enumerate(data):
-            yield from _data_paths(f"{where}_{index}", each)
+            yield from _data_paths(f"{where}[{index}]", each)
     elif isinstance(data, dict):
-        yield from _text(f"{where}_path", data.get("path"))
-        yield from _data_paths(f"{where}_more", data.get("more"))
+        yield from _text(f"{where}.path", data.get("path"))
+        yield from _data_paths(f"{where}.more", data.get("more"))
 
 
 def _home(text: str) -> Path:

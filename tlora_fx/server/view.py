@@ -212,6 +212,8 @@ class RunView:
         ledger = self.store.version()
         if ledger != self._ledger:
             self._owned = self.store.jobs()
+            for name in self.shown.keys() - {owned.name for owned in self._owned}:
+                del self.shown[name]
             self._read_groups()
             [(last,)] = self.store.rows("SELECT coalesce(max(number), 0) FROM events")
             self.last_event = int(last)
@@ -219,6 +221,9 @@ class RunView:
         version = self.version + 1
         for owned in self._owned:
             shown = self.shown.get(owned.name)
+            if shown is not None and shown.owned.submission != owned.submission:
+                # Another job has the name now.
+                self.metrics.pop(owned.name, None)
             changed = shown is None or shown.owned != owned or self._moved(shown)
             # Once it has ended, or waits, it is read a last time.
             fresh = (changed or owned.status == "running") and self._read_metrics(owned)

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import itertools
+import logging
 import platform
 import re
 import sys
@@ -46,6 +47,8 @@ IN_SITES = frozenset({
     "lora_dropout", "r", "rank_pattern", "target_modules", "use_rslora",
 })  # fmt: skip
 _ROOTS = frozenset({*LIBRARIES, "tlora_fx", *sys.stdlib_module_names})
+logger = logging.getLogger(__name__)
+_IN_PLACE = _ROOTS | {"huggingface_hub"}
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.device)
 _MODULE_STATE = frozenset(vars(nn.Module()))
 _HOOKS = (
@@ -106,7 +109,7 @@ def wrapped_key(
 
 def _fields(job: Job) -> dict[str, Any]:
     if kind_of(job.lora_fields) not in ("LORA", *OTHER_KINDS):
-        raise _NoLibraryCode  # a kind of another package
+        raise _NoLibraryCode("the adapter's kind is of another package")
     return dict(job.lora_fields)
 
 
@@ -115,7 +118,8 @@ def _hashed(backbone: Backbone, more: Callable[[], object]) -> str | None:
         return None
     try:
         parts = (_environment(), _base(backbone), more())
-    except _NoLibraryCode:
+    except _NoLibraryCode as error:
+        logger.info("nothing is kept of what is traced: %s", error)
         return None
     return hashlib.sha256(repr(parts).encode()).hexdigest()
 
@@ -123,11 +127,13 @@ def _hashed(backbone: Backbone, more: Callable[[], object]) -> str | None:
 def _environment() -> object:
     """Versions, our own source, and what a process has set; raises where code was replaced."""
     if any(getattr(module_hooks, name) for name in _HOOKS):
-        raise _NoLibraryCode
+        raise _NoLibraryCode("modules have global hooks")
     modes = torch._C._len_torch_function_stack() + torch._C._len_torch_dispatch_stack()
     autocast = any(torch.is_autocast_enabled(device) for device in ("cpu", "cuda"))
-    if modes or autocast or not _are_installed():
-        raise _NoLibraryCode
+    if modes or autocast:
+        raise _NoLibraryCode("autocast is on" if autocast else "a mode is on")
+    if not _are_installed():
+        raise _NoLibraryCode(f"libraries are not installed packages: {_homes()}")
     for name, module in list(sys.modules.items()):
         root, _, rest = name.partition(".")
         ours = root == "tlora_fx" and rest.partition(".")[0] in ROOMS
@@ -146,10 +152,14 @@ def _environment() -> object:
 @functools.cache
 def _versions() -> object:
     """Of Python, ours, and of every installed package: which of them are there decides branches."""
-    folders = {Path(folder) for folder in sys.path if folder and Path(folder).is_dir()}
-    packages = {path.name for folder in folders for path in folder.glob("*.*-info")}
+    packages = {path.name for folder in _on_path() for path in folder.glob("*.*-info")}
     named = [torch.__version__, *(version(library) for library in LIBRARIES)]
     return (sys.version, platform.machine(), __version__, named, sorted(packages))
+
+
+def _on_path() -> set[Path]:
+    """The folders that packages are imported from."""
+    return {Path(folder) for folder in sys.path if folder and Path(folder).is_dir()}
 
 
 def _own_settings() -> Iterator[str]:
@@ -186,7 +196,7 @@ def _module(module: nn.Module) -> object:
     """A module's class and plain attributes."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     if any(vars(module).get(name) for name in hooks):
-        raise _NoLibraryCode
+        raise _NoLibraryCode(f"a {_name(type(module))} has hooks")
     attributes = [
         (name, _literal(value))
         for name, value in sorted(vars(module).items())
@@ -273,19 +283,20 @@ def _require_own(module: types.ModuleType) -> None:
     Libraries import functions of many packages, and classes have generated ones; replaced is what
     the module's own file defines.
     """
-    own: list[Iterable[tuple[str, Any]]] = [vars(module).items()]
+    top = list(vars(module).items())
+    own = [top]
     own += [
-        vars(value).items()
-        for value in vars(module).values()
+        list(vars(value).items())
+        for _, value in top
         if isinstance(value, type) and value.__module__ == module.__name__
     ]
     for name, value in itertools.chain.from_iterable(own):
-        function = getattr(value, "__func__", value)
-        if not isinstance(function, types.FunctionType) or name not in _defined(module.__name__):
-            continue
+        function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
         # transformers decorates its configurations by huggingface_hub.
-        if _root(function) not in (*_ROOTS, "huggingface_hub"):
-            raise _NoLibraryCode
+        if not isinstance(function, types.FunctionType) or _root(function) in _IN_PLACE:
+            continue
+        if name in _defined(module.__name__):
+            raise _NoLibraryCode(f"{module.__name__}.{name} is {_full_name(function)}")
 
 
 @functools.cache
@@ -312,17 +323,23 @@ def _require_installed(functions: Iterable[types.FunctionType]) -> None:
     """Raise for functions of no installed package, which are not Python's or ours either."""
     for function in functions:
         # Generated text has no file; that of a notebook or of `python -c` is the main module's.
-        if not _is_installed(function.__code__.co_filename) or function.__module__ == "__main__":
-            raise _NoLibraryCode
+        file = function.__code__.co_filename
+        if not _is_installed(file) or function.__module__ == "__main__":
+            raise _NoLibraryCode(f"{_full_name(function)} is of {file}")
 
 
 def _require_library(*values: Any) -> None:
     """Raise for functions and classes of other packages than the libraries, Python and ours."""
     for value in values:
         if _root(value) not in _ROOTS:
-            raise _NoLibraryCode
+            raise _NoLibraryCode(f"{_full_name(value)} is no library's")
         if isinstance(value, types.FunctionType):
             _require_installed([value])
+
+
+def _full_name(value: Any) -> str:
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    return f"{getattr(value, '__module__', None)}.{name}"
 
 
 def _root(value: Any) -> str:
@@ -341,7 +358,9 @@ def _is_installed(file: str) -> bool:
 def _folders() -> tuple[str, ...]:
     ours = [Path(__file__).parents[1], PACKAGE]
     ours += [part.resolve() for part in PACKAGE.iterdir() if part.is_symlink()]
-    libraries = [Path(folder) for folder in _homes().values()]
+    # Installers leave a folder of facts beside each package, whose name `_versions` holds.
+    installed = (folder for folder in _on_path() if any(folder.glob("*.dist-info")))
+    libraries = [*map(Path, _homes().values()), *installed]
     stdlib = [Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib")]
     folders = [*ours, *libraries, *stdlib, *(path.resolve() for path in stdlib)]
     return tuple(f"{folder}/" for folder in folders)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from tlora_fx.config.adapter_folder import CONFIG, WEIGHTS, read_adapter_config
+from tlora_fx.config.base_files import require_weight_files
 from tlora_fx.config.job import HEADS, Job
 from tlora_fx.errors import AdapterFolderError, BaseNotLoadable, SuperModelMisuse, nearest
 from tlora_fx.host.durable import sync_folder, write_synced
@@ -148,6 +149,8 @@ def base_tensors(backbone: Backbone, device: torch.device | str = "cpu") -> Mapp
 
 def _loaded(backbone: Backbone) -> dict[str, Tensor]:
     spec = backbone.spec
+    # What has been changed since the run's start is seen here.
+    require_weight_files(spec)
     config = {"config": load_config(spec)} if spec.is_classifier else {}
     try:
         with _without_bars(str(spec.model)):
@@ -159,7 +162,7 @@ def _loaded(backbone: Backbone) -> dict[str, Tensor]:
                 use_safetensors=True,
                 trust_remote_code=spec.trust_remote_code,
             )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # whatever a library raises of a file that it did not expect
         raise BaseNotLoadable(
             "the base's weights cannot be loaded",
             base=spec.model,
@@ -212,6 +215,7 @@ def plain_base(backbone: Backbone) -> nn.Module:
     factory = model_factory(spec, backbone.config)
     dtype = getattr(torch, spec.dtype)
     if spec.model is not None and not spec.is_classifier:
+        require_weight_files(spec)
         with _without_bars(spec.model):
             loaded: nn.Module = factory.from_pretrained(
                 spec.model, dtype=dtype, use_safetensors=True,

@@ -16,8 +16,9 @@ from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tlora_fx.config.base_files import safetensors_header, weight_files
 from tlora_fx.config.job import BaseSpec
-from tlora_fx.errors import BaseNotLoadable
+from tlora_fx.errors import BaseFileDamaged
 from tlora_fx.host.durable import replace_shared_file
 from tlora_fx.host.paths import cache_folder
 
@@ -31,7 +32,6 @@ BLOCK_BYTES = 4096
 KEPT_FROM_BYTES = 1 << 20
 #: A file that was written a moment ago may be written again within the same tick of its clock.
 SETTLED_SECONDS = 2.0
-_HEADER_LIMIT = 100 << 20
 _SHOWN = 32
 
 
@@ -50,7 +50,7 @@ def base_digests(spec: BaseSpec, *, whole: bool = False) -> dict[str, str] | Non
     whole     read every byte, which for a large base takes minutes; else a few blocks of each
               tensor, which shows another checkpoint but not one changed number
     returns   None for a base without files, and for one of the hub that is not on this machine
-    raises    BaseNotLoadable when a file is no safetensors file
+    raises    BaseNotLoadable when a file is no safetensors file, or cannot be read
     """
     files = weight_files(spec)
     if files is None:
@@ -60,50 +60,17 @@ def base_digests(spec: BaseSpec, *, whole: bool = False) -> dict[str, str] | Non
     for path in files:
         try:
             kept = _kept(path, kind, lambda file: dict(_of_tensors(file, whole)))
-        except (
-            OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError,
-        ) as error:  # fmt: skip
-            raise BaseNotLoadable(
+        except (OSError, ValueError) as error:
+            raise BaseFileDamaged(
                 "a file of the base's weights cannot be read",
                 base=spec.model,
                 file=path,
                 found=f"{type(error).__name__}: {error}",
-                help="fetch it again: it is no safetensors file, or only a part of one",
+                help="copy or download the base again",
             ) from error
         assert isinstance(kept, dict)
         digests |= kept
     return digests
-
-
-def weight_files(spec: BaseSpec) -> list[Path] | None:
-    """The safetensors files that a base is loaded from; None where there are none to look into."""
-    if spec.model is None:
-        return None
-    folder = Path(spec.model)
-    if not folder.is_dir():
-        found = _in_hub_cache(spec.model)
-        if found is None:
-            return None
-        folder = found
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.is_file():
-        with suppress(OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
-            names = set(json.loads(index.read_bytes())["weight_map"].values())
-            return sorted(folder / name for name in names)
-    return [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
-
-
-def _in_hub_cache(name: str) -> Path | None:
-    """The folder of a hub's model on this machine."""
-    from huggingface_hub import try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
-
-    for file in ("model.safetensors.index.json", "model.safetensors"):
-        with suppress(HFValidationError):
-            path = try_to_load_from_cache(name, file)
-            if isinstance(path, str):
-                return Path(path).parent
-    return None
 
 
 def tensor_digests(tensors: Mapping[str, Tensor], *, whole: bool = False) -> dict[str, str]:
@@ -123,15 +90,9 @@ def _in_memory(tensor: Tensor, whole: bool) -> str:
 
 
 def _of_tensors(file: BufferedReader, whole: bool) -> Iterator[tuple[str, str]]:
-    size = int.from_bytes(file.read(8), "little")
-    if not 0 < size <= _HEADER_LIMIT:
-        raise ValueError(f"a header of {size} bytes")
-    header = json.loads(file.read(size))
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        digest = hashlib.sha256(f"{entry['dtype']} {entry['shape']}".encode())
-        begin, end = (8 + size + int(offset) for offset in entry["data_offsets"])
+    for name, tensor in safetensors_header(Path(file.name)).items():
+        digest = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)}".encode())
+        begin, end = tensor.begin, tensor.end
         for start, length in _blocks(begin, end, whole):
             file.seek(start)
             block = file.read(length)

@@ -7,7 +7,8 @@ micro-batch (longrope's switch) is the same. Micro-batches of different jobs sha
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import accumulate, pairwise
 
 import torch
@@ -24,10 +25,12 @@ from tlora_fx.model.batch import (
     repeating_length,
 )
 from tlora_fx.model.preference import Preference
+from tlora_fx.model.row_ladder import RowLadder, RowSize
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.runtime.data.samples import Sample
+from tlora_fx.runtime.data.samples import JobData, Sample
 
 MicroBatches = Sequence[Sequence[Sample]]
+Row = list[JobTokens]
 
 
 def rows_of_round(
@@ -117,25 +120,44 @@ class RowBucketer:
 
     packed       in packed form, else in batch form, whose padding is its own
     lengthened   packed rows get one of few lengths
+    abreast      how many rows run at the same time, each on processes of its own
+    ladder       steps that those rows are padded to, where one holds all of them
     tokens       of all rows so far, without padding
     padding      tokens that were added to packed rows
     """
 
     packed: bool
     lengthened: bool = False
+    abreast: int = 1
+    ladder: RowLadder = field(default_factory=RowLadder)
     tokens: int = 0
     padding: int = 0
 
-    def made(self, rows: Sequence[Sequence[JobTokens]]) -> list[PackedBatch]:
+    def made(self, rows: Sequence[Row]) -> list[PackedBatch]:
         """Each row as `pack` or `pad` lays it out."""
-        return [self._packed(row) if self.packed else pad(row) for row in rows]
+        if not self.packed:
+            return [pad(row) for row in rows]
+        made: list[PackedBatch] = []
+        for start in range(0, len(rows), self.abreast):
+            together = rows[start : start + self.abreast]
+            step = self.ladder.step_for(size_abreast(together)) if self.lengthened else None
+            made += [self._packed(row, step) for row in together]
+        return made
 
-    def _packed(self, row: Sequence[JobTokens]) -> PackedBatch:
+    def _packed(self, row: Row, step: RowSize | None) -> PackedBatch:
         tokens = sum(len(sequence) for job in row for sequence in job.sequences)
-        length = max(SMALLEST, repeating_length(tokens) if self.lengthened and tokens else tokens)
+        length = tokens
+        if self.lengthened and tokens:
+            length = repeating_length(tokens) if step is None else step.tokens
+        length = max(SMALLEST, length)
         self.tokens += tokens
         self.padding += length - tokens
         return pack(row, length)
+
+
+def size_abreast(rows: Sequence[Row]) -> RowSize:
+    """The smallest size that holds each of these rows."""
+    return reduce(RowSize.with_all_of, map(RowSize.of_jobs, rows))
 
 
 # A round is cut into as many parts as a plan's processes and micro-batches need.
@@ -143,9 +165,6 @@ class RowBucketer:
 # A loss is a sum over a job's whole step, and dropout counts tokens in the whole step, so it does
 # not matter which forward a sequence is in. A job's sequences stay in order and a part holds one
 # run of them, so that one offset says where they stand in the step.
-
-
-Row = list[JobTokens]
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,3 +270,55 @@ def _piece(jobs: Sequence[JobTokens], start: int, stop: int) -> Row:
         )
         passed += count
     return row
+
+
+# Rows to come, from which the steps are made that rows are padded to.
+
+#: Rounds that are looked at.
+FORECAST_ROUNDS = 256
+
+
+def ladder_of(
+    jobs: Sequence[Job], data: Mapping[int, JobData], cutting: Cutting, parts: int, abreast: int
+) -> RowLadder:
+    """The ladder for the rows of these jobs, as if all began together.
+
+    It follows from the jobs and their data alone, and not from the step that they are at: a run
+    that is resumed pads its rows as it did before.
+
+    jobs       all jobs, in table order
+    data       of those that train, by index
+    parts      into how many a round is cut
+    abreast    how many rows run at the same time
+    """
+    sizes: list[RowSize] = []
+    for number in range(FORECAST_ROUNDS):
+        training = [index for index, own in data.items() if number < own.steps]
+        if not training:
+            break
+        if parts == 1:
+            sizes += _whole_rows([data[i].sizes(number) for i in training], cutting.max_row_tokens)
+            continue
+        batches = {index: data[index].step(number) for index in training}
+        steps = dict.fromkeys(training, number)
+        rows = cut_round(
+            rows_of_round(jobs, batches, steps, cutting.max_row_tokens), parts, cutting
+        )
+        sizes += [size_abreast(rows[at : at + abreast]) for at in range(0, len(rows), abreast)]
+    return RowLadder.of(sizes)
+
+
+def _whole_rows(sizes: Sequence[Sequence[RowSize]], max_row_tokens: int) -> Iterator[RowSize]:
+    """Sizes of the rows that `rows_of_round` makes, from those of the jobs' micro-batches."""
+    for number in range(max(map(len, sizes))):
+        row: RowSize | None = None
+        for own in sizes:
+            if number >= len(own):
+                continue
+            batch = own[number]
+            if row is not None and row.tokens + batch.tokens > max_row_tokens:
+                yield row
+                row = None
+            row = batch if row is None else row.beside(batch)
+        if row is not None:
+            yield row

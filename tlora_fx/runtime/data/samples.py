@@ -17,6 +17,7 @@ import numpy as np
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import EmptyDataError, MixtureWeightError, NoTargetsError
+from tlora_fx.model.row_ladder import RowSize
 from tlora_fx.runtime.chats.renderer import asks_for_the_time, template_of
 from tlora_fx.runtime.data.encode_data import bad_row, tokens_of_data
 from tlora_fx.runtime.data.layout import CHATS, SampleLayout, layout_of
@@ -31,6 +32,7 @@ from tlora_fx.runtime.data.tables import (
     digest_of,
     lengths_of,
     mixed_order,
+    targets_of,
 )
 
 if TYPE_CHECKING:
@@ -183,16 +185,42 @@ class JobData:
         its own where the job shuffles. As in transformers' Trainer, the last step of an epoch may
         have fewer micro-batches, and its last micro-batch fewer samples; none is empty.
         """
+        return [
+            [sample for index in batch for sample in self.unit(index)]
+            for batch in self._batches(step)
+        ]
+
+    def sizes(self, step: int) -> list[RowSize]:
+        """The size of each micro-batch of an optimizer step, without a look at its tokens."""
+        found: list[RowSize] = []
+        for batch in self._batches(step):
+            at = batch if self.units is None else [at for unit in batch for at in self.units[unit]]
+            lengths = self._sample_lengths[at]
+            found.append(
+                RowSize(
+                    int(lengths.sum()), len(at), int(lengths.max()), int(self._targets[at].sum())
+                )
+            )
+        return found
+
+    def _batches(self, step: int) -> list[list[int]]:
+        """The indices that the micro-batches of a step take."""
         if step < 0:
             raise IndexError(f"step {step} of a job")
         epoch, at = divmod(step, self.steps_per_epoch)
         batch = self.job.per_device_train_batch_size
         taken = batch * self.job.gradient_accumulation_steps
         indices = self._order(epoch)[at * taken : (at + 1) * taken].tolist()
-        return [
-            [sample for index in indices[start : start + batch] for sample in self.unit(index)]
-            for start in range(0, len(indices), batch)
-        ]
+        return [indices[start : start + batch] for start in range(0, len(indices), batch)]
+
+    @cached_property
+    def _sample_lengths(self) -> np.ndarray:
+        return lengths_of(self.samples)
+
+    @cached_property
+    def _targets(self) -> np.ndarray:
+        """Targets of each sample, [N]."""
+        return targets_of(self.samples, self.job.label_shift)
 
     def unit(self, index: int) -> list[Sample]:
         """The samples that a batch counts as its sample `index`."""

@@ -537,6 +537,14 @@ def lengths_of(samples: Sequence[Sample]) -> np.ndarray:
     return np.array([len(sample.input_ids) for sample in samples], np.int32)
 
 
+def targets_of(samples: Sequence[Sample], first: int) -> np.ndarray:
+    """`TokenSamples.targets` of any samples, [N]."""
+    if isinstance(samples, TokenSamples):
+        return samples.targets(first)
+    counts = [sum(label != NO_TARGET for label in each.labels[first:]) for each in samples]
+    return np.array(counts, np.int64)
+
+
 def largest_id(samples: Sequence[Sample]) -> int:
     """The largest token id of any samples, or of all tokens of their table."""
     if isinstance(samples, TokenSamples):

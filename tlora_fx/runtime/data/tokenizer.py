@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from tlora_fx.config.base_files import refuse_remote_code, require_tokenizer_files
 from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import TokenizerNotLoadable
+from tlora_fx.host.phases import phase
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,9 +17,13 @@ if TYPE_CHECKING:
 def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
     """The tokenizer of a base.
 
-    raises    TokenizerNotLoadable
+    raises    TokenizerNotLoadable; BaseFileDamaged; RemoteCodeRefused where it needs code of its
+              own that the job file does not trust
     """
-    from transformers import AutoTokenizer
+    with phase("imports"):
+        from transformers import AutoTokenizer
+
+    require_tokenizer_files(spec)
 
     source: Any = spec.tokenizer or spec.model
     if source is None and spec.config is not None:
@@ -29,7 +35,8 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, trust_remote_code=spec.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # whatever a library raises of a file that it did not expect
+        refuse_remote_code(spec, error)
         raise TokenizerNotLoadable(
             "the base's tokenizer cannot be loaded",
             tokenizer=source,

@@ -371,10 +371,10 @@ def _timed(
 ) -> _TimedLayer:
     layer = sampled.facts.layers[index]
     module = sampled.model.net.get_submodule(layer.path)
-    above = _piece(module, called, layer.path, needs=True)
+    above = layer_pass(module, called, layer.path, needs=True)
     shared = [*module.parameters(), *module.buffers()]
     shared += [value for value in called.layers[layer.path] if isinstance(value, Tensor)]
-    _run(above)
+    run_once(above)
     memory = bytes_of(above, request.device, shared)
     work = work_of([layer], [called.load], sampled.facts.hidden, sampled.tp)
     point = LayerPoint(
@@ -386,12 +386,12 @@ def _timed(
         forward_peak_bytes=memory.forward_peak,
         backward_peak_bytes=memory.backward_peak,
     )
-    first = _piece(module, called, layer.path, needs=False) if layer.adapted else None
+    first = layer_pass(module, called, layer.path, needs=False) if layer.adapted else None
     frozen = None if sampled.adapted else _frozen_piece(module, called, layer.path)
     return _TimedLayer(layer.structure, point, above, first, frozen)
 
 
-def _piece(module: nn.Module, called: RowCalls, path: str, *, needs: bool) -> TimedPass:
+def layer_pass(module: nn.Module, called: RowCalls, path: str, *, needs: bool = True) -> TimedPass:
     """A layer's forward and backward; `needs`: its input has a gradient too."""
     args, index = called.layers[path], called.hidden
     slope = torch.ones_like(args[index])
@@ -413,7 +413,7 @@ def _frozen_piece(module: nn.Module, called: RowCalls, path: str) -> TimedPass:
     return TimedPass(forward)
 
 
-def _run(piece: TimedPass) -> None:
+def run_once(piece: TimedPass) -> None:
     """Once before anything counts: compilers and allocators do their first work."""
     output = piece.forward()
     if piece.backward is not None:

@@ -265,27 +265,48 @@ def _points(
 ) -> list[CollectivePoint]:
     points = []
     for payload in SIZES if device.type == "cuda" else ON_CPU:
-        for operation, work in _collectives(device, group, size, payload).items():
+        for operation, work in collective_works(device, group, size, payload).items():
             parts = 2 if operation == "send" else 1
-            _, *times = [_collective_ms(work, device, parts) for _ in range(rounds + 1)]
-            median = torch.tensor([statistics.median(times)], dtype=torch.float64, device=device)
-            dist.all_reduce(median, dist.ReduceOp.MAX, group=group)
+            ms, noise = time_collective(work, device, group, rounds, parts)
             points.append(
                 CollectivePoint(
                     operation=operation,
                     tier=tier,
                     processes=size,
                     payload_bytes=payload,
-                    ms=float(median),
-                    noise=_noise(times),
+                    ms=ms,
+                    noise=noise,
                 )
             )
     return points
 
 
-def _collectives(
+def time_collective(
+    work: Callable[[], object],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    rounds: int,
+    parts: int = 1,
+) -> tuple[float, float]:
+    """Milliseconds of one collective, by the slowest process of a group, and this one's noise.
+
+    All processes of the group call this together.
+
+    parts    how many each call of `work` holds
+    """
+    _, *times = [_collective_ms(work, device, parts) for _ in range(rounds + 1)]
+    median = torch.tensor([statistics.median(times)], dtype=torch.float64, device=device)
+    dist.all_reduce(median, dist.ReduceOp.MAX, group=group)
+    return float(median), _noise(times)
+
+
+def collective_works(
     device: torch.device, group: dist.ProcessGroup | None, size: int, payload: int
 ) -> dict[Operation, Callable[[], object]]:
+    """Collectives of a group of processes, by name; sends where there are two.
+
+    payload    bytes that each process has in the end
+    """
     whole = torch.zeros(payload // 2 // size * size, dtype=torch.bfloat16, device=device)
     piece = torch.zeros(whole.numel() // size, dtype=torch.bfloat16, device=device)
     works: dict[Operation, Callable[[], object]] = {

@@ -232,6 +232,7 @@ def _trainer(config: WorkerConfig, launch: Launch, events: EventCallback | None)
             compiled=config.compiled,
             accept_changes=config.accept_changes,
             keeps=True,
+            wait_for_compile=True,
         ),
     )
     if events is not None:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import TypeAdapter
 
+from tlora_fx.config.base_files import require_base_files
 from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import load_job_file, require_trusted, require_trusted_functions
 from tlora_fx.cost.model_facts import ModelFacts
@@ -96,6 +97,7 @@ def prepare(job: Job, submitted: float) -> PreparedJob:
     from tlora_fx.runtime.data.tokenizer import load_tokenizer
     from tlora_fx.runtime.optim.trainable import require_trainable
 
+    require_base_files(job.base)
     facts = facts_of_job(job)
     backbone = load_backbone(job.base)
     data = load_job_data(job, load_tokenizer(job.base))
@@ -106,11 +108,15 @@ def prepare(job: Job, submitted: float) -> PreparedJob:
 
 
 def restore(job: Job) -> ModelFacts | None:
-    """The shape of a base whose job was prepared before; raises where base or data are gone."""
+    """The shape of a base whose job was prepared before.
+
+    raises   DataFileError, BaseFileDamaged where data or base are gone or damaged
+    """
     from tlora_fx.runtime.data.rows import require_data
 
     for part in job.data.parts:
         require_data(part, job.name)
+    require_base_files(job.base)
     return shape_of(job)
 
 
@@ -219,7 +225,9 @@ class _Limits:
 
     def reason(self, error: BaseException) -> str:
         """Reason for a user why a job or a file raised."""
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        # Readers of a base wrap what their libraries raise.
+        out_of_memory = isinstance(error, MemoryError) or isinstance(error.__cause__, MemoryError)
+        if out_of_memory or "can't allocate memory" in str(error):
             error = AdmissionError(
                 "preparing it takes more memory than a run allows",
                 expected=f"at most {self.order.memory_bytes / (1 << 30):.3g} GiB",

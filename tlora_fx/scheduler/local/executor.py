@@ -337,6 +337,11 @@ class LocalExecutor:
                     self._ended.add(str(event.job))
                     self.sources.pop(str(event.job), None)
 
+    def forget(self, job: str) -> None:
+        """Keep nothing of a job that has ended; one of its name that comes later is another."""
+        self._ended.discard(job)
+        self.sources.pop(job, None)
+
     def drain(self, group: Group, epoch: int) -> None:
         if epoch in self._groups:
             self._groups[epoch].drain()

@@ -1,0 +1,173 @@
+"""Steps that rows of a mix are padded to: few, close above each row, the same on every process."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.runtime.groups import make_job, tiny_base
+from tlora_fx.config.job import Job
+from tlora_fx.model.batch import IGNORED, JobTokens, pack
+from tlora_fx.model.row_ladder import MAX_STEPS, RowLadder, RowSize, example_row
+from tlora_fx.runtime.data.batching import (
+    Cutting,
+    RowBucketer,
+    _whole_rows,
+    cut_round,
+    ladder_of,
+    rows_of_round,
+    size_abreast,
+)
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
+
+SIZES = st.builds(
+    lambda sequences, length, spread, part: RowSize(
+        tokens := sequences * length,
+        sequences,
+        min(tokens, length + spread),
+        max(1, int(tokens * part)),
+    ),
+    st.integers(1, 40),
+    st.integers(2, 600),
+    st.integers(0, 400),
+    st.floats(0.05, 1),
+)
+
+
+@given(st.lists(SIZES, max_size=60))
+def test_a_step_holds_its_rows_with_little_padding(sizes):
+    """Steps are few; a row that has none is one of those that had to be left out."""
+    ladder = RowLadder.of(sizes)
+
+    assert len(ladder.steps) <= MAX_STEPS
+    assert list(ladder.steps) == sorted(set(ladder.steps))
+    for size in sizes:
+        step = ladder.step_for(size)
+        if step is None:
+            assert len(ladder.steps) == MAX_STEPS
+            continue
+        assert step.holds(size)
+        part = 1 / 4 if step.tokens <= 1024 else 1 / 8 if step.tokens <= 2048 else 1 / 16
+        assert step.tokens - size.tokens <= max(32, step.tokens * part)
+        assert step.targets - size.targets <= step.tokens * (1 / 8 + 1 / 64) + 32
+
+
+def test_rows_of_one_mix_have_sixteen_steps_at_most():
+    """Thirty sequences of 60 to 420 tokens, more than half of them targets, as GSM8K's are."""
+    generator = torch.Generator().manual_seed(1)
+    sizes = []
+    for _ in range(256):
+        lengths = torch.randint(60, 240, (30,), generator=generator)
+        lengths[0] = torch.randint(240, 420, (1,), generator=generator)
+        total = int(lengths.sum())
+        sizes.append(RowSize(total, 30, int(lengths.max()), int(total * 0.56)))
+    ladder = RowLadder.of(sizes)
+
+    steps = [ladder.step_for(size) for size in sizes]
+    assert None not in steps
+    padding = sum(s.tokens - size.tokens for s, size in zip(steps, sizes, strict=True))
+    assert padding < 0.02 * sum(size.tokens for size in sizes)
+    assert len({step[1:3] for step in ladder.steps}) == 1
+
+
+def test_a_padded_row_has_the_sizes_of_its_step():
+    """Tokens too, where it was packed to them; else it is padded by rule."""
+    jobs = [JobTokens([[1] * 70, [2] * 30], [[1] * 70, [2] * 30]), JobTokens([[3] * 9], [[3] * 9])]
+    size = RowSize.of_jobs(jobs)
+    ladder = RowLadder.of([size, RowSize(4000, 3, 2000, 3000)])
+    step = ladder.step_for(size)
+    row = ladder.padded(pack(jobs, step.tokens))
+    other = ladder.padded(pack(jobs, step.tokens + 16))
+
+    assert size == RowSize(109, 3, 70, 106)
+    assert RowSize.of(row) == step
+    assert RowSize.of(other) not in ladder.steps
+    assert (row.targets[106:] == IGNORED).all()
+
+
+@given(SIZES, st.integers(1, 5))
+def test_an_example_has_the_size_that_is_asked_for(size, jobs):
+    """So that what is captured of it serves rows."""
+    (step,) = RowLadder.of([size]).steps
+    row = example_row(step, jobs)
+
+    assert RowSize.of(row) == step
+    assert row.segments.tolist()[-1] == step.tokens
+    assert len(row.segments) == jobs + 1
+
+
+LENGTHS = st.lists(st.integers(2, 60), min_size=3, max_size=20)
+
+
+def data_of(job: Job, lengths, packing=False) -> JobData:
+    """Samples of these lengths; of each the second half is trained."""
+    samples = []
+    for length in lengths:
+        ids = tuple(range(length))
+        samples.append(Sample(ids, (IGNORED,) * (length // 2) + ids[length // 2 :]))
+    units = [tuple(range(at, min(at + 2, len(samples)))) for at in range(0, len(samples), 2)]
+    return JobData(job, samples, DataReport(), units=units if packing else None)
+
+
+@given(st.lists(LENGTHS, min_size=1, max_size=3), st.integers(1, 3), st.booleans())
+def test_sizes_of_rows_are_known_without_their_tokens(lengths, accumulated, packing):
+    """The same as those of the rows that a round makes."""
+    base = {"model": "a folder"}
+    jobs = [
+        Job(
+            name=f"job{number}", base=base, data={"path": "none"}, max_steps=8, lora={"r": 4},
+            per_device_train_batch_size=2, gradient_accumulation_steps=accumulated, seed=number,
+        )
+        for number in range(len(lengths))
+    ]  # fmt: skip
+    data = {i: data_of(job, lengths[i], packing) for i, job in enumerate(jobs)}
+    for number in range(8):
+        batches = {index: own.step(number) for index, own in data.items()}
+        rows = list(rows_of_round(jobs, batches, dict.fromkeys(data, number), 150))
+        expected = [RowSize.of_jobs(row) for row in rows]
+        assert list(_whole_rows([own.sizes(number) for own in data.values()], 150)) == expected
+
+
+@pytest.mark.parametrize(("parts", "abreast"), [(1, 1), (2, 2), (4, 2)])
+def test_rows_of_a_run_fit_its_ladder(tmp_path, parts, abreast):
+    """Those that run at the same time are padded to one step."""
+    base = tiny_base(tmp_path)
+    jobs = [make_job(base, name, seed=place) for place, name in enumerate("ab")]
+    jobs = [
+        job.model_copy(update={"max_steps": 30, "per_device_train_batch_size": 6}) for job in jobs
+    ]
+    drawn = torch.Generator().manual_seed(2)
+    data = {
+        place: data_of(job, torch.randint(40, 90, (64,), generator=drawn).tolist())
+        for place, job in enumerate(jobs)
+    }
+    cutting = Cutting(whole=False, square_tokens=1e9, max_row_tokens=4096)
+    ladder = ladder_of(jobs, data, cutting, parts, abreast)
+    bucketer = RowBucketer(packed=True, lengthened=True, abreast=abreast, ladder=ladder)
+
+    for number in range(30):
+        batches = {index: own.step(number) for index, own in data.items()}
+        rows = cut_round(
+            rows_of_round(jobs, batches, dict.fromkeys(data, number), 4096), parts, cutting
+        )
+        step = ladder.step_for(size_abreast(rows[:abreast]))
+        made = bucketer.made(rows)
+        assert step is not None
+        assert [row.input_ids.numel() for row in made[:abreast]] == [step.tokens] * abreast
+
+
+def test_a_ladder_follows_from_jobs_and_data_alone(tmp_path):
+    """And not from the epoch that somebody asked for last."""
+    job = make_job(tiny_base(tmp_path), "a").model_copy(update={"max_steps": 300})
+    first, second = (data_of(job, range(2, 40)) for _ in range(2))
+    for step in (299, 7):
+        second.step(step)
+    cutting = Cutting(whole=False, square_tokens=1e9, max_row_tokens=4096)
+    ladders = [ladder_of([job], {0: own}, cutting, 1, 1) for own in (first, second)]
+
+    assert ladders[0] == ladders[1]
+    assert list(islice(ladders[0].steps, 1))

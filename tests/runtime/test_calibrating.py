@@ -1,0 +1,69 @@
+"""What is measured at the start of a run whose base nobody has profiled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.cost.facts import small_model, small_round
+from tests.parallel.processes import run_processes
+from tlora_fx.cost.facts import facts_of
+from tlora_fx.cost.plan import MeshShape
+from tlora_fx.parallel.mesh import Mesh
+from tlora_fx.planners.auto import search
+from tlora_fx.runtime.distributed import Ranks
+from tlora_fx.runtime.launch import Launch
+from tlora_fx.runtime.profiling.calibrating import calibrate, row_sizes
+
+CPU = torch.device("cpu")
+
+
+def test_a_model_is_calibrated_and_stays_without_weights(tmp_path: Path) -> None:
+    """Its layers get the times of this machine, whatever it is; a plan is found by them."""
+    model = small_model(tmp_path)
+    profile = calibrate(model, Ranks(Mesh.alone(CPU)), Launch(), small_round(), CPU)
+
+    assert not model.ready
+    assert all(parameter.is_meta for parameter in model.net.parameters())
+    assert profile.source == "calibrated"
+    assert profile.estimated
+    assert profile.hardware.gpu == "cpu"
+    assert all(point.forward_ms > 0 for layer in profile.layers for point in layer.points)
+    assert search(model, profile, small_round(), 4).best().estimate is not None
+
+
+def calibrated_together(folder: Path) -> tuple[str, list[str], int]:
+    """The profile that a process has, its collectives, and how many layers it knows."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mesh = Mesh(MeshShape(dp=size), CPU, rank, dp_rank=rank, world=dist.group.WORLD)
+    launch = Launch(rank, size, rank, size)
+    model = small_model(folder / str(rank))
+    profile = calibrate(model, Ranks(mesh), launch, small_round(), CPU)
+    known = {f"{one.operation} {one.tier} {one.processes}" for one in profile.collectives}
+    covered = {layer.structure for layer in profile.layers}
+    assert all(layer.structure in covered for layer in facts_of(model).layers)
+    return profile.model_dump_json(), sorted(known), len(profile.collectives)
+
+
+def test_processes_have_one_profile_with_their_collectives(tmp_path: Path) -> None:
+    """Measured together; only one times layers."""
+    (one, known, count), (two, _, _) = run_processes(2, calibrated_together, tmp_path)
+
+    assert one == two
+    assert known == ["all-gather node 2", "all-reduce node 2", "send node 2"]
+    assert count == 6
+
+
+@pytest.mark.parametrize(
+    ("sequences", "length", "processes", "sizes"),
+    [(16, 64, 4, (512, 2048)), (16, 64, 1, (1024, 2048)), (1, 8, 4, (64, 128)),
+     (400, 1024, 8, (1024, 8192))],
+)  # fmt: skip
+def test_rows_are_measured_as_a_plan_will_cut_them(
+    sequences: int, length: int, processes: int, sizes: tuple[int, int]
+) -> None:
+    """One process's part and the whole round, within bounds."""
+    assert row_sizes(small_round(sequences, length), processes) == sizes

@@ -1,0 +1,250 @@
+"""Measure the little that `auto` needs where nobody has profiled a base: seconds at the start.
+
+One process times a layer of each structure, with the jobs' adapters and random weights, on rows of
+two sizes: what one process gets of a round, and a whole round. All processes then time collectives
+of two sizes. A device without a data sheet first times a product and a copy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tlora_fx.cost.calibration import calibrated_profile, sheet_of
+from tlora_fx.cost.facts import facts_of
+from tlora_fx.cost.hardware import Gpu, LinkTier, gpu_of_device
+from tlora_fx.cost.load import Round, work_of
+from tlora_fx.cost.model_facts import CAPTURED_TOKENS, ModelFacts
+from tlora_fx.cost.profile import CollectivePoint, LayerPoint, Profile
+from tlora_fx.ir.graph import LOSS, under
+from tlora_fx.ir.storage import LocalShard
+from tlora_fx.model.backbone import Backbone
+from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.runtime.distributed import Ranks
+from tlora_fx.runtime.launch import Launch
+from tlora_fx.runtime.profiling.profiler import (
+    RowCalls,
+    calls_of,
+    captured_of,
+    hardware_of,
+    layer_pass,
+    mixes_of,
+    row_of,
+    run_once,
+)
+from tlora_fx.runtime.profiling.timing import (
+    TimedPass,
+    bytes_of,
+    collective_works,
+    measure,
+    measure_captured,
+    time_collective,
+)
+
+#: For layers; not counted are kernels that are compiled on the way, which training needs too.
+LAYER_SECONDS = 3.0
+MIN_TOKENS, MAX_TOKENS = 64, 8192
+ROUNDS = 2
+#: Largest number in a random weight.
+SCALE = 0.03
+#: Payloads of a collective, in bytes.
+PAYLOADS = {"cuda": (2**16, 2**25), "cpu": (2**16, 2**20)}
+COLLECTIVE_ROUNDS = 3
+#: Columns of a square product, and numbers of a copy.
+PRODUCT = {"cuda": 4096, "cpu": 512}
+COPIED = {"cuda": 2**27, "cpu": 2**22}
+
+
+def calibrate(
+    model: SuperModel,
+    ranks: Ranks,
+    launch: Launch,
+    work: Round,
+    device: torch.device,
+    *,
+    compiled: bool = False,
+) -> Profile:
+    """A profile of a model on the devices of a run, the same on every process.
+
+    All processes call this together. The model stays without weights.
+
+    work        a round as it will come
+    compiled    layers will be compiled; they are timed as they are
+    raises      RankFailed, TloraError, on every process
+    """
+    facts = facts_of(model)
+    sheet = ranks.together(lambda: _sheet(facts, device) if ranks.mesh.leader else None)
+    points = ranks.together(
+        lambda: layer_points(model, facts, work, launch.size, device) if ranks.mesh.leader else {}
+    )
+    collectives = _collective_points(device, launch)
+    profile = None
+    if sheet is not None:
+        profile = calibrated_profile(sheet, facts, points, collectives, compiled=compiled)
+    found = ranks.from_leader(profile)
+    assert found is not None
+    return found
+
+
+def _sheet(facts: ModelFacts, device: torch.device) -> Gpu:
+    """The data sheet of a device; measured, where there is none, with the memory that it has."""
+    hardware = hardware_of(device)
+    known = gpu_of_device(hardware.gpu)
+    if known is not None:
+        return known
+    size, numbers = PRODUCT[device.type], COPIED[device.type]
+    dtype = getattr(torch, facts.dtype)
+    one, other = (torch.zeros(size, size, dtype=dtype, device=device) for _ in range(2))
+    source, target = (torch.zeros(numbers, dtype=torch.uint8, device=device) for _ in range(2))
+    product = TimedPass(lambda: one @ other)
+    copy = TimedPass(lambda: target.copy_(source))
+    measure([product, copy], device, ROUNDS)
+    return sheet_of(
+        hardware.gpu,
+        facts.dtype,
+        product_tflops=2 * size**3 / product.forward_ms / 1e9,
+        copy_gbps=2 * numbers / copy.forward_ms / 1e6,
+        memory_gib=hardware.memory_gib,
+        processors=hardware.processors,
+    )
+
+
+def row_sizes(work: Round, processes: int) -> tuple[int, int]:
+    """Tokens of the rows to measure: one process's part of a round, and a whole one."""
+    whole = min(max(work.load.total, 2 * MIN_TOKENS), MAX_TOKENS, work.max_row_tokens)
+    return max(MIN_TOKENS, min(whole // processes, whole // 2)), whole
+
+
+def layer_points(
+    model: SuperModel, facts: ModelFacts, work: Round, processes: int, device: torch.device
+) -> dict[str, list[LayerPoint]]:
+    """Times and memory of a layer of each structure, by structure.
+
+    A row for which there is no time is made shorter, or left out.
+    """
+    if not facts.layers:
+        return {}
+    sampled = _sampled(model, facts, device)
+    length = max(2, round(work.load.total / max(work.load.sequences, 1)))
+    points: dict[str, list[LayerPoint]] = {layer.structure: [] for layer in facts.layers}
+    end, seconds_a_token = time.monotonic() + LAYER_SECONDS, 0.0
+    small, whole = row_sizes(work, processes)
+    for tokens in (small, whole):
+        affordable = tokens
+        if seconds_a_token:
+            affordable = min(tokens, int((end - time.monotonic()) / seconds_a_token))
+            if affordable < 2 * small:
+                break
+        row = row_of(sampled, mixes_of(facts)[0], affordable, min(length, affordable))
+        called = calls_of(sampled, row, device)
+        for index in _chosen(facts):
+            point, seconds = _point(sampled, facts, index, called, device)
+            points[facts.layers[index].structure].append(point)
+            seconds_a_token += seconds / affordable
+    del sampled
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    return points
+
+
+def _point(
+    sampled: SuperModel, facts: ModelFacts, index: int, called: RowCalls, device: torch.device
+) -> tuple[LayerPoint, float]:
+    """A layer on a row, and the seconds that measuring it took, without what was compiled."""
+    layer = facts.layers[index]
+    piece = layer_pass(sampled.net.get_submodule(layer.path), called, layer.path)
+    run_once(piece)
+    started = time.monotonic()
+    memory = bytes_of(piece, device, list(sampled.net.parameters()))
+    measure([piece], device, ROUNDS)
+    if called.load.total <= CAPTURED_TOKENS and facts.captures:
+        measure_captured([piece], device, ROUNDS)
+    done = work_of([layer], [called.load], facts.hidden)
+    point = LayerPoint(
+        tokens=called.load.total,
+        **{name: float(values[0, 0, 0]) for name, values in done._asdict().items()},
+        forward_ms=piece.forward_ms,
+        backward_ms=piece.backward_ms,
+        captured=captured_of(piece),
+        saved_bytes=memory.saved,
+        forward_peak_bytes=memory.forward_peak,
+        backward_peak_bytes=memory.backward_peak,
+        noise=piece.noise,
+    )
+    return point, time.monotonic() - started
+
+
+def _chosen(facts: ModelFacts) -> list[int]:
+    """A layer of each structure, that with most adapters."""
+    best: dict[str, int] = {}
+    for index, layer in enumerate(facts.layers):
+        known = best.get(layer.structure)
+        if known is None or len(layer.sites) > len(facts.layers[known].sites):
+            best[layer.structure] = index
+    return sorted(best.values())
+
+
+def _sampled(model: SuperModel, facts: ModelFacts, device: torch.device) -> SuperModel:
+    """Another model over the same graphs, with random weights in what is timed and before it."""
+    sampled = SuperModel(model.group, model.backbone, model.jobs, model.resolve)
+    order = sampled.layer_order()
+    named = [*dict(sampled.net.named_parameters()), *dict(sampled.net.named_buffers())]
+    outside = [name for name in named if not any(under(name, path) for path in (*order, LOSS))]
+    held = LocalShard(frozenset([*outside, *(order[index] for index in _chosen(facts))]))
+    sampled.materialize(_RandomTensors(sampled.backbone, device), device, held)
+    return sampled
+
+
+class _RandomTensors(Mapping[str, Tensor]):
+    """Tensors of a base's names and shapes, filled when they are asked for."""
+
+    def __init__(self, backbone: Backbone, device: torch.device) -> None:
+        self._like = dict(backbone.model.named_parameters())
+        self._values, self._device = backbone.values, device
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self._values:
+            return self._values[name]
+        like = self._like[name]
+        empty = torch.empty(like.shape, dtype=like.dtype, device=self._device)
+        return empty.uniform_(-SCALE, SCALE)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self._like, **self._values})
+
+    def __len__(self) -> int:
+        return len({**self._like, **self._values})
+
+
+def _collective_points(device: torch.device, launch: Launch) -> list[CollectivePoint]:
+    """All-reduces and all-gathers of two sizes, within a machine and over all."""
+    if launch.size == 1:
+        return []
+    groups: list[tuple[LinkTier, dist.ProcessGroup | None, int]] = []
+    if 1 < launch.per_machine < launch.size and launch.size % launch.per_machine == 0:
+        own, _ = dist.new_subgroups(launch.per_machine)  # type: ignore[no-untyped-call]
+        groups.append(("node", own, launch.per_machine))
+    tier: LinkTier = "node" if launch.per_machine >= launch.size else "network"
+    groups.append((tier, dist.group.WORLD, launch.size))
+    points = []
+    for where, group, size in groups:
+        for payload in PAYLOADS[device.type]:
+            for operation, run in collective_works(device, group, size, payload).items():
+                if operation == "send":
+                    continue
+                ms, noise = time_collective(run, device, group, COLLECTIVE_ROUNDS)
+                points.append(
+                    CollectivePoint(
+                        operation=operation,
+                        tier=where,
+                        processes=size,
+                        payload_bytes=payload,
+                        ms=ms,
+                        noise=noise,
+                    )
+                )
+    return points
