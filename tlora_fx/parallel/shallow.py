@@ -44,7 +44,7 @@ def shallow(model: SuperModel) -> SuperModel:
 
 def _shallow_root(model: SuperModel) -> fx.Graph:
     root = _copied(model.group.root)
-    original = dict(zip(model.group.root.nodes, root.nodes, strict=True))
+    original: dict[fx.Node, fx.Node] = dict(zip(model.group.root.nodes, root.nodes, strict=True))
     cuts = range(1, len(model.layer_order()))
     stages = cut_stages(model, cuts)
     kinds: set[tuple[str, bool]] = set()

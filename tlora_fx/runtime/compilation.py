@@ -203,6 +203,8 @@ def why_at_once(group: GroupStep) -> str:
         return "strict mode"
     if model.is_open:
         return "jobs come and go"
+    if model.backbone.spec.module is not None:
+        return "the base is a module that this process alone has"
     if why := _why_of_plan(plan):
         return why
     if not _keeps_code():

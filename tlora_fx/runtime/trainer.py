@@ -468,6 +468,7 @@ class Trainer:
             return True
         if self.compilation.is_due(agreed.compilation, self.rounds):
             self._take_over()
+            return True
         self._choose(agreed, rows)
         self._capture(active)
         losses, ran = self._run(rows, batches)
@@ -480,6 +481,7 @@ class Trainer:
 
     def _take_over(self) -> None:
         """Let compiled layers run the next round, for which no process gives up on another."""
+        # Jobs may have ended in the round that was launched last.
         self._catch_up()
         self.compilation.take_over(self.rounds)
         limit_waits(self.mesh, FIRST_STEP)
