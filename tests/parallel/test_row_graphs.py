@@ -178,7 +178,9 @@ def graphs(monkeypatch):
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 2)
     monkeypatch.setattr(Pretended, "made", [])
     monkeypatch.setattr(Pretended, "fails", None)
-    return RowGraphs(SimpleNamespace(adapted_sites=frozenset("a")), torch.device("cpu"), 4096)
+    return RowGraphs(
+        SimpleNamespace(adapted_sites=frozenset("a"), is_open=False), torch.device("cpu"), 4096
+    )
 
 
 def test_graphs_share_a_pool_while_one_of_them_lives(graphs):
@@ -306,6 +308,19 @@ def test_the_steps_of_a_ladder_are_captured_at_once(graphs, monkeypatch):
     graphs.use(RowLadder())
     assert graphs.keys == []
     assert all(one.released for one in Pretended.made)
+
+
+def test_rows_of_an_open_model_are_captured_when_they_come_again(graphs):
+    """Whoever comes next changes the ladder: nothing is captured for all of it."""
+    graphs.model.is_open, graphs.model.jobs = True, [None] * 3
+    rows = rows_of_lengths(16, 300)
+    graphs.use(RowLadder.of(map(RowSize.of, rows)))
+    row = pack_to(graphs.ladder, 300)
+    told = [graphs.run(row, torch.ones(3)) for _ in range(3)]
+    graphs.capture_steps(0)
+
+    assert [None if one is None else one.tolist() for one in told] == [None, [1, 1, 1], [0, 0, 0]]
+    assert graphs.captured == 1
 
 
 def pack_to(ladder, length):

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.errors import CheckpointError, ResumeMismatch, RunFolderError
+from tlora_fx.model.row_ladder import RowLadder, RowSize
 from tlora_fx.runtime.adapters.files import adapter_tensors
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.run_folder import MetricsLog, RunFolder, read_metrics
@@ -384,3 +385,38 @@ def test_a_first_adapter_does_not_depend_on_the_other_targets(base, tmp_path):
     one, two, other = (trained(model, job)[name] for job in "abc")
     assert torch.equal(one, two)
     assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "steps", "rounds"), [(64, 16, [3]), (64, 14, []), (9000, 16, [])]
+)
+def test_rows_are_captured_where_enough_rounds_follow(
+    base, tmp_path, monkeypatch, tokens, steps, rounds
+):
+    """Some rounds after their sizes were chosen, once; of long rows more rounds must follow."""
+    monkeypatch.setattr("tlora_fx.runtime.trainer.CAPTURE_AFTER", 3)
+    ladder = RowLadder(
+        (RowSize(tokens, 4, 16, 8), RowSize(tokens + 16, 4, 16, 8), RowSize(tokens + 32, 4, 16, 8))
+    )
+    captured = []
+    jobs = [make_job(base, "a", seed=1, max_steps=steps)]
+    model = compile(jobs)
+    trainer = Trainer(model, output=tmp_path / "run", device="cpu", data=make_data(jobs))
+    monkeypatch.setattr(
+        trainer.group, "expect", lambda data: setattr(trainer.group.bucketer, "ladder", ladder)
+    )
+    monkeypatch.setattr(trainer.group, "capture", lambda: captured.append(trainer.rounds))
+    trainer.run()
+
+    assert captured == rounds
+
+
+def test_the_ladder_follows_the_jobs_that_train(base, tmp_path, monkeypatch):
+    """It is chosen at the start, and when a job ends."""
+    jobs = three_jobs(base)
+    trainer = Trainer(compile(jobs), output=tmp_path / "run", device="cpu", data=make_data(jobs))
+    expected = []
+    monkeypatch.setattr(trainer.group, "expect", lambda data: expected.append(sorted(data)))
+    trainer.run()
+
+    assert expected == [[0, 1, 2], [0, 2], [0]]

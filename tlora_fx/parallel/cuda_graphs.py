@@ -329,7 +329,7 @@ class RowGraphs(GraphCache["RowGraph"]):
         graph = self._loaded(position, row, weights)
         if graph is not None:
             return graph.replay()
-        if position.key in self.ladder.steps and not self._settled:
+        if position.key in self.ladder.steps and self._waits:
             return self._run_first(position.key, row, weights)
         if not self._is_worth(position):
             return None
@@ -337,6 +337,15 @@ class RowGraphs(GraphCache["RowGraph"]):
         losses, kept = graph.run()
         self._keep(position, graph, kept)
         return losses
+
+    @property
+    def _waits(self) -> bool:
+        """Whether rows of the ladder wait for `capture_steps`.
+
+        Jobs of an open model change the ladder whenever they come and go: its rows are captured
+        one by one, when they come again.
+        """
+        return not self._settled and not self.model.is_open
 
     def _run_first(self, step: RowSize, row: PackedBatch, weights: Tensor) -> Tensor:
         """Run a row of a step of the ladder as it is, and note what its graph needs."""
@@ -362,7 +371,7 @@ class RowGraphs(GraphCache["RowGraph"]):
 
         beside   tokens of a row for which memory stays free beside the graphs
         """
-        if self.refused or self._settled or self.largest_row == 0:
+        if self.refused or not self._waits or self.largest_row == 0:
             return
         self._settled = True
         steps = [step for step in self.ladder.steps if step.tokens <= self.most]

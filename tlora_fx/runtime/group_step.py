@@ -384,6 +384,9 @@ class GroupStep:
             ladder = ladder_of(self.model.jobs, data, self.cutting, parts, abreast)
         self.bucketer.ladder = ladder
         graphs.use(ladder)
+        if self.mesh.size == 1 and ladder.steps:
+            # A longer row that finds no memory frees the graphs.
+            graphs.largest_row = max(step.tokens for step in ladder.steps)
 
     def capture(self) -> None:
         """Capture the rows of all sizes that were chosen, so that later ones run as CUDA graphs."""
