@@ -23,7 +23,8 @@ from benchmarks.interleaved import Spread, ratios
 from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.step_mixes import SEED, Shape
 from tlora_fx.cost.plan import Plan
-from tlora_fx.model.batch import JobTokens, PackedBatch, pack, repeating_length
+from tlora_fx.model.batch import JobTokens, PackedBatch, pack
+from tlora_fx.model.row_ladder import repeating_length
 from tlora_fx.parallel.apply import StepRunner, apply
 from tlora_fx.parallel.mesh import Mesh
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.rounds import EXACT, FEW, LONGEST, SHORTEST, arms_of, measured
 from benchmarks.step_mixes import Shape
-from tlora_fx.model.batch import repeating_length
+from tlora_fx.model.row_ladder import repeating_length
 from tlora_fx.runtime.run_folder import read_metrics
 
 SHAPE = Shape(

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora_fx.model.batch import IGNORED, JobTokens, pack, pad, repeating_form, repeating_length
+from tlora_fx.model.batch import IGNORED, JobTokens, pack, pad, repeating_form
+from tlora_fx.model.row_ladder import repeating_length
 
 TOKEN = st.integers(1, 50)
 SEQUENCE = st.lists(st.tuples(TOKEN, st.booleans()), min_size=1, max_size=6)

@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from tests.runtime.groups import make_job, tiny_base
 from tlora_fx.config.job import Job
-from tlora_fx.model.batch import IGNORED, JobTokens, pack
-from tlora_fx.model.row_ladder import MAX_STEPS, RowLadder, RowSize, example_row
+from tlora_fx.model.batch import (
+    IGNORED,
+    JobTokens,
+    example_row,
+    pack,
+    padded_by,
+    size_of,
+    size_of_jobs,
+)
+from tlora_fx.model.row_ladder import MAX_STEPS, RowLadder, RowSize
 from tlora_fx.runtime.data.batching import (
     Cutting,
     RowBucketer,
@@ -77,15 +85,15 @@ def test_rows_of_one_mix_have_sixteen_steps_at_most():
 def test_a_padded_row_has_the_sizes_of_its_step():
     """Tokens too, where it was packed to them; else it is padded by rule."""
     jobs = [JobTokens([[1] * 70, [2] * 30], [[1] * 70, [2] * 30]), JobTokens([[3] * 9], [[3] * 9])]
-    size = RowSize.of_jobs(jobs)
+    size = size_of_jobs(jobs)
     ladder = RowLadder.of([size, RowSize(4000, 3, 2000, 3000)])
     step = ladder.step_for(size)
-    row = ladder.padded(pack(jobs, step.tokens))
-    other = ladder.padded(pack(jobs, step.tokens + 16))
+    row = padded_by(ladder, pack(jobs, step.tokens))
+    other = padded_by(ladder, pack(jobs, step.tokens + 16))
 
     assert size == RowSize(109, 3, 70, 106)
-    assert RowSize.of(row) == step
-    assert RowSize.of(other) not in ladder.steps
+    assert size_of(row) == step
+    assert size_of(other) not in ladder.steps
     assert (row.targets[106:] == IGNORED).all()
 
 
@@ -95,7 +103,7 @@ def test_an_example_has_the_size_that_is_asked_for(size, jobs):
     (step,) = RowLadder.of([size]).steps
     row = example_row(step, jobs)
 
-    assert RowSize.of(row) == step
+    assert size_of(row) == step
     assert row.segments.tolist()[-1] == step.tokens
     assert len(row.segments) == jobs + 1
 
@@ -128,7 +136,7 @@ def test_sizes_of_rows_are_known_without_their_tokens(lengths, accumulated, pack
     for number in range(8):
         batches = {index: own.step(number) for index, own in data.items()}
         rows = list(rows_of_round(jobs, batches, dict.fromkeys(data, number), 150))
-        expected = [RowSize.of_jobs(row) for row in rows]
+        expected = [size_of_jobs(row) for row in rows]
         assert list(_whole_rows([own.sizes(number) for own in data.values()], 150)) == expected
 
 

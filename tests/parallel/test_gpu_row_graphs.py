@@ -14,7 +14,7 @@ from tests.parallel.test_row_graphs import row_of
 from tests.runtime.groups import make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.cost.plan import Plan
-from tlora_fx.model.batch import repeating_form
+from tlora_fx.model.batch import padded_by, repeating_form, size_of
 from tlora_fx.model.row_ladder import RowLadder, RowSize
 from tlora_fx.ops.dora import Norms, norms_kept
 from tlora_fx.ops.kernels import launch_cache, refresh
@@ -96,7 +96,7 @@ def test_the_steps_of_a_ladder_are_captured_at_once(tmp_path, compiled):
     runner, plain = apply(model, PLAN, mesh, largest_row=256), apply(model, PLAN, mesh)
     leaves, weights = leaves_of(model), torch.tensor([0.5, 2.0, 1.0], device="cuda")
     rows = [row_of(seed, (9, 7, 8)) for seed in range(24)]
-    ladder = RowLadder.of([*map(RowSize.of, rows), RowSize(900, 40, 60, 400)])
+    ladder = RowLadder.of([*map(size_of, rows), RowSize(900, 40, 60, 400)])
     rows = [padded_to(ladder, row) for row in rows]
     runner.graphs.use(ladder)
     for row in rows[:12]:
@@ -110,7 +110,7 @@ def test_the_steps_of_a_ladder_are_captured_at_once(tmp_path, compiled):
     captured = runner.graphs.captured
     for row in rows:
         found, expected = [], []
-        for one, told, given in ((runner, found, row), (plain, expected, ladder.padded(row))):
+        for one, told, given in ((runner, found, row), (plain, expected, padded_by(ladder, row))):
             told.append(one.run([given], weights))
             told += [leaf.grad.clone() for leaf in leaves]
             torch._foreach_zero_([leaf.grad for leaf in leaves])
@@ -122,7 +122,7 @@ def test_the_steps_of_a_ladder_are_captured_at_once(tmp_path, compiled):
 
 def padded_to(ladder, row):
     """The row with as many tokens as its step, by a sequence without targets."""
-    size = RowSize.of(row)
+    size = size_of(row)
     more = ladder.step_for(size).tokens - size.tokens
     ids = torch.nn.functional.pad(row.input_ids, (0, more))
     segments = row.segments.clone()

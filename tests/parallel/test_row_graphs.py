@@ -15,7 +15,7 @@ from tests.runtime.groups import VOCABULARY, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import PlanNotRunnable, TableNotOnDevice
-from tlora_fx.model.batch import IGNORED, JobTokens, pack, repeating_form
+from tlora_fx.model.batch import IGNORED, JobTokens, pack, repeating_form, size_of, size_of_jobs
 from tlora_fx.model.row_ladder import RowLadder, RowSize
 from tlora_fx.ops import dora, segment_read, segment_sum, tables
 from tlora_fx.ops.dora import Norms
@@ -292,7 +292,7 @@ def test_the_steps_of_a_ladder_are_captured_at_once(graphs, monkeypatch):
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 48)
     graphs.model.jobs = [None] * 3
     rows = rows_of_lengths(16, 300)
-    graphs.use(RowLadder.of([*map(RowSize.of, rows), RowSize(2000, 4, 1000, 1500)]))
+    graphs.use(RowLadder.of([*map(size_of, rows), RowSize(2000, 4, 1000, 1500)]))
     rows = [pack_to(graphs.ladder, length) for length in (16, 300)]
     told = [graphs.run(row, torch.ones(3)) for row in (*rows, *rows)]
     assert [one.tolist() for one in told] == [[1, 1, 1]] * 4
@@ -314,7 +314,7 @@ def test_rows_of_an_open_model_are_captured_when_they_come_again(graphs):
     """Whoever comes next changes the ladder: nothing is captured for all of it."""
     graphs.model.is_open, graphs.model.jobs = True, [None] * 3
     rows = rows_of_lengths(16, 300)
-    graphs.use(RowLadder.of(map(RowSize.of, rows)))
+    graphs.use(RowLadder.of(map(size_of, rows)))
     row = pack_to(graphs.ladder, 300)
     told = [graphs.run(row, torch.ones(3)) for _ in range(3)]
     graphs.capture_steps(0)
@@ -326,7 +326,7 @@ def test_rows_of_an_open_model_are_captured_when_they_come_again(graphs):
 def pack_to(ladder, length):
     """A row of three sequences, as long as its step."""
     jobs = [JobTokens([[1] * length], [[1] * length])] * 3
-    return pack(jobs, ladder.step_for(RowSize.of_jobs(jobs)).tokens)
+    return pack(jobs, ladder.step_for(size_of_jobs(jobs)).tokens)
 
 
 def test_a_step_without_memory_leaves_its_place_to_smaller_ones(graphs, monkeypatch):

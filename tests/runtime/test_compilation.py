@@ -231,7 +231,7 @@ def train_two(folder, looks):
     trainer = Trainer(
         compile(jobs), output=folder / "run", device="cpu", data=make_data(jobs),
         plan=Plan(planner="replicated", mesh=MeshShape(dp=2)),
-        options=TrainerOptions(compiled=True),
+        options=TrainerOptions(compiled=True, wait_for_compile=False),
     )  # fmt: skip
     trainer.run()
     return rounds, started

@@ -17,7 +17,7 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.cost.profile_sources import roofline_profile
 from tlora_fx.cost.step_time import CostModel
 from tlora_fx.errors import JobTooLong
-from tlora_fx.model.batch import repeating_length
+from tlora_fx.model.row_ladder import repeating_length
 from tlora_fx.runtime.checks import check_memory, longest_round, longest_row
 from tlora_fx.runtime.clocks import JobClocks
 from tlora_fx.runtime.data.batching import Cutting, cut_round, rows_of_round
@@ -106,7 +106,8 @@ def test_every_plan_of_the_command_line_is_looked_at(monkeypatch, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
     options = train.TrainOptions(jobs=path, output=tmp_path, max_row_tokens=64, plan="single")
 
-    _, model, plan = train._prepared(options, Launch(), None, JobClocks())
+    samples, model = train._prepared(options, JobClocks())
+    plan = train._planned(options, Launch(), None, model, samples, None)
 
     ((given, chosen, _, tokens),) = seen
     assert (given, chosen, tokens) == (model, plan, 64)

@@ -6,7 +6,7 @@ all tokens in one line; batch form pads each sequence to the longest, a sequence
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tlora_fx.model.preference import Pairs, Preference, pairs_of
+from tlora_fx.model.row_ladder import RowLadder, RowSize, power_of_two
 
 IGNORED = -100
 #: Index of what no job brought.
@@ -94,15 +95,6 @@ class PackedBatch:
         return PackedBatch(**moved, pairs=self.pairs, compared=compared)
 
 
-def repeating_length(tokens: int) -> int:
-    """The next of few lengths, at most a thirty-second above: what is kept by length comes again.
-
-    source   32 lengths between powers of two, 16 tokens apart at least
-    """
-    step = max(16, (1 << tokens.bit_length() - 1) // 32) if tokens else 16
-    return -(-tokens // step) * step
-
-
 def repeating_form(row: PackedBatch, sizes: tuple[int, int, int] | None = None) -> PackedBatch:
     """A packed row of the same tokens and losses whose every size is one of few.
 
@@ -132,9 +124,51 @@ def repeating_form(row: PackedBatch, sizes: tuple[int, int, int] | None = None) 
     )
 
 
-def power_of_two(count: int) -> int:
-    """The next power of two, 1 at least."""
-    return 1 << max(count - 1, 0).bit_length()
+def size_of(row: PackedBatch) -> RowSize:
+    """The size of a packed row."""
+    sizes = row.input_ids.numel(), len(row.cu_seqlens) - 1
+    return RowSize(*sizes, int(row.max_seqlen), len(row.target_rows))
+
+
+def size_of_jobs(jobs: Iterable[JobTokens]) -> RowSize:
+    """The size of the row that `pack` makes of these."""
+    lengths, targets = [0], 0
+    for job in jobs:
+        lengths.extend(map(len, job.sequences))
+        targets += sum(label != IGNORED for labels in job.labels for label in labels[job.shift :])
+    return RowSize(sum(lengths), len(lengths) - 1, max(lengths), targets)
+
+
+def padded_by(ladder: RowLadder, row: PackedBatch) -> PackedBatch:
+    """A row with all sizes of its step of a ladder but its tokens, or `repeating_form`.
+
+    row      on the CPU, in packed form, with a target at least
+    """
+    step = ladder.step_for(size_of(row))
+    if step is None or step.tokens != row.input_ids.numel():
+        return repeating_form(row)
+    return repeating_form(row, step[1:])
+
+
+def example_row(step: RowSize, jobs: int) -> PackedBatch:
+    """A row of a step's size whose tokens are all 0, the jobs' parts about as long as each other.
+
+    jobs   of the model
+    """
+    lengths = [step.longest] * (step.tokens // step.longest)
+    if rest := step.tokens % step.longest:
+        lengths.append(rest)
+    left, parts = step.targets, [list[list[int]]() for _ in range(jobs)]
+    labels = [list[list[int]]() for _ in range(jobs)]
+    for number, length in enumerate(lengths):
+        own = number * jobs // len(lengths)
+        parts[own].append([0] * length)
+        trained = min(left, length - 1)
+        labels[own].append([IGNORED] * (length - trained) + [0] * trained)
+        left -= trained
+    given = zip(parts, labels, strict=True)
+    row = pack([JobTokens(sequences, own) for sequences, own in given])
+    return repeating_form(row, step[1:])
 
 
 def pack(jobs: Sequence[JobTokens], length: int = SMALLEST) -> PackedBatch:

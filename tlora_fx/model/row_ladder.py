@@ -12,16 +12,6 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from tlora_fx.model.batch import (
-    IGNORED,
-    JobTokens,
-    PackedBatch,
-    pack,
-    power_of_two,
-    repeating_form,
-    repeating_length,
-)
-
 #: Steps of a ladder.
 MAX_STEPS = 16
 # Part of a step's tokens that a row may lack, by the step's tokens: a GPU reads the weights for
@@ -47,23 +37,6 @@ class RowSize(NamedTuple):
     sequences: int
     longest: int
     targets: int
-
-    @classmethod
-    def of(cls, row: PackedBatch) -> RowSize:
-        """The size of a row."""
-        sizes = row.input_ids.numel(), len(row.cu_seqlens) - 1
-        return cls(*sizes, int(row.max_seqlen), len(row.target_rows))
-
-    @classmethod
-    def of_jobs(cls, jobs: Iterable[JobTokens]) -> RowSize:
-        """The size of the row that `pack` makes of these."""
-        lengths, targets = [0], 0
-        for job in jobs:
-            lengths.extend(map(len, job.sequences))
-            targets += sum(
-                label != IGNORED for labels in job.labels for label in labels[job.shift :]
-            )
-        return cls(sum(lengths), len(lengths) - 1, max(lengths), targets)
 
     def holds(self, other: RowSize) -> bool:
         """Whether a row of the other size can be padded to this one."""
@@ -134,16 +107,6 @@ class RowLadder:
                 return step
         return None
 
-    def padded(self, row: PackedBatch) -> PackedBatch:
-        """A row with all sizes of its step but its tokens; where it has none, `repeating_form`.
-
-        row      on the CPU, in packed form, with a target at least
-        """
-        step = self.step_for(RowSize.of(row))
-        if step is None or step.tokens != row.input_ids.numel():
-            return repeating_form(row)
-        return repeating_form(row, step[1:])
-
 
 @dataclass(frozen=True, slots=True)
 class _Group:
@@ -203,22 +166,15 @@ def _padding(tokens: int) -> float:
     return max(2 * _GRANULE, tokens * part)
 
 
-def example_row(step: RowSize, jobs: int) -> PackedBatch:
-    """A row of a step's size whose tokens are all 0, the jobs' parts about as long as each other.
+def repeating_length(tokens: int) -> int:
+    """The next of few lengths, at most a thirty-second above: what is kept by length comes again.
 
-    jobs   of the model
+    source   32 lengths between powers of two, 16 tokens apart at least
     """
-    lengths = [step.longest] * (step.tokens // step.longest)
-    if rest := step.tokens % step.longest:
-        lengths.append(rest)
-    left, parts = step.targets, [list[list[int]]() for _ in range(jobs)]
-    labels = [list[list[int]]() for _ in range(jobs)]
-    for number, length in enumerate(lengths):
-        own = number * jobs // len(lengths)
-        parts[own].append([0] * length)
-        trained = min(left, length - 1)
-        labels[own].append([IGNORED] * (length - trained) + [0] * trained)
-        left -= trained
-    given = zip(parts, labels, strict=True)
-    row = pack([JobTokens(sequences, own) for sequences, own in given])
-    return repeating_form(row, step[1:])
+    step = max(16, (1 << tokens.bit_length() - 1) // 32) if tokens else 16
+    return -(-tokens // step) * step
+
+
+def power_of_two(count: int) -> int:
+    """The next power of two, 1 at least."""
+    return 1 << max(count - 1, 0).bit_length()

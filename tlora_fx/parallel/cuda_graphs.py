@@ -33,8 +33,8 @@ from torch import Tensor, nn
 
 from tlora_fx.cost.model_facts import CAPTURED_TOKENS
 from tlora_fx.errors import PlanNotRunnable, TloraError
-from tlora_fx.model.batch import PackedBatch
-from tlora_fx.model.row_ladder import RowLadder, RowSize, example_row
+from tlora_fx.model.batch import PackedBatch, example_row, padded_by, size_of
+from tlora_fx.model.row_ladder import RowLadder, RowSize
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.dora import Lengths, Norms, lengths_kept, norms_at_once
 from tlora_fx.ops.kernels import refresh, release
@@ -324,8 +324,8 @@ class RowGraphs(GraphCache["RowGraph"]):
         """
         if not self._may_capture(row):
             return None
-        row = self.ladder.padded(row)
-        position = Position(0, 0, RowSize.of(row))
+        row = padded_by(self.ladder, row)
+        position = Position(0, 0, size_of(row))
         graph = self._loaded(position, row, weights)
         if graph is not None:
             return graph.replay()
@@ -397,7 +397,7 @@ class RowGraphs(GraphCache["RowGraph"]):
 
     def formed(self, row: PackedBatch) -> PackedBatch:
         """The row as a graph would run it: launched, its kernels do the same."""
-        return self.ladder.padded(row) if self._may_capture(row) else row
+        return padded_by(self.ladder, row) if self._may_capture(row) else row
 
     @contextmanager
     def launching(self, row: PackedBatch) -> Iterator[None]:

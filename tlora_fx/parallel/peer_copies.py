@@ -103,7 +103,7 @@ def copy_from_peers(modules: Sequence[nn.Module], mesh: Mesh) -> SideStreams | N
     """
     assert mesh.dp is not None
     leaves = [_sharded_leaves(module) for module in modules]
-    if mesh.device.type != "cuda" or not wants_peer_copies():
+    if not _may_reach(mesh.device) or not wants_peer_copies():
         return None
     offers: list[Any] = [None] * dist.get_world_size(mesh.dp)
     shards = [[_bytes(leaf) for leaf in own] for own in leaves]
@@ -230,6 +230,10 @@ class Whole:
         return (self._flat, (self._flat,)) if out is None else None
 
 
+def _may_reach(device: torch.device) -> bool:
+    return device.type == "cuda"
+
+
 def _bytes(leaf: DTensor) -> Tensor:
     """A shard's bytes, with its padding, as it is gathered."""
     local: Any = leaf._local_tensor
@@ -259,8 +263,11 @@ def _offer(shards: Sequence[Sequence[Tensor]], device: torch.device) -> Any:
     except RuntimeError as error:
         logger.warning("weights are gathered by collectives: they cannot be shared: %s", error)
         return None
-    uuid = torch.cuda.get_device_properties(device).uuid
-    return socket.gethostname(), str(uuid), handles
+    return socket.gethostname(), _identity(device), handles
+
+
+def _identity(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _handle(tensor: Tensor) -> Any:

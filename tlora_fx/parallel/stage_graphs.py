@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tlora_fx.model.batch import PackedBatch
-from tlora_fx.model.row_ladder import RowSize
+from tlora_fx.model.batch import PackedBatch, padded_by, size_of
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.dora import lengths_kept
 from tlora_fx.ops.kernels.pack_together import noting, serving
@@ -57,7 +56,7 @@ class StageGraphs(GraphCache["CapturedStage"]):
         rows      its micro-batches, on the CPU
         weights   [J] on the device
         """
-        self._rows = [self.ladder.padded(row) if len(row.target_rows) else row for row in rows]
+        self._rows = [padded_by(self.ladder, row) if len(row.target_rows) else row for row in rows]
         self._weights = weights
         self._slots.clear()
         for graph in self._wanted.values():
@@ -79,7 +78,7 @@ class StageGraphs(GraphCache["CapturedStage"]):
         slot = self._slot(index, number)
         if not self._may_capture(row):
             return as_it_is()
-        position = Position(index, slot, RowSize.of(row))
+        position = Position(index, slot, size_of(row))
         graph = self._loaded(position, row, self._weights)
         if graph is not None:
             return graph(hidden)

@@ -28,7 +28,7 @@ from tlora_fx.errors import (
 )
 from tlora_fx.host.phases import phase
 from tlora_fx.model.backbone import Backbone, longest_sequence, text_config
-from tlora_fx.model.batch import repeating_length
+from tlora_fx.model.row_ladder import repeating_length
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import ProbeResult
 from tlora_fx.numerics.probe_cache import probe_loaded_once

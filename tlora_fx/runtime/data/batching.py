@@ -15,17 +15,9 @@ import torch
 
 from tlora_fx.config.job import BETA, Job
 from tlora_fx.cost.load import balanced_cuts
-from tlora_fx.model.batch import (
-    IGNORED,
-    SMALLEST,
-    JobTokens,
-    PackedBatch,
-    pack,
-    pad,
-    repeating_length,
-)
+from tlora_fx.model.batch import IGNORED, SMALLEST, JobTokens, PackedBatch, pack, pad, size_of_jobs
 from tlora_fx.model.preference import Preference
-from tlora_fx.model.row_ladder import RowLadder, RowSize
+from tlora_fx.model.row_ladder import RowLadder, RowSize, repeating_length
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.data.samples import JobData, Sample
 
@@ -157,7 +149,7 @@ class RowBucketer:
 
 def size_abreast(rows: Sequence[Row]) -> RowSize:
     """The smallest size that holds each of these rows."""
-    return reduce(RowSize.with_all_of, map(RowSize.of_jobs, rows))
+    return reduce(RowSize.with_all_of, map(size_of_jobs, rows))
 
 
 # A round is cut into as many parts as a plan's processes and micro-batches need.
