@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -129,13 +129,19 @@ _RECORDS: dict[Any, TypeAdapter[Any]] = {
     DecisionRecord: TypeAdapter(list[DecisionRecord]),
 }
 #: The columns of each record, in the order of its fields.
-_SELECT = {
-    "jobs": "SELECT request, spec, status, reason, steps, epoch, path, credit, first_started, ended"
-    " FROM jobs ORDER BY place",
-    "epochs": "SELECT epoch, jobs, gpus, layout, seconds, launched, started, ended, how"
-    " FROM epochs ORDER BY epoch",
-    "decisions": "SELECT time, groups, waiting FROM decisions ORDER BY number",
+_COLUMNS = {
+    "jobs": "request, spec, status, reason, steps, epoch, path, credit, first_started, ended",
+    "epochs": "epoch, jobs, gpus, layout, seconds, launched, started, ended, how",
+    "decisions": "time, groups, waiting",
 }
+_ORDER = {"jobs": "place", "epochs": "epoch", "decisions": "number"}
+
+
+def _select(table: str, where: str = "") -> str:
+    """A query for records of a table, in their order."""
+    condition = f" WHERE {where}" if where else ""
+    columns, order = _COLUMNS[table], _ORDER[table]
+    return f"SELECT {columns} FROM {table}{condition} ORDER BY {order}"  # noqa: S608  (our own)
 
 
 def records(kind: type[Record], rows: Iterable[Sequence[Any]]) -> list[Record]:
@@ -164,6 +170,16 @@ CREATE TABLE IF NOT EXISTS decisions (
 CREATE TABLE IF NOT EXISTS files (path TEXT PRIMARY KEY, sha256 TEXT NOT NULL, told TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS origins (name TEXT PRIMARY KEY, path TEXT NOT NULL);
 """
+
+#: What is read again and again is found without a look at jobs and groups that have ended.
+_INDEXES = """
+CREATE INDEX IF NOT EXISTS jobs_active ON jobs (place) WHERE status IN ('queued', 'running');
+CREATE INDEX IF NOT EXISTS jobs_refused ON jobs (place) WHERE status = 'refused';
+CREATE INDEX IF NOT EXISTS jobs_by_any_case ON jobs (name COLLATE NOCASE);
+CREATE INDEX IF NOT EXISTS epochs_open ON epochs (epoch) WHERE ended IS NULL;
+CREATE INDEX IF NOT EXISTS decisions_by_time ON decisions (time);
+"""
+_ACTIVE = "status IN ('queued', 'running')"
 
 #: Older ledgers do not say how long a group held its GPUs. A group that ended is charged from its
 #: launch to its end. The end of a killed one was written at the next start, so that it is charged
@@ -200,7 +216,7 @@ class Ledger:
             self._base = sqlite3.connect(self.path, isolation_level=None)
             self._base.execute("PRAGMA journal_mode=WAL")
             self._base.execute("PRAGMA synchronous=FULL")
-            self._base.executescript(_TABLES)
+            self._base.executescript(_TABLES + _INDEXES)
         except sqlite3.Error as error:
             raise LedgerError(
                 "the run's ledger cannot be opened",
@@ -415,12 +431,47 @@ class Ledger:
     def jobs(self) -> list[JobRecord]:
         """All jobs, in the order in which they were submitted; raises LedgerError."""
         with _reading(self.path):
-            return records(JobRecord, self._base.execute(_SELECT["jobs"]))
+            return records(JobRecord, self._base.execute(_select("jobs")))
+
+    def active_jobs(self) -> list[JobRecord]:
+        """Jobs that have not ended, in the order of `jobs`; raises LedgerError."""
+        with _reading(self.path):
+            return records(JobRecord, self._base.execute(_select("jobs", _ACTIVE)))
+
+    def refused_jobs(self) -> list[JobRecord]:
+        """Jobs that were refused, in the order of `jobs`; raises LedgerError."""
+        with _reading(self.path):
+            return records(JobRecord, self._base.execute(_select("jobs", "status = 'refused'")))
+
+    def job_count(self) -> int:
+        """Number of jobs; raises LedgerError."""
+        with _reading(self.path):
+            [count] = self._base.execute("SELECT count(*) FROM jobs").fetchone()
+            return int(count)
+
+    def spec(self, job: str, *, besides: Collection[str] = ()) -> Mapping[str, Any] | None:
+        """What a job's runner must know; None where there is no such job. Raises LedgerError.
+
+        besides   statuses of jobs that count as not there
+        """
+        with _reading(self.path):
+            row = self._base.execute(
+                "SELECT spec, status FROM jobs WHERE name = ?", (job,)
+            ).fetchone()
+            if row is None or row[1] in besides:
+                return None
+            spec: Mapping[str, Any] = json.loads(row[0])
+            return spec
+
+    def open_epochs(self) -> list[EpochRecord]:
+        """Formations whose end nobody saw, in their order; raises LedgerError."""
+        with _reading(self.path):
+            return records(EpochRecord, self._base.execute(_select("epochs", "ended IS NULL")))
 
     def epochs(self) -> list[EpochRecord]:
         """All formations of groups, in their order; raises LedgerError."""
         with _reading(self.path):
-            return records(EpochRecord, self._base.execute(_SELECT["epochs"]))
+            return records(EpochRecord, self._base.execute(_select("epochs")))
 
     def next_epoch(self) -> int:
         """A number that no formation has had; raises LedgerError."""
@@ -431,12 +482,20 @@ class Ledger:
     def decisions(self) -> list[DecisionRecord]:
         """Records of decisions, without reasons; raises LedgerError."""
         with _reading(self.path):
-            return records(DecisionRecord, self._base.execute(_SELECT["decisions"]))
+            return records(DecisionRecord, self._base.execute(_select("decisions")))
 
     def note_file(self, path: str, sha256: str, told: str) -> None:
         """Remember what was said of a job file."""
         with self._transition() as base:
             base.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (path, sha256, told))
+
+    def file(self, path: str) -> tuple[str, str]:
+        """SHA-256 of a job file as it was read, and what was said of it; "" where it was not."""
+        with _reading(self.path):
+            row = self._base.execute(
+                "SELECT sha256, told FROM files WHERE path = ?", (path,)
+            ).fetchone()
+            return ("", "") if row is None else (row[0], row[1])
 
     def files(self) -> dict[str, tuple[str, str]]:
         """SHA-256 of each job file as it was read, and what was said of it, by path."""
@@ -598,7 +657,7 @@ def _read(path: Path) -> Rows:
         [version] = base.execute("SELECT value FROM facts WHERE name = 'format'").fetchone()
         _require_version(path, version, "read it with the version that wrote it")
         base.execute("BEGIN")
-        return {name: list(map(list, base.execute(query))) for name, query in _SELECT.items()}
+        return {name: list(map(list, base.execute(_select(name)))) for name in _COLUMNS}
 
 
 @contextmanager
