@@ -150,6 +150,7 @@ def run(options: ServeCommandOptions) -> None:
         events, adapted(service),
     ) as running:  # fmt: skip
         running.before_advance = Control(store, options.output, running)
+        running.user_of = store.user_of_file
         # Only now: another service may hold the folder.
         answer = partial(_answer, options, cluster.gpus, cluster.gpu, policy.name)
         with StopSignals(running), _answering(options, answer, events) as answering:

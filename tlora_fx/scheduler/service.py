@@ -490,6 +490,8 @@ class SchedulerService:
     jobs             folder of job files, or one file
     specs            by name, what the runner of an active job must know
     before_advance   called in each turn once all news are heard, before anything is decided
+    user_of          user whose job file a path is: users take turns in having theirs prepared; "":
+                     nobody's
     """
 
     jobs: Path
@@ -504,6 +506,7 @@ class SchedulerService:
     folder: HeldFolder
     stopping: bool = False
     before_advance: Callable[[], None] = lambda: None
+    user_of: Callable[[Path], str] = lambda path: ""
     files: JobFolder = field(init=False)
     _looked: float = float("-inf")
     _heartbeat: float = field(default_factory=time.monotonic)
@@ -613,7 +616,7 @@ class SchedulerService:
             self.files.settle(file)
             return
         self._open[file.path] = OpenFile(file)
-        self.admission.read(file.path)
+        self.admission.read(file.path, self.user_of(file.path))
 
     def _hear(self, answer: Answer) -> None:
         now = self.executor.now()
@@ -659,7 +662,7 @@ class SchedulerService:
         known = self._open[answer.path]
         known.file = replace(known.file, mistake=mistake)
         known.left = {job["name"] for job in jobs}
-        self.admission.prepare(jobs, now)
+        self.admission.prepare(jobs, now, self.user_of(answer.path))
         self._settle(answer.path)
 
     def _known(self, name: str) -> Mapping[str, Any] | None:

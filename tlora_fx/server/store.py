@@ -378,6 +378,11 @@ class ServiceStore:
         """File where the scheduler finds a submission."""
         return self.inbox / f"{number:06d}.yaml"
 
+    def user_of_file(self, path: Path) -> str:
+        """User of a submission that the scheduler finds in a file; "" where nobody has a token."""
+        rows = self.rows("SELECT user FROM submissions WHERE number = ?", path.stem.lstrip("0"))
+        return next((user for (user,) in rows if user != LOCAL), "")
+
     # Jobs.
 
     def jobs(self, name: str | None = None) -> list[OwnedJob]:
