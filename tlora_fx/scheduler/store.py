@@ -169,6 +169,21 @@ CREATE TABLE IF NOT EXISTS decisions (
     number INTEGER PRIMARY KEY, time REAL NOT NULL, groups TEXT NOT NULL, waiting TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS files (path TEXT PRIMARY KEY, sha256 TEXT NOT NULL, told TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS origins (name TEXT PRIMARY KEY, path TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS members (
+    job TEXT NOT NULL, epoch INTEGER NOT NULL, PRIMARY KEY (job, epoch)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS decided (job TEXT PRIMARY KEY, decision INTEGER NOT NULL);
+"""
+
+#: Of a ledger that was written without them: the groups that each job was in, and the last decision
+#: that it had a part in.
+_ADD_PAST = """
+INSERT OR IGNORE INTO members SELECT value, epoch FROM epochs, json_each(epochs.jobs);
+INSERT OR REPLACE INTO decided SELECT job, max(number) FROM (
+    SELECT job.value AS job, number FROM decisions, json_each(decisions.groups) AS one,
+        json_each(one.value, '$.jobs') AS job
+    UNION ALL SELECT value, number FROM decisions, json_each(decisions.waiting)
+) GROUP BY job;
+INSERT INTO facts VALUES ('past', 'by job');
 """
 
 #: What is read again and again is found without a look at jobs and groups that have ended.
@@ -228,6 +243,9 @@ class Ledger:
         _require_version(self.path, version, "go on with the version that began the run")
         with self._transition() as base:
             _add_held(base)
+            if base.execute("SELECT 1 FROM facts WHERE name = 'past'").fetchone() is None:
+                for statement in _ADD_PAST.strip().removesuffix(";").split(";"):
+                    base.execute(statement)
 
     def close(self) -> None:
         """Close the file."""
@@ -299,9 +317,13 @@ class Ledger:
         """Record a decision, and the credit of jobs from then on."""
         groups = _GROUPS.dump_json(decision.groups).decode()
         with self._transition() as base:
-            base.execute(
+            number = base.execute(
                 "INSERT INTO decisions (time, groups, waiting) VALUES (?, ?, ?)",
                 (time, groups, json.dumps(decision.waiting)),
+            ).lastrowid
+            jobs = [name for group in decision.groups for name in group.jobs] + [*decision.waiting]
+            base.executemany(
+                "INSERT OR REPLACE INTO decided VALUES (?, ?)", [(name, number) for name in jobs]
             )
             base.executemany(
                 "UPDATE jobs SET credit = ? WHERE name = ?",
@@ -327,6 +349,10 @@ class Ledger:
                 "INSERT OR IGNORE INTO epochs (epoch, jobs, gpus, layout, seconds, launched) "
                 "VALUES (?, ?, ?, ?, ?, ?)",
                 (*row, group.seconds, time),
+            )
+            base.executemany(
+                "INSERT OR IGNORE INTO members VALUES (?, ?)",
+                [(name, epoch) for name in group.jobs],
             )
             base.executemany(
                 "UPDATE jobs SET status = 'running', first_started = coalesce(first_started, ?) "
@@ -604,6 +630,28 @@ class History:
             return cls.of_rows(rows)
 
     @classmethod
+    def of_job(cls, folder: Path, job: str) -> History | None:
+        """What a run's ledger tells of one job, and of the jobs that were decided upon with it.
+
+        None where the run has no ledger. Raises LedgerError.
+        """
+        path = folder / LEDGER
+        if not path.is_file():
+            return None
+        with _opened(path) as base:
+            where = (
+                "number = (SELECT max(number) FROM decisions) "
+                "OR number = (SELECT decision FROM decided WHERE job = ?)"
+            )
+            decisions = records(DecisionRecord, base.execute(_select("decisions", where), (job,)))
+            names = json.dumps([job, *(name for each in decisions for name in each.jobs)])
+            where = "name IN (SELECT value FROM json_each(?))"
+            jobs = records(JobRecord, base.execute(_select("jobs", where), (names,)))
+            where = "epoch IN (SELECT epoch FROM members WHERE job = ?)"
+            epochs = records(EpochRecord, base.execute(_select("epochs", where), (job,)))
+        return cls({each.name: each for each in jobs}, tuple(epochs), tuple(decisions))
+
+    @classmethod
     def of_rows(cls, rows: Rows) -> History:
         """History from rows of the ledger's tables; raises KeyError, ValueError for other rows."""
         jobs = records(JobRecord, rows["jobs"])
@@ -652,12 +700,19 @@ def _last(decisions: Sequence[DecisionRecord]) -> list[DecisionRecord]:
 
 
 def _read(path: Path) -> Rows:
+    with _opened(path) as base:
+        return {name: list(map(list, base.execute(_select(name)))) for name in _COLUMNS}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    """A ledger as it is at one moment; nobody is disturbed. Raises LedgerError."""
     address = f"{path.absolute().as_uri()}?mode=ro"
     with _reading(path), closing(sqlite3.connect(address, uri=True)) as base:
         [version] = base.execute("SELECT value FROM facts WHERE name = 'format'").fetchone()
         _require_version(path, version, "read it with the version that wrote it")
         base.execute("BEGIN")
-        return {name: list(map(list, base.execute(_select(name)))) for name in _COLUMNS}
+        yield base
 
 
 @contextmanager

@@ -196,7 +196,7 @@ class Service:
         else:
             decided = self.store.rows("SELECT 1 FROM decisions LIMIT 1")
             snapshot = load_snapshot(self.folder / "state.json") if decided else None
-            text = explained(snapshot, History.of_run(self.folder), job.name)
+            text = explained(snapshot, History.of_job(self.folder, job.name), job.name)
         names = [] if user.admin else self.store.names_of_others(user, text)
         if names:
             some = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))

@@ -592,6 +592,8 @@ class ServiceStore:
         _add_total(base, job.user, state, -1)
         for table in ("owned", "jobs", "origins", "summaries"):
             base.execute(f"DELETE FROM {table} WHERE name = ?", (job.name,))  # noqa: S608  (ours)
+        for table in ("members", "decided"):
+            base.execute(f"DELETE FROM {table} WHERE job = ?", (job.name,))  # noqa: S608  (ours)
         if job.name not in RESERVED:
             base.execute("INSERT OR REPLACE INTO trash VALUES (?, ?)", (job.name, job.name))
         left = base.execute("SELECT 1 FROM owned WHERE submission = ?", (job.submission,))
