@@ -54,19 +54,19 @@ def test_a_store_without_a_format_is_migrated(old):
         "alice.done": ("done", 10), "alice.half": ("running", 10), "alice.new": ("queued", 10),
     }  # fmt: skip
     assert store.gpu_hours("alice") == pytest.approx(60 / 3600)
-    assert (facts(old)["format"], facts(old)["service_format"]) == ("2", "1")
+    assert (facts(old)["format"], facts(old)["service_format"]) == ("3", "2")
 
 
 def test_a_store_of_a_newer_format_is_refused(old):
     """And nothing of the service is changed."""
     ServiceStore(old)
     with closing(sqlite3.connect(old / "ledger.sqlite")) as base, base:
-        base.execute("UPDATE facts SET value = '2' WHERE name = 'service_format'")
+        base.execute("UPDATE facts SET value = '3' WHERE name = 'service_format'")
         base.execute("DROP TABLE access")
 
     with pytest.raises(NewerFormat, match="newer version of tlora-fx"):
         ServiceStore(old)
-    assert facts(old)["service_format"] == "2"
+    assert facts(old)["service_format"] == "3"
     with closing(sqlite3.connect(old / "ledger.sqlite")) as base:
         assert not base.execute("SELECT 1 FROM sqlite_master WHERE name = 'access'").fetchone()
 

@@ -56,13 +56,15 @@ def states(it):
 
 
 def run(it, script, *, slots=1):
-    """Turn a run until a script is through: it yields while it waits."""
+    """Turn a run as `serve` does until a script is through: it yields while it waits."""
     output = it.folder
+    as_served = options(linger=None, horizon=0.2, retries=False, removes_files=True)
     with opened(
         it.store.inbox, output, Cluster(slots, slots, 1, "cpu"), policy_of("megatron"), Roofline(),
-        Prepared(), EventLog(it.store), options(linger=None, horizon=0.2),
+        Prepared(), EventLog(it.store), as_served,
     ) as running:  # fmt: skip
         running.before_advance = Control(it.store, output, running)
+        running.user_of, running.is_wanted = it.store.user_of_file, it.store.owns
         steps = script()
         while running.turn() and next(steps, "over") != "over":
             time.sleep(0.01)
@@ -173,6 +175,29 @@ def test_of_jobs_that_wait_the_highest_priority_is_started_first(tmp_path):
     run(it, script)
     order = [job for _, _, what, job, _ in audit(it.folder) if what == "begin"]
     assert order == ["first", "high", "low"]
+
+
+def test_a_job_of_a_removed_jobs_name_is_another_one_and_trains(tmp_path):
+    """In the same process; job files do not stay in the inbox, and GPU-hours stay used."""
+    it = made(tmp_path / "run")
+    submit(it, "a", "b", steps=5)
+
+    def script():
+        yield from until(lambda: set(states(it).values()) == {"done"})
+        yield from until(lambda: not list(it.store.inbox.iterdir()) and not it.store.open_jobs())
+        yield from until(lambda: not it.store.rows("SELECT 1 FROM epochs WHERE ended IS NULL"))
+        before = it.store.gpu_hours(LOCAL)
+        for name in "ab":
+            it.store.remove(ME, name)
+        it.intake.empty_trash()
+        assert it.store.gpu_hours(LOCAL) == before > 0
+        assert not (it.folder / "a").exists()
+        submit(it, "a", "b", steps=7)
+        yield from until(lambda: set(states(it).values()) == {"done"})
+
+    run(it, script)
+    assert [job.steps for job in it.store.jobs()] == [7, 7]
+    assert [job.number for job in it.store.jobs()] == [3, 4]
 
 
 def forked(action) -> int:
