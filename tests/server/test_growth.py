@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.server.conftest import as_scheduled, job_file, request
 from tlora_fx.errors import JobUnknown, RequestConflict
-from tlora_fx.scheduler.executor import Finished
+from tlora_fx.scheduler.executor import Drained, Finished
 from tlora_fx.scheduler.state import Group
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.server.app import make_service
@@ -221,6 +221,78 @@ def test_the_name_of_a_removed_job_waits_until_its_group_has_ended(asked):
     ledger.end(1, "drained", 3.0)
     ledger.close()
     assert it.submit(job_file("a"), "again").status_code == 201
+
+
+def test_the_name_of_a_removed_job_is_taken_while_its_process_runs_for_others(asked):
+    """Another group took over the job's process; what tells of that is not forgotten either."""
+    it = asked()
+    store = it.service.store
+    submit(store, ME, "a", "b")
+    ledger = Ledger(it.folder / "ledger.sqlite")
+    ledger.launch(Group(("a", "b"), 1, (0,)), 1, None, 1.0)
+    ledger.record(Finished(2.0, 1, "a", 10.0))
+    ledger.launch(Group(("b",), 1, (0,)), 2, None, 3.0, origin=1)
+    ledger.record(Drained(4.0, 1, {}, 2))
+    store.remove(ME, "a")
+    (it.folder / "a").mkdir()
+    (it.folder / "a" / "late.txt").write_text("of the process")
+
+    assert store.forget_past(store.started + 100.0) == []
+    answer = it.submit(job_file("A"), "again")
+    assert (answer.status_code, answer.json()["facts"]) == (409, {"group": "2"})
+    ledger.end(2, "drained", 5.0)
+    ledger.close()
+    assert it.submit(job_file("a"), "again").status_code == 201
+    assert not (it.folder / "a").exists()
+    assert store.forget_past(store.started + 100.0) == [1]
+
+
+def test_a_submission_that_is_refused_moves_nothing(asked):
+    """The jobs of its names stay as they were: some gave theirs back, another does not."""
+    it = asked()
+    it.add("alice", jobs=2)
+    it.submit(job_file("a", "b"), "1", "alice")
+    as_scheduled(it.folder, [("alice.a",), ("alice.b",)])
+    ledger = Ledger(it.folder / "ledger.sqlite")
+    ledger.record(Finished(5.0, 1, "alice.a", 5.0))
+    ledger.end(1, "drained", 6.0)
+    ledger.close()
+    it.service.store.rows("UPDATE owned SET wanted = 'cancel' WHERE name = 'alice.a'")
+    before = it.state()
+
+    assert it.submit(job_file("a", "b"), "2", "alice").status_code == 409
+    assert it.submit(job_file("a", "c"), "2", "alice").status_code == 429
+    assert it.state() == before
+    assert (it.folder / "alice.a" / "metrics.jsonl").is_file()
+    assert it.submit(job_file("a"), "2", "alice").status_code == 201
+    assert not (it.folder / "alice.a").exists()
+
+
+def test_what_a_replaced_job_left_is_kept_as_long_as_jobs_are(tmp_path):
+    """Then it is archived and removed; until then the key of its submission stays used."""
+    limits = IntakeLimits(keep_job_seconds=1000.0, archive=tmp_path / "archive")
+    it = make_service(tmp_path / "run", limits, open_to_all=True)
+    it.store.submit(ME, "key", "", ["a"], "", "", 0)
+    as_scheduled(tmp_path / "run", [("a",)])
+    end(it.store, ["a"], first=2)
+    it.store.rows("UPDATE epochs SET ended = 9")
+    it.store.rows("UPDATE owned SET wanted = 'cancel'")
+    it.store.rows("UPDATE jobs SET steps = 5, ended = 0")
+    again = it.store.submit(ME, "another", "", ["a"], "", "", 0)
+    kept = it.store.folder / "replaced" / "000001.a"
+
+    assert (kept / "metrics.jsonl").is_file()
+    assert it.store.replayed(ME, "key", "").jobs == ("a",)
+    it.intake.collect()
+    assert kept.is_dir()
+    it.store.rows("UPDATE removed SET ended = 1")
+    it.intake.collect()
+    assert list(kept.parent.iterdir()) == []
+    [path] = (tmp_path / "archive").iterdir()
+    with tarfile.open(path) as tar:
+        assert tar.getnames() == ["a/archived.json", "a", "a/metrics.jsonl"]
+    assert it.store.replayed(ME, "key", "") is None
+    assert [job.submission for job in it.store.jobs()] == [again.number]
 
 
 def test_a_job_named_as_a_folder_of_the_run_takes_nothing_with_it(asked):
