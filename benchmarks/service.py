@@ -161,7 +161,9 @@ def _compared(store: ServiceStore, clients: Clients) -> list[str]:
     keys = [key for (key,) in store.rows("SELECT key FROM submissions WHERE key != 'trains'")]
     owned = {job.name for job in store.jobs()} - {"alice.trains"}
     told = {name for names in clients.taken.values() for name in names}
-    files = [path for path in store.inbox.iterdir() if path.suffix == ".yaml"]
+    # The scheduler removes a file that it has taken in, and notes it.
+    taken = {path for (path,) in store.rows("SELECT path FROM files")}
+    files = taken | {str(p.absolute()) for p in store.inbox.iterdir() if p.suffix == ".yaml"}
     acted = [action for action in store.actions() if action[2] == "submit"]
     facts = {
         "lost": set(clients.taken) - set(keys),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -203,3 +204,24 @@ def test_tokens_are_made_listed_and_revoked(tmp_path, capsys):
     assert token.startswith("tlora-")
     assert row.split()[:3] == ["alice", "1", "3"]
     assert revoked == "alice: 1 revoked"
+
+
+def test_jobs_are_listed_by_pages_and_removed_once_they_have_ended(said, monkeypatch, tmp_path):
+    """All of them, or those submitted last."""
+    it, say = said
+    monkeypatch.setattr(client, "PAGE", 2)
+    path = tmp_path / "jobs.yaml"
+    path.write_text(job_file(*"abcde"))
+    say("submit", path)
+    names = [f"alice.{name}" for name in "abcde"]
+
+    assert [job["name"] for job in json.loads(say("ls", "--json"))] == names
+    assert [job["name"] for job in json.loads(say("ls", "--json", "--last", "2"))] == names[3:]
+    assert "cannot be removed" in say("rm", "a", code=1)
+    as_scheduled(it.folder, [(name,) for name in names], ended=True)
+    store = it.service.store
+    store.rows("UPDATE jobs SET status = 'done', steps = 10")
+    store.rows("INSERT INTO files VALUES (?, '', 'taken')", str(store.file_of(1).absolute()))
+    assert say("rm", "a", "alice.b") == "a: removed\nalice.b: removed\n"
+    assert [job["name"] for job in json.loads(say("ls", "--json"))] == names[2:]
+    assert not (it.folder / "alice.a").exists()

@@ -492,3 +492,102 @@ class Cancels(Heard):
 
     def said_of(self, what):
         return [said[1] for said in self.said if said[0] == what]
+
+
+class Slow(Dying):
+    """Its processes tell all at once, and end when they are let go of; who began is remembered."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+        self.begun: list[str] = []
+        self.at_work: dict[int, str] = {}
+
+    def start(self, order: Path, log: Path, environment, module="") -> int:
+        asked = AdmissionOrder.read(order)
+        number = super().start(order, log, environment, module)
+        first = Path(asked.file).name if asked.file else asked.jobs[0]["name"]
+        self.at_work[number] = user = first.partition(".")[0]
+        self.begun.append(user)
+        return number
+
+    def code(self, worker: int) -> int | None:
+        return None if worker in self.at_work else super().code(worker)
+
+
+@pytest.fixture
+def no_disk(monkeypatch):
+    """Orders are written, and nobody waits for the disk."""
+    monkeypatch.setattr(admission_worker, "replace_file", Path.write_bytes)
+
+
+def _through(it: Admission, server: Slow, until=lambda: False) -> list:
+    """All answers, where the oldest process ends each time."""
+    answers = []
+    while it.busy and not until():
+        answers += it.answers()
+        if server.at_work:
+            del server.at_work[min(server.at_work)]
+    return answers
+
+
+@pytest.mark.parametrize("what", ["read", "prepare"])
+def test_a_user_with_one_submission_has_the_second_turn(tmp_path, no_disk, what):
+    """Beside another one who had sent 200 before, in reading files and in preparing jobs."""
+    it = Admission(tmp_path, server := Slow())
+    for user, count in (("alice", 200), ("bob", 1)):
+        for index in range(count):
+            name = f"{user}.{index}"
+            if what == "read":
+                it.read(Path(f"/{name}"), user)
+            else:
+                it.prepare([{"name": name}], 0.0, user)
+
+    _through(it, server, until=lambda: len(server.begun) > 2)
+    assert sorted(server.begun[:2]) == ["alice", "bob"]
+
+
+QUEUES = st.dictionaries(
+    st.sampled_from("abcd"), st.lists(st.integers(1, 10), min_size=1, max_size=5), min_size=1
+)
+
+
+@given(queues=QUEUES)
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_no_user_has_two_turns_while_another_one_waits_for_the_first(tmp_path, no_disk, queues):
+    """Whatever they have sent; each job has one answer, a user's in the order of sending."""
+    it = Admission(tmp_path, server := Slow())
+    sent = []
+    for user, counts in queues.items():
+        for index, count in enumerate(counts):
+            names = [f"{user}.{index}.{job}" for job in range(count)]
+            it.prepare([{"name": name} for name in names], 0.0, user)
+            sent += names
+    answers = [answer.spec["name"] for answer in _through(it, server)]
+
+    assert sorted(answers) == sorted(sent)
+    for user in queues:
+        assert [n for n in answers if n[0] == user] == [n for n in sent if n[0] == user]
+    assert sorted(server.begun[: len(queues)]) == sorted(queues)
+
+
+def test_a_user_leaves_a_process_to_the_others(tmp_path, no_disk):
+    """Whatever their jobs take to prepare; who comes later begins at once."""
+    it = Admission(tmp_path, server := Slow())
+    for file in range(8):
+        it.prepare([{"name": f"alice.{file}.{index}"} for index in range(20)], 0.0, "alice")
+    list(it.answers())
+    assert server.begun == ["alice"]
+
+    it.prepare([{"name": "bob.a"}], 0.0, "bob")
+    list(it.answers())
+    assert server.begun == ["alice", "bob"]
+
+
+def test_a_run_without_users_prepares_a_whole_file_in_one_process(tmp_path):
+    """And two files at a time."""
+    it = Admission(tmp_path, server := Slow())
+    for file in ("a", "b"):
+        it.prepare([{"name": f"{file}.{index}"} for index in range(100)], 0.0)
+
+    assert len(_through(it, server)) == 200
+    assert server.begun == ["a", "b"]

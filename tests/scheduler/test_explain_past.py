@@ -271,3 +271,32 @@ def test_a_history_that_is_torn_is_refused(run, tmp_path):
 
     with pytest.raises(StateFileError):
         load_history(copy)
+
+
+def test_what_is_read_of_one_job_explains_it_as_the_whole_ledger_does(run):
+    """Whether it has ended, runs, waits or was refused; a ledger that was written before too."""
+    folder, *_ = run
+    snapshot, whole = load_snapshot(folder / "state.json"), History.of_run(folder)
+    for _ in range(2):
+        for name in whole.jobs:
+            told = explained(snapshot, History.of_job(folder, name), name)
+            assert told == explained(snapshot, whole, name)
+        with sqlite3.connect(folder / "ledger.sqlite") as base:
+            base.executescript(
+                "DROP TABLE members; DROP TABLE decided; "
+                "UPDATE facts SET value = '2' WHERE name = 'format'"
+            )
+        base.close()
+        Ledger(folder / "ledger.sqlite").close()
+
+
+def test_a_job_is_explained_though_another_of_its_decision_was_removed(run):
+    """What else there was then cannot be told."""
+    folder, (done, _), _ = run
+    snapshot, whole = load_snapshot(folder / "state.json"), History.of_run(folder)
+    other = next(name for name in whole.last(done).jobs if name != done)
+    with sqlite3.connect(folder / "ledger.sqlite") as base:
+        base.execute("DELETE FROM jobs WHERE name = ?", (other,))
+    base.close()
+
+    assert "jobs were removed" in explained(snapshot, History.of_job(folder, done), done)

@@ -207,7 +207,7 @@ def test_a_ledger_of_a_newer_format_is_refused(tmp_path):
     path = tmp_path / "ledger.sqlite"
     Ledger(path).close()
     with closing(sqlite3.connect(path)) as base, base:
-        base.execute("UPDATE facts SET value = '3' WHERE name = 'format'")
+        base.execute("UPDATE facts SET value = '4' WHERE name = 'format'")
         base.execute("UPDATE facts SET value = '9.0' WHERE name = 'version'")
         base.execute("DROP TABLE origins")
     dump = dumped(path)
@@ -215,7 +215,7 @@ def test_a_ledger_of_a_newer_format_is_refused(tmp_path):
     for read in (Ledger, lambda path: History.of_run(path.parent)):
         with pytest.raises(NewerFormat, match="newer version of tlora-fx") as error:
             read(path)
-        assert error.value.facts["found"] == "format 3, by tlora-fx 9.0"
+        assert error.value.facts["found"] == "format 4, by tlora-fx 9.0"
         assert "upgrade" in error.value.help
     assert dumped(path) == dump
 
@@ -230,7 +230,7 @@ def test_a_ledger_says_its_format_and_the_version_that_wrote_it(tmp_path):
 
     with closing(sqlite3.connect(path)) as base:
         facts = dict(base.execute("SELECT name, value FROM facts"))
-    assert (facts["format"], facts["version"]) == ("2", __version__)
+    assert (facts["format"], facts["version"]) == ("3", __version__)
 
 
 def test_a_ledger_of_the_first_format_is_read_and_migrated(tmp_path):
@@ -254,7 +254,7 @@ def test_a_ledger_of_the_first_format_is_read_and_migrated(tmp_path):
     with closing(sqlite3.connect(path)) as base:
         facts = dict(base.execute("SELECT name, value FROM facts"))
         held = base.execute("SELECT epoch, held FROM epochs").fetchall()
-    assert (facts["format"], facts["version"]) == ("2", __version__)
+    assert (facts["format"], facts["version"]) == ("3", __version__)
     assert held == [(1, 60.0), (2, 0.0)]
 
 

@@ -23,7 +23,8 @@ from tests.server.test_control import (  # noqa: F401  (a fixture)
 )
 from tests.server.test_control import done as steps_of
 from tlora_fx.errors import NewerFormat
-from tlora_fx.server.store import ServiceStore
+from tlora_fx.scheduler.store import History
+from tlora_fx.server.store import Page, ServiceStore, User
 
 OLD_FORMATS = Path(__file__).parents[1] / "old_formats"
 DOCS = Path(__file__).parents[2] / "docs" / "service.md"
@@ -54,19 +55,43 @@ def test_a_store_without_a_format_is_migrated(old):
         "alice.done": ("done", 10), "alice.half": ("running", 10), "alice.new": ("queued", 10),
     }  # fmt: skip
     assert store.gpu_hours("alice") == pytest.approx(60 / 3600)
-    assert (facts(old)["format"], facts(old)["service_format"]) == ("2", "1")
+    assert (facts(old)["format"], facts(old)["service_format"]) == ("3", "2")
+
+
+@pytest.mark.parametrize("version", ["", "1"])
+def test_a_store_without_totals_and_removal_is_migrated(old, version):
+    """Ended jobs are settled, their GPU-hours counted once, and they are explained and removed."""
+    if version:
+        with closing(sqlite3.connect(old / "ledger.sqlite")) as base, base:
+            base.execute("INSERT INTO facts VALUES ('service_format', ?)", (version,))
+            base.execute("INSERT INTO facts VALUES ('version', '0.1')")
+    store = ServiceStore(old)
+    alice = User("alice")
+    assert [job.name for job in store.settle()] == ["alice.half", "alice.new"]
+
+    assert store.standing()[1] == {("alice", "done"): 1}
+    assert store.gpu_hours("alice") == pytest.approx(60 / 3600)
+    assert [job.number for job in store.page(alice, Page(ended=True))] == [1]
+    assert [each.epoch for each in History.of_job(old, "alice.half").epochs] == [1, 2]
+    store.rows("INSERT INTO files VALUES (?, '', 'taken')", str(store.file_of(1).absolute()))
+    store.remove(alice, "done")
+    assert [job.number for job in ServiceStore(old).jobs()] == [2, 3]
+    assert store.submit(alice, "new", "", ["alice.new2"], "", "", 0).number == 2
+    assert [job.number for job in store.jobs()] == [2, 3, 4]
+    assert store.gpu_hours("alice") == pytest.approx(60 / 3600)
+    assert facts(old)["service_format"] == "2"
 
 
 def test_a_store_of_a_newer_format_is_refused(old):
     """And nothing of the service is changed."""
     ServiceStore(old)
     with closing(sqlite3.connect(old / "ledger.sqlite")) as base, base:
-        base.execute("UPDATE facts SET value = '2' WHERE name = 'service_format'")
+        base.execute("UPDATE facts SET value = '3' WHERE name = 'service_format'")
         base.execute("DROP TABLE access")
 
     with pytest.raises(NewerFormat, match="newer version of tlora-fx"):
         ServiceStore(old)
-    assert facts(old)["service_format"] == "2"
+    assert facts(old)["service_format"] == "3"
     with closing(sqlite3.connect(old / "ledger.sqlite")) as base:
         assert not base.execute("SELECT 1 FROM sqlite_master WHERE name = 'access'").fetchone()
 

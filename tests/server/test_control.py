@@ -20,11 +20,12 @@ from tests.scheduler.fork_here import ForkHere
 from tests.scheduler.run_folder import Prepared, audit, kill, options
 from tests.scheduler.test_service import require_trained_once
 from tests.scheduler.toy import Roofline
-from tests.server.conftest import EXAMPLES, job_file
+from tests.server.conftest import EXAMPLES, job_file, request
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.scheduler.service import opened
+from tlora_fx.scheduler.store import Ledger
 from tlora_fx.server import control
 from tlora_fx.server.app import make_app, make_service
 from tlora_fx.server.control import Control, EventLog
@@ -56,13 +57,15 @@ def states(it):
 
 
 def run(it, script, *, slots=1):
-    """Turn a run until a script is through: it yields while it waits."""
+    """Turn a run as `serve` does until a script is through: it yields while it waits."""
     output = it.folder
+    as_served = options(linger=None, horizon=0.2, retries=False, removes_files=True)
     with opened(
         it.store.inbox, output, Cluster(slots, slots, 1, "cpu"), policy_of("megatron"), Roofline(),
-        Prepared(), EventLog(it.store), options(linger=None, horizon=0.2),
+        Prepared(), EventLog(it.store), as_served,
     ) as running:  # fmt: skip
         running.before_advance = Control(it.store, output, running)
+        running.user_of, running.is_wanted = it.store.user_of_file, it.store.owns
         steps = script()
         while running.turn() and next(steps, "over") != "over":
             time.sleep(0.01)
@@ -156,6 +159,42 @@ def test_a_name_of_a_cancelled_job_is_another_jobs(tmp_path):
     assert [path.name for path in (it.store.folder / "replaced").iterdir()] == ["000001.a"]
 
 
+def test_a_job_of_a_cancelled_jobs_name_takes_over_none_of_its_steps(tmp_path):
+    """Of one that was paused and then cancelled, whose checkpoint is there."""
+    it = made(tmp_path / "run")
+    submit(it, "a", steps=100_000)
+
+    def script():
+        yield from until(lambda: begun(it, "a"))
+        it.store.want(ME, "a", "pause")
+        yield from until(lambda: states(it)["a"] == "paused")
+        it.store.want(ME, "a", "cancel")
+        yield from until(lambda: states(it)["a"] == "cancelled")
+        yield from until(lambda: not it.store.rows("SELECT 1 FROM epochs WHERE ended IS NULL"))
+        (it.folder / "before").write_text(str(len(done(it, "a"))))
+        it.intake.submit(ME, "again", job_file("a", max_steps=4), {}, 0)
+        yield from until(lambda: states(it)["a"] == "done")
+
+    run(it, script)
+    before = int((it.folder / "before").read_text())
+    assert done(it, "a")[before:] == [1, 2, 3, 4]
+
+
+def test_a_replaced_job_is_not_trained_when_its_file_is_read_again(tmp_path):
+    """As by a run that was killed while the others of the file were being prepared."""
+    it = made(tmp_path / "run")
+    submit(it, "a", "b", steps=5)
+    ledger = Ledger(tmp_path / "run" / "ledger.sqlite")
+    ledger.submit(request("a"))
+    ledger.cancel("a", "its user cancelled it", 1.0)
+    ledger.close()
+    it.intake.submit(ME, "again", job_file("a", max_steps=3), {}, 0)
+
+    run(it, lambda: until(lambda: states(it) == {"a": "done", "b": "done"}))
+    assert done(it, "a") == [1, 2, 3]
+    assert done(it, "b") == [1, 2, 3, 4, 5]
+
+
 def test_of_jobs_that_wait_the_highest_priority_is_started_first(tmp_path):
     """Though it came last; what runs is left alone."""
     it = made(tmp_path / "run")
@@ -173,6 +212,29 @@ def test_of_jobs_that_wait_the_highest_priority_is_started_first(tmp_path):
     run(it, script)
     order = [job for _, _, what, job, _ in audit(it.folder) if what == "begin"]
     assert order == ["first", "high", "low"]
+
+
+def test_a_job_of_a_removed_jobs_name_is_another_one_and_trains(tmp_path):
+    """In the same process; job files do not stay in the inbox, and GPU-hours stay used."""
+    it = made(tmp_path / "run")
+    submit(it, "a", "b", steps=5)
+
+    def script():
+        yield from until(lambda: set(states(it).values()) == {"done"})
+        yield from until(lambda: not list(it.store.inbox.iterdir()) and not it.store.open_jobs())
+        yield from until(lambda: not it.store.rows("SELECT 1 FROM epochs WHERE ended IS NULL"))
+        before = it.store.gpu_hours(LOCAL)
+        for name in "ab":
+            it.store.remove(ME, name)
+        it.intake.empty_trash()
+        assert it.store.gpu_hours(LOCAL) == before > 0
+        assert not (it.folder / "a").exists()
+        submit(it, "a", "b", steps=7)
+        yield from until(lambda: set(states(it).values()) == {"done"})
+
+    run(it, script)
+    assert [job.steps for job in it.store.jobs()] == [7, 7]
+    assert [job.number for job in it.store.jobs()] == [3, 4]
 
 
 def forked(action) -> int:

@@ -29,6 +29,8 @@ group = command_group("Submit jobs to a service; list, pause, cancel and fetch t
 TRIES, PAUSE_SECONDS, KEY = 5, 0.5, "Idempotency-Key"
 #: Fields of a job that are seconds since 1970.
 TIMES = ("submitted", "started", "ended")
+#: Jobs that are asked for at a time.
+PAGE = 1000
 
 Server = Annotated[str, typer.Option(envvar=SERVER, help="URL of the service.")]
 Token = Annotated[
@@ -82,13 +84,23 @@ class Connection:
             try:
                 response = self.client.request(method, f"/api/v1/{path}", **more)
                 self._require(response)
-                return response.json()
+                return response.json() if response.content else None
             except httpx.HTTPError as error:
                 away = isinstance(error, httpx.TransportError if repeatable else httpx.ConnectError)
                 if not (left and away):
                     raise self._unreachable(error) from error
                 time.sleep(PAUSE_SECONDS)
         raise AssertionError("the last try returns or raises")
+
+    def pages(self, path: str, params: dict[str, Any]) -> Iterator[Any]:
+        """All jobs of a list, which the service answers a page at a time."""
+        after = 0
+        while True:
+            page = self.ask("GET", path, params={**params, "after": after, "limit": PAGE})
+            yield from page
+            if len(page) < PAGE:
+                return
+            after = page[-1]["number"]
 
     @contextmanager
     def stream(self, path: str, **more: Any) -> Iterator[httpx.Response]:
@@ -177,15 +189,25 @@ def _upload(connection: Connection, path: Path) -> str:
 @group.command("ls")
 def ls(
     state: Annotated[str | None, typer.Option(help="List only jobs in this state.")] = None,
+    last: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=PAGE, help="List only so many jobs, those submitted last; all if not given."
+        ),
+    ] = None,
     plain: Plain = False,
     server: Server = HERE,
     token: Token = None,
     authority: Authority = None,
 ) -> None:
     """List your jobs, or the jobs of all users if you are an admin."""
-    rows = Connection(server, token, authority).ask(
-        "GET", "jobs", params={"state": state} if state else {}
-    )
+    params: dict[str, Any] = {"state": state} if state else {}
+    connection = Connection(server, token, authority)
+    if last is None:
+        rows = list(connection.pages("jobs", params))
+    else:
+        params |= {"before": (1 << 62) - 1, "limit": last}
+        rows = connection.ask("GET", "jobs", params=params)[::-1]
     if plain:
         echo(json.dumps(rows, indent=1))
         return
@@ -264,6 +286,20 @@ def _verb(verb: str, told: str) -> None:
 _verb("cancel", "End jobs early; adapters trained so far are kept.")
 _verb("pause", "Pause jobs; no step is lost.")
 _verb("resume", "Resume paused jobs.")
+
+
+@group.command("rm")
+def rm(
+    jobs: Annotated[list[str], typer.Argument(help="Names of the jobs.")],
+    server: Server = HERE,
+    token: Token = None,
+    authority: Authority = None,
+) -> None:
+    """Remove jobs that have ended, with their adapters and metrics; `fetch` what you need first."""
+    connection = Connection(server, token, authority)
+    for job in jobs:
+        connection.ask("DELETE", f"jobs/{job}")
+        echo(f"{job}: removed")
 
 
 @group.command("logs")

@@ -97,6 +97,14 @@ class ServeCommandOptions(RunCommandOptions):
             min=0, help="Days to keep uploaded files that no job needs; for ever if not given."
         ),
     ] = None
+    keep_jobs: Annotated[
+        float | None,
+        typer.Option(min=0, help="Days to keep jobs that have ended; for ever if not given."),
+    ] = None
+    archive: Annotated[
+        Path | None,
+        typer.Option(help="Folder that gets a tar file of each job before --keep-jobs removes it."),
+    ] = None
     log_format: Annotated[str, typer.Option(help="Format of the log on stderr: text or json.")] = (
         "text"
     )
@@ -144,13 +152,14 @@ def run(options: ServeCommandOptions) -> None:
     cluster, kind, adapted = placed(options)
     estimates = Estimates(cluster, tuple(options.profile or ()))
     # What was refused is its user's to submit anew.
-    service = replace(options.service(kind, estimates), retries=False)
+    service = replace(options.service(kind, estimates), retries=False, removes_files=True)
     events = EventLog(store, cluster.unit)
     with opened(
         store.inbox, options.output, cluster, policy, estimates.estimator, estimates,
         events, adapted(service),
     ) as running:  # fmt: skip
         running.before_advance = Control(store, options.output, running)
+        running.user_of, running.is_wanted = store.user_of_file, store.owns
         # Only now: another service may hold the folder.
         answer = partial(_answer, options, cluster.gpus, cluster.gpu, policy.name)
         with StopSignals(running), _answering(options, answer, events) as answering:
@@ -238,11 +247,13 @@ def _answer(
     # Threads that read or write for others do not keep who answers waiting.
     sys.setswitchinterval(0.001)
     log_to_stderr(options.log_format)
-    days = options.keep_uploads
+    days, job_days = options.keep_uploads, options.keep_jobs
     limits = IntakeLimits(
         roots=tuple(options.root or ()), upload_bytes=int(options.max_upload * (1 << 20)),
         stored_bytes=int(options.max_stored * (1 << 30)),
         keep_seconds=None if days is None else days * 86_400.0,
+        keep_job_seconds=None if job_days is None else job_days * 86_400.0,
+        archive=options.archive,
         trust_remote_code=options.trust_remote_code,
     )  # fmt: skip
     assert options.output is not None

@@ -430,6 +430,10 @@ def _before(
     last = history.last(job) if history else None
     if last is None or snapshot is None or history is None:
         return
+    removed = [name for name in last.jobs if name not in history.jobs]
+    if removed:
+        yield f"  decided at {last.time:.1f} s; what else there was is not known: jobs were removed"
+        return
     try:
         state = _as_it_was(snapshot.state, history, last)
         text = _text_of(explain(state, last.decision, job), narrow=narrow)

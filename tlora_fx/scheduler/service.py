@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -223,14 +224,17 @@ class JobFolder:
     a file is remembered in the ledger, so that a run that goes on does it no second time. A file is
     opened here and no more: its content is for a process that may be killed.
 
-    specs     by name, what is known of each job
+    known     what is known of a job of a name; None: nobody has submitted one
     retries   a file that could not be read is read again by the next process
+    removes   a file is removed once all its jobs are in the ledger: a look costs no more, however
+              many files have come
     """
 
     path: Path
     ledger: Ledger
-    specs: dict[str, Mapping[str, Any]]
+    known: Callable[[str], Mapping[str, Any] | None]
     retries: bool = True
+    removes: bool = False
     _seen: dict[Path, tuple[int, int]] = field(default_factory=dict)
     _read: dict[Path, tuple[int, int]] = field(default_factory=dict)
 
@@ -243,7 +247,7 @@ class JobFolder:
         now = {path: stamp for path, stamp in stamps.items() if stamp is not None}
         before, self._seen = self._seen, now
         files = []
-        for path, stamp in now.items():
+        for path, stamp in list(now.items()):
             if before.get(path) == stamp != self._read.get(path) and path not in busy:
                 self._read[path] = stamp
                 files += self._take(path)
@@ -258,8 +262,9 @@ class JobFolder:
         content = ""
         try:
             content = hashlib.sha256(read_bounded(path)).hexdigest()
-            read, told = self.ledger.files().get(key_of(path), ("", ""))
+            read, told = self.ledger.file(key_of(path))
             if read == content and (told == TAKEN or not self.retries):
+                self._remove(path)
                 return []
             str(path).encode()
         except UnicodeEncodeError:
@@ -270,11 +275,19 @@ class JobFolder:
 
     def fresh(self, jobs: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
         """The jobs that nobody has submitted before."""
-        return tuple(job for job in jobs if job["name"] not in self.specs)
+        return tuple(job for job in jobs if self.known(job["name"]) is None)
 
     def settle(self, file: SubmittedFile) -> None:
         """Remember a file, once all its jobs are in the ledger."""
         self.ledger.note_file(key_of(file.path), file.sha256, file.mistake or TAKEN)
+        self._remove(file.path)
+
+    def _remove(self, path: Path) -> None:
+        if self.removes:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+                self._read.pop(path, None)
+                self._seen.pop(path, None)
 
     def forget(self, path: Path) -> None:
         """A file is gone: one of its name that comes later is read anew."""
@@ -283,8 +296,7 @@ class JobFolder:
 
     def differing(self, path: Path, jobs: Sequence[Mapping[str, Any]]) -> str:
         """Message for jobs of a file that are known otherwise."""
-        known = self.specs
-        others = [job["name"] for job in jobs if job != known.get(job["name"], job)]
+        others = [job["name"] for job in jobs if self.known(job["name"]) not in (None, job)]
         if not others:
             return ""
         return str(
@@ -316,6 +328,8 @@ LOOK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 10.0
 #: Jobs that come together are decided upon together, if their files' others take no longer.
 GATHER_SECONDS = 5.0
+#: Groups whose forming and changes were measured that count, the newest.
+MEASUREMENTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +341,8 @@ class RunOptions:
     linger      seconds that the folder stays without a new file before a run without work ends;
                 None: never
     retries     a refused job is tried again when its file changes, or when the run is started again
+    removes_files   a job file is removed once all its jobs are in the ledger; otherwise its user
+                removes it, which cancels those of its jobs that have not begun
     grace_seconds   that groups have to stop when the run is told to; then they are killed
     executor    makes what runs groups, from the arguments of `LocalExecutor`
     layout_of   how a group is spread over its GPUs; None: over all of them, by rows
@@ -339,6 +355,7 @@ class RunOptions:
     grace_seconds: float = 60.0
     learns: bool = True
     retries: bool = True
+    removes_files: bool = False
     layout_of: LayoutOf | None = None
     worker: str = WORKER
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
@@ -347,26 +364,27 @@ class RunOptions:
     local: LocalOptions = field(default_factory=LocalOptions)
 
 
+def _newest() -> deque[float]:
+    return deque(maxlen=MEASUREMENTS)
+
+
 @dataclass
 class MeasuredCosts:
-    """Measured seconds of forming and changing groups."""
+    """Measured seconds of forming and changing groups, the newest of each."""
 
-    formed: list[float] = field(default_factory=list)
-    joined: list[float] = field(default_factory=list)
-    left: list[float] = field(default_factory=list)
-    moved: list[float] = field(default_factory=list)
+    formed: deque[float] = field(default_factory=_newest)
+    joined: deque[float] = field(default_factory=_newest)
+    left: deque[float] = field(default_factory=_newest)
+    moved: deque[float] = field(default_factory=_newest)
     _known: set[int] = field(default_factory=set)
 
     def take(self, formations: Iterable[Formation]) -> bool:
         """Note groups that have begun since; whether any has."""
-        new = [
-            formation
-            for formation in formations
-            if formation.started is not None and formation.epoch not in self._known
-        ]
+        begun = [formation for formation in formations if formation.started is not None]
+        new = [formation for formation in begun if formation.epoch not in self._known]
         for formation in new:
-            self._known.add(formation.epoch)
             self._note(formation)
+        self._known = {formation.epoch for formation in begun}
         return bool(new)
 
     def _note(self, formation: Formation) -> None:
@@ -422,9 +440,7 @@ def opened(
         recover(ledger, output, time.time() - started)
         if options.retries:
             ledger.retry()
-        records = ledger.jobs()
-        unknown = {"cancelled", *({"refused"} if options.retries else ())}
-        specs = {record.name: record.spec for record in records if record.status not in unknown}
+        specs = {record.name: record.spec for record in ledger.active_jobs()}
         threads = cpu_threads(cluster.gpus) if options.local.device == "cpu" else {}
         server = ForkServer(
             output / "workers.log", module=options.worker, held=folder.workers, environment=threads
@@ -444,12 +460,11 @@ def opened(
                 callback=callback,
                 layout_of=options.layout_of,
             )
-            files = JobFolder(jobs, ledger, specs, retries=options.retries)
             running = SchedulerService(
-                files, loop, executor, ledger, admission, estimates, callback, options, specs,
+                jobs, loop, executor, ledger, admission, estimates, callback, options, specs,
                 folder,
             )  # fmt: skip
-            running.go_on(records)
+            running.go_on()
             yield running
         finally:
             admission.close()
@@ -472,10 +487,16 @@ class OpenFile:
 class SchedulerService:
     """A run that is open; `turn` it until it is over.
 
+    jobs             folder of job files, or one file
+    specs            by name, what the runner of an active job must know
     before_advance   called in each turn once all news are heard, before anything is decided
+    user_of          user whose job file a path is: users take turns in having theirs prepared; "":
+                     nobody's
+    is_wanted        whether a job of a file is still wanted: a run that goes on may read a file of
+                     which one job was removed
     """
 
-    files: JobFolder
+    jobs: Path
     loop: Loop
     executor: LocalExecutor
     ledger: Ledger
@@ -487,6 +508,9 @@ class SchedulerService:
     folder: HeldFolder
     stopping: bool = False
     before_advance: Callable[[], None] = lambda: None
+    user_of: Callable[[Path], str] = lambda path: ""
+    is_wanted: Callable[[Path, str], bool] = lambda path, name: True
+    files: JobFolder = field(init=False)
     _looked: float = float("-inf")
     _heartbeat: float = field(default_factory=time.monotonic)
     _busy: float = 0.0
@@ -499,17 +523,24 @@ class SchedulerService:
     _gathered: list[JobPrepared] = field(default_factory=list)
     _gathering: float = 0.0
 
-    def go_on(self, records: list[JobRecord]) -> None:
+    def __post_init__(self) -> None:
+        options = self.options
+        self.files = JobFolder(
+            self.jobs, self.ledger, self._known, options.retries, options.removes_files
+        )
+
+    def go_on(self) -> None:
         """Take up what an earlier process left, once it is known that it can go on."""
         self._busy = self.executor.now()
-        left = [record for record in records if record.is_active]
-        if records:
-            self.callback.resumed(len(records), len(records) - len(left))
+        left, count = self.ledger.active_jobs(), self.ledger.job_count()
+        if count:
+            self.callback.resumed(count, count - len(left))
             self._restate_active("queued")
         self._left = {record.name: record for record in left}
-        self._origins = self.ledger.origins()
-        for record in records if self.options.retries else ():
-            if record.status == "refused" and record.name in self._origins:
+        if not self.options.removes_files:
+            self._origins = self.ledger.origins()
+        for record in self.ledger.refused_jobs() if self.options.retries else ():
+            if record.name in self._origins:
                 # What was missing then may be there now.
                 self.ledger.forget_file(self._origins[record.name])
         accept = self.options.local.accept_changes
@@ -541,7 +572,7 @@ class SchedulerService:
                 self._take(file)
                 self._busy = now
             # A file that has another name now is read before anything is cancelled.
-            if not self._open and not self.files.waiting:
+            if not (self.options.removes_files or self._open or self.files.waiting):
                 self._look_for_removed(now)
         for answer in self.admission.answers():
             self._hear(answer)
@@ -588,7 +619,7 @@ class SchedulerService:
             self.files.settle(file)
             return
         self._open[file.path] = OpenFile(file)
-        self.admission.read(file.path)
+        self.admission.read(file.path, self.user_of(file.path))
 
     def _hear(self, answer: Answer) -> None:
         now = self.executor.now()
@@ -615,14 +646,18 @@ class SchedulerService:
 
     def _read(self, answer: FileRead, now: float) -> None:
         """A file's jobs are prepared, all but those that are known or cannot be called so."""
+        wanted = (job for job in answer.jobs if self.is_wanted(answer.path, job["name"]))
+        answer = replace(answer, jobs=tuple(wanted))
         self._follow(answer)
-        for job in answer.jobs:
-            self._forget_replaced(job["name"])
         fresh = self.files.fresh(answer.jobs)
         mistake = answer.mistake or self.files.differing(answer.path, answer.jobs)
         self.callback.read_file(answer.path.name, [job["name"] for job in fresh], mistake)
+        for job in fresh:
+            # What a removed job of this name has left here is nothing of this one.
+            self.forget(job["name"])
         self.specs.update({job["name"]: job for job in fresh})
-        self._origins.update({job["name"]: key_of(answer.path) for job in fresh})
+        if not self.options.removes_files:
+            self._origins.update({job["name"]: key_of(answer.path) for job in fresh})
         for job in fresh:
             if job["name"] in RESERVED:
                 self._refuse(job, _reserved(job["name"]), now)
@@ -632,27 +667,36 @@ class SchedulerService:
         known = self._open[answer.path]
         known.file = replace(known.file, mistake=mistake)
         known.left = {job["name"] for job in jobs}
-        self.admission.prepare(jobs, now)
+        self.admission.prepare(jobs, now, self.user_of(answer.path))
         self._settle(answer.path)
 
-    def _forget_replaced(self, name: str) -> None:
-        """Keep nothing of a job that has ended and is no longer in the ledger.
+    def _known(self, name: str) -> Mapping[str, Any] | None:
+        """Spec of a job that is in the ledger, or on its way there; None: there is none."""
+        unknown = ("cancelled", "refused") if self.options.retries else ("cancelled",)
+        spec = self.ledger.spec(name, besides=unknown)
+        if spec is None and any(name in (file.left or ()) for file in self._open.values()):
+            return self.specs.get(name)
+        return spec
 
-        Whoever removed it gave its name to another job.
+    def forget(self, name: str) -> None:
+        """Keep nothing of a job in memory, where it has ended: the ledger has what is to be known.
+
+        A job of this name that comes later is another one.
         """
-        on_its_way = any(name in (file.left or ()) for file in self._open.values())
-        if self.loop.ended.get(name) != "" and not on_its_way and not self.ledger.has(name):
+        if self.loop.ended.get(name) != "":
             self.loop.ended.pop(name, None)
             self.specs.pop(name, None)
-            self.executor.forget(name)
+            # One that was refused after it had begun may go on from its checkpoint.
+            if self.ledger.spec(name, besides=("cancelled",)) is None:
+                self.executor.forget(name)
 
     def _follow(self, answer: FileRead) -> None:
         """Jobs whose file was renamed come from here now."""
         for job in answer.jobs:
             name, path = job["name"], key_of(answer.path)
             before = self._origins.get(name)
-            same = self.specs.get(name) == job and before not in (None, path)
-            if same and _is_removed(Path(str(before))):
+            moved = before not in (None, path) and _is_removed(Path(str(before)))
+            if moved and self._known(name) == job:
                 self._origins[name] = path
                 self.ledger.move(name, path)
 
@@ -672,7 +716,7 @@ class SchedulerService:
         try:
             self.estimates.learn(name, request.base, answer.shape)
             # First the ledger, with all that a worker needs: the loop knows the request alone.
-            self.ledger.submit(request, answer.spec, self._origins[name])
+            self.ledger.submit(request, answer.spec, self._origins.get(name, ""))
             if self.loop.submit(request) is not None:
                 self._forget_refused(name)
         except LedgerError:
@@ -702,10 +746,9 @@ class SchedulerService:
     def _restate_active(self, status: str) -> None:
         """Say how jobs that have not ended stand, if no group trains; a full disk stops no run."""
         folder = RunFolder(self.folder.path)
-        for record in self.ledger.jobs():
-            if record.is_active:
-                with suppress(OSError, TloraError):
-                    folder.restate(record.name, status)
+        for record in self.ledger.active_jobs():
+            with suppress(OSError, TloraError):
+                folder.restate(record.name, status)
 
     def _submitted(self, name: str) -> None:
         """What is to be known of a job is in the ledger."""

@@ -11,7 +11,7 @@ import json
 import re
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -133,13 +133,19 @@ _RECORDS: dict[Any, TypeAdapter[Any]] = {
     DecisionRecord: TypeAdapter(list[DecisionRecord]),
 }
 #: The columns of each record, in the order of its fields.
-_SELECT = {
-    "jobs": "SELECT request, spec, status, reason, steps, epoch, path, credit, first_started, ended"
-    " FROM jobs ORDER BY place",
-    "epochs": "SELECT epoch, jobs, gpus, layout, seconds, launched, started, ended, how"
-    " FROM epochs ORDER BY epoch",
-    "decisions": "SELECT time, groups, waiting FROM decisions ORDER BY number",
+_COLUMNS = {
+    "jobs": "request, spec, status, reason, steps, epoch, path, credit, first_started, ended",
+    "epochs": "epoch, jobs, gpus, layout, seconds, launched, started, ended, how",
+    "decisions": "time, groups, waiting",
 }
+_ORDER = {"jobs": "place", "epochs": "epoch", "decisions": "number"}
+
+
+def _select(table: str, where: str = "") -> str:
+    """A query for records of a table, in their order."""
+    condition = f" WHERE {where}" if where else ""
+    columns, order = _COLUMNS[table], _ORDER[table]
+    return f"SELECT {columns} FROM {table}{condition} ORDER BY {order}"  # noqa: S608  (our own)
 
 
 def records(kind: type[Record], rows: Iterable[Sequence[Any]]) -> list[Record]:
@@ -150,8 +156,10 @@ def records(kind: type[Record], rows: Iterable[Sequence[Any]]) -> list[Record]:
     return read
 
 
-#: In the first format, `epochs` has no column `held`.
-FORMAT = 2
+#: In the first format, `epochs` has no column `held`. The second has no tables `members` and
+#: `decided`.
+FORMAT = 3
+MEMBERS_FORMAT = 3
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -168,7 +176,31 @@ CREATE TABLE IF NOT EXISTS decisions (
     number INTEGER PRIMARY KEY, time REAL NOT NULL, groups TEXT NOT NULL, waiting TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS files (path TEXT PRIMARY KEY, sha256 TEXT NOT NULL, told TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS origins (name TEXT PRIMARY KEY, path TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS members (
+    job TEXT NOT NULL, epoch INTEGER NOT NULL, PRIMARY KEY (job, epoch)) WITHOUT ROWID;
+CREATE TABLE IF NOT EXISTS decided (job TEXT PRIMARY KEY, decision INTEGER NOT NULL);
 """
+
+#: Of a ledger that was written without them: the groups that each job was in, and the last decision
+#: that it had a part in.
+_ADD_PAST = """
+INSERT OR IGNORE INTO members SELECT value, epoch FROM epochs, json_each(epochs.jobs);
+INSERT OR REPLACE INTO decided SELECT job, max(number) FROM (
+    SELECT job.value AS job, number FROM decisions, json_each(decisions.groups) AS one,
+        json_each(one.value, '$.jobs') AS job
+    UNION ALL SELECT value, number FROM decisions, json_each(decisions.waiting)
+) GROUP BY job;
+"""
+
+#: What is read again and again is found without a look at jobs and groups that have ended.
+_INDEXES = """
+CREATE INDEX IF NOT EXISTS jobs_active ON jobs (place) WHERE status IN ('queued', 'running');
+CREATE INDEX IF NOT EXISTS jobs_refused ON jobs (place) WHERE status = 'refused';
+CREATE INDEX IF NOT EXISTS jobs_by_any_case ON jobs (name COLLATE NOCASE);
+CREATE INDEX IF NOT EXISTS epochs_open ON epochs (epoch) WHERE ended IS NULL;
+CREATE INDEX IF NOT EXISTS decisions_by_time ON decisions (time);
+"""
+_ACTIVE = "status IN ('queued', 'running')"
 
 #: Older ledgers do not say how long a group held its GPUs. A group that ended is charged from its
 #: launch to its end. The end of a killed one was written at the next start, so that it is charged
@@ -208,7 +240,7 @@ class Ledger:
             require_known_format(self._base, self.path)
             self._base.execute("PRAGMA journal_mode=WAL")
             self._base.execute("PRAGMA synchronous=FULL")
-            self._base.executescript(_TABLES)
+            self._base.executescript(_TABLES + _INDEXES)
         except sqlite3.Error as error:
             raise LedgerError(
                 "the run's ledger cannot be opened",
@@ -218,6 +250,9 @@ class Ledger:
             ) from error
         with self._transition() as base:
             _add_held(base)
+            if require_known_format(base, self.path) < MEMBERS_FORMAT:
+                for statement in _ADD_PAST.strip().removesuffix(";").split(";"):
+                    base.execute(statement)
             write_fact(base, "format", str(FORMAT))
             write_fact(base, "version", __version__)
             if self.path != ":memory:":
@@ -293,9 +328,13 @@ class Ledger:
         """Record a decision, and the credit of jobs from then on."""
         groups = _GROUPS.dump_json(decision.groups).decode()
         with self._transition() as base:
-            base.execute(
+            number = base.execute(
                 "INSERT INTO decisions (time, groups, waiting) VALUES (?, ?, ?)",
                 (time, groups, json.dumps(decision.waiting)),
+            ).lastrowid
+            jobs = [name for group in decision.groups for name in group.jobs] + [*decision.waiting]
+            base.executemany(
+                "INSERT OR REPLACE INTO decided VALUES (?, ?)", [(name, number) for name in jobs]
             )
             base.executemany(
                 "UPDATE jobs SET credit = ? WHERE name = ?",
@@ -321,6 +360,10 @@ class Ledger:
                 "INSERT OR IGNORE INTO epochs (epoch, jobs, gpus, layout, seconds, launched) "
                 "VALUES (?, ?, ?, ?, ?, ?)",
                 (*row, group.seconds, time),
+            )
+            base.executemany(
+                "INSERT OR IGNORE INTO members VALUES (?, ?)",
+                [(name, epoch) for name in group.jobs],
             )
             base.executemany(
                 "UPDATE jobs SET status = 'running', first_started = coalesce(first_started, ?) "
@@ -425,18 +468,47 @@ class Ledger:
     def jobs(self) -> list[JobRecord]:
         """All jobs, in the order in which they were submitted; raises LedgerError."""
         with _reading(self.path):
-            return records(JobRecord, self._base.execute(_SELECT["jobs"]))
+            return records(JobRecord, self._base.execute(_select("jobs")))
+
+    def active_jobs(self) -> list[JobRecord]:
+        """Jobs that have not ended, in the order of `jobs`; raises LedgerError."""
+        with _reading(self.path):
+            return records(JobRecord, self._base.execute(_select("jobs", _ACTIVE)))
+
+    def refused_jobs(self) -> list[JobRecord]:
+        """Jobs that were refused, in the order of `jobs`; raises LedgerError."""
+        with _reading(self.path):
+            return records(JobRecord, self._base.execute(_select("jobs", "status = 'refused'")))
+
+    def job_count(self) -> int:
+        """Number of jobs; raises LedgerError."""
+        with _reading(self.path):
+            [count] = self._base.execute("SELECT count(*) FROM jobs").fetchone()
+            return int(count)
+
+    def spec(self, job: str, *, besides: Collection[str] = ()) -> Mapping[str, Any] | None:
+        """What a job's runner must know; None where there is no such job. Raises LedgerError.
+
+        besides   statuses of jobs that count as not there
+        """
+        with _reading(self.path):
+            row = self._base.execute(
+                "SELECT spec, status FROM jobs WHERE name = ?", (job,)
+            ).fetchone()
+            if row is None or row[1] in besides:
+                return None
+            spec: Mapping[str, Any] = json.loads(row[0])
+            return spec
+
+    def open_epochs(self) -> list[EpochRecord]:
+        """Formations whose end nobody saw, in their order; raises LedgerError."""
+        with _reading(self.path):
+            return records(EpochRecord, self._base.execute(_select("epochs", "ended IS NULL")))
 
     def epochs(self) -> list[EpochRecord]:
         """All formations of groups, in their order; raises LedgerError."""
         with _reading(self.path):
-            return records(EpochRecord, self._base.execute(_SELECT["epochs"]))
-
-    def has(self, job: str) -> bool:
-        """Whether there is a job of this name; raises LedgerError."""
-        with _reading(self.path):
-            rows = self._base.execute("SELECT 1 FROM jobs WHERE name = ?", (job,))
-            return rows.fetchone() is not None
+            return records(EpochRecord, self._base.execute(_select("epochs")))
 
     def next_epoch(self) -> int:
         """A number that no formation has had; raises LedgerError."""
@@ -447,12 +519,20 @@ class Ledger:
     def decisions(self) -> list[DecisionRecord]:
         """Records of decisions, without reasons; raises LedgerError."""
         with _reading(self.path):
-            return records(DecisionRecord, self._base.execute(_SELECT["decisions"]))
+            return records(DecisionRecord, self._base.execute(_select("decisions")))
 
     def note_file(self, path: str, sha256: str, told: str) -> None:
         """Remember what was said of a job file."""
         with self._transition() as base:
             base.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (path, sha256, told))
+
+    def file(self, path: str) -> tuple[str, str]:
+        """SHA-256 of a job file as it was read, and what was said of it; "" where it was not."""
+        with _reading(self.path):
+            row = self._base.execute(
+                "SELECT sha256, told FROM files WHERE path = ?", (path,)
+            ).fetchone()
+            return ("", "") if row is None else (row[0], row[1])
 
     def files(self) -> dict[str, tuple[str, str]]:
         """SHA-256 of each job file as it was read, and what was said of it, by path."""
@@ -561,6 +641,28 @@ class History:
             return cls.of_rows(rows)
 
     @classmethod
+    def of_job(cls, folder: Path, job: str) -> History | None:
+        """What a run's ledger tells of one job, and of the jobs that were decided upon with it.
+
+        None where the run has no ledger. Raises LedgerError.
+        """
+        path = folder / LEDGER
+        if not path.is_file():
+            return None
+        with _opened(path) as base:
+            where = (
+                "number = (SELECT max(number) FROM decisions) "
+                "OR number = (SELECT decision FROM decided WHERE job = ?)"
+            )
+            decisions = records(DecisionRecord, base.execute(_select("decisions", where), (job,)))
+            names = json.dumps([job, *(name for each in decisions for name in each.jobs)])
+            where = "name IN (SELECT value FROM json_each(?))"
+            jobs = records(JobRecord, base.execute(_select("jobs", where), (names,)))
+            where = "epoch IN (SELECT epoch FROM members WHERE job = ?)"
+            epochs = records(EpochRecord, base.execute(_select("epochs", where), (job,)))
+        return cls({each.name: each for each in jobs}, tuple(epochs), tuple(decisions))
+
+    @classmethod
     def of_rows(cls, rows: Rows) -> History:
         """History from rows of the ledger's tables; raises KeyError, ValueError for other rows."""
         jobs = records(JobRecord, rows["jobs"])
@@ -609,11 +711,18 @@ def _last(decisions: Sequence[DecisionRecord]) -> list[DecisionRecord]:
 
 
 def _read(path: Path) -> Rows:
+    with _opened(path) as base:
+        return {name: list(map(list, base.execute(_select(name)))) for name in _COLUMNS}
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    """A ledger as it is at one moment; nobody is disturbed. Raises LedgerError."""
     address = f"{path.absolute().as_uri()}?mode=ro"
     with _reading(path), closing(sqlite3.connect(address, uri=True)) as base:
         require_known_format(base, path)
         base.execute("BEGIN")
-        return {name: list(map(list, base.execute(query))) for name, query in _SELECT.items()}
+        yield base
 
 
 @contextmanager
@@ -633,15 +742,16 @@ def _reading(path: Path | str) -> Iterator[None]:
 
 def require_known_format(
     base: sqlite3.Connection, path: Path | str, *, name: str = "format", known: int = FORMAT
-) -> None:
+) -> int:
     """Refuse a ledger of a newer format before anything is read or written; an empty one is none.
 
-    name     of the fact that has the format
-    known    the newest format that is read
-    raises   NewerFormat; sqlite3.Error where it is no ledger
+    name      of the fact that has the format
+    known     the newest format that is read
+    returns   the format; 0 where the ledger does not say
+    raises    NewerFormat; sqlite3.Error where it is no ledger
     """
     if not base.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone():
-        return
+        return 0
     query = "SELECT name, value FROM facts WHERE name IN (?, 'version')"
     facts = dict(base.execute(query, (name,)).fetchall())
     try:
@@ -650,6 +760,7 @@ def require_known_format(
         raise sqlite3.DatabaseError(f"the fact '{name}' is no number") from error
     version = str(facts.get("version", ""))
     require_known("the run's ledger", path, format, known=known, version=version)
+    return format
 
 
 def write_fact(base: sqlite3.Connection, name: str, value: str) -> None:

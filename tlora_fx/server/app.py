@@ -7,6 +7,7 @@ alone; another's job is as unknown as one that never was.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import re
 import tarfile
@@ -50,7 +51,7 @@ from tlora_fx.errors import (
 from tlora_fx.runtime.run_folder import METRICS
 from tlora_fx.scheduler.explain import explained
 from tlora_fx.scheduler.store import History, load_snapshot
-from tlora_fx.server.store import LOCAL, ServiceStore, User
+from tlora_fx.server.store import LOCAL, Page, ServiceStore, User
 from tlora_fx.server.submission import Intake, IntakeLimits
 from tlora_fx.server.view import Event, GroupSpan, JobStatus, Overview, RunView, log_lines
 
@@ -58,6 +59,8 @@ logger = logging.getLogger(__name__)
 #: A request's body without an upload; an upload has a bound of its own.
 BODY_BYTES, ANY_BYTES = 1 << 20, 1 << 62
 REFRESH_SECONDS = 0.5
+#: Jobs of a page, at most.
+PAGE_JOBS = 1000
 #: Between looks for uploads that nobody needs.
 COLLECT_SECONDS = 3600.0
 #: Between signs of life of a stream that has nothing to tell.
@@ -206,8 +209,9 @@ class Service:
         else:
             decided = self.store.rows("SELECT 1 FROM decisions LIMIT 1")
             snapshot = load_snapshot(self.folder / "state.json") if decided else None
-            text = explained(snapshot, History.of_run(self.folder), job.name, narrow=narrow)
-        names = [] if user.admin else [j.name for j in self.store.jobs() if j.user != user.name]
+            history = History.of_job(self.folder, job.name)
+            text = explained(snapshot, history, job.name, narrow=narrow)
+        names = [] if user.admin else self.store.names_of_others(user, text)
         if names:
             some = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
             text = re.sub(rf"(?<![\w.-])({some})(?![\w-])", "another's job", text)
@@ -299,21 +303,47 @@ def submit(
     return Submitted(submission=taken.number, jobs=taken.jobs, replayed=taken.replayed)
 
 
+def _page(
+    after: Annotated[int | None, Query(ge=0, lt=1 << 62)] = None,
+    before: Annotated[int | None, Query(ge=0, lt=1 << 62)] = None,
+    limit: Annotated[int, Query(ge=1, le=PAGE_JOBS)] = PAGE_JOBS,
+    state: Annotated[str | None, Query(max_length=20)] = None,
+    ended: bool | None = None,
+) -> Page:
+    if after is not None and before is not None:
+        raise RequestRefused("a page is behind one job or before one", help="leave out one of them")
+    return Page(after, before, limit, state, ended)
+
+
+Paged = Annotated[Page, Depends(_page)]
+
+
 @api.get("/jobs", response_model=list[JobStatus], tags=["jobs"])
-async def jobs(by: By, state: Annotated[str | None, Query(max_length=20)] = None) -> Response:
-    """A user's jobs, in order of submission."""
-    shown = [s for s in by.service.view.visible(by.user) if state in (None, s.status.state)]
+def jobs(by: By, page: Paged) -> Response:
+    """A user's jobs, in order of submission, a page at a time.
+
+    after: the `number` of the last job that is known; the page has those behind it. before: those
+    before that number instead, the newest first. A page with fewer than `limit` jobs is the last.
+    state: only jobs in this state. ended: only jobs that have ended, or that have not.
+    """
+    shown = by.service.view.page(by.user, page)
     return Response(b"[" + b",".join(s.body for s in shown) + b"]", media_type="application/json")
 
 
 @api.get("/jobs/{name}", response_model=JobStatus, tags=["jobs"])
 async def job(name: str, by: By) -> Response:
     """One job."""
-    shown = by.service.view.shown.get(name)
+    view = by.service.view
+    shown = view.shown.get(name)
     if shown is None or not (by.user.admin or shown.owned.user == by.user.name):
-        owned = await run_in_threadpool(by.service.store.job, by.user, name)
-        shown = by.service.view.show(owned)
+        shown = await run_in_threadpool(view.one, by.user, name)
     return Response(shown.body, media_type="application/json")
+
+
+@api.get("/jobs/{name}/curve", tags=["jobs"])
+def curve(name: str, by: By) -> list[tuple[int, float]]:
+    """The loss of one job by step, thinned."""
+    return by.service.view.curve(by.user, name)
 
 
 @api.post("/jobs/{name}/{verb}", status_code=202, tags=["jobs"])
@@ -325,6 +355,13 @@ def change(name: str, verb: Literal["cancel", "pause", "resume"], by: By) -> Job
     """
     wanted = by.service.store.want(by.user, name, "run" if verb == "resume" else verb)
     return by.service.view.show(wanted).status
+
+
+@api.delete("/jobs/{name}", status_code=204, tags=["jobs"])
+def remove(name: str, by: By) -> None:
+    """Remove a job that has ended, with its folder; GPU-hours that it used stay used."""
+    by.service.store.remove(by.user, name)
+    by.service.intake.empty_trash()
 
 
 @api.get("/jobs/{name}/explain", tags=["jobs"])
@@ -344,11 +381,9 @@ def job_hyperparameters(name: str, by: By) -> dict[str, str]:
 
 
 @api.get("/curves", tags=["jobs"])
-async def curves(by: By) -> dict[str, list[tuple[int, float]]]:
-    """The loss by step of each of a user's jobs, thinned."""
-    view = by.service.view
-    names = (shown.owned.name for shown in view.visible(by.user))
-    return {name: view.metrics[name].curve.points for name in names if name in view.metrics}
+def curves(by: By, page: Paged) -> dict[str, list[tuple[int, float]]]:
+    """The loss by step, thinned, of each job of a page; the page is asked for as of `/jobs`."""
+    return by.service.view.curves(by.user, page)
 
 
 @api.get("/jobs/{name}/adapter", response_class=FileResponse, tags=["jobs"])
@@ -403,9 +438,9 @@ def events(by: By, after: Annotated[int, Query(ge=0, lt=1 << 62)] = 0) -> list[E
 
 @api.get("/stream", response_class=StreamingResponse, tags=["service"])
 async def stream(by: By, after: int = -1) -> StreamingResponse:
-    """Server-sent events: `jobs` that changed, `groups` and `events`, as they come.
+    """Server-sent events: `jobs` that changed or were `removed`, `groups` and `events`.
 
-    It ends when the token is revoked.
+    The first `jobs` are those that have not ended. It ends when the token is revoked.
     """
     by.service.require_stream(by.user)
     told = _told(by, after)
@@ -414,19 +449,24 @@ async def stream(by: By, after: int = -1) -> StreamingResponse:
 
 async def _told(by: Caller, version: int) -> AsyncIterator[bytes]:
     view = by.service.view
-    event, spans, said = view.last_event, b"", time.monotonic()
+    event, groups, said = view.last_event, -1, time.monotonic()
+    gone = view.version
     with by.service.counted_stream(by.user):
         while not by.service.ending and (user := by.again()):
             news = []
+            now = view.version
+            if removed := view.removed_since(user, gone):
+                news.append(("removed", json.dumps(removed).encode()))
+            gone = now
             if changed := view.visible(user, version):
                 version = max(shown.version for shown in changed)
                 news.append(("jobs", b"[" + b",".join(shown.body for shown in changed) + b"]"))
             if view.last_event != event:
                 news.append(("events", _json(await run_in_threadpool(view.events, user, event))))
                 event = view.last_event
-            if (now := _json(view.spans(user))) != spans:
-                spans = now
-                news.append(("groups", now))
+            if view.groups_version != groups:
+                groups = view.groups_version
+                news.append(("groups", _json(view.spans(user))))
             for kind, data in news:
                 yield b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
             if not news and time.monotonic() - said > QUIET_SECONDS:

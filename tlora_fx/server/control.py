@@ -42,9 +42,13 @@ class Control:
         loop = self.running.loop
         if time.monotonic() - self._looked < LOOK_SECONDS and len(loop.ended) == self._known:
             return
-        self._looked, self._known = time.monotonic(), len(loop.ended)
+        self._looked = time.monotonic()
+        jobs = self.store.settle()
+        for name in [name for name, how in loop.ended.items() if how]:
+            self.running.forget(name)
+        self._known = len(loop.ended)
         if not loop.stopping:
-            self._keep([job for job in self.store.jobs() if job.status in ("queued", "running")])
+            self._keep([job for job in jobs if job.status in ("queued", "running")])
 
     def _keep(self, jobs: Sequence[OwnedJob]) -> None:
         loop = self.running.loop

@@ -3,6 +3,10 @@
 It lies in the run's ledger. Each call that changes something is one transaction, with a row that
 says who asked for it, and the disk holds it before the caller is answered. What is wanted of a job
 ("run", "pause", "cancel") is a state and no message: a service that was killed finds it again.
+
+Nothing that is done often looks at what has ended. The scheduler's look settles each job that has
+ended: it writes down the job's last state and counts it. From then on indexes leave it out of
+whatever concerns jobs that may still train. In the same way GPU-hours of ended groups are added up.
 """
 
 from __future__ import annotations
@@ -11,11 +15,12 @@ import hashlib
 import json
 import os
 import pwd
+import re
 import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +29,7 @@ from typing import Any, Literal
 from tlora_fx.config.hyperparameters import with_defaults
 from tlora_fx.errors import JobUnknown, LedgerError, QuotaReached, RequestConflict, ServiceRefused
 from tlora_fx.runtime.run_folder import LEDGER
+from tlora_fx.scheduler.local.recovery import RESERVED
 from tlora_fx.scheduler.store import GOES_ON, Ledger, require_known_format, write_fact
 
 Wanted = Literal["run", "pause", "cancel"]
@@ -31,10 +37,13 @@ Wanted = Literal["run", "pause", "cancel"]
 FOLDER = "service"
 #: Who asks where there are no users; the only one whose jobs keep their names.
 LOCAL = "local"
+#: What may be the name of a job in a text.
+_NAME = re.compile(r"[\w.-]+")
 
 #: Of the service's tables. A ledger without this fact has none of them, or those of a version
-#: before formats: what lacks is added.
-FORMAT = 1
+#: before formats: what lacks is added. The first format has no tables of totals, used GPU-seconds,
+#: summaries and removed jobs, and not the columns of `_NEW_COLUMNS`.
+FORMAT = 2
 _FORMAT = "service_format"
 
 _TABLES = """
@@ -56,13 +65,54 @@ CREATE TABLE IF NOT EXISTS events (
     number INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, jobs TEXT NOT NULL,
     text TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS access (tokens_required INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS numbers (submission INTEGER NOT NULL, job INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS totals (
+    user TEXT NOT NULL, state TEXT NOT NULL, jobs INTEGER NOT NULL, PRIMARY KEY (user, state));
+CREATE TABLE IF NOT EXISTS used (user TEXT PRIMARY KEY, gpu_seconds REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS summaries (
+    name TEXT PRIMARY KEY COLLATE NOCASE, metrics TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS removed (
+    number INTEGER PRIMARY KEY, job INTEGER NOT NULL, submission INTEGER NOT NULL,
+    name TEXT NOT NULL COLLATE NOCASE, user TEXT NOT NULL, state TEXT NOT NULL,
+    reason TEXT NOT NULL, steps REAL NOT NULL, submitted REAL NOT NULL, ended REAL NOT NULL,
+    time REAL NOT NULL, replaced INTEGER NOT NULL);
+INSERT INTO numbers SELECT 0, 0 WHERE NOT EXISTS (SELECT 1 FROM numbers);
 """
+#: Columns that older tables do not have. `final`: the state of a job that was settled; NULL: it may
+#: still train. `over`: time of day at which it ended. `counted`: whether `used` has a group's time.
+_NEW_COLUMNS = (
+    ("owned", "final", "TEXT"),
+    ("owned", "over", "REAL"),
+    ("epochs", "counted", "INTEGER NOT NULL DEFAULT 0"),
+)
+_INDEXES = """
+CREATE INDEX IF NOT EXISTS owned_open ON owned (user) WHERE final IS NULL;
+CREATE INDEX IF NOT EXISTS owned_of_user ON owned (user);
+CREATE INDEX IF NOT EXISTS owned_final ON owned (final);
+CREATE INDEX IF NOT EXISTS owned_final_of_user ON owned (user, final);
+CREATE INDEX IF NOT EXISTS owned_over ON owned (over) WHERE final IS NOT NULL;
+CREATE INDEX IF NOT EXISTS owned_submission ON owned (submission);
+CREATE INDEX IF NOT EXISTS epochs_uncounted ON epochs (epoch) WHERE counted = 0;
+CREATE INDEX IF NOT EXISTS submissions_kept ON submissions (number) WHERE folder != '';
+CREATE INDEX IF NOT EXISTS removed_name ON removed (name);
+CREATE INDEX IF NOT EXISTS removed_of_submission ON removed (submission);
+CREATE INDEX IF NOT EXISTS removed_replaced ON removed (ended) WHERE replaced = 1;
+CREATE INDEX IF NOT EXISTS epochs_how ON epochs (how);
+"""
+#: Groups that run, and all those whose processes they took over, each with the one that runs.
+_AT_WORK = f"""
+WITH RECURSIVE at_work (epoch, jobs, last) AS (
+    SELECT epoch, jobs, epoch FROM epochs WHERE ended IS NULL
+    UNION SELECT epochs.epoch, epochs.jobs, at_work.last FROM at_work
+        JOIN epochs ON epochs.how = '{GOES_ON}' || at_work.epoch)
+"""  # noqa: S608  (a constant of ours)
 
 #: Of each job of the service: what it is, what the ledger says, and what was said of its file.
 _JOBS = """
-SELECT owned.name, owned.user, owned.submission, owned.priority, owned.wanted, submissions.time,
-    jobs.status, jobs.reason, jobs.steps, jobs.request, jobs.first_started, jobs.ended, files.told
-FROM owned JOIN submissions ON submissions.number = owned.submission
+SELECT owned.rowid, owned.name, owned.user, owned.submission, owned.priority, owned.wanted,
+    submissions.time, jobs.status, jobs.reason, jobs.steps, jobs.request, jobs.first_started,
+    jobs.ended, files.told
+FROM owned CROSS JOIN submissions ON submissions.number = owned.submission
 LEFT JOIN jobs ON jobs.name = owned.name
 LEFT JOIN files ON files.path = ? || printf('%06d.yaml', owned.submission)
 """
@@ -102,11 +152,13 @@ class Submission:
 class OwnedJob:
     """A job of the service, as the ledger has it; times are seconds of the run's clock.
 
+    number      place in the order of submission; no two jobs ever have the same
     submitted   time of day
     status      None: its file was not read yet
     told        what was said of its file, "" where it was not read yet
     """
 
+    number: int
     name: str
     user: str
     submission: int
@@ -147,6 +199,52 @@ class OwnedJob:
         return self.state not in ("done", "failed", "refused", "cancelled")
 
 
+@dataclass(frozen=True, slots=True)
+class ReplacedJob:
+    """A refused or cancelled job whose name another job has now.
+
+    number      as of `OwnedJob`
+    submitted   time of day; `ended` too
+    """
+
+    number: int
+    name: str
+    user: str
+    submission: int
+    state: str
+    reason: str
+    steps: float
+    submitted: float
+    ended: float
+
+    @property
+    def folder(self) -> str:
+        """Where what it has left lies, below the run's folder; it may have left nothing."""
+        return replaced_folder(self.number, self.name)
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Which jobs of a list are wanted, in order of submission.
+
+    after    those behind this number; None: from the first
+    before   those before this number, the newest first; None: see `after`
+    limit    at most so many; fewer are there only at the end of the list
+    state    those in this state; None: in any
+    ended    those that have ended, or those that have not; None: both
+    """
+
+    after: int | None = None
+    before: int | None = None
+    limit: int = 1000
+    state: str | None = None
+    ended: bool | None = None
+
+    def has(self, job: OwnedJob) -> bool:
+        """Whether a job is in the list, whatever its number."""
+        return self.state in (None, job.state) and self.ended in (None, not job.active)
+
+
 class ServiceStore:
     """The service's part of a run's ledger; any thread may call it.
 
@@ -158,15 +256,20 @@ class ServiceStore:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder = folder / FOLDER
         self.inbox = self.folder / "inbox"
-        for path in (self.inbox, self.folder / "uploads", self.folder / "submitted"):
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for name in ("inbox", "uploads", "submitted", "replaced", "trash"):
+            (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
         self._path = folder / LEDGER
         Ledger(self._path).close()
         self._local = threading.local()
         with self._reading() as base:
             require_known_format(base, self._path, name=_FORMAT, known=FORMAT)
             base.executescript(_TABLES)
+        with self._transition("", "", "") as base:
+            for table, column, kind in _NEW_COLUMNS:
+                _add_column(base, table, column, kind)
             write_fact(base, _FORMAT, str(FORMAT))
+        with self._reading() as base:
+            base.executescript(_INDEXES)
         self.started = self._started()
 
     # Users.
@@ -256,27 +359,36 @@ class ServiceStore:
         names      full names of its jobs
         document   what the scheduler is to read
         raises     RequestConflict, QuotaReached
+
+        Jobs of these names that were refused or cancelled are removed. What they have trained is
+        moved to `service/replaced`.
         """
         with self._transition(user.name, "submit", ", ".join(names)) as base:
             known = self._replayed(base, user, key, sha256)
             if known is not None:
                 return known
-            self._free_names(base, names)
+            replaced = self._require_free(base, names)
             self._require_quota(base, user, len(names), priority)
-            number = base.execute(
-                "INSERT INTO submissions (user, key, sha256, time, folder, document) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                (user.name, key, sha256, time.time(), folder, document),
-            ).lastrowid
-            assert number is not None
+            for job in replaced:
+                self._remove(base, job, replaced=True)
+            number, last = _next_numbers(base, len(names))
+            base.execute(
+                "INSERT INTO submissions (number, user, key, sha256, time, folder, document) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (number, user.name, key, sha256, time.time(), folder, document),
+            )
             base.executemany(
-                "INSERT INTO owned (name, user, submission, priority) VALUES (?, ?, ?, ?)",
-                [(name, user.name, number, priority) for name in names],
+                "INSERT INTO owned (rowid, name, user, submission, priority) "
+                "VALUES (?, ?, ?, ?, ?)",
+                [
+                    (place, name, user.name, number, priority)
+                    for place, name in enumerate(names, start=last + 1)
+                ],
             )
         return Submission(number, tuple(names), document, folder)
 
     def submissions(self) -> list[Submission]:
-        """Submissions that were accepted."""
+        """Submissions that were accepted, and not removed."""
         with self._reading() as base:
             rows = base.execute("SELECT number, document, folder FROM submissions").fetchall()
         return [Submission(number, (), document, folder) for number, document, folder in rows]
@@ -290,22 +402,169 @@ class ServiceStore:
         jobs = json.loads(row[0])["jobs"] if row and row[0] else []
         return {job["name"]: with_defaults(job) for job in jobs}
 
+    def unread_submissions(self) -> list[Submission]:
+        """Submissions that the scheduler has not taken in whole."""
+        with self._reading() as base:
+            rows = base.execute(
+                "SELECT number, document, folder FROM submissions WHERE number IN "
+                "(SELECT submission FROM owned WHERE final IS NULL) AND NOT EXISTS "
+                "(SELECT 1 FROM files WHERE path = ? || printf('%06d.yaml', number))",
+                (self._prefix,),
+            ).fetchall()
+        return [Submission(number, (), document, folder) for number, document, folder in rows]
+
+    def submission_folders(self) -> set[str]:
+        """Names of the folders of submissions."""
+        with self._reading() as base:
+            return {name for (name,) in base.execute("SELECT folder FROM submissions")}
+
+    def drop_folders(self, long_ago: float) -> list[str]:
+        """Forget the folders of submissions whose jobs ended before a time of day; their names."""
+        self.settle()
+        with self._transition("", "", "") as base:
+            rows = base.execute(
+                "SELECT number, folder FROM submissions WHERE folder != '' AND NOT EXISTS "
+                "(SELECT 1 FROM owned WHERE submission = number AND "
+                "(final IS NULL OR max(over, submissions.time) > ?))",
+                (long_ago,),
+            ).fetchall()
+            base.executemany(
+                "UPDATE submissions SET folder = '' WHERE number = ?",
+                [(number,) for number, _ in rows],
+            )
+        return [folder for _, folder in rows]
+
     def file_of(self, number: int) -> Path:
         """File where the scheduler finds a submission."""
         return self.inbox / f"{number:06d}.yaml"
+
+    def owns(self, path: Path, name: str) -> bool:
+        """Whether a job of a submission that the scheduler finds in a file was not removed."""
+        number = path.stem.lstrip("0")
+        query = "SELECT 1 FROM owned WHERE name = ? AND submission = ?"
+        return bool(self.rows(query, name, number))
+
+    def user_of_file(self, path: Path) -> str:
+        """User of a submission that the scheduler finds in a file; "" where nobody has a token."""
+        rows = self.rows("SELECT user FROM submissions WHERE number = ?", path.stem.lstrip("0"))
+        return next((user for (user,) in rows if user != LOCAL), "")
 
     # Jobs.
 
     def jobs(self, name: str | None = None) -> list[OwnedJob]:
         """All jobs, or one, in order of submission."""
-        where = "WHERE owned.name = ? " if name else ""
-        prefix = f"{self.inbox.absolute()}/"
         with self._reading() as base:
-            rows = base.execute(
-                f"{_JOBS}{where}ORDER BY owned.submission, owned.rowid",
-                (prefix, name) if name else (prefix,),
-            ).fetchall()
-        return [OwnedJob(*row) for row in rows]
+            return self._jobs(base, "owned.name = ?", name) if name else self._jobs(base, "true")
+
+    def open_jobs(self) -> list[OwnedJob]:
+        """Jobs that were not settled: all that may still train, and those that have just ended."""
+        with self._reading() as base:
+            return self._jobs(base, "owned.final IS NULL")
+
+    def standing(self) -> tuple[list[OwnedJob], dict[tuple[str, str], int]]:
+        """`open_jobs`, and how many others there are, by user and state, at one moment."""
+        with self._snapshot() as base:
+            rows = base.execute("SELECT user, state, jobs FROM totals").fetchall()
+            totals = {(user, state): jobs for user, state, jobs in rows}
+            return self._jobs(base, "owned.final IS NULL"), totals
+
+    def page(self, user: User, page: Page) -> list[OwnedJob]:
+        """Jobs of a user, of all users for an administrator; see `Page`.
+
+        Jobs that come meanwhile have higher numbers: pages one after the other have each job that
+        is there all the time once.
+        """
+        newest_first = page.before is not None
+        where, values = "true", list[object]()
+        if not user.admin:
+            where, values = "owned.user = ?", [user.name]
+        if newest_first:
+            where, values = f"{where} AND owned.rowid < ?", [*values, page.before]
+        elif page.after is not None:
+            where, values = f"{where} AND owned.rowid > ?", [*values, page.after]
+        with self._snapshot() as base:
+            jobs = [
+                job
+                for job in self._jobs(base, f"owned.final IS NULL AND {where}", *values)
+                if page.has(job)
+            ]
+            if page.ended is not False:
+                settled = "owned.final IS NOT NULL" if page.state is None else "owned.final = ?"
+                state = [] if page.state is None else [page.state]
+                order = "DESC" if newest_first else "ASC"
+                jobs += self._jobs(
+                    base, f"{settled} AND {where}", *state, *values, order=order, limit=page.limit
+                )
+        return sorted(jobs, key=lambda job: job.number, reverse=newest_first)[: page.limit]
+
+    def settle(self) -> list[OwnedJob]:
+        """Write down the last state of jobs that have ended, and of groups; the other jobs."""
+        jobs = self.open_jobs()
+        ended = [job for job in jobs if not job.active]
+        [(uncounted,)] = self.rows(
+            "SELECT EXISTS (SELECT 1 FROM epochs WHERE counted = 0 AND ended IS NOT NULL)"
+        )
+        if ended or uncounted:
+            with self._transition("", "", "") as base:
+                for job in ended:
+                    self._settle(base, job)
+                self._count_groups(base)
+        return [job for job in jobs if job.active]
+
+    def _settle(self, base: sqlite3.Connection, job: OwnedJob) -> None:
+        over = time.time() if job.ended is None else self.started + job.ended
+        changed = base.execute(
+            "UPDATE owned SET final = ?, over = ? WHERE name = ? AND final IS NULL",
+            (job.state, over, job.name),
+        )
+        if changed.rowcount:
+            _add_total(base, job.user, job.state, 1)
+
+    def _jobs(
+        self, base: sqlite3.Connection, where: str, *values: object, order: str = "ASC",
+        limit: int = -1,
+    ) -> list[OwnedJob]:  # fmt: skip
+        rows = base.execute(
+            f"{_JOBS}WHERE {where} ORDER BY owned.rowid {order} LIMIT ?",
+            (self._prefix, *values, limit),
+        )
+        return [OwnedJob(*row) for row in rows.fetchall()]
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.inbox.absolute()}/"
+
+    def owners(self, names: Iterable[str]) -> dict[str, str]:
+        """Users of those of some jobs that are there, by job."""
+        with self._reading() as base:
+            return dict(
+                base.execute(
+                    "SELECT name, user FROM owned WHERE name IN (SELECT value FROM json_each(?))",
+                    (json.dumps(list(names)),),
+                ).fetchall()
+            )
+
+    def summaries(self, names: Iterable[str]) -> dict[str, str]:
+        """What was kept of the metrics of ended jobs, by job."""
+        with self._reading() as base:
+            return dict(
+                base.execute(
+                    "SELECT name, metrics FROM summaries WHERE name IN "
+                    "(SELECT value FROM json_each(?))",
+                    (json.dumps(list(names)),),
+                ).fetchall()
+            )
+
+    def keep_summaries(self, metrics: Mapping[int, str]) -> None:
+        """Keep what is shown of the metrics of ended jobs, by number of the job.
+
+        Their files are not read again. Nothing is kept of a job that was removed.
+        """
+        with self._transition("", "", "") as base:
+            base.executemany(
+                "INSERT OR REPLACE INTO summaries SELECT name, ? FROM owned WHERE rowid = ?",
+                [(text, number) for number, text in metrics.items()],
+            )
 
     def job(self, user: User, name: str) -> OwnedJob:
         """A job of a user's own, by its full name or without the user's; raises JobUnknown."""
@@ -333,6 +592,161 @@ class ServiceStore:
             base.execute("UPDATE owned SET wanted = ? WHERE name = ?", (wanted, job.name))
         [changed] = self.jobs(job.name)
         return changed
+
+    def remove(self, user: User, name: str) -> OwnedJob:
+        """Remove a job of a user's own that has ended; its folder goes into the trash.
+
+        A row of `removed` stays, and so do the GPU-hours that it used. Its name may be used again
+        once no process knows the job, and the key of its submission once all jobs of that are
+        removed.
+
+        raises   JobUnknown; RequestConflict where it has not ended
+        """
+        job = self.job(user, name)
+        with self._transition(user.name, "rm", job.name) as base:
+            [job] = self._jobs(base, "owned.name = ?", job.name)
+            if job.active:
+                raise RequestConflict(
+                    f"a job that is {job.state} cannot be removed",
+                    job=job.name,
+                    help=f"cancel it first: `tlora-fx client cancel {job.name}`",
+                )
+            if job.told is None:
+                raise RequestConflict(
+                    "other jobs of its submission are still being prepared",
+                    job=job.name,
+                    help="remove it once they are",
+                )
+            self._remove(base, job)
+        return job
+
+    def old_jobs(self, long_ago: float, most: int) -> list[OwnedJob]:
+        """Jobs that ended before a time of day, at most so many, the oldest first to go."""
+        self.settle()
+        with self._reading() as base:
+            return self._jobs(
+                base,
+                "owned.rowid IN (SELECT rowid FROM owned WHERE final IS NOT NULL AND over < ? "
+                "ORDER BY over LIMIT ?) AND files.told IS NOT NULL",
+                long_ago,
+                most,
+            )
+
+    def remove_old(self, jobs: Iterable[OwnedJob]) -> None:
+        """Remove jobs of `old_jobs`; those that were removed meanwhile are left out."""
+        with self._transition("", "", "") as base:
+            for old in jobs:
+                for job in self._jobs(base, "owned.rowid = ?", old.number):
+                    self._remove(base, job)
+                    base.execute(
+                        "INSERT INTO actions (time, user, verb, what) VALUES (?, ?, 'rm', ?)",
+                        (time.time(), operator(), job.name),
+                    )
+
+    def _remove(self, base: sqlite3.Connection, job: OwnedJob, *, replaced: bool = False) -> None:
+        """Remove a job that has ended, in a transaction.
+
+        replaced   another job has its name from now on: what it has trained is kept in
+                   `service/replaced`, and the key of its submission stays used; otherwise all that
+                   it has left goes into the trash
+        """
+        self._settle(base, job)
+        [(state, over)] = base.execute(
+            "SELECT final, over FROM owned WHERE name = ?", (job.name,)
+        ).fetchall()
+        base.execute(
+            "INSERT INTO removed (job, submission, name, user, state, reason, steps, submitted, "
+            "ended, time, replaced) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                job.number, job.submission, job.name, job.user, state, job.reason or "",
+                job.steps or 0.0, job.submitted, over, time.time(), replaced,
+            ),
+        )  # fmt: skip
+        _add_total(base, job.user, state, -1)
+        for table in ("owned", "jobs", "origins", "summaries"):
+            base.execute(f"DELETE FROM {table} WHERE name = ?", (job.name,))  # noqa: S608  (ours)
+        for table in ("members", "decided"):
+            base.execute(f"DELETE FROM {table} WHERE job = ?", (job.name,))  # noqa: S608  (ours)
+        there = self.folder.parent / job.name
+        aside = self.folder.parent / replaced_folder(job.number, job.name)
+        if replaced and job.first_started is not None and there.is_dir() and not aside.exists():
+            there.rename(aside)
+        self._discard(there)
+        if not replaced:
+            self._remove_submission(base, job.submission)
+
+    def _discard(self, folder: Path) -> None:
+        """Move a folder into the trash, if it is there and not one of the run's own."""
+        if folder.is_dir() and folder.name not in RESERVED:
+            folder.rename(self.folder / "trash" / secrets.token_hex(8))
+
+    def _remove_submission(self, base: sqlite3.Connection, number: int) -> None:
+        """Remove a submission, if all its jobs are removed and none of them counts as replaced."""
+        left = base.execute(
+            "SELECT 1 FROM owned WHERE submission = ? UNION ALL "
+            "SELECT 1 FROM removed WHERE submission = ? AND replaced = 1",
+            (number, number),
+        )
+        if left.fetchone() is not None:
+            return
+        row = base.execute("SELECT folder FROM submissions WHERE number = ?", (number,)).fetchone()
+        if row is not None and row[0]:
+            self._discard(self.folder / "submitted" / row[0])
+        base.execute("DELETE FROM submissions WHERE number = ?", (number,))
+        base.execute("DELETE FROM files WHERE path = ?", (str(self.file_of(number).absolute()),))
+
+    def old_replaced(self, long_ago: float, most: int) -> list[ReplacedJob]:
+        """Replaced jobs that ended before a time of day, and are still kept; at most so many."""
+        rows = self.rows(
+            "SELECT job, name, user, submission, state, reason, steps, submitted, ended "
+            "FROM removed WHERE replaced = 1 AND ended < ? ORDER BY ended LIMIT ?",
+            long_ago,
+            most,
+        )
+        return [ReplacedJob(*row) for row in rows]
+
+    def drop_replaced(self, jobs: Iterable[ReplacedJob]) -> None:
+        """Keep no longer what replaced jobs have left."""
+        with self._transition("", "", "") as base:
+            for job in jobs:
+                base.execute("UPDATE removed SET replaced = 0 WHERE job = ?", (job.number,))
+                self._discard(self.folder.parent / job.folder)
+                self._remove_submission(base, job.submission)
+
+    def forget_past(self, long_ago: float) -> list[int]:
+        """Forget groups, decisions and events from before a time of day; epochs of the groups.
+
+        The newest of each stays, since the next one is numbered by it. So do groups whose processes
+        still run in another group: the names of their jobs are taken.
+        """
+        self.settle()
+        seconds = long_ago - self.started
+        with self._transition("", "", "") as base:
+            epochs = base.execute(
+                f"{_AT_WORK} DELETE FROM epochs WHERE counted = 1 AND ended < ? "  # noqa: S608  (ours)
+                "AND epoch < (SELECT max(epoch) FROM epochs) "
+                "AND epoch NOT IN (SELECT epoch FROM at_work) RETURNING epoch",
+                (seconds,),
+            ).fetchall()
+            base.execute(
+                "DELETE FROM decisions WHERE time < ? "
+                "AND number < (SELECT max(number) FROM decisions)",
+                (seconds,),
+            )
+            base.execute(
+                "DELETE FROM events WHERE time < ? AND number < (SELECT max(number) FROM events)",
+                (long_ago,),
+            )
+        return [epoch for (epoch,) in epochs]
+
+    def names_of_others(self, user: User, text: str) -> list[str]:
+        """Names of other users' jobs that a text has, removed jobs included."""
+        words = set(_NAME.findall(text))
+        # A name may stand at the end of a sentence.
+        words |= {word.rstrip(".,:;") for word in words}
+        with self._reading() as base:
+            owners = {word: _owner(base, word) for word in words}
+        return [word for word, owner in owners.items() if owner not in (None, user.name)]
 
     def gpu_hours(self, user: str) -> float:
         """GPU-hours of a user's jobs up to the scheduler's last heartbeat.
@@ -403,48 +817,46 @@ class ServiceStore:
             raise RequestConflict(
                 "another submission had this key", key=key, help="give each submission its own key"
             )
-        # A job of it may have been replaced since.
-        names = tuple(job["name"] for job in json.loads(document)["jobs"])
-        return Submission(number, names, document, folder, replayed=True)
+        names = base.execute(
+            "SELECT name, rowid FROM owned WHERE submission = ? UNION ALL "
+            "SELECT name, job FROM removed WHERE submission = ? ORDER BY 2",
+            (number, number),
+        )
+        return Submission(number, tuple(name for name, _ in names), document, folder, replayed=True)
 
-    def _free_names(self, base: sqlite3.Connection, names: Sequence[str]) -> None:
-        """Free names of jobs that were refused or cancelled; raises RequestConflict for others.
+    def _require_free(self, base: sqlite3.Connection, names: Sequence[str]) -> list[OwnedJob]:
+        """Refuse names that other jobs have; the jobs that are to give theirs back.
 
-        What such a job has left in its folder is moved to `service/replaced`.
+        Those were refused or cancelled, and no process knows them any more. In the same way, the
+        name of a removed job is free once no process knows that job.
+
+        raises   RequestConflict
         """
+        at_work, replaced = _names_at_work(base), []
         for name in names:
-            row = base.execute("SELECT name FROM owned WHERE name = ?", (name,)).fetchone()
-            before = None if row is None else self.jobs(row[0])[0]
-            if before is not None and before.state in ("refused", "cancelled"):
-                self._replace(base, before)
-                before = None
+            before = next(iter(self._jobs(base, "owned.name = ?", name)), None)
             known = base.execute("SELECT 1 FROM jobs WHERE name = ? COLLATE NOCASE", (name,))
-            if before is not None or known.fetchone() is not None:
+            ended = before is not None and before.state in ("refused", "cancelled")
+            if not ended and (before is not None or known.fetchone() is not None):
                 raise RequestConflict(
                     f"there is a job '{name}' already",
                     found=None if before is None else before.state,
-                    help="give each job a name of its own; the name of a job that was refused or "
-                    "cancelled is free",
+                    help="give each job a name of its own; the name of a job that was refused, "
+                    "cancelled or removed is free",
                 )
-
-    def _replace(self, base: sqlite3.Connection, before: OwnedJob) -> None:
-        """Forget a job that was refused or cancelled, once no process knows it any more."""
-        if before.first_started is not None:
-            group = _group_with(base, before.name)
-            if group is not None:
+            if name.lower() in at_work:
+                was = "was removed" if before is None else f"is {before.state}"
                 raise RequestConflict(
-                    f"job '{before.name}' is {before.state}, but its group still runs",
-                    group=group,
+                    f"job '{name}' {was}, but its group still runs",
+                    group=at_work[name.lower()],
                     help="submit again when that group has ended, or choose another name",
                 )
-            there = self.folder.parent / before.name
-            aside = self.folder / "replaced" / f"{before.submission:06d}.{before.name}"
-            if there.is_dir() and not aside.exists():
-                aside.parent.mkdir(mode=0o700, exist_ok=True)
-                there.rename(aside)
-        base.execute("DELETE FROM owned WHERE name = ?", (before.name,))
-        base.execute("DELETE FROM jobs WHERE name = ?", (before.name,))
-        base.execute("DELETE FROM origins WHERE name = ?", (before.name,))
+            if before is not None:
+                replaced.append(before)
+            elif _owner(base, name) is not None:
+                # A group may have written there after the job was removed.
+                self._discard(self.folder.parent / name)
+        return replaced
 
     def _require_quota(
         self, base: sqlite3.Connection, user: User, jobs: int, priority: int
@@ -454,7 +866,8 @@ class ServiceStore:
                 "no such priority", expected=f"at most {user.priority}", found=priority
             )
         if user.jobs is not None:
-            active = sum(job.active for job in self.jobs() if job.user == user.name)
+            mine = self._jobs(base, "owned.final IS NULL AND owned.user = ?", user.name)
+            active = sum(job.active for job in mine)
             if active + jobs > user.jobs:
                 raise QuotaReached(
                     "too many jobs at a time",
@@ -471,12 +884,42 @@ class ServiceStore:
                 )
 
     def _gpu_hours(self, base: sqlite3.Connection, user: str) -> float:
-        mine = {name for (name,) in base.execute("SELECT name FROM owned WHERE user = ?", (user,))}
-        seconds = 0.0
-        for jobs, gpus, held in base.execute("SELECT jobs, gpus, held FROM epochs"):
-            names = json.loads(jobs)
-            seconds += held * len(json.loads(gpus)) * len(mine.intersection(names)) / len(names)
+        row = base.execute("SELECT gpu_seconds FROM used WHERE user = ?", (user,)).fetchone()
+        seconds = 0.0 if row is None else float(row[0])
+        for *_, shares in self._uncounted_groups(base):
+            seconds += shares.get(user, 0.0)
         return seconds / 3600
+
+    def _uncounted_groups(
+        self, base: sqlite3.Connection
+    ) -> list[tuple[int, bool, dict[str, float]]]:
+        """Groups that `used` does not have: epoch, whether it has ended, GPU-seconds by user."""
+        rows = base.execute(
+            "SELECT epoch, jobs, gpus, held, ended IS NOT NULL FROM epochs WHERE counted = 0"
+        ).fetchall()
+        groups = []
+        for epoch, jobs, gpus, held, ended in rows:
+            names = json.loads(jobs)
+            shares: dict[str, float] = {}
+            for name in names:
+                user = _owner(base, name)
+                if user is not None:
+                    share = held * len(json.loads(gpus)) / len(names)
+                    shares[user] = shares.get(user, 0.0) + share
+            groups.append((epoch, bool(ended), shares))
+        return groups
+
+    def _count_groups(self, base: sqlite3.Connection) -> None:
+        """Add the GPU-seconds of groups that have ended to their users'."""
+        for epoch, ended, shares in self._uncounted_groups(base):
+            if not ended:
+                continue
+            base.executemany(
+                "INSERT INTO used VALUES (?, ?) ON CONFLICT (user) DO UPDATE "
+                "SET gpu_seconds = gpu_seconds + excluded.gpu_seconds",
+                list(shares.items()),
+            )
+            base.execute("UPDATE epochs SET counted = 1 WHERE epoch = ?", (epoch,))
 
     @property
     def _base(self) -> sqlite3.Connection:
@@ -495,6 +938,16 @@ class ServiceStore:
             raise LedgerError(
                 "the service's ledger fails", file=self._path, reason=error
             ) from error
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[sqlite3.Connection]:
+        """Inside, all that is read is of one moment."""
+        with self._reading() as base:
+            base.execute("BEGIN")
+            try:
+                yield base
+            finally:
+                base.execute("COMMIT")
 
     @contextmanager
     def _transition(self, user: str, verb: str, what: str) -> Iterator[sqlite3.Connection]:
@@ -533,19 +986,56 @@ def full_name(user: str, job: str) -> str:
     return job if user == LOCAL else f"{user}.{job}"
 
 
-def _group_with(base: sqlite3.Connection, name: str) -> int | None:
-    """Group that runs in a process in which a job was; None: there is none."""
-    of_job = base.execute("SELECT epoch FROM epochs WHERE instr(jobs, ?) > 0", (json.dumps(name),))
-    last = (_last_with_processes(base, epoch) for (epoch,) in of_job.fetchall())
-    return next((epoch for epoch, ended in last if not ended), None)
+def replaced_folder(number: int, job: str) -> str:
+    """Folder, below the run's, of what a replaced job has left."""
+    return f"{FOLDER}/replaced/{number:06d}.{job}"
 
 
-def _last_with_processes(base: sqlite3.Connection, epoch: int) -> tuple[int, bool]:
-    """The last group that took over a group's processes, and whether it has ended."""
-    query = "SELECT ended IS NOT NULL, how FROM epochs WHERE epoch = ?"
-    while row := base.execute(query, (epoch,)).fetchone():
-        ended, how = row
-        if not ended or not how.startswith(GOES_ON):
-            return epoch, bool(ended)
-        epoch = int(how.removeprefix(GOES_ON))
-    return epoch, True
+def _add_column(base: sqlite3.Connection, table: str, column: str, kind: str) -> None:
+    """Add a column to a table that was made without it."""
+    if column not in {name for _, name, *_ in base.execute(f"PRAGMA table_info({table})")}:
+        base.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
+
+
+def _next_numbers(base: sqlite3.Connection, jobs: int) -> tuple[int, int]:
+    """The number of a new submission, and the one before its first job's.
+
+    Numbers of what was removed are not used again: a page or a file that names one stays right.
+    """
+    row = base.execute(
+        "UPDATE numbers SET "
+        "submission = 1 + max(submission, (SELECT coalesce(max(number), 0) FROM submissions)), "
+        "job = ? + max(job, (SELECT coalesce(max(rowid), 0) FROM owned)) "
+        "RETURNING submission, job",
+        (jobs,),
+    ).fetchone()
+    return int(row[0]), int(row[1]) - jobs
+
+
+def _add_total(base: sqlite3.Connection, user: str, state: str, jobs: int) -> None:
+    base.execute(
+        "INSERT INTO totals VALUES (?, ?, ?) ON CONFLICT (user, state) DO UPDATE "
+        "SET jobs = jobs + excluded.jobs",
+        (user, state, jobs),
+    )
+
+
+def _owner(base: sqlite3.Connection, name: str) -> str | None:
+    """User of a job, removed ones included."""
+    for query in (
+        "SELECT user FROM owned WHERE name = ?",
+        "SELECT user FROM removed WHERE name = ? ORDER BY number DESC LIMIT 1",
+    ):
+        row = base.execute(query, (name,)).fetchone()
+        if row is not None:
+            return str(row[0])
+    return None
+
+
+def _names_at_work(base: sqlite3.Connection) -> dict[str, int]:
+    """Jobs that processes know, in small letters, and the group that runs in those processes.
+
+    They are the jobs of the groups that run, and of groups whose processes those took over.
+    """
+    query = f"{_AT_WORK} SELECT value, last FROM at_work, json_each(jobs)"  # noqa: S608  (ours)
+    return {str(name).lower(): int(last) for name, last in base.execute(query)}

@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import json
 import re
 import secrets
 import shutil
+import tarfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,20 @@ from tlora_fx.config.paths import is_pattern, is_there
 from tlora_fx.errors import QuotaReached, SubmissionRefused, TloraError, UploadRefused
 from tlora_fx.host.durable import link_or_copy
 from tlora_fx.runtime.data.rows import is_local
-from tlora_fx.server.store import FOLDER, ServiceStore, Submission, User, full_name
+from tlora_fx.scheduler.local.recovery import RESERVED
+from tlora_fx.server.store import (
+    FOLDER,
+    OwnedJob,
+    ReplacedJob,
+    ServiceStore,
+    Submission,
+    User,
+    full_name,
+)
 
 JOB_FILE = "jobs.yaml"
+#: Old jobs that are removed in one transaction.
+REMOVED_AT_A_TIME = 100
 #: Keys below `base`, and below a job or the defaults, that may hold a path.
 _BASE_PATHS = ("model", "tokenizer", "config")
 _JOB_PATHS = ("adapter",)
@@ -49,6 +62,8 @@ class IntakeLimits:
     upload_bytes      of one file
     stored_bytes      of all files of a user
     keep_seconds      for which an upload stays that no job needs; None: for ever
+    keep_job_seconds  for which a job stays that has ended; None: for ever
+    archive           a folder that gets a tar file of each job removed after that; None: none does
     trust_remote_code   jobs may run code of their own where they ask for it
     """
 
@@ -56,6 +71,8 @@ class IntakeLimits:
     upload_bytes: int = 256 << 20
     stored_bytes: int = 10 << 30
     keep_seconds: float | None = None
+    keep_job_seconds: float | None = None
+    archive: Path | None = None
     trust_remote_code: bool = False
 
 
@@ -68,38 +85,59 @@ class Intake:
 
     def restore(self) -> None:
         """Put back what a killed service did not come to, and remove what nobody was told of."""
-        known = {submission.folder for submission in self.store.submissions()}
+        known = self.store.submission_folders()
         for path in (self.store.folder / "submitted").iterdir():
             if path.name not in known:
                 shutil.rmtree(path, ignore_errors=True)
-        for submission in self.store.submissions():
+        for submission in self.store.unread_submissions():
             path = self.store.file_of(submission.number)
             if not path.exists() or path.read_bytes() != submission.document.encode():
                 self._hand_over(submission)
         for part in (self.store.folder / "uploads").glob("*/*.part"):
             part.unlink(missing_ok=True)
+        self.empty_trash()
+
+    def empty_trash(self) -> None:
+        """Remove the folders of what was removed; what cannot be now is tried again."""
+        for path in (self.store.folder / "trash").iterdir():
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _remove_old(self, keep_seconds: float) -> None:
+        """Remove jobs that ended long ago, and what tells of groups of that time."""
+        long_ago, folder = time.time() - keep_seconds, self.store.folder.parent
+        while jobs := self.store.old_jobs(long_ago, REMOVED_AT_A_TIME):
+            for job in jobs:
+                self._archive(folder / job.name, job)
+            self.store.remove_old(jobs)
+            self.empty_trash()
+        while replaced := self.store.old_replaced(long_ago, REMOVED_AT_A_TIME):
+            for each in replaced:
+                self._archive(folder / each.folder, each)
+            self.store.drop_replaced(replaced)
+            self.empty_trash()
+        for epoch in self.store.forget_past(long_ago):
+            shutil.rmtree(folder / "groups" / f"{epoch:06d}", ignore_errors=True)
+
+    def _archive(self, folder: Path, job: OwnedJob | ReplacedJob) -> None:
+        if self.limits.archive is not None:
+            archive(self.limits.archive, folder, job)
 
     def collect(self) -> None:
-        """Remove uploads that were sent long ago, and of submissions whose jobs ended long ago.
+        """Remove jobs that ended long ago, uploads that were sent long ago, and theirs of old jobs.
 
         What a submission named is in its own folder too, until the last of its jobs has ended.
         """
+        if self.limits.keep_job_seconds is not None:
+            self._remove_old(self.limits.keep_job_seconds)
+        self.empty_trash()
         if self.limits.keep_seconds is None:
             return
-        long_ago, begun = time.time() - self.limits.keep_seconds, self.store.started
+        long_ago = time.time() - self.limits.keep_seconds
         for path in (self.store.folder / "uploads").glob("*/*"):
             if path.stat().st_mtime < long_ago:
                 path.unlink(missing_ok=True)
-        needed = {
-            job.submission
-            for job in self.store.jobs()
-            if job.active or max(job.submitted, begun + (job.ended or 0.0)) > long_ago
-        }
-        for submission in self.store.submissions():
-            if submission.number not in needed:
-                shutil.rmtree(
-                    self.store.folder / "submitted" / submission.folder, ignore_errors=True
-                )
+        for name in self.store.drop_folders(long_ago):
+            shutil.rmtree(self.store.folder / "submitted" / name, ignore_errors=True)
 
     async def upload(self, user: User, sha256: str, content: AsyncIterator[bytes]) -> int:
         """Keep a file until a submission names its SHA-256; its size in bytes.
@@ -328,6 +366,25 @@ def _require_base(base: BaseSpec) -> None:
                 **{"base.model": name},
                 help="name a folder that the service was started with, by its whole path",
             )
+
+
+def archive(target: Path, folder: Path, job: OwnedJob | ReplacedJob) -> None:
+    """Write what is left of a job into a tar file, with `archived.json` about it.
+
+    target   folder of the tar files; one that holds the job already is replaced
+    folder   of the job; it may be gone
+    """
+    target.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = target / f"{job.number:06d}-{job.name}.tar"
+    part = path.with_suffix(".part")
+    about = json.dumps({**asdict(job), "state": job.state}, indent=1).encode() + b"\n"
+    with tarfile.open(part, "w") as tar:
+        info = tarfile.TarInfo(f"{job.name}/archived.json")
+        info.size = len(about)
+        tar.addfile(info, io.BytesIO(about))
+        if folder.is_dir() and job.name not in RESERVED:
+            tar.add(folder, job.name)
+    part.replace(path)
 
 
 def _paths(top: object) -> Iterator[tuple[str, str]]:

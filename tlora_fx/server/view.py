@@ -1,23 +1,27 @@
-"""View of the service: every job, its curve, and the groups on the GPUs, kept in memory.
+"""View of the service: jobs that may still train, their curves, and the groups on the GPUs.
 
-One thread reads what is new in the ledger and in the jobs' metrics, so that a thousand who ask how
-a job is cost no more than one. A curve is thinned as it grows and has at most `POINTS` points.
+One thread reads what is new in the ledger and in the jobs' metrics, and keeps it in memory, so that
+a thousand who ask how a job is cost no more than one. A curve is thinned as it grows and has at
+most `POINTS` points. A job that has ended leaves the memory, and what is shown of its metrics goes
+into the ledger: whoever asks for it reads it there, by pages.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict
 
 from tlora_fx.config.hyperparameters import learning_rate_of, rank_of
+from tlora_fx.errors import LedgerError
 from tlora_fx.runtime.run_folder import METRICS, parsed_metrics
-from tlora_fx.server.store import OwnedJob, ServiceStore, User
+from tlora_fx.server.store import OwnedJob, Page, ServiceStore, User
 
 #: Of a curve, at most.
 POINTS = 120
@@ -25,6 +29,10 @@ POINTS = 120
 GROUPS = 1000
 #: Of one job's metrics, at a time.
 READ_BYTES = 4 << 20
+#: Submissions of which ranks and learning rates are kept in memory.
+SWEPT = 1000
+#: For which a job that has ended or was removed stays in memory: streams tell of it meanwhile.
+RECENT_SECONDS = 60.0
 #: Over which the share of GPUs that groups held is taken.
 WINDOW_SECONDS = 600.0
 
@@ -32,12 +40,15 @@ WINDOW_SECONDS = 600.0
 class JobStatus(BaseModel):
     """A job: times are seconds since 1970, `loss` and `tokens_per_second` of its last steps.
 
+    `number` grows with each job that is submitted; pages of jobs are asked for by it.
+
     rank            of its adapter; null where the job file does not tell
     learning_rate   of the job file, which the schedule scales
     """
 
     model_config = ConfigDict(ser_json_inf_nan="null")
 
+    number: int
     name: str
     user: str
     state: str
@@ -87,6 +98,7 @@ class Overview(BaseModel):
 
     utilisation   share of the GPUs that groups held in the last ten minutes
     jobs          of all users, by state
+    visible       those that this user may see, by state
     """
 
     user: str
@@ -97,6 +109,7 @@ class Overview(BaseModel):
     busy: int
     utilisation: float
     jobs: dict[str, int]
+    visible: dict[str, int]
     gpu_hours: float
     now: float
 
@@ -138,6 +151,19 @@ class Metrics:
     _read: int = 0
     _inode: int = 0
     _tokens: tuple[float, float] | None = None
+
+    def dumped(self) -> str:
+        """What is shown of it, for `loaded`."""
+        return json.dumps(
+            [self.step, self.loss, self.eval_loss, self.tokens_per_second, self.curve.points]
+        )
+
+    @classmethod
+    def loaded(cls, path: Path, text: str) -> Self:
+        """Metrics as they were dumped; they are not refreshed."""
+        step, loss, eval_loss, tokens_per_second, points = json.loads(text)
+        curve = Curve([(at, value) for at, value in points])
+        return cls(path, curve, step, loss, eval_loss, tokens_per_second)
 
     def refresh(self) -> bool:
         """Read what is new; whether anything was."""
@@ -189,6 +215,9 @@ class RunView:
     """The run of a folder, as far as `refresh` has read it; one thread refreshes, all may read.
 
     gpus, gpu, policy   what the run was started with
+    shown               jobs that may still train, and those that ended a moment ago
+    removed             jobs that were removed a moment ago: version, second, name and user
+    groups_version      grows when `groups` changes
     """
 
     def __init__(
@@ -200,47 +229,147 @@ class RunView:
         self.shown: dict[str, Shown] = {}
         self.metrics: dict[str, Metrics] = {}
         self.groups: list[GroupSpan] = []
+        self.groups_version = 0
+        self.removed: list[tuple[int, float, str, str]] = []
         self.last_event = 0
         self._ledger: object = None
         self._owned: list[OwnedJob] = []
+        self._totals: dict[tuple[str, str], int] = {}
+        # Monotonic second at which jobs of `shown` were seen to be settled.
+        self._settled: dict[str, float] = {}
+        self._last_removed = self._newest_removed()
+        self._spans: dict[int, GroupSpan] = {}
+        self._owners: dict[str, str] = {}
         self._places: dict[str, GroupSpan] = {}
-        # Rank and learning rate of the jobs of each submission, by its number.
+        # Rank and learning rate of the jobs of submissions, by number; those that were read last.
         self._swept: dict[int, dict[str, tuple[int | None, float | None]]] = {}
 
     def refresh(self) -> None:
         """Read what is new in the run's files."""
         ledger = self.store.version()
+        version = self.version + 1
+        settled: list[OwnedJob] = []
         if ledger != self._ledger:
-            self._owned = self.store.jobs()
-            for name in self.shown.keys() - {owned.name for owned in self._owned}:
-                del self.shown[name]
+            # First, so that a job that has a removed one's name is shown as what it is.
+            self._read_removed(version)
+            self._owned, self._totals = self.store.standing()
+            settled = self._newly_settled()
             self._read_groups()
             [(last,)] = self.store.rows("SELECT coalesce(max(number), 0) FROM events")
             self.last_event = int(last)
             self._ledger = ledger
-        version = self.version + 1
-        for owned in self._owned:
+        for owned in (*self._owned, *settled):
             shown = self.shown.get(owned.name)
-            if shown is not None and shown.owned.submission != owned.submission:
-                # Another job has the name now.
-                self.metrics.pop(owned.name, None)
             changed = shown is None or shown.owned != owned or self._moved(shown)
             # Once it has ended, or waits, it is read a last time.
             fresh = (changed or owned.status == "running") and self._read_metrics(owned)
             if changed or fresh:
                 self.shown[owned.name] = self.show(owned, version)
                 self.version = version
+        self._forget_ended()
 
-    def show(self, owned: OwnedJob, version: int = 0) -> Shown:
-        """A job, as far as its metrics were read."""
-        metrics = self.metrics.get(owned.name) or Metrics(Path())
+    def _newly_settled(self) -> list[OwnedJob]:
+        """Jobs of `shown` that have been settled since, as they are now."""
+        unsettled = {owned.name for owned in self._owned}
+        gone = self.shown.keys() - unsettled - self._settled.keys()
+        self._settled |= dict.fromkeys(gone, time.monotonic())
+        return [owned for name in gone for owned in self.store.jobs(name) if owned.name == name]
+
+    def _newest_removed(self) -> int:
+        [(last,)] = self.store.rows("SELECT coalesce(max(number), 0) FROM removed")
+        return int(last)
+
+    def _read_removed(self, version: int) -> None:
+        for number, name, user in self.store.rows(
+            "SELECT number, name, user FROM removed WHERE number > ? ORDER BY number",
+            self._last_removed,
+        ):
+            self.removed = [*self.removed, (version, time.monotonic(), name, user)]
+            self._last_removed, self.version = number, version
+            self._forget(name)
+
+    def _forget_ended(self) -> None:
+        """Forget what streams have had time to tell; what is shown of metrics is kept."""
+        long_ago = time.monotonic() - RECENT_SECONDS
+        names = [name for name, since in self._settled.items() if since < long_ago]
+        metrics = {
+            self.shown[name].owned.number: self.metrics[name].dumped()
+            for name in names
+            if name in self.metrics
+        }
+        if metrics:
+            self.store.keep_summaries(metrics)
+        for name in names:
+            self._forget(name)
+        if self.removed and self.removed[0][1] < long_ago:
+            self.removed = [each for each in self.removed if each[1] >= long_ago]
+
+    def _forget(self, name: str) -> None:
+        for memory in (self.shown, self.metrics, self._settled):
+            memory.pop(name, None)
+
+    def page(self, user: User, page: Page) -> list[Shown]:
+        """Jobs that a user may see, those that have ended too; see `Page`."""
+        owned = self.store.page(user, page)
+        metrics = self._metrics_of(owned)
+        return [self._as_shown(job) or self.show(job, metrics=metrics[job.name]) for job in owned]
+
+    def one(self, user: User, name: str) -> Shown:
+        """A job that a user may see; raises JobUnknown."""
+        shown = self.shown.get(name)
+        if shown is not None and (user.admin or shown.owned.user == user.name):
+            return shown
+        owned = self.store.job(user, name)
+        return self._as_shown(owned) or self.show(
+            owned, metrics=self._metrics_of([owned])[owned.name]
+        )
+
+    def curves(self, user: User, page: Page) -> dict[str, list[tuple[int, float]]]:
+        """The loss by step, thinned, of the jobs of a page that have any."""
+        metrics = self._metrics_of(self.store.page(user, page))
+        return {name: each.curve.points for name, each in metrics.items() if each.curve.points}
+
+    def curve(self, user: User, name: str) -> list[tuple[int, float]]:
+        """The loss of one job by step, thinned; raises JobUnknown."""
+        owned = self.store.job(user, name)
+        return self._metrics_of([owned])[owned.name].curve.points
+
+    def _as_shown(self, owned: OwnedJob) -> Shown | None:
+        """What is in memory of a job, where that is what the ledger says."""
+        shown = self.shown.get(owned.name)
+        return shown if shown is not None and shown.owned == owned else None
+
+    def _metrics_of(self, jobs: Sequence[OwnedJob]) -> dict[str, Metrics]:
+        """Metrics of jobs: from memory, from the ledger, or read from their files and kept."""
+        metrics = {job.name: self.metrics[job.name] for job in jobs if job.name in self.metrics}
+        others = [job for job in jobs if job.name not in metrics]
+        kept = self.store.summaries([job.name for job in others])
+        new = {}
+        for job in others:
+            path = self.folder / job.name / METRICS
+            if job.name in kept:
+                metrics[job.name] = Metrics.loaded(path, kept[job.name])
+                continue
+            metrics[job.name] = each = Metrics(path)
+            each.refresh()
+            if not job.active:
+                new[job.number] = each.dumped()
+        if new:
+            # A full disk keeps nobody from being answered.
+            with suppress(LedgerError):
+                self.store.keep_summaries(new)
+        return metrics
+
+    def show(self, owned: OwnedJob, version: int = 0, *, metrics: Metrics | None = None) -> Shown:
+        """A job with its metrics; None: as far as they were read."""
+        metrics = metrics or self.metrics.get(owned.name) or Metrics(Path())
         request = json.loads(owned.request) if owned.request else {}
         span = self._places.get(owned.name) if owned.active else None
         begun = self.store.started
         rank, rate = self._swept_of(owned)
         told = owned.told if owned.status is None and owned.state == "refused" else ""
         status = JobStatus(
-            name=owned.name, user=owned.user, state=owned.state,
+            number=owned.number, name=owned.name, user=owned.user, state=owned.state,
             reason=owned.reason or told or "",
             step=max(metrics.step, int(owned.steps or 0)), steps=owned.total,
             priority=owned.priority, submission=owned.submission, submitted=owned.submitted,
@@ -254,11 +383,19 @@ class RunView:
         return Shown(owned, status, status.model_dump_json().encode(), version)
 
     def visible(self, user: User, after: int = -1) -> list[Shown]:
-        """A user's jobs that changed behind a version, in order of submission."""
+        """A user's jobs of `shown` that changed behind a version, in order of submission."""
         return [
             shown
             for shown in list(self.shown.values())
             if shown.version > after and (user.admin or shown.owned.user == user.name)
+        ]
+
+    def removed_since(self, user: User, after: int) -> list[str]:
+        """A user's jobs that were removed behind a version."""
+        return [
+            name
+            for version, _, name, owner in self.removed
+            if version > after and (user.admin or owner == user.name)
         ]
 
     def spans(self, user: User) -> list[GroupSpan]:
@@ -267,6 +404,8 @@ class RunView:
 
     def events(self, user: User, after: int, most: int = 200) -> list[Event]:
         """Events of a user's jobs, and of the service."""
+        events = self.store.events(after, most)
+        owners = self.store.owners({name for _, _, _, jobs, _ in events for name in jobs})
         return [
             # What a group told in detail may name the others in it.
             Event(
@@ -276,20 +415,24 @@ class RunView:
                 jobs=mine,
                 text=text if len(mine) == len(jobs) else text.partition(", but:")[0],
             )
-            for number, at, kind, jobs, text in self.store.events(after, most)
-            if (mine := self._own(user, jobs)) or not jobs
+            for number, at, kind, jobs, text in events
+            if (mine := _own(user, jobs, owners)) or not jobs
         ]
 
     def overview(self, user: User) -> Overview:
         """Overview of the service for a user."""
         now = time.time()
-        counts: dict[str, int] = {}
-        for owned in self._owned:
-            counts[owned.state] = counts.get(owned.state, 0) + 1
+        counts, visible = dict[str, int](), dict[str, int]()
+        totals = [(*key, jobs) for key, jobs in self._totals.items() if jobs]
+        totals += [(owned.user, owned.state, 1) for owned in self._owned]
+        for owner, state, jobs in totals:
+            counts[state] = counts.get(state, 0) + jobs
+            if user.admin or owner == user.name:
+                visible[state] = visible.get(state, 0) + jobs
         open_gpus = {gpu for span in self.groups if span.ended is None for gpu in span.gpus}
         return Overview(
             user=user.name, admin=user.admin, gpus=self.gpus, gpu=self.gpu, policy=self.policy,
-            busy=len(open_gpus), utilisation=self._utilisation(now), jobs=counts,
+            busy=len(open_gpus), utilisation=self._utilisation(now), jobs=counts, visible=visible,
             gpu_hours=self.store.gpu_hours(user.name), now=now,
         )  # fmt: skip
 
@@ -302,23 +445,43 @@ class RunView:
         return min(1.0, sum(held) / max((now - first) * self.gpus, 1e-9))
 
     def _read_groups(self) -> None:
+        """Read the groups that are new, and those that had not ended."""
+        newest = max(self._spans, default=None)
+        if newest is None:
+            [(last,)] = self.store.rows("SELECT coalesce(max(epoch), 0) FROM epochs")
+            newest = last - GROUPS
+        unended = [epoch for epoch, span in self._spans.items() if span.ended is None]
         rows = self.store.rows(
-            "SELECT epoch, jobs, gpus, launched, started, ended, how FROM epochs "
-            "ORDER BY epoch DESC LIMIT ?",
-            GROUPS,
+            "SELECT epoch, jobs, gpus, launched, started, ended, how FROM epochs WHERE epoch > ? "
+            "UNION ALL SELECT epoch, jobs, gpus, launched, started, ended, how FROM epochs "
+            "WHERE epoch IN (SELECT value FROM json_each(?)) ORDER BY epoch",
+            newest,
+            json.dumps(unended),
         )
-        begun = self.store.started
-        self.groups = [
-            GroupSpan(
-                epoch=epoch, jobs=json.loads(jobs), others=0, gpus=json.loads(gpus),
-                launched=begun + launched, started=started and begun + started,
-                ended=None if ended is None else begun + ended, how=how,
-            )
-            for epoch, jobs, gpus, launched, started, ended, how in rows[::-1]
-        ]  # fmt: skip
+        spans = {row[0]: self._span(*row) for row in rows}
+        if all(self._spans.get(epoch) == span for epoch, span in spans.items()):
+            return
+        before = self._spans | spans
+        self._spans = {epoch: before[epoch] for epoch in sorted(before)[-GROUPS:]}
+        names = {name for span in self._spans.values() for name in span.jobs}
+        self._owners = {name: user for name, user in self._owners.items() if name in names}
+        self._owners |= self.store.owners(names - self._owners.keys())
+        self.groups = list(self._spans.values())
+        self.groups_version += 1
         self._places = {
             name: span for span in self.groups if span.ended is None for name in span.jobs
         }
+
+    def _span(
+        self, epoch: int, jobs: str, gpus: str, launched: float, started: float | None,
+        ended: float | None, how: str,
+    ) -> GroupSpan:  # fmt: skip
+        begun = self.store.started
+        return GroupSpan(
+            epoch=epoch, jobs=json.loads(jobs), others=0, gpus=json.loads(gpus),
+            launched=begun + launched, started=started and begun + started,
+            ended=None if ended is None else begun + ended, how=how,
+        )  # fmt: skip
 
     def _read_metrics(self, owned: OwnedJob) -> bool:
         metrics = self.metrics.setdefault(owned.name, Metrics(self.folder / owned.name / METRICS))
@@ -328,6 +491,8 @@ class RunView:
         number = owned.submission
         if number not in self._swept:
             jobs = self.store.described(number)
+            for oldest in list(self._swept)[: len(self._swept) - SWEPT + 1]:
+                self._swept.pop(oldest, None)
             self._swept[number] = {
                 name: (rank_of(spec), learning_rate_of(spec)) for name, spec in jobs.items()
             }
@@ -337,20 +502,18 @@ class RunView:
         span = self._places.get(shown.owned.name)
         return shown.status.group != (span.epoch if span and shown.owned.active else None)
 
-    def _own(self, user: User, jobs: Sequence[str]) -> tuple[str, ...]:
-        return tuple(name for name in jobs if self._may_see(user, name))
-
-    def _may_see(self, user: User, name: str) -> bool:
-        shown = self.shown.get(name)
-        return user.admin or (shown is not None and shown.owned.user == user.name)
-
     def _as_seen(self, span: GroupSpan, user: User) -> GroupSpan:
-        mine = self._own(user, span.jobs)
+        mine = _own(user, span.jobs, self._owners)
         if len(mine) == len(span.jobs):
             return span
         how = span.how.partition(":")[0]
         update = {"jobs": mine, "others": len(span.jobs) - len(mine), "how": how}
         return span.model_copy(update=update)
+
+
+def _own(user: User, jobs: Sequence[str], owners: Mapping[str, str]) -> tuple[str, ...]:
+    """Those of some jobs that a user may see."""
+    return tuple(name for name in jobs if user.admin or owners.get(name) == user.name)
 
 
 def log_lines(content: bytes) -> Iterator[str]:

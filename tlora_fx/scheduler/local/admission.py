@@ -10,6 +10,10 @@ at is refused, and another process goes on with the rest of the file. A process 
 proves nothing about its job, because the machine may have been out of memory: the job is tried
 again after a pause, and refused only when `MAX_DEATHS` processes have died of it in a row. Nothing
 here waits.
+
+Users take turns: next is the user whose last turn is longest ago, in both reading and preparing. A
+turn is one file to read, or at most `TURN_JOBS` jobs to prepare. One process is always left to the
+other users. A run without users has no turns: its files are taken in their order.
 """
 
 from __future__ import annotations
@@ -36,10 +40,12 @@ from tlora_fx.scheduler.state import REQUEST, JobRequest
 
 ADMISSION = "tlora_fx.scheduler.local.admission_worker"
 FOLDER = "admission"
-#: Files whose jobs are prepared at a time: one that takes long keeps no other waiting. One at a
+#: Processes that prepare jobs at a time: one that takes long keeps no other waiting. One file at a
 #: time is read, so that of two jobs of one name the first file's is taken. Others go first while
 #: one waits because its process died.
 PROCESSES = 2
+#: Jobs of a user that a process prepares; then it is the next user's turn.
+TURN_JOBS = 4
 #: Reading a file takes no longer, whatever preparing may take.
 READ_SECONDS = 30.0
 #: Processes that die one after the other of a file or job until it is refused.
@@ -150,6 +156,7 @@ Answer = FileRead | JobPrepared | JobRestored | JobRefused | ProcessDied
 class _Task:
     """A file to read, or jobs to prepare.
 
+    user      whose it is; "": nobody's
     jobs      jobs without an answer yet
     sources   by job, the run that it goes on from
     deaths    processes that died of the file or first job, one after the other
@@ -157,6 +164,7 @@ class _Task:
     """
 
     file: Path | None = None
+    user: str = ""
     jobs: deque[Spec] = field(default_factory=deque)
     again: bool = False
     submitted: float = 0.0
@@ -178,6 +186,13 @@ class _Task:
             path, self.file = self.file, None
             return replace(self, file=path)
         return replace(self, jobs=deque([self.jobs.popleft()]))
+
+    def turn(self) -> _Task:
+        """Take out the jobs of a user's next turn, as a task of their own."""
+        count = TURN_JOBS if self.user else len(self.jobs)
+        jobs = deque(self.jobs.popleft() for _ in range(min(count, len(self.jobs))))
+        part, self.deaths = replace(self, jobs=jobs), 0
+        return part
 
     def give_up(self, reason: str) -> Answer:
         """Answer for the file or job that the task was at."""
@@ -222,6 +237,8 @@ class Admission:
         self._tasks: deque[_Task] = deque()
         self._running: list[_Process] = []
         self._next = 1
+        # Number of the process that each user's last turn began, for reading and for preparing.
+        self._turns: dict[tuple[str, bool], int] = {}
         # What a killed run has left says nothing to this one.
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -230,14 +247,14 @@ class Admission:
         """Whether an answer is still to come."""
         return bool(self._files or self._tasks or self._running)
 
-    def read(self, path: Path) -> None:
-        """Read a job file; a `FileRead` will come."""
-        self._files.append(_Task(path))
+    def read(self, path: Path, user: str = "") -> None:
+        """Read a job file of a user; a `FileRead` will come."""
+        self._files.append(_Task(path, user))
 
-    def prepare(self, jobs: Sequence[Spec], submitted: float) -> None:
+    def prepare(self, jobs: Sequence[Spec], submitted: float, user: str = "") -> None:
         """Prepare the jobs of one file; a `JobPrepared` or `JobRefused` will come of each."""
         if jobs:
-            self._tasks.append(_Task(jobs=deque(jobs), submitted=submitted))
+            self._tasks.append(_Task(user=user, jobs=deque(jobs), submitted=submitted))
 
     def restore(self, jobs: Sequence[Spec], sources: Mapping[str, str]) -> None:
         """See whether jobs of an earlier process can go on: `JobRestored` or `JobRefused`.
@@ -251,13 +268,30 @@ class Admission:
         """Answers since the last call."""
         for process in list(self._running):
             yield from self._hear(process)
+        while self._server.ready and (task := self._next_task()):
+            self._start(task)
+
+    def _next_task(self) -> _Task | None:
+        """Take out what the next process is to do; None: nothing may begin now."""
         for waiting, most in ((self._files, 1), (self._tasks, PROCESSES)):
-            reading = waiting is self._files
-            at_work = sum((process.task.reads is reading) for process in self._running)
-            while at_work < most and self._server.ready and (task := _due(waiting)):
+            reads = waiting is self._files
+            at_work = [p.task.user for p in self._running if p.task.reads is reads]
+            if len(at_work) >= most:
+                continue
+            now, full = time.monotonic(), set[str]()
+            if not reads:
+                # One process is left to the other users.
+                full = {user for user in at_work if user and at_work.count(user) >= most - 1}
+            due = [task for task in waiting if task.due <= now and task.user not in full]
+            task = min(due, key=lambda task: self._turns.get((task.user, reads), 0), default=None)
+            if task is None:
+                continue
+            self._turns[task.user, reads] = self._next
+            part = task if reads else task.turn()
+            if reads or not task.jobs:
                 waiting.remove(task)
-                self._start(task)
-                at_work += 1
+            return part
+        return None
 
     def close(self) -> None:
         """Kill what is at work; what it was at has no answer."""
@@ -356,12 +390,6 @@ class Admission:
             help = "if the file is right, free memory or allow more with --prepare-memory"
         what = "reading or preparing it was given up"
         return str(AdmissionError(what, expected=expected, found=found, help=help))
-
-
-def _due(waiting: deque[_Task]) -> _Task | None:
-    """The first task whose process may begin; None: there is none."""
-    now = time.monotonic()
-    return next((task for task in waiting if task.due <= now), None)
 
 
 def _tail(log: Path) -> str:

@@ -113,6 +113,8 @@ class LocalExecutor:
         self._groups: dict[int, RunningGroup] = {}
         self._ended: set[str] = set()
         self._bases: dict[str, str] = {}
+        # Folders of checkpoints that may be there, those of earlier processes too.
+        self._checkpoints = set((folder / "groups").glob("*/train"))
         server.begin()
 
     @property
@@ -182,6 +184,7 @@ class LocalExecutor:
     def _begin(self, running: RunningGroup, group: Group) -> None:
         """Start a group's processes."""
         folder, gpus = running.folder, self._gpus(running)
+        self._checkpoints.add(running.output)
         config = self._config(folder, running.epoch, group, gpus, running.layout)
         config.write(folder / WORKER_CONFIG)
         running.workers = self._start(running, folder, config, gpus)
@@ -338,9 +341,13 @@ class LocalExecutor:
                     self.sources.pop(str(event.job), None)
 
     def forget(self, job: str) -> None:
-        """Keep nothing of a job that has ended; one of its name that comes later is another."""
-        self._ended.discard(job)
+        """Keep nothing of a job that has ended; one of its name that comes later is another.
+
+        A group that the job was in may still tell of it: until the group is released, that is left
+        out.
+        """
         self.sources.pop(job, None)
+        self._ended &= self._grouped()
 
     def drain(self, group: Group, epoch: int) -> None:
         if epoch in self._groups:
@@ -376,15 +383,20 @@ class LocalExecutor:
             self.kill(group, epoch)
         self._groups.pop(epoch, None)
         self._held.pop(epoch, None)
+        # Nothing more comes of jobs that have ended, once all their groups have.
+        self._ended &= self._grouped()
         self._tidy()
+
+    def _grouped(self) -> set[str]:
+        return {name for running in self._groups.values() for name in running.jobs}
 
     def _tidy(self) -> None:
         """Keep the checkpoints of running groups and those that a job goes on from."""
         needed = {running.output for running in self._groups.values()}
         needed |= {source.path for source in self.sources.values()}
-        for path in (self.folder / "groups").glob("*/train"):
-            if path not in needed:
-                shutil.rmtree(path, ignore_errors=True)
+        for path in self._checkpoints - needed:
+            shutil.rmtree(path, ignore_errors=True)
+        self._checkpoints = {path for path in self._checkpoints if path in needed or path.exists()}
 
     def close(self) -> None:
         """End what still runs: each group is drained."""

@@ -143,7 +143,7 @@ def _locked(file: IO[str], seconds: float) -> bool:
 
 def recover(ledger: Ledger, folder: Path, now: float) -> list[int]:
     """Write down what the groups of a killed run have committed, and end them; their epochs."""
-    open_epochs = [record for record in ledger.epochs() if record.ended is None]
+    open_epochs = ledger.open_epochs()
     for record in open_epochs:
         group = folder / "groups" / f"{record.epoch:06d}"
         train = _output(group)
@@ -176,6 +176,6 @@ def sources(ledger: Ledger) -> dict[str, CheckpointSource]:
     """Location of the newest committed state of each job that is not done, by name."""
     return {
         record.name: CheckpointSource(Path(record.path), record.steps)
-        for record in ledger.jobs()
-        if record.path and record.is_active
+        for record in ledger.active_jobs()
+        if record.path
     }

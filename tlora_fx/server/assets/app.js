@@ -3,11 +3,13 @@
 import { axisOf } from "./axis.js";
 import { COLUMNS, ORDER, byColumn, byState, nextSort } from "./columns.js";
 
-const POINTS = 120, EVENTS = 200, ROW = 26, SVG = "http://www.w3.org/2000/svg";
+const POINTS = 120, EVENTS = 200, ROW = 26, PAGE = 200, LAST = 2 ** 53, SVG = "http://www.w3.org/2000/svg";
 const find = (id) => document.getElementById(id);
 const body = document.querySelector("#jobs tbody");
 const jobs = new Map(), curves = new Map(), rows = new Map();
 let groups = [], facts = null, shown = [], picked = null, sort = null;
+// Ended jobs are loaded by pages, the newest first: `oldest` is the last one's number, 0 at the end.
+let oldest = LAST, loading = null;
 
 // Small helpers of the document.
 
@@ -53,19 +55,52 @@ function enter() {
 }
 
 async function load() {
-  const [first, list] = await Promise.all([read("overview"), read("jobs")]);
-  facts = first;
+  facts = await read("overview");
   jobs.clear();
-  for (const job of list) jobs.set(job.name, job);
+  curves.clear();
+  oldest = LAST;
+  for (let after = 0; ;) {
+    const list = await loadPage(`ended=false&limit=${PAGE}&after=${after}`);
+    if (list.length < PAGE) break;
+    after = list.at(-1).number;
+  }
+  await loadOlder();
+  if (picked && !jobs.has(picked)) await loadOne(picked);
   arrange();
   document.body.classList.add("ready");
-  const [lines, spans, told] = await Promise.all([read("curves"), read("groups"), read("events")]);
-  curves.clear();
-  for (const [name, points] of Object.entries(lines)) curves.set(name, points);
+  const [spans, told] = await Promise.all([read("groups"), read("events")]);
   groups = spans;
   find("events").replaceChildren();
   tell(told);
   drawAll();
+}
+
+async function loadPage(query) {
+  const [list, lines] = await Promise.all([read(`jobs?${query}`), read(`curves?${query}`)]);
+  for (const job of list) jobs.set(job.name, job);
+  for (const [name, points] of Object.entries(lines)) curves.set(name, points);
+  return list;
+}
+
+// The next page of ended jobs, once at a time.
+function loadOlder() {
+  if (!oldest) return Promise.resolve();
+  loading ??= loadPage(`ended=true&limit=${PAGE}&before=${oldest}`).then((list) => {
+    oldest = list.length < PAGE ? 0 : list.at(-1).number;
+    arrange();
+  }).finally(() => { loading = null; });
+  return loading;
+}
+
+async function loadOne(name) {
+  const path = `jobs/${encodeURIComponent(name)}`;
+  try {
+    const [job, points] = await Promise.all([read(path), read(`${path}/curve`)]);
+    jobs.set(job.name, job);
+    curves.set(job.name, points);
+  } catch {
+    picked = null;
+  }
 }
 
 async function listen() {
@@ -105,6 +140,11 @@ const news = {
     arrange();
     if (list.some((job) => job.name === picked)) showJob();
   },
+  removed(names) {
+    for (const name of names) { jobs.delete(name); curves.delete(name); }
+    arrange();
+    if (names.includes(picked)) showJob();
+  },
   groups(spans) {
     groups = spans;
     drawTimeline();
@@ -134,7 +174,9 @@ function arrange() {
   const words = find("filter").value.toLowerCase().split(/\s+/).filter(Boolean);
   const matches = (job) => words.every((word) => `${job.name} ${job.state}`.toLowerCase().includes(word));
   shown = [...jobs.values()].filter(matches).sort(sort ? byColumn(sort.id, sort.descending) : byState);
-  find("count").textContent = `${shown.length} of ${jobs.size}`;
+  const all = Object.values(facts?.visible ?? {}).reduce((sum, count) => sum + count, 0);
+  find("count").textContent = `${shown.length} of ${jobs.size}` + (oldest ? ` loaded, ${Math.max(all, jobs.size)} in all` : "");
+  find("older").hidden = !oldest;
   find("none").hidden = jobs.size > 0;
   drawRows();
   drawFacts();
@@ -227,8 +269,8 @@ function spark(points) {
 
 function drawFacts() {
   if (!facts) return;
-  const counts = {};
-  for (const job of jobs.values()) counts[job.state] = (counts[job.state] ?? 0) + 1;
+  const counts = oldest ? facts.visible : {};
+  if (!oldest) for (const job of jobs.values()) counts[job.state] = (counts[job.state] ?? 0) + 1;
   find("groups-head").textContent = `Groups on ${unit()}s`;
   const told = ORDER.filter((state) => counts[state]).map((state) => `${counts[state]} ${state}`);
   find("facts").textContent = [
@@ -318,7 +360,7 @@ function showJob() {
   find("job-name").textContent = job.name;
   const open = ORDER.indexOf(job.state) <= 5 && job.state !== "cancelling";
   const stopped = ["paused", "pausing"].includes(job.state);
-  const may = { pause: open && !stopped, resume: stopped, cancel: open };
+  const may = { pause: open && !stopped, resume: stopped, cancel: open, remove: ORDER.indexOf(job.state) > 5 };
   for (const button of document.querySelectorAll("[data-verb]")) button.hidden = !may[button.dataset.verb];
   const told = [
     ["state", job.state], ["reason", job.reason], ["step", `${job.step} of ${job.steps || "?"}`], ["loss", number(job.loss, 4)],
@@ -399,8 +441,15 @@ document.addEventListener("keydown", (event) => {
 });
 for (const button of document.querySelectorAll("[data-verb]")) button.addEventListener("click", async () => {
   try {
-    const answer = await ask(`api/v1/jobs/${encodeURIComponent(picked)}/${button.dataset.verb}`, { method: "POST" });
-    news.jobs([await answer.json()]);
+    const path = `api/v1/jobs/${encodeURIComponent(picked)}`;
+    if (button.dataset.verb === "remove") {
+      if (!confirm(`Remove ${picked}, its adapter and its metrics?`)) return;
+      await ask(path, { method: "DELETE" });
+      news.removed([picked]);
+    } else {
+      const answer = await ask(`${path}/${button.dataset.verb}`, { method: "POST" });
+      news.jobs([await answer.json()]);
+    }
     find("told").textContent = "";
   } catch (error) {
     find("told").textContent = error.message;
@@ -408,7 +457,12 @@ for (const button of document.querySelectorAll("[data-verb]")) button.addEventLi
 });
 find("filter").addEventListener("input", arrange);
 find("window").addEventListener("change", drawTimeline);
-body.closest(".scroll").addEventListener("scroll", drawRows, { passive: true });
+find("older").addEventListener("click", loadOlder);
+body.closest(".scroll").addEventListener("scroll", (event) => {
+  const box = event.target;
+  drawRows();
+  if (oldest && box.scrollTop + box.clientHeight > box.scrollHeight - 20 * ROW) loadOlder();
+}, { passive: true });
 addEventListener("resize", drawAll);
 setInterval(async () => {
   if (document.hidden || !document.body.classList.contains("ready")) return;
