@@ -440,6 +440,29 @@ def test_sqlite_works_no_more_where_ten_times_as_many_jobs_have_ended(work, acti
     assert many <= 1.1 * few + 20
 
 
+def test_a_stream_hears_of_a_removed_job_and_not_of_one_whose_name_is_taken(tmp_path):
+    """Of that the new job is told; it has nothing of the old one's metrics."""
+    store = ServiceStore(tmp_path / "run")
+    submit(store, ME, "a", "b")
+    as_scheduled(tmp_path / "run", [("a",), ("b",)])
+    end(store, ["a", "b"], first=3)
+    store.rows("UPDATE epochs SET ended = 9")
+    store.rows("UPDATE owned SET wanted = 'cancel' WHERE name = 'a'")
+    store.rows("UPDATE jobs SET steps = 5 WHERE name = 'a'")
+    view = RunView(store, tmp_path / "run")
+    view.refresh()
+    before = view.version
+    assert (view.shown["a"].status.state, view.shown["a"].status.step) == ("cancelled", 5)
+    store.submit(ME, "again", "", ["a"], "", "", 0)
+    store.remove(ME, "b")
+    view.refresh()
+
+    assert view.removed_since(ME, before, view.version) == ["b"]
+    assert view.removed_since(ME, before, before) == []
+    [shown] = view.visible(ME, before)
+    assert (shown.status.name, shown.status.state, shown.status.step) == ("a", "received", 0)
+
+
 def test_an_ended_job_leaves_the_view_and_is_shown_as_before(tmp_path):
     """Its metrics are in the ledger then, and its file is not needed."""
     store = ServiceStore(tmp_path / "run")

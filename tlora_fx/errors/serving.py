@@ -28,7 +28,8 @@ class RequestConflict(TloraError, code="T0983"):
     """A request conflicts with the present state of the service.
 
     The key belongs to another submission, the name is taken, or the job has ended or has no
-    adapter. The name of a job that was refused or cancelled is free once its group has ended.
+    adapter. The name of a job that was refused, cancelled or removed is free once no group runs in
+    a process in which the job was.
     """
 
 

@@ -455,7 +455,7 @@ async def _told(by: Caller, version: int) -> AsyncIterator[bytes]:
         while not by.service.ending and (user := by.again()):
             news = []
             now = view.version
-            if removed := view.removed_since(user, gone):
+            if removed := view.removed_since(user, gone, now):
                 news.append(("removed", json.dumps(removed).encode()))
             gone = now
             if changed := view.visible(user, version):

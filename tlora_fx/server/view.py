@@ -284,9 +284,9 @@ class RunView:
             "SELECT number, name, user FROM removed WHERE number > ? ORDER BY number",
             self._last_removed,
         ):
+            self._forget(name)
             self.removed = [*self.removed, (version, time.monotonic(), name, user)]
             self._last_removed, self.version = number, version
-            self._forget(name)
 
     def _forget_ended(self) -> None:
         """Forget what streams have had time to tell; what is shown of metrics is kept."""
@@ -390,12 +390,16 @@ class RunView:
             if shown.version > after and (user.admin or shown.owned.user == user.name)
         ]
 
-    def removed_since(self, user: User, after: int) -> list[str]:
-        """A user's jobs that were removed behind a version."""
+    def removed_since(self, user: User, after: int, until: int) -> list[str]:
+        """A user's jobs that were removed behind a version and until one.
+
+        Names that other jobs have now are left out.
+        """
         return [
             name
             for version, _, name, owner in self.removed
-            if version > after and (user.admin or owner == user.name)
+            if after < version <= until and (user.admin or owner == user.name)
+            if name not in self.shown
         ]
 
     def spans(self, user: User) -> list[GroupSpan]:
