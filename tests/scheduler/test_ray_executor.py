@@ -370,7 +370,8 @@ def test_a_run_that_goes_on_revokes_the_lease_of_whoever_took_over(bench):
     here.until(Committed, epoch=2)
     open_epoch = SimpleNamespace(epoch=2, ended=None)
     told = []
-    recover(SimpleNamespace(epochs=lambda: [open_epoch], record=told.append), here.folder, 9.0)
+    ledger = SimpleNamespace(open_epochs=lambda: [open_epoch], record=told.append)
+    recover(ledger, here.folder, 9.0)
 
     assert not is_granted(here.folder / "groups" / "000001")
     assert told[0].steps == {name: job["step"] for name, job in read(here, 1).items()}
