@@ -223,7 +223,12 @@ class _Fake:
             fresh = fresh.with_name(f"{fresh.name.partition('.')[0]}.{time.monotonic_ns()}")
         fresh.mkdir(parents=True)
         described = self.order.options.get("described", {})
-        state = json.dumps({"step": self.rounds, "run": described, "jobs": self.jobs}).encode()
+        # As in a trainer's checkpoint, a job that has left goes on from there: it is running.
+        jobs = {
+            name: job | {"status": "running"} if job["status"] == "paused" else job
+            for name, job in self.jobs.items()
+        }
+        state = json.dumps({"step": self.rounds, "run": described, "jobs": jobs}).encode()
         (fresh / "state.json").write_bytes(state)
         sums = {"state.json": hashlib.sha256(state).hexdigest()}
         (fresh / "manifest.json").write_text(json.dumps({"format": 1, "sha256": sums}))
