@@ -78,7 +78,7 @@ def as_pattern(folder: Path, rows: Rows) -> Path:
     half = len(rows) // 2
     (folder / "parts").mkdir(exist_ok=True)
     (folder / "parts" / "1.jsonl").write_bytes(lines_of(rows[:half]))
-    (folder / "parts" / "2.jsonl.gz").write_bytes(gzip.compress(lines_of(rows[half:])))
+    (folder / "parts" / "2.jsonl.gz").write_bytes(gzip.compress(lines_of(rows[half:]), mtime=0))
     return folder / "parts" / "*"
 
 

@@ -278,7 +278,7 @@ def _handle(tensor: Tensor) -> Any:
 def _opened(offers: Sequence[Any], mesh: Mesh) -> list[list[list[Tensor]] | None] | None:
     """Every neighbour's shards in this process's address space; None in our own place."""
     own = dist.get_rank(mesh.dp)
-    if any(offer is None or offer[0] != offers[own][0] for offer in offers):
+    if None in offers or any(offer[0] != offers[own][0] for offer in offers):
         return None
     if len({device for _, device, _ in offers}) < len(offers):
         return None
