@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -343,3 +344,30 @@ def test_groups_of_an_optimizer_keep_their_ratio_where_the_schedule_is_at_0(base
 
     rates = {group["lr"] for group in optimizer._optimizer.param_groups}
     assert rates == {1e-3, 1.6e-2}
+
+
+def test_a_row_without_memory_frees_captured_rows_and_runs_again(jobs, data, caplog, monkeypatch):
+    """All jobs run together still, and later rows are as long as they were."""
+    together = list(jobs.values())[:2]
+    batches = [{job.name: data[job.name].step(n) for job in together} for n in range(2)]
+    plain, group = group_of(*together), group_of(*together)
+    expected = [one_step(plain, each) for each in batches]
+    found = [one_step(group, batches[0])]
+    keys, row_tokens, run_rows = ["a captured row"], group.row_tokens, group.run_rows
+
+    def without_memory(*given):
+        if keys:
+            run_rows(*given)  # what it has gathered is thrown away
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return run_rows(*given)
+
+    graphs = SimpleNamespace(keys=keys, clear=keys.clear)
+    monkeypatch.setattr(GroupStep, "graphs", graphs)
+    monkeypatch.setattr(group, "run_rows", without_memory)
+    found.append(one_step(group, batches[1]))
+
+    assert found == expected
+    assert group.row_tokens == row_tokens
+    assert "captured rows are freed" in caplog.text
+    for job in together:
+        assert_same(adapter(group, job.name), adapter(plain, job.name))

@@ -7,6 +7,7 @@ statuses or evaluation: who calls brings batches, and decides what a failure mea
 from __future__ import annotations
 
 import gc
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,7 @@ from tlora_fx.runtime.isolation import RoundResult, is_out_of_memory, run_isolat
 from tlora_fx.runtime.member import Member
 from tlora_fx.runtime.optim.rank_allocation import regularise
 
+logger = logging.getLogger(__name__)
 DataStarts = Mapping[str, Mapping[str, Tensor]]
 
 
@@ -469,6 +471,7 @@ class GroupStep:
                 if not (is_out_of_memory(error) and self.graphs is not None and self.graphs.keys):
                     raise
             # Captured rows keep memory that this one has no use for.
+            logger.warning("no memory for a row: captured rows are freed, and it runs again")
             (forget or self.drop)(batches)
             return self.run_rows(rows, batches, normalizers)
 
