@@ -66,7 +66,10 @@ def main() -> None:
     else:
         arms = {"cold": (warm, given.steps), "warm": (warm, given.steps)}
         arms |= {"plain": ([], given.steps), "long": (warm, given.long)}
+    wanted = given.arms.split(",") if given.arms else [*arms]
     for name, (options, steps) in arms.items():
+        if name not in wanted:
+            continue
         found["arms"][name] = command(given, name, options, steps)
         print(name, json.dumps(found["arms"][name]), flush=True)
         write(out, found)
@@ -74,7 +77,7 @@ def main() -> None:
         if part in given.beside.split(","):
             found[part] = in_process(given, part)
             print(part, json.dumps(found[part]), flush=True)
-    if "frozen" in found:
+    if "frozen" in found and "long" in found["arms"]:
         found["long over frozen"] = over_frozen(found["arms"]["long"], found["frozen"])
         print("rounds over the frozen graph", found["long over frozen"])
     write(out, found)
@@ -302,6 +305,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--file", type=Path, required=True, help="GSM8K's train.jsonl")
     parser.add_argument("--gpus", type=int, default=1, help="processes of one command")
     parser.add_argument("--plans", default="auto", help="plans to run with --gpus")
+    parser.add_argument(
+        "--arms", help="of one GPU: which of cold, warm, plain, long; all by default"
+    )
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each job")
     parser.add_argument("--long", type=int, default=170, help="the same of `long`, and of plans")
     parser.add_argument("--beside", default="frozen", help="frozen, trl")
