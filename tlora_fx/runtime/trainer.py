@@ -274,7 +274,7 @@ class Trainer:
     def prepare(self, data: Mapping[str, JobData]) -> None:
         """Load the base, start or restore the adapters, and make each job's optimizer."""
         known, tell = self.checkpoints.known(), self.callback.noted
-        longest = longest_row(self.jobs, data, self.options.max_row_tokens, self.plan.parts)
+        longest = longest_row(self.jobs, data, self.group.cutting, self.plan.parts)
         self.group.prepare(
             probe=lambda base: try_base(self.group, self.ranks, data, base, self.callback.warned),
             starts=lambda: agreed_starts(self.model, self.ranks, data, known, tell),
@@ -399,7 +399,7 @@ class Trainer:
         self.checkpoints.describe_joined(run)
         if self.graphs is not None:
             data = {each.job.name: each.data for each in self.roster.inside()}
-            longest = longest_row(self.jobs, data, self.options.max_row_tokens, self.plan.parts)
+            longest = longest_row(self.jobs, data, self.group.cutting, self.plan.parts)
             self.graphs.largest_row = longest if self.group.captures else 0
         if grown:
             self.callback.noted(self.model.group.notes[-1][1])
