@@ -72,10 +72,19 @@ from tlora_fx.runtime.trackers import Trackers
 GRACE_SECONDS = 10.0
 # Rows are captured so many rounds after their sizes were chosen.
 CAPTURE_AFTER = 8
-# For each size so many rounds must follow, where rows are short, and where they have more tokens: a
-# GPU is busy with those for as long as launching takes. Of an 8B shape on an H100, 4,416 tokens, a
-# round took .26 s launched and .246 s replayed, and a capture .55 s.
-SHORT_ROW, PAYS_SHORT, PAYS_LONG = 2048, 4, 40
+# For each size so many rounds must follow, where a process has so few tokens of a row, and where it
+# has so many: a GPU is busy with those for as long as launching takes. Of an 8B shape on an H100,
+# 4,416 tokens, a round took .26 s launched and .246 s replayed, and a capture .55 s.
+SHORT_ROW, PAYS_SHORT, LONG_ROW, PAYS_LONG = 2048, 4, 4096, 40
+
+
+def rounds_to_pay(tokens: float) -> float:
+    """Rounds after which capturing a size of rows has paid.
+
+    tokens   of such a row that one process computes
+    """
+    long = min(1.0, max(0.0, (tokens - SHORT_ROW) / (LONG_ROW - SHORT_ROW)))
+    return PAYS_SHORT + long * (PAYS_LONG - PAYS_SHORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -437,9 +446,9 @@ class Trainer:
         steps = self.group.bucketer.ladder.steps
         if not steps or self.rounds - self._expected != CAPTURE_AFTER:
             return
-        short = steps[len(steps) // 2].tokens <= SHORT_ROW
         left = max((run.data.steps - run.step for run in active), default=0)
-        if left >= len(steps) * (PAYS_SHORT if short else PAYS_LONG):
+        tokens = steps[len(steps) // 2].tokens / self.plan.mesh.tp
+        if left >= len(steps) * rounds_to_pay(tokens):
             self.group.capture()
 
     def _active(self) -> list[JobRun]:
