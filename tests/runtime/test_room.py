@@ -106,7 +106,7 @@ def test_every_plan_of_the_command_line_is_looked_at(monkeypatch, tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
     options = train.TrainOptions(jobs=path, output=tmp_path, max_row_tokens=64, plan="single")
 
-    samples, model = train._prepared(options, JobClocks())
+    samples, model = train.compiled_with_data(options, JobClocks())
     plan = train._planned(options, Launch(), None, model, samples, None)
 
     ((given, chosen, _, tokens),) = seen

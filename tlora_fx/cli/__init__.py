@@ -56,6 +56,7 @@ COMMANDS = {
     "opt": "Run compiler passes on a graph file and print the result.",
     "passes": "List the compiler passes and their options.",
     "plan": "Choose how to split a model over GPUs; needs no GPU.",
+    "prepare": "Fill the caches from which train starts, without training.",
     "profile": "Measure time and memory of a model's layers on this machine.",
     "replay": "Run a failed compiler pass again, from its replay folder.",
     "report": "Write an HTML report of a run: losses, speed, groups.",
@@ -98,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
     except TloraError as error:
         notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
         _say(f"{error}{notes}")
-        if asked == "train":
+        if asked in ("train", "prepare"):
             from tlora_fx.runtime.local_launch import leave_for_torchrun
 
             leave_for_torchrun(f"{error}{notes}")

@@ -34,7 +34,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """Make typer's parameters of the fields of a command's first argument, a dataclass.
 
     Each field is annotated as typer wants a parameter, so that an option is stated once. What
-    other parameters the command has come behind them.
+    other parameters the command has come behind them; what must be given comes first.
     """
     first, *others = signature(command).parameters.values()
     own = get_type_hints(command, include_extras=True)
@@ -50,12 +50,12 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__annotations__ = hints
-    run.__signature__ = Signature(  # type: ignore[attr-defined]
-        [
-            parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
-            for parameter in (*fields.values(), *others)
-        ]
-    )
+    parameters = [
+        parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
+        for parameter in (*fields.values(), *others)
+    ]
+    parameters.sort(key=lambda parameter: parameter.default is not Parameter.empty)
+    run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
     return run
 
 

@@ -46,32 +46,11 @@ if TYPE_CHECKING:
     from tlora_fx.runtime.trainer import Trainer
 
 
-@dataclass(frozen=True, slots=True)
-class TrainOptions:
-    """Options of the command line."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartOptions:
+    """Options of the command line that decide what a start does until the first step."""
 
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
-    output: Annotated[
-        Path,
-        typer.Option("-o", "--output", help="Output folder for adapters, metrics and checkpoints."),
-    ]
-    resume: Annotated[
-        bool, typer.Option(help="Continue from the newest checkpoint in the output folder.")
-    ] = False
-    accept_changes: Annotated[
-        bool,
-        typer.Option(
-            "--accept-changes", help="Resume even if data, base model or settings have changed."
-        ),
-    ] = False
-    whole_base: Annotated[
-        bool,
-        typer.Option(
-            "--whole-base",
-            help="When resuming, check that no byte of the base weights has changed; if not given, "
-            "some blocks of each tensor are checked.",
-        ),
-    ] = False
     device: Annotated[
         str | None,
         typer.Option(
@@ -102,14 +81,6 @@ class TrainOptions:
             "(`tlora-fx profile`) auto measures for a few seconds."
         ),
     ] = None
-    replan: Annotated[
-        bool,
-        typer.Option(
-            "--replan",
-            help="When resuming, switch to the plan that the run has proposed "
-            "(proposed-plan.json in the output folder).",
-        ),
-    ] = False
     mesh: Annotated[
         str | None,
         typer.Option(
@@ -125,13 +96,6 @@ class TrainOptions:
             help="Compile the layers with torch.compile.",
         ),
     ] = False
-    wait_for_compile: Annotated[
-        bool,
-        typer.Option(
-            help="With --compile: compile the layers before the first round, or in another process "
-            "while the first rounds run."
-        ),
-    ] = True
     nano_batches: Annotated[
         int | None,
         typer.Option(
@@ -139,14 +103,6 @@ class TrainOptions:
             help="Number of parts (nano-batches) to cut each row into, so that one computes while "
             "another communicates; if not given, the number in the plan. A --controller other than "
             "fixed chooses the number instead.",
-        ),
-    ] = None
-    controller: Annotated[
-        str | None,
-        typer.Option(
-            help="How to choose the number of nano-batches while training: keep-best (the fastest "
-            "one that was measured), aimd (the rule of the paper) or fixed; if not given, the "
-            "number stays as it is."
         ),
     ] = None
     shard_base: Annotated[
@@ -160,6 +116,57 @@ class TrainOptions:
         bool,
         typer.Option(help="On a GPU, run small rows whose sizes recur as CUDA graphs."),
     ] = True
+    trust_remote_code: TrustRemoteCode = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainOptions(StartOptions):
+    """Options of the command line."""
+
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", help="Output folder for adapters, metrics and checkpoints."),
+    ]
+    resume: Annotated[
+        bool, typer.Option(help="Continue from the newest checkpoint in the output folder.")
+    ] = False
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes", help="Resume even if data, base model or settings have changed."
+        ),
+    ] = False
+    whole_base: Annotated[
+        bool,
+        typer.Option(
+            "--whole-base",
+            help="When resuming, check that no byte of the base weights has changed; if not given, "
+            "some blocks of each tensor are checked.",
+        ),
+    ] = False
+    replan: Annotated[
+        bool,
+        typer.Option(
+            "--replan",
+            help="When resuming, switch to the plan that the run has proposed "
+            "(proposed-plan.json in the output folder).",
+        ),
+    ] = False
+    wait_for_compile: Annotated[
+        bool,
+        typer.Option(
+            help="With --compile: compile the layers before the first round, or in another process "
+            "while the first rounds run."
+        ),
+    ] = True
+    controller: Annotated[
+        str | None,
+        typer.Option(
+            help="How to choose the number of nano-batches while training: keep-best (the fastest "
+            "one that was measured), aimd (the rule of the paper) or fixed; if not given, the "
+            "number stays as it is."
+        ),
+    ] = None
     callback: Annotated[
         list[str] | None,
         typer.Option(
@@ -182,7 +189,6 @@ class TrainOptions:
             "which compiles, has more time.",
         ),
     ] = 300
-    trust_remote_code: TrustRemoteCode = False
 
 
 @takes_options
@@ -210,7 +216,7 @@ def run(options: TrainOptions) -> None:
     with phase("checks"):
         jobs = _require_right(options) if leads else ()
     if options.gpus is not None:
-        _start_processes(options.gpus, options)
+        start_processes(options.gpus, options, lambda: how_to_go_on(options.output))
         leads = os.environ.get("RANK", "0") == "0"
         jobs = jobs if leads else ()
 
@@ -222,7 +228,7 @@ def run(options: TrainOptions) -> None:
             from tlora_fx.runtime.launch import Launch, exits_at_once
 
         launch = Launch.found()
-        plan = options.plan or ("auto" if launch.size > 1 else "single")
+        plan = plan_name(options, launch)
         options = replace(options, plan=plan, resume=options.resume or launch.again)
 
         def work() -> None:
@@ -235,28 +241,61 @@ def run(options: TrainOptions) -> None:
         exits_at_once(work, launch, lambda: how_to_go_on(options.output))
 
 
+def plan_name(options: StartOptions, launch: Launch) -> str:
+    """The plan that is asked for, or the one that stands for none."""
+    return options.plan or ("auto" if launch.size > 1 else "single")
+
+
 def _require_right(options: TrainOptions) -> Sequence[Job]:
     """The jobs, after all checks that need no torch."""
-    from tlora_fx.config.job_file import load_job_file
     from tlora_fx.runtime import early_checks as early
 
-    jobs = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code).jobs
-    require_pipeline(options.pipeline, options.add_pass, options.load)
+    jobs = read_jobs(options)
     early.require_job_folders(jobs, options.output)
     early.require_controller(options.controller)
-    early.require_mesh(options.mesh)
-    if options.plan is not None:
-        early.require_planner(options.plan)
     if options.replan:
         early.require_replannable(resume=options.resume, plan=options.plan)
-    _require_cuts(options, jobs)
-    early.require_data(jobs)
-    early.require_base(jobs)
-    early.require_hub(jobs)
+    require_start(options, jobs)
+    require_data_and_base(jobs)
     return jobs
 
 
-def _require_cuts(options: TrainOptions, jobs: Sequence[Job]) -> None:
+def read_jobs(options: StartOptions) -> Sequence[Job]:
+    """The jobs of the file; raises JobFileError, PipelineError."""
+    from tlora_fx.config.job_file import load_job_file
+
+    jobs = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code).jobs
+    require_pipeline(options.pipeline, options.add_pass, options.load)
+    return jobs
+
+
+def require_start(options: StartOptions, jobs: Sequence[Job]) -> None:
+    """Refuse a plan, a mesh or a number of processes that cannot be started, without torch.
+
+    raises    TloraError
+    """
+    from tlora_fx.runtime import early_checks as early
+
+    early.require_mesh(options.mesh)
+    if options.plan is not None:
+        early.require_planner(options.plan)
+    _require_cuts(options, jobs)
+
+
+def require_data_and_base(jobs: Sequence[Job], *, weights: bool = True) -> None:
+    """Refuse data or a base that cannot be trained on, by their files, without torch.
+
+    weights   those of the base, too
+    raises    TloraError
+    """
+    from tlora_fx.runtime import early_checks as early
+
+    early.require_data(jobs)
+    (early.require_base if weights else early.require_trainable)(jobs)
+    early.require_hub(jobs)
+
+
+def _require_cuts(options: StartOptions, jobs: Sequence[Job]) -> None:
     """Refuse a number of processes, a mesh or a base that cannot be trained on."""
     from tlora_fx.host.gpus import visible_gpus
     from tlora_fx.runtime import early_checks as early
@@ -275,14 +314,17 @@ def _require_cuts(options: TrainOptions, jobs: Sequence[Job]) -> None:
         early.require_base_fits(jobs, options.plan, processes, on_cpu=on_cpu)
 
 
-def _start_processes(gpus: str, options: TrainOptions) -> None:
-    """Go on as one of several processes, if so many are asked for; the caller waits for them."""
-    from tlora_fx.runtime.local_launch import process_count, start_processes
-    from tlora_fx.runtime.run_folder import how_to_go_on
+def start_processes(gpus: str, options: StartOptions, going_on: Callable[[], str]) -> None:
+    """Go on as one of several processes, if so many are asked for; the caller waits for them.
 
-    count = process_count(gpus, options.device)
+    gpus       of `--gpus`
+    going_on   what helps where a process was lost
+    """
+    from tlora_fx.runtime import local_launch
+
+    count = local_launch.process_count(gpus, options.device)
     if count > 1:
-        start_processes(count, lambda: how_to_go_on(options.output))
+        local_launch.start_processes(count, going_on)
 
 
 @contextmanager
@@ -300,47 +342,97 @@ def _starting(output: Path, jobs: Sequence[Job]) -> Iterator[None]:
         raise
 
 
-def _train(options: TrainOptions, launch: Launch, bars: Bars) -> Sequence[JobRun]:
+@dataclass(frozen=True, slots=True)
+class Arranged:
+    """A fused model, its data and its plan, the same on all processes; no weight is loaded yet.
+
+    basis    what `auto` has chosen the plan by; None for other plans
+    """
+
+    everyone: Ranks
+    device: torch.device
+    model: SuperModel
+    data: Mapping[str, JobData]
+    plan: Plan
+    basis: PlanBasis | None
+
+
+def arrange(
+    options: StartOptions,
+    launch: Launch,
+    bars: Bars,
+    *,
+    resumed: Path | None = None,
+    replan: bool = False,
+) -> Arranged:
+    """Join the other processes, trace and fuse the jobs, read their data, and choose a plan.
+
+    resumed   folder of the run that goes on
+    replan    switch to the plan that it has proposed
+    raises    TloraError
+    """
     with phase("imports"):
-        from tlora_fx.runtime.callbacks import Callbacks, callback_named
-        from tlora_fx.runtime.checks import unusual
         from tlora_fx.runtime.clocks import JobClocks, clocks_in
         from tlora_fx.runtime.distributed import Ranks
         from tlora_fx.runtime.launch import join, memory_bytes
-        from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
-    console = bars.console
-    callbacks = [callback_named(name) for name in options.callback or ()]
     device = launch.device(options.device)
     with phase("processes"):
         everyone = Ranks(join(launch, device))
     memory = memory_bytes(device, everyone)
-    clocks = everyone.from_leader(
-        JobClocks(kept=clocks_in(options.output) if options.resume else {})
-    )
-    data, model = everyone.together(lambda: _prepared(options, clocks))
-    basis = _plan_basis(options, launch, everyone, device, model, data, bars.noted)
+    clocks = everyone.from_leader(JobClocks(kept=clocks_in(resumed) if resumed else {}))
+    data, model = everyone.together(lambda: compiled_with_data(options, clocks))
+    basis = None
+    if options.plan == "auto":
+        from tlora_fx.runtime.auto_plan import plan_basis
+
+        with phase("plan"):
+            basis = plan_basis(
+                model,
+                data,
+                everyone,
+                launch,
+                device,
+                folder=resumed,
+                mesh=_mesh(options),
+                replan=replan,
+                max_row_tokens=options.max_row_tokens,
+                compiled=options.compiled,
+                measuring=lambda: bars.noted("measuring a layer, to choose a plan"),
+            )
     plan = everyone.together(lambda: _planned(options, launch, memory, model, data, basis))
     for name, samples in data.items():
         for line in samples.report.lines():
-            console.print(f"{name}: {line}", markup=False)
+            bars.console.print(f"{name}: {line}", markup=False)
     if launch.size > 1:
-        console.print(f"plan: {plan.planner} on {plan.mesh}")
+        bars.console.print(f"plan: {plan.planner} on {plan.mesh}")
+    return Arranged(everyone, device, model, data, plan, basis)
+
+
+def _train(options: TrainOptions, launch: Launch, bars: Bars) -> Sequence[JobRun]:
+    with phase("imports"):
+        from tlora_fx.runtime.callbacks import Callbacks, callback_named
+        from tlora_fx.runtime.checks import unusual
+        from tlora_fx.runtime.trainer import Trainer, TrainerOptions
+
+    callbacks = [callback_named(name) for name in options.callback or ()]
+    resumed = options.output if options.resume else None
+    arranged = arrange(options, launch, bars, resumed=resumed, replan=options.replan)
+    model, data, plan = arranged.model, arranged.data, arranged.plan
     for text in _warnings(options, plan, launch.size):
         bars.warned(text)
     for text in unusual(model.jobs, data, options.max_row_tokens):
         bars.warned(text)
-    trainer = everyone.together(
+    keepers = _keepers(options, launch, model, plan, arranged.basis, bars)
+    trainer = arranged.everyone.together(
         lambda: Trainer(
             model,
             output=options.output,
-            device=device,
+            device=arranged.device,
             resume=options.resume,
             data=data,
             plan=plan,
-            callback=Callbacks(
-                [bars, *callbacks, *_keepers(options, launch, model, plan, basis, bars)]
-            ),
+            callback=Callbacks([bars, *callbacks, *keepers]),
             options=TrainerOptions(
                 max_row_tokens=options.max_row_tokens,
                 compiled=options.compiled,
@@ -361,7 +453,7 @@ def _train(options: TrainOptions, launch: Launch, bars: Bars) -> Sequence[JobRun
     if launch.rank == 0:
         _show(runs, options.output)
         for line in _notes(trainer):
-            console.print(line, markup=False)
+            bars.console.print(line, markup=False)
         _push(runs, options.output, options.push_to_hub)
     return runs
 
@@ -395,8 +487,14 @@ def _stopped(how: str, output: Path, launch: Launch) -> str:
     return f"{how}\ngo on with: {command} {shlex.join(words)}"
 
 
-def _prepared(options: TrainOptions, clocks: JobClocks) -> tuple[Mapping[str, JobData], SuperModel]:
-    """The data and the compiled model; no weight is loaded yet."""
+def compiled_with_data(
+    options: StartOptions, clocks: JobClocks | None = None
+) -> tuple[Mapping[str, JobData], SuperModel]:
+    """The data and the compiled model; no weight is loaded yet.
+
+    clocks    what time it is for each job; None: all start now
+    raises    TloraError
+    """
     with phase("imports"):
         from tlora_fx.compiler import compile
         from tlora_fx.config.job_file import load_job_file
@@ -411,40 +509,10 @@ def _prepared(options: TrainOptions, clocks: JobClocks) -> tuple[Mapping[str, Jo
     return load_all_data(job_file.jobs, clocks), model
 
 
-def _mesh(options: TrainOptions) -> MeshShape | None:
+def _mesh(options: StartOptions) -> MeshShape | None:
     from tlora_fx.cost.plan import MeshShape
 
     return None if options.mesh is None else MeshShape.parse(options.mesh)
-
-
-def _plan_basis(
-    options: TrainOptions,
-    launch: Launch,
-    everyone: Ranks,
-    device: torch.device,
-    model: SuperModel,
-    data: Mapping[str, JobData],
-    say: Callable[[str], None],
-) -> PlanBasis | None:
-    """What `auto` chooses by, measured if need be; None for other plans."""
-    if options.plan != "auto":
-        return None
-    from tlora_fx.runtime.auto_plan import plan_basis
-
-    with phase("plan"):
-        return plan_basis(
-            model,
-            data,
-            everyone,
-            launch,
-            device,
-            folder=options.output if options.resume else None,
-            mesh=_mesh(options),
-            replan=options.replan,
-            max_row_tokens=options.max_row_tokens,
-            compiled=options.compiled,
-            measuring=lambda: say("measuring a layer, to choose a plan"),
-        )
 
 
 def _keepers(
@@ -467,7 +535,7 @@ def _keepers(
 
 
 def _planned(
-    options: TrainOptions,
+    options: StartOptions,
     launch: Launch,
     memory: int | None,
     model: SuperModel,

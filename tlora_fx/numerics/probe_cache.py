@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from tlora_fx.config.base_files import base_folder
 from tlora_fx.config.job import Job
 from tlora_fx.host.durable import replace_shared_file
 from tlora_fx.host.environment import kernel_mode, wants_strict_kernels
@@ -67,10 +68,9 @@ def probe_loaded_once(
     def probe() -> ProbeResult:
         return probe_loaded(group, backbone, jobs, value, longest, ids=ids)
 
-    files = _weight_files(backbone)
-    if backbone.config is None or not files:
+    if not is_kept(backbone):
         return probe()
-    more = (files, longest, [list(each) for each in ids], *_machine(device))
+    more = (_weights(backbone), longest, [list(each) for each in ids], *_machine(device))
     return _once(_key(group, backbone, jobs, *more), probe)
 
 
@@ -83,10 +83,23 @@ def _once(key: str, probe: Callable[[], ProbeResult]) -> ProbeResult:
     return known
 
 
-def _weight_files(backbone: Backbone) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of each file of a base's folder; none of one elsewhere."""
-    folder = Path(backbone.spec.model or "")
-    if backbone.spec.model is None or not folder.is_dir():
+def is_kept(backbone: Backbone) -> bool:
+    """Whether it is known what decides a base's weights, so that their probe is kept."""
+    return backbone.config is not None and bool(_weights(backbone))
+
+
+def _weights(backbone: Backbone) -> list[tuple[object, ...]]:
+    """Name, size and time of change of each file of a base's weights; the code that draws them.
+
+    returns   nothing where the weights are a Python module's, or lie elsewhere
+    """
+    spec = backbone.spec
+    if spec.module is not None:
+        return []
+    if spec.model is None:
+        return [("drawn", spec.seed, own_source("runtime/adapters"))]
+    folder = base_folder(spec)
+    if folder is None or not folder.is_dir():
         return []
     found = [(file, file.stat()) for file in sorted(folder.glob("*.safetensors"))]
     return [(str(file.resolve()), stat.st_size, stat.st_mtime_ns) for file, stat in found]

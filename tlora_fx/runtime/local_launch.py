@@ -1,4 +1,4 @@
-"""Start the processes of `train --gpus N`: forks of the command, from before it imports torch.
+"""Start the processes of `--gpus N`: forks of the command, from before it imports torch.
 
 The command's own process stays behind. It passes signals on, ends all processes when one fails, and
 prints the one error that says why.
@@ -135,7 +135,7 @@ def require_size(shape: MeshShape, processes: int, plan: str, *, under_torchrun:
     if shape.size == processes:
         return
     arguments = sys.argv[1:]
-    if arguments[:1] == ["train"] and not under_torchrun:
+    if arguments[:1] in (["train"], ["prepare"]) and not under_torchrun:
         command = shlex.join(["tlora-fx", *without_option(arguments, "--gpus")])
         command += f" --gpus {shape.size}" * (shape.size > 1)
     else:

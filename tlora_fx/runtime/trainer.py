@@ -261,14 +261,7 @@ class Trainer:
     def _checked(self, stack: ExitStack) -> Mapping[str, JobData]:
         """The data, after all checks that need no weights; the folder is then held."""
         data = self._data or load_all_data(self.jobs, self.checkpoints.clocks())
-        check_fits(self.model.backbone, data, self.model.group.vocabulary)
-        require_fits(self.model, self.plan.mesh)
-        require_shardable(self.model, self.plan)
-        require_whole_pairs(self.model, self.plan, cuts=self._nano is not None)
-        require_elementwise(self.jobs, self.mesh)
-        require_data_starts(self.model, self.jobs, self.plan)
-        for job in self.jobs:
-            require_trainable(job, data[job.name].steps)
+        require_runnable(self.group, self.jobs, data, cuts=self._nano is not None)
         stack.enter_context(self.folder.held(self.checkpoints.resume))
         if self.mesh.leader:
             with phase("checkpoint"):
@@ -634,6 +627,25 @@ class Trainer:
         """Write a checkpoint; see `RunCheckpoints.save`."""
         self._catch_up()
         self.checkpoints.save(self.rounds, last=last, only=only)
+
+
+def require_runnable(
+    group: GroupStep, jobs: Sequence[Job], data: Mapping[str, JobData], *, cuts: bool = False
+) -> None:
+    """Check that a group can train its jobs on their data, before any weight is loaded.
+
+    cuts      rows are cut into nano-batches, however many the plan names
+    raises    TloraError
+    """
+    model, plan = group.model, group.plan
+    check_fits(model.backbone, data, model.group.vocabulary)
+    require_fits(model, plan.mesh)
+    require_shardable(model, plan)
+    require_whole_pairs(model, plan, cuts=cuts)
+    require_elementwise(jobs, group.mesh)
+    require_data_starts(model, jobs, plan)
+    for job in jobs:
+        require_trainable(job, data[job.name].steps)
 
 
 @phase("probe")

@@ -1,0 +1,114 @@
+"""`tlora-fx prepare` fills the caches, and `train` then makes nothing anew and imports little."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests import fresh
+
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
+#: Folders of the cache that a start reads.
+KEPT = ("traces", "probes", "data")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """The quickstart with jobs of one step, and variables that name an empty cache."""
+    folder = tmp_path_factory.mktemp("prepare")
+    shutil.copytree(QUICKSTART, folder, dirs_exist_ok=True)
+    content = yaml.safe_load((folder / "jobs.yaml").read_text())
+    for job in content["jobs"]:
+        job["max_steps"] = 1
+    (folder / "jobs.yaml").write_text(yaml.safe_dump(content))
+    return folder, {**os.environ, "TLORA_FX_CACHE": str(folder / "cache")}
+
+
+def entries(folder):
+    return {
+        kind: sorted(
+            str(path.relative_to(folder / "cache" / kind))
+            for path in (folder / "cache" / kind).rglob("*")
+        )
+        for kind in KEPT
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(place):
+    """What `prepare` and then `train` said, each in an interpreter of its own; entries between."""
+    folder, environment = place
+    words = [sys.executable, "-m", "tlora_fx"]
+    how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    prepared = subprocess.run(
+        [*words, "prepare", "jobs.yaml", "--device", "cpu"], check=True, **how
+    )
+    between = entries(folder)
+    code = (
+        "import sys\n"
+        "from tlora_fx.cli import main\n"
+        "try: main(['train', 'jobs.yaml', '-o', 'run', '--device', 'cpu'])\n"
+        "finally: print(*sys.modules)\n"
+    )
+    told = subprocess.run([sys.executable, "-c", code], check=True, **how)
+    return prepared, between, told.stdout.split("\n")[-2].split()
+
+
+def test_a_prepared_start_makes_nothing_anew(place, trained):
+    """It traces, checks and tokenizes nothing: what it would make, it would keep."""
+    prepared, between, _ = trained
+    folder, _ = place
+
+    assert (folder / "run" / "start.json").exists()
+    assert min(map(len, between.values())) > 0
+    assert entries(folder) == between
+    assert "left for train" not in prepared.stderr
+
+
+def test_it_says_where_the_caches_lie_and_leaves_no_run(place, trained):
+    """A line for each, with the number of its new entries."""
+    prepared, between, _ = trained
+    folder, _ = place
+
+    lines = {line.rpartition("  ")[0].split("  ")[0]: line for line in prepared.stdout.splitlines()}
+    assert lines["traced graphs"].split()[2:4] == [str(len(between["traces"]))] * 2
+    for what in ("traced graphs", "results of checks", "tokens of data"):
+        assert str(folder / "cache") in lines[what]
+    assert "prepared in" in prepared.stderr
+    assert {path.name for path in folder.iterdir()} == {
+        *(path.name for path in QUICKSTART.iterdir()), "cache", "run",
+    }  # fmt: skip
+
+
+def test_without_a_gpu_it_does_what_needs_none_and_names_the_rest(place, trained):
+    """As when an image is built; a cache that is off is named too."""
+    folder, environment = place
+    environment = {**environment, "CUDA_VISIBLE_DEVICES": "", "TLORA_FX_DATA_CACHE": "0"}
+    told = fresh.run(
+        "-m", "tlora_fx", "prepare", folder / "jobs.yaml", "--compile", env=environment
+    )
+
+    assert told.returncode == 0, told.stderr
+    assert "left for train: the check of the base's weights, and kernels" in told.stderr
+    assert "left for train: compiled layers" in told.stderr
+    assert "first step" not in told.stderr
+    assert "(TLORA_FX_DATA_CACHE=0: nothing is kept)" in told.stdout
+
+
+def test_a_mistake_is_told_before_anything_is_traced(place, tmp_path):
+    """By the checks of `train`."""
+    folder, environment = place
+    wrong = tmp_path / "jobs.yaml"
+    wrong.write_text((folder / "jobs.yaml").read_text().replace("max_steps", "max_step", 1))
+
+    told = fresh.run("-m", "tlora_fx", "prepare", wrong, env=environment)
+
+    assert told.returncode == 1
+    assert "max_steps" in told.stderr
+    assert "tracing" not in told.stderr
