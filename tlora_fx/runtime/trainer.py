@@ -52,11 +52,11 @@ from tlora_fx.runtime.distributed import (
     table_hash,
 )
 from tlora_fx.runtime.elastic import Roster, require_trains
+from tlora_fx.runtime.evaluation import Measurements
 from tlora_fx.runtime.group_step import GroupStep, StepOptions
 from tlora_fx.runtime.interrupts import Interrupts
 from tlora_fx.runtime.job_reports import JobReports
 from tlora_fx.runtime.job_run import JobRun
-from tlora_fx.runtime.measurements import Measurements
 from tlora_fx.runtime.round_end import CallbackErrors, RoundEnd
 from tlora_fx.runtime.row_schedule import RowSchedule
 from tlora_fx.runtime.run_checkpoints import RunCheckpoints
