@@ -125,7 +125,9 @@ def _applied(
 ) -> RowRunner | ReducingRunner:
     if plan.mesh.tp > 1:
         use_group(GROUP, mesh.tp)
-    require_runnable(model, plan, cuts=plan.nano_batches > 1)
+    require_shardable(model, plan)
+    require_nano(plan, plan.nano_batches > 1)
+    require_whole_pairs(model, plan, cuts=plan.nano_batches > 1)
     if mesh.size > 1:
         model.keep_all_gradients()
     sharded = shard_base(model, plan, mesh) if shards(plan) and plan.mesh.pp == 1 else None
@@ -159,17 +161,6 @@ def _graphs(model: SuperModel, mesh: Mesh, largest_row: int, sharded: Sharded | 
 def shards(plan: Plan) -> bool:
     """Whether the base is sharded over replicas."""
     return plan.shard_base and plan.mesh.dp > 1
-
-
-def require_runnable(model: SuperModel, plan: Plan, *, cuts: bool) -> None:
-    """Refuse plans that a model's layers or jobs cannot run under.
-
-    cuts      whether the plan, or a controller, cuts rows into nano-batches
-    raises    PlanNotRunnable
-    """
-    require_shardable(model, plan)
-    require_nano(plan, cuts)
-    require_whole_pairs(model, plan, cuts=cuts)
 
 
 def require_nano(plan: Plan, wanted: bool) -> None:

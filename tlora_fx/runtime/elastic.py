@@ -16,11 +16,9 @@ import torch
 from torch import Tensor
 
 from tlora_fx.config.job import Job
-from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import JobsDiffer, NotAdmitted
 from tlora_fx.host import memory
 from tlora_fx.model.elastic import ALONE, Admission
-from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.cuda_graphs import free_gpu_bytes
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters.files import start_adapter
@@ -144,7 +142,10 @@ class Roster:
         self.model.require_fits(job)
         self._require_new(job)
         data = load_all_data([job])[job.name] if data is None else data
-        require_trains(self.model, [job], {job.name: data}, mesh)
+        check_fits(self.model.backbone, {job.name: data}, self.model.group.vocabulary)
+        require_elementwise([job], mesh)
+        require_data_starts(self.model, [job])
+        require_trainable(job, data.steps)
         needed = self.model.bytes_needed(job, may_grow=False)
         # Those who wait will be there first, and may leave no free slot; banks grow once for all.
         others = self.changes.pending_joins
@@ -308,25 +309,6 @@ class Roster:
     def saved(self, ended: Sequence[str]) -> None:
         """A checkpoint holds these states: of jobs that ended long ago no more is kept."""
         self.forget(ended[: -len(self.model.jobs)])
-
-
-def require_trains(
-    model: SuperModel,
-    jobs: Sequence[Job],
-    data: Mapping[str, JobData],
-    mesh: Mesh,
-    plan: Plan | None = None,
-) -> None:
-    """Refuse jobs that cannot train in a model on their data; needs no weights.
-
-    plan      that runs the model, where it is known
-    raises    TloraError
-    """
-    check_fits(model.backbone, data, model.group.vocabulary)
-    require_elementwise(jobs, mesh)
-    require_data_starts(model, jobs, plan)
-    for job in jobs:
-        require_trainable(job, data[job.name].steps)
 
 
 def require_memory(job: Job, needed: int, device: torch.device, others: int = 0) -> None:

@@ -27,14 +27,12 @@ class RowSchedule:
     group    steps the jobs
     nano     chooses the count of nano-batches, on the leader; None: the plan's count stays
     folder   keeps the decisions of `nano`
-    cuts     whether any row may be cut into nano-batches
     count    of nano-batches that this process wants for the next round
     """
 
     def __init__(self, group: GroupStep, nano: NanoBatches | None, folder: RunFolder) -> None:
         self.group, self.nano, self.folder = group, nano, folder
         self.count = group.plan.nano_batches if nano is None else nano.count
-        self.cuts = nano is not None or group.plan.nano_batches > 1
         self._tokens = 0
         # The round in which the sizes of rows were chosen.
         self._chosen = 0

@@ -24,7 +24,8 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import ProbeResult
 from tlora_fx.parallel.apply import (
     require_nano,
-    require_runnable,
+    require_shardable,
+    require_whole_pairs,
 )
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.mesh import FIRST_STEP, limit_waits
@@ -34,6 +35,7 @@ from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.callbacks import EachInTurn, TrainerCallback
 from tlora_fx.runtime.checkpoints.store import Checkpoint, ResumeSources
 from tlora_fx.runtime.checks import (
+    check_fits,
     load_all_data,
     probe_base,
     probe_ends,
@@ -45,18 +47,20 @@ from tlora_fx.runtime.data.batching import (
     MicroBatches,
 )
 from tlora_fx.runtime.data.samples import JobData
-from tlora_fx.runtime.data_starts import agreed_starts
+from tlora_fx.runtime.data_starts import agreed_starts, require_data_starts
 from tlora_fx.runtime.distributed import (
     Ranks,
     RoundNotice,
+    require_elementwise,
     table_hash,
 )
-from tlora_fx.runtime.elastic import Roster, require_trains
+from tlora_fx.runtime.elastic import Roster
 from tlora_fx.runtime.evaluation import Measurements
 from tlora_fx.runtime.group_step import GroupStep, StepOptions
 from tlora_fx.runtime.interrupts import Interrupts
 from tlora_fx.runtime.job_reports import JobReports
 from tlora_fx.runtime.job_run import JobRun
+from tlora_fx.runtime.optim.trainable import require_trainable
 from tlora_fx.runtime.round_end import CallbackErrors, RoundEnd
 from tlora_fx.runtime.row_schedule import RowSchedule
 from tlora_fx.runtime.run_checkpoints import RunCheckpoints
@@ -229,9 +233,7 @@ class Trainer:
     def _checked(self, stack: ExitStack) -> Mapping[str, JobData]:
         """The data, after all checks that need no weights; the folder is then held."""
         data = self._data or load_all_data(self.jobs, self.checkpoints.clocks())
-        require_fits(self.model, self.plan.mesh)
-        require_runnable(self.model, self.plan, cuts=self.schedule.cuts)
-        require_trains(self.model, self.jobs, data, self.mesh, self.plan)
+        require_runnable(self.group, self.jobs, data, cuts=self.schedule.nano is not None)
         stack.enter_context(self.folder.held(self.checkpoints.resume))
         if self.mesh.leader:
             with phase("checkpoint"):
@@ -544,6 +546,25 @@ class Trainer:
 def new_folder() -> Path:
     """A folder in runs/, named by the time; only the leader's is used."""
     return Path("runs") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+
+
+def require_runnable(
+    group: GroupStep, jobs: Sequence[Job], data: Mapping[str, JobData], *, cuts: bool = False
+) -> None:
+    """Check that a group can train its jobs on their data, before any weight is loaded.
+
+    cuts      rows are cut into nano-batches, however many the plan names
+    raises    TloraError
+    """
+    model, plan = group.model, group.plan
+    check_fits(model.backbone, data, model.group.vocabulary)
+    require_fits(model, plan.mesh)
+    require_shardable(model, plan)
+    require_whole_pairs(model, plan, cuts=cuts)
+    require_elementwise(jobs, group.mesh)
+    require_data_starts(model, jobs, plan)
+    for job in jobs:
+        require_trainable(job, data[job.name].steps)
 
 
 @phase("probe")
