@@ -10,7 +10,10 @@ cold       `--compile`, no cache of ours, of Triton or of Inductor; Python's byt
 warm       the same again
 plain      warm, without `--compile`
 long       warm, for --long steps: rounds from the 20th on are compared with the frozen model
-PLAN       with --gpus: warm, `--gpus N --plan PLAN --compile`, after one that is not counted
+one        with --gpus: warm, on one GPU
+PLAN       with --gpus: warm, `--gpus N --plan PLAN --compile`
+
+With --gpus, commands of a few steps that are not counted fill the caches first, side by side.
 
 `frozen` is the base without adapters: forward and backward of packed rows as one CUDA graph, its
 layers compiled, of thirty sequences of one length at two lengths; a line through both gives the
@@ -30,6 +33,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -58,15 +62,23 @@ def main() -> None:
     make_base(given)
     warm = ["--compile"] if given.device == "cuda" else []
     if given.gpus > 1:
-        arms = {
-            plan: (["--gpus", str(given.gpus), "--plan", plan, *warm], given.long)
-            for plan in ["not counted", *given.plans.split(",")]
+        plans = {
+            plan: ["--gpus", str(given.gpus), "--plan", plan, *warm]
+            for plan in given.plans.split(",")
         }
-        arms["not counted"] = ([*warm], given.steps)
+        if not given.filled:
+            fill(given, {"one": warm} | plans)
+        if given.fill_alone:
+            return
+        arms = {"one": (warm, given.steps)}
+        arms |= {plan: (options, given.long) for plan, options in plans.items()}
     else:
         arms = {"cold": (warm, given.steps), "warm": (warm, given.steps)}
         arms |= {"plain": ([], given.steps), "long": (warm, given.long)}
+    wanted = given.arms.split(",") if given.arms else [*arms]
     for name, (options, steps) in arms.items():
+        if name not in wanted:
+            continue
         found["arms"][name] = command(given, name, options, steps)
         print(name, json.dumps(found["arms"][name]), flush=True)
         write(out, found)
@@ -74,7 +86,7 @@ def main() -> None:
         if part in given.beside.split(","):
             found[part] = in_process(given, part)
             print(part, json.dumps(found[part]), flush=True)
-    if "frozen" in found:
+    if "frozen" in found and "long" in found["arms"]:
         found["long over frozen"] = over_frozen(found["arms"]["long"], found["frozen"])
         print("rounds over the frozen graph", found["long over frozen"])
     write(out, found)
@@ -112,8 +124,23 @@ def make_base(given: argparse.Namespace) -> None:
     fast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(base)
 
 
-def write_jobs(given: argparse.Namespace, steps: int) -> Path:
-    """The job file."""
+def fill(given: argparse.Namespace, commands: dict[str, list[str]]) -> None:
+    """Fill the caches: a few steps of each of these commands, side by side.
+
+    What `auto` runs is what another plan has compiled, and replicas run what one GPU does.
+    """
+    caches = given.work / "caches"
+    shutil.rmtree(caches, ignore_errors=True)
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True, env=_environment(caches))
+    wanted = {name: each for name, each in commands.items() if name not in ("auto", "replicated")}
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        done = pool.map(lambda name: command(given, f"fill {name}", wanted[name], 3), wanted)
+        for name, result in zip(wanted, done, strict=True):
+            print("fill", name, result["status"], result["seconds"], flush=True)
+
+
+def write_jobs(given: argparse.Namespace, name: str, steps: int) -> Path:
+    """The job file of an arm."""
     data = {"path": str(given.file), "columns": {"prompt": "question", "completion": "answer"}}
     jobs = [
         {
@@ -128,7 +155,7 @@ def write_jobs(given: argparse.Namespace, steps: int) -> Path:
         for place, (rank, batch) in enumerate(zip(RANKS, BATCHES, strict=True))
     ]
     base = {"model": str(given.work / "base"), "dtype": given.shape.dtype}
-    path: Path = given.work / "jobs.yaml"
+    path: Path = given.work / f"jobs {name}.yaml"
     # JSON is YAML.
     path.write_text(json.dumps({"base": base, "defaults": {"save_steps": 1000}, "jobs": jobs}))
     return path
@@ -137,12 +164,12 @@ def write_jobs(given: argparse.Namespace, steps: int) -> Path:
 def command(given: argparse.Namespace, name: str, options: list[str], steps: int) -> dict[str, Any]:
     """One `tlora-fx train`: seconds of its phases, of its rounds, and to its end."""
     caches = given.work / "caches"
-    if name in ("cold", "not counted"):
+    if name == "cold":
         shutil.rmtree(caches, ignore_errors=True)
         subprocess.run([sys.executable, "-c", IMPORTS], check=True, env=_environment(caches))
     output = given.work / "runs" / name
     shutil.rmtree(output, ignore_errors=True)
-    words = [str(write_jobs(given, steps)), "-o", str(output), *options]
+    words = [str(write_jobs(given, name, steps)), "-o", str(output), *options]
     if given.device != "cuda":
         words += ["--device", given.device]
     lines: list[tuple[float, str]] = []
@@ -180,8 +207,16 @@ def command(given: argparse.Namespace, name: str, options: list[str], steps: int
         "phases": phases.get("phases", {}),
         "seconds": round(ended, 1),
         "rounds": rounds,
-        "said": [line for _, line in lines if line.startswith(("plan:", "rows"))],
+        "said": [line for _, line in lines if line.startswith(("plan:", "rows", "warning:"))],
+        "plans": {path.stem: plan_of(path) for path in sorted(output.glob("*plan.json"))},
     }
+
+
+def plan_of(path: Path) -> dict[str, Any]:
+    """What a run's plan is, and what it was expected to take."""
+    plan = json.loads(path.read_text())
+    kept = ("mesh", "micro_batches", "schedule", "shard_base", "recompute", "estimate")
+    return {name: plan[name] for name in kept if name in plan}
 
 
 #: Writes Python's bytecode, which an installation has.
@@ -204,6 +239,7 @@ def rounds_of(output: Path) -> dict[str, Any]:
     """Seconds and tokens of the rounds of a run, by the metrics of its jobs."""
     tokens: dict[int, int] = defaultdict(int)
     seconds: dict[int, float] = {}
+    replayed: dict[int, tuple[int, int]] = {}
     for path in output.glob("*/metrics.jsonl"):
         before = 0
         for record in map(json.loads, path.open()):
@@ -211,11 +247,13 @@ def rounds_of(output: Path) -> dict[str, Any]:
                 step = record["step"]
                 tokens[step] += record["tokens"] - before
                 seconds[step], before = record["seconds"], record["tokens"]
+                replayed[step] = record.get("rows_replayed", 0), record.get("rows", 0)
     order = sorted(seconds)
     steady = [seconds[step] for step in order[STEADY:]]
     return {
         "tokens": [tokens[step] for step in order],
         "seconds": [round(seconds[step], 4) for step in order],
+        "rows replayed": ["{}/{}".format(*replayed[step]) for step in order],
         "mean of steady ones": round(statistics.mean(steady), 4) if steady else None,
         "median of steady ones": round(statistics.median(steady), 4) if steady else None,
         "most of steady ones": round(max(steady), 4) if steady else None,
@@ -302,6 +340,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--file", type=Path, required=True, help="GSM8K's train.jsonl")
     parser.add_argument("--gpus", type=int, default=1, help="processes of one command")
     parser.add_argument("--plans", default="auto", help="plans to run with --gpus")
+    parser.add_argument("--fill-alone", action="store_true", help="with --gpus: fill the caches")
+    parser.add_argument("--filled", action="store_true", help="with --gpus: the caches are filled")
+    parser.add_argument(
+        "--arms", help="which of cold, warm, plain, long, or of one and the plans; all by default"
+    )
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each job")
     parser.add_argument("--long", type=int, default=170, help="the same of `long`, and of plans")
     parser.add_argument("--beside", default="frozen", help="frozen, trl")

@@ -45,7 +45,7 @@ def test_the_process_fills_the_caches_that_training_reads(
     data = make_data(jobs, longest=40)
     options = StepOptions(compiled=True, wait_for_compile=False)
     step = GroupStep(compile(jobs), device="cuda", options=options)
-    process = CompileProcess(CompileRequest.of(step.model, example_row(step, data), ["cuda"]))
+    process = CompileProcess(CompileRequest.of(step.model, example_row(step, data), ["cuda:0"]))
     step.prepare()
     while process.returncode is None:
         time.sleep(0.1)
@@ -67,7 +67,8 @@ def test_captured_rows_and_a_resumed_run_follow_the_switch(jobs, tmp_path, monke
     def trained(folder, *, resume=False):
         trainer = Trainer(
             compile(jobs), output=folder, device="cuda", data=data, resume=resume,
-            callback=Snapshots(folder), options=TrainerOptions(compiled=True),
+            callback=Snapshots(folder),
+            options=TrainerOptions(compiled=True, wait_for_compile=False),
         )  # fmt: skip
         trainer.run()
         return trainer

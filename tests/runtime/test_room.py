@@ -141,14 +141,26 @@ def test_no_row_exceeds_the_longest(jobs, lengths, sizes, steps, most, parts, ch
         job.name: JobData(job, [Sample((1,) * n, (1,) * n) for n in each], DataReport())
         for job, each in zip(own, lengths, strict=True)
     }
-    bound = longest_row(own, data, most, parts)
+    cutting = Cutting(False, 12.0 * 32, most)
+    bound = longest_row(own, data, cutting, parts)
     for _ in range(5):
         taking = [place for place in range(len(own)) if chance.random() < 0.7] or [0]
         batches = {place: _batches(own[place], data, chance) for place in taking}
         rows = list(rows_of_round(own, batches, dict.fromkeys(batches, 0), most))
-        for row in cut_round(rows, parts, Cutting(False, 12.0 * 32, most)):
+        for row in cut_round(rows, parts, cutting):
             assert sum(len(ids) for job in row for ids in job.sequences) <= bound
     assert bound <= repeating_length(max(most, *map(sum, _largest(own, lengths))))
+
+
+def test_a_row_of_two_halves_is_not_as_long_as_both(jobs):
+    """Memory stays free for a half of the largest round and one sequence, not for all of it."""
+    job = jobs[0].model_copy(update={"per_device_train_batch_size": 8})
+    data = {job.name: JobData(job, [Sample((1,) * 100, (1,) * 100)] * 8, DataReport())}
+
+    cutting = Cutting(False, 12.0 * 4096, 16384)
+
+    assert longest_row([job], data, cutting, parts=1) == 800
+    assert longest_row([job], data, cutting, parts=2) <= 520
 
 
 def _largest(own, lengths):

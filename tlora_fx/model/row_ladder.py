@@ -18,7 +18,7 @@ MAX_STEPS = 16
 # a short row as long as for one that is somewhat longer.
 _TOKENS = ((1024, 1 / 4), (2048, 1 / 8))
 _TOKENS_BEYOND = 1 / 16
-# Part of a step's tokens by which targets may be too many.
+# Part of a step's tokens by which targets may be too many; as many as tokens, where that is more.
 _TARGETS = 1 / 8
 # Steps are multiples of so many tokens, as kernels' tiles are.
 _GRANULE = 16
@@ -102,7 +102,7 @@ class RowLadder:
         """The smallest step that holds a row with little padding; None where there is none."""
         for step in self.steps:
             close = step.tokens - size.tokens <= _padding(step.tokens)
-            more = step.tokens * (_TARGETS + _MORE_TARGETS) + 2 * _GRANULE
+            more = step.tokens * (_target_part(step.tokens) + _MORE_TARGETS) + 2 * _GRANULE
             if step.holds(size) and close and step.targets - size.targets <= more:
                 return step
         return None
@@ -139,7 +139,8 @@ class _Group:
         close = joined.tokens - joined.fewest <= _padding(joined.tokens) - _GRANULE
         return (
             alike and close
-            and joined.targets - joined.fewest_targets <= joined.tokens * _TARGETS
+            and joined.targets - joined.fewest_targets
+            <= joined.tokens * _target_part(joined.tokens)
         )  # fmt: skip
 
     def with_(self, other: _Group) -> _Group:
@@ -162,8 +163,15 @@ class _Group:
 
 def _padding(tokens: int) -> float:
     """Tokens of padding that a row of a step of so many may have."""
-    part = next((part for most, part in _TOKENS if tokens <= most), _TOKENS_BEYOND)
-    return max(2 * _GRANULE, tokens * part)
+    return max(2 * _GRANULE, tokens * _token_part(tokens))
+
+
+def _token_part(tokens: int) -> float:
+    return next((part for most, part in _TOKENS if tokens <= most), _TOKENS_BEYOND)
+
+
+def _target_part(tokens: int) -> float:
+    return max(_TARGETS, _token_part(tokens))
 
 
 def repeating_length(tokens: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -34,6 +35,7 @@ from tlora_fx.numerics.probe import ProbeResult
 from tlora_fx.numerics.probe_cache import probe_loaded_once
 from tlora_fx.planners.auto import device_name
 from tlora_fx.runtime.clocks import JobClocks
+from tlora_fx.runtime.data.batching import Cutting
 from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.data.tables import largest_id, lengths_of
 from tlora_fx.runtime.data.tokenizer import load_tokenizer
@@ -276,20 +278,24 @@ def typical_round(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_toke
 
 
 def longest_row(
-    jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int, parts: int
+    jobs: Sequence[Job], data: Mapping[str, JobData], cutting: Cutting, parts: int
 ) -> int:
     """Tokens that no row of the jobs exceeds, however their samples meet.
 
-    parts   into how many a round is cut at least, which joins micro-batches first
+    cutting   how rows may be cut
+    parts     into how many a round is cut at least; cut between sequences, all of its rows are
+              joined first
     """
-    each = [[sum(batch) for batch in _largest_batches(job, data[job.name])] for job in jobs]
-    single = [sizes[0] for sizes in each if sizes]
-    bound = max(max(single, default=0), min(max_row_tokens, sum(single)))
-    if parts > 1:
-        longest = max((int(lengths_of(each.samples).max()) for each in data.values()), default=0)
-        whole = sum(map(sum, each))
-        bound = max(bound, min(max(max_row_tokens, longest), whole))
-    return repeating_length(bound)
+    batches = [_largest_batches(job, data[job.name]) for job in jobs]
+    if parts == 1 or cutting.whole:
+        single = [sum(own[0]) for own in batches if own]
+        bound = max(max(single, default=0), min(cutting.max_row_tokens, sum(single)))
+        return repeating_length(bound)
+    longest = max((int(lengths_of(each.samples).max()) for each in data.values()), default=0)
+    whole = sum(cutting.cost(length) for own in batches for batch in own for length in batch)
+    # Of parts of about equal cost, the dearest has one sequence too many at most.
+    bound = math.ceil(whole / parts + cutting.cost(longest))
+    return repeating_length(min(max(cutting.max_row_tokens, longest), bound))
 
 
 def _largest_batches(job: Job, data: JobData) -> list[tuple[int, ...]]:

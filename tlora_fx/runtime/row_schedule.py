@@ -15,10 +15,19 @@ from tlora_fx.runtime.run_folder import RunFolder
 
 #: Rows are captured so many rounds after their sizes were chosen.
 CAPTURE_AFTER = 8
-#: For each size so many rounds must follow, where rows are short, and where they have more tokens:
-#: a GPU is busy with those for as long as launching takes. Of an 8B shape on an H100, 4,416 tokens,
-#: a round took .26 s launched and .246 s replayed, and a capture .55 s.
-SHORT_ROW, PAYS_SHORT, PAYS_LONG = 2048, 4, 40
+#: For each size so many rounds must follow, where a process has so few tokens of a row, and where
+#: it has so many: a GPU is busy with those for as long as launching takes. Of an 8B shape on an
+#: H100, 4,416 tokens, a round took .26 s launched and .246 s replayed, and a capture .55 s.
+SHORT_ROW, PAYS_SHORT, LONG_ROW, PAYS_LONG = 2048, 4, 4096, 40
+
+
+def rounds_to_pay(tokens: float) -> float:
+    """Rounds after which capturing a size of rows has paid.
+
+    tokens   of such a row that one process computes
+    """
+    long = min(1.0, max(0.0, (tokens - SHORT_ROW) / (LONG_ROW - SHORT_ROW)))
+    return PAYS_SHORT + long * (PAYS_LONG - PAYS_SHORT)
 
 
 class RowSchedule:
@@ -58,14 +67,14 @@ class RowSchedule:
         steps = self.group.bucketer.ladder.steps
         if not steps or rounds - self._chosen != CAPTURE_AFTER:
             return
-        short = steps[len(steps) // 2].tokens <= SHORT_ROW
         left = max((run.data.steps - run.step for run in active), default=0)
-        if left >= len(steps) * (PAYS_SHORT if short else PAYS_LONG):
+        tokens = steps[len(steps) // 2].tokens / self.group.plan.mesh.tp
+        if left >= len(steps) * rounds_to_pay(tokens):
             self.group.capture()
 
     def longest_row(self, jobs: Sequence[Job], data: Mapping[str, JobData]) -> int:
         """Tokens of the longest row that jobs can have; data by job name."""
-        return longest_row(jobs, data, self.group.options.max_row_tokens, self.group.plan.parts)
+        return longest_row(jobs, data, self.group.cutting, self.group.plan.parts)
 
     def resize(self, jobs: Sequence[Job], data: Mapping[str, JobData]) -> None:
         """Keep memory free for the longest row of these jobs from now on; data by job name."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -124,13 +125,19 @@ def measure_captured(pieces: Sequence[TimedPass], device: torch.device, rounds: 
 def _graphs(piece: TimedPass, pool: Any) -> tuple[list[torch.cuda.CUDAGraph], object]:
     """The forward, and the backward where there is one; and what lies in their memory."""
     graphs = [torch.cuda.CUDAGraph() for _ in range(1 if piece.backward is None else 2)]
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = _capture_stream(torch.cuda.current_device())
     with torch.cuda.graph(graphs[0], pool=pool, stream=stream):
         output = piece.forward()
     if piece.backward is not None:
         with torch.cuda.graph(graphs[1], pool=pool, stream=stream):
             piece.backward([output])
     return graphs, output
+
+
+@cache
+def _capture_stream(_: int) -> torch.cuda.Stream:
+    """A stream of a device: cuBLAS keeps memory for each on which it ever ran."""
+    return torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
 
 def _replayed(
