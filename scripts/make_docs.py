@@ -27,7 +27,12 @@ PAGES = (
 #: Pages of the reference: their modules, in the order of the page.
 REFERENCE: Mapping[str, tuple[str, ...]] = {
     "compiling": ("tlora_fx.compiler", "tlora_fx.model.supermodel", "tlora_fx.model.batch"),
-    "jobs": ("tlora_fx.config.job", "tlora_fx.config.job_file"),
+    "jobs": (
+        "tlora_fx.config.job",
+        "tlora_fx.config.base_spec",
+        "tlora_fx.config.data_spec",
+        "tlora_fx.config.job_file",
+    ),
     "training": (
         "tlora_fx.runtime.trainer",
         "tlora_fx.runtime.callbacks",
@@ -49,9 +54,9 @@ REFERENCE: Mapping[str, tuple[str, ...]] = {
         "tlora_fx.pipeline.instrument",
     ),
     "rewriting": (
+        "tlora_fx.rewriting.building",
         "tlora_fx.rewriting.patterns",
         "tlora_fx.rewriting.matching",
-        "tlora_fx.rewriting.examples",
         "tlora_fx.rewriting.rewriter",
         "tlora_fx.rewriting.outlining",
     ),

@@ -15,7 +15,7 @@ import pytest
 
 from tests.server.conftest import as_scheduled, asked, job_file, listen  # noqa: F401  (a fixture)
 from tlora_fx.cli import client, main
-from tlora_fx.cli.uploads import uploads
+from tlora_fx.cli.client import uploads
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.errors import ServiceUnreachable, UploadRefused
 

@@ -18,7 +18,8 @@ import yaml
 
 from tests.scheduler.fork_here import ForkHere
 from tlora_fx.cli import main
-from tlora_fx.cli.run import Page, StopSignals
+from tlora_fx.cli.run import Page
+from tlora_fx.cli.run_options import StopSignals
 from tlora_fx.cli.terminal import Console
 from tlora_fx.cost.profile_sources import SHIPPED
 from tlora_fx.runtime import interrupts

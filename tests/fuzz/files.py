@@ -45,16 +45,9 @@ from tlora_fx.runtime.data.tokenizer import load_tokenizer
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.scheduler.executor import Committed, Finished
 from tlora_fx.scheduler.policies import find_policy
+from tlora_fx.scheduler.snapshot_file import Snapshot, load_history, load_snapshot, save_snapshot
 from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, SchedulerState
-from tlora_fx.scheduler.store import (
-    History,
-    Ledger,
-    Snapshot,
-    load_history,
-    load_snapshot,
-    rows_of_run,
-    save_snapshot,
-)
+from tlora_fx.scheduler.store import History, Ledger, rows_of_run
 from tlora_fx.simulator.traces import read_trace, write_own
 
 ROOT = Path(__file__).parents[2]

@@ -394,7 +394,7 @@ def test_rows_are_captured_where_enough_rounds_follow(
     base, tmp_path, monkeypatch, tokens, steps, rounds
 ):
     """Some rounds after their sizes were chosen, once; of long rows more rounds must follow."""
-    monkeypatch.setattr("tlora_fx.runtime.trainer.CAPTURE_AFTER", 3)
+    monkeypatch.setattr("tlora_fx.runtime.row_schedule.CAPTURE_AFTER", 3)
     ladder = RowLadder(
         (RowSize(tokens, 4, 16, 8), RowSize(tokens + 16, 4, 16, 8), RowSize(tokens + 32, 4, 16, 8))
     )

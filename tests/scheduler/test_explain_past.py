@@ -16,17 +16,15 @@ from tlora_fx.errors import JobNotInState, LedgerError, NewerFormat, StateFileEr
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished
 from tlora_fx.scheduler.explain import explain, explained
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, SchedulerState
-from tlora_fx.scheduler.store import (
-    History,
-    Ledger,
+from tlora_fx.scheduler.snapshot_file import (
     Snapshot,
     add_history,
     load_history,
     load_snapshot,
-    rows_of_run,
     save_snapshot,
 )
+from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, SchedulerState
+from tlora_fx.scheduler.store import History, Ledger, rows_of_run
 
 GPUS = 64
 

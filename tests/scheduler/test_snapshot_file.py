@@ -16,8 +16,8 @@ from tlora_fx.cost.profile_sources import SHIPPED
 from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import NewerFormat, StateFileError
 from tlora_fx.scheduler.policies import POLICIES, find_policy
+from tlora_fx.scheduler.snapshot_file import Snapshot, load_snapshot, save_snapshot
 from tlora_fx.scheduler.state import ActiveJob, Group, JobRequest, SchedulerState
-from tlora_fx.scheduler.store import Snapshot, load_snapshot, save_snapshot
 
 BASE = "llama-3-8b"
 PROFILE = SHIPPED / "llama-3-8b-nvidia-h200.json"

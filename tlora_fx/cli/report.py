@@ -249,7 +249,7 @@ def _groups(folder: Path, jobs: Sequence[JobView]) -> Drawn | None:
 def _unit(folder: Path) -> str:
     """What the groups of a run hold, by the last state of its scheduler: "GPU" or "CPU"."""
     from tlora_fx.errors import TloraError
-    from tlora_fx.scheduler.store import load_snapshot
+    from tlora_fx.scheduler.snapshot_file import load_snapshot
 
     try:
         return load_snapshot(folder / "state.json").state.cluster.unit

@@ -21,7 +21,13 @@ from urllib.parse import urlsplit
 import typer
 
 from tlora_fx.cli.options import takes_options
-from tlora_fx.cli.run import TURN_SECONDS, RunCommandOptions, StopSignals, placed, require_executor
+from tlora_fx.cli.run_options import (
+    TURN_SECONDS,
+    RunCommandOptions,
+    StopSignals,
+    placed,
+    require_executor,
+)
 from tlora_fx.errors import ServiceRefused
 
 if TYPE_CHECKING:

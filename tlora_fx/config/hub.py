@@ -14,7 +14,7 @@ import urllib.request
 from functools import cache
 from pathlib import Path
 
-from tlora_fx.config.job import is_written_as_path
+from tlora_fx.config.base_spec import is_written_as_path
 from tlora_fx.config.paths import is_there
 
 ENDPOINT = "HF_ENDPOINT"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
@@ -27,6 +27,8 @@ from pydantic import (
 )
 
 from tlora_fx.config.adapter_folder import read_adapter_config
+from tlora_fx.config.base_spec import HEADS, SEED_LIMIT, BaseSpec, LocalPath
+from tlora_fx.config.data_spec import DataSpec
 from tlora_fx.config.fields import (
     ADAM_LIKE,
     DATA_STARTS,
@@ -48,32 +50,30 @@ from tlora_fx.config.other_kinds import (
     kind_of,
     peft_config,
 )
-from tlora_fx.config.other_names import BASE_KEYS, DATA_KEYS, JOB_KEYS
-from tlora_fx.config.paths import is_file, is_folder, is_there
+from tlora_fx.config.other_names import JOB_KEYS
 from tlora_fx.config.validation import Spec, refuse
 from tlora_fx.errors import AdapterFolderError, JobError, nearest
 
 if TYPE_CHECKING:
     import torch
 
-DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
-FormatName = Literal[
-    "auto", "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label",
-    "tokens",
-]  # fmt: skip
-ColumnName = Literal[
-    "prompt", "completion", "messages", "text", "instruction", "input", "output", "conversations",
-    "chosen", "rejected", "tools", "label", "system", "history", "loss_mask", "input_ids",
-    "labels", "attention_mask", "completion_mask", "assistant_masks",
-]  # fmt: skip
-Objective = Literal[
-    "tokens", "single_label_classification", "multi_label_classification", "regression"
+__all__ = [
+    "BETA",
+    "EVAL_METRICS",
+    "LABEL_METRICS",
+    "TRAIN_LOSS",
+    "BaseSpec",
+    "DataSpec",
+    "Job",
+    "Method",
+    "ScheduleSpec",
+    "TrackerName",
 ]
+
 Method = Literal["sft", "dpo", "orpo"]
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
-SEED_LIMIT = 2**32
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _FUNCTION = re.compile(r"[^:]+:[A-Za-z_]\w*")
 #: Fields of LoRA by which more than its two matrices is trained.
@@ -84,293 +84,7 @@ BETA = 0.1
 EVAL_METRICS = ("loss", "mean_token_accuracy", "exact_match")
 #: And of a classifier.
 LABEL_METRICS = ("loss", "accuracy")
-#: Modules that PEFT trains a copy of where a job classifies, by the ends of their names.
-HEADS = ("classifier", "score")
-#: A sample's labels are the bits of one number.
-MAX_LABELS = 31
 TRAIN_LOSS = "train_loss"
-COLUMNS_OF: Mapping[str, frozenset[str]] = {
-    "prompt-completion": frozenset({"prompt", "completion"}),
-    "messages": frozenset({"messages"}),
-    "text": frozenset({"text"}),
-    "alpaca": frozenset({"instruction", "output"}),
-    "sharegpt": frozenset({"conversations"}),
-    "preference": frozenset({"chosen", "rejected"}),
-    "label": frozenset({"text", "label"}),
-    "tokens": frozenset({"input_ids"}),
-}
-#: Columns that a row of a format may have or lack.
-OPTIONAL_COLUMNS: Mapping[str, frozenset[str]] = {
-    "prompt-completion": frozenset({"tools", "system", "history"}),
-    "messages": frozenset({"tools", "system", "history", "loss_mask"}),
-    "text": frozenset(),
-    "alpaca": frozenset({"input", "system", "history"}),
-    "sharegpt": frozenset({"tools", "system", "history", "loss_mask"}),
-    "preference": frozenset({"prompt", "tools", "system", "history"}),
-    "label": frozenset(),
-    "tokens": frozenset(
-        {"labels", "attention_mask", "completion_mask", "assistant_masks", "loss_mask"}
-    ),
-}
-
-
-def columns_of(format: str) -> frozenset[str]:
-    """All columns that rows of a format may have."""
-    return COLUMNS_OF.get(format, frozenset()) | OPTIONAL_COLUMNS.get(format, frozenset())
-
-
-def _text_of_path(value: object) -> object:
-    return str(value) if isinstance(value, Path) else value
-
-
-def _path_of_text(value: object) -> object:
-    return Path(value) if isinstance(value, str) and value else value
-
-
-def is_written_as_path(value: str) -> bool:
-    """Whether text that may be a hub id or a path can only be a path."""
-    return value.startswith((".", "/", "~"))
-
-
-PathOrId = Annotated[StrictStr, BeforeValidator(_text_of_path), Field(min_length=1)]
-LocalPath = Annotated[Path, BeforeValidator(_path_of_text)]
-
-
-#: PEFT's tasks that no job has.
-OTHER_TASKS = ("TOKEN_CLS", "SEQ_2_SEQ_LM", "QUESTION_ANS", "FEATURE_EXTRACTION")
-
-
-class BaseSpec(Spec):
-    """The frozen base model that the jobs of a file share.
-
-    model              hub id, or local folder with a config and weights
-    config             instead of `model`: a config.json, or a folder with one; weights are random
-    seed               seed of the random weights of a base that is given by `config`
-    tokenizer          hub id or folder of the tokenizer; None: that of the model or config
-    dtype              dtype of the base's weights and activations
-    attention          packed: samples of all jobs stand in one row without padding; batch: padded
-                       rows, for models that mix the tokens of a row; auto: packed where the base
-                       allows it
-    trust_remote_code  run Python code that comes with the base; the command line has to allow it
-    task               CAUSAL_LM: a language model; SEQ_CLS: a model that gives each sequence a
-                       class, or a number
-    labels             names of the classes of a SEQ_CLS model, or their number
-    problem_type       what a SEQ_CLS model learns: one class, several classes, or a number
-                       (regression); None: regression if there is one label, else one class
-    module             instead of `model`: an nn.Module, from Python only
-    """
-
-    other_names: ClassVar[Mapping[str, str]] = BASE_KEYS
-
-    model: PathOrId | None = None
-    config: LocalPath | None = None
-    seed: StrictInt = Field(default=0, ge=0, lt=SEED_LIMIT)
-    tokenizer: PathOrId | None = None
-    dtype: DtypeName = "bfloat16"
-    attention: Literal["auto", "packed", "batch"] = "auto"
-    trust_remote_code: StrictBool = False
-    task: Literal["CAUSAL_LM", "SEQ_CLS"] = "CAUSAL_LM"
-    labels: StrictInt | list[StrictStr] | None = Field(default=None, validate_default=True)
-    problem_type: (
-        Literal["single_label_classification", "multi_label_classification", "regression"] | None
-    ) = None
-    module: Any = Field(default=None, exclude=True, repr=False, validate_default=True)
-
-    @field_validator("model", "tokenizer")
-    @classmethod
-    def _folder_exists(cls, value: str | None) -> str | None:
-        if value is None or not is_written_as_path(value) or is_there(value):
-            return value
-        raise refuse(f"'{value}' does not exist", help="give a folder, or a hub id without './'")
-
-    @field_validator("task", mode="before")
-    @classmethod
-    def _is_trained_here(cls, task: object) -> object:
-        if task in OTHER_TASKS:
-            raise refuse(
-                f"tlora-fx trains no {task}: language models, and classifiers of whole sequences",
-                help="train this one with PEFT and transformers' Trainer",
-            )
-        return task
-
-    @field_validator("config")
-    @classmethod
-    def _config_exists(cls, path: Path | None) -> Path | None:
-        if path is None or is_file(path) or is_file(path / "config.json"):
-            return path
-        what = f"no config.json in '{path}'" if is_folder(path) else f"'{path}' does not exist"
-        raise refuse(what, help="name a config.json or a folder that holds one")
-
-    @field_validator("labels")
-    @classmethod
-    def _are_of_a_classifier(cls, labels: int | list[str] | None, info: ValidationInfo) -> Any:
-        task = info.data.get("task")
-        if task == "CAUSAL_LM" and labels is not None:
-            raise refuse("'labels' are of a classifier", help="set task: SEQ_CLS beside them")
-        if task == "SEQ_CLS" and labels is None:
-            raise refuse("task SEQ_CLS needs 'labels'", help="give their names, or their number")
-        if labels is not None and (len(labels) if isinstance(labels, list) else labels) < 1:
-            raise refuse("wrong value of 'labels'", expected="one label at least")
-        if isinstance(labels, list) and len(set(labels)) < len(labels):
-            raise refuse("'labels' names one label twice", help="give each label once")
-        return labels
-
-    @field_validator("problem_type")
-    @classmethod
-    def _fits_the_labels(cls, kind: str | None, info: ValidationInfo) -> str | None:
-        labels = info.data.get("labels")
-        count = len(labels) if isinstance(labels, list) else labels
-        if kind is None:
-            return kind
-        if count is None:
-            raise refuse("'problem_type' is of a classifier", help="set task: SEQ_CLS and labels")
-        if kind == "regression" and count > 1:
-            raise refuse("a regression gives one number", help="set labels: 1")
-        if kind == "single_label_classification" and count == 1:
-            raise refuse("a classifier needs two labels at least", help="name them all")
-        if kind == "multi_label_classification" and count > MAX_LABELS:
-            what = f"a sample has a mark for each of {count} labels"
-            raise refuse(what, expected=f"at most {MAX_LABELS} labels")
-        return kind
-
-    @field_validator("module")
-    @classmethod
-    def _one_source(cls, module: Any, info: ValidationInfo) -> Any:
-        if module is not None and not callable(getattr(module, "named_parameters", None)):
-            raise refuse("'module' is no torch.nn.Module", help="give 'model' or 'config'")
-        if not {"model", "config"} <= set(info.data):
-            return module
-        sources = {"model": info.data["model"], "config": info.data["config"], "module": module}
-        named = [f"'{name}'" for name, source in sources.items() if source is not None]
-        if not named:
-            raise refuse("the base has no source", help="give 'model' or 'config'")
-        if len(named) > 1:
-            raise refuse(f"{' and '.join(named)} exclude each other in 'base'", help="keep one")
-        if module is not None and info.data.get("task") == "SEQ_CLS":
-            raise refuse("a module gives logits of tokens", help="name a model or a config")
-        return module
-
-    @property
-    def is_classifier(self) -> bool:
-        """Whether sequences have labels, in place of tokens that follow."""
-        return self.task == "SEQ_CLS"
-
-    @property
-    def label_names(self) -> tuple[str, ...]:
-        """The labels of a classifier, by number; without names, transformers' own."""
-        if isinstance(self.labels, list):
-            return tuple(self.labels)
-        return tuple(f"LABEL_{index}" for index in range(self.labels or 0))
-
-    @property
-    def objective(self) -> Objective:
-        """Objective of the loss: next tokens, or a classifier's labels as in transformers."""
-        if not self.is_classifier:
-            return "tokens"
-        one = len(self.label_names) == 1
-        return self.problem_type or ("regression" if one else "single_label_classification")
-
-
-class DataSpec(Spec):
-    """Source of a job's samples, and the choice of their tokens that are trained.
-
-    path           a .jsonl, .json, .csv, .tsv, .parquet or .txt file, text also with .gz or .zst; a
-                   pattern of such files, such as data/*.jsonl; a folder that save_to_disk of
-                   datasets wrote; or the hub id of a data set
-    name           name of the configuration of a data set of the hub
-    split          name of the split of a data set of the hub, or of such a folder
-    streaming      read only as many rows of a data set of the hub as the job's steps need
-    columns        column names of the format, each mapped to the file's name of that column; and
-                   names of the file's columns mapped to null, which are not read
-    format         which columns a row has; auto: recognised by the names of the columns
-    loss_on        which tokens are trained: those of completions, or all; auto: those of
-                   completions if the data has any, else all
-    skip_bad_rows  skip and count invalid rows, instead of refusing the data
-    append_eos     end conversations by the end-of-sequence token where the chat template does not
-    weight         of several data sets, how often this one is drawn from, see `Job.mixing`; that of
-                   a single data set changes nothing
-    more           the other data sets, where the job has several
-    """
-
-    other_names: ClassVar[Mapping[str, str]] = DATA_KEYS
-
-    path: PathOrId
-    name: StrictStr | None = Field(default=None, min_length=1)
-    split: StrictStr = Field(default="train", min_length=1)
-    streaming: StrictBool = False
-    columns: dict[str, StrictStr | None] = Field(default={})
-    format: FormatName = Field(default="auto", validate_default=True)
-    loss_on: Literal["auto", "completion", "all"] = "auto"
-    skip_bad_rows: StrictBool = False
-    append_eos: StrictBool = False
-    weight: StrictFloat | None = Field(default=None, gt=0, allow_inf_nan=False)
-    more: tuple[DataSpec, ...] = ()
-
-    @field_validator("more")
-    @classmethod
-    def _fit_together(
-        cls, more: tuple[DataSpec, ...], info: ValidationInfo
-    ) -> tuple[DataSpec, ...]:
-        if "weight" in info.data:
-            _fit_weights([info.data["weight"], *(each.weight for each in more)])
-        if any(each.more for each in more):
-            raise refuse("a data set of several has data sets of its own", help="list all at once")
-        if more and any((info.data.get("streaming"), *(each.streaming for each in more))):
-            raise refuse("several data sets cannot be streamed", help="leave streaming out")
-        return more
-
-    @property
-    def parts(self) -> tuple[DataSpec, ...]:
-        """Each data set as one of its own."""
-        return (self.model_copy(update={"more": ()}), *self.more) if self.more else (self,)
-
-    @field_validator("columns")
-    @classmethod
-    def _columns_known(cls, columns: dict[str, str | None]) -> dict[str, str | None]:
-        known = get_args(ColumnName)
-        for name, theirs in columns.items():
-            if theirs is not None and name not in known:
-                near = nearest(name, known)
-                help = f"did you mean '{near}'?" if near else f"columns are {', '.join(known)}"
-                raise refuse(f"no format has a column '{name}'", help=help)
-        return columns
-
-    @property
-    def mapped_columns(self) -> dict[str, str]:
-        """Our names of columns, each with the data's name of that column."""
-        return {name: theirs for name, theirs in self.columns.items() if theirs is not None}
-
-    @property
-    def ignored_columns(self) -> frozenset[str]:
-        """Columns of the data that are not read though their names say otherwise."""
-        return frozenset(name for name, theirs in self.columns.items() if theirs is None)
-
-    @field_validator("format")
-    @classmethod
-    def _columns_fit(cls, format: str, info: ValidationInfo) -> str:
-        given = {name for name, to in info.data.get("columns", {}).items() if to is not None}
-        wanted = columns_of(format)
-        if format == "auto" and not any(given <= columns_of(name) for name in COLUMNS_OF):
-            raise refuse(f"'columns' maps {' and '.join(sorted(given))}", help="name one format")
-        if format != "auto" and given - wanted:
-            help = f"map only {', '.join(sorted(wanted))}, or name another format"
-            raise refuse(f"the format '{format}' has no column '{min(given - wanted)}'", help=help)
-        return format
-
-    @field_validator("loss_on")
-    @classmethod
-    def _has_completion(cls, loss_on: str, info: ValidationInfo) -> str:
-        if loss_on == "completion" and info.data.get("format") == "text":
-            raise refuse("the format 'text' has no completion to train on", help="loss_on: all")
-        return loss_on
-
-
-def _fit_weights(weights: Sequence[float | None]) -> None:
-    given = [weight for weight in weights if weight is not None]
-    if given and len(given) < len(weights):
-        raise refuse("some data sets have a weight and others none", help="weigh all, or none")
-    if not math.isfinite(sum(given)):
-        raise refuse("the weights of the data sets have no finite sum", help="give smaller ones")
 
 
 def _split(value: object) -> object:

@@ -18,7 +18,8 @@ from typing import Any, TypeAlias, TypeVar
 import yaml
 from pydantic import ValidationError
 
-from tlora_fx.config.job import BaseSpec, Job, is_written_as_path
+from tlora_fx.config.base_spec import is_written_as_path
+from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.config.other_names import BASE_KEYS, ELSEWHERE, JOB_KEYS, LORA_KEYS, hint
 from tlora_fx.config.paths import is_pattern, is_there
 from tlora_fx.config.validation import Mistake, Spec, collecting, mistakes_in

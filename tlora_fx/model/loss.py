@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from tlora_fx.config.job import Objective
+from tlora_fx.config.base_spec import Objective
 from tlora_fx.model.batch import IGNORED
 from tlora_fx.model.preference import Pairs, with_preferences
 from tlora_fx.ops import cross_entropy, segment_spread, segment_sum, tp_argmax, tp_cross_entropy

@@ -1,21 +1,17 @@
 """Tools of pass authors: match by pattern, and rewrite so that graphs stay whole.
 
-Patterns say why they do not fit (matching.py). Rewriting helpers keep shapes, tags and provenance,
-and count as rewrites that a bisection may hold back (rewriter.py, outlining.py).
+Patterns (building.py) say why they do not fit (matching.py). Rewriting helpers keep shapes, tags
+and provenance, and count as rewrites that a bisection may hold back (rewriter.py, outlining.py).
 """
 
-from tlora_fx.rewriting.examples import pattern_of
-from tlora_fx.rewriting.matching import Match, Miss, find, match, nearest_match
-from tlora_fx.rewriting.outlining import OutlinedGraph, inline_block, outline, outline_block
-from tlora_fx.rewriting.patterns import (
-    Pattern,
+from tlora_fx.rewriting.building import (
     add,
     anything,
-    arguments_of,
     call,
     constant,
     either,
     mul,
+    pattern_of,
     read_by,
     shaped,
     stored,
@@ -23,6 +19,9 @@ from tlora_fx.rewriting.patterns import (
     uncast,
     where,
 )
+from tlora_fx.rewriting.matching import Match, Miss, find, match, nearest_match
+from tlora_fx.rewriting.outlining import OutlinedGraph, inline_block, outline, outline_block
+from tlora_fx.rewriting.patterns import Pattern, arguments_of
 from tlora_fx.rewriting.rewriter import Maker, Rewriter, RewriteRule, rewrite_greedily
 
 __all__ = [

@@ -39,7 +39,7 @@ from tlora_fx.runtime.data.batching import Cutting
 from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.data.tables import largest_id, lengths_of
 from tlora_fx.runtime.data.tokenizer import load_tokenizer
-from tlora_fx.runtime.evaluation import find_function
+from tlora_fx.runtime.user_code import find_function
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
-"""Measure jobs on data that they do not train on, in rows that they share.
+"""Evaluations and samples of the jobs of a run, and what follows from them for each job.
 
-Nothing drops and nothing has a gradient. Neither dropout's keys nor any counter of training moves.
+Jobs are measured on data that they do not train on, in rows that they share. Nothing drops and
+nothing has a gradient. Neither dropout's keys nor any counter of training moves.
 """
 
 from __future__ import annotations
@@ -13,40 +14,104 @@ from typing import Any
 
 import numpy as np
 
+from tlora_fx.config.job import Job
 from tlora_fx.errors import MetricFunctionError
 from tlora_fx.model.batch import IGNORED, PackedBatch
-from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.apply import StepRunner
-from tlora_fx.runtime.data.batching import Cutting, Row, RowBucketer, cut_round, rows_of_round
+from tlora_fx.runtime.callbacks import TrainerCallback
+from tlora_fx.runtime.data.batching import Row, RowBucketer, cut_round, rows_of_round
 from tlora_fx.runtime.data.labels import decoded
 from tlora_fx.runtime.data.samples import JobData, Sample
 from tlora_fx.runtime.distributed import Ranks
-from tlora_fx.runtime.user_code import user_object
+from tlora_fx.runtime.generation import Sampler
+from tlora_fx.runtime.group_step import GroupStep
+from tlora_fx.runtime.job_evaluation import Metrics
+from tlora_fx.runtime.job_run import JobRun
+from tlora_fx.runtime.round_end import CallbackErrors
+from tlora_fx.runtime.user_code import find_function
+
+
+class Measurements:
+    """Evaluates jobs of a group together and lets them answer their prompts, on the leader.
+
+    group   is prepared
+    ranks   its processes
+    """
+
+    def __init__(self, group: GroupStep, ranks: Ranks, callback: TrainerCallback) -> None:
+        self.group, self.callback = group, callback
+        self.evaluator = Evaluator(group, ranks, callback.warned)
+        self.sampler = Sampler(group.plan, group.model) if group.mesh.leader else None
+
+    def warn(self, jobs: Sequence[Job]) -> None:
+        """Say before training which prompts stay without an answer."""
+        if self.sampler is not None:
+            self.sampler.warn(jobs, self.callback)
+
+    def evaluate(self, runs: Sequence[JobRun]) -> CallbackErrors:
+        """Evaluate jobs together; some may stop early. Returns what ends a job, by job."""
+        if not runs:
+            return {}
+        outside: CallbackErrors = {}
+        self.callback.evaluating()
+        measured = self._measured(runs)
+        for run in runs:
+            if run.index not in measured:
+                continue
+            try:
+                report = run.take_evaluation(measured[run.index])
+                if report is not None:
+                    self.callback.evaluated(report)
+            except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
+                outside[run.index] = error
+                _blame(run, error)
+                # A job that failed here may go on from where it is.
+                run.goes_on = not self.group.gathering.apart
+        return outside
+
+    def sample(self, runs: Sequence[JobRun]) -> None:
+        """Generate answers to the jobs' prompts, on the leader; a failure costs them alone."""
+        if self.sampler is not None and runs and not self.sampler.tell(runs, self.callback):
+            self.group.free_memory()
+
+    def _measured(self, runs: Sequence[JobRun]) -> Mapping[int, Metrics]:
+        """The evaluations of jobs; where one process fails at all of them, each job's by itself."""
+        try:
+            return self.evaluator.measure({run.index: run.data for run in runs})
+        except Exception:
+            if self.group.mesh.size > 1:
+                raise
+        self.group.free_memory()
+        measured: dict[int, Metrics] = {}
+        for run in runs:
+            try:
+                measured |= self.evaluator.measure({run.index: run.data})
+            except Exception as error:  # noqa: BLE001  (whatever it is, the neighbours go on)
+                _blame(run, error)
+        return measured
+
+
+def _blame(run: JobRun, error: Exception) -> None:
+    """End a job for an exception: now where it has ended anyway, else when all know."""
+    run.suspect(error)
+    if run.status != "running":
+        run.fail(run.fault)
 
 
 class Evaluator:
-    """Measures jobs of a model on their evaluation data, those of one step together.
+    """Measures jobs of a group on their evaluation data, those of one step together.
 
-    runner    runner of the plan that trains
-    ranks     its processes
-    parts     a multiple of so many rows is run at a time
-    cutting   how rows are cut
-    warn      is told of a metric function that fails
+    group   is prepared
+    ranks   its processes
+    warn    is told of a metric function that fails
     """
 
-    def __init__(
-        self,
-        model: SuperModel,
-        runner: StepRunner,
-        ranks: Ranks,
-        parts: int,
-        cutting: Cutting,
-        warn: Callable[[str], None],
-    ) -> None:
-        self.model, self.runner, self.ranks = model, runner, ranks
-        self.parts, self.cutting, self.warn = parts, cutting, warn
+    def __init__(self, group: GroupStep, ranks: Ranks, warn: Callable[[str], None]) -> None:
+        assert group.runner is not None
+        self.model, self.runner, self.ranks = group.model, group.runner, ranks
+        # A multiple of so many rows is run at a time.
+        self.parts, self.cutting, self.warn = group.plan.parts, group.cutting, warn
         # What training has padded is counted apart.
-        self.rows = RowBucketer(model.group.form == "packed")
+        self.rows = RowBucketer(group.model.group.form == "packed")
 
     def measure(self, data: Mapping[int, JobData]) -> dict[int, dict[str, float]]:
         """Each job's metrics; the same on every process, all of which call this at once.
@@ -199,23 +264,3 @@ def values_of(data: JobData, predictions: np.ndarray, labels: np.ndarray) -> dic
             found=f"{type(error).__name__}: {error}",
             help="it takes transformers' EvalPrediction and returns a dict of numbers",
         ) from error
-
-
-def find_function(name: str, job: str) -> Callable[..., Any]:
-    """The function that MODULE:FUNCTION or FILE.py:FUNCTION names.
-
-    raises   MetricFunctionError
-    """
-    try:
-        function = user_object(name)
-    except Exception as error:
-        raise MetricFunctionError(
-            "a metric function cannot be imported",
-            job=job,
-            function=name,
-            found=f"{type(error).__name__}: {error}",
-            help="write FILE.py:FUNCTION, or MODULE:FUNCTION of what is installed",
-        ) from error
-    if not callable(function):
-        raise MetricFunctionError("a metric function is no function", job=job, function=name)
-    return function  # type: ignore[no-any-return]

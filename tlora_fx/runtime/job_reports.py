@@ -53,6 +53,21 @@ class JobReports:
         except Exception as error:  # noqa: BLE001  (it is so, whoever heard of it)
             self._warn_of(run, error)
 
+    def change(self, run: JobRun, adapter: Mapping[str, Tensor] | None) -> None:
+        """A job has joined or left an open model: write down which, and say so.
+
+        adapter   that it leaves; None: it has joined, or it pauses
+        """
+        if not run.left:
+            run.begin(self.base_name())
+            self.announce(run, self.callback.joined)
+            return
+        if adapter is None:
+            run.write_status()
+        else:
+            self.write(run, adapter)
+        self.announce(run, self.callback.ended)
+
     def conclude(self, run: JobRun) -> None:
         """A job has ended: leave its adapter, and say so."""
         self.write(run, self.gathering.whole_adapter(run.job.name, run.final_adapter()))

@@ -37,7 +37,6 @@ from tlora_fx.runtime.checkpoints.store import Checkpoint, ResumeSources
 from tlora_fx.runtime.checks import (
     check_fits,
     load_all_data,
-    longest_row,
     probe_base,
     probe_ends,
     require_same_jobs,
@@ -56,35 +55,19 @@ from tlora_fx.runtime.distributed import (
     table_hash,
 )
 from tlora_fx.runtime.elastic import Roster
-from tlora_fx.runtime.evaluation import Evaluator
-from tlora_fx.runtime.generation import Sampler
+from tlora_fx.runtime.evaluation import Measurements
 from tlora_fx.runtime.group_step import GroupStep, StepOptions
 from tlora_fx.runtime.interrupts import Interrupts
 from tlora_fx.runtime.job_reports import JobReports
 from tlora_fx.runtime.job_run import JobRun
-from tlora_fx.runtime.measurements import Measurements
 from tlora_fx.runtime.optim.trainable import require_trainable
 from tlora_fx.runtime.round_end import CallbackErrors, RoundEnd
+from tlora_fx.runtime.row_schedule import RowSchedule
 from tlora_fx.runtime.run_checkpoints import RunCheckpoints
 from tlora_fx.runtime.run_folder import RunFolder
 from tlora_fx.runtime.trackers import Trackers
 
 GRACE_SECONDS = 10.0
-# Rows are captured so many rounds after their sizes were chosen.
-CAPTURE_AFTER = 8
-# For each size so many rounds must follow, where a process has so few tokens of a row, and where it
-# has so many: a GPU is busy with those for as long as launching takes. Of an 8B shape on an H100,
-# 4,416 tokens, a round took .26 s launched and .246 s replayed, and a capture .55 s.
-SHORT_ROW, PAYS_SHORT, LONG_ROW, PAYS_LONG = 2048, 4, 4096, 40
-
-
-def rounds_to_pay(tokens: float) -> float:
-    """Rounds after which capturing a size of rows has paid.
-
-    tokens   of such a row that one process computes
-    """
-    long = min(1.0, max(0.0, (tokens - SHORT_ROW) / (LONG_ROW - SHORT_ROW)))
-    return PAYS_SHORT + long * (PAYS_LONG - PAYS_SHORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,27 +135,22 @@ class Trainer:
         require_nano(self.plan, nano is not None or self.plan.nano_batches > 1)
         rows = StepOptions(options.max_row_tokens, options.compiled, options.cuda_graphs)
         self.group = GroupStep(model, self.plan, device, rows)
-        self.model, self.mesh, self.device = (
-            self.group.model,
-            self.group.mesh,
-            self.group.mesh.device,
-        )
+        self.model, self.mesh = self.group.model, self.group.mesh
+        self.device = self.mesh.device
         members = [model.jobs[index] for index in model.members.values()]
         self.jobs = members if jobs is None else as_jobs(jobs)
         require_same_jobs(members, self.jobs)
         self.options = options
         self.carried = resume if isinstance(resume, ResumeSources) else None
-        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        # Without a path every process would name another folder; only the leader's is used.
         job_folders = self.carried.jobs if self.carried else None
-        path = output or Path("runs") / stamp
-        self.folder = RunFolder(path, job_folders, writes=self.mesh.leader)
+        self.folder = RunFolder(output or new_folder(), job_folders, writes=self.mesh.leader)
         self.callback = (self.mesh.leader and callback) or TrainerCallback()
         self.trackers = Trackers(self.folder.jobs.resolve().name, self.callback.warned)
         if self.mesh.leader:
             self.callback = EachInTurn(self.trackers, self.callback)
         self.ranks = Ranks(self.mesh)
         self.roster = Roster(self.group, self.folder)
+        self.schedule = RowSchedule(self.group, nano, self.folder)
         self.reports = JobReports(self.model, self.group.gathering, self.callback)
         self.checkpoints = RunCheckpoints(
             self.roster, self.folder, self.reports, self.ranks,
@@ -190,18 +168,12 @@ class Trainer:
         self._to_tell: list[JobRun] = []
         self._data = data
         self.measurements: Measurements
-        self._nano = nano
-        self._choice = self.plan.nano_batches if nano is None else nano.count
         self._limited = False
-        self._tokens = 0
-        # The round in which the sizes of rows were chosen.
-        self._expected = 0
         goes_on = not self.group.gathering.apart
         self._end = RoundEnd(
             self.group.updater, self.reports.stepped,
             goes_on=goes_on, meanwhile=self._meanwhile, started=self._started,
         )  # fmt: skip
-        self._rows_before = 0, 0
         self.looks: Callable[[], None] = lambda: None
 
     @property
@@ -261,7 +233,7 @@ class Trainer:
     def _checked(self, stack: ExitStack) -> Mapping[str, JobData]:
         """The data, after all checks that need no weights; the folder is then held."""
         data = self._data or load_all_data(self.jobs, self.checkpoints.clocks())
-        require_runnable(self.group, self.jobs, data, cuts=self._nano is not None)
+        require_runnable(self.group, self.jobs, data, cuts=self.schedule.nano is not None)
         stack.enter_context(self.folder.held(self.checkpoints.resume))
         if self.mesh.leader:
             with phase("checkpoint"):
@@ -276,32 +248,21 @@ class Trainer:
     def prepare(self, data: Mapping[str, JobData]) -> None:
         """Load the base, start or restore the adapters, and make each job's optimizer."""
         known, tell = self.checkpoints.known(), self.callback.noted
-        longest = longest_row(self.jobs, data, self.group.cutting, self.plan.parts)
         self.group.prepare(
             probe=lambda base: try_base(self.group, self.ranks, data, base, self.callback.warned),
             starts=lambda: agreed_starts(self.model, self.ranks, data, known, tell),
-            largest_row=longest,
+            largest_row=self.schedule.longest_row(self.jobs, data),
             member=lambda job: self.roster.add(job, data[job.name]),
         )
-        assert self.group.runner is not None
-        parts, warn = self.plan.parts, self.callback.warned
-        evaluator = Evaluator(
-            self.model, self.group.runner, self.ranks, parts, self.group.cutting, warn
-        )
-        sampler = Sampler(self.plan, self.model) if self.mesh.leader else None
-        if sampler is not None:
-            sampler.warn(self.jobs, self.callback)
-        self.measurements = Measurements(
-            evaluator, sampler, self.callback, self.group.free_memory,
-            alone=self.mesh.size == 1, goes_on=not self.group.gathering.apart,
-        )  # fmt: skip
+        self.measurements = Measurements(self.group, self.ranks, self.callback)
+        self.measurements.warn(self.jobs)
         with phase("checkpoint"):
             self.rounds = self.checkpoints.restore()
         self.checkpoints.describe_again(self.jobs, data)
         self.checkpoints.start_clock()
         self.roster.watch_rows(self.group.row_tokens)
-        self._expect()
-        self._rows_run()  # what an open model ran before is not this trainer's
+        self.schedule.choose_sizes(self._active(), self.rounds)
+        self.schedule.count_rows()  # what an open model ran before is not this trainer's
         self.ranks.together(lambda: self.reports.begin(self.runs))
 
     def gradients(self, batches: Mapping[int, MicroBatches]) -> dict[int, float]:
@@ -392,17 +353,14 @@ class Trainer:
             self._joined(run, grown=admission.grown)
         self.roster.changes = changes
         self.roster.watch_rows(self.group.row_tokens)
-        self._expect()
+        self.schedule.choose_sizes(self._active(), self.rounds)
         self.change_seconds = time.perf_counter() - begun
 
     def _joined(self, run: JobRun, *, grown: bool) -> None:
         """What a run knows of its jobs, with one more."""
         self.jobs = [each.job for each in self.roster.inside()]
         self.checkpoints.describe_joined(run)
-        if self.graphs is not None:
-            data = {each.job.name: each.data for each in self.roster.inside()}
-            longest = longest_row(self.jobs, data, self.group.cutting, self.plan.parts)
-            self.graphs.largest_row = longest if self.group.captures else 0
+        self.schedule.resize(self.jobs, {run.job.name: run.data for run in self.roster.inside()})
         if grown:
             self.callback.noted(self.model.group.notes[-1][1])
         self._to_tell.append(run)
@@ -413,36 +371,8 @@ class Trainer:
         if changed:
             self.commits.settle()
         for run in changed:
-            if not run.left:
-                run.begin(self.reports.base_name())
-                self.reports.announce(run, self.callback.joined)
-                continue
-            adapter = self.roster.final_adapter(run)
-            if adapter is None:
-                run.write_status()
-            else:
-                self.reports.write(run, adapter)
-            self.reports.announce(run, self.callback.ended)
+            self.reports.change(run, self.roster.final_adapter(run) if run.left else None)
         return {run.job.name for run in changed}
-
-    def _expect(self) -> None:
-        """Choose the sizes that rows are padded to, for the jobs that train from now on."""
-        self.group.expect({run.index: run.data for run in self._active()})
-        self._expected = self.rounds
-
-    def _capture(self, active: Sequence[JobRun]) -> None:
-        """Capture rows once most sizes have come, where so many rounds follow that it pays."""
-        if self.compilation.is_pending:
-            # What is captured now would hold other code.
-            self._expected = self.rounds
-            return
-        steps = self.group.bucketer.ladder.steps
-        if not steps or self.rounds - self._expected != CAPTURE_AFTER:
-            return
-        left = max((run.data.steps - run.step for run in active), default=0)
-        tokens = steps[len(steps) // 2].tokens / self.plan.mesh.tp
-        if left >= len(steps) * rounds_to_pay(tokens):
-            self.group.capture()
 
     def _active(self) -> list[JobRun]:
         return [run for run in self.runs if run.status == "running"]
@@ -459,8 +389,9 @@ class Trainer:
         fault = next((run.index + 1 for run in active if run.fault), 0)
         waits = self.mesh.size > 1 and self._end.waits(active)
         note = RoundNotice(
-            table, int(interrupts.asked), self._choice, micros, int(self.checkpoints.is_due()),
-            fault, int(self.roster.is_due()), int(waits), self.compilation.state,
+            table, int(interrupts.asked), self.schedule.count, micros,
+            int(self.checkpoints.is_due()), fault, int(self.roster.is_due()), int(waits),
+            self.compilation.state,
         )  # fmt: skip
         agreed = self.ranks.agree(note)
         if agreed.fault or agreed.asked:
@@ -477,8 +408,8 @@ class Trainer:
         if self.compilation.is_due(agreed.compilation, self.rounds):
             self._take_over()
             return True
-        self._choose(agreed, rows)
-        self._capture(active)
+        self.schedule.cut(agreed.choice, agreed.step_micros, rows)
+        self.schedule.capture(active, self.rounds, code_changes=self.compilation.is_pending)
         losses, ran = self._run(rows, batches)
         self.rounds += 1
         self._finish(losses, ran, due=bool(agreed.due), waits=bool(agreed.waits))
@@ -532,16 +463,6 @@ class Trainer:
             )
         return ran.losses, {index: batches[index] for index in ran.indices}
 
-    def _choose(self, agreed: RoundNotice, rows: Sequence[PackedBatch]) -> None:
-        """Cut this round's rows as the leader said; it says what the next round's shall be."""
-        if self._nano is None or self.group.runner is None:
-            return
-        self.group.runner.nano_batches = agreed.choice
-        if agreed.step_micros and self.mesh.leader:
-            self._choice = self._nano.decide(agreed.step_micros / 1e6, self._tokens)
-            self.folder.write_decisions(self._nano.records())
-        self._tokens = sum(row.input_ids.numel() for row in rows)
-
     def update(self, losses: Mapping[int, float], batches: Mapping[int, MicroBatches]) -> None:
         """An optimizer step of each job, from what `gradients` gathered in the parameters.
 
@@ -559,7 +480,8 @@ class Trainer:
     ) -> None:
         """Update the jobs that ran; what that came to is looked at now, or a round later."""
         active = [self.roster.at(index) for index in batches]
-        outside = self._end.step(losses, active, batches, waits=waits, rows=self._rows_run())
+        rows = self.schedule.count_rows()
+        outside = self._end.step(losses, active, batches, waits=waits, rows=rows)
         if (
             due
             or self._to_tell
@@ -567,14 +489,6 @@ class Trainer:
         ):
             outside |= self._end.collect()
         self._judge(active, outside, due=due)
-
-    def _rows_run(self) -> tuple[int, int]:
-        """How many rows ran since this was last asked, and how many of them as CUDA graphs."""
-        if self.graphs is None:
-            return 0, 0
-        (ran, replayed), now = self._rows_before, (self.graphs.rows_run, self.graphs.rows_replayed)
-        self._rows_before = now
-        return now[0] - ran, now[1] - replayed
 
     def _started(self, start: StartRecord) -> None:
         """The first round is done: write down what the start took."""
@@ -621,12 +535,17 @@ class Trainer:
         self.commits.settle()
         self.reports.conclude(run)
         if self._active():
-            self._expect()
+            self.schedule.choose_sizes(self._active(), self.rounds)
 
     def _save(self, *, last: bool, only: Container[str] | None = None) -> None:
         """Write a checkpoint; see `RunCheckpoints.save`."""
         self._catch_up()
         self.checkpoints.save(self.rounds, last=last, only=only)
+
+
+def new_folder() -> Path:
+    """A folder in runs/, named by the time; only the leader's is used."""
+    return Path("runs") / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
 
 
 def require_runnable(

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from tlora_fx.errors import MetricFunctionError
 
 
 def user_object(name: str) -> Any:
@@ -16,6 +19,26 @@ def user_object(name: str) -> Any:
     source, _, attribute = name.rpartition(":")
     module = _from_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
     return getattr(module, attribute)
+
+
+def find_function(name: str, job: str) -> Callable[..., Any]:
+    """The function of `compute_metrics`, which MODULE:FUNCTION or FILE.py:FUNCTION names.
+
+    raises   MetricFunctionError
+    """
+    try:
+        function = user_object(name)
+    except Exception as error:
+        raise MetricFunctionError(
+            "a metric function cannot be imported",
+            job=job,
+            function=name,
+            found=f"{type(error).__name__}: {error}",
+            help="write FILE.py:FUNCTION, or MODULE:FUNCTION of what is installed",
+        ) from error
+    if not callable(function):
+        raise MetricFunctionError("a metric function is no function", job=job, function=name)
+    return function  # type: ignore[no-any-return]
 
 
 def _from_file(path: Path) -> Any:

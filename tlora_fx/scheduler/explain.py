@@ -16,6 +16,7 @@ from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import BaseUnknown, JobNotInState, nearest
 from tlora_fx.scheduler.search.objective import tier_for
 from tlora_fx.scheduler.search.placement import Placer
+from tlora_fx.scheduler.snapshot_file import Snapshot
 from tlora_fx.scheduler.state import (
     ROUNDING,
     ActiveJob,
@@ -26,7 +27,7 @@ from tlora_fx.scheduler.state import (
     limit_seconds,
     slowdown,
 )
-from tlora_fx.scheduler.store import DecisionRecord, EpochRecord, History, JobRecord, Snapshot
+from tlora_fx.scheduler.store import DecisionRecord, EpochRecord, History, JobRecord
 
 MAX_ROWS = 24
 

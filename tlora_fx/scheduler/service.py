@@ -56,6 +56,7 @@ from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions, cpu_t
 from tlora_fx.scheduler.local.processes import WORKER, ForkServer
 from tlora_fx.scheduler.local.recovery import RESERVED, HeldFolder, held, recover, sources
 from tlora_fx.scheduler.loop import Loop, LoopOptions
+from tlora_fx.scheduler.snapshot_file import Snapshot, save_snapshot
 from tlora_fx.scheduler.state import (
     ChangeCosts,
     Decision,
@@ -64,7 +65,7 @@ from tlora_fx.scheduler.state import (
     Policy,
     SchedulerState,
 )
-from tlora_fx.scheduler.store import JobRecord, Ledger, Snapshot, save_snapshot
+from tlora_fx.scheduler.store import JobRecord, Ledger
 
 
 def machine(device: str | None, slots: int | None) -> tuple[Cluster, str]:

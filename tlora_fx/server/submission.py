@@ -26,8 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from tlora_fx.config.base_files import cached_folder, require_base_there
+from tlora_fx.config.base_spec import is_written_as_path
 from tlora_fx.config.hub import is_hub_id, is_set_offline
-from tlora_fx.config.job import BaseSpec, Job, is_written_as_path
+from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.config.job_file import DATA_SUFFIXES, SHARED, load_job_file, read_yaml
 from tlora_fx.config.paths import is_pattern, is_there
 from tlora_fx.errors import QuotaReached, SubmissionRefused, TloraError, UploadRefused

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from tlora_fx.compiler import Jobs, resolve_pipeline, run_passes
-from tlora_fx.config.job import BaseSpec, DtypeName, Job
+from tlora_fx.config.base_spec import DtypeName
+from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.errors import PipelineError
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.numerics.evaluate import bound_of, evaluate, identical, worst

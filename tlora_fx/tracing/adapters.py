@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from tlora_fx.config.job import HEADS, Job
+from tlora_fx.config.base_spec import HEADS
+from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import other_kind
 from tlora_fx.errors import AdapterMismatch, UnknownTarget, nearest
 from tlora_fx.ir.graph import (

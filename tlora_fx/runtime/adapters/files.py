@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from tlora_fx.config.adapter_folder import CONFIG, WEIGHTS, read_adapter_config
 from tlora_fx.config.base_files import require_weight_files
-from tlora_fx.config.job import HEADS, Job
+from tlora_fx.config.base_spec import HEADS
+from tlora_fx.config.job import Job
 from tlora_fx.errors import AdapterFolderError, BaseNotLoadable, SuperModelMisuse, nearest
 from tlora_fx.host.durable import sync_folder, write_synced
 from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite

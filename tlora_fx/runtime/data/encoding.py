@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tlora_fx.config.job import COLUMNS_OF, BaseSpec
+from tlora_fx.config.data_spec import COLUMNS_OF
+from tlora_fx.config.job import BaseSpec
 from tlora_fx.runtime.chats.beside import lead_of, led, masked
 from tlora_fx.runtime.chats.conversations import (
     BadRowError,

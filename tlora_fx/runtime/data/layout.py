@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, Literal, get_args
 
-from tlora_fx.config.job import COLUMNS_OF, OPTIONAL_COLUMNS, ColumnName, DataSpec, Job, columns_of
+from tlora_fx.config.data_spec import COLUMNS_OF, OPTIONAL_COLUMNS, ColumnName, columns_of
+from tlora_fx.config.job import DataSpec, Job
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError, UnreadColumnError, nearest
 from tlora_fx.runtime.chats.conversations import is_conversation
 from tlora_fx.runtime.data.text_files import DataRow

@@ -22,8 +22,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tlora_fx.config.base_spec import is_written_as_path
 from tlora_fx.config.hub import why_offline
-from tlora_fx.config.job import DataSpec, Job, is_written_as_path
+from tlora_fx.config.job import DataSpec, Job
 from tlora_fx.config.paths import is_file, is_folder, is_pattern, is_there
 from tlora_fx.errors import DataFileError
 from tlora_fx.runtime.data.text_files import (

@@ -1,0 +1,282 @@
+"""What `run` and `serve` share: options, the executor of their groups, and signals to stop."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tlora_fx.cli.options import (
+    AddPass,
+    Load,
+    PipelineText,
+    TrustRemoteCode,
+    pipeline_of,
+    seconds,
+)
+from tlora_fx.errors import RayNotInstalled, RunRefused
+from tlora_fx.scheduler.loop import LoopOptions
+from tlora_fx.scheduler.state import ChangeCosts
+
+if TYPE_CHECKING:
+    from tlora_fx.cost.hardware import Cluster
+    from tlora_fx.scheduler.local.admission import AdmissionLimits
+    from tlora_fx.scheduler.service import Estimates, RunOptions, SchedulerService
+
+TURN_SECONDS = 0.05
+EXECUTORS = ("local", "ray")
+
+
+@dataclass(frozen=True, slots=True)
+class RunCommandOptions:
+    """Options of the command line."""
+
+    jobs: Annotated[Path, typer.Argument(help="Folder of job files (YAML), or one file.")]
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Output folder for adapters, metrics and checkpoints; runs/DATE-TIME if not "
+            "given.",
+        ),
+    ] = None
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="Scheduling policy, which decides which jobs train together: tlora, "
+            "megatron:backfill=true, ..."
+        ),
+    ] = "tlora"
+    horizon: Annotated[
+        str, typer.Option(help="Time between scheduling decisions, such as 60s or 5m.")
+    ] = "60s"
+    slots: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Number of GPUs to use (with Ray, on each node). On the CPU, number of slots to "
+            "divide it into. If not given, all GPUs, or the CPU as one slot.",
+        ),
+    ] = None
+    device: Annotated[
+        str | None,
+        typer.Option(
+            help="Kind of device to train on: cpu or cuda; if not given, cuda if there is a GPU."
+        ),
+    ] = None
+    executor: Annotated[
+        str,
+        typer.Option(help="Where groups of jobs run: local (this machine) or ray (a Ray cluster)."),
+    ] = "local"
+    ray_address: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT of the head node of a Ray cluster; if not given, the cluster that "
+            "runs on this machine."
+        ),
+    ] = None
+    profile: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Profile file of a base model, written by `tlora-fx profile`; repeatable."
+        ),
+    ] = None
+    until_empty: Annotated[
+        bool,
+        typer.Option(
+            "--until-empty",
+            help="Exit as soon as every job has ended, without waiting for new job files.",
+        ),
+    ] = False
+    forever: Annotated[
+        bool,
+        typer.Option(
+            "--forever",
+            help="Do not exit when every job has ended: wait for more job files until Ctrl-C.",
+        ),
+    ] = False
+    save_every: Annotated[
+        str, typer.Option(help="Time between checkpoints of a group, such as 60s or 5m.")
+    ] = "60s"
+    max_row_tokens: Annotated[
+        int, typer.Option(min=2, help="Maximum tokens in one forward pass.")
+    ] = 16384
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile", help="Compile the layers with torch.compile; groups take longer to start."
+        ),
+    ] = False
+    prepare_seconds: Annotated[
+        float,
+        typer.Option(
+            min=1,
+            help="Seconds that reading and checking a job may take; a job that takes longer is "
+            "refused.",
+        ),
+    ] = 120.0
+    prepare_memory: Annotated[
+        float | None,
+        typer.Option(
+            min=0.1,
+            help="Memory that reading and checking a job may take, in GiB; a quarter of the "
+            "machine's memory if not given.",
+        ),
+    ] = None
+    stall: Annotated[
+        str | None,
+        typer.Option(
+            help="Kill a group that makes no progress for this long, such as 10m; if not given, "
+            "for 20 times its longest step, and 5 minutes at least (30 with --compile)."
+        ),
+    ] = None
+    trust_remote_code: TrustRemoteCode = False
+    grace: Annotated[
+        str, typer.Option(help="How long groups may take to stop after Ctrl-C, such as 60s.")
+    ] = "60s"
+    pipeline: PipelineText = None
+    add_pass: AddPass = None
+    load: Load = None
+    callback: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Your own callback for events of each group, a tlora_fx.TrainerCallback, as "
+            "FILE.py:CLASS; repeatable."
+        ),
+    ] = None
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes", help="Continue jobs even if their data or base model have changed."
+        ),
+    ] = False
+
+    def service(self, kind: str, estimates: Estimates) -> RunOptions:
+        """Service options of the run that the command line asks for, on kind "cpu" or "cuda"."""
+        from tlora_fx.scheduler.local.executor import LocalOptions
+        from tlora_fx.scheduler.local.watchdog import COMPILING_SECONDS, STEP_SECONDS, StallLimits
+        from tlora_fx.scheduler.service import RunOptions
+
+        horizon = seconds(self.horizon, "--horizon")
+        saving = seconds(self.save_every, "--save-every")
+        stall = StallLimits(
+            None if self.stall is None else seconds(self.stall, "--stall"),
+            min_seconds=COMPILING_SECONDS if self.compiled else STEP_SECONDS,
+        )
+        return RunOptions(
+            LoopOptions(horizon, switch_seconds=10.0, changes=ChangeCosts()),
+            linger=None if self.forever else 0.0 if self.until_empty else horizon,
+            layout_of=estimates.layout_of,
+            admission=self._admission(),
+            grace_seconds=seconds(self.grace, "--grace"),
+            local=LocalOptions(
+                kind,
+                saving,
+                self.max_row_tokens,
+                self.compiled,
+                stall=stall,
+                pipeline=self._pipeline(),
+                extensions=tuple(map(_absolute, self.load or ())),
+                accept_changes=self.accept_changes,
+                callbacks=tuple(map(_absolute, self.callback or ())),
+                memory_of=estimates.memory_of,
+            ),
+        )
+
+    def _pipeline(self) -> str | None:
+        """The passes that workers run, None for the default; raises PipelineError, PluginBroken."""
+        if not (self.pipeline or self.add_pass or self.load):
+            return None
+        return str(pipeline_of(self.pipeline, self.add_pass, self.load))
+
+    def _admission(self) -> AdmissionLimits:
+        from tlora_fx.scheduler.local.admission import AdmissionLimits
+
+        memory = self.prepare_memory
+        return AdmissionLimits(
+            self.prepare_seconds,
+            None if memory is None else int(memory * (1 << 30)),
+            self.trust_remote_code,
+        )
+
+
+def _absolute(name: str) -> str:
+    """A file's name, or what stands in it, as workers in other folders find it."""
+    source, colon, attribute = name.partition(".py")
+    return f"{Path(source).absolute()}{colon}{attribute}" if colon else name
+
+
+def require_executor(options: RunCommandOptions) -> None:
+    """Refuse names of executors that there are not, and Ray where it is not installed."""
+    if options.executor not in EXECUTORS:
+        raise RunRefused(
+            "there is no such executor",
+            expected=" or ".join(EXECUTORS),
+            found=options.executor,
+            help="leave --executor out to run on this machine",
+        )
+    if options.executor != "ray":
+        if options.ray_address is not None:
+            raise RunRefused(
+                "--ray-address is of another executor",
+                expected="--executor ray",
+                found=f"--executor {options.executor}",
+            )
+    elif importlib.util.find_spec("ray") is None:
+        raise RayNotInstalled(
+            "--executor ray needs Ray, which is not installed here",
+            help="pip install 'tlora-fx[ray]', on every node alike",
+        )
+
+
+def placed(
+    options: RunCommandOptions,
+) -> tuple[Cluster, str, Callable[[RunOptions], RunOptions]]:
+    """Cluster of the run, "cuda" or "cpu", and a function that adapts the run's options to it.
+
+    raises   RunRefused, RayUnreachable
+    """
+    if options.executor == "ray":
+        from tlora_fx.scheduler.ray.cluster import RayCluster
+        from tlora_fx.scheduler.ray.executor import on_ray
+
+        nodes = RayCluster.join(options.ray_address, options.device, options.slots)
+        return nodes.cluster, nodes.kind, partial(on_ray, nodes)
+
+    from tlora_fx.scheduler.service import machine
+
+    cluster, kind = machine(options.device, options.slots)
+    return cluster, kind, lambda service: service
+
+
+class StopSignals:
+    """Ctrl-C, SIGTERM or SIGHUP drains all groups; a second one leaves them to themselves."""
+
+    def __init__(self, running: SchedulerService) -> None:
+        self.running = running
+
+    def __enter__(self) -> None:
+        from tlora_fx.runtime.interrupts import stop_signals
+
+        self.before = {number: signal.signal(number, self._hear) for number in stop_signals()}
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        from tlora_fx.runtime.interrupts import leave_terminal
+
+        if number == signal.SIGHUP:
+            leave_terminal()
+        elif self.running.stopping:
+            raise KeyboardInterrupt
+        self.running.stop()

@@ -1,0 +1,154 @@
+"""The data of a job, as its user writes them: their source, format and columns."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, Literal, get_args
+
+from pydantic import Field, StrictBool, StrictFloat, StrictStr, ValidationInfo, field_validator
+
+from tlora_fx.config.base_spec import PathOrId
+from tlora_fx.config.other_names import DATA_KEYS
+from tlora_fx.config.validation import Spec, refuse
+from tlora_fx.errors import nearest
+
+FormatName = Literal[
+    "auto", "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label",
+    "tokens",
+]  # fmt: skip
+ColumnName = Literal[
+    "prompt", "completion", "messages", "text", "instruction", "input", "output", "conversations",
+    "chosen", "rejected", "tools", "label", "system", "history", "loss_mask", "input_ids",
+    "labels", "attention_mask", "completion_mask", "assistant_masks",
+]  # fmt: skip
+COLUMNS_OF: Mapping[str, frozenset[str]] = {
+    "prompt-completion": frozenset({"prompt", "completion"}),
+    "messages": frozenset({"messages"}),
+    "text": frozenset({"text"}),
+    "alpaca": frozenset({"instruction", "output"}),
+    "sharegpt": frozenset({"conversations"}),
+    "preference": frozenset({"chosen", "rejected"}),
+    "label": frozenset({"text", "label"}),
+    "tokens": frozenset({"input_ids"}),
+}
+#: Columns that a row of a format may have or lack.
+OPTIONAL_COLUMNS: Mapping[str, frozenset[str]] = {
+    "prompt-completion": frozenset({"tools", "system", "history"}),
+    "messages": frozenset({"tools", "system", "history", "loss_mask"}),
+    "text": frozenset(),
+    "alpaca": frozenset({"input", "system", "history"}),
+    "sharegpt": frozenset({"tools", "system", "history", "loss_mask"}),
+    "preference": frozenset({"prompt", "tools", "system", "history"}),
+    "label": frozenset(),
+    "tokens": frozenset(
+        {"labels", "attention_mask", "completion_mask", "assistant_masks", "loss_mask"}
+    ),
+}
+
+
+def columns_of(format: str) -> frozenset[str]:
+    """All columns that rows of a format may have."""
+    return COLUMNS_OF.get(format, frozenset()) | OPTIONAL_COLUMNS.get(format, frozenset())
+
+
+class DataSpec(Spec):
+    """Source of a job's samples, and the choice of their tokens that are trained.
+
+    path           a .jsonl, .json, .csv, .tsv, .parquet or .txt file, text also with .gz or .zst; a
+                   pattern of such files, such as data/*.jsonl; a folder that save_to_disk of
+                   datasets wrote; or the hub id of a data set
+    name           name of the configuration of a data set of the hub
+    split          name of the split of a data set of the hub, or of such a folder
+    streaming      read only as many rows of a data set of the hub as the job's steps need
+    columns        column names of the format, each mapped to the file's name of that column; and
+                   names of the file's columns mapped to null, which are not read
+    format         which columns a row has; auto: recognised by the names of the columns
+    loss_on        which tokens are trained: those of completions, or all; auto: those of
+                   completions if the data has any, else all
+    skip_bad_rows  skip and count invalid rows, instead of refusing the data
+    append_eos     end conversations by the end-of-sequence token where the chat template does not
+    weight         of several data sets, how often this one is drawn from, see `Job.mixing`; that of
+                   a single data set changes nothing
+    more           the other data sets, where the job has several
+    """
+
+    other_names: ClassVar[Mapping[str, str]] = DATA_KEYS
+
+    path: PathOrId
+    name: StrictStr | None = Field(default=None, min_length=1)
+    split: StrictStr = Field(default="train", min_length=1)
+    streaming: StrictBool = False
+    columns: dict[str, StrictStr | None] = Field(default={})
+    format: FormatName = Field(default="auto", validate_default=True)
+    loss_on: Literal["auto", "completion", "all"] = "auto"
+    skip_bad_rows: StrictBool = False
+    append_eos: StrictBool = False
+    weight: StrictFloat | None = Field(default=None, gt=0, allow_inf_nan=False)
+    more: tuple[DataSpec, ...] = ()
+
+    @field_validator("more")
+    @classmethod
+    def _fit_together(
+        cls, more: tuple[DataSpec, ...], info: ValidationInfo
+    ) -> tuple[DataSpec, ...]:
+        if "weight" in info.data:
+            _fit_weights([info.data["weight"], *(each.weight for each in more)])
+        if any(each.more for each in more):
+            raise refuse("a data set of several has data sets of its own", help="list all at once")
+        if more and any((info.data.get("streaming"), *(each.streaming for each in more))):
+            raise refuse("several data sets cannot be streamed", help="leave streaming out")
+        return more
+
+    @property
+    def parts(self) -> tuple[DataSpec, ...]:
+        """Each data set as one of its own."""
+        return (self.model_copy(update={"more": ()}), *self.more) if self.more else (self,)
+
+    @field_validator("columns")
+    @classmethod
+    def _columns_known(cls, columns: dict[str, str | None]) -> dict[str, str | None]:
+        known = get_args(ColumnName)
+        for name, theirs in columns.items():
+            if theirs is not None and name not in known:
+                near = nearest(name, known)
+                help = f"did you mean '{near}'?" if near else f"columns are {', '.join(known)}"
+                raise refuse(f"no format has a column '{name}'", help=help)
+        return columns
+
+    @property
+    def mapped_columns(self) -> dict[str, str]:
+        """Our names of columns, each with the data's name of that column."""
+        return {name: theirs for name, theirs in self.columns.items() if theirs is not None}
+
+    @property
+    def ignored_columns(self) -> frozenset[str]:
+        """Columns of the data that are not read though their names say otherwise."""
+        return frozenset(name for name, theirs in self.columns.items() if theirs is None)
+
+    @field_validator("format")
+    @classmethod
+    def _columns_fit(cls, format: str, info: ValidationInfo) -> str:
+        given = {name for name, to in info.data.get("columns", {}).items() if to is not None}
+        wanted = columns_of(format)
+        if format == "auto" and not any(given <= columns_of(name) for name in COLUMNS_OF):
+            raise refuse(f"'columns' maps {' and '.join(sorted(given))}", help="name one format")
+        if format != "auto" and given - wanted:
+            help = f"map only {', '.join(sorted(wanted))}, or name another format"
+            raise refuse(f"the format '{format}' has no column '{min(given - wanted)}'", help=help)
+        return format
+
+    @field_validator("loss_on")
+    @classmethod
+    def _has_completion(cls, loss_on: str, info: ValidationInfo) -> str:
+        if loss_on == "completion" and info.data.get("format") == "text":
+            raise refuse("the format 'text' has no completion to train on", help="loss_on: all")
+        return loss_on
+
+
+def _fit_weights(weights: Sequence[float | None]) -> None:
+    given = [weight for weight in weights if weight is not None]
+    if given and len(given) < len(weights):
+        raise refuse("some data sets have a weight and others none", help="weigh all, or none")
+    if not math.isfinite(sum(given)):
+        raise refuse("the weights of the data sets have no finite sum", help="give smaller ones")
