@@ -101,7 +101,7 @@ def warm_up(
         probe=lambda base: try_base(group, ranks, data, base, warn),
         # An adapter's own start does not matter here; some take minutes.
         starts=lambda: {name: {} for name in data},
-        largest_row=longest_row(jobs, data, options.max_row_tokens, plan.parts),
+        largest_row=longest_row(jobs, data, group.cutting, plan.parts),
     )
     group.expect({model.members[name]: samples for name, samples in data.items()})
     with phase("checkpoint"):
