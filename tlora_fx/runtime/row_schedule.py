@@ -16,9 +16,10 @@ from tlora_fx.runtime.run_folder import RunFolder
 #: Rows are captured so many rounds after their sizes were chosen.
 CAPTURE_AFTER = 8
 #: For each size so many rounds must follow, where a process has so few tokens of a row, and where
-#: it has so many: a GPU is busy with those for as long as launching takes. Of an 8B shape on an
-#: H100, 4,416 tokens, a round took .26 s launched and .246 s replayed, and a capture .55 s.
-SHORT_ROW, PAYS_SHORT, LONG_ROW, PAYS_LONG = 2048, 4, 4096, 40
+#: it has so many: a GPU is busy with those for about as long as launching takes. Of an 8B shape on
+#: H100s, 4,416 tokens, a round took .26 to .30 s launched, by host, and .246 s replayed, and a
+#: capture .55 s.
+SHORT_ROW, PAYS_SHORT, LONG_ROW, PAYS_LONG = 2048, 4, 4096, 10
 
 
 def rounds_to_pay(tokens: float) -> float:
