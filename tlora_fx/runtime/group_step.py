@@ -10,6 +10,7 @@ import gc
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -30,6 +31,7 @@ from tlora_fx.parallel.apply import AppliedPlan, ReducingRunner, RowRunner, appl
 from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.parallel.stage_graphs import StageGraphs
+from tlora_fx.parallel.uploads import UploadedTensors
 from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.adapters.files import base_tensors, start_adapter, start_adapters
 from tlora_fx.runtime.checkpoints.store import JobState
@@ -198,7 +200,10 @@ class GroupStep:
                 base = base_tensors(self.model.backbone, self.mesh.device)
                 if in_pieces:
                     probe(base)
-                load(self.model, self.plan, self.mesh, base)
+                with ExitStack() as stack:
+                    if self.mesh.device.type == "cuda" and isinstance(base, dict) and not in_pieces:
+                        base = stack.enter_context(UploadedTensors(base, self.mesh.device))
+                    load(self.model, self.plan, self.mesh, base)
         if not in_pieces:
             probe(None)
         with phase("adapters"):

@@ -1,0 +1,51 @@
+"""A base's tensors arrive on a GPU whole, in whatever order they are asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tlora_fx.parallel import uploads
+from tlora_fx.parallel.uploads import UploadedTensors
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture
+def tensors(monkeypatch):
+    """Sizes below, at and above a buffer; some are no candidates for a copy ahead."""
+    monkeypatch.setattr(uploads, "BUFFER_BYTES", 2**16)
+    monkeypatch.setattr(uploads, "MIN_BYTES", 2**12)
+    monkeypatch.setattr(uploads, "AHEAD_BYTES", 2**18)
+    draw = torch.Generator().manual_seed(0)
+    sizes = [(3,), (2**15, 2), (77, 1001), (2**16,), (5, 2**16), (257, 33), (1,)]
+    made = {
+        f"{index}-{dtype}": torch.randn(size, generator=draw).to(dtype)
+        for index, size in enumerate(sizes * 3)
+        for dtype in (torch.float32, torch.bfloat16)
+    }
+    made["turned"] = torch.randn(300, 200, generator=draw).t()
+    made["integers"] = torch.randint(0, 99, (4096,), generator=draw)
+    return made
+
+
+@pytest.mark.parametrize("order", ["forward", "every other", "backward"])
+def test_tensors_arrive_whole(tensors, order):
+    """Also where memory that a kernel still reads is given to the next one."""
+    device = torch.device("cuda", 0)
+    names = {"forward": list(tensors), "every other": [*tensors][::2]}
+    names["backward"] = names["forward"][::-1]
+    with UploadedTensors(tensors, device) as base:
+        for name in names[order]:
+            found = base[name].to(device)
+            assert torch.equal(found.cpu(), tensors[name]), name
+            del found
+        assert torch.equal(base[names[order][0]].cpu(), tensors[names[order][0]])
+        assert list(base) == list(tensors)
+    assert base._bytes >= 0
+
+
+def test_tensors_that_nobody_takes_are_left(tensors):
+    """The context ends with tensors on their way."""
+    with UploadedTensors(tensors, torch.device("cuda", 0)) as base:
+        assert base[next(iter(tensors))] is not None

@@ -1,0 +1,134 @@
+"""Copy a base's tensors from main memory to a GPU ahead of who takes them, by several threads.
+
+A checkpoint's tensors are pages of files. One thread that touches them and waits for each copy
+moves a few GB a second; a GPU's bus takes ten times as much. Here each of some threads fills
+buffers of pinned memory, from which copies run while it fills the next.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tlora_fx.host.memory import usable_cpus
+
+MAX_THREADS = 8
+#: Of pinned memory, which torch keeps; each thread has two.
+BUFFER_BYTES = 8 * 2**20
+#: Bytes on the way at most, beside the tensor that is asked for.
+AHEAD_BYTES = 2 * 2**30
+#: Smaller tensors are copied by who takes them.
+MIN_BYTES = 2**20
+
+
+class Upload(NamedTuple):
+    """A tensor on its way.
+
+    target   on the GPU
+    sent     when done, the event behind its last copy
+    """
+
+    target: Tensor
+    sent: Future[Any]
+
+
+class UploadedTensors(Mapping[str, Tensor]):
+    """Tensors by name, which are on a GPU when they are asked for in their order.
+
+    tensors   in main memory, in the order in which they will be asked for
+    device    a GPU
+
+    A tensor that was taken once comes from main memory the next time. Use it as a context: at its
+    end no thread runs any more.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+        self._tensors, self._device = tensors, device
+        self._left = iter(tensors)
+        self._on_way: dict[str, Upload] = {}
+        self._bytes = 0
+        self._pool = ThreadPoolExecutor(min(MAX_THREADS, usable_cpus()), "upload")
+        self._own = threading.local()
+
+    def __enter__(self) -> UploadedTensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self._on_way.clear()
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        if name not in self._on_way:
+            self._send_until(name)
+        upload = self._on_way.pop(name, None)
+        self._send()
+        if upload is None:
+            return tensor
+        self._bytes -= tensor.nbytes
+        torch.cuda.current_stream(self._device).wait_event(upload.sent.result())
+        return upload.target
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def _send_until(self, name: str) -> None:
+        """Send this tensor, unless it was sent before; those before it are not asked for."""
+        for other in self._left:
+            if other == name:
+                self._start(name)
+                return
+        self._left = iter(())
+
+    def _send(self) -> None:
+        """Send what comes next, as far as memory is meant for it."""
+        while self._bytes < AHEAD_BYTES:
+            name = next(self._left, None)
+            if name is None:
+                return
+            self._start(name)
+
+    def _start(self, name: str) -> None:
+        source = self._tensors[name].detach()
+        if source.device.type != "cpu" or source.nbytes < MIN_BYTES or not source.is_contiguous():
+            return
+        # Memory of the stream that goes on with it, which others may still be reading.
+        target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
+        free = torch.cuda.current_stream(self._device).record_event()
+        self._bytes += source.nbytes
+        self._on_way[name] = Upload(target, self._pool.submit(self._copy, source, target, free))
+
+    def _copy(self, source: Tensor, target: Tensor, free: torch.cuda.Event) -> torch.cuda.Event:
+        """Copy a tensor on this thread's stream; the event behind it."""
+        own = self._own
+        with torch.cuda.device(self._device):
+            if not hasattr(own, "stream"):
+                own.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                own.buffers = [
+                    torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
+                ]
+                own.read = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
+            own.stream.wait_event(free)
+            pieces = zip(_pieces(source), _pieces(target), strict=True)
+            with torch.cuda.stream(own.stream):
+                for number, (here, there) in enumerate(pieces):
+                    buffer, read = own.buffers[number % 2], own.read[number % 2]
+                    read.synchronize()  # it may be filled again
+                    filled = buffer[: len(here)].copy_(here)
+                    there.copy_(filled, non_blocking=True)
+                    read.record(own.stream)
+                sent: torch.cuda.Event = own.stream.record_event()
+                return sent
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The bytes of a contiguous tensor, as many at a time as a buffer holds."""
+    return torch.split(tensor.view(-1).view(torch.uint8), BUFFER_BYTES)
