@@ -13,6 +13,7 @@ import typer
 
 from tlora_fx.cli.options import Interrupted, command_group
 from tlora_fx.errors import TloraError, nearest, printable
+from tlora_fx.host import collector
 from tlora_fx.host.environment import require_known_values
 from tlora_fx.host.threads import thread_rules
 
@@ -76,8 +77,22 @@ TAKEN_OUT = {"--sequence-parallel": "sequence_parallel"}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run `tlora-fx`; exits with 1 on a mistake that it can explain, 2 on wrong usage."""
-    given = sys.argv[1:] if arguments is None else arguments
+    """Run `tlora-fx`; exits with 1 on a mistake that it can explain, 2 on wrong usage.
+
+    arguments   by default those of the process, which then ends with the command
+    """
+    if arguments is not None:
+        _run(arguments)
+        return
+    if sys.argv[1:2] in (["train"], ["prepare"]):
+        collector.begin()
+    try:
+        _run(sys.argv[1:])
+    finally:
+        collector.leave()
+
+
+def _run(given: list[str]) -> None:
     asked = next((word for word in given if not word.startswith("-")), None)
     if asked is not None and asked not in COMMANDS:
         close = nearest(asked, COMMANDS)

@@ -19,6 +19,8 @@ from pathlib import Path
 from time import CLOCK_BOOTTIME, clock_gettime, monotonic
 from typing import Any
 
+from tlora_fx.host import collector
+
 #: What each phase is called while it runs; other names stand for themselves.
 TITLES = {
     "imports": "importing libraries",
@@ -244,7 +246,11 @@ def end() -> StartRecord | None:
     """End the start that is on; its record, None where none is on."""
     global _current
     start, _current = _current, None
-    return None if start is None else start.end()
+    if start is None:
+        return None
+    record = start.end()
+    collector.settle()
+    return record
 
 
 @contextmanager
