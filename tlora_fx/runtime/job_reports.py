@@ -28,7 +28,7 @@ class JobReports:
         """Fill the jobs' folders with what is known before the first step."""
         files: Mapping[str, object] = {}
         for run in runs:
-            files = run.begin(self.base_name(), files)  # type: ignore[arg-type]
+            files = run.begin(files)  # type: ignore[arg-type]
 
     def stepped(self, run: JobRun, report: StepReport) -> CallbackErrors:
         """Report a step; what the callback raises ends the job, unless it has ended by itself."""
