@@ -23,6 +23,7 @@ from typing import Any
 TITLES = {
     "imports": "importing libraries",
     "checks": "checking the job file",
+    "base files": "reading the base's files ahead",
     "data": "reading the data",
     "tracing": "tracing and fusing the jobs",
     "plan": "choosing a plan",
