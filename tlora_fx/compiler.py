@@ -52,7 +52,12 @@ from tlora_fx.tracing.adapters import (
     resolve_sites,
 )
 from tlora_fx.tracing.rope import prepare_rope
-from tlora_fx.tracing.trace_cache import base_graph, job_graph, require_common_loss
+from tlora_fx.tracing.trace_cache import (
+    base_graph,
+    job_graph,
+    require_common_loss,
+    resolved_sites,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -276,14 +281,10 @@ def prepare(jobs: Jobs, *, dropout: bool = True) -> Prepared:
 
 def _sites(jobs: Sequence[Job], backbone: Backbone) -> list[dict[str, AdapterSite]]:
     """Each job's sites; jobs with equal adapters are looked at once."""
-    known: dict[str, dict[str, AdapterSite]] = {}
-    found = []
-    for job in jobs:
-        key = repr((sorted(job.lora_fields.items()), job.optim))
-        if key not in known:
-            known[key] = resolve_sites(job, backbone)
-        found.append(dict(known[key]))
-    return found
+    keys = [repr((sorted(job.lora_fields.items()), job.optim)) for job in jobs]
+    alike = {key: jobs[keys.index(key)] for key in keys}
+    known = dict(zip(alike, resolved_sites([*alike.values()], backbone), strict=True))
+    return [dict(known[key]) for key in keys]
 
 
 def trace(job: Job) -> JobGraph:

@@ -16,6 +16,13 @@ from tests import fresh
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 #: Folders of the cache that a start reads.
 KEPT = ("traces", "probes", "data")
+LISTEN = """
+import sys, tlora_fx
+
+class Listen(tlora_fx.TrainerCallback):
+    def started(self, runs):
+        print(*sys.modules)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -42,22 +49,20 @@ def entries(folder):
 
 @pytest.fixture(scope="module")
 def trained(place):
-    """What `prepare` and then `train` said, each in an interpreter of its own; entries between."""
+    """What `prepare` said, each entry after it, and all modules before the first step of `train`.
+
+    Each has an interpreter of its own.
+    """
     folder, environment = place
     words = [sys.executable, "-m", "tlora_fx"]
     how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
-    prepared = subprocess.run(
-        [*words, "prepare", "jobs.yaml", "--device", "cpu"], check=True, **how
-    )
+    again = ["jobs.yaml", "--device", "cpu"]
+    prepared = subprocess.run([*words, "prepare", *again], check=True, **how)
     between = entries(folder)
-    code = (
-        "import sys\n"
-        "from tlora_fx.cli import main\n"
-        "try: main(['train', 'jobs.yaml', '-o', 'run', '--device', 'cpu'])\n"
-        "finally: print(*sys.modules)\n"
-    )
-    told = subprocess.run([sys.executable, "-c", code], check=True, **how)
-    return prepared, between, told.stdout.split("\n")[-2].split()
+    (folder / "listen.py").write_text(LISTEN)
+    again += ["-o", "run", "--callback", "listen.py:Listen"]
+    told = subprocess.run([*words, "train", *again], check=True, **how)
+    return prepared, between, told.stdout.splitlines()[0].split()
 
 
 def test_a_prepared_start_makes_nothing_anew(place, trained):
@@ -82,7 +87,7 @@ def test_it_says_where_the_caches_lie_and_leaves_no_run(place, trained):
         assert str(folder / "cache") in lines[what]
     assert "prepared in" in prepared.stderr
     assert {path.name for path in folder.iterdir()} == {
-        *(path.name for path in QUICKSTART.iterdir()), "cache", "run",
+        *(path.name for path in QUICKSTART.iterdir()), "cache", "run", "listen.py",
     }  # fmt: skip
 
 
@@ -112,3 +117,17 @@ def test_a_mistake_is_told_before_anything_is_traced(place, tmp_path):
     assert told.returncode == 1
     assert "max_steps" in told.stderr
     assert "tracing" not in told.stderr
+
+
+def test_a_prepared_start_imports_no_library_that_it_does_not_use(trained):
+    """Until its first step: PEFT, with which adapters are written, comes after it."""
+    _, _, modules = trained
+    unused = {
+        "bitsandbytes", "datasets", "matplotlib", "pandas", "peft", "tensorboard", "torchvision",
+        "torch._inductor.compile_fx", "trackio", "transformers.trainer_utils", "trl", "wandb",
+        "tlora_fx.inspect.html", "tlora_fx.scheduler", "tlora_fx.server", "tlora_fx.simulator",
+        "tlora_fx.tools.bisect",
+    }  # fmt: skip
+
+    assert {"torch", "transformers", "tlora_fx.runtime.trainer"} <= set(modules)
+    assert unused & set(modules) == set()

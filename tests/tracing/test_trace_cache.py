@@ -324,3 +324,34 @@ def test_what_another_package_puts_in_place_of_a_library_s_has_no_key(tmp_path, 
     monkeypatch.setattr(owner, name, names["f"])
 
     assert trace_cache.base_key(backbone) is None
+
+
+def test_sites_of_equal_adapters_are_resolved_once(tmp_path, traced, monkeypatch):
+    """Those of others are not theirs; damaged ones are resolved again."""
+    asked = []
+
+    class Counted:  # no function: what one of no library traces is not kept
+        def __call__(self, job, backbone):
+            asked.append(job.name)
+            return resolve_sites(job, backbone)
+
+    monkeypatch.setattr(trace_cache, "resolve_sites", Counted())
+    base = llama(tmp_path)
+    one = job("one", base, r=3, target_modules=["q_proj"])
+    two = job("two", base, r=3, target_modules=["q_proj"])
+    other = job("other", base, r=5, target_modules=["q_proj"], rank_pattern={"1.*q_proj": 2})
+
+    def sites(*jobs):
+        return trace_cache.resolved_sites(jobs, load_backbone(base))
+
+    first, wider = sites(one, other)
+    assert (
+        sites(two, other)
+        == [first, wider]
+        == [resolve_sites(each, load_backbone(base)) for each in (two, other)]
+    )
+    assert asked == ["one", "other"]
+    for path in traces_folder().iterdir():
+        path.write_text(path.read_text().replace("q_proj", "k_proj"))
+    assert sites(two) == [first]
+    assert asked == ["one", "other", "two"]

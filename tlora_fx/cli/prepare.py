@@ -15,6 +15,7 @@ from tlora_fx.cli.train import (
     arrange,
     compiled_with_data,
     plan_name,
+    read_base_ahead,
     read_jobs,
     require_data_and_base,
     require_start,
@@ -25,6 +26,7 @@ from tlora_fx.host.phases import phase
 
 if TYPE_CHECKING:
     from tlora_fx.cli.bars import Bars
+    from tlora_fx.config.job import Job
     from tlora_fx.runtime.launch import Launch
     from tlora_fx.runtime.warm_up import Cache
 
@@ -50,11 +52,12 @@ def run(options: StartOptions) -> None:
     has_device = options.device is not None or visible_gpus() > 0
     leads = os.environ.get("RANK", "0") == "0"
     with phase("checks"):
-        if leads:
-            _require_right(options, has_device=has_device)
+        jobs = _require_right(options, has_device=has_device) if leads else ()
     if has_device and options.gpus is not None:
         start_processes(options.gpus, options, lambda: AGAIN)
         leads = os.environ.get("RANK", "0") == "0"
+    if leads and has_device:
+        read_base_ahead(jobs)
 
     from tlora_fx.cli.bars import Bars
 
@@ -72,12 +75,13 @@ def run(options: StartOptions) -> None:
         exits_at_once(work, launch, lambda: AGAIN)
 
 
-def _require_right(options: StartOptions, *, has_device: bool) -> None:
-    """Refuse jobs that cannot be prepared, without torch; raises TloraError."""
+def _require_right(options: StartOptions, *, has_device: bool) -> Sequence[Job]:
+    """The jobs, after all checks that need no torch; raises TloraError."""
     jobs = read_jobs(options)
     if has_device:
         require_start(options, jobs)
     require_data_and_base(jobs, weights=has_device)
+    return jobs
 
 
 def _prepare(options: StartOptions, launch: Launch | None, bars: Bars) -> None:

@@ -219,6 +219,7 @@ def run(options: TrainOptions) -> None:
         start_processes(options.gpus, options, lambda: how_to_go_on(options.output))
         leads = os.environ.get("RANK", "0") == "0"
         jobs = jobs if leads else ()
+    read_base_ahead(jobs)
 
     from tlora_fx.cli.bars import Bars
 
@@ -312,6 +313,16 @@ def _require_cuts(options: StartOptions, jobs: Sequence[Job]) -> None:
     if options.pipeline is None and not options.add_pass:
         on_cpu = options.device == "cpu" or not visible_gpus()
         early.require_base_fits(jobs, options.plan, processes, on_cpu=on_cpu)
+
+
+def read_base_ahead(jobs: Sequence[Job]) -> None:
+    """Begin to read the files of the jobs' base, which is loaded after all imports and checks."""
+    from tlora_fx.config.base_files import weight_files
+    from tlora_fx.host.read_ahead import read_ahead
+
+    # A thread does not outlive a fork: the processes of `--gpus` come before it.
+    if jobs and (files := weight_files(jobs[0].base)):
+        read_ahead(files)
 
 
 def start_processes(gpus: str, options: StartOptions, going_on: Callable[[], str]) -> None:

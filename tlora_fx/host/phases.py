@@ -25,6 +25,7 @@ from tlora_fx.host import collector
 TITLES = {
     "imports": "importing libraries",
     "checks": "checking the job file",
+    "base files": "reading the base's files ahead",
     "data": "reading the data",
     "tracing": "tracing and fusing the jobs",
     "plan": "choosing a plan",

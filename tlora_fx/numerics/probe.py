@@ -44,7 +44,7 @@ from tlora_fx.numerics.noise import disturbed_embeddings
 from tlora_fx.numerics.reading import GraphLocation
 from tlora_fx.numerics.rows import LARGEST_ID
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
-from tlora_fx.tracing.adapters import wrap_with_peft
+from tlora_fx.tracing.adapters import trained_bias, wrap_with_peft
 from tlora_fx.tracing.layers import layer_list
 from tlora_fx.tracing.rope import has_longrope, original_length
 
@@ -534,7 +534,7 @@ def _one_of_each(group: GroupGraph, jobs: Sequence[Job]) -> list[int]:
     """
     seen: dict[frozenset[Hashable], int] = {}
     for index, job in enumerate(jobs):
-        rest = (str(getattr(job.lora_config(), "bias", "none")), job.adapter_dtype)
+        rest = (trained_bias(job), job.adapter_dtype)
         sites = group.jobs[index].sites
         kinds = frozenset((path, site.kind, rest) for path, site in sites.items())
         seen.setdefault(kinds, index)

@@ -28,7 +28,7 @@ class JobReports:
         """Fill the jobs' folders with what is known before the first step."""
         files: Mapping[str, object] = {}
         for run in runs:
-            files = run.begin(self.base_name(), files)  # type: ignore[arg-type]
+            files = run.begin(files)  # type: ignore[arg-type]
 
     def stepped(self, run: JobRun, report: StepReport) -> CallbackErrors:
         """Report a step; what the callback raises ends the job, unless it has ended by itself."""
@@ -59,7 +59,7 @@ class JobReports:
         adapter   that it leaves; None: it has joined, or it pauses
         """
         if not run.left:
-            run.begin(self.base_name())
+            run.begin()
             self.announce(run, self.callback.joined)
             return
         if adapter is None:

@@ -376,12 +376,9 @@ class JobRun(Member):
         if self.job.load_best_model_at_end and self.evaluation.best_step is not None:
             self.best = dict(state.best)
 
-    def begin(
-        self, base: str | None, tokenizer_files: Mapping[str, Path] | None = None
-    ) -> Mapping[str, Path]:
+    def begin(self, tokenizer_files: Mapping[str, Path] | None = None) -> Mapping[str, Path]:
         """Leave in the job's folder what is known before its first step: tokenizer and status.
 
-        base              hub id or folder of the base
         tokenizer_files   of another job of the same base, to be linked
         returns           the job's own
         raises            RunFolderError when the disk refuses
@@ -391,7 +388,6 @@ class JobRun(Member):
         folder = self.folder.job(self.job.name)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._config = config_bytes(self.job.lora_config(), base)
             self._tokenizer_files = save_tokenizer(self.data.tokenizer, folder, tokenizer_files)
             replace_file(folder / DATA, json.dumps(described_data(self.data), indent=1).encode())
         except OSError as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -496,6 +498,9 @@ class Trainer:
             self.folder.write_start(start)
         except OSError as error:
             self.callback.warned(f"what the start took could not be written: {error}")
+        # Adapters are written with PEFT's configs. A start that finds its caches filled has not
+        # imported it, and while rounds run there is time for it.
+        threading.Thread(target=import_module, args=("peft",)).start()
 
     def _catch_up(self) -> None:
         """Look at the round that was launched last, and at what follows from it."""

@@ -262,11 +262,11 @@ def _head(model: nn.Module) -> nn.Module | None:
 
 def idle_patterns(job: Job, sites: dict[str, AdapterSite]) -> list[str]:
     """Messages for the keys of rank_pattern and alpha_pattern that fit no adapted module."""
+    if not any(job.lora_fields.get(field) for field in ("rank_pattern", "alpha_pattern")):
+        return []
     from peft.utils.other import get_pattern_key
 
     config: Any = job.lora_config()
-    if not hasattr(config, "rank_pattern"):
-        return []
     adapted = [path for path, site in sites.items() if site.rank]
     notes = []
     for field in ("rank_pattern", "alpha_pattern"):
@@ -446,11 +446,18 @@ def graph_structure(
 
     exact     True: the numbers of the job's branches are in its graph
     """
-    bias = str(getattr(job.lora_config(), "bias", "none"))
+    bias = trained_bias(job)
     names = ("trainable_token_indices",) if job.is_lora else sorted(job.lora_fields)
     fields = tuple((name, repr(job.lora_fields.get(name))) for name in names)
     parts = [layer_signature(sites, layer, bias, exact) for layer in layer_list(backbone.model)]
     return (exact, job.adapter_dtype, fields, layer_signature(sites, "", bias, exact), *parts)
+
+
+def trained_bias(job: Job) -> str:
+    """Which biases of the base a job trains, in PEFT's words; "none" by default."""
+    if job.is_lora:  # to ask PEFT takes a second
+        return str(job.lora_fields.get("bias", "none"))
+    return str(getattr(job.lora_config(), "bias", "none"))
 
 
 def check_wrapped(model: nn.Module, sites: dict[str, AdapterSite], job: Job) -> None:

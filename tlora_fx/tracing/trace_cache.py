@@ -1,8 +1,9 @@
 """What tracing found stays known: an equal base with equal adapters is not traced again.
 
 Files under $TLORA_FX_CACHE/traces hold traced graphs as the text of graph files, the losses that
-were compared, and the adapters whose layers PEFT made as planned. A file's name is the hash of all
-that decides it. A file that cannot be read, or holds something else, is ignored and written anew.
+were compared, the sites of adapters, and the adapters whose layers PEFT made as planned. A file's
+name is the hash of all that decides it. A file that cannot be read, or holds something else, is
+ignored and written anew.
 TLORA_FX_TRACE_CACHE is the largest size of the folder in MiB; 0 switches the cache off.
 
 A graph depends on the base's config, modules and code, on the job's adapters, on the code that
@@ -24,9 +25,9 @@ import re
 import sys
 import sysconfig
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import astuple, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -48,7 +49,7 @@ from tlora_fx.host.version import __version__
 from tlora_fx.ir.graph import AdapterSite, Form, JobGraph
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing import attention, export, own_loss
-from tlora_fx.tracing.adapters import graph_structure
+from tlora_fx.tracing.adapters import graph_structure, resolve_sites
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +121,32 @@ def require_common_loss(backbone: Backbone) -> str | None:
     if key is not None:
         _write(key, {"note": note})
     return note
+
+
+def resolved_sites(jobs: Sequence[Job], backbone: Backbone) -> list[dict[str, AdapterSite]]:
+    """`adapters.resolve_sites` of each job, or what it found before; raises as it does.
+
+    Where all are known, PEFT is not imported, which takes a second and more.
+    """
+    keys = sites_keys(jobs, backbone) if is_on() else [None] * len(jobs)
+    resolved = []
+    for job, key in zip(jobs, keys, strict=True):
+        sites = _sites_of(_read(key)) if key is not None else None
+        if sites is None:
+            sites = resolve_sites(job, backbone)
+            if key is not None:
+                _write(key, {"sites": [astuple(site) for site in sites.values()]})
+        resolved.append(sites)
+    return resolved
+
+
+def _sites_of(known: dict[str, Any] | None) -> dict[str, AdapterSite] | None:
+    """Sites as they were kept; None where something else was."""
+    try:
+        sites = [AdapterSite(*fields) for fields in (known or {})["sites"]]
+    except (KeyError, TypeError):
+        return None
+    return {site.path: site for site in sites}
 
 
 def is_on() -> bool:
@@ -280,6 +307,15 @@ def job_key(
     return _hashed(backbone, described)
 
 
+def sites_keys(jobs: Sequence[Job], backbone: Backbone) -> list[str | None]:
+    """The keys of jobs' sites."""
+
+    def described(job: Job) -> Callable[[], object]:
+        return lambda: ("sites", _literal(_fields(job)), job.base.task, job.optim)
+
+    return _all_hashed(backbone, [described(job) for job in jobs])
+
+
 def wrapped_key(
     job: Job, backbone: Backbone, sites: Mapping[str, AdapterSite], fold: bool
 ) -> str | None:
@@ -303,14 +339,29 @@ def _fields(job: Job) -> dict[str, Any]:
 
 
 def _hashed(backbone: Backbone, more: Callable[[], object]) -> str | None:
+    [key] = _all_hashed(backbone, [more])
+    return key
+
+
+def _all_hashed(backbone: Backbone, more: Sequence[Callable[[], object]]) -> list[str | None]:
+    """The keys of things of one base, each with what else decides it; None without a key."""
     if backbone.config is None or backbone.spec.module is not None:
-        return None
+        return [None] * len(more)
+    keys: list[str | None] = []
     try:
-        parts = (_environment(), _base(backbone), more())
+        common = (_environment(), _base(backbone))
     except _NoLibraryCode as error:
         logger.info("nothing is kept of what is traced: %s", error)
-        return None
-    return hashlib.sha256(repr(parts).encode()).hexdigest()
+        return [None] * len(more)
+    for described in more:
+        try:
+            parts = (*common, described())
+        except _NoLibraryCode as error:
+            logger.info("nothing is kept of what is traced: %s", error)
+            keys.append(None)
+        else:
+            keys.append(hashlib.sha256(repr(parts).encode()).hexdigest())
+    return keys
 
 
 def _environment() -> object:

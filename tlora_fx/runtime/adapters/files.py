@@ -497,7 +497,7 @@ class _Starter:
         self.experts = {
             site.wrapper: path for path, site in self.sites.items() if site.kind == "experts"
         }
-        self.init = job.start_config().init_lora_weights if job.is_lora else True
+        self.init = job.lora_fields.get("init_lora_weights", True) if job.is_lora else True
 
     @cached_property
     def canonical(self) -> Mapping[str, str]:

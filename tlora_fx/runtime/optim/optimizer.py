@@ -32,6 +32,7 @@ from tlora_fx.runtime.adapters.starts import (
     trained_parameters,
 )
 from tlora_fx.runtime.optim.rank_allocation import RankAllocation
+from tlora_fx.runtime.optim.schedules import lr_schedule
 
 if TYPE_CHECKING:
     from tlora_fx.config.job import Job
@@ -765,12 +766,7 @@ def make_schedule(
 
     raises   OptimizerError when the job's arguments do not fit it
     """
-    from transformers import get_scheduler
-
     arguments = dict(job.lr_scheduler_kwargs)
     title = f"the schedule '{job.lr_scheduler_type}'"
     with _refused(job, title, arguments, "lr_scheduler_kwargs"):
-        schedule: torch.optim.lr_scheduler.LambdaLR = get_scheduler(
-            job.lr_scheduler_type, optimizer, job.warmup(steps), steps, arguments
-        )
-    return schedule
+        return lr_schedule(job.lr_scheduler_type, optimizer, job.warmup(steps), steps, arguments)
