@@ -3,7 +3,9 @@
     python scripts/sizes.py
 
 A line of code is a line of Python that is no docstring, no comment and not blank; imports count. A
-line of text is a line of Markdown that is not blank.
+line of text is a line of Markdown that is not blank. Below the table stand the modules of the
+product that one module alone imports, which lies in the same folder: each may be a section of that
+one. A module that only its package hands on is not among them.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+import grimp
 from rich.console import Console
 from rich.table import Table
 
@@ -65,8 +68,19 @@ def place_of(path: Path) -> tuple[str, str]:
     return top, "else"
 
 
+def with_one_importer() -> Iterator[tuple[str, str]]:
+    """Modules that one module alone imports, which lies beside them; each with that one."""
+    graph = grimp.build_graph("tlora_fx", cache_dir=None)
+    for module in sorted(graph.modules):
+        importers = graph.find_modules_that_directly_import(module)
+        packages = {name.rpartition(".")[0] for name in (module, *importers)}
+        if len(importers) == 1 and len(packages) == 1:
+            (importer,) = importers
+            yield module, importer
+
+
 def main() -> None:
-    """Print all counts as one table."""
+    """Print all counts as one table, and the modules with one importer."""
     counts: Counter[tuple[str, str]] = Counter()
     for folder in PYTHON:
         for path in files(folder, "*.py"):
@@ -85,7 +99,12 @@ def main() -> None:
         table.add_row(room, *(f"{counts[room, kind]:,}" for kind in kinds))
     sums = [sum(counts[room, kind] for room in rooms) for kind in kinds]
     table.add_row("all", *(f"{total:,}" for total in sums), style="bold")
-    Console().print(table)
+    console = Console()
+    console.print(table)
+    pairs = list(with_one_importer())
+    console.print(f"\n{len(pairs)} modules with one importer, which lies beside them")
+    for module, importer in pairs:
+        console.print(f"  {module} <- {importer.rpartition('.')[2]}", highlight=False)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.generate import Device, Folder, Most, Seed, Temperature, loaded, set_seed
+from tlora_fx.cli.generation_options import (
+    Device,
+    Folder,
+    Most,
+    Seed,
+    Temperature,
+    loaded,
+    set_seed,
+)
 from tlora_fx.cli.options import TrustRemoteCode
 
 NEW, END = "/new", "/exit"

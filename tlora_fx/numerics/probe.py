@@ -8,28 +8,29 @@ the model is in training mode.
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import cycle, islice
 from random import Random
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from tlora_fx.codegen.ahead import ahead
 from tlora_fx.config.job import Job
-from tlora_fx.config.other_kinds import is_frozen
 from tlora_fx.errors import FusedDiffers
-from tlora_fx.ir.graph import HEAD, PEFT_PREFIX, GroupGraph, TensorRef, is_call
-from tlora_fx.model.backbone import Backbone, build_skeleton, longest_sequence, text_config
+from tlora_fx.ir.graph import HEAD, GroupGraph, TensorRef, is_call
+from tlora_fx.model.backbone import Backbone, longest_sequence, text_config
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
+from tlora_fx.numerics.base_alone import (
+    BaseAlone,
+    BaseFails,
+    Outcome,
+    layers_left_out,
+    token_loss,
+)
 from tlora_fx.numerics.evaluate import BOUNDS, bound_of, relative
 from tlora_fx.numerics.interpreter import (
     ATTENTION,
@@ -40,12 +41,10 @@ from tlora_fx.numerics.interpreter import (
     Setting,
     is_dropout,
 )
-from tlora_fx.numerics.noise import disturbed_embeddings
 from tlora_fx.numerics.reading import GraphLocation
 from tlora_fx.numerics.rows import LARGEST_ID
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
-from tlora_fx.tracing.adapters import trained_bias, wrap_with_peft
-from tlora_fx.tracing.layers import layer_list
+from tlora_fx.tracing.adapters import trained_bias
 from tlora_fx.tracing.rope import has_longrope, original_length
 
 #: Lengths that models branch on: short, odd, beyond a usual block.
@@ -138,14 +137,6 @@ def probe_loaded(
     return _Probe(group, backbone, jobs, tensors, layers, lengths, None, ids).run()
 
 
-class _BaseFails(Unchecked):
-    """The base itself raises on so many tokens."""
-
-    def __init__(self, tokens: int, error: Exception) -> None:
-        super().__init__(f"the base fails on {tokens} tokens: {type(error).__name__}: {error}")
-        self.tokens = tokens
-
-
 class _Damped(Seeded):
     """Seeded tensors whose adapters add about as much whatever their scaling.
 
@@ -230,14 +221,9 @@ def _layers(group: GroupGraph, backbone: Backbone) -> frozenset[str]:
     return frozenset(path for paths in every for path in (paths[0], paths[-1]))
 
 
-def _left_out(model: nn.Module, layers: frozenset[str]) -> list[str]:
-    """The layers that do not run; none where the graph is not folded."""
-    return [path for path in layer_list(model) if path not in layers] if layers else []
-
-
 def _parameters(backbone: Backbone, layers: frozenset[str]) -> int:
     """How many numbers the base has outside of the layers that do not run."""
-    left_out = tuple(f"{path}." for path in _left_out(backbone.model, layers))
+    left_out = tuple(f"{path}." for path in layers_left_out(backbone.model, layers))
     return sum(
         parameter.numel()
         for name, parameter in backbone.model.named_parameters()
@@ -271,14 +257,6 @@ def _lengths(backbone: Backbone, tokens: int, longest: int = 0) -> tuple[int, ..
     return tuple(taken)
 
 
-@dataclass(slots=True)
-class _Outcome:
-    """One job's logits by sequence, and its gradients by name."""
-
-    logits: list[Tensor]
-    gradients: dict[str, Tensor]
-
-
 class _Probe:
     """One comparison of a fused graph with the base alone."""
 
@@ -302,7 +280,7 @@ class _Probe:
         self.largest = min(vocabulary, LARGEST_ID) - 1
         self.chosen = _one_of_each(group, self.jobs)
         still = wide is not None or _drops(group, backbone)
-        self.alone = _Alone(backbone, tensors, layers, wide, still=still)
+        self.alone = BaseAlone(backbone, tensors, layers, wide, still=still)
 
     def run(self) -> ProbeResult:
         """Compare, at all lengths at which the base runs.
@@ -318,7 +296,7 @@ class _Probe:
         while self.lengths:
             try:
                 return self._compared()
-            except _BaseFails as failure:
+            except BaseFails as failure:
                 self.lengths = tuple(n for n in self.lengths if n < failure.tokens)
                 reason = str(failure)
             except Unchecked as unchecked:
@@ -328,6 +306,8 @@ class _Probe:
     def _compared(self) -> ProbeResult:
         self.alone.load()
         self.device = self.alone.device
+        if isinstance(self.tensors, _Loaded):
+            self.tensors.device = self.device
         alone = {
             index: self.alone.run(self.jobs[index], self._sequences(index)) for index in self.chosen
         }
@@ -358,7 +338,7 @@ class _Probe:
             return ROUNDED if rounded else BOUNDS[self.wide]
         return bound_of(self.group)
 
-    def _lifted(self, job: Job, index: int, alone: _Outcome, bound: float) -> float:
+    def _lifted(self, job: Job, index: int, alone: Outcome, bound: float) -> float:
         """The bound, lifted by the base's own noise.
 
         That is what becomes of a sequence that runs in two lines, and of one whose embeddings are
@@ -418,7 +398,7 @@ class _Probe:
             row.input_ids[line, len(sequence) :] = torch.tensor(padding, dtype=torch.int64)
         return row.to(self.device)
 
-    def _fused(self, watch: Any = None) -> dict[str, _Outcome]:
+    def _fused(self, watch: Any = None) -> dict[str, Outcome]:
         row = self._row()
         names = [job.name for job in self.jobs]
         setting = Setting(row, names, self.layers, watch, silent=True, logits=True, wide=self.wide)
@@ -435,11 +415,11 @@ class _Probe:
             part = logits[slot]
             ids = row.input_ids[slot]
             parts[name].append(part.detach())
-            losses.append(_loss(part, ids))
+            losses.append(token_loss(part, ids))
         gradients = torch.autograd.grad(
             torch.stack(losses).sum(), list(leaves.values()), allow_unused=True
         )
-        outcomes = {name: _Outcome(parts[name], {}) for name in names}
+        outcomes = {name: Outcome(parts[name], {}) for name in names}
         for (name, key), gradient in zip(leaves, gradients, strict=True):
             if gradient is not None:
                 outcomes[name].gradients[key] = gradient
@@ -541,14 +521,6 @@ def _one_of_each(group: GroupGraph, jobs: Sequence[Job]) -> list[int]:
     return [index for kinds, index in seen.items() if not any(kinds < other for other in seen)]
 
 
-def _loss(logits: Tensor, ids: Tensor) -> Tensor:
-    """The mean token loss of a sequence, of the tokens themselves: any loss serves."""
-    wide = logits.to(torch.promote_types(torch.float32, logits.dtype))
-    if wide.shape[-1] == 1:
-        return wide.square().mean()
-    return F.cross_entropy(wide, ids % wide.shape[-1])
-
-
 def _flat(gradients: Mapping[str, Tensor], like: Mapping[str, Tensor] | None = None) -> Tensor:
     """All gradients as one vector, zeros for those that are not there."""
     names = sorted(like if like is not None else gradients)
@@ -557,252 +529,3 @@ def _flat(gradients: Mapping[str, Tensor], like: Mapping[str, Tensor] | None = N
         for name in names
     ]
     return torch.cat([part.flatten().double() for part in parts]) if parts else torch.zeros(0)
-
-
-class _Alone:
-    """The base as its author wrote it, with the probe's weights; jobs are wrapped around it."""
-
-    def __init__(
-        self,
-        backbone: Backbone,
-        tensors: Seeded,
-        layers: frozenset[str],
-        wide: torch.dtype | None,
-        *,
-        still: bool,
-    ) -> None:
-        """Prepare to build the base.
-
-        still    whether dropouts are silenced, or precision widened, by a mode of torch
-        """
-        self.backbone, self.tensors, self.layers, self.wide = backbone, tensors, layers, wide
-        self.module: nn.Module = nn.Module()
-        self._models: dict[str, Any] = {}
-        self._wants_positions = False
-        self.still = still
-        self.device = torch.device("cpu")
-
-    def load(self) -> None:
-        """Build the base.
-
-        raises    Unchecked where it cannot be built with drawn weights
-        """
-        spec = self.backbone.spec
-        if getattr(self.backbone.config, "quantization_config", None) is not None:
-            raise Unchecked("the base is quantised")
-        if spec.module is not None:
-            shared = {id(t): t for t in (*spec.module.parameters(), *spec.module.buffers())}
-            module = copy.deepcopy(spec.module, shared)
-        else:
-            wider = {} if self.wide is None else {"dtype": str(self.wide).removeprefix("torch.")}
-            built: Any = build_skeleton(spec.model_copy(update=wider))
-            module = built
-            if getattr(module, "_supports_sdpa", False):
-                built.set_attn_implementation("sdpa")
-        _leave_out(module, self.layers)
-        self._take(module)
-        self.module = module.train()
-        self._models.clear()
-        wanted = inspect.signature(module.forward).parameters.get("position_ids")
-        self._wants_positions = wanted is not None and wanted.default is wanted.empty
-
-    def _take(self, module: nn.Module) -> None:
-        """Give every parameter its value, ties kept, and every buffer a copy of its own."""
-        canonical = {
-            name: self.backbone.names[id(tensor)]
-            for name, tensor in self.backbone.model.named_parameters(remove_duplicate=False)
-        }
-        known: dict[str, nn.Parameter] = {}
-        for path, part in module.named_modules():
-            for slot, parameter in part._parameters.items():
-                if parameter is None:
-                    continue
-                name = canonical[f"{path}.{slot}".strip(".")]
-                if name not in known:
-                    value = self.tensors.base(name, tuple(parameter.shape), parameter.dtype)
-                    known[name] = nn.Parameter(value, requires_grad=False)
-                part._parameters[slot] = known[name]
-        if known:
-            self.device = next(iter(known.values())).device
-            if isinstance(self.tensors, _Loaded):
-                self.tensors.device = self.device
-        for path, part in module.named_modules():
-            for slot, buffer in part._buffers.items():
-                if buffer is None:
-                    continue
-                # What the base rounded to half precision stays so.
-                kept = self.backbone.values.get(f"{path}.{slot}".strip("."), buffer)
-                value = kept if buffer.is_meta or kept.dtype in HALF else buffer
-                kind = self.wide if self.wide is not None and value.dtype in HALF else value.dtype
-                part._buffers[slot] = value.detach().clone().to(self.device, kind)
-
-    def run(
-        self,
-        job: Job,
-        sequences: Sequence[Sequence[int]],
-        copies: int = 1,
-        *,
-        disturbed: bool = False,
-    ) -> _Outcome:
-        """One forward and backward of each sequence alone.
-
-        copies       lines of the batch that a sequence is run in, all the same
-        disturbed    what embeddings give is moved by about a rounding
-        raises       Unchecked where the base does not run
-        """
-        model = self._wrapped(job)
-        with disturbed_embeddings(model) if disturbed else nullcontext():
-            return self._run(model, sequences, copies)
-
-    def _run(self, model: nn.Module, sequences: Sequence[Sequence[int]], copies: int) -> _Outcome:
-        outcome = _Outcome([], {})
-        for parameter in model.parameters():
-            parameter.grad = None
-        for sequence in sequences:
-            ids = torch.tensor([sequence] * copies, device=self.device)
-            logits = self._logits(model, ids)
-            outcome.logits.append(logits[0].detach())
-            loss = torch.stack([_loss(line, ids[0]) for line in logits]).mean()
-            if loss.requires_grad:
-                torch.autograd.backward(loss)
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                value = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                outcome.gradients[name.removeprefix(PEFT_PREFIX)] = value.detach()
-        return outcome
-
-    def outputs(self, job: Job, sequence: Sequence[int]) -> list[tuple[str, Tensor]]:
-        """The value of every module for one sequence, in the order in which they end."""
-        model = self._wrapped(job)
-        seen: list[tuple[str, Tensor]] = []
-        handles = []
-        for path, module in model.named_modules():
-            name = path.removeprefix(PEFT_PREFIX)
-
-            def keep(_: nn.Module, __: Any, output: Any, name: str = name) -> None:
-                parts = output if isinstance(output, tuple) else (output,)
-                tensors = [part for part in parts if isinstance(part, Tensor)]
-                # Of several, such as cosines and sines, nobody knows which one the graph has.
-                if len(tensors) == 1:
-                    seen.append((name, tensors[0].detach()))
-
-            handles.append(module.register_forward_hook(keep))
-        try:
-            with torch.no_grad():
-                self._logits(model, torch.tensor([list(sequence)], device=self.device))
-        finally:
-            for handle in handles:
-                handle.remove()
-        return seen
-
-    def _logits(self, model: nn.Module, ids: Tensor) -> Tensor:
-        try:
-            # A mode that need not be there is one that a base's code could ask for.
-            with _Still(self.wide) if self.still else nullcontext():
-                if self.backbone.config is not None:
-                    out: Any = model(input_ids=ids, use_cache=False)
-                elif self._wants_positions:
-                    positions = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-                    out = model(ids, position_ids=positions)
-                else:
-                    out = model(ids)
-        except Exception as error:
-            raise _BaseFails(ids.shape[1], error) from error
-        logits: Any = getattr(out, "logits", out)
-        result: Tensor = logits[0] if isinstance(logits, tuple) else logits
-        return result
-
-    def _wrapped(self, job: Job) -> nn.Module:
-        """The base with a job's adapters, by PEFT, drawn by name."""
-        if job.name in self._models:
-            model: nn.Module = self._models[job.name]
-            return model
-        shared = {
-            id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())
-        }
-        base: Any = copy.deepcopy(self.module, shared)
-        config = job.lora_config()
-        if not hasattr(base, "prepare_inputs_for_generation"):
-            config.task_type = None  # PEFT's class for language models wants to generate
-        wrapped = wrap_with_peft(base, config, job.adapter_dtype).train()
-        fields = job.lora_fields
-        for path, module in wrapped.named_modules():
-            for slot, parameter in module._parameters.items():
-                name = f"{path}.{slot}".removeprefix(PEFT_PREFIX)
-                mine = parameter is not None and parameter.requires_grad
-                if parameter is None or not (mine or is_frozen(fields, name)):
-                    continue
-                drawn = self.tensors.own(job.name, name, tuple(parameter.shape), parameter.dtype)
-                value = nn.Parameter(drawn.detach().to(self.device), mine)
-                module._parameters[slot] = value
-        self._models = {job.name: wrapped}
-        return wrapped
-
-
-class _Skipped(nn.Module):
-    """Stands for a layer that does not run: the hidden state goes on, in the form of the others.
-
-    ran    what the layer that ran last returned
-    """
-
-    def __init__(self, ran: list[Any]) -> None:
-        super().__init__()
-        self.ran = ran
-
-    def __deepcopy__(self, memo: Any) -> _Skipped:
-        """Itself: hooks, which a copy keeps, tell `ran` what ran."""
-        return self
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The hidden state."""
-        hidden = args[0] if args else next(iter(kwargs.values()))
-        last = self.ran[-1] if self.ran else None
-        return (hidden, *last[1:]) if isinstance(last, tuple) else hidden
-
-
-def _leave_out(model: nn.Module, layers: frozenset[str]) -> None:
-    """Put stand-ins in place of the layers that do not run."""
-    left_out, ran = _left_out(model, layers), list[Any]()
-
-    def keep(_: nn.Module, __: Any, output: Any) -> None:
-        ran[:] = [output]
-
-    for path in layer_list(model) if left_out else ():
-        if path in left_out:
-            parent, _, name = path.rpartition(".")
-            model.get_submodule(parent)._modules[name] = _Skipped(ran)
-        else:
-            model.get_submodule(path).register_forward_hook(keep)
-
-
-class _Still(TorchFunctionMode):
-    """No dropout drops, and half precision that code asks for by name is wider."""
-
-    def __init__(self, wide: torch.dtype | None) -> None:
-        super().__init__()
-        self._wide = wide
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        if func in _DROPOUTS:
-            return args[0] if args else named["input"]
-        if func is F.scaled_dot_product_attention:
-            named.pop("dropout_p", None)
-            args = (*args[:4], *((0.0,) if len(args) > 4 else ()), *args[5:])
-        if self._wide is not None:
-            args = tuple(self._wider(arg) for arg in args)
-            named = {name: self._wider(arg) for name, arg in named.items()}
-            if func in (Tensor.half, Tensor.bfloat16):
-                return args[0].to(self._wide)
-        return func(*args, **named)
-
-    def _wider(self, arg: Any) -> Any:
-        return self._wide if isinstance(arg, torch.dtype) and arg in HALF else arg
-
-
-_DROPOUTS = {
-    F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
-    torch.dropout,
-}  # fmt: skip

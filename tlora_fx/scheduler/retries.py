@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from tlora_fx.scheduler.state import (
     ActiveJob,
     Group,
 )
-
-if TYPE_CHECKING:
-    pass
-
 
 #: A bound that no group of two or more can keep.
 ALONE = 1e-9

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import TYPE_CHECKING, Annotated, ClassVar, Protocol
+from typing import Annotated, ClassVar, Protocol
 
 from pydantic import AliasChoices, ConfigDict, Field, PlainSerializer, TypeAdapter
 
@@ -13,9 +13,6 @@ from tlora_fx.cost.estimator import Estimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.errors import DecisionWrong
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True, slots=True)
