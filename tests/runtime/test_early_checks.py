@@ -52,7 +52,7 @@ MISTAKES = {
         ["--plan", "single", "--gpus", "2", "--device", "cpu"],
         "the plan 'single' needs 1 process",
     ),
-    "GPUs that are not there": ("a", "", ["--gpus", "99"], "there are not so many GPUs"),
+    "GPUs that are not there": ("a", "", ["--gpus", "99"], "this machine has no GPU"),
     "a switch of plans without a checkpoint": ("a", "", ["--replan"], "switched at a checkpoint"),
 }
 #: What else may stand in a job file in place of its base's config.json, and what is told.

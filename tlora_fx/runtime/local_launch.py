@@ -104,15 +104,21 @@ def process_count(
         return int(gpus)
     if gpus == "all" and there:
         return there
+    if on_cpu:
+        raise LaunchError(
+            "--gpus needs a number on a CPU",
+            expected="a number of processes",
+            found=f"--gpus {gpus}",
+            help="--gpus 2 --device cpu trains in two processes on a CPU",
+        )
+    seen = "1 GPU" if there == 1 else f"{there} GPUs"
     raise LaunchError(
-        "there are not so many GPUs" if not on_cpu else "--gpus all counts GPUs, not CPUs",
-        expected="a number of processes"
-        if on_cpu
-        else f"1 to {there}, or all"
-        if there
-        else "GPUs",
-        found=f"--gpus {gpus}" + f", {there} GPUs that can be seen" * (not on_cpu),
-        help="--gpus 2 --device cpu trains in two processes on a CPU",
+        "this machine has fewer GPUs" if there else "this machine has no GPU that can be seen",
+        expected=f"a number from 1 to {there}, or all" if there else "a machine with GPUs",
+        found=f"--gpus {gpus}, {seen}",
+        help="see nvidia-smi and CUDA_VISIBLE_DEVICES; leave out --gpus to train on a CPU"
+        if not there
+        else f"--gpus {there} uses all of them",
     )
 
 
