@@ -72,10 +72,10 @@ from tlora_fx.runtime.trackers import Trackers
 GRACE_SECONDS = 10.0
 # Rows are captured so many rounds after their sizes were chosen.
 CAPTURE_AFTER = 8
-# For each size so many rounds must follow where a process has SHORT_ROW tokens of a row. Of longer
-# rows more must follow: a GPU computes LONG_ROW tokens for as long as launching them takes. A capture
-# of an 8B shape took .55 s. A round took .26 s launched and .246 s replayed with 4,416 tokens on an
-# H100, and .33 s and .127 s with 2,200 on an H200 with a slower host.
+# For each size so many rounds must follow where a process has SHORT_ROW tokens of a row, and more
+# where it has more: a GPU computes LONG_ROW tokens for as long as launching takes. A capture of an
+# 8B shape took .55 s. A round took .26 s launched and .246 s replayed with 4,416 tokens on an H100,
+# and .33 s and .127 s with 2,200 on an H200 with a slower host.
 SHORT_ROW, PAYS_SHORT, LONG_ROW, PAYS_LONG = 2048, 4, 4300, 40
 
 
