@@ -111,6 +111,24 @@ def test_a_padded_row_has_the_sizes_of_its_step():
     assert (row.targets[106:] == IGNORED).all()
 
 
+def test_rows_that_run_at_the_same_time_are_of_one_step():
+    """Also where one has far fewer targets: else only one of two replicas would replay its row."""
+
+    def row_of(targets):
+        labels = [IGNORED] * (400 - targets) + [1] * targets
+        return [JobTokens([[1] * 100] * 4, [labels[at : at + 100] for at in range(0, 400, 100)])]
+
+    many, few = row_of(360), row_of(100)
+    together = size_abreast([many, few])
+    ladder = RowLadder.of([together])
+    bucketer = RowBucketer(packed=True, lengthened=True, abreast=2, ladder=ladder)
+
+    rows = [padded_by(ladder, row) for row in bucketer.made([many, few])]
+
+    assert ladder.step_for(size_of_jobs(few)) is None
+    assert [size_of(row) for row in rows] == [*ladder.steps] * 2
+
+
 @given(SIZES, st.integers(1, 5))
 def test_an_example_has_the_size_that_is_asked_for(size, jobs):
     """So that what is captured of it serves rows."""

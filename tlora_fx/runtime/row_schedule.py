@@ -15,11 +15,11 @@ from tlora_fx.runtime.run_folder import RunFolder
 
 #: Rows are captured so many rounds after their sizes were chosen.
 CAPTURE_AFTER = 8
-#: For each size so many rounds must follow, where a process has so few tokens of a row, and where
-#: it has so many: a GPU is busy with those for about as long as launching takes. Of an 8B shape on
-#: H100s, 4,416 tokens, a round took .26 to .30 s launched, by host, and .246 s replayed, and a
-#: capture .55 s.
-SHORT_ROW, PAYS_SHORT, LONG_ROW, PAYS_LONG = 2048, 4, 4096, 10
+#: For each size so many rounds must follow where a process has SHORT_ROW tokens of a row, and more
+#: where it has more: a GPU computes LONG_ROW tokens for as long as launching takes. Of an 8B shape
+#: launching took .26 to .33 s, by host, a replay on an H100 .246 s with 4,416 tokens and on an H200
+#: .127 s with 2,200, and a capture .55 s.
+SHORT_ROW, PAYS_SHORT, LONG_ROW, PAYS_LONG = 2048, 3, 5600, 40
 
 
 def rounds_to_pay(tokens: float) -> float:
@@ -27,8 +27,8 @@ def rounds_to_pay(tokens: float) -> float:
 
     tokens   of such a row that one process computes
     """
-    long = min(1.0, max(0.0, (tokens - SHORT_ROW) / (LONG_ROW - SHORT_ROW)))
-    return PAYS_SHORT + long * (PAYS_LONG - PAYS_SHORT)
+    saved = min(1.0, (LONG_ROW - tokens) / (LONG_ROW - SHORT_ROW))
+    return min(PAYS_LONG, PAYS_SHORT / saved) if saved > 0 else PAYS_LONG
 
 
 class RowSchedule:
