@@ -10,6 +10,7 @@ cold       `--compile`, no cache of ours, of Triton or of Inductor; Python's byt
 warm       the same again
 plain      warm, without `--compile`
 long       warm, for --long steps: rounds from the 20th on are compared with the frozen model
+beside     no cache, `--compile --no-wait-for-compile`, for twice as many steps
 one        with --gpus: warm, on one GPU
 PLAN       with --gpus: warm, `--gpus N --plan PLAN --compile`
 
@@ -75,6 +76,7 @@ def main() -> None:
     else:
         arms = {"cold": (warm, given.steps), "warm": (warm, given.steps)}
         arms |= {"plain": ([], given.steps), "long": (warm, given.long)}
+        arms["beside"] = ([*warm, "--no-wait-for-compile"], 2 * given.steps)
     wanted = given.arms.split(",") if given.arms else [*arms]
     for name, (options, steps) in arms.items():
         if name not in wanted:
@@ -164,7 +166,7 @@ def write_jobs(given: argparse.Namespace, name: str, steps: int) -> Path:
 def command(given: argparse.Namespace, name: str, options: list[str], steps: int) -> dict[str, Any]:
     """One `tlora-fx train`: seconds of its phases, of its rounds, and to its end."""
     caches = given.work / "caches"
-    if name == "cold":
+    if name in ("cold", "beside"):
         shutil.rmtree(caches, ignore_errors=True)
         subprocess.run([sys.executable, "-c", IMPORTS], check=True, env=_environment(caches))
     output = given.work / "runs" / name
