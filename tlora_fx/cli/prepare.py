@@ -22,6 +22,7 @@ from tlora_fx.cli.train import (
     start_processes,
 )
 from tlora_fx.host import phases
+from tlora_fx.host.importing import importing, keep_imported
 from tlora_fx.host.phases import phase
 
 if TYPE_CHECKING:
@@ -62,9 +63,10 @@ def run(options: StartOptions) -> None:
     from tlora_fx.cli.bars import Bars
 
     with Bars(Console(stderr=True, quiet=not leads, highlight=False)) as bars:
-        with phase("imports"):
+        with importing():
             from tlora_fx.runtime.launch import Launch, exits_at_once
 
+        keep_imported()
         launch = Launch.found() if has_device else Launch()
         options = replace(options, plan=plan_name(options, launch))
 
@@ -89,7 +91,7 @@ def _prepare(options: StartOptions, launch: Launch | None, bars: Bars) -> None:
 
     launch   None where no device is to run anything
     """
-    with phase("imports"):
+    with importing():
         from tlora_fx.runtime.group_step import StepOptions
         from tlora_fx.runtime.warm_up import caches, digest_data, not_kept, warm_up
 

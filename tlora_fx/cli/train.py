@@ -26,6 +26,7 @@ from tlora_fx.cli.options import (
 )
 from tlora_fx.cli.terminal import Console, print_whole
 from tlora_fx.host import phases
+from tlora_fx.host.importing import importing, keep_imported
 from tlora_fx.host.phases import phase
 
 if TYPE_CHECKING:
@@ -225,9 +226,10 @@ def run(options: TrainOptions) -> None:
 
     # One process speaks for all.
     with Bars(Console(stderr=True, quiet=not leads, highlight=False)) as bars:
-        with phase("imports"):
+        with importing():
             from tlora_fx.runtime.launch import Launch, exits_at_once
 
+        keep_imported()
         launch = Launch.found()
         plan = plan_name(options, launch)
         options = replace(options, plan=plan, resume=options.resume or launch.again)
@@ -382,7 +384,7 @@ def arrange(
     replan    switch to the plan that it has proposed
     raises    TloraError
     """
-    with phase("imports"):
+    with importing():
         from tlora_fx.runtime.clocks import JobClocks, clocks_in
         from tlora_fx.runtime.distributed import Ranks
         from tlora_fx.runtime.launch import join, memory_bytes
@@ -421,7 +423,7 @@ def arrange(
 
 
 def _train(options: TrainOptions, launch: Launch, bars: Bars) -> Sequence[JobRun]:
-    with phase("imports"):
+    with importing():
         from tlora_fx.runtime.callbacks import Callbacks, callback_named
         from tlora_fx.runtime.checks import unusual
         from tlora_fx.runtime.trainer import Trainer, TrainerOptions
@@ -506,7 +508,7 @@ def compiled_with_data(
     clocks    what time it is for each job; None: all start now
     raises    TloraError
     """
-    with phase("imports"):
+    with importing():
         from tlora_fx.compiler import compile
         from tlora_fx.config.job_file import load_job_file
         from tlora_fx.runtime.checks import load_all_data

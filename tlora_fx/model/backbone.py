@@ -28,7 +28,7 @@ from tlora_fx.config.base_task import pools_first, require_task
 from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseNotLoadable, BaseRefused
-from tlora_fx.host.phases import phase
+from tlora_fx.host.importing import importing
 
 
 @dataclass
@@ -147,7 +147,7 @@ def load_config(spec: BaseSpec, *, dropout: bool = True) -> Any:
     raises    BaseNotLoadable; BaseRefused where it is not made for its task; RemoteCodeRefused
               where it needs code of its own that the job file does not trust
     """
-    with phase("imports"):
+    with importing():
         from transformers import AutoConfig
 
     source = spec.model or str(spec.config)
@@ -188,6 +188,9 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
     factory = model_factory(spec, config)
     _refuse_other_inputs(config, spec, factory)
     try:
+        if type(config) in factory._model_mapping:
+            with importing():
+                _ = factory._model_mapping[type(config)]
         with matrices_on_meta(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(spec.seed)
             model = factory.from_config(
@@ -223,7 +226,7 @@ def model_factory(spec: BaseSpec, config: Any) -> Any:
 
     config    the base's
     """
-    with phase("imports"):
+    with importing():
         from transformers import (
             AutoModelForCausalLM,
             AutoModelForImageTextToText,

@@ -8,7 +8,7 @@ from tlora_fx.config.base_files import refuse_remote_code, require_tokenizer_fil
 from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import TokenizerNotLoadable
-from tlora_fx.host.phases import phase
+from tlora_fx.host.importing import importing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,7 +20,7 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
     raises    TokenizerNotLoadable; BaseFileDamaged; RemoteCodeRefused where it needs code of its
               own that the job file does not trust
     """
-    with phase("imports"):
+    with importing():
         from transformers import AutoTokenizer
 
     require_tokenizer_files(spec)
