@@ -127,12 +127,12 @@ def make_base(given: argparse.Namespace) -> None:
 def fill(given: argparse.Namespace, commands: dict[str, list[str]]) -> None:
     """Fill the caches: a few steps of each of these commands, side by side.
 
-    What `auto` runs is what another plan has compiled, and replicas run what one GPU does.
+    What `auto` runs is what another plan has compiled.
     """
     caches = given.work / "caches"
     shutil.rmtree(caches, ignore_errors=True)
     subprocess.run([sys.executable, "-c", IMPORTS], check=True, env=_environment(caches))
-    wanted = {name: each for name, each in commands.items() if name not in ("auto", "replicated")}
+    wanted = {name: each for name, each in commands.items() if name != "auto"}
     with ThreadPoolExecutor(len(wanted)) as pool:
         done = pool.map(lambda name: command(given, f"fill {name}", wanted[name], 3), wanted)
         for name, result in zip(wanted, done, strict=True):
@@ -249,7 +249,8 @@ def rounds_of(output: Path) -> dict[str, Any]:
                 seconds[step], before = record["seconds"], record["tokens"]
                 replayed[step] = record.get("rows_replayed", 0), record.get("rows", 0)
     order = sorted(seconds)
-    steady = [seconds[step] for step in order[STEADY:]]
+    # A round is looked at when the next one was launched, and the last one has none.
+    steady = [seconds[step] for step in order[STEADY:-1]]
     return {
         "tokens": [tokens[step] for step in order],
         "seconds": [round(seconds[step], 4) for step in order],
@@ -265,7 +266,7 @@ def over_frozen(arm: dict[str, Any], alone: dict[str, Any]) -> float:
     (few, fast), (many, slow) = ((each["tokens"], each["seconds"]) for each in alone["rows"])
     slope = (slow - fast) / (many - few)
     pairs = zip(arm["rounds"]["tokens"], arm["rounds"]["seconds"], strict=True)
-    steady = list(pairs)[STEADY:]
+    steady = list(pairs)[STEADY:-1]
     expected = sum(fast + slope * (tokens - few) for tokens, _ in steady)
     return round(float(sum(seconds for _, seconds in steady) / expected), 3)
 

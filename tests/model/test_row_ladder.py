@@ -22,6 +22,7 @@ from tlora_fx.model.batch import (
 )
 from tlora_fx.model.row_ladder import MAX_STEPS, RowLadder, RowSize
 from tlora_fx.runtime.data.batching import (
+    FEW_STEPS,
     Cutting,
     RowBucketer,
     _whole_rows,
@@ -111,6 +112,24 @@ def test_a_padded_row_has_the_sizes_of_its_step():
     assert (row.targets[106:] == IGNORED).all()
 
 
+def test_rows_that_run_at_the_same_time_are_of_one_step():
+    """Also where one has far fewer targets: else only one of two replicas would replay its row."""
+
+    def row_of(targets):
+        labels = [IGNORED] * (400 - targets) + [1] * targets
+        return [JobTokens([[1] * 100] * 4, [labels[at : at + 100] for at in range(0, 400, 100)])]
+
+    many, few = row_of(360), row_of(100)
+    together = size_abreast([many, few])
+    ladder = RowLadder.of([together])
+    bucketer = RowBucketer(packed=True, lengthened=True, abreast=2, ladder=ladder)
+
+    rows = [padded_by(ladder, row) for row in bucketer.made([many, few])]
+
+    assert ladder.step_for(size_of_jobs(few)) is None
+    assert [size_of(row) for row in rows] == [*ladder.steps] * 2
+
+
 @given(SIZES, st.integers(1, 5))
 def test_an_example_has_the_size_that_is_asked_for(size, jobs):
     """So that what is captured of it serves rows."""
@@ -180,6 +199,29 @@ def test_rows_of_a_run_fit_its_ladder(tmp_path, parts, abreast):
         made = bucketer.made(rows)
         assert step is not None
         assert [row.input_ids.numel() for row in made[:abreast]] == [step.tokens] * abreast
+
+
+@pytest.mark.parametrize(
+    ("steps", "length", "shared", "few"),
+    [(60, 70, 1, True), (3000, 70, 1, False), (60, 140, 1, False), (60, 140, 2, True)],
+)
+def test_half_of_the_steps_suffice_for_short_rows_of_a_run_that_ends_soon(
+    tmp_path, steps, length, shared, few
+):
+    """Captured in half the time; every row has a step all the same."""
+    job = make_job(tiny_base(tmp_path), "a").model_copy(
+        update={"max_steps": steps, "per_device_train_batch_size": 32}
+    )
+    drawn = torch.Generator().manual_seed(3)
+    lengths = torch.randint(length // 2, length * 3 // 2, (2000,), generator=drawn).tolist()
+    own = data_of(job, lengths)
+    cutting = Cutting(whole=False, square_tokens=1e9, max_row_tokens=16384)
+
+    ladder = ladder_of([job], {0: own}, cutting, 1, 1, shared)
+
+    assert (len(ladder.steps) <= FEW_STEPS) == few
+    rows = [row for number in range(60) for row in _whole_rows([own.sizes(number)], 16384)]
+    assert all(ladder.step_for(row) for row in rows)
 
 
 def test_a_ladder_follows_from_jobs_and_data_alone(tmp_path):

@@ -18,6 +18,7 @@ from tlora_fx.errors import CheckpointError, ResumeMismatch, RunFolderError
 from tlora_fx.model.row_ladder import RowLadder, RowSize
 from tlora_fx.runtime.adapters.files import adapter_tensors
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
+from tlora_fx.runtime.row_schedule import rounds_to_pay
 from tlora_fx.runtime.run_folder import MetricsLog, RunFolder, read_metrics
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
 from tlora_fx.runtime.verify import adapter_difference
@@ -409,6 +410,15 @@ def test_rows_are_captured_where_enough_rounds_follow(
     trainer.run()
 
     assert captured == rounds
+
+
+def test_fewer_rounds_pay_for_rows_of_fewer_tokens():
+    """Launching takes as long for a few tokens as for many, and a GPU computes them faster."""
+    rounds = [rounds_to_pay(tokens) for tokens in (16, 2048, 2240, 3072, 4000, 4300, 9000)]
+
+    assert rounds == sorted(rounds)
+    assert (rounds[0], rounds[1], rounds[-1]) == (4, 4, 40)
+    assert rounds[3] < 10
 
 
 def test_the_ladder_follows_the_jobs_that_train(base, tmp_path, monkeypatch):

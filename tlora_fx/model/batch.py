@@ -140,14 +140,12 @@ def size_of_jobs(jobs: Iterable[JobTokens]) -> RowSize:
 
 
 def padded_by(ladder: RowLadder, row: PackedBatch) -> PackedBatch:
-    """A row with all sizes of its step of a ladder but its tokens, or `repeating_form`.
+    """A row with all other sizes of the step whose tokens it has, or `repeating_form`.
 
     row      on the CPU, in packed form, with a target at least
     """
-    step = ladder.step_for(size_of(row))
-    if step is None or step.tokens != row.input_ids.numel():
-        return repeating_form(row)
-    return repeating_form(row, step[1:])
+    step = ladder.step_of(size_of(row))
+    return repeating_form(row) if step is None else repeating_form(row, step[1:])
 
 
 def example_row(step: RowSize, jobs: int) -> PackedBatch:

@@ -107,6 +107,16 @@ class RowLadder:
                 return step
         return None
 
+    def step_of(self, size: RowSize) -> RowSize | None:
+        """The smallest step of a row that has a step's tokens already; None where there is none.
+
+        However many targets it lacks: those of the rows that run beside it may be more.
+        """
+        for step in self.steps:
+            if step.tokens == size.tokens and step.holds(size):
+                return step
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class _Group:

@@ -383,7 +383,8 @@ class GroupStep:
         ladder = RowLadder()
         if not any(job.is_preference for job in self.model.jobs):
             parts, abreast = self.plan.parts, self.bucketer.abreast
-            ladder = ladder_of(self.model.jobs, data, self.cutting, parts, abreast)
+            shared = self.plan.mesh.tp
+            ladder = ladder_of(self.model.jobs, data, self.cutting, parts, abreast, shared)
         self.bucketer.ladder = ladder
         graphs.use(ladder)
         if self.mesh.size == 1 and ladder.steps:

@@ -15,10 +15,11 @@ from tlora_fx.runtime.run_folder import RunFolder
 
 #: Rows are captured so many rounds after their sizes were chosen.
 CAPTURE_AFTER = 8
-#: For each size so many rounds must follow, where a process has so few tokens of a row, and where
-#: it has so many: a GPU is busy with those for as long as launching takes. Of an 8B shape on an
-#: H100, 4,416 tokens, a round took .26 s launched and .246 s replayed, and a capture .55 s.
-SHORT_ROW, PAYS_SHORT, LONG_ROW, PAYS_LONG = 2048, 4, 4096, 40
+#: For each size so many rounds must follow where a process has SHORT_ROW tokens of a row, and more
+#: where it has more: a GPU computes LONG_ROW tokens for as long as launching takes. A capture of
+#: an 8B shape took .55 s. A round took .26 s launched and .246 s replayed with 4,416 tokens on an
+#: H100, and .33 s and .127 s with 2,200 on an H200 with a slower host.
+SHORT_ROW, PAYS_SHORT, LONG_ROW, PAYS_LONG = 2048, 4, 4300, 40
 
 
 def rounds_to_pay(tokens: float) -> float:
@@ -26,8 +27,8 @@ def rounds_to_pay(tokens: float) -> float:
 
     tokens   of such a row that one process computes
     """
-    long = min(1.0, max(0.0, (tokens - SHORT_ROW) / (LONG_ROW - SHORT_ROW)))
-    return PAYS_SHORT + long * (PAYS_LONG - PAYS_SHORT)
+    saved = min(1.0, (LONG_ROW - tokens) / (LONG_ROW - SHORT_ROW))
+    return min(PAYS_LONG, PAYS_SHORT / saved) if saved > 0 else PAYS_LONG
 
 
 class RowSchedule:

@@ -268,10 +268,19 @@ def _piece(jobs: Sequence[JobTokens], start: int, stop: int) -> Row:
 
 #: Rounds that are looked at.
 FORECAST_ROUNDS = 256
+# Half of the steps suffice in a run of so few rounds, with rows of which a process computes so few
+# tokens: such rows are captured after a few rounds, and half of the captures save more time than
+# their padding costs.
+FEW_STEPS, FEW_ROUNDS, FEW_TOKENS = 8, 2000, 3072
 
 
 def ladder_of(
-    jobs: Sequence[Job], data: Mapping[int, JobData], cutting: Cutting, parts: int, abreast: int
+    jobs: Sequence[Job],
+    data: Mapping[int, JobData],
+    cutting: Cutting,
+    parts: int,
+    abreast: int,
+    shared: int = 1,
 ) -> RowLadder:
     """The ladder for the rows of these jobs, as if all began together.
 
@@ -282,7 +291,22 @@ def ladder_of(
     data       of those that train, by index
     parts      into how many a round is cut
     abreast    how many rows run at the same time
+    shared     processes that compute each row together
     """
+    sizes = _forecast(jobs, data, cutting, parts, abreast)
+    rounds = max((own.steps for own in data.values()), default=0)
+    tokens = sorted(size.tokens for size in sizes)[len(sizes) // 2] if sizes else 0
+    if rounds <= FEW_ROUNDS and tokens <= FEW_TOKENS * shared:
+        ladder = RowLadder.of(sizes, FEW_STEPS)
+        if all(ladder.step_for(size) for size in sizes if size.tokens and size.targets):
+            return ladder
+    return RowLadder.of(sizes)
+
+
+def _forecast(
+    jobs: Sequence[Job], data: Mapping[int, JobData], cutting: Cutting, parts: int, abreast: int
+) -> list[RowSize]:
+    """Sizes of rows to come; see `ladder_of`."""
     sizes: list[RowSize] = []
     for number in range(FORECAST_ROUNDS):
         training = [index for index, own in data.items() if number < own.steps]
@@ -297,7 +321,7 @@ def ladder_of(
             rows_of_round(jobs, batches, steps, cutting.max_row_tokens), parts, cutting
         )
         sizes += [size_abreast(rows[at : at + abreast]) for at in range(0, len(rows), abreast)]
-    return RowLadder.of(sizes)
+    return sizes
 
 
 def _whole_rows(sizes: Sequence[Sequence[RowSize]], max_row_tokens: int) -> Iterator[RowSize]:
