@@ -13,7 +13,7 @@ from tests.sampled import sampled
 from tlora_fx.compiler import compile, prepare
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import FusedDiffers, TloraError
-from tlora_fx.numerics import probe
+from tlora_fx.numerics import base_alone, probe
 from tlora_fx.numerics.probe import ProbeResult, probe_compiled, probe_loaded
 from tlora_fx.runtime.adapters.files import base_tensors
 
@@ -146,7 +146,7 @@ def test_the_error_names_the_first_module_that_differs(monkeypatch):
     model = compile(hand_written(plain(layers=3)))
     wrong = copy.deepcopy(plain(layers=3))
     wrong.layers[1].norm.eps = 0.3
-    monkeypatch.setattr(probe, "build_skeleton", None)
+    monkeypatch.setattr(base_alone, "build_skeleton", None)
     model.backbone.spec = model.backbone.spec.model_copy(update={"module": wrong})
 
     text = error_of(lambda: probed(model), FusedDiffers)
