@@ -348,10 +348,9 @@ class StateGatherer:
         sizes = [sent.dtype.itemsize * torch.Size(sent.shape).numel() for sent in listed]
         flat = torch.empty(sum(sizes), dtype=torch.uint8)
         dist.recv(flat, rank, self.mesh.world)
-        pieces = torch.split(flat, sizes)
         return [
-            piece.clone().view(sent.dtype).reshape(sent.shape)
-            for piece, sent in zip(pieces, listed, strict=True)
+            _tensor_of(piece, sent)
+            for piece, sent in zip(torch.split(flat, sizes), listed, strict=True)
         ]
 
 
@@ -361,7 +360,18 @@ def _parameter(name: str) -> str:
 
 
 def _bytes_of(tensors: list[Tensor]) -> Tensor:
-    return torch.cat([t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in tensors])
+    """The bytes of tensors one after the other, in main memory: each is copied once."""
+    flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
+    for tensor, own in zip(tensors, torch.split(flat, [t.nbytes for t in tensors]), strict=True):
+        own.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+    return flat
+
+
+def _tensor_of(piece: Tensor, sent: _Sent) -> Tensor:
+    """A tensor that was sent; where it is joined with others anyway, it is not copied before."""
+    aligned = piece.storage_offset() % sent.dtype.itemsize == 0
+    own = piece if aligned and sent.shard is not None else piece.clone()
+    return own.view(sent.dtype).reshape(sent.shape)
 
 
 def _joined(pieces: Mapping[int, Tensor], shard: Shard | None) -> Tensor:
