@@ -40,9 +40,9 @@ LONG = (
     "backend/test_lowering.py",
     "cli/test_train_processes.py",
     "codegen/test_interpreted.py",
-    "examples/test_extension.py",
     "examples/test_sd_lora.py",
     "graph_file/test_document.py",
+    "inspect/test_listing.py",
     "ops/test_interpreted.py",
     "parallel/test_pipeline.py",
     "parallel/test_trainer_plans.py",
@@ -51,8 +51,10 @@ LONG = (
     "scheduler/test_service.py",
     "silence/test_written.py",
     "tracing/test_never_silently_wrong.py",
+    "model/test_classifiers.py",
     "model/test_compiled.py",
     "model/test_exported.py",
+    "numerics/test_probe.py",
 )
 
 # What was traced and probed is kept between test runs; its names say what decides it, its code too
