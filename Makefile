@@ -22,6 +22,9 @@ JOBS := examples/quickstart/jobs.yaml
 DEMO_BUILD := build/quickstart
 DEMO_RUN := runs/quickstart
 
+# Where nothing may be kept of what Python compiles, each process compiles all sources again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DELETE_ON_ERROR:
 .PHONY: help venv demo test check dumps format-check lint types floors unit slow fuzz docs sizes wheel-check coverage format assets clean
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import logging
 import os
 import shutil
@@ -11,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Read when the libraries are imported, so set before any test module is.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -23,9 +25,10 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
+from _pytest.pathlib import import_path
 from hypothesis import HealthCheck, settings
 
-from tests import kept_between_runs
+from tests import forked, kept_between_runs
 
 # Tests under Triton's interpreter (tests/interpreted.py) compile no models.
 _MODELS = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tests.traced"]
@@ -37,9 +40,9 @@ LONG = (
     "backend/test_lowering.py",
     "cli/test_train_processes.py",
     "codegen/test_interpreted.py",
-    "examples/test_extension.py",
     "examples/test_sd_lora.py",
     "graph_file/test_document.py",
+    "inspect/test_listing.py",
     "ops/test_interpreted.py",
     "parallel/test_pipeline.py",
     "parallel/test_trainer_plans.py",
@@ -48,13 +51,16 @@ LONG = (
     "scheduler/test_service.py",
     "silence/test_written.py",
     "tracing/test_never_silently_wrong.py",
+    "model/test_classifiers.py",
     "model/test_compiled.py",
     "model/test_exported.py",
+    "numerics/test_probe.py",
 )
 
 # What was traced and probed is kept between test runs; its names say what decides it, its code too
 # (tests/traced_once.py). All else that a user's cache holds is of one run.
 _RUN = "" if "TLORA_FX_TEST_RUN" in os.environ else tempfile.mkdtemp(prefix="tlora-fx-run-")
+_RUNNER = os.getpid()  # workers that are forked from it have the same _RUN
 if _RUN:
     os.environ["TLORA_FX_TEST_RUN"] = _RUN
     os.environ["TLORA_FX_CACHE"] = str(Path(_RUN) / "cache")
@@ -107,9 +113,41 @@ def pytest_collection_finish() -> None:
     gc.set_threshold(50_000, 20, 100)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Fork the workers of a whole run from one process that has imported all tests.
+
+    A fork cannot use a GPU that the process before it has looked at.
+    """
+    whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if not whole or not _RUN or Path("/dev/nvidiactl").exists():
+        return
+    server = forked.Server(Path(_RUN), lambda: import_tests(config))
+    config.add_cleanup(server.close)
+    os.environ[forked.VARIABLE] = str(server.client)
+    for spec in specs:
+        spec.python = str(server.client)
+
+
+def import_tests(config: pytest.Config) -> None:
+    """Import test files as pytest does; workers meet again, and tell, what goes wrong in one."""
+    mode = config.getoption("importmode")
+    for file in sorted(HERE.rglob("test_*.py")):
+        before = set(sys.modules)
+        if "interpreted" in file.parts:
+            continue
+        try:
+            import_path(file, mode=mode, root=config.rootpath, consider_namespace_packages=False)
+        except BaseException:  # noqa: BLE001  (importorskip raises what is no Exception)
+            name = ".".join(file.relative_to(config.rootpath).with_suffix("").parts)
+            if name not in before:
+                sys.modules.pop(name, None)
+    importlib.import_module("tests.parallel.warm")
+
+
 def pytest_unconfigure() -> None:
     """Remove what is of this run alone."""
-    if _RUN:
+    if _RUN and os.getpid() == _RUNNER:
         shutil.rmtree(_RUN, ignore_errors=True)
 
 

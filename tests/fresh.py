@@ -6,7 +6,6 @@ no subject of such a test, nor is its hash seed; where they are, a test starts a
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import runpy
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tests import traced_once
-from tests.parallel.processes import SERVED
+from tests.parallel.processes import forkserver_context
 
 
 class Program:
@@ -34,10 +33,8 @@ class Program:
     ) -> None:
         self.words = tuple(map(str, words))
         self.files = [Path(tempfile.mkstemp()[1]) for _ in ("stdout", "stderr")]
-        context: Any = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(SERVED)
         given = (self.words, str(cwd or Path.cwd()), dict(env or os.environ), self.files)
-        self.process = context.Process(target=_become, args=given)
+        self.process = forkserver_context().Process(target=_become, args=given)
         self.process.start()
 
     @property

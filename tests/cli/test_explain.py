@@ -4,24 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.models import save_config
+from tests.cli.test_compile import jobs  # noqa: F401  (a fixture)
 from tlora_fx.cli import main
-
-JOBS = """
-base: {config: llama, dtype: float32}
-jobs:
-  - {name: one, lora: {r: 4, target_modules: [q_proj]}, data: {path: x.jsonl}}
-"""
-
-
-@pytest.fixture(scope="module")
-def jobs(tmp_path_factory):
-    """A job file beside its base's config."""
-    folder = tmp_path_factory.mktemp("jobs")
-    save_config(folder, "llama")
-    (folder / "jobs.yaml").write_text(JOBS)
-    (folder / "x.jsonl").write_text('{"text": "a"}\n')
-    return folder / "jobs.yaml"
 
 
 def run(*arguments: object) -> int | str | None:
@@ -31,7 +15,7 @@ def run(*arguments: object) -> int | str | None:
     return end.value.code
 
 
-def test_explain_says_what_became_of_a_module(jobs, capsys):
+def test_explain_says_what_became_of_a_module(jobs, capsys):  # noqa: F811
     """Plain text on stdout."""
     assert run("explain", jobs, "--node", "layers.2.self_attn.q_proj") == 0
 
@@ -40,7 +24,7 @@ def test_explain_says_what_became_of_a_module(jobs, capsys):
     assert "one: lowered: rank 4, scaling 2, dropout 0" in out
 
 
-def test_a_wrong_module_exits_with_1(jobs, capsys):
+def test_a_wrong_module_exits_with_1(jobs, capsys):  # noqa: F811
     """The nearest name on stderr."""
     assert run("explain", jobs, "--node", "layers.2.self_attn.q_porj") == 1
 

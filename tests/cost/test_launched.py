@@ -80,7 +80,8 @@ def test_one_job_keeps_its_group_from_it(tmp_path):
 
 def test_adapters_that_compute_in_float32_have_no_kernels(tmp_path):
     """Nor have those on a base in float32."""
-    one = job("one", base_of(tmp_path, "llama", dtype="bfloat16"), target_modules=["q_proj"])
+    base = base_of(tmp_path, "llama", dtype="bfloat16", num_hidden_layers=2)
+    one = job("one", base, target_modules=["q_proj", "down_proj"])
     wide = one.model_copy(update={"adapter_compute": "float32"})
 
     assert facts_of(compile([wide])).launched == ("multi_lora_linear",)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests import interpreted
+from tests.conftest import SLOW
 
 HERE = Path(__file__).parent
 
@@ -20,6 +21,11 @@ def test_interpreted():
 def test_slow_ones_interpreted():
     """Every plan with and without dropout, where the quick tests take some."""
     words = ("SLOW", "sampled(")
-    files = [path for path in interpreted.files(HERE) if any(w in path.read_text() for w in words)]
+    named = {HERE.parent / line.partition("::")[0] for line in SLOW}
+    files = [
+        path
+        for path in interpreted.files(HERE)
+        if path in named or any(word in path.read_text() for word in words)
+    ]
 
     interpreted.run(*files, marked="slow")

@@ -16,11 +16,19 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from tests import traced_once
+from tests import forked, traced_once
 
 TIMEOUT = timedelta(seconds=120)
 # What the server imports before it forks.
 SERVED = ["tests.parallel.warm"]
+
+
+def forkserver_context() -> Any:
+    """The context whose processes are forked from a server that has imported everything."""
+    context: Any = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(SERVED)
+    forked.ensure_forkserver()
+    return context
 
 
 def run_processes(
@@ -39,8 +47,9 @@ def run_processes(
     raises     RuntimeError with the traceback of the first rank that failed
     """
     # CUDA does not survive a fork, so processes with GPUs import for themselves.
-    context: Any = multiprocessing.get_context("spawn" if gpus or own_hashes else "forkserver")
-    context.set_forkserver_preload(SERVED)
+    context: Any = (
+        multiprocessing.get_context("spawn") if gpus or own_hashes else forkserver_context()
+    )
     results = context.SimpleQueue()
     # The store is this process's, as under torchrun: rank 0 may end while others still begin.
     store: Any = torch.distributed.TCPStore(  # type: ignore[attr-defined]

@@ -37,7 +37,9 @@ TWO = {
 REPLAYED = {
     f"{name}, replayed": replace(case, replayed=True)
     for name, case in TWO.items() if not case.compiled
-} | {"1f1b, every layer, replayed": Case(2, (2,), "1f1b", replayed=True)}  # fmt: skip
+}  # fmt: skip
+#: On a model of its own, with adapters on every layer.
+EVERY_REPLAYED = {"1f1b, every layer, replayed": Case(2, (2,), "1f1b", replayed=True)}
 EVERY_LAYER = {"layers": 8}
 FOUR = {
     "gpipe": Case(4, (2, 4, 6), "gpipe", **EVERY_LAYER),
@@ -79,9 +81,20 @@ def test_two_processes_train_as_one_does(two, name):
 @pytest.mark.parametrize("name", REPLAYED)
 def test_micro_batches_that_come_again_are_replayed_and_train_as_one_process_does(two, name):
     """Each in a slot of its own until its backward is done; a stage without one needs none."""
-    ranks = [rank[name] for rank in two]
+    require_replayed([rank[name] for rank in two], whole=name != "gpipe, replayed")
+
+
+@pytest.mark.parametrize("name", EVERY_REPLAYED)
+@pytest.mark.slow
+def test_stages_with_adapters_on_every_layer_are_replayed_too(tmp_path, name):
+    """The first stage has a backward in every micro-batch."""
+    ranks = run_processes(2, all_differences, tmp_path, EVERY_REPLAYED)
+
+    require_replayed([rank[name] for rank in ranks], whole=True)
+
+
+def require_replayed(ranks, *, whole):
     check(ranks)
-    whole = name != "gpipe, replayed"
     for rank, (forwards, backwards) in enumerate(found.replays for found in ranks):
         assert forwards > 0
         assert (backwards > 0) == (whole or rank == 1)
@@ -121,7 +134,7 @@ def test_a_measured_round_names_every_piece_of_work(two):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("base"), 4, upper=2)
+    return compiled(tmp_path_factory.mktemp("base"), 4, upper=2, tie_word_embeddings=True)
 
 
 def test_the_planner_gives_more_layers_to_a_stage_without_backward(model):

@@ -75,8 +75,26 @@ def browser() -> Iterator[Any]:
         started.close()
 
 
+def listening(page: Any, opened: list[Opened]) -> Any:
+    """A page whose errors and requests go to what was opened last."""
+    page.set_default_timeout(10_000)
+    page.on("console", lambda message: opened[-1].console.append(message.text))
+    page.on("pageerror", lambda error: opened[-1].console.append(str(error)))
+    page.on("request", lambda request: opened[-1].requests.append(request.url))
+    return page
+
+
+@pytest.fixture(scope="module")
+def tab(browser) -> Iterator[tuple[Any, list[Opened]]]:
+    """One tab for all pages of a file that ask for nothing of their own; a tab is a process."""
+    context = browser.new_context(viewport=LARGE)
+    opened: list[Opened] = []
+    yield listening(context.new_page(), opened), opened
+    context.close()
+
+
 @pytest.fixture
-def opened(browser, tmp_path) -> Iterator[Callable[..., Opened]]:
+def opened(browser, tab, tmp_path) -> Iterator[Callable[..., Opened]]:
     """Write stages as a page and open it."""
     contexts = []
 
@@ -85,12 +103,15 @@ def opened(browser, tmp_path) -> Iterator[Callable[..., Opened]]:
     ) -> Opened:
         path = Path(tmp_path, "page.html")
         write_html(given or stages(), path, title="a page")
-        contexts.append(browser.new_context(viewport=size, **options))
-        found = Opened(contexts[-1].new_page())
-        found.page.set_default_timeout(10_000)
-        found.page.on("console", lambda message: found.console.append(message.text))
-        found.page.on("pageerror", lambda error: found.console.append(str(error)))
-        found.page.on("request", lambda request: found.requests.append(request.url))
+        if size is LARGE and not options:
+            page, known = tab
+            page.mouse.move(0, 0)
+        else:
+            contexts.append(browser.new_context(viewport=size, **options))
+            known = []
+            page = listening(contexts[-1].new_page(), known)
+        found = Opened(page)
+        known.append(found)
         found.page.goto(path.as_uri())
         found.page.wait_for_selector("body.ready")
         return found

@@ -1,0 +1,61 @@
+"""Processes that are forked from one that has imported everything are what was asked for."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests import forked
+
+TOLD = """
+import json, os, sys
+print(json.dumps([sys.argv, os.environ["OWN"], os.getcwd(), sys.stdin.read(), __name__]))
+print("beside", file=sys.stderr)
+sys.exit(7)
+"""
+
+
+@pytest.fixture
+def server(tmp_path):
+    """One that has imported nothing more; a word in its memory comes with each fork."""
+    made = forked.Server(tmp_path, lambda: setattr(sys, "imported_before", True))
+    yield made
+    made.close()
+
+
+def test_a_fork_has_the_words_variables_files_and_end_of_an_interpreter(server, tmp_path):
+    """Also its folder; what it prints comes out where it was asked to."""
+    ended = subprocess.run(
+        [server.client, "-u", "-c", TOLD, "word"],
+        input="given", env={"OWN": "variable"}, cwd=tmp_path, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+
+    assert ended.returncode == 7, ended.stderr
+    assert json.loads(ended.stdout) == [
+        ["-c", "word"], "variable", str(tmp_path), "given", "__main__",
+    ]  # fmt: skip
+    assert ended.stderr == "beside\n"
+
+
+def test_a_fork_finds_imported_what_the_server_has_imported(server):
+    """Two forks at once do not meet."""
+    code = "import sys; print(sys.imported_before); sys.imported_before = 'mine'"
+    words = [server.client, "-c", code]
+    both = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+
+    assert [each.communicate()[0] for each in both] == ["True\n", "True\n"]
+
+
+def test_a_fork_that_fails_says_why(server):
+    """As an interpreter does."""
+    ended = subprocess.run(
+        [server.client, "-c", "raise ValueError('wrong')"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert ended.returncode == 1
+    assert ended.stderr.endswith("ValueError: wrong\n")
