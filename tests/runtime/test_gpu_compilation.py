@@ -60,8 +60,10 @@ def test_the_process_fills_the_caches_that_training_reads(
 
 
 def test_captured_rows_and_a_resumed_run_follow_the_switch(jobs, tmp_path, monkeypatch):
-    """Rows are captured before it and anew after it; a run cut afterwards repeats its losses."""
+    """Rows are captured after it alone; a run cut before or behind it repeats its losses."""
     monkeypatch.setattr(compilation, "CompileProcess", Pretended)
+    monkeypatch.setattr("tlora_fx.runtime.row_schedule.CAPTURE_AFTER", 1)
+    monkeypatch.setattr("tlora_fx.runtime.row_schedule.PAYS_SHORT", 0)
     data = make_data(jobs, longest=9, count=2)
 
     def trained(folder, *, resume=False):
@@ -76,7 +78,7 @@ def test_captured_rows_and_a_resumed_run_follow_the_switch(jobs, tmp_path, monke
     whole = trained(tmp_path / "run")
     assert json.loads((tmp_path / "run" / COMPILED).read_text())["round"] == ROUNDS
     assert whole.graphs is not None
-    assert whole.graphs.captured >= 2
+    assert whole.graphs.captured >= 1
     for rounds in (2, 4):
         cut = next(tmp_path.glob(f"cut-step-*{rounds}"))
         shutil.copy(tmp_path / "run" / COMPILED, cut / COMPILED)
