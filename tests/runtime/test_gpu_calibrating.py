@@ -44,7 +44,8 @@ def test_layers_are_timed_as_graphs_too_and_give_their_memory_back(tmp_path: Pat
 
     assert [point.tokens for point in points] == [2048, 4096]
     assert all(point.captured is not None and point.saved_bytes > 0 for point in points)
-    assert torch.cuda.memory_allocated(device) <= before
+    # Copies of the jobs' tables, some KB, are kept for others of the same content.
+    assert torch.cuda.memory_allocated(device) < before + 2**20
     assert all(parameter.is_meta for parameter in model.net.parameters())
 
 
