@@ -7,6 +7,7 @@ alone; another's job is as unknown as one that never was.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import re
@@ -43,6 +44,7 @@ from tlora_fx.errors import (
     QuotaReached,
     RequestConflict,
     RequestRefused,
+    StorageFailed,
     SubmissionRefused,
     TloraError,
     TokenRefused,
@@ -63,6 +65,8 @@ REFRESH_SECONDS = 0.5
 PAGE_JOBS = 1000
 #: Between looks for uploads that nobody needs.
 COLLECT_SECONDS = 3600.0
+#: Between two tries to write job files that a disk did not take.
+HAND_OVER_SECONDS = 5.0
 #: Between signs of life of a stream that has nothing to tell.
 QUIET_SECONDS = 15.0
 #: A token that was revoked is good for so long; streams look again each REFRESH_SECONDS, so that
@@ -74,8 +78,10 @@ MAX_STREAMS = 64
 HUNG_UP = 499
 STATUS = {
     TokenRefused: 401, JobUnknown: 404, RequestConflict: 409, UploadRefused: 413,
-    SubmissionRefused: 422, RequestRefused: 422, QuotaReached: 429,
+    SubmissionRefused: 422, RequestRefused: 422, QuotaReached: 429, StorageFailed: 507,
 }  # fmt: skip
+#: Of a disk that takes nothing more.
+NO_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 #: Paths that are answered to everybody, under any name.
 HEALTH = ("/healthz", "/readyz")
 #: A proxy hands a stream on as it comes.
@@ -644,6 +650,11 @@ async def _failed(request: Request, error: Exception) -> Response:
             return problem(refused, error.status_code)
         case ClientDisconnect():
             return Response(status_code=HUNG_UP)
+        case OSError() if error.errno in NO_STORAGE:
+            logger.error("%s: %s", request.url.path, error.strerror, extra={"event": "error"})
+            what = "the service cannot write to its disk; nothing has changed"
+            help = "send the request again later; the operator must free space or mend the disk"
+            return problem(StorageFailed(what, reason=str(error.strerror), help=help))
     logger.error("a request failed", exc_info=error, extra={"event": "error"})
     return problem(RequestRefused("the service failed", help="see its log"), 500)
 
@@ -682,7 +693,11 @@ def make_app(service: Service, hosts: Sequence[str] = (), public_url: str = "") 
 async def _life(app: FastAPI) -> AsyncIterator[None]:
     """Keep the view fresh, and the folder lean, for as long as the application lasts."""
     service: Service = app.state.service
-    work = ((service.view.refresh, REFRESH_SECONDS), (service.intake.collect, COLLECT_SECONDS))
+    work = (
+        (service.view.refresh, REFRESH_SECONDS),
+        (service.intake.hand_over, HAND_OVER_SECONDS),
+        (service.intake.collect, COLLECT_SECONDS),
+    )
     tasks = [asyncio.create_task(_repeat(action, seconds)) for action, seconds in work]
     yield
     for task in tasks:
