@@ -399,9 +399,14 @@ def _held(serve: int, done: int, seconds: float) -> dict[str, Any]:
     """Megabytes of resident memory and open files of each process of a service."""
     found: dict[str, Any] = {"done": done, "seconds": round(seconds, 1)}
     for name, pids in _processes(serve).items():
-        sizes = [_resident(pid) for pid in pids]
-        files = [len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in pids]
-        found[name] = {"mb": round(sum(sizes), 1), "files": sum(files), "processes": len(pids)}
+        sizes, files = [], 0
+        for pid in pids:
+            # A worker may end at any moment.
+            with suppress(OSError):
+                open_files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+                sizes.append(_resident(pid))
+                files += open_files
+        found[name] = {"mb": round(sum(sizes), 1), "files": files, "processes": len(sizes)}
     return found
 
 
@@ -410,7 +415,7 @@ def _processes(serve: int) -> dict[str, list[int]]:
     below = {pid: _children(pid) for pid in _children(serve)}
     answers = [pid for pid in below if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     forks = [pid for pid, own in below.items() if own and pid not in answers]
-    workers = [pid for server in forks for pid in below[server] if Path(f"/proc/{pid}/fd").exists()]
+    workers = [pid for server in forks for pid in below[server]]
     return {"scheduler": [serve], "answers": answers, "fork server": forks, "workers": workers}
 
 
@@ -418,7 +423,8 @@ def _children(pid: int) -> list[int]:
     """Processes that any thread of a process has started."""
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        found += map(int, path.read_text().split())
+        with suppress(OSError):
+            found += map(int, path.read_text().split())
     return found
 
 
