@@ -14,7 +14,7 @@ import re
 import tarfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -25,7 +25,7 @@ from urllib.parse import SplitResult, urlsplit
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -189,23 +189,15 @@ class Service:
         self.users[token] = (time.monotonic(), user)
         return user
 
-    def require_stream(self, user: User) -> None:
-        """Refuse a user one stream too many; raises QuotaReached."""
+    def take_stream(self, user: User) -> None:
+        """Count a stream of a user, until its response has ended; raises QuotaReached."""
         if self.streams.get(user.name, 0) >= MAX_STREAMS:
             raise QuotaReached(
                 "too many open streams",
                 expected=f"at most {MAX_STREAMS} at a time",
                 help="close pages and `tlora-fx client logs -f` that nobody watches",
             )
-
-    @contextmanager
-    def counted_stream(self, user: User) -> Iterator[None]:
-        """Inside, a user has one more stream."""
         self.streams[user.name] = self.streams.get(user.name, 0) + 1
-        try:
-            yield
-        finally:
-            self.streams[user.name] -= 1
 
     def explain(self, user: User, name: str, *, narrow: bool = False) -> str:
         """Explain why a job runs as it does, or waits; jobs of others are not named."""
@@ -282,6 +274,27 @@ def _bearer(authorization: str | None) -> str | None:
 
 
 By = Annotated[Caller, Depends(_caller)]
+
+
+class CountedStream(StreamingResponse):
+    """A stream that counts among its user's from before its first byte until its end.
+
+    raises   QuotaReached for one too many
+    """
+
+    def __init__(self, by: Caller, content: AsyncIterator[bytes], media_type: str) -> None:
+        super().__init__(content, media_type=media_type, headers=UNBUFFERED)
+        self._by = by
+        by.service.take_stream(by.user)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._by.service.streams[self._by.user.name] -= 1
+
+
 api = APIRouter(prefix="/api/v1")
 
 
@@ -418,10 +431,8 @@ def adapter(name: str, by: By) -> FileResponse:
 async def logs(name: str, by: By, follow: bool = False) -> StreamingResponse:
     """A job's steps and evaluations as lines; follow: until it has ended."""
     owned = await run_in_threadpool(by.service.store.job, by.user, name)
-    by.service.require_stream(by.user)
     lines = _lines(by, owned.name, follow=follow)
-    kind = "text/plain; charset=utf-8"
-    return StreamingResponse(lines, media_type=kind, headers=UNBUFFERED)
+    return CountedStream(by, lines, "text/plain; charset=utf-8")
 
 
 @api.get("/overview", tags=["service"])
@@ -448,38 +459,35 @@ async def stream(by: By, after: int = -1) -> StreamingResponse:
 
     The first `jobs` are those that have not ended. It ends when the token is revoked.
     """
-    by.service.require_stream(by.user)
-    told = _told(by, after)
-    return StreamingResponse(told, media_type="text/event-stream", headers=UNBUFFERED)
+    return CountedStream(by, _told(by, after), "text/event-stream")
 
 
 async def _told(by: Caller, version: int) -> AsyncIterator[bytes]:
     view = by.service.view
     event, groups, said = view.last_event, -1, time.monotonic()
     gone = view.version
-    with by.service.counted_stream(by.user):
-        while not by.service.ending and (user := by.again()):
-            news = []
-            now = view.version
-            if removed := view.removed_since(user, gone, now):
-                news.append(("removed", json.dumps(removed).encode()))
-            gone = now
-            if changed := view.visible(user, version):
-                version = max(shown.version for shown in changed)
-                news.append(("jobs", b"[" + b",".join(shown.body for shown in changed) + b"]"))
-            if view.last_event != event:
-                news.append(("events", _json(await run_in_threadpool(view.events, user, event))))
-                event = view.last_event
-            if view.groups_version != groups:
-                groups = view.groups_version
-                news.append(("groups", _json(view.spans(user))))
-            for kind, data in news:
-                yield b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
-            if not news and time.monotonic() - said > QUIET_SECONDS:
-                news = [("", b"")]
-                yield b": quiet\n\n"
-            said = time.monotonic() if news else said
-            await asyncio.sleep(REFRESH_SECONDS)
+    while not by.service.ending and (user := by.again()):
+        news = []
+        now = view.version
+        if removed := view.removed_since(user, gone, now):
+            news.append(("removed", json.dumps(removed).encode()))
+        gone = now
+        if changed := view.visible(user, version):
+            version = max(shown.version for shown in changed)
+            news.append(("jobs", b"[" + b",".join(shown.body for shown in changed) + b"]"))
+        if view.last_event != event:
+            news.append(("events", _json(await run_in_threadpool(view.events, user, event))))
+            event = view.last_event
+        if view.groups_version != groups:
+            groups = view.groups_version
+            news.append(("groups", _json(view.spans(user))))
+        for kind, data in news:
+            yield b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+        if not news and time.monotonic() - said > QUIET_SECONDS:
+            news = [("", b"")]
+            yield b": quiet\n\n"
+        said = time.monotonic() if news else said
+        await asyncio.sleep(REFRESH_SECONDS)
 
 
 def _json(items: Sequence[BaseModel]) -> bytes:
@@ -489,21 +497,20 @@ def _json(items: Sequence[BaseModel]) -> bytes:
 async def _lines(by: Caller, name: str, *, follow: bool) -> AsyncIterator[bytes]:
     """What a job's metrics tell, and what is new until it has ended or the service stops."""
     path, read = by.service.folder / name / METRICS, 0
-    with by.service.counted_stream(by.user):
-        while user := by.again():
-            # Asked before the file is read: once it has ended, nothing more comes.
-            owned = await run_in_threadpool(by.service.store.job, user, name)
-            content = await run_in_threadpool(_rest, path, read)
-            whole = content[: content.rfind(b"\n") + 1]
-            read += len(whole)
-            for line in log_lines(whole):
-                yield f"{line}\n".encode()
-            if not whole and (not follow or not owned.active or by.service.ending):
-                yield f"{name}: {owned.state} {owned.reason or ''}".strip().encode() + b"\n"
-                return
-            if not whole:
-                await asyncio.sleep(REFRESH_SECONDS)
-        yield f"{name}: the token is no longer accepted\n".encode()
+    while user := by.again():
+        # Asked before the file is read: once it has ended, nothing more comes.
+        owned = await run_in_threadpool(by.service.store.job, user, name)
+        content = await run_in_threadpool(_rest, path, read)
+        whole = content[: content.rfind(b"\n") + 1]
+        read += len(whole)
+        for line in log_lines(whole):
+            yield f"{line}\n".encode()
+        if not whole and (not follow or not owned.active or by.service.ending):
+            yield f"{name}: {owned.state} {owned.reason or ''}".strip().encode() + b"\n"
+            return
+        if not whole:
+            await asyncio.sleep(REFRESH_SECONDS)
+    yield f"{name}: the token is no longer accepted\n".encode()
 
 
 def _rest(path: Path, start: int) -> bytes:
@@ -626,14 +633,16 @@ def is_address(host: str) -> bool:
     return True
 
 
-def problem(error: TloraError, status: int | None = None) -> JSONResponse:
+def problem(error: TloraError, status: int | None = None) -> Response:
     """An error as an answer."""
     code = status or next((c for kind, c in STATUS.items() if isinstance(error, kind)), 500)
     body = Problem(
         code=error.code, what=error.what, facts=error.facts, help=error.help, text=str(error)
     )
     headers = {"WWW-Authenticate": "Bearer"} if code == 401 else {}
-    return JSONResponse(body.model_dump(), code, {**HEADERS, **headers})
+    # What was sent may have held a lone surrogate, which UTF-8 has no bytes for.
+    content = json.dumps(body.model_dump(), ensure_ascii=False).encode("utf-8", "replace")
+    return Response(content, code, {**HEADERS, **headers}, media_type="application/json")
 
 
 async def _failed(request: Request, error: Exception) -> Response:
