@@ -1,21 +1,28 @@
-"""What a service bears: many clients beside training, and a page with many jobs.
+"""What a service bears: many clients, a hostile user, many jobs, a page with many jobs.
 
     python -m benchmarks.service load --clients 200 --submissions 2000 --status 20000
+    python -m benchmarks.service hostile --clients 200 --streams 200
+    python -m benchmarks.service many --jobs 200
     python -m benchmarks.service page --jobs 500 --points 100 --seconds 600
 
 `load` starts `tlora-fx serve` on the CPU with a job that trains. Each client submits, a tenth of
 the times twice under one key, and asks how its jobs are, with a pause between calls. At the end
 the ledger and the folder must hold each submission once, or the script says what is lost or
-doubled. `page` fills a run's folder, opens the page in Chromium while jobs get new steps, and
-reads when it first painted and what its heap held at the start and at the end.
+doubled. `hostile` times how long one user's jobs of two steps take until the scheduler has admitted
+them, alone and beside a user who submits bombs, uploads and floods; then it compares the adapters.
+`many` trains tiny jobs by one service and reads what its processes hold. `page` fills a run's
+folder, opens the page in Chromium while jobs get new steps, and reads when it first painted and
+what its heap held at the start and at the end.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import json
 import math
+import os
 import random
 import shutil
 import subprocess
@@ -24,6 +31,10 @@ import tempfile
 import threading
 import time
 import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +128,29 @@ class Clients:
             self.wrong.append(answer.text)
 
 
-def load(given: argparse.Namespace) -> dict[str, Any]:
-    """Many clients beside a job that trains."""
-    with tempfile.TemporaryDirectory(prefix="service-") as name:
+@dataclass
+class Serving:
+    """A service that listens, with a user of each name in `USERS`."""
+
+    folder: Path
+    store: ServiceStore
+    tokens: dict[str, str]
+    address: str
+    pid: int
+
+    def client(self, user: str, **more: Any) -> httpx.Client:
+        """A client with a user's token."""
+        headers = {"Authorization": f"Bearer {self.tokens[user]}"}
+        return httpx.Client(base_url=self.address, headers=headers, timeout=60, **more)
+
+
+@contextmanager
+def _serving() -> Iterator[Serving]:
+    """A service on the CPU in a folder of its own, killed at the end."""
+    with tempfile.TemporaryDirectory(prefix="service-", ignore_cleanup_errors=True) as name:
         folder = Path(name) / "run"
         store = ServiceStore(folder)
-        tokens = {user: store.add_user(User(user)) for user in USERS}
+        tokens = {user: store.add_user(User(user, priority=5)) for user in USERS}
         command = [
             sys.executable, "-m", "tlora_fx", "serve", "-o", str(folder), "--device", "cpu",
             "--slots", "1", "--profile", str(PROFILE), "--root", str(QUICKSTART), "--port", "0",
@@ -132,13 +160,19 @@ def load(given: argparse.Namespace) -> dict[str, Any]:
         try:
             assert process.stdout is not None
             address = process.stdout.readline().decode().strip()
-            _train(address, tokens["alice"], folder, given)
-            clients = Clients(address, tokens, given)
-            seconds = asyncio.run(clients.run())
-            wrong = clients.wrong + _compared(store, clients)
+            yield Serving(folder, store, tokens, address, process.pid)
         finally:
             process.kill()
             process.wait()
+
+
+def load(given: argparse.Namespace) -> dict[str, Any]:
+    """Many clients beside a job that trains."""
+    with _serving() as here:
+        _train(here.address, here.tokens["alice"], here.folder, given)
+        clients = Clients(here.address, here.tokens, given)
+        seconds = asyncio.run(clients.run())
+        wrong = clients.wrong + _compared(here.store, clients)
     measured = {call: _percentiles(times) for call, times in clients.seconds.items()}
     return {"seconds": seconds, "calls": measured, "wrong": wrong, "submitted": len(clients.taken)}
 
@@ -179,6 +213,227 @@ def _percentiles(times: list[float]) -> dict[str, float]:
     at = {"p50": 50, "p90": 90, "p99": 99, "max": 100}
     told = {name: float(np.percentile(times, part)) * 1e3 for name, part in at.items()}
     return {"calls": float(len(times)), **told}
+
+
+# A hostile user beside a good one.
+
+#: Jobs of the good user, alone and then beside the other.
+TIMED = 5
+#: A pattern whose match takes longer than anybody waits.
+BACKTRACKS = "(([a-z_.]+)+)+#"
+
+
+def hostile(given: argparse.Namespace) -> dict[str, Any]:
+    """How long a good user's jobs wait for admission, and whether their adapters are the same."""
+    with _serving() as here, here.client("alice") as client:
+        # The first one waits for imports, and compiles the base.
+        _admitted(client, "first")
+        alone = [_admitted(client, f"alone-{number}") for number in range(TIMED)]
+        _until_done(client)
+        over = threading.Event()
+        enemy = Hostile(here, given, over)
+        threads = [threading.Thread(target=target, daemon=True) for target in enemy.actions()]
+        for thread in threads:
+            thread.start()
+        time.sleep(given.before)
+        beside = []
+        for number in range(TIMED):
+            beside.append(_admitted(client, f"beside-{number}"))
+            time.sleep(1.0)
+        while not _done(client):
+            time.sleep(1.0)
+        over.set()
+        files = sorted(here.folder.glob("alice.*/adapter_model.safetensors"))
+        digests = {
+            file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+        }
+        wrong = [job["name"] for job in client.get("/api/v1/jobs").json() if job["state"] != "done"]
+        wrong += [] if len(digests) == 2 * TIMED + 1 else [f"{len(digests)} adapters"]
+    told = {"alone_s": alone, "beside_s": beside, "ratio": max(beside) / max(alone)}
+    bits = {"different_adapters": len(set(digests.values())), "wrong": wrong}
+    return {**told, **bits, "answers_to_hostile": dict(sorted(enemy.answers.items()))}
+
+
+def _admitted(client: httpx.Client, name: str) -> float:
+    """Submit a job of two steps; seconds until the scheduler has admitted it."""
+    body = {"job_file": job_file(name, 2), "priority": 1}
+    begun = time.perf_counter()
+    answer = client.post("/api/v1/submissions", json=body, headers={"Idempotency-Key": name})
+    answer.raise_for_status()
+    [full] = answer.json()["jobs"]
+    while client.get(f"/api/v1/jobs/{full}").json()["state"] == "received":
+        time.sleep(0.05)
+    return time.perf_counter() - begun
+
+
+def _done(client: httpx.Client) -> bool:
+    return all(job["state"] == "done" for job in client.get("/api/v1/jobs").json())
+
+
+def _until_done(client: httpx.Client) -> None:
+    while not _done(client):
+        time.sleep(0.5)
+
+
+class Hostile:
+    """A user who does all that a token allows, as fast as the service lets it.
+
+    answers   how often each status came, by kind of request
+    """
+
+    def __init__(self, here: Serving, given: argparse.Namespace, over: threading.Event) -> None:
+        self.here, self.given, self.over = here, given, over
+        self.answers: Counter[str] = Counter()
+
+    def actions(self) -> list[Callable[[], object]]:
+        """What it does at the same time."""
+        return [self.bombs, self.uploads, lambda: asyncio.run(self.floods())]
+
+    def bombs(self) -> None:
+        """Files of as many jobs as fit, and jobs with a pattern that backtracks."""
+        number = 0
+        with self.here.client("dave") as client:
+            while not self.over.is_set():
+                number += 1
+                whole = json.loads(job_file("x", 1))
+                [job] = whole["jobs"]
+                count = 2000 if number == 1 else 40
+                whole["jobs"] = [{**job, "name": f"b{number}-{n}"} for n in range(count)]
+                if number % 2 == 0:
+                    for each in whole["jobs"]:
+                        each["lora"] = {"r": 4, "target_modules": BACKTRACKS}
+                self._count("bomb", client, "POST", "/api/v1/submissions", json=_slim(whole),
+                            headers={"Idempotency-Key": f"bomb-{number}"})  # fmt: skip
+                time.sleep(1.0)
+
+    def uploads(self) -> None:
+        """A file of 8 MB, again and again."""
+        with self.here.client("dave") as client:
+            while not self.over.is_set():
+                content = os.urandom(8 << 20)
+                path = f"/api/v1/files/{hashlib.sha256(content).hexdigest()}"
+                self._count("upload", client, "PUT", path, content=content)
+                time.sleep(0.2)
+
+    async def floods(self) -> None:
+        """Clients that ask without a pause, and streams that stay open."""
+        headers = {"Authorization": f"Bearer {self.here.tokens['dave']}"}
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(
+            base_url=self.here.address, headers=headers, timeout=60, limits=limits
+        ) as client:
+            asks = [self._ask(client) for _ in range(self.given.clients)]
+            streams = [self._stream(client) for _ in range(self.given.streams)]
+            await asyncio.gather(*asks, *streams)
+
+    async def _ask(self, client: httpx.AsyncClient) -> None:
+        while not self.over.is_set():
+            with suppress(httpx.TransportError):
+                answer = await client.get("/api/v1/jobs", params={"limit": 100})
+                self.answers[f"list {answer.status_code}"] += 1
+            await asyncio.sleep(self.given.pause)
+
+    async def _stream(self, client: httpx.AsyncClient) -> None:
+        while not self.over.is_set():
+            with suppress(httpx.TransportError):
+                async with client.stream("GET", "/api/v1/stream") as answer:
+                    self.answers[f"stream {answer.status_code}"] += 1
+                    async for _ in answer.aiter_raw():
+                        if self.over.is_set():
+                            return
+            await asyncio.sleep(1.0)
+
+    def _count(self, kind: str, client: httpx.Client, method: str, path: str, **more: Any) -> None:
+        try:
+            self.answers[f"{kind} {client.request(method, path, **more).status_code}"] += 1
+        except httpx.TransportError as error:
+            self.answers[f"{kind} {type(error).__name__}"] += 1
+
+
+def _slim(whole: dict[str, Any]) -> dict[str, str]:
+    """A body with a job file that fits into a submission: what all jobs share is a default."""
+    shared = {key: value for key, value in whole["jobs"][0].items() if key != "name"}
+    jobs = [{"name": job["name"]} for job in whole["jobs"]]
+    return {"job_file": json.dumps({"base": whole["base"], "defaults": shared, "jobs": jobs})}
+
+
+# Many jobs by one service.
+
+
+def many(given: argparse.Namespace) -> dict[str, Any]:
+    """Tiny jobs one after the other; what the service's processes hold meanwhile."""
+    with _serving() as here, here.client("alice") as client:
+        _admitted(client, "first")
+        _until_done(client)
+        over = threading.Event()
+        watching = [
+            threading.Thread(target=_watch, args=(here, user, over), daemon=True) for user in USERS
+        ]
+        for thread in watching:
+            thread.start()
+        begun, samples = time.monotonic(), [_held(here.pid, 0, 0.0)]
+        for number in range(given.jobs):
+            body = {"job_file": job_file(f"job-{number}", 2)}
+            key = {"Idempotency-Key": f"job-{number}"}
+            client.post("/api/v1/submissions", json=body, headers=key).raise_for_status()
+        done = 0
+        while done < given.jobs:
+            time.sleep(given.pause)
+            states = [job["state"] for job in client.get("/api/v1/jobs?limit=1000").json()]
+            done = states.count("done") - 1
+            samples.append(_held(here.pid, done, time.monotonic() - begun))
+            assert not {"failed", "refused"} & set(states), states
+        over.set()
+    return {"jobs": given.jobs, "samples": samples}
+
+
+def _watch(here: Serving, user: str, over: threading.Event) -> None:
+    """Read events for as long as it takes."""
+    with here.client(user) as client, client.stream("GET", "/api/v1/stream") as answer:
+        for _ in answer.iter_raw():
+            if over.is_set():
+                return
+
+
+def _held(serve: int, done: int, seconds: float) -> dict[str, Any]:
+    """Megabytes of resident memory and open files of each process of a service."""
+    found: dict[str, Any] = {"done": done, "seconds": round(seconds, 1)}
+    for name, pids in _processes(serve).items():
+        sizes, files = [], 0
+        for pid in pids:
+            # A worker may end at any moment.
+            with suppress(OSError):
+                open_files = len(list(Path(f"/proc/{pid}/fd").iterdir()))
+                sizes.append(_resident(pid))
+                files += open_files
+        found[name] = {"mb": round(sum(sizes), 1), "files": files, "processes": len(sizes)}
+    return found
+
+
+def _processes(serve: int) -> dict[str, list[int]]:
+    """A service's processes by what they do; those that have ended meanwhile are left out."""
+    below = {pid: _children(pid) for pid in _children(serve)}
+    answers = [pid for pid in below if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    forks = [pid for pid, own in below.items() if own and pid not in answers]
+    workers = [pid for server in forks for pid in below[server]]
+    return {"scheduler": [serve], "answers": answers, "fork server": forks, "workers": workers}
+
+
+def _children(pid: int) -> list[int]:
+    """Processes that any thread of a process has started."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
+
+
+def _resident(pid: int) -> float:
+    """Megabytes of main memory that a process alone holds, in proportion where it shares."""
+    for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) / 1e3
+    return 0.0
 
 
 def page(given: argparse.Namespace) -> dict[str, Any]:
@@ -266,14 +521,22 @@ def main() -> None:
     one.add_argument("--status", type=int, default=20_000)
     one.add_argument("--pause", type=float, default=1.0, help="mean seconds between calls")
     one.add_argument("--idle", action="store_true", help="wait for no job to train")
+    enemy = kinds.add_parser("hostile")
+    enemy.add_argument("--clients", type=int, default=200)
+    enemy.add_argument("--streams", type=int, default=200)
+    enemy.add_argument("--pause", type=float, default=1.0, help="seconds between a client's calls")
+    enemy.add_argument("--before", type=float, default=10.0, help="seconds of it before any time")
+    lot = kinds.add_parser("many")
+    lot.add_argument("--jobs", type=int, default=200)
+    lot.add_argument("--pause", type=float, default=5.0, help="seconds between two looks")
     other = kinds.add_parser("page")
     other.add_argument("--jobs", type=int, default=500)
     other.add_argument("--points", type=int, default=100)
     other.add_argument("--seconds", type=float, default=600.0)
-    for each in (one, other):
+    for each in (one, enemy, lot, other):
         each.add_argument("-o", "--output", type=Path, default=None)
     given = parser.parse_args()
-    measured = load(given) if given.kind == "load" else page(given)
+    measured = {"load": load, "hostile": hostile, "many": many, "page": page}[given.kind](given)
     table = Table("what", "value")
     for name, value in measured.items():
         table.add_row(name, json.dumps(value))

@@ -359,3 +359,59 @@ def test_a_group_of_no_gpus_has_no_time(known, gpus):
 def test_a_huge_demand_has_a_time_or_does_not_fit(known, group, field, value):
     """It is never NaN."""
     assert not np.isnan(seconds(known, group._replace(**{field: value}), 1))
+
+
+MEASURED = st.tuples(st.floats(0.01, 50), st.floats(1, 1e5), st.floats(0, 500)).map(
+    lambda each: Demand()._replace(
+        evaluation_rows=each[0], evaluation_tokens=each[1], decoding_steps=each[2]
+    )
+)
+
+
+@given(GROUPS, MEASURED, GPUS, st.sampled_from(get_args(Tier)))
+@QUICK
+def test_evaluations_and_answers_are_a_part_of_a_step(known, group, measured, gpus, tier):
+    """A group that is evaluated takes longer, and the terms still add up."""
+    demand = group.plus(measured)
+    plain, told = (known.explain(BASE, one, gpus, tier) for one in (group, demand))
+    found = known.seconds(BASE, demand.row()[None], np.array([gpus]), [tier])[0]
+
+    assert found > plain.seconds
+    assert sum(told.terms.values()) == pytest.approx(found, rel=1e-12)
+    assert told.terms["evaluation"] > 0
+
+
+def test_an_evaluation_costs_what_its_forwards_do(known):
+    """Twice as many rows of one size take twice as long; answers take a forward a token."""
+
+    def terms(**fields):
+        return known.explain(BASE, some().plus(Demand(**fields)), 1, "gpu").terms
+
+    once = terms(evaluation_rows=0.5, evaluation_tokens=500.0, decoding_steps=8.0)
+    twice = terms(evaluation_rows=1.0, evaluation_tokens=1000.0, decoding_steps=16.0)
+
+    for name in ("evaluation", "sampling"):
+        assert twice[name] == pytest.approx(2 * once[name])
+
+
+def test_replicas_divide_an_evaluation(known):
+    """Each replica evaluates its part of the rows."""
+    demand = some(batch=8).plus(Demand(evaluation_rows=8.0, evaluation_tokens=8e3))
+    alone, four = (known.explain(BASE, demand, gpus, "node") for gpus in (1, 4))
+
+    assert four.layout.mesh.dp == 4
+    assert four.terms["evaluation"] == pytest.approx(alone.terms["evaluation"] / 4)
+
+
+@pytest.mark.parametrize("kind", ["profile", "synthetic"])
+def test_a_job_alone_is_charged_for_its_own_evaluations(known, kind):
+    """What a job is compared with has its evaluations too, so they slow nobody but neighbours."""
+    asked = SyntheticEstimator(Cluster(128)) if kind == "synthetic" else known
+    quiet = some()
+    noisy = quiet.plus(Demand(evaluation_rows=20.0, evaluation_tokens=2e4, decoding_steps=64.0))
+    alone = {one: asked.solo(BASE, one, 1) for one in (quiet, noisy)}
+    together = asked.solo(BASE, quiet.plus(noisy), 1)
+
+    assert alone[noisy] > 2 * alone[quiet]
+    assert together / alone[noisy] < 1.5
+    assert together / alone[quiet] > 2

@@ -583,6 +583,21 @@ def test_a_user_leaves_a_process_to_the_others(tmp_path, no_disk):
     assert server.begun == ["alice", "bob"]
 
 
+def test_a_large_file_of_a_user_is_read_beside_those_of_others(tmp_path, no_disk):
+    """One file of each user at a time, and of a run without users one in all."""
+    it = Admission(tmp_path, server := Slow())
+    for user in ("alice", "alice", "bob"):
+        it.read(Path(f"/{user}.yaml"), user)
+    list(it.answers())
+    assert server.begun == ["alice", "bob"]
+
+    alone = Admission(tmp_path, server := Slow())
+    for name in ("a", "b"):
+        alone.read(Path(f"/{name}.yaml"))
+    list(alone.answers())
+    assert server.begun == ["a"]
+
+
 def test_a_run_without_users_prepares_a_whole_file_in_one_process(tmp_path):
     """And two files at a time."""
     it = Admission(tmp_path, server := Slow())

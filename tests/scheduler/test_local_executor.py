@@ -194,6 +194,7 @@ def test_a_worker_that_dies_sends_its_jobs_back(bench):
     failed = here.until(Failed)
 
     assert failed.job is None
+    assert failed.killed
     assert "SIGKILL" in failed.reason
     assert failed.steps == here.of(Committed)[-1].steps
     assert 0 < failed.steps["a"] <= 50
@@ -207,6 +208,7 @@ def test_a_group_that_hangs_is_killed_and_its_jobs_return(bench):
     failed = here.until(Failed)
 
     assert failed.job is None
+    assert not failed.killed
     assert "made no progress" in failed.reason
     assert "at most 0.5 s" in failed.reason
     assert failed.steps == here.of(Committed)[-1].steps

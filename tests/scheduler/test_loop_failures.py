@@ -6,6 +6,8 @@ import pytest
 
 from tests.scheduler.loop_rig import Scripted, fail_job, rig, together
 from tests.scheduler.looping import Plain, request
+from tlora_fx.scheduler.retries import RetryPolicy
+from tlora_fx.scheduler.state import ActiveJob
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.simulator.replay import Disturbances
 
@@ -39,6 +41,23 @@ def test_a_job_that_fails_alone_again_and_again_is_given_up():
     assert made.loop.idle
     assert "failed 3 times alone: out of memory" in made.loop.ended["a"]
     assert [row.status for row in ledger.jobs()] == ["failed"]
+
+
+@pytest.mark.parametrize(
+    ("kills", "given_up"),
+    [("kkkk", 0), ("kkkkk", 5), ("fkkf", 0), ("fkkff", 5), ("ffkf", 4), ("kkf", 0)],
+)
+def test_a_job_that_is_killed_from_outside_has_more_tries(kills, given_up):
+    """Five in a row, of which its own failures are three at most."""
+    retries = RetryPolicy(3)
+    job = ActiveJob(request("a"), 1.0)
+    for kill in kills:
+        lost = retries.failed([job], killed=kill == "k")
+    assert [retries.failures(one.name) for one in lost] == ([given_up] if given_up else [])
+
+    job.steps_done = 5.0
+    assert not retries.failed([job], killed=True)
+    assert retries.failures("a") == 1
 
 
 def test_failures_with_progress_between_are_forgiven():

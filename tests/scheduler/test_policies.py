@@ -7,12 +7,14 @@ from math import log2
 
 import pytest
 
-from tests.scheduler.toy import checked, demand, drawn, state
+from tests.scheduler.toy import active, checked, demand, drawn, state
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import PolicyOptionWrong, UnknownPolicy
 from tlora_fx.scheduler.policies import POLICIES, find_policy
 from tlora_fx.scheduler.policies.oracle import best_grouping
 from tlora_fx.scheduler.search.objective import powers
-from tlora_fx.scheduler.state import ChangeCosts, Group, JobRequest, keeps
+from tlora_fx.scheduler.state import ChangeCosts, Group, JobRequest, SchedulerState, keeps
 
 
 def weighted(moment, decision) -> float:
@@ -77,6 +79,19 @@ def test_mlora_fills_groups_of_four_in_order_of_arrival():
     assert [len(one.jobs) for one in decision.groups] == [4, 4, 2]
     assert decision.groups[0].jobs == ("s0", "s1", "s2", "s3")
     assert [one.gpus for one in decision.groups] == [4, 4, 2]
+
+
+@pytest.mark.parametrize(("rows", "together"), [(0.0, True), (40.0, False)])
+def test_a_job_that_is_evaluated_much_gets_no_quiet_neighbour(rows, together):
+    """Its evaluations would slow the other one down more than that one allows."""
+    noisy = small("noisy")
+    measured = noisy.demand._replace(evaluation_rows=rows, evaluation_tokens=128 * rows)
+    estimator = SyntheticEstimator(Cluster(2))
+    jobs = active([small("quiet"), replace(noisy, demand=measured)], estimator)
+    moment = SchedulerState(0.0, Cluster(2), estimator, jobs)
+    decision = find_policy("tlora").decide(moment)
+
+    assert (len(decision.groups) == 1) == together
 
 
 def test_mlora_by_memory_stops_where_memory_does():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,11 @@ from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.load import demand_of
 from tlora_fx.cost.model_facts import BASES, find_base
 from tlora_fx.errors import BaseUnknown, JobError, StepsUnknown
+from tlora_fx.runtime.data.samples import load_job_data
+from tlora_fx.runtime.data.tokenizer import load_tokenizer
+from tlora_fx.runtime.job_evaluation import JobEvaluation
 from tlora_fx.scheduler import requests
+from tlora_fx.scheduler.local.admission_worker import prepare
 from tlora_fx.scheduler.requests import (
     base_of,
     demand_of_facts,
@@ -52,6 +57,51 @@ def test_a_request_is_what_the_job_says(base):
     assert found.longest == one.max_length
     assert found.demand.samples == 8
     assert found.demand.tokens == pytest.approx(8 * (30 + one.max_length) / 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "evaluations", "answers"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 4}, 3, 0),
+        ({"eval_strategy": "epoch"}, 4, 0),
+        ({"eval_strategy": "no"}, 0, 0),
+        ({"eval_strategy": "steps", "eval_steps": 4, "sample_prompts": ["Hi"]}, 3, 3),
+        ({"eval_strategy": "no", "sample_prompts": ["Hi"], "sample_steps": 5}, 0, 2),
+        ({"eval_strategy": "no", "sample_prompts": ["Hi", "Ho"]}, 0, 1),
+    ],
+)
+def test_a_request_counts_evaluations_and_answers(base, changes, evaluations, answers):
+    """Of ten steps, of which three are an epoch: 20 sequences in batches of eight, 64 tokens."""
+    fields = {"per_device_train_batch_size": 4, "max_steps": 10, "per_device_eval_batch_size": 8}
+    one = job("one", base, target_modules=LINEARS).model_copy(update={**fields, **changes})
+    found = request_of(one, lengths=[10] * 12, evaluated=[7] * 20).demand
+
+    assert found.evaluation_rows == pytest.approx(evaluations * 3 / 10)
+    assert found.evaluation_tokens == pytest.approx(evaluations * 140 / 10)
+    assert found.decoding_steps == pytest.approx(answers * 64 / 10)
+
+
+def test_a_job_is_prepared_with_what_its_evaluation_data_has():
+    """A tenth of the quickstart's samples is held out, and evaluated twice in ten steps."""
+    one = load_job_file(QUICKSTART).jobs[0]
+    changes = {"max_steps": 10, "eval_strategy": "steps", "eval_steps": 5, "eval_split": 0.1}
+    one = one.model_copy(update=changes)
+    data = load_job_data(one, load_tokenizer(one.base))
+    found = prepare(one, 0.0).request.demand
+
+    assert found.evaluation_tokens == 2 * sum(len(each.input_ids) for each in data.evaluation) / 10
+    assert found.evaluation_rows == pytest.approx(2 * -(-len(data.evaluation) // 8) / 10)
+
+
+def test_requests_know_when_a_job_is_evaluated(base):
+    """As often as the job's own run is."""
+    one = job("one", base, target_modules=LINEARS).model_copy(
+        update={"max_steps": 10, "eval_strategy": "steps", "eval_steps": 3}
+    )
+    run = JobEvaluation(one, SimpleNamespace(steps=10))
+    found = request_of(one, lengths=[10] * 12, evaluated=[7]).demand
+
+    assert found.evaluation_rows * 10 == pytest.approx(sum(map(run.is_due, range(1, 11))))
 
 
 def test_a_job_is_compiled_once_for_all_ranks(base, monkeypatch):

@@ -18,6 +18,7 @@ from tests.scheduler import run_folder
 from tests.scheduler.fake_worker import adapter_of
 from tests.scheduler.fork_here import ForkHere, GuestsHere
 from tests.scheduler.run_folder import (
+    LONGEST_SECONDS,
     QUICKSTART,
     Heard,
     Prepared,
@@ -123,6 +124,31 @@ def test_a_job_that_came_joins_the_group_that_runs(tmp_path):
     (shared,) = {epoch for epoch, job, _ in begun if job == "b"}
     assert of_a == {shared: 0}
     assert epochs(tmp_path / "run")[0].how == "goes on as 2"
+    assert records(tmp_path / "run")["b"].status == "done"
+    for name in ("a", "b"):
+        require_no_step_past_a_commit_twice(tmp_path / "run", name)
+
+
+@pytest.mark.parametrize("days", [-1, 1])
+def test_a_clock_that_is_set_changes_no_decision(tmp_path, monkeypatch, days):
+    """A job that comes afterwards joins the group that runs, as it would have; nothing is lost."""
+    schedule = {"max_slowdown": 2.0}
+    write_job(tmp_path / "jobs", "a", 3000, schedule=schedule)
+    time_of_day, late = time.time, []
+
+    def then(it):
+        if not late and any(run.started is not None for run in it.loop.running.values()):
+            monkeypatch.setattr(time, "time", lambda: time_of_day() + 86_400 * days)
+            late.append(write_job(tmp_path / "jobs", "b", 40, schedule=schedule))
+        if it.loop.ended.get("b"):
+            assert not it.loop.ended.get("a")
+            it.stop()
+
+    policy = "tlora:dwell_seconds=0"
+    run(tmp_path / "jobs", tmp_path / "run", until=then, slots=1, policy=policy, horizon=2.0)
+
+    for one in epochs(tmp_path / "run"):
+        assert 0 <= one.launched <= one.started <= one.ended < LONGEST_SECONDS
     assert records(tmp_path / "run")["b"].status == "done"
     for name in ("a", "b"):
         require_no_step_past_a_commit_twice(tmp_path / "run", name)

@@ -124,6 +124,15 @@ def test_a_path_outside_is_refused_and_nothing_is_kept(asked, fields, monkeypatc
     assert str(it.folder) not in answer.text
 
 
+def test_a_key_that_utf_8_cannot_hold_is_named_in_the_answer(asked):
+    """Escaped, as every other mistake of a job file."""
+    it = asked()
+    answer = it.submit(job_file("a") + '"\\uD800": null\n')
+
+    assert (answer.status_code, answer.json()["code"]) == (422, "T0982")
+    assert "\\ud800" in answer.json()["text"]
+
+
 @pytest.mark.parametrize(
     ("fields", "where", "told"),
     [

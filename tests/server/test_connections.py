@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import io
 import logging
@@ -49,6 +50,14 @@ def connected(address, *parts):
         for part in parts:
             connection.sendall(part)
     return connection
+
+
+def until(true):
+    """Wait until something is true."""
+    end = time.monotonic() + SECONDS
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def read_to_the_end(connection):
@@ -101,11 +110,11 @@ def test_a_revoked_token_ends_its_streams_and_no_others(asked, path):
             rest = b"".join(of_alice)
 
             assert not rest.count(b"\nevent: ")
+            until(lambda: it.service.streams == {"alice": 0, "bob": 1})
             it.service.store.want(app.User("bob"), "a", "pause")
             if path.endswith("stream"):
                 it.refresh()
                 assert b"paus" in next(chunk for chunk in of_bob if b"paus" in chunk)
-            assert it.service.streams == {"alice": 0, "bob": 1}
 
 
 def test_a_stream_without_a_token_ends_once_tokens_are_required(asked):
@@ -325,3 +334,27 @@ def test_a_traceback_in_a_text_log_passes_for_no_record(log):
     assert first.rstrip().endswith("a request failed")
     assert all(line.startswith("  ") and line.isprintable() for line in others)
     assert "\\x1b[2J" in others[-1]
+
+
+def test_streams_that_are_asked_for_at_once_are_counted_too(asked, monkeypatch):
+    """No more than a user may have, however fast the requests come; ended ones count no longer."""
+    monkeypatch.setattr(app, "MAX_STREAMS", 3)
+    it = asked()
+
+    async def ask(client, statuses):
+        async with client.stream("GET", "/api/v1/stream") as answer:
+            statuses.append(answer.status_code)
+            while len(statuses) < 20:
+                await asyncio.sleep(0.01)
+
+    async def burst(address):
+        statuses = []
+        async with httpx.AsyncClient(base_url=address, timeout=SECONDS) as client:
+            await asyncio.gather(*(ask(client, statuses) for _ in range(20)))
+        return statuses
+
+    with listening(it.service) as address:
+        statuses = asyncio.run(burst(address))
+        until(lambda: not any(it.service.streams.values()))
+
+    assert sorted(statuses) == [200] * 3 + [429] * 17

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.fuzz.mutations import altered, damaged
 from tests.server.conftest import job_file
 
+#: Requests of each kind that the slow tests send; `TLORA_FX_FUZZ_CASES=1500` for many.
+CASES = int(os.environ.get("TLORA_FX_FUZZ_CASES", "300"))
 TEXT = st.text(max_size=12) | st.sampled_from(
     ["a", "alice.a", "..", "%2e%2e%2f", "../../etc/passwd", "\0", "x" * 3000, "-1", "NaN", "😀"]
 )
@@ -122,5 +128,60 @@ def test_no_request_that_the_schema_describes_breaks_the_service(fuzzed):
 
 @pytest.mark.slow
 def test_no_request_of_many_breaks_the_service(fuzzed):
-    """The same with 300."""
-    fuzz(fuzzed, 300)
+    """The same with 300, or as many as are asked for."""
+    fuzz(fuzzed, CASES)
+
+
+GOOD = job_file("a", max_length=32, eval_split=0.1, eval_steps=2, schedule={"max_slowdown": 2.0})
+BODY = {"job_file": GOOD, "files": {}, "priority": 0}
+SUBMISSIONS = st.one_of(
+    altered(yaml.safe_load(GOOD)).map(lambda document: {**BODY, "job_file": dumped(document)}),
+    damaged(GOOD.encode()).map(lambda b: {**BODY, "job_file": b.decode("utf-8", "replace")}),
+    altered(BODY),
+).map(lambda body: json.dumps(body).encode("utf-8", "surrogatepass")) | damaged(
+    json.dumps(BODY).encode()
+)
+
+
+def dumped(document: Any) -> str:
+    """As YAML, or as JSON where YAML has no form."""
+    try:
+        return str(yaml.safe_dump(document))
+    except (yaml.YAMLError, UnicodeError, RecursionError):
+        return json.dumps(document)
+
+
+def fuzz_submissions(it: Any, caplog: Any, examples: int) -> dict[int, int]:
+    """How often each status was answered; a submission that is refused has changed nothing."""
+    answered: dict[int, int] = {}
+
+    @settings(
+        max_examples=examples, deadline=None, derandomize=True, database=None,
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+    )  # fmt: skip
+    @given(SUBMISSIONS)
+    def each(content: bytes) -> None:
+        before = it.state()
+        key = {"Idempotency-Key": f"k{sum(answered.values())}", "Content-Type": "application/json"}
+        answer = it.ask("POST", "/api/v1/submissions", "alice", content=content, headers=key)
+        answered[answer.status_code] = answered.get(answer.status_code, 0) + 1
+        assert answer.status_code < 500, (content, answer.text)
+        if answer.status_code >= 400:
+            assert answer.json()["code"].startswith("T0"), (content, answer.text)
+            assert it.state() == before
+
+    with caplog.at_level(logging.ERROR):
+        each()
+    assert not [record for record in caplog.records if record.exc_info]
+    return answered
+
+
+def test_no_damaged_submission_breaks_the_service(fuzzed, caplog):
+    """What is refused leaves no job, no file and no traceback."""
+    assert fuzz_submissions(fuzzed, caplog, 25)[422] > 5
+
+
+@pytest.mark.slow
+def test_no_damaged_submission_of_many_breaks_the_service(fuzzed, caplog):
+    """The same with 300, or as many as are asked for."""
+    assert fuzz_submissions(fuzzed, caplog, CASES)[422] > CASES // 3

@@ -232,19 +232,22 @@ def test_our_own_job_of_no_samples_or_tokens_is_a_wrong_row(tmp_path, field):
 
 @pytest.mark.parametrize("name", ["own.jsonl", "own.csv"])
 def test_our_own_trace_of_before_graphs_is_read(tmp_path, name):
-    """It has no column that says whether a job's rows run so."""
-    demand = Demand(*range(1, len(Demand._fields)))
+    """It has no columns that say whether a job's rows run so, and how it is evaluated."""
+    later = [f"demand.{name}" for name in Demand._fields[Demand._fields.index("launched") :]]
+    demand = Demand(*range(1, len(Demand._fields) - len(later) + 1))
     job = JobRequest("one", "llama-3-8b", demand, 1, 5)
     path = tmp_path / name
     write_own(path, [job], {}, "synthetic, seed 0")
     if name == "own.csv":
         header, row = (line.split(",") for line in path.read_text().splitlines())
-        place = header.index("demand.launched")
-        del header[place], row[place]
+        for column in later:
+            place = header.index(column)
+            del header[place], row[place]
         path.write_text(",".join(header) + "\n" + ",".join(row) + "\n")
     else:
         fields = json.loads(path.read_text())
-        del fields["demand.launched"]
+        for column in later:
+            del fields[column]
         path.write_text(json.dumps(fields) + "\n")
 
     assert read_trace(path).requests == {"one": job}

@@ -105,7 +105,7 @@ class Estimator(Protocol):
     def seconds(self, base: str, demands: Array, gpus: Array, tiers: list[Tier]) -> Array:
         """Seconds of one step of each of n groups under its best layout; inf where none fits.
 
-        demands   [n, 12] rows of `Demand`
+        demands   [n, 15] rows of `Demand`
         gpus      [n] GPUs of each; a layout may use fewer
         tiers     [n] how far apart they stand
         raises    DemandWrong for a number that is not finite, is negative, or is 0 of samples,
@@ -303,7 +303,8 @@ class Base:
             ),
         }
         packing = self.cost.ends.host_ms(pairs.groups.column("tokens"))[pairs.rows.load]
-        return {"host": self.cost.ends.waits_ms(packing, total(terms)), **terms}
+        host = self.cost.ends.waits_ms(packing, total(terms))
+        return {"host": host, **terms, **self._measuring(pairs, sharded=sharded)}
 
     def memory(self, pairs: Pairs, *, sharded: bool = False) -> Terms:
         """Bytes of the fullest process by name [m]; they add up."""
@@ -450,6 +451,49 @@ class Base:
             }
         return best
 
+    def _measuring(self, pairs: Pairs, *, sharded: bool) -> Terms:
+        """A step's share of evaluations and of answers to prompts, for which all jobs wait.
+
+        Rows of a pipeline are costed as if its stages ran them one after the other.
+        """
+        rows, tokens, decoding = (
+            pairs.groups.column(name)
+            for name in ("evaluation_rows", "evaluation_tokens", "decoding_steps")
+        )
+        terms: Terms = {}
+        if tokens.any():
+            count = np.maximum(rows, tokens / MAX_ROW_TOKENS)
+            each = np.divide(tokens, count, out=np.zeros_like(tokens), where=count > 0)
+            each, count = (one[pairs.rows.load] for one in (each, count))
+            forward = self._forward_ms(pairs, each, sharded=sharded)
+            terms["evaluation"] = count * forward / self.layouts.dp[pairs.layout]
+        if decoding.any() and not sharded:
+            # A base that lies in pieces answers nothing while it trains.
+            whole = self.layouts.tp[pairs.layout] * self.layouts.pp[pairs.layout] == 1
+            forward = self._forward_ms(pairs, np.ones(len(whole)), sharded=False)
+            terms["sampling"] = decoding[pairs.rows.load] * forward * whole
+        return terms
+
+    def _forward_ms(self, pairs: Pairs, tokens: Array, *, sharded: bool) -> Array:
+        """A forward of rows of so many tokens, each with a loss; none runs as a CUDA graph [m]."""
+        launched = np.ones(len(tokens), dtype=bool)
+        rows = replace(
+            pairs.rows,
+            tokens=tokens,
+            targets=tokens,
+            launched=launched,
+            part=tokens / pairs.of_group("tokens"),
+        )
+        links = self._links(pairs, "comm", *(["gather"] if sharded else []))
+        small = rows.split(np.maximum(1.0, tokens // HOST_BOUND_TOKENS)) if sharded else None
+        return self.clock.stage_ms(
+            rows,
+            self.layouts.tp[pairs.layout],
+            links,
+            self._whole,
+            sharding=None if small is None else Sharding(small),
+        )[0]
+
     def _links(self, pairs: Pairs, *names: str) -> Links:
         """What processes of layouts say to each other, as far as it is asked for."""
         lines = {name: self.layouts.line(name, pairs.layout, pairs.span) for name in names}
@@ -469,7 +513,7 @@ class Base:
     def _bound(self) -> tuple[float, Array, float]:
         """Bytes that no layout without stages needs more than: a start, and so much each.
 
-        Of a demand's columns [12], and of a token of the longest row. Each curve lies below a line,
+        Of a demand's columns [15], and of a token of the longest row. Each curve lies below a line,
         each slope is that of the tp that takes most.
         """
         facts, tables, ends = self.cost.facts, self.clock.tables, self.cost.ends

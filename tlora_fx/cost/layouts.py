@@ -224,7 +224,7 @@ def _adapted(facts: ModelFacts) -> list[tuple[int, int]]:
 class Groups:
     """Demands of n groups.
 
-    demands   [n, 12]
+    demands   [n, 15]
     span     [n] how far their GPUs are spread
     work      beside the tokens
     """

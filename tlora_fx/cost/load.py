@@ -263,6 +263,11 @@ class Demand(NamedTuple):
     parameters    trained numbers of all layers
     launched      jobs whose operators no CUDA graph can hold: 1, or 0; one of them keeps a group's
                   rows from running as graphs
+    evaluation_rows     rows of evaluations, which are forwards only: those of all steps, divided by
+                        the number of steps
+    evaluation_tokens   tokens in these rows
+    decoding_steps      forwards of one token after the other, by which prompts are answered while
+                        the job trains: those of all steps, divided by the number of steps
     """
 
     jobs: float = 0.0
@@ -277,13 +282,16 @@ class Demand(NamedTuple):
     tensors: float = 0.0
     parameters: float = 0.0
     launched: float = 0.0
+    evaluation_rows: float = 0.0
+    evaluation_tokens: float = 0.0
+    decoding_steps: float = 0.0
 
     def plus(self, other: Demand) -> Demand:
         """Sum of two demands."""
         return Demand(*(a + b for a, b in zip(self, other, strict=True)))
 
     def row(self) -> Array:
-        """Row of this demand in a matrix of demands [12]."""
+        """Row of this demand in a matrix of demands [15]."""
         return np.array(self, dtype=np.float64)
 
     @classmethod
@@ -302,7 +310,7 @@ _DIVISORS = [COLUMN["samples"], COLUMN["tokens"]]
 def require_demands(demands: Array, gpus: Array) -> None:
     """Refuse groups for which no step time exists.
 
-    demands   [n, 12] rows of `Demand`: finite, not negative, with samples and tokens above 0
+    demands   [n, 15] rows of `Demand`: finite, not negative, with samples and tokens above 0
     gpus      [n] GPUs of each: finite, at least 1
     raises    DemandWrong
     """

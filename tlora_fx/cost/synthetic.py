@@ -68,7 +68,8 @@ class SyntheticEstimator:
     def seconds(self, base: str, demands: Array, gpus: Array, tiers: list[Tier]) -> Array:
         """Seconds of one step of each of n groups; inf where none fits.
 
-        demands   [n, 12]; `samples`, `tokens`, `jobs` and `parameters` count
+        demands   [n, 15]; `samples`, `tokens`, `jobs`, `parameters` and what evaluations and
+                  answers take count
         gpus      [n], all of which are used
         tiers     [n]
         raises    DemandWrong
@@ -152,6 +153,13 @@ class SyntheticEstimator:
         gradients = trained * GRADIENT_BYTES * 2 * (dp - 1) / dp / tp
         reduce = (dp > 1) * (REDUCE_SECONDS * self.layers + gradients / bandwidth)
         hidden = self._overlap(compute, comm + reduce)
+        rows, evaluated, decoding = (
+            demands[:, COLUMN[name]]
+            for name in ("evaluation_rows", "evaluation_tokens", "decoding_steps")
+        )
+        # A forward is half of a row without gradients of weights.
+        forward = 2 * self.parameters / (tp * self.flops * self.reached)
+        alone = decoding * self.floor_tokens * (tp == 1)
         fits = sum(self._memory_terms(demands, gpus, tp).values()) <= self.memory_bytes
         possible = fits & (gpus >= tp)
         return {
@@ -161,6 +169,8 @@ class SyntheticEstimator:
             "tensor-parallel": comm + np.zeros_like(compute),
             "reduce": reduce,
             "overlap": hidden,
+            "evaluation": forward * (evaluated + rows * self.floor_tokens) / dp,
+            "sampling": forward * alone,
         }
 
     def _overlap(self, compute: Array, comm: Array) -> Array:

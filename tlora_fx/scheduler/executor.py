@@ -83,11 +83,13 @@ class Failed(GroupEvent):
     job      the job at fault, which will not be run again; None: the group ended
     steps    where its jobs go on from, by job: their last commits. A job that is missing there goes
              on from its last commit before this epoch
+    killed   its processes said nothing and were killed, such as by the kernel for want of memory
     """
 
     job: str | None
     reason: str
     steps: Mapping[str, float] = field(default_factory=dict)
+    killed: bool = False
 
 
 @dataclass(frozen=True, slots=True)

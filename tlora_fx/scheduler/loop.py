@@ -262,8 +262,9 @@ class Events:
         loop.changed = loop.prompted = True
         if any(loop.cluster.node(gpu) in loop.cluster.lost for gpu in formation.launched.place):
             return
-        for job in loop.retries.failed(formation.jobs.values()):
-            reason = f"its group failed {loop.retries.tries} times alone: {event.reason}"
+        for job in loop.retries.failed(formation.jobs.values(), killed=event.killed):
+            times = loop.retries.failures(job.name)
+            reason = f"its group failed {times} times alone: {event.reason}"
             if loop.ledger:
                 loop.ledger.give_up(job.name, reason, event.time)
             loop.callback.gave_up(event.time, job, reason)

@@ -62,12 +62,14 @@ def request_of(
     job: Job,
     *,
     lengths: Sequence[int] | np.ndarray | None = None,
+    evaluated: Sequence[int] | np.ndarray = (),
     submitted: float = 0.0,
     facts: ModelFacts | None = None,
 ) -> JobRequest:
     """Request of a job to the scheduler.
 
     lengths     tokens of each of its samples; None: all are as long as `max_length` allows
+    evaluated   tokens of each sequence that it is evaluated on
     submitted   seconds
     facts       facts of the job compiled alone; None: it is compiled, or was
     raises      StepsUnknown where the job counts epochs and `lengths` are not given, and what
@@ -77,12 +79,14 @@ def request_of(
     longest = job.max_length * job.sequences_per_sample
     each = np.minimum([longest] if lengths is None or not len(lengths) else lengths, longest)
     spec, samples = job.schedule, job.per_device_train_batch_size * job.gradient_accumulation_steps
+    count = None if lengths is None else len(lengths) or None
+    demand = demand_of_facts(known, samples, each.tolist())
     return JobRequest(
         name=job.name,
         base=base_of(job),
-        demand=demand_of_facts(known, samples, each.tolist()),
+        demand=demand.plus(measuring_of(job, count, evaluated)),
         gpus=spec.gpus,
-        steps=steps_of(job, None if lengths is None else len(lengths) or None),
+        steps=steps_of(job, count),
         submitted=submitted,
         max_slowdown=spec.max_slowdown,
         deadline=None if spec.deadline is None else submitted + spec.deadline,
@@ -106,9 +110,41 @@ def steps_of(job: Job, samples: int | None) -> int:
             found=f"num_train_epochs={job.num_train_epochs}",
             help="set max_steps, or give the lengths of its samples",
         )
+    return math.ceil((job.num_train_epochs or 1.0) * _epoch_steps(job, samples))
+
+
+def _epoch_steps(job: Job, samples: int) -> int:
+    """Optimizer steps in which each of so many samples is taken once."""
     micro_batches = math.ceil(samples / job.per_device_train_batch_size)
-    epoch = math.ceil(micro_batches / job.gradient_accumulation_steps)
-    return math.ceil((job.num_train_epochs or 1.0) * epoch)
+    return math.ceil(micro_batches / job.gradient_accumulation_steps)
+
+
+def measuring_of(
+    job: Job, samples: int | None, evaluated: Sequence[int] | np.ndarray = ()
+) -> Demand:
+    """What a step's share of a job's evaluations, and of answers to its prompts, asks for.
+
+    What a function of `compute_metrics` takes is not known.
+
+    samples     that it trains on; None where nobody knows: an epoch is then all its steps
+    evaluated   tokens of each sequence that it is evaluated on
+    raises      StepsUnknown
+    """
+    steps = steps_of(job, samples)
+    epoch = steps if samples is None else _epoch_steps(job, samples)
+
+    def share(every: int) -> float:
+        """Times that something is done every so many steps and after the last, over all steps."""
+        return math.ceil(steps / every) / steps
+
+    evaluations = 0.0 if job.eval_strategy == "no" else share(job.eval_steps or epoch)
+    answers = share(job.sample_steps) if job.sample_steps else evaluations or share(steps)
+    rows = -(-len(evaluated) // (job.per_device_eval_batch_size * job.sequences_per_sample))
+    return Demand(
+        evaluation_rows=evaluations * rows,
+        evaluation_tokens=evaluations * float(np.sum(evaluated)),
+        decoding_steps=answers * job.sample_max_new_tokens if job.sample_prompts else 0.0,
+    )
 
 
 def demand_of_facts(facts: ModelFacts, samples: int, lengths: Sequence[int]) -> Demand:

@@ -18,12 +18,18 @@ ALONE = 1e-9
 REFUSED = "refused: "
 
 
+#: Failures alone in a row, some of them by a signal from outside, after which a job is given
+#: up: it may be the job that takes the machine's memory.
+MAX_KILLS = 5
+
+
 @dataclass(slots=True)
 class FailureRecord:
-    """Number of failures of a job's groups."""
+    """Number of failures of a job's groups; `killed` of those alone were by a signal."""
 
     shared: int = 0
     alone: int = 0
+    killed: int = 0
     steps: float = 0.0
     suspect: bool = True
 
@@ -35,30 +41,41 @@ class RetryPolicy:
     and run alone, until one of them has got further than it was; a job that was suspected too often
     stays alone for good.
 
-    tries   failures alone, without progress between, after which a job is given up
+    tries   failures alone, without progress between, after which a job is given up; where groups
+            were killed from outside, that says less of their job, and `MAX_KILLS` are borne
     """
 
     def __init__(self, tries: int) -> None:
         self.tries = tries
         self._records: dict[str, FailureRecord] = {}
 
-    def failed(self, jobs: Iterable[ActiveJob]) -> list[ActiveJob]:
-        """A group failed; its jobs' steps are settled. Returns those to give up."""
+    def failed(self, jobs: Iterable[ActiveJob], *, killed: bool = False) -> list[ActiveJob]:
+        """A group failed; its jobs' steps are settled. Returns those to give up.
+
+        killed   its processes were killed, and had told nothing
+        """
         members = list(jobs)
         lost = []
         for job in members:
             record = self._records.setdefault(job.name, FailureRecord(steps=job.steps_done))
             if job.steps_done > record.steps:
-                record.alone = 0
+                record.alone = record.killed = 0
             record.steps = job.steps_done
             record.suspect = True
             if len(members) > 1:
                 record.shared += 1
             else:
                 record.alone += 1
-            if record.alone >= self.tries:
+                record.killed += killed
+            own = record.alone - record.killed
+            if own >= self.tries or record.alone >= max(self.tries, MAX_KILLS):
                 lost.append(job)
         return lost
+
+    def failures(self, name: str) -> int:
+        """Failures of a job alone since it last got further."""
+        record = self._records.get(name)
+        return record.alone if record else 0
 
     def committed(self, steps: Mapping[str, float]) -> None:
         """Jobs got further: suspicion ends, unless it was raised too often."""
@@ -66,7 +83,7 @@ class RetryPolicy:
             record = self._records.get(name)
             if record is not None and done > record.steps:
                 record.suspect = record.shared >= self.tries
-                record.alone = 0
+                record.alone = record.killed = 0
 
     def forget(self, name: str) -> None:
         """Forget a job that has ended."""

@@ -33,6 +33,7 @@ from tlora_fx.errors import (
     ProfileMissing,
     RunRefused,
     StateFileError,
+    StorageFailed,
     TloraError,
     UnknownGpu,
 )
@@ -551,14 +552,21 @@ class SchedulerService:
     def turn(self) -> bool:
         """Look for jobs, hear of groups, decide what is due; False when the run is over.
 
-        raises   RunFolderError where the output folder is gone; LedgerError
+        raises   RunFolderError where the output folder is gone; LedgerError; StorageFailed
         """
         try:
             goes_on = self._turn()
-        except (LedgerError, OSError):
+        except (LedgerError, OSError) as error:
             # Whatever could not be written: that the folder is gone says more.
             self.folder.require_there()
-            raise
+            if isinstance(error, LedgerError):
+                raise
+            raise StorageFailed(
+                "a file of the run cannot be read or written",
+                file=error.filename or "of the run's folder",
+                reason=error.strerror or error,
+                help="free space or mend the disk, then start the run again with the same -o",
+            ) from error
         if self.stopping and not goes_on:
             self._restate_active("stopped")
         return goes_on

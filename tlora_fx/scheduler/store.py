@@ -549,10 +549,12 @@ class Ledger:
             self._base.execute("BEGIN IMMEDIATE")
             try:
                 yield self._base
+                self._base.execute("COMMIT")
             except BaseException:
-                self._base.execute("ROLLBACK")
+                # SQLite itself has ended a transaction that met a full disk.
+                if self._base.in_transaction:
+                    self._base.execute("ROLLBACK")
                 raise
-            self._base.execute("COMMIT")
         except sqlite3.Error as error:
             raise LedgerError(
                 "the run's ledger cannot be written",

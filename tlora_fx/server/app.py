@@ -7,13 +7,14 @@ alone; another's job is as unknown as one that never was.
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import re
 import tarfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -24,7 +25,7 @@ from urllib.parse import SplitResult, urlsplit
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse, StreamingResponse
+from fastapi.responses import FileResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -43,6 +44,7 @@ from tlora_fx.errors import (
     QuotaReached,
     RequestConflict,
     RequestRefused,
+    StorageFailed,
     SubmissionRefused,
     TloraError,
     TokenRefused,
@@ -64,6 +66,8 @@ REFRESH_SECONDS = 0.5
 PAGE_JOBS = 1000
 #: Between looks for uploads that nobody needs.
 COLLECT_SECONDS = 3600.0
+#: Between two tries to write job files that a disk did not take.
+HAND_OVER_SECONDS = 5.0
 #: Between signs of life of a stream that has nothing to tell.
 QUIET_SECONDS = 15.0
 #: A token that was revoked is good for so long; streams look again each REFRESH_SECONDS, so that
@@ -75,8 +79,10 @@ MAX_STREAMS = 64
 HUNG_UP = 499
 STATUS = {
     TokenRefused: 401, JobUnknown: 404, RequestConflict: 409, UploadRefused: 413,
-    SubmissionRefused: 422, RequestRefused: 422, QuotaReached: 429,
+    SubmissionRefused: 422, RequestRefused: 422, QuotaReached: 429, StorageFailed: 507,
 }  # fmt: skip
+#: Of a disk that takes nothing more.
+NO_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 #: Paths that are answered to everybody, under any name.
 HEALTH = ("/healthz", "/readyz")
 #: A proxy hands a stream on as it comes.
@@ -184,23 +190,15 @@ class Service:
         self.users[token] = (time.monotonic(), user)
         return user
 
-    def require_stream(self, user: User) -> None:
-        """Refuse a user one stream too many; raises QuotaReached."""
+    def take_stream(self, user: User) -> None:
+        """Count a stream of a user, until its response has ended; raises QuotaReached."""
         if self.streams.get(user.name, 0) >= MAX_STREAMS:
             raise QuotaReached(
                 "too many open streams",
                 expected=f"at most {MAX_STREAMS} at a time",
                 help="close pages and `tlora-fx client logs -f` that nobody watches",
             )
-
-    @contextmanager
-    def counted_stream(self, user: User) -> Iterator[None]:
-        """Inside, a user has one more stream."""
         self.streams[user.name] = self.streams.get(user.name, 0) + 1
-        try:
-            yield
-        finally:
-            self.streams[user.name] -= 1
 
     def explain(self, user: User, name: str, *, narrow: bool = False) -> str:
         """Explain why a job runs as it does, or waits; jobs of others are not named."""
@@ -277,6 +275,27 @@ def _bearer(authorization: str | None) -> str | None:
 
 
 By = Annotated[Caller, Depends(_caller)]
+
+
+class CountedStream(StreamingResponse):
+    """A stream that counts among its user's from before its first byte until its end.
+
+    raises   QuotaReached for one too many
+    """
+
+    def __init__(self, by: Caller, content: AsyncIterator[bytes], media_type: str) -> None:
+        super().__init__(content, media_type=media_type, headers=UNBUFFERED)
+        self._by = by
+        by.service.take_stream(by.user)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._by.service.streams[self._by.user.name] -= 1
+
+
 api = APIRouter(prefix="/api/v1")
 
 
@@ -413,10 +432,8 @@ def adapter(name: str, by: By) -> FileResponse:
 async def logs(name: str, by: By, follow: bool = False) -> StreamingResponse:
     """A job's steps and evaluations as lines; follow: until it has ended."""
     owned = await run_in_threadpool(by.service.store.job, by.user, name)
-    by.service.require_stream(by.user)
     lines = _lines(by, owned.name, follow=follow)
-    kind = "text/plain; charset=utf-8"
-    return StreamingResponse(lines, media_type=kind, headers=UNBUFFERED)
+    return CountedStream(by, lines, "text/plain; charset=utf-8")
 
 
 @api.get("/overview", tags=["service"])
@@ -443,38 +460,35 @@ async def stream(by: By, after: int = -1) -> StreamingResponse:
 
     The first `jobs` are those that have not ended. It ends when the token is revoked.
     """
-    by.service.require_stream(by.user)
-    told = _told(by, after)
-    return StreamingResponse(told, media_type="text/event-stream", headers=UNBUFFERED)
+    return CountedStream(by, _told(by, after), "text/event-stream")
 
 
 async def _told(by: Caller, version: int) -> AsyncIterator[bytes]:
     view = by.service.view
     event, groups, said = view.last_event, -1, time.monotonic()
     gone = view.version
-    with by.service.counted_stream(by.user):
-        while not by.service.ending and (user := by.again()):
-            news = []
-            now = view.version
-            if removed := view.removed_since(user, gone, now):
-                news.append(("removed", json.dumps(removed).encode()))
-            gone = now
-            if changed := view.visible(user, version):
-                version = max(shown.version for shown in changed)
-                news.append(("jobs", b"[" + b",".join(shown.body for shown in changed) + b"]"))
-            if view.last_event != event:
-                news.append(("events", _json(await run_in_threadpool(view.events, user, event))))
-                event = view.last_event
-            if view.groups_version != groups:
-                groups = view.groups_version
-                news.append(("groups", _json(view.spans(user))))
-            for kind, data in news:
-                yield b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
-            if not news and time.monotonic() - said > QUIET_SECONDS:
-                news = [("", b"")]
-                yield b": quiet\n\n"
-            said = time.monotonic() if news else said
-            await asyncio.sleep(REFRESH_SECONDS)
+    while not by.service.ending and (user := by.again()):
+        news = []
+        now = view.version
+        if removed := view.removed_since(user, gone, now):
+            news.append(("removed", json.dumps(removed).encode()))
+        gone = now
+        if changed := view.visible(user, version):
+            version = max(shown.version for shown in changed)
+            news.append(("jobs", b"[" + b",".join(shown.body for shown in changed) + b"]"))
+        if view.last_event != event:
+            news.append(("events", _json(await run_in_threadpool(view.events, user, event))))
+            event = view.last_event
+        if view.groups_version != groups:
+            groups = view.groups_version
+            news.append(("groups", _json(view.spans(user))))
+        for kind, data in news:
+            yield b"event: " + kind.encode() + b"\ndata: " + data + b"\n\n"
+        if not news and time.monotonic() - said > QUIET_SECONDS:
+            news = [("", b"")]
+            yield b": quiet\n\n"
+        said = time.monotonic() if news else said
+        await asyncio.sleep(REFRESH_SECONDS)
 
 
 def _json(items: Sequence[BaseModel]) -> bytes:
@@ -484,21 +498,20 @@ def _json(items: Sequence[BaseModel]) -> bytes:
 async def _lines(by: Caller, name: str, *, follow: bool) -> AsyncIterator[bytes]:
     """What a job's metrics tell, and what is new until it has ended or the service stops."""
     path, read = by.service.folder / name / METRICS, 0
-    with by.service.counted_stream(by.user):
-        while user := by.again():
-            # Asked before the file is read: once it has ended, nothing more comes.
-            owned = await run_in_threadpool(by.service.store.job, user, name)
-            content = await run_in_threadpool(_rest, path, read)
-            whole = content[: content.rfind(b"\n") + 1]
-            read += len(whole)
-            for line in log_lines(whole):
-                yield f"{line}\n".encode()
-            if not whole and (not follow or not owned.active or by.service.ending):
-                yield f"{name}: {owned.state} {owned.reason or ''}".strip().encode() + b"\n"
-                return
-            if not whole:
-                await asyncio.sleep(REFRESH_SECONDS)
-        yield f"{name}: the token is no longer accepted\n".encode()
+    while user := by.again():
+        # Asked before the file is read: once it has ended, nothing more comes.
+        owned = await run_in_threadpool(by.service.store.job, user, name)
+        content = await run_in_threadpool(_rest, path, read)
+        whole = content[: content.rfind(b"\n") + 1]
+        read += len(whole)
+        for line in log_lines(whole):
+            yield f"{line}\n".encode()
+        if not whole and (not follow or not owned.active or by.service.ending):
+            yield f"{name}: {owned.state} {owned.reason or ''}".strip().encode() + b"\n"
+            return
+        if not whole:
+            await asyncio.sleep(REFRESH_SECONDS)
+    yield f"{name}: the token is no longer accepted\n".encode()
 
 
 def _rest(path: Path, start: int) -> bytes:
@@ -621,14 +634,16 @@ def is_address(host: str) -> bool:
     return True
 
 
-def problem(error: TloraError, status: int | None = None) -> JSONResponse:
+def problem(error: TloraError, status: int | None = None) -> Response:
     """An error as an answer."""
     code = status or next((c for kind, c in STATUS.items() if isinstance(error, kind)), 500)
     body = Problem(
         code=error.code, what=error.what, facts=error.facts, help=error.help, text=str(error)
     )
     headers = {"WWW-Authenticate": "Bearer"} if code == 401 else {}
-    return JSONResponse(body.model_dump(), code, {**HEADERS, **headers})
+    # What was sent may have held a lone surrogate, which UTF-8 has no bytes for.
+    content = json.dumps(body.model_dump(), ensure_ascii=False).encode("utf-8", "replace")
+    return Response(content, code, {**HEADERS, **headers}, media_type="application/json")
 
 
 async def _failed(request: Request, error: Exception) -> Response:
@@ -645,6 +660,11 @@ async def _failed(request: Request, error: Exception) -> Response:
             return problem(refused, error.status_code)
         case ClientDisconnect():
             return Response(status_code=HUNG_UP)
+        case OSError() if error.errno in NO_STORAGE:
+            logger.error("%s: %s", request.url.path, error.strerror, extra={"event": "error"})
+            what = "the service cannot write to its disk; nothing has changed"
+            help = "send the request again later; the operator must free space or mend the disk"
+            return problem(StorageFailed(what, reason=str(error.strerror), help=help))
     logger.error("a request failed", exc_info=error, extra={"event": "error"})
     return problem(RequestRefused("the service failed", help="see its log"), 500)
 
@@ -683,7 +703,11 @@ def make_app(service: Service, hosts: Sequence[str] = (), public_url: str = "") 
 async def _life(app: FastAPI) -> AsyncIterator[None]:
     """Keep the view fresh, and the folder lean, for as long as the application lasts."""
     service: Service = app.state.service
-    work = ((service.view.refresh, REFRESH_SECONDS), (service.intake.collect, COLLECT_SECONDS))
+    work = (
+        (service.view.refresh, REFRESH_SECONDS),
+        (service.intake.hand_over, HAND_OVER_SECONDS),
+        (service.intake.collect, COLLECT_SECONDS),
+    )
     tasks = [asyncio.create_task(_repeat(action, seconds)) for action, seconds in work]
     yield
     for task in tasks:

@@ -962,10 +962,12 @@ class ServiceStore:
                         "INSERT INTO actions (time, user, verb, what) VALUES (?, ?, ?, ?)",
                         (time.time(), user, verb, what),
                     )
+                base.execute("COMMIT")
             except BaseException:
-                base.execute("ROLLBACK")
+                # SQLite itself has ended a transaction that met a full disk.
+                if base.in_transaction:
+                    base.execute("ROLLBACK")
                 raise
-            base.execute("COMMIT")
 
 
 def operator() -> str:

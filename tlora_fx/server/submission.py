@@ -15,6 +15,7 @@ import glob
 import hashlib
 import io
 import json
+import logging
 import re
 import secrets
 import shutil
@@ -44,6 +45,8 @@ from tlora_fx.server.store import (
     User,
     full_name,
 )
+
+logger = logging.getLogger(__name__)
 
 JOB_FILE = "jobs.yaml"
 #: Old jobs that are removed in one transaction.
@@ -83,6 +86,8 @@ class Intake:
     def __init__(self, store: ServiceStore, limits: IntakeLimits) -> None:
         self.store, self.limits = store, limits
         self._roots = tuple(root.resolve() for root in limits.roots)
+        # By number, submissions whose job file could not be written yet.
+        self._late: dict[int, Submission] = {}
 
     def restore(self) -> None:
         """Put back what a killed service did not come to, and remove what nobody was told of."""
@@ -93,7 +98,8 @@ class Intake:
         for submission in self.store.unread_submissions():
             path = self.store.file_of(submission.number)
             if not path.exists() or path.read_bytes() != submission.document.encode():
-                self._hand_over(submission)
+                self._late[submission.number] = submission
+        self.hand_over()
         for part in (self.store.folder / "uploads").glob("*/*.part"):
             part.unlink(missing_ok=True)
         self.empty_trash()
@@ -204,11 +210,30 @@ class Intake:
         if submission.replayed:
             shutil.rmtree(folder, ignore_errors=True)
         else:
-            self._hand_over(submission)
+            self._late[submission.number] = submission
+            self.hand_over()
         return submission
 
-    def _hand_over(self, submission: Submission) -> None:
-        # The ledger has it on the disk already.
+    def hand_over(self) -> None:
+        """Give the scheduler the job files of submissions that it does not have yet.
+
+        A submission is accepted once the ledger has it; a file that cannot be written now, such as
+        on a full disk, is written later.
+        """
+        for number in list(self._late):
+            submission = self._late.pop(number, None)
+            if submission is None:
+                continue
+            try:
+                self._write(submission)
+            except OSError as error:
+                self._late[number] = submission
+                logger.error(
+                    "the job file of submission %d waits for a disk that takes it: %s",
+                    number, error.strerror, extra={"event": "error"},
+                )  # fmt: skip
+
+    def _write(self, submission: Submission) -> None:
         path = self.store.file_of(submission.number)
         part = path.with_suffix(".part")
         part.write_bytes(submission.document.encode())
@@ -256,7 +281,7 @@ class Intake:
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             link_or_copy(source, target)
-        except OSError:
+        except (FileExistsError, NotADirectoryError, IsADirectoryError):
             raise SubmissionRefused(
                 "two files cannot have these names", found=name, help="rename one of them"
             ) from None

@@ -525,8 +525,10 @@ class OwnReader(TraceReader):
     same replay can be done again, or elsewhere, without the trace they came from.
     """
 
-    # Older files have no `demand.launched`.
-    columns = ("name", "base", "gpus", "steps", "submitted", *DEMAND[:-1])
+    # Older files have neither `demand.launched` nor what follows it.
+    columns = (
+        "name", "base", "gpus", "steps", "submitted", *DEMAND[: DEMAND.index("demand.launched")],
+    )  # fmt: skip
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)

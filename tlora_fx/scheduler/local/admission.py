@@ -40,9 +40,9 @@ from tlora_fx.scheduler.state import REQUEST, JobRequest
 
 ADMISSION = "tlora_fx.scheduler.local.admission_worker"
 FOLDER = "admission"
-#: Processes that prepare jobs at a time: one that takes long keeps no other waiting. One file at a
-#: time is read, so that of two jobs of one name the first file's is taken. Others go first while
-#: one waits because its process died.
+#: Processes that prepare jobs at a time, and that read files: one that takes long keeps no other
+#: user waiting. One file of a user at a time is read, so that of two jobs of one name the first
+#: file's is taken. Others go first while one waits because its process died.
 PROCESSES = 2
 #: Jobs of a user that a process prepares; then it is the next user's turn.
 TURN_JOBS = 4
@@ -273,15 +273,14 @@ class Admission:
 
     def _next_task(self) -> _Task | None:
         """Take out what the next process is to do; None: nothing may begin now."""
-        for waiting, most in ((self._files, 1), (self._tasks, PROCESSES)):
+        for waiting in (self._files, self._tasks):
             reads = waiting is self._files
             at_work = [p.task.user for p in self._running if p.task.reads is reads]
-            if len(at_work) >= most:
+            if len(at_work) >= PROCESSES:
                 continue
-            now, full = time.monotonic(), set[str]()
-            if not reads:
-                # One process is left to the other users.
-                full = {user for user in at_work if user and at_work.count(user) >= most - 1}
+            now = time.monotonic()
+            # One process is left to the other users; a run without users prepares in all of them.
+            full = {user for user in at_work if user or reads}
             due = [task for task in waiting if task.due <= now and task.user not in full]
             task = min(due, key=lambda task: self._turns.get((task.user, reads), 0), default=None)
             if task is None:

@@ -94,6 +94,7 @@ def prepare(job: Job, submitted: float) -> PreparedJob:
     from tlora_fx.model.backbone import load_backbone
     from tlora_fx.runtime.checks import check_fits
     from tlora_fx.runtime.data.samples import load_job_data
+    from tlora_fx.runtime.data.tables import lengths_of
     from tlora_fx.runtime.data.tokenizer import load_tokenizer
     from tlora_fx.runtime.optim.trainable import require_trainable
 
@@ -103,7 +104,10 @@ def prepare(job: Job, submitted: float) -> PreparedJob:
     data = load_job_data(job, load_tokenizer(job.base))
     check_fits(backbone, {job.name: data})
     require_trainable(job, data.steps)
-    request = request_of(job, lengths=data.lengths, submitted=submitted, facts=facts)
+    evaluated = lengths_of(data.evaluation)
+    request = request_of(
+        job, lengths=data.lengths, evaluated=evaluated, submitted=submitted, facts=facts
+    )
     return PreparedJob(request, shape_of(job))
 
 

@@ -53,6 +53,9 @@ KILL_SECONDS = 30.0
 #: That a group whose jobs have all ended may take for its own end.
 LAST_SECONDS = 5.0
 
+#: No event of a worker is older when it is read.
+MAX_EVENT_AGE_SECONDS = 60.0
+
 
 @dataclass(frozen=True, slots=True)
 class LocalOptions:
@@ -106,7 +109,9 @@ class LocalExecutor:
         self.folder, self.cluster, self.specs = folder, cluster, specs
         self.options = options or LocalOptions()
         self.sources = dict(sources or {})
-        self._started = time.time() if started is None else started
+        # Setting the machine's clock does not move the run's.
+        self._begun = 0.0 if started is None else time.time() - started
+        self._begun -= time.monotonic()
         self._commits = commits or (lambda event: None)
         self._server = server
         self._held: dict[int, tuple[int, ...]] = {}
@@ -124,10 +129,15 @@ class LocalExecutor:
 
     def now(self) -> float:
         """Seconds on the executor's clock."""
-        return self._clock(time.time())
+        return self._begun + time.monotonic()
 
     def _clock(self, time_of_day: float) -> float:
-        return time_of_day - self._started
+        """The executor's seconds at which a worker wrote a time of day.
+
+        A time in the future, or of long ago, says only that a clock was set: that is now.
+        """
+        age = time.time() - time_of_day
+        return self.now() - (age if 0 <= age <= MAX_EVENT_AGE_SECONDS else 0.0)
 
     def inventory(self) -> Cluster:
         """This machine; it has one node, and that is never lost while this process runs."""

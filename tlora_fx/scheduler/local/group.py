@@ -211,9 +211,9 @@ class RunningGroup:
             yield Drained(now, self.epoch, dict(self.committed))
         else:
             self.failed = True
-            yield Failed(
-                now, self.epoch, None, self.reason or self._why(codes), dict(self.committed)
-            )
+            killed = not self.reason and all(code in (0, -signal.SIGKILL) for code in codes)
+            reason = self.reason or self._why(codes)
+            yield Failed(now, self.epoch, None, reason, dict(self.committed), killed)
 
     def _unwritten(self, now: float) -> Iterator[GroupEvent]:
         """A checkpoint that was written, and its writer killed before it told."""

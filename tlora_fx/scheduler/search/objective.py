@@ -45,7 +45,7 @@ MAX_KNOWN, MAX_LOOKED_UP = 150_000, 2048
 class CandidateGroup:
     """Jobs that run as one group, or would, with the sums that its worth needs.
 
-    demand           [12] sum over its jobs
+    demand           [15] sum over its jobs
     asked            GPUs that its jobs asked for together
     solo             sum of T_solo, seconds
     gpu_solo         sum of GPUs times T_solo, GPU-seconds
@@ -98,7 +98,7 @@ class CandidateBatch:
     """n candidate groups, as arrays.
 
     bases       [n] index into `GroupValuation.bases`
-    demand      [n, 12]
+    demand      [n, 15]
     asked       [n] most GPUs that each may hold
     step_work   [n] work of one step; its worth a second is this over its seconds
     limit       [n] the longest step that it may have, in seconds
@@ -287,7 +287,7 @@ def powers(asked: Array) -> Array:
 def seconds_of(
     state: SchedulerState, base: str, demand: Array, gpus: int, tier: Tier | None = None
 ) -> float:
-    """Seconds of one step of one group of demand [12] on so many GPUs; infinite where nothing fits.
+    """Seconds of one step of one group of demand [15] on so many GPUs; infinite where nothing fits.
 
     tier    how far apart they stand; by default as near as so many can
     """
@@ -545,7 +545,7 @@ def residuals(
     a second it is a headroom in tokens; that factor is one for all groups of a base, so sorting
     leaves it out. Memory is no key: a group that does not fit takes infinitely long.
 
-    demands   [n, 12] rows of `Demand`
+    demands   [n, 15] rows of `Demand`
     gpus      [n] GPUs of each
     seconds   [n] of one step
 
