@@ -60,6 +60,11 @@ class UploadedTensors(Mapping[str, Tensor]):
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
+        stream = torch.cuda.current_stream(self._device)
+        for upload in self._on_way.values():
+            if not upload.sent.cancelled() and upload.sent.exception() is None:
+                # Copies that nobody waits for may still run into memory that others get now.
+                stream.wait_event(upload.sent.result())
         self._on_way.clear()
 
     def __getitem__(self, name: str) -> Tensor:
@@ -98,7 +103,8 @@ class UploadedTensors(Mapping[str, Tensor]):
 
     def _start(self, name: str) -> None:
         source = self._tensors[name].detach()
-        if source.device.type != "cpu" or source.nbytes < MIN_BYTES or not source.is_contiguous():
+        plain = type(source) is Tensor and source.device.type == "cpu" and source.is_contiguous()
+        if not plain or source.nbytes < MIN_BYTES:
             return
         # Memory of the stream that goes on with it, which others may still be reading.
         target = torch.empty(source.shape, dtype=source.dtype, device=self._device)
