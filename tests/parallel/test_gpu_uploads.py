@@ -49,3 +49,36 @@ def test_tensors_that_nobody_takes_are_left(tensors):
     """The context ends with tensors on their way."""
     with UploadedTensors(tensors, torch.device("cuda", 0)) as base:
         assert base[next(iter(tensors))] is not None
+
+
+def test_small_tensors_between_large_ones_end_no_copies(tensors):
+    """A norm between matrices: every matrix is on the GPU when it is asked for."""
+    sent = [
+        name
+        for name, tensor in tensors.items()
+        if tensor.nbytes >= uploads.MIN_BYTES and tensor.is_contiguous()
+    ]
+    with UploadedTensors(tensors, torch.device("cuda", 0)) as base:
+        assert [name for name in tensors if base[name].is_cuda] == sent
+
+
+def test_memory_of_tensors_that_nobody_took_is_used_behind_their_copies(monkeypatch):
+    """A copy that still runs at the context's end does not write into its next owner's tensor."""
+    device = torch.device("cuda", 0)
+    tensors = {str(index): torch.ones(2**24) for index in range(9)}
+    with torch.cuda.device(device):
+        begin = UploadedTensors._copy
+
+        def late(self, source, target, free):
+            begin(self, torch.ones(1), target[:1], free)  # makes the thread's stream
+            with torch.cuda.stream(self._own.stream):
+                torch.cuda._sleep(10**9)
+            return begin(self, source[: 2**12], target[: 2**12], free)
+
+        monkeypatch.setattr(UploadedTensors, "_copy", late)
+        with UploadedTensors({"small": torch.ones(1), **tensors}, device) as base:
+            assert not base["small"].is_cuda
+        after = [torch.zeros(2**24, device=device) for _ in range(9)]
+        torch.cuda.synchronize()
+
+        assert sum(int(each.count_nonzero()) for each in after) == 0

@@ -20,7 +20,7 @@ from tlora_fx.host.memory import usable_cpus
 MAX_THREADS = 8
 #: Of pinned memory, which torch keeps; each thread has two.
 BUFFER_BYTES = 8 * 2**20
-#: Bytes on the way at most, beside the tensor that is asked for.
+#: No tensor is sent ahead while so many bytes are on the way.
 AHEAD_BYTES = 2 * 2**30
 #: Smaller tensors are copied by who takes them.
 MIN_BYTES = 2**20
@@ -43,34 +43,39 @@ class UploadedTensors(Mapping[str, Tensor]):
     tensors   in main memory, in the order in which they will be asked for
     device    a GPU
 
-    A tensor that was taken once comes from main memory the next time. Use it as a context: at its
-    end no thread runs any more.
+    A tensor that was taken once comes from main memory the next time, and so do tensors that were
+    passed over. Use it as a context: at its end no thread runs any more, and the current stream
+    uses the memory of tensors that nobody took behind their copies.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
         self._tensors, self._device = tensors, device
-        self._left = iter(tensors)
+        self._names = [*tensors]
+        self._places = {name: place for place, name in enumerate(self._names)}
+        # Tensors from this place on were neither asked for nor sent.
+        self._next = 0
         self._on_way: dict[str, Upload] = {}
         self._bytes = 0
         self._pool = ThreadPoolExecutor(min(MAX_THREADS, usable_cpus()), "upload")
         self._own = threading.local()
+        self._streams: list[torch.cuda.Stream] = []
 
     def __enter__(self) -> UploadedTensors:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
-        stream = torch.cuda.current_stream(self._device)
-        for upload in self._on_way.values():
-            if not upload.sent.cancelled() and upload.sent.exception() is None:
-                # Copies that nobody waits for may still run into memory that others get now.
-                stream.wait_event(upload.sent.result())
+        # Copies of tensors that nobody took may still run, and their memory is given away now.
+        current = torch.cuda.current_stream(self._device)
+        for stream in self._streams:
+            current.wait_stream(stream)
         self._on_way.clear()
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        if name not in self._on_way:
-            self._send_until(name)
+        if (place := self._places[name]) >= self._next:
+            self._next = place + 1
+            self._start(name)
         upload = self._on_way.pop(name, None)
         self._send()
         if upload is None:
@@ -85,21 +90,11 @@ class UploadedTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def _send_until(self, name: str) -> None:
-        """Send this tensor, unless it was sent before; those before it are not asked for."""
-        for other in self._left:
-            if other == name:
-                self._start(name)
-                return
-        self._left = iter(())
-
     def _send(self) -> None:
         """Send what comes next, as far as memory is meant for it."""
-        while self._bytes < AHEAD_BYTES:
-            name = next(self._left, None)
-            if name is None:
-                return
-            self._start(name)
+        while self._bytes < AHEAD_BYTES and self._next < len(self._names):
+            self._next += 1
+            self._start(self._names[self._next - 1])
 
     def _start(self, name: str) -> None:
         source = self._tensors[name].detach()
@@ -118,6 +113,7 @@ class UploadedTensors(Mapping[str, Tensor]):
         with torch.cuda.device(self._device):
             if not hasattr(own, "stream"):
                 own.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+                self._streams.append(own.stream)
                 own.buffers = [
                     torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
                 ]

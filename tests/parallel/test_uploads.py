@@ -1,0 +1,82 @@
+"""Which tensors of a base threads copy ahead, and what the end waits for; on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tlora_fx.parallel import uploads
+from tlora_fx.parallel.uploads import UploadedTensors
+
+LAYERS = range(30)
+CPU = torch.device("cpu")
+PARTS = {"norm": 4, "query": 1000, "key": 1000}
+
+
+class Stream:
+    """Stands for a GPU's stream; `behind` holds those that it has waited for."""
+
+    def __init__(self):
+        self.behind = []
+
+    def record_event(self):
+        return None
+
+    def wait_event(self, event):
+        pass
+
+    def wait_stream(self, stream):
+        self.behind.append(stream)
+
+
+@pytest.fixture
+def current(monkeypatch):
+    """The current stream; a thread has one too, and copies at once."""
+    stream = Stream()
+
+    def copy(self, source, target, free):
+        if not hasattr(self._own, "stream"):
+            self._own.stream = Stream()
+            self._streams.append(self._own.stream)
+        target.copy_(source)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
+    monkeypatch.setattr(UploadedTensors, "_copy", copy)
+    monkeypatch.setattr(uploads, "MIN_BYTES", 1000)
+    monkeypatch.setattr(uploads, "AHEAD_BYTES", 20_000)
+    return stream
+
+
+@pytest.fixture
+def tensors():
+    """Two matrices and a norm a layer, and the embedding at the end."""
+    sizes = {f"{layer}.{name}": size for layer in LAYERS for name, size in PARTS.items()}
+    return {name: torch.ones(size) for name, size in {**sizes, "embedding": 1000}.items()}
+
+
+def sent(base, tensors, names):
+    return [name for name in names if base[name] is not tensors[name]]
+
+
+def test_each_matrix_is_sent_whatever_lies_between(current, tensors):
+    """Norms, which are too small, stand before their layer's matrices and are asked for behind."""
+    names = [f"{layer}.{name}" for layer in LAYERS for name in ("query", "key", "norm")]
+
+    with UploadedTensors(tensors, CPU) as base:
+        assert sent(base, tensors, names) == [name for name in names if "norm" not in name]
+
+
+def test_a_tensor_that_is_asked_for_again_ends_no_copies(current, tensors):
+    """It comes from main memory, and those behind it are sent."""
+    with UploadedTensors(tensors, CPU) as base:
+        assert sent(base, tensors, ["0.query", "0.query", "1.query"]) == ["0.query", "1.query"]
+
+
+def test_memory_of_tensors_that_nobody_took_is_used_behind_their_copies(current, tensors):
+    """The current stream waits for each thread's: a copy may still run when threads have ended."""
+    with UploadedTensors(tensors, CPU) as base:
+        assert base["0.query"] is not tensors["0.query"]
+        assert base._on_way
+
+    assert base._streams
+    assert current.behind == base._streams
