@@ -17,6 +17,7 @@ import os
 import select
 import socket
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -88,6 +89,8 @@ class Server:
             os.close(self._alive)
             try:
                 _serve(listener, ended, imports)
+            except BaseException:  # noqa: BLE001  (nobody else tells it)
+                traceback.print_exc()
             finally:
                 os._exit(0)
         listener.close()
@@ -112,11 +115,11 @@ def _serve(listener: socket.socket, ended: int, imports: Callable[[], object]) -
         if ended in ready:
             break
         link, _ = listener.accept()
-        request, files = _receive(link)
-        if not os.fork():
+        text, files = _receive(link)
+        if text and not os.fork():
             listener.close()
             os.close(ended)
-            _become(link, request, files)
+            _become(link, json.loads(text), files)
         link.close()
         for file in files:
             os.close(file)
@@ -125,16 +128,21 @@ def _serve(listener: socket.socket, ended: int, imports: Callable[[], object]) -
             os.wait()
 
 
-def _receive(link: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    head, ancillary, _, _ = link.recvmsg(8, socket.CMSG_SPACE(64 * 4))
+def _receive(link: socket.socket) -> tuple[bytes, list[int]]:
+    """A request and its open files; an empty one where a client ended before it had sent all."""
     files = array.array("i")
-    for _, _, content in ancillary:
-        files.frombytes(content)
-    left = int.from_bytes(head, "little")
     text = b""
-    while len(text) < left:
-        text += link.recv(left - len(text))
-    return json.loads(text), list(files)
+    with suppress(ConnectionError):
+        head, ancillary, _, _ = link.recvmsg(8, socket.CMSG_SPACE(64 * 4))
+        for _, _, content in ancillary:
+            files.frombytes(content)
+        left = int.from_bytes(head, "little")
+        while len(text) < left:
+            piece = link.recv(left - len(text))
+            if not piece:
+                return b"", list(files)
+            text += piece
+    return text, list(files)
 
 
 def _become(link: socket.socket, request: dict[str, Any], files: list[int]) -> None:

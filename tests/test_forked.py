@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import subprocess
 import sys
 
@@ -59,3 +60,15 @@ def test_a_fork_that_fails_says_why(server):
 
     assert ended.returncode == 1
     assert ended.stderr.endswith("ValueError: wrong\n")
+
+
+@pytest.mark.parametrize("sent", [b"", (99).to_bytes(8, "little") + b"{"])
+def test_a_client_that_ends_before_it_has_asked_ends_no_others(server, sent):
+    """Such as one that was killed."""
+    with socket.socket(socket.AF_UNIX) as link:
+        link.connect(str(server.client.parent / "forks"))
+        link.sendall(sent)
+    words = [server.client, "-c", "print(1)"]
+    ended = subprocess.run(words, stdout=subprocess.PIPE, timeout=60, check=True)
+
+    assert ended.stdout == b"1\n"
