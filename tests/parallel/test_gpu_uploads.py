@@ -35,7 +35,7 @@ def test_tensors_arrive_whole(tensors, order):
     device = torch.device("cuda", 0)
     names = {"forward": list(tensors), "every other": [*tensors][::2]}
     names["backward"] = names["forward"][::-1]
-    with UploadedTensors(tensors, device) as base:
+    with UploadedTensors(tensors, device, tensors) as base:
         for name in names[order]:
             found = base[name].to(device)
             assert torch.equal(found.cpu(), tensors[name]), name
@@ -47,7 +47,7 @@ def test_tensors_arrive_whole(tensors, order):
 
 def test_tensors_that_nobody_takes_are_left(tensors):
     """The context ends with tensors on their way."""
-    with UploadedTensors(tensors, torch.device("cuda", 0)) as base:
+    with UploadedTensors(tensors, torch.device("cuda", 0), tensors) as base:
         assert base[next(iter(tensors))] is not None
 
 
@@ -58,7 +58,7 @@ def test_small_tensors_between_large_ones_end_no_copies(tensors):
         for name, tensor in tensors.items()
         if tensor.nbytes >= uploads.MIN_BYTES and tensor.is_contiguous()
     ]
-    with UploadedTensors(tensors, torch.device("cuda", 0)) as base:
+    with UploadedTensors(tensors, torch.device("cuda", 0), tensors) as base:
         assert [name for name in tensors if base[name].is_cuda] == sent
 
 
@@ -76,7 +76,8 @@ def test_memory_of_tensors_that_nobody_took_is_used_behind_their_copies(monkeypa
             return begin(self, source[: 2**12], target[: 2**12], free)
 
         monkeypatch.setattr(UploadedTensors, "_copy", late)
-        with UploadedTensors({"small": torch.ones(1), **tensors}, device) as base:
+        whole = {"small": torch.ones(1), **tensors}
+        with UploadedTensors(whole, device, whole) as base:
             assert not base["small"].is_cuda
         after = [torch.zeros(2**24, device=device) for _ in range(9)]
         torch.cuda.synchronize()

@@ -62,19 +62,45 @@ def test_each_matrix_is_sent_whatever_lies_between(current, tensors):
     """Norms, which are too small, stand before their layer's matrices and are asked for behind."""
     names = [f"{layer}.{name}" for layer in LAYERS for name in ("query", "key", "norm")]
 
-    with UploadedTensors(tensors, CPU) as base:
+    with UploadedTensors(tensors, CPU, tensors) as base:
         assert sent(base, tensors, names) == [name for name in names if "norm" not in name]
+
+
+def test_tensors_are_sent_in_the_order_that_was_told(current, tensors):
+    """Those of which nothing was told come from main memory."""
+    names = ["embedding", "7.key", "3.query"]
+
+    with UploadedTensors(tensors, CPU, names) as base:
+        assert sent(base, tensors, [*names, "0.query"]) == names
+
+
+def test_without_memory_nothing_is_sent_ahead(current, tensors, monkeypatch):
+    """What is asked for is, as before; the next one is tried again."""
+    start, asked = UploadedTensors._start, []
+
+    def refuse(self, name):
+        asked.append(name)
+        if len(asked) in (2, 4):
+            raise torch.OutOfMemoryError
+        start(self, name)
+
+    monkeypatch.setattr(UploadedTensors, "_start", refuse)
+    with UploadedTensors(tensors, CPU, ["0.query", "0.key", "1.query"]) as base:
+        found = sent(base, tensors, ["0.query", "0.key", "1.query"])
+
+    assert found == ["0.query", "0.key", "1.query"]
+    assert asked == ["0.query", "0.key", "0.key", "1.query", "1.query"]
 
 
 def test_a_tensor_that_is_asked_for_again_ends_no_copies(current, tensors):
     """It comes from main memory, and those behind it are sent."""
-    with UploadedTensors(tensors, CPU) as base:
+    with UploadedTensors(tensors, CPU, tensors) as base:
         assert sent(base, tensors, ["0.query", "0.query", "1.query"]) == ["0.query", "1.query"]
 
 
 def test_memory_of_tensors_that_nobody_took_is_used_behind_their_copies(current, tensors):
     """The current stream waits for each thread's: a copy may still run when threads have ended."""
-    with UploadedTensors(tensors, CPU) as base:
+    with UploadedTensors(tensors, CPU, tensors) as base:
         assert base["0.query"] is not tensors["0.query"]
         assert base._on_way
 

@@ -432,6 +432,11 @@ class SuperModel(nn.Module):
         self.forget_views()
         self._extend_weights()
 
+    def base_names(self) -> list[str]:
+        """Names of the base's tensors in the order in which `materialize` asks for them."""
+        held = self._held_by_layer().values()
+        return [name for entries in held for name, _ in entries if isinstance(name, str)]
+
     def layer_order(self) -> list[str]:
         """The paths of the layers, in the order in which they run."""
         layers = {path for block in self.group.blocks.values() for path in block.instances}

@@ -7,8 +7,9 @@ buffers of pinned memory, from which copies run while it fills the next.
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from tlora_fx.host.memory import usable_cpus
 
+logger = logging.getLogger(__name__)
 MAX_THREADS = 8
 #: Of pinned memory, which torch keeps; each thread has two.
 BUFFER_BYTES = 8 * 2**20
@@ -38,19 +40,22 @@ class Upload(NamedTuple):
 
 
 class UploadedTensors(Mapping[str, Tensor]):
-    """Tensors by name, which are on a GPU when they are asked for in their order.
+    """Tensors by name, which are on a GPU when they are asked for in an expected order.
 
-    tensors   in main memory, in the order in which they will be asked for
+    tensors   in main memory
     device    a GPU
+    names     of tensors, in the order in which they will be asked for
 
     A tensor that was taken once comes from main memory the next time, and so do tensors that were
-    passed over. Use it as a context: at its end no thread runs any more, and the current stream
-    uses the memory of tensors that nobody took behind their copies.
+    passed over and those that `names` lacks. Use it as a context: at its end no thread runs any
+    more, and the current stream uses the memory of tensors that nobody took behind their copies.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], device: torch.device, names: Iterable[str]
+    ) -> None:
         self._tensors, self._device = tensors, device
-        self._names = [*tensors]
+        self._names = [name for name in names if name in tensors]
         self._places = {name: place for place, name in enumerate(self._names)}
         # Tensors from this place on were neither asked for nor sent.
         self._next = 0
@@ -73,7 +78,7 @@ class UploadedTensors(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        if (place := self._places[name]) >= self._next:
+        if (place := self._places.get(name, -1)) >= self._next:
             self._next = place + 1
             self._start(name)
         upload = self._on_way.pop(name, None)
@@ -91,10 +96,15 @@ class UploadedTensors(Mapping[str, Tensor]):
         return len(self._tensors)
 
     def _send(self) -> None:
-        """Send what comes next, as far as memory is meant for it."""
+        """Send what comes next, as far as memory is meant for it, and there."""
         while self._bytes < AHEAD_BYTES and self._next < len(self._names):
             self._next += 1
-            self._start(self._names[self._next - 1])
+            try:
+                self._start(self._names[self._next - 1])
+            except torch.OutOfMemoryError:
+                # Who asks for the next one may have let go of others by then.
+                self._next -= 1
+                return
 
     def _start(self, name: str) -> None:
         source = self._tensors[name].detach()
@@ -114,14 +124,14 @@ class UploadedTensors(Mapping[str, Tensor]):
             if not hasattr(own, "stream"):
                 own.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
                 self._streams.append(own.stream)
-                own.buffers = [
-                    torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)
-                ]
+                own.buffers = _pinned_buffers()
                 own.read = [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
             own.stream.wait_event(free)
             pieces = zip(_pieces(source), _pieces(target), strict=True)
             with torch.cuda.stream(own.stream):
-                for number, (here, there) in enumerate(pieces):
+                if not own.buffers:
+                    target.copy_(source)
+                for number, (here, there) in enumerate(pieces if own.buffers else ()):
                     buffer, read = own.buffers[number % 2], own.read[number % 2]
                     read.synchronize()  # it may be filled again
                     filled = buffer[: len(here)].copy_(here)
@@ -129,6 +139,15 @@ class UploadedTensors(Mapping[str, Tensor]):
                     read.record(own.stream)
                 sent: torch.cuda.Event = own.stream.record_event()
                 return sent
+
+
+def _pinned_buffers() -> list[Tensor]:
+    """Two buffers of pinned memory; none where the system gives no more of it."""
+    try:
+        return [torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    except RuntimeError as error:
+        logger.info("tensors are copied without pinned memory: %s", error)
+        return []
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -202,7 +202,8 @@ class GroupStep:
                     probe(base)
                 with ExitStack() as stack:
                     if self.mesh.device.type == "cuda" and isinstance(base, dict) and not in_pieces:
-                        base = stack.enter_context(UploadedTensors(base, self.mesh.device))
+                        names, device = self.model.base_names(), self.mesh.device
+                        base = stack.enter_context(UploadedTensors(base, device, names))
                     load(self.model, self.plan, self.mesh, base)
         if not in_pieces:
             probe(None)
