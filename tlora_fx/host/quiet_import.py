@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from importlib import import_module
 
 
@@ -19,3 +20,26 @@ def quiet_import(*names: str) -> None:
             import_module(name)
     finally:
         logging.disable(before)
+
+
+class ImportInThread:
+    """Imports a package in a thread, while others work; begun by `start`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._error: Exception | None = None
+
+    def start(self) -> None:
+        """Begin."""
+        threading.Thread(target=self._run, name=f"import-{self._name}").start()
+
+    def require(self) -> None:
+        """Raise what went wrong, if it is known by now."""
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            import_module(self._name)
+        except Exception as error:  # noqa: BLE001  (whatever a library raises)
+            self._error = error

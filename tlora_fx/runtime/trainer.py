@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -21,6 +19,7 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import NotAdmitted
 from tlora_fx.host import phases
 from tlora_fx.host.phases import StartRecord, phase
+from tlora_fx.host.quiet_import import ImportInThread
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import ProbeResult
@@ -167,6 +166,7 @@ class Trainer:
         )  # fmt: skip
         self.rounds = 0
         self.change_seconds = 0.0
+        self._peft = ImportInThread("peft")
         self._to_tell: list[JobRun] = []
         self._data = data
         self.measurements: Measurements
@@ -381,6 +381,7 @@ class Trainer:
 
     def _round(self, interrupts: Interrupts) -> bool:
         """Every running job does one optimizer step; False when somebody asked to stop instead."""
+        self._peft.require()
         self.commits.look()
         self._end.begin()
         batches = self._batches()
@@ -500,7 +501,7 @@ class Trainer:
             self.callback.warned(f"what the start took could not be written: {error}")
         # Adapters are written with PEFT's configs. A start that finds its caches filled has not
         # imported it, and while rounds run there is time for it.
-        threading.Thread(target=import_module, args=("peft",)).start()
+        self._peft.start()
 
     def _catch_up(self) -> None:
         """Look at the round that was launched last, and at what follows from it."""

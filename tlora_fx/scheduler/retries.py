@@ -18,8 +18,8 @@ ALONE = 1e-9
 REFUSED = "refused: "
 
 
-#: Failures alone in a row, some of them by a signal from outside, after which a job is given
-#: up: it may be the job that takes the machine's memory.
+#: Failures alone in a row, kills among them, after which a job is given up: it may be the job
+#: that takes the machine's memory.
 MAX_KILLS = 5
 
 
