@@ -21,6 +21,7 @@ from tlora_fx.host.paths import cache_folder
 from tlora_fx.host.phases import phase
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe_cache import is_kept, probes_folder
+from tlora_fx.parallel.apply import require_nano
 from tlora_fx.runtime.checks import longest_row
 from tlora_fx.runtime.data.encode_data import tables_folder
 from tlora_fx.runtime.data.samples import JobData
@@ -92,6 +93,7 @@ def warm_up(
     warn      called with a line where the base could not be checked
     raises    TloraError, as a trainer does before and in its first round
     """
+    require_nano(plan, plan.nano_batches > 1)
     steps = {name: samples.steps for name, samples in data.items()}
     group = GroupStep(model, plan, device, options, steps)
     jobs = [model.jobs[index] for index in model.members.values()]
