@@ -17,7 +17,8 @@ from typing import Any
 # Read when the libraries are imported, so set before any test module is.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Processes are forked after imports, and a fork hangs where OpenMP had threads before.
+os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if not Path("/dev/nvidiactl").exists():
     # Inductor's processes compile Triton's kernels; without a GPU they only import torch.
