@@ -5,8 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.runtime.groups import make_job, tiny_base
+from tlora_fx.compiler import compile
 from tlora_fx.parallel import uploads
 from tlora_fx.parallel.uploads import UploadedTensors
+from tlora_fx.runtime.adapters.files import base_tensors
 
 LAYERS = range(30)
 CPU = torch.device("cpu")
@@ -106,3 +109,28 @@ def test_memory_of_tensors_that_nobody_took_is_used_behind_their_copies(current,
 
     assert base._streams
     assert current.behind == base._streams
+
+
+class Asked(dict):
+    """A base that notes what it is asked for."""
+
+    def __init__(self, tensors):
+        super().__init__(tensors)
+        self.names = []
+
+    def get(self, name, default=None):
+        self.names.append(name)
+        return super().get(name, default)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_tells_the_order_in_which_it_takes_its_base(tmp_path, tied):
+    """Each name once, also one that stands for the embedding and the head."""
+    base = tiny_base(tmp_path, tie_word_embeddings=tied)
+    model = compile([make_job(base, "a", seed=1, max_steps=1)])
+    tensors = Asked(base_tensors(model.backbone))
+    names = model.base_names()
+    model.materialize(tensors, "cpu")
+
+    assert len(set(names)) == len(names) > 10
+    assert [name for name in dict.fromkeys(tensors.names) if name in names] == names

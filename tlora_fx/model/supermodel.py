@@ -433,9 +433,10 @@ class SuperModel(nn.Module):
         self._extend_weights()
 
     def base_names(self) -> list[str]:
-        """Names of the base's tensors in the order in which `materialize` asks for them."""
+        """Names of the base's tensors in the order in which `materialize` first asks for them."""
         held = self._held_by_layer().values()
-        return [name for entries in held for name, _ in entries if isinstance(name, str)]
+        names = (name for entries in held for name, _ in entries if isinstance(name, str))
+        return list(dict.fromkeys(names))
 
     def layer_order(self) -> list[str]:
         """The paths of the layers, in the order in which they run."""

@@ -44,7 +44,7 @@ class UploadedTensors(Mapping[str, Tensor]):
 
     tensors   in main memory
     device    a GPU
-    names     of tensors, in the order in which they will be asked for
+    names     of tensors, each once, in the order in which they will be asked for
 
     A tensor that was taken once comes from main memory the next time, and so do tensors that were
     passed over and those that `names` lacks. Use it as a context: at its end no thread runs any
