@@ -158,6 +158,21 @@ def test_a_group_that_was_asked_to_stop_blames_no_job(tmp_path, asked, told):
     assert [event.job for event in group.events(0.0)] == told
 
 
+def test_events_of_a_group_are_told_in_the_order_in_which_they_happened(tmp_path):
+    """Also where the clock puts a late one behind those that follow."""
+    server = SimpleNamespace(code=lambda worker: None, signal=lambda worker, number: None)
+    times = iter([70.0, 12.0, 13.0, 80.0])
+    watchdog = Watchdog(StallLimits())
+    group = RunningGroup(
+        1, ("a",), tmp_path, server, (7,), lambda _: next(times), {}, watchdog, tmp_path / "train"
+    )
+    writer = EventWriter(tmp_path / "events.jsonl")
+    for step in range(4):
+        writer.write("progress", steps={"a": step})
+
+    assert [event.time for event in group.events(0.0)] == [70.0, 70.0, 70.0, 80.0]
+
+
 def test_a_group_that_ends_knows_nothing_newer_of_a_job_that_was_to_come_back(
     tmp_path, monkeypatch
 ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -114,6 +115,7 @@ class RunningGroup:
     reason: str = ""
     settled: set[str] = field(default_factory=set)
     event_reader: EventReader = field(init=False)
+    _latest: float = field(default=-math.inf, init=False)
 
     def __post_init__(self) -> None:
         self.event_reader = EventReader(self.folder / EVENTS)
@@ -156,7 +158,8 @@ class RunningGroup:
             self.send(signal.SIGKILL)
 
     def _read(self, line: Mapping[str, Any]) -> Iterator[GroupEvent]:
-        time = self.clock(line["time"])
+        # Of events that are read late, some count as of now: those behind them are no earlier.
+        time = self._latest = max(self._latest, self.clock(line["time"]))
         self.watchdog.hear(line["kind"])
         match line["kind"]:
             case "started":
