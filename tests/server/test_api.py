@@ -598,7 +598,8 @@ def test_what_a_job_did_is_told(asked):
     lines = it.ask("GET", "/api/v1/jobs/a/logs").text.splitlines()
     assert lines[0] == "step 1  loss 2  tokens 10  seconds 0.1"
     assert (len(lines), lines[-1]) == (6, "a: running")
-    assert it.ask("GET", "/api/v1/jobs/a/adapter").status_code == 409
+    answer = it.ask("GET", "/api/v1/jobs/a/adapter")
+    assert (answer.status_code, answer.json()["help"]) == (409, "wait for its end")
     assert 'tlora_jobs{state="running"} 2.0' in it.ask("GET", "/metrics").text
     (it.folder / "a" / "adapter_model.safetensors").write_bytes(b"weights")
     it.service.store.rows("UPDATE jobs SET status = 'done', steps = 10")
@@ -606,6 +607,9 @@ def test_what_a_job_did_is_told(asked):
     with tarfile.open(fileobj=content) as tar:
         assert tar.extractfile("a/adapter_model.safetensors").read() == b"weights"
     assert not list((it.folder / "service").glob("*.tar"))
+    it.service.store.rows("UPDATE jobs SET status = 'failed' WHERE name = 'b'")
+    help_ = it.ask("GET", "/api/v1/jobs/b/adapter").json()["help"]
+    assert help_ == "`tlora-fx client status b` says why it ended"
 
 
 def test_the_folder_of_a_service_is_private(asked):

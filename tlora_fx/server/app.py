@@ -414,7 +414,12 @@ def adapter(name: str, by: By) -> FileResponse:
     folder = service.folder / owned.name
     if owned.active or not (folder / "adapter_model.safetensors").is_file():
         raise RequestConflict(
-            "the job has no adapter", job=owned.name, found=owned.state, help="wait for its end"
+            "the job has no adapter",
+            job=owned.name,
+            found=owned.state,
+            help="wait for its end"
+            if owned.active
+            else f"`tlora-fx client status {name}` says why it ended",
         )
     with (
         NamedTemporaryFile(dir=service.store.folder, suffix=".tar", delete=False) as file,
