@@ -32,7 +32,7 @@ from tlora_fx.planners.auto import search
 
 RANKS = {"one": 4, "two": 8}
 FEW = settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

@@ -27,14 +27,13 @@ PLACES = range(len(DEFAULT_PIPELINE.split(",")) + 1)
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """States of jobs of several kinds in a form, and the source of the whole compilation."""
+    """States of jobs of all kinds in a form, and the source of the whole compilation."""
 
     @cache
     def make(form):
         folder = tmp_path_factory.mktemp(form)
         base = base_of(folder, "llama", "float32", num_hidden_layers=4, attention=form)
-        kinds = ("plain", "few", "dora", "head")
-        jobs = [job(kind, base, **KINDS[kind]) for kind in kinds]
+        jobs = [job(kind, base, **spec) for kind, spec in KINDS.items()]
         states = trace_states(prepare(jobs), resolve_pipeline())
         return states, group_source(run_passes(jobs), "llama")
 
