@@ -270,7 +270,7 @@ def _piece(jobs: Sequence[JobTokens], start: int, stop: int) -> Row:
 FORECAST_ROUNDS = 256
 # Half of the steps suffice in a run of so few rounds, with rows of which a process computes so few
 # tokens: such rows are captured after a few rounds, and half of the captures save more time than
-# their padding costs.
+# their padding costs (see `row_schedule.rounds_to_pay`, which decides when rows are captured).
 FEW_STEPS, FEW_ROUNDS, FEW_TOKENS = 8, 2000, 3072
 
 
