@@ -382,7 +382,9 @@ def test_small_jobs_that_have_passed_through_a_model_hold_nothing(folder, tmp_pa
 
     assert len(model.jobs) == 4
     assert max(tensors[12:]) <= max(tensors[8:12])
-    assert max(files) <= 9
+    # The lock, four that train, and those whose last adapters are still on their way to the disk.
+    assert max(files) < 16
+    assert open_files(tmp_path / "run") == []
     assert all(run.metrics._file is None for run in trainer.runs if run.left)
 
 

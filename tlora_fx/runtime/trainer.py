@@ -230,6 +230,8 @@ class Trainer:
         """
         if self.graphs is not None and not (self.options.keeps and self.model.is_open):
             self.graphs.clear()
+        for run in self.runs:
+            run.metrics.close()
         self.trackers.close()
 
     def _checked(self, stack: ExitStack) -> Mapping[str, JobData]:
