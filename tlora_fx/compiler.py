@@ -55,6 +55,7 @@ from tlora_fx.tracing.rope import prepare_rope
 from tlora_fx.tracing.trace_cache import (
     base_graph,
     job_graph,
+    looking_once,
     require_common_loss,
     resolved_sites,
 )
@@ -95,6 +96,7 @@ OnFailure = Callable[[Prepared, Runner, TloraError], None]
 
 
 @phase("tracing")
+@looking_once()
 def compile(
     jobs: Jobs,
     pipeline: str | Pipeline | None = None,

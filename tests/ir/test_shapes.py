@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import tlora_fx.ops  # noqa: F401  (registers the operators)
 from tlora_fx.errors import GraphInvalid
-from tlora_fx.ir.shapes import fake_like, propagate, segment_size
+from tlora_fx.ir import shapes
+from tlora_fx.ir.shapes import fake_like, give_value, propagate, segment_size
 
 aten = torch.ops.aten
 ops = torch.ops.tlora_fx
@@ -113,3 +116,80 @@ def test_segments_of_two_jobs_do_not_add(segments):
 
     with pytest.raises(GraphInvalid):
         propagate(graph)
+
+
+#: Operators on rows [1, T, 8], or on two of them; each with arguments behind them.
+OPERATORS = {
+    "linear": lambda x, y, n: (aten.linear.default, (x, fake_like(x.fake_mode, (n, 8), x.dtype))),
+    "scale": lambda x, y, n: (aten.mul.Tensor, (x, 0.5 * n)),
+    "add": lambda x, y, n: (aten.add.Tensor, (x, y)),
+    "dropout": lambda x, y, n: (aten.dropout.default, (x, 1 / (n + 1), True)),
+    "cast": lambda x, y, n: (aten.to.dtype, (x, (torch.float32, torch.float64)[n % 2])),
+    "view": lambda x, y, n: (aten.view.default, (x, [x.shape[1], 8])),
+    "turn": lambda x, y, n: (aten.transpose.int, (x, 1, 2)),
+    "join": lambda x, y, n: (aten.cat.default, ([x] * (n + 1), 1)),
+    "cut": lambda x, y, n: (aten.slice.Tensor, (x, 1, 0, x.shape[1] - n)),
+    "mean": lambda x, y, n: (aten.mean.dim, (x, [n % 3], bool(n % 2))),
+    "pick": lambda x, y, n: (aten.select.int, (x, 2, n)),
+    "line": lambda x, y, n: (aten.full.default, ([x.shape[1], n], 0.25 * n)),
+}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(sorted(OPERATORS)),
+            st.sampled_from([torch.float32, torch.bfloat16]),
+            st.tuples(st.integers(0, 3), st.integers(0, 3)),
+            st.integers(1, 4),
+        ),
+        min_size=1,
+        max_size=6,
+    )
+)
+def test_what_is_known_of_an_operator_is_what_it_gives(calls):
+    """Shape, strides, dtype and device, of one job's rows, of other sizes, and of two jobs."""
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    for name, dtype, jobs, number in calls:
+        x, y = (fake_like(mode, (1, segment_size(job), 8), dtype) for job in jobs)
+        target, args = OPERATORS[name](x, y, number)
+        graph = fx.Graph()
+        node = graph.call_function(target, args)
+        try:
+            with mode:
+                expected = target(*args)
+        except (RuntimeError, ValueError):  # sizes of two jobs, or one that does not divide
+            with pytest.raises(GraphInvalid):
+                give_value(node, mode)
+            continue
+        give_value(node, mode)
+
+        value = node.meta["val"]
+        assert value.fake_mode is mode
+        assert (value.shape, value.stride()) == (expected.shape, expected.stride())
+        assert (value.dtype, value.device) == (expected.dtype, expected.device)
+
+
+def test_branches_that_are_alike_are_run_once(monkeypatch):
+    """Of eight jobs with one rank, the first alone is dispatched."""
+    ran = []
+    dispatch = shapes._dispatch
+    monkeypatch.setattr(shapes, "_RESULTS", {})
+    monkeypatch.setattr(shapes, "_dispatch", lambda *call: ran.append(call[0]) or dispatch(*call))
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    graph = fx.Graph()
+    for job in range(8):
+        x = graph.placeholder(f"x{job}")
+        x.meta["val"] = fake_like(mode, (1, segment_size(job), 64), torch.bfloat16)
+        a, b = (graph.placeholder(f"{name}{job}") for name in "ab")
+        a.meta["val"] = fake_like(mode, (4, 64), torch.bfloat16)
+        b.meta["val"] = fake_like(mode, (32, 4), torch.bfloat16)
+        down = graph.call_function(aten.linear.default, (x, a))
+        up = graph.call_function(aten.linear.default, (down, b))
+        graph.call_function(aten.mul.Tensor, (up, 1.0 + job))
+
+    propagate(graph)
+
+    assert ran == [aten.linear.default, aten.linear.default, aten.mul.Tensor]
+    assert node(graph, aten.mul.Tensor).meta["val"].shape == (1, segment_size(0), 32)
+    assert [*graph.nodes][-1].meta["val"].shape == (1, segment_size(7), 32)

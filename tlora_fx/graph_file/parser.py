@@ -47,7 +47,7 @@ from tlora_fx.ir.graph import (
     TensorRef,
 )
 from tlora_fx.ir.names import hold_names
-from tlora_fx.ir.shapes import give_value, remember_runs, segment_size
+from tlora_fx.ir.shapes import fake_tensor, give_value, remember_runs, segment_size
 from tlora_fx.ir.verifier import fingerprint
 
 # Layers that one line may name: a damaged number must not fill the memory.
@@ -685,8 +685,7 @@ class _Values:
             # A tensor that is not fake must not take memory.
             assert device == "meta", f"a tensor on {device} without a mode"
             return torch.empty_strided(sizes, steps, dtype=dtype, device=device)
-        with self.modes[mode]:
-            return torch.empty_strided(sizes, steps, dtype=dtype, device=device)
+        return fake_tensor(self.modes[mode], sizes, steps, dtype, device)
 
     def _int(self, size: Any, mode: int | None) -> int | torch.SymInt:
         if isinstance(size, int):

@@ -26,7 +26,8 @@ import sys
 import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import astuple, replace
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -273,6 +274,9 @@ def _digest(key: str, kept: object) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+_LOOKED: ContextVar[dict[object, tuple[object, ...]] | None] = ContextVar("looked", default=None)
+
+
 class _NoLibraryCode(Exception):
     """Code takes part that is no library's."""
 
@@ -349,7 +353,7 @@ def _all_hashed(backbone: Backbone, more: Sequence[Callable[[], object]]) -> lis
         return [None] * len(more)
     keys: list[str | None] = []
     try:
-        common = (_environment(), _base(backbone))
+        common = _common(backbone)
     except _NoLibraryCode as error:
         logger.info("nothing is kept of what is traced: %s", error)
         return [None] * len(more)
@@ -362,6 +366,27 @@ def _all_hashed(backbone: Backbone, more: Sequence[Callable[[], object]]) -> lis
         else:
             keys.append(hashlib.sha256(repr(parts).encode()).hexdigest())
     return keys
+
+
+@contextmanager
+def looking_once() -> Iterator[None]:
+    """Within, what all keys of a base share is found once, and again after an import."""
+    before = _LOOKED.set({})
+    try:
+        yield
+    finally:
+        _LOOKED.reset(before)
+
+
+def _common(backbone: Backbone) -> tuple[object, ...]:
+    """What all keys of a base share; raises where code takes part that is no library's."""
+    looked = _LOOKED.get()
+    if looked is None:
+        return (_environment(), _base(backbone))
+    key = (len(sys.modules), id(backbone))
+    if key not in looked:
+        looked[key] = (_environment(), _base(backbone))
+    return looked[key]
 
 
 def _environment() -> object:
