@@ -238,16 +238,20 @@ def test_the_examples_of_the_page_on_nano_batches_run(capsys):
 
 
 def test_the_example_of_the_page_on_loops_runs(capsys):
-    """It prints a loss, the targets of a batch, and the first step of the second job."""
+    """It prints a loss, the targets of a batch, the second job's first step; then own losses."""
     page = (ROOT / "docs" / "group-step.md").read_text(encoding="utf-8")
-    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL))
     jobs = str(ROOT / "examples" / "quickstart" / "jobs.yaml")
 
-    exec(code.replace('"examples/quickstart/jobs.yaml"', repr(jobs)), {})
+    names = {}
+    exec(code.replace('"examples/quickstart/jobs.yaml"', repr(jobs)), names)
 
-    first, second = capsys.readouterr().out.splitlines()
+    first, second, logprobs, metrics = capsys.readouterr().out.splitlines()
     assert float(first.split()[0]) > 0
     assert (first.split()[1], second.split()[0]) == ("3", "1")
+    assert logprobs.startswith("tensor([-")
+    assert metrics == "({'sequences': 1.0}, {'sequences': 1.0})"
+    assert len(names["mine"][0]) == len(names["reference"][0]) == 3
 
 
 def test_the_example_of_the_page_on_scheduling_runs(capsys):

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from tlora_fx.runtime.callbacks import TrainerCallback
     from tlora_fx.runtime.compiled_folder import load
     from tlora_fx.runtime.data.samples import Sample
-    from tlora_fx.runtime.group_step import Batch, GroupStep, StepOptions
+    from tlora_fx.runtime.group_step import GroupStep, StepOptions
+    from tlora_fx.runtime.step_batches import Batch
     from tlora_fx.runtime.trainer import Trainer, TrainerOptions
     from tlora_fx.tools.explain import why_not
 
@@ -52,7 +53,7 @@ __all__ = [
 # No name here may also be the name of a submodule: importing the submodule would replace it.
 _HOMES = {
     "BaseSpec": "tlora_fx.config.job",
-    "Batch": "tlora_fx.runtime.group_step",
+    "Batch": "tlora_fx.runtime.step_batches",
     "DataSpec": "tlora_fx.config.job",
     "GroupStep": "tlora_fx.runtime.group_step",
     "Job": "tlora_fx.config.job",

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
-from tlora_fx.runtime.group_step import GroupStep
+from tlora_fx.runtime.group_step import Batch, GroupStep
 from tlora_fx.runtime.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -80,3 +81,51 @@ def test_a_rate_holds_for_one_step(jobs, data):
     found, expected = (each.member("a").final_adapter() for each in (group, alone))
     for key, tensor in expected.items():
         torch.testing.assert_close(found[key], tensor, rtol=1e-4, atol=2e-6)
+
+
+def test_losses_with_names_are_those_of_a_cpu(jobs, data):
+    """By token, by sequence and by a function, after rows that ran as graphs and before others."""
+
+    def widest(logprobs, given):
+        return torch.stack([own.std(correction=0) for own in logprobs]).sum(), {}
+
+    outputs = {}
+    for device in ("cpu", "cuda"):
+        group = GroupStep(compile([without_dropout(job) for job in jobs.values()]), device=device)
+        plain = {name: data[name].step(0) for name in jobs}
+        for _ in range(3):
+            step(group, plain)
+        rows = {name: scored(data[name].step(1)) for name in jobs}
+        outputs[device] = []
+        for one, two in (("ppo", "cispo"), ("gspo", "importance_sampling"), ("dro", widest)):
+            out = group.accumulate(
+                {"a": Batch(rows["a"], loss=one), "b": Batch(rows["b"], loss=two)}
+            )
+            group.apply({"a": {}, "b": {}})
+            outputs[device] += [*out.values()]
+        outputs[device] += group.accumulate(plain).values()
+
+    for found, expected in zip(outputs["cuda"], outputs["cpu"], strict=True):
+        assert found.error is None
+        assert found.loss == pytest.approx(expected.loss, rel=1e-3, abs=1e-4)
+        for mine, theirs in zip(found.logprobs or (), expected.logprobs or (), strict=True):
+            torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-3, atol=1e-4)
+
+
+def without_dropout(job):
+    return job.model_copy(update={"lora": {**job.lora, "lora_dropout": 0.0}})
+
+
+def scored(batch):
+    """Samples that say what their tokens cost when they were sampled, and were worth."""
+    return [
+        [
+            replace(
+                sample,
+                logprobs=tuple(-3.5 - 0.1 * (at % 7) for at in range(len(sample.labels))),
+                advantages=tuple(math.cos(at) for at in range(len(sample.labels))),
+            )
+            for sample in samples
+        ]
+        for samples in batch
+    ]

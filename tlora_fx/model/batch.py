@@ -15,6 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlora_fx.model.objectives import (
+    Objective,
+    SequenceLoss,
+    TokenTerms,
+    sequence_losses,
+    terms_of,
+)
 from tlora_fx.model.preference import Pairs, Preference, pairs_of
 from tlora_fx.model.row_ladder import RowLadder, RowSize, power_of_two
 
@@ -35,6 +42,7 @@ class JobTokens:
     offset       tokens of the job's optimizer step that earlier rows held
     preference   how its sequences, which are then pairs, are compared
     shift        how far before its label a prediction stands: 0 where labels are of their tokens
+    objective    a loss of a loop of one's own; None: cross entropy, or that of the preference
     """
 
     sequences: Sequence[Sequence[int]]
@@ -44,6 +52,7 @@ class JobTokens:
     offset: int = 0
     preference: Preference | None = None
     shift: int = 1
+    objective: Objective | None = None
 
 
 @dataclass(slots=True)
@@ -62,8 +71,9 @@ class PackedBatch:
                               classifiers those that a label belongs to
     targets                   int64 [N]: that next token, or the label's integer
     target_segments           int32 [J + 1] on the CPU: job j owns this run of target rows
-    pairs                     of each job that learns from pairs
+    pairs                     of each job that learns from pairs, or by losses of whole sequences
     compared                  a row of those that the base is asked for too; None: of none
+    terms                     losses by token, where a job has another one than cross entropy
     """
 
     input_ids: Tensor
@@ -76,12 +86,19 @@ class PackedBatch:
     target_rows: Tensor
     targets: Tensor
     target_segments: Tensor
-    pairs: tuple[Pairs, ...] = ()
+    pairs: tuple[Pairs | SequenceLoss, ...] = ()
     compared: PackedBatch | None = None
+    terms: TokenTerms | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all losses are sums of token losses that its tensors say."""
+        return not self.pairs and self.terms is None
 
     def tensors(self) -> dict[str, Tensor]:
         """The row's tensors by name, as an exported program takes them."""
-        names = (f.name for f in fields(self) if f.name not in ("pairs", "compared"))
+        apart = ("pairs", "compared", "terms")
+        names = (f.name for f in fields(self) if f.name not in apart)
         return {name: getattr(self, name) for name in names}
 
     def to(self, device: torch.device | str) -> PackedBatch:
@@ -92,7 +109,8 @@ class PackedBatch:
             for name, tensor in self.tensors().items()
         }
         compared = None if self.compared is None else self.compared.to(device)
-        return PackedBatch(**moved, pairs=self.pairs, compared=compared)
+        terms = None if self.terms is None else self.terms.to(device)
+        return PackedBatch(**moved, pairs=self.pairs, compared=compared, terms=terms)
 
 
 def repeating_form(row: PackedBatch, sizes: tuple[int, int, int] | None = None) -> PackedBatch:
@@ -216,6 +234,7 @@ def pack(jobs: Sequence[JobTokens], length: int = SMALLEST) -> PackedBatch:
         target_segments=target_segments,
         pairs=_pairs(jobs),
         compared=pack(compared) if compared else None,
+        terms=_terms(jobs, target_segments),
     )
 
 
@@ -255,15 +274,29 @@ def pad(jobs: Sequence[JobTokens], padding: int = 0) -> PackedBatch:
         target_segments=target_segments,
         pairs=_pairs(jobs),
         compared=pad(compared, padding) if (compared := _compared(jobs)) else None,
+        terms=_terms(jobs, target_segments),
     )
 
 
-def _pairs(jobs: Sequence[JobTokens]) -> tuple[Pairs, ...]:
-    return tuple(
+def _pairs(jobs: Sequence[JobTokens]) -> tuple[Pairs | SequenceLoss, ...]:
+    pairs = tuple(
         pairs_of(index, job.preference, job.labels, IGNORED)
         for index, job in enumerate(jobs)
         if job.preference is not None and job.sequences
     )
+    objectives = [job.objective for job in jobs]
+    if not any(objectives):
+        return pairs
+    counts = [
+        [sum(label != IGNORED for label in labels[job.shift :]) for labels in job.labels]
+        for job in jobs
+    ]
+    return pairs + sequence_losses(objectives, [job.offset for job in jobs], counts)
+
+
+def _terms(jobs: Sequence[JobTokens], target_segments: Tensor) -> TokenTerms | None:
+    firsts = [job.offset for job in jobs]
+    return terms_of([job.objective for job in jobs], firsts, target_segments.diff().tolist())
 
 
 def _compared(jobs: Sequence[JobTokens]) -> list[JobTokens]:
@@ -271,7 +304,7 @@ def _compared(jobs: Sequence[JobTokens]) -> list[JobTokens]:
     asked = [own.job for own in _pairs(jobs) if own.needs_base]
     nothing: dict[str, Any] = {"sequences": (), "labels": ()}
     return [
-        replace(job, preference=None, **({} if index in asked else nothing))
+        replace(job, preference=None, objective=None, **({} if index in asked else nothing))
         for index, job in enumerate(jobs)
         if asked
     ]

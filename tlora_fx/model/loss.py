@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlora_fx.config.base_spec import Objective
 from tlora_fx.model.batch import IGNORED
+from tlora_fx.model.objectives import SequenceLoss, TokenTerms, token_losses
 from tlora_fx.model.preference import Pairs, with_preferences
 from tlora_fx.ops import cross_entropy, segment_spread, segment_sum, tp_argmax, tp_cross_entropy
 from tlora_fx.ops.parallel import GROUP
@@ -76,7 +77,9 @@ class ChunkedLoss(nn.Module):
         self.weights: Tensor | None = None
         self.predicted: list[Tensor] | None = None
         self.token_losses: list[Tensor] | None = None
-        self._pairs: Sequence[Pairs] = ()
+        self._pairs: Sequence[Pairs | SequenceLoss] = ()
+        self._terms: TokenTerms | None = None
+        self._logprobs: dict[int, Tensor] = {}
         self.width_dim = 1 if lines else 0
         self.chunk_rows = max(64, CHUNK_BYTES // (4 * vocabulary) // _ALIGNED * _ALIGNED)
 
@@ -103,6 +106,8 @@ class ChunkedLoss(nn.Module):
         if self.pieces is not None:
             row = (hidden, target_rows, targets, target_segments)
             return self._in_pieces(chunk, self.pieces, *row, *tables)
+        if self._terms is not None:
+            chunk = partial(_chunk_by_terms, chunk, self._logprobs)
         row_tables = dict(zip(self.tables, tables, strict=True))
         flat = hidden.reshape(-1, hidden.shape[-1])
         if target_rows.shape[0] == 0:
@@ -125,7 +130,22 @@ class ChunkedLoss(nn.Module):
         return with_preferences(sums, losses, target_segments, self._pairs) if self._pairs else sums
 
     @contextmanager
-    def comparing(self, pairs: Sequence[Pairs]) -> Iterator[None]:
+    def by_terms(self, terms: TokenTerms, segments: Tensor) -> Iterator[None]:
+        """Inside, target rows have other losses, and their log-probabilities are kept.
+
+        segments   int32 [J + 1] on the CPU: job j owns this run of target rows
+        """
+        self._terms, self._logprobs = terms, {}
+        try:
+            yield
+            if self._logprobs:
+                kept = [self._logprobs[start] for start in sorted(self._logprobs)]
+                terms.keep(torch.cat(kept), segments)
+        finally:
+            self._terms, self._logprobs = None, {}
+
+    @contextmanager
+    def comparing(self, pairs: Sequence[Pairs | SequenceLoss]) -> Iterator[None]:
         """Inside, jobs that have pairs give the loss of these in place of their targets' sum."""
         self._pairs = pairs
         try:
@@ -172,10 +192,12 @@ class ChunkedLoss(nn.Module):
         """What `chunk` takes, for one chunk's rows after the other."""
         for start, stop in pairwise(self._cuts(target_rows.shape[0])):
             rows = target_rows[start:stop]
+            terms = () if self._terms is None else (start, self._terms.values[start:stop])
             yield (
                 flat.index_select(0, rows).unsqueeze(self.width_dim),
                 targets[start:stop],
                 *self._tables_of(row_tables, rows, target_segments, start, stop),
+                *terms,
             )
 
     def _losses(self, chunk: Chunk, args: tuple[Tensor, ...]) -> Tensor:
@@ -320,6 +342,19 @@ class ChunkedLoss(nn.Module):
             losses, _ = cross_entropy(logits, targets)
             return cast(Tensor, losses)
         return row_losses(_wide(logits), targets, self.objective)
+
+
+def _chunk_by_terms(
+    chunk: Chunk, kept: dict[int, Tensor], hidden: Tensor, targets: Tensor, *rest: Any
+) -> Tensor:
+    """The loss of each of n rows by its terms, which stand behind the tables.
+
+    kept   gets the rows' log-probabilities, by the place of the first row
+    """
+    *tables, start, values = rest
+    losses = chunk(hidden, targets, *tables)
+    kept[start] = -losses.detach()
+    return token_losses(-losses, values)
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tlora_fx.model.objectives import SequenceLoss
 from tlora_fx.ops import segment_sum
 
 # Of a pair: the chosen sequence's prompt, where it counts, its completion, and the rejected one's.
@@ -97,9 +98,9 @@ def pairs_of(job: int, preference: Preference, labels: Sequence[Sequence[int]], 
 
 
 def with_preferences(
-    sums: Tensor, losses: Tensor, segments: Tensor, pairs: Sequence[Pairs]
+    sums: Tensor, losses: Tensor, segments: Tensor, pairs: Sequence[Pairs | SequenceLoss]
 ) -> Tensor:
-    """Each job's loss, where some jobs compare pairs.
+    """Each job's loss, where some jobs compare pairs, or have losses of whole sequences.
 
     sums       [J], of the token losses
     losses     [N]
@@ -113,16 +114,20 @@ def with_preferences(
     return torch.stack(each)
 
 
-def with_base(pairs: Sequence[Pairs], losses: Tensor, segments: Tensor) -> tuple[Pairs, ...]:
+def with_base(
+    pairs: Sequence[Pairs | SequenceLoss], losses: Tensor, segments: Tensor
+) -> tuple[Pairs | SequenceLoss, ...]:
     """The pairs with the base's losses.
 
     losses     [N], of a row in which jobs that compare with the base have the same targets
     segments   int32 [J + 1] on the CPU, of that row
     """
     spans = list(pairwise(segments.tolist()))
-    compared = []
+    compared: list[Pairs | SequenceLoss] = []
     for own in pairs:
         start, stop = spans[own.job]
-        base = segment_sum(losses[start:stop], own.segments) if own.needs_base else None
-        compared.append(replace(own, base=base))
+        if isinstance(own, Pairs) and own.needs_base:
+            compared.append(replace(own, base=segment_sum(losses[start:stop], own.segments)))
+        else:
+            compared.append(own)
     return tuple(compared)

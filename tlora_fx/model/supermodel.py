@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import MethodType
 from typing import Any, cast
@@ -201,13 +201,16 @@ class SuperModel(nn.Module):
         raises    SuperModelMisuse before `materialize`
         """
         self._require_weights()
-        if not row.pairs:
+        if row.is_plain:
             return self._run(*self._tensors(row))
-        pairs = row.pairs
+        pairs, loss = row.pairs, self._loss()
         if row.compared is not None:
-            losses = self._losses_of_base(row.compared, [own.job for own in pairs])
+            losses = self.score(row.compared, [own.job for own in pairs])
             pairs = with_base(pairs, losses, row.compared.target_segments)
-        with self._loss().comparing(pairs):
+        terms = (
+            nullcontext() if row.terms is None else loss.by_terms(row.terms, row.target_segments)
+        )
+        with loss.comparing(pairs), terms:
             return self._run(*self._tensors(row))
 
     def _tensors(self, row: PackedBatch) -> Iterator[Tensor]:
@@ -221,8 +224,13 @@ class SuperModel(nn.Module):
         parameters = self.job_parameters(job)
         self._references[job] = {key: each.detach().clone() for key, each in parameters.items()}
 
-    def _losses_of_base(self, row: PackedBatch, jobs: Sequence[int]) -> Tensor:
-        """The token losses of a row, [N], by what these jobs compare with, and without dropout."""
+    def score(self, row: PackedBatch, compared: Sequence[int] = ()) -> Tensor:
+        """The token losses of a row, [N], without dropout and gradients.
+
+        row        on the model's device
+        compared   jobs that are scored by what they compare with: the base, or their reference
+        """
+        jobs = compared
         changed = [pair for job in jobs for pair in self._reference_of(self.jobs[job].name)]
         kept = [parameter.detach().clone() for parameter, _ in changed]
         with torch.no_grad(), without_dropout(), self._loss().scoring() as losses:

@@ -23,6 +23,7 @@ from tlora_fx.errors import NotFinite, StepMisuse
 from tlora_fx.host.phases import phase
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.elastic import Admission
+from tlora_fx.model.objectives import Objective, Scores
 from tlora_fx.model.row_ladder import RowLadder
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.dora import norms_kept
@@ -53,38 +54,10 @@ from tlora_fx.runtime.group_updater import GroupUpdater
 from tlora_fx.runtime.isolation import RoundResult, is_out_of_memory, run_isolated
 from tlora_fx.runtime.member import Member
 from tlora_fx.runtime.optim.rank_allocation import regularise
+from tlora_fx.runtime.step_batches import Batch, StepOutput, logprobs_of, require_batch
 
 logger = logging.getLogger(__name__)
 DataStarts = Mapping[str, Mapping[str, Tensor]]
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Batch that one job learns from in one call of `GroupStep.accumulate`.
-
-    micro_batches   lists of samples; a micro-batch stays whole in one row
-    normalizer      the sum of the token losses is divided by it; None: by the number of the
-                    batch's own targets, or of its pairs where the job compares pairs
-    """
-
-    micro_batches: MicroBatches
-    normalizer: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutput:
-    """Result of one batch of one job.
-
-    loss     sum of token losses over the batch's normalizer; NaN where the batch failed
-    tokens   of the batch
-    terms    its target tokens, or pairs
-    error    why it failed: the job's gradients are then what they were before the call
-    """
-
-    loss: float
-    tokens: int
-    terms: int
-    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,24 +239,22 @@ class GroupStep:
         returns   by job name, in the order given. Where a job's rows fail, or its loss is not
                   finite, that job's output has the error, its gradients are as before the call,
                   and its neighbours' outputs stand
-        raises    StepMisuse for a job that does not train here, and for a batch without tokens,
-                  with token ids that the base does not have, or with a normalizer that is not
-                  above 0; the failure itself where it is no single job's, as OutOfMemory: all
-                  gradients are as before the call then
+        raises    StepMisuse for a job that does not train here, and for a batch that `Batch` does
+                  not allow: without tokens, with token ids that the base does not have, with a
+                  loss that is not there or samples that do not fit it; the failure itself where it
+                  is no single job's, as OutOfMemory: all gradients are as before the call then
         """
         self._ready()
         given = {
             self.member(name).index: batch if isinstance(batch, Batch) else Batch(batch)
             for name, batch in batches.items()
         }
-        for index, batch in given.items():
-            self._require_batch(self.members[index].job, batch)
+        self._require(given)
         micro = {index: batch.micro_batches for index, batch in given.items()}
         terms = {i: count_terms(self.members[i].job, each) for i, each in micro.items()}
-        normalizers = {
-            index: float(terms[index]) if batch.normalizer is None else batch.normalizer
-            for index, batch in given.items()
-        }
+        normalizers = {index: batch.divisor(terms[index]) for index, batch in given.items()}
+        scores = {index: Scores() for index, batch in given.items() if batch.loss is not None}
+        objectives = self._objectives(given, scores)
         before = {index: self._copied_gradients(index) for index in given}
 
         def forget(indices: Iterable[int]) -> None:
@@ -292,7 +263,7 @@ class GroupStep:
             self.free_memory()
 
         try:
-            ran = self.run(micro, normalizers, forget=forget)
+            ran = self.run(micro, normalizers, objectives=objectives, forget=forget)
         except Exception as failure:
             forget(given)
             if len(given) > 1 or is_out_of_memory(failure):
@@ -313,8 +284,61 @@ class GroupStep:
                 own.loss, own.tokens = own.loss + loss, own.tokens + tokens
                 own.batches += 1
             shown = math.nan if error else loss
-            outputs[job.name] = StepOutput(shown, tokens, terms[index], error)
+            output = StepOutput(shown, tokens, terms[index], error)
+            if error is None and index in scores:
+                found = scores[index]
+                logprobs = logprobs_of(found, batch.micro_batches, job.label_shift)
+                metrics = tuple(found.metrics[first] for first in sorted(found.metrics))
+                output = replace(output, logprobs=logprobs, metrics=metrics)
+            outputs[job.name] = output
         return outputs
+
+    def score(
+        self, batches: Mapping[str, MicroBatches], *, by_base: bool = False
+    ) -> dict[str, tuple[Tensor, ...]]:
+        """Log-probabilities of these jobs' target tokens; gradients and dropout take no part.
+
+        batches   by job name
+        by_base   those of the base alone, or of the adapter that a job compares pairs with
+        returns   by job name, of each sample those of its target tokens, [n] each
+        raises    StepMisuse as `accumulate` does
+        """
+        self._ready()
+        given = {
+            self.member(name).index: Batch(micro, loss="cross_entropy")
+            for name, micro in batches.items()
+        }
+        scores = {index: Scores() for index in given}
+        self._require(given)
+        objectives = self._objectives(given, scores)
+        micro = {index: batch.micro_batches for index, batch in given.items()}
+        for row in self.rows_of(micro, objectives):
+            assert row.terms is not None
+            moved = row.to(self.mesh.device)
+            with norms_kept():
+                losses = self.model.score(moved, [*given] if by_base else ())
+            row.terms.keep(-losses, row.target_segments)
+        return {
+            self.members[index].job.name: logprobs_of(
+                scores[index], batch.micro_batches, self.members[index].job.label_shift
+            )
+            for index, batch in given.items()
+        }
+
+    def _require(self, given: Mapping[int, Batch]) -> None:
+        assert self.runner is not None
+        alone = self.mesh.size == 1 and self.runner.nano_batches == 1
+        for index, batch in given.items():
+            job = self.members[index].job
+            require_batch(job, batch, self.model.group.vocabulary, alone=alone)
+
+    def _objectives(
+        self, given: Mapping[int, Batch], scores: Mapping[int, Scores]
+    ) -> dict[int, list[Objective]]:
+        return {
+            index: given[index].objectives(own, self.members[index].job.label_shift)
+            for index, own in scores.items()
+        }
 
     def apply(self, hyperparameters: Mapping[str, Mapping[str, float]]) -> dict[str, StepUpdate]:
         """One optimizer step of each of these jobs, from what they have gathered.
@@ -403,11 +427,18 @@ class GroupStep:
             # One process that finds no memory for a row frees the graphs, several do not.
             self.graphs.capture_steps(0 if self.mesh.size == 1 else self.graphs.largest_row)
 
-    def rows_of(self, batches: Mapping[int, MicroBatches]) -> list[PackedBatch]:
-        """The rows of some jobs' micro-batches, by slot; the same on every process."""
+    def rows_of(
+        self,
+        batches: Mapping[int, MicroBatches],
+        objectives: Mapping[int, Sequence[Objective]] | None = None,
+    ) -> list[PackedBatch]:
+        """The rows of some jobs' micro-batches, by slot; the same on every process.
+
+        objectives   by slot, losses of a loop of one's own, of each micro-batch
+        """
         steps = {index: self.members[index].step for index in batches}
         offsets = {index: self._gathered[index].tokens for index in batches if self._has(index)}
-        rows = rows_of_round(self.model.jobs, batches, steps, self.row_tokens, offsets)
+        rows = rows_of_round(self.model.jobs, batches, steps, self.row_tokens, offsets, objectives)
         return self.bucketer.made(cut_round(rows, self.plan.parts, self.cutting))
 
     def example_rows(self, batches: Mapping[int, MicroBatches]) -> list[PackedBatch]:
@@ -449,6 +480,7 @@ class GroupStep:
         normalizers: Mapping[int, float] | None = None,
         *,
         rows: Sequence[PackedBatch] | None = None,
+        objectives: Mapping[int, Sequence[Objective]] | None = None,
         forget: Callable[[Iterable[int]], None] | None = None,
     ) -> RoundResult:
         """Run batches as `run_rows` does; jobs at fault are left out where one process runs.
@@ -456,19 +488,22 @@ class GroupStep:
         Only where one process trains: others would wait for what this one does not send.
 
         rows      of the batches, where they are made already
+        objectives   by slot, as of `rows_of`
         forget    undoes what a failed row has left of some jobs; by default their gradients are
                   zeroed
         returns   what ran, and why the others did not. Where there was no memory for all jobs
                   together, later rows have at most the tokens that there was memory for
         raises    the failure itself where it is nobody's, OutOfMemory where no job fits
         """
-        rows = self.rows_of(batches) if rows is None else rows
+        rows = self.rows_of(batches, objectives) if rows is None else rows
         if self.mesh.size > 1:
             return RoundResult(self.run_rows(rows, batches, normalizers), batches)
 
         def alone(index: int) -> tuple[Tensor, int]:
             own = {index: batches[index]}
-            rows = self.rows_of(own)
+            rows = self.rows_of(
+                own, {i: each for i, each in (objectives or {}).items() if i == index}
+            )
             return self.run_rows(rows, own, normalizers), max(r.input_ids.numel() for r in rows)
 
         def together() -> Tensor:
@@ -634,29 +669,6 @@ class GroupStep:
         self._gathered.pop(member.index, None)
         self.model.release(member.job.name)
         self.updater.forget()
-
-    def _require_batch(self, job: Job, batch: Batch) -> None:
-        """Refuse a batch from which nothing can be learnt, or which the base cannot read."""
-        samples = [sample for micro in batch.micro_batches for sample in micro]
-        ids = [max(sample.input_ids) for sample in samples if sample.input_ids]
-        if len(ids) < len(samples) or not ids:
-            raise StepMisuse("a batch has no sample, or one without tokens", job=job.name)
-        vocabulary = self.model.group.vocabulary
-        if max(ids) >= vocabulary:
-            raise StepMisuse(
-                "a batch has a token that the base does not know",
-                job=job.name,
-                expected=f"token ids below {vocabulary}",
-                found=max(ids),
-            )
-        normalizer = batch.normalizer
-        if normalizer is not None and not (math.isfinite(normalizer) and normalizer > 0):
-            raise StepMisuse(
-                "a batch's loss cannot be divided by this",
-                job=job.name,
-                expected="a normalizer above 0",
-                found=normalizer,
-            )
 
     def _ready(self) -> None:
         if self.runner is None:

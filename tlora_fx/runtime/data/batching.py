@@ -16,6 +16,7 @@ import torch
 from tlora_fx.config.job import BETA, Job
 from tlora_fx.cost.load import balanced_cuts
 from tlora_fx.model.batch import IGNORED, SMALLEST, JobTokens, PackedBatch, pack, pad, size_of_jobs
+from tlora_fx.model.objectives import Objective
 from tlora_fx.model.preference import Preference
 from tlora_fx.model.row_ladder import RowLadder, RowSize, repeating_length
 from tlora_fx.model.supermodel import SuperModel
@@ -31,6 +32,7 @@ def rows_of_round(
     steps: Mapping[int, int],
     max_row_tokens: int,
     before: Mapping[int, int] | None = None,
+    objectives: Mapping[int, Sequence[Objective]] | None = None,
 ) -> Iterator[list[JobTokens]]:
     """The rows of one round; each is what `pack` or `pad` takes.
 
@@ -39,7 +41,9 @@ def rows_of_round(
     steps            by job index, that step
     max_row_tokens   a row is closed before it grows beyond this; a larger micro-batch has one alone
     before           by job index, tokens of the same step that earlier rounds had
+    objectives       by job index, losses of a loop of one's own, of each micro-batch
     """
+    own = objectives or {}
     offsets = dict.fromkeys(batches, 0) | dict(before or {})
     for number in range(max(map(len, batches.values()), default=0)):
         row = _empty(jobs)
@@ -60,6 +64,7 @@ def rows_of_round(
                 offsets[index],
                 preference_of(jobs[index]),
                 jobs[index].label_shift,
+                own[index][number] if index in own else None,
             )
             offsets[index] += tokens
             size += tokens

@@ -256,10 +256,19 @@ class Sample:
 
     input_ids  token ids
     labels     the same length, not shifted: the token's id, or -100 where it is not trained
+
+    For losses of a loop of one's own, each of the same length, and read where there is a label:
+
+    weights      factor of the token's loss; None: 1
+    logprobs     log-probability of the token when it was sampled
+    advantages   how much better than expected the token was
     """
 
     input_ids: tuple[int, ...]
     labels: tuple[int, ...]
+    weights: tuple[float, ...] | None = None
+    logprobs: tuple[float, ...] | None = None
+    advantages: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)

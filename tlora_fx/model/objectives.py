@@ -1,0 +1,244 @@
+"""Losses of a loop of one's own: what a job's target tokens cost, by their log-probabilities.
+
+A loss by token is a function of one token's log-probability and of what its sample says of the
+token. Such losses of all jobs share a row, and the gradient of a frozen head is taken with them. A
+loss by sequence needs the log-probabilities of a whole sequence before any of its gradients.
+
+All losses are sums over tokens; who asks for a mean divides by a normalizer.
+
+sources   importance sampling and the clipped ratio: Schulman et al., Proximal Policy Optimization
+          Algorithms, equations 6 and 7; cispo: MiniMax-M1, equation 4; gspo in its token form:
+          Zheng et al., Group Sequence Policy Optimization, equation 14; dro: Richemond et al.,
+          Offline Regularised Reinforcement Learning, equation 5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+#: Of a token, in the order of the columns of `TokenTerms.values`.
+FIELDS = ("weights", "logprobs", "advantages")
+#: Losses by token, and what may be set of each with its value by default.
+BY_TOKEN: Mapping[str, Mapping[str, float]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "dro": {"beta": 0.05},
+}
+#: Losses by sequence, likewise.
+BY_SEQUENCE: Mapping[str, Mapping[str, float]] = {
+    "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+}
+LOSSES = {**BY_TOKEN, **BY_SEQUENCE}
+#: What a sample has to say of its tokens for a loss; `weights` are 1 where it says nothing.
+NEEDS: Mapping[str, tuple[str, ...]] = {
+    "cross_entropy": (),
+    **dict.fromkeys(("importance_sampling", "ppo", "cispo", "dro", "gspo"), FIELDS[1:]),
+}
+#: Of one sequence: the log-probabilities of its target tokens, [n], and what its sample says of
+#: these, by name, [n] each; the sum of the losses, and numbers to report, if any.
+OwnLoss: TypeAlias = Callable[[list[Tensor], list[Mapping[str, Tensor]]], Any]
+_KINDS = {name: kind for kind, name in enumerate(BY_TOKEN)}
+
+
+@dataclass(eq=False)
+class Scores:
+    """What one call of `accumulate` finds of a job beside its gradients.
+
+    logprobs   by the first token of a micro-batch in the job's step: of its target tokens, [n]
+    metrics    likewise: the numbers that an own loss reports
+    """
+
+    logprobs: dict[int, Tensor] = field(default_factory=dict)
+    metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Loss of one job in one row.
+
+    loss      a name of LOSSES, or a function of one's own
+    options   all options of a loss with a name
+    given     of each sequence, what its sample says of its target tokens, by name
+    scores    where log-probabilities and metrics go
+    """
+
+    loss: str | OwnLoss
+    options: Mapping[str, float]
+    given: Sequence[Mapping[str, Sequence[float]]]
+    scores: Scores
+
+    @property
+    def is_by_token(self) -> bool:
+        """Whether it needs no other token's log-probability."""
+        return isinstance(self.loss, str) and self.loss in BY_TOKEN
+
+
+@dataclass(frozen=True, slots=True)
+class TokenTerms:
+    """Losses by token of a row's target rows.
+
+    values   [N, 6], float64: what FIELDS names, two options of the loss, and its kind
+    asked    by job: the first token of its sequences in its step, and where its scores go
+    """
+
+    values: Tensor
+    asked: Mapping[int, tuple[int, Scores]]
+
+    def to(self, device: torch.device | str) -> TokenTerms:
+        """The same on a device."""
+        return replace(self, values=self.values.to(device, non_blocking=True))
+
+    def keep(self, logprobs: Tensor, segments: Tensor) -> None:
+        """Keep the log-probabilities of the row's target rows, [N], where jobs ask for theirs.
+
+        segments   int32 [J + 1] on the CPU: job j owns this run of target rows
+        """
+        bounds = segments.tolist()
+        for job, (first, scores) in self.asked.items():
+            scores.logprobs[first] = logprobs[bounds[job] : bounds[job + 1]]
+
+
+def token_losses(logprobs: Tensor, values: Tensor) -> Tensor:
+    """The loss of each token, [n], by the kind that stands in its row.
+
+    logprobs   [n]
+    values     [n, 6], as of `TokenTerms`
+    """
+    values = values.to(logprobs.dtype)
+    weights, old, advantages, first, second, kinds = values.unbind(1)
+    is_kind = {name: kinds == kind for name, kind in _KINDS.items()}
+    by_ratio = ~(is_kind["cross_entropy"] | is_kind["dro"])
+    # Of other losses the ratio is 1, for one that is not finite would make their gradients NaN.
+    ratio = torch.exp(torch.where(by_ratio, logprobs - old, 0.0))
+    clipped = torch.minimum(torch.maximum(ratio, first), second)
+    gains = {
+        "cross_entropy": logprobs,
+        "importance_sampling": ratio * advantages,
+        "ppo": torch.minimum(ratio * advantages, clipped * advantages),
+        "cispo": clipped.detach() * logprobs * advantages,
+        "dro": logprobs * advantages - 0.5 * first * (logprobs - old).square(),
+    }
+    total = torch.zeros_like(logprobs)
+    for name, gain in gains.items():
+        total = torch.where(is_kind[name], gain, total)
+    return -weights * total
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceLoss:
+    """Loss of one job's sequences in one row.
+
+    job        its index
+    objective  what it is
+    first      first token of the job's sequences in its step
+    bounds     where each sequence's target rows begin among the job's own, and where the last ends
+    given      of each sequence what its sample says of its target tokens: by name, [n], float64
+    """
+
+    job: int
+    objective: Objective
+    first: int
+    bounds: tuple[int, ...]
+    given: tuple[Mapping[str, Tensor], ...]
+
+    #: A loss that is compared with the base's has it beside it (`preference.Pairs`).
+    needs_base = False
+
+    def loss(self, losses: Tensor) -> Tensor:
+        """The sum of the sequences' losses, [], from the job's token losses, [n]."""
+        logprobs = [-losses[start:stop] for start, stop in pairwise(self.bounds)]
+        scores = self.objective.scores
+        scores.logprobs[self.first] = -losses.detach()
+        given: list[Mapping[str, Tensor]] = [
+            {name: said.to(losses) for name, said in of.items()} for of in self.given
+        ]
+        if isinstance(self.objective.loss, str):
+            options = self.objective.options
+            terms = [_gspo(own, of, options) for own, of in zip(logprobs, given, strict=True)]
+            return torch.stack(terms).sum()
+        found = self.objective.loss(logprobs, given)
+        total, metrics = found if isinstance(found, tuple) else (found, {})
+        scores.metrics[self.first] = {name: float(value) for name, value in metrics.items()}
+        return _one_number(total, losses)
+
+
+def _gspo(
+    logprobs: Tensor, given: Mapping[str, Tensor], options: Mapping[str, float]
+) -> Tensor:  # fmt: skip
+    """Each token's clipped gain by the ratio of the whole sequence, whose gradient is its own."""
+    if not len(logprobs):
+        return logprobs.sum()
+    sequence = (logprobs.detach() - given["logprobs"]).mean()
+    ratio = torch.exp(sequence + logprobs - logprobs.detach())
+    clipped = ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
+    gains = torch.minimum(ratio * given["advantages"], clipped * given["advantages"])
+    return -(given["weights"] * gains).sum()
+
+
+def _one_number(total: Any, losses: Tensor) -> Tensor:
+    if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
+        shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        raise TypeError(
+            f"an own loss has to return a tensor of one number that depends on the "
+            f"log-probabilities, or that and a dict of numbers; found {shape}"
+        )
+    return total.reshape(()).to(losses.dtype)
+
+
+def terms_of(
+    objectives: Sequence[Objective | None], firsts: Sequence[int], counts: Sequence[int]
+) -> TokenTerms | None:
+    """The losses by token of a row; None where all are plain.
+
+    objectives   of each job; None: cross entropy, which counts each token alike
+    firsts       first token of each job's sequences in its step
+    counts       target rows of each job
+    """
+    asked = {
+        job: (first, own.scores)
+        for job, (own, first) in enumerate(zip(objectives, firsts, strict=True))
+        if own is not None and own.is_by_token
+    }
+    if not asked:
+        return None
+    values = torch.zeros(sum(counts), len(FIELDS) + 3, dtype=torch.float64)
+    values[:, 0] = 1.0
+    for own, (start, stop) in zip(objectives, pairwise([0, *accumulate(counts)]), strict=True):
+        if own is None or not own.is_by_token or start == stop:
+            continue
+        assert isinstance(own.loss, str)
+        for column, name in enumerate(FIELDS):
+            if name in own.given[0]:
+                said = [value for given in own.given for value in given[name]]
+                values[start:stop, column] = torch.tensor(said, dtype=torch.float64)
+        for column, option in enumerate(own.options.values(), len(FIELDS)):
+            values[start:stop, column] = option
+        values[start:stop, -1] = _KINDS[own.loss]
+    return TokenTerms(values, asked)
+
+
+def sequence_losses(
+    objectives: Sequence[Objective | None], firsts: Sequence[int], lengths: Sequence[Sequence[int]]
+) -> tuple[SequenceLoss, ...]:
+    """The losses by sequence of a row.
+
+    lengths   target rows of each of a job's sequences; the others as of `terms_of`
+    """
+    made = []
+    for job, (own, first, counts) in enumerate(zip(objectives, firsts, lengths, strict=True)):
+        if own is None or own.is_by_token or not counts:
+            continue
+        given = tuple(
+            {name: torch.tensor(said, dtype=torch.float64) for name, said in of.items()}
+            for of in own.given
+        )
+        made.append(SequenceLoss(job, own, first, (0, *accumulate(counts)), given))
+    return tuple(made)

@@ -1,0 +1,205 @@
+"""Batches of a loop of one's own: samples, their loss, and what comes of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tlora_fx.config.job import Job
+from tlora_fx.errors import StepMisuse
+from tlora_fx.model.batch import IGNORED
+from tlora_fx.model.objectives import FIELDS, LOSSES, NEEDS, Objective, OwnLoss, Scores
+from tlora_fx.runtime.data.batching import MicroBatches
+from tlora_fx.runtime.data.samples import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Batch that one job learns from in one call of `GroupStep.accumulate`.
+
+    micro_batches   lists of samples; a micro-batch stays whole in one row
+    normalizer      the sum of the token losses is divided by it; None: as `reduction` says
+    loss            None: cross entropy, or that of the job's `method`, in rows that may run as CUDA
+                    graphs, without log-probabilities; else a name of `objectives.LOSSES`, or a
+                    function of the log-probabilities of one micro-batch's sequences, a list of
+                    tensors [n], and of what their samples say, a list of dicts of tensors [n]. It
+                    returns a sum of losses, [], or that and a dict of numbers
+    loss_options    numbers that a loss with a name takes, as in `objectives.LOSSES`
+    reduction       "mean": the sum is divided by the number of the batch's own targets, or of its
+                    pairs where the job compares pairs; "sum": by 1
+    """
+
+    micro_batches: MicroBatches
+    normalizer: float | None = None
+    loss: str | OwnLoss | None = None
+    loss_options: Mapping[str, float] = field(default_factory=dict)
+    reduction: Literal["mean", "sum"] = "mean"
+
+    def divisor(self, terms: int) -> float:
+        """What the sum of the losses is divided by, of a batch of so many terms."""
+        if self.normalizer is not None:
+            return self.normalizer
+        return 1.0 if self.reduction == "sum" else float(terms)
+
+    def objectives(self, scores: Scores, shift: int) -> list[Objective]:
+        """The loss of each micro-batch, of a batch that `require_batch` has let pass.
+
+        scores   get what is found
+        shift    how far before its label a prediction stands
+        """
+        assert self.loss is not None
+        loss = self.loss
+        options = {**LOSSES[loss], **self.loss_options} if isinstance(loss, str) else {}
+        names = NEEDS[loss] if isinstance(loss, str) else FIELDS[1:]
+        return [
+            Objective(loss, options, [_of_targets(each, shift, names) for each in samples], scores)
+            for samples in self.micro_batches
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Result of one batch of one job.
+
+    loss       sum of token losses over the batch's normalizer; NaN where the batch failed
+    tokens     of the batch
+    terms      its target tokens, or pairs
+    error      why it failed: the job's gradients are then what they were before the call
+    logprobs   of each sample the log-probabilities of its target tokens, [n] each, on the model's
+               device; None where the batch names no loss, or failed
+    metrics    of each micro-batch the numbers that a function as loss returned
+    """
+
+    loss: float
+    tokens: int
+    terms: int
+    error: Exception | None = None
+    logprobs: tuple[Tensor, ...] | None = None
+    metrics: tuple[Mapping[str, float], ...] = ()
+
+
+def logprobs_of(scores: Scores, batch: MicroBatches, shift: int) -> tuple[Tensor, ...]:
+    """The log-probabilities of each sample's target tokens."""
+    every = [scores.logprobs[first] for first in sorted(scores.logprobs)]
+    counts = ([len(_targets(sample, shift)) for sample in samples] for samples in batch if samples)
+    pieces = (torch.split(own, of) for own, of in zip(every, counts, strict=True))
+    return tuple(piece for own in pieces for piece in own)
+
+
+def require_batch(job: Job, batch: Batch, vocabulary: int, *, alone: bool) -> None:
+    """Refuse a batch from which nothing can be learnt, or which the base cannot read.
+
+    vocabulary   token ids of the base are below it
+    alone        whether one process runs each row whole
+    raises       StepMisuse
+    """
+    samples = [sample for micro in batch.micro_batches for sample in micro]
+    ids = [max(sample.input_ids) for sample in samples if sample.input_ids]
+    if len(ids) < len(samples) or not ids:
+        raise StepMisuse("a batch has no sample, or one without tokens", job=job.name)
+    if max(ids) >= vocabulary:
+        raise StepMisuse(
+            "a batch has a token that the base does not know",
+            job=job.name,
+            expected=f"token ids below {vocabulary}",
+            found=max(ids),
+        )
+    normalizer = batch.normalizer
+    if normalizer is not None and not (math.isfinite(normalizer) and normalizer > 0):
+        raise StepMisuse(
+            "a batch's loss cannot be divided by this",
+            job=job.name,
+            expected="a normalizer above 0",
+            found=normalizer,
+        )
+    if batch.reduction not in ("mean", "sum"):
+        raise StepMisuse(
+            "there is no such reduction", job=job.name, expected="mean, sum", found=batch.reduction
+        )
+    if batch.loss is not None:
+        _require_loss(job, batch, samples, alone=alone)
+    elif batch.loss_options:
+        raise StepMisuse(
+            "options are of a loss with a name",
+            job=job.name,
+            found=", ".join(batch.loss_options),
+            help="name the loss in Batch(loss=...)",
+        )
+
+
+def _require_loss(job: Job, batch: Batch, samples: Sequence[Sample], *, alone: bool) -> None:
+    loss = batch.loss
+    if job.is_preference or job.label_shift == 0:
+        what = f"method: {job.method}" if job.is_preference else "classes of sequences"
+        raise StepMisuse(
+            "the job has a loss already",
+            job=job.name,
+            found=what,
+            help="leave out `loss`, or train this batch by a job with method: sft",
+        )
+    if not alone:
+        raise StepMisuse(
+            "losses with a name run where one process runs each row whole",
+            job=job.name,
+            found="a plan of several processes, or of nano-batches",
+            help="leave out `loss` for plain cross entropy, or use the plan 'single'",
+        )
+    if isinstance(loss, str) and loss not in LOSSES:
+        raise StepMisuse(
+            "there is no such loss",
+            job=job.name,
+            expected=", ".join(LOSSES),
+            found=loss,
+            help="name one of these, or give a function",
+        )
+    if not isinstance(loss, str) and not callable(loss):
+        raise StepMisuse("a loss is a name, or a function", job=job.name, found=type(loss).__name__)
+    known = LOSSES[loss] if isinstance(loss, str) else {}
+    for name, value in batch.loss_options.items():
+        if name not in known or not math.isfinite(value):
+            raise StepMisuse(
+                f"the loss {loss if isinstance(loss, str) else 'function'} takes no such option",
+                job=job.name,
+                expected=", ".join(known) or "no options",
+                found=f"{name}={value}",
+            )
+    for number, sample in enumerate(samples):
+        for name, found in _wrong_fields(loss, sample):
+            raise StepMisuse(
+                f"{name} of sample {number} do not fit the loss",
+                job=job.name,
+                expected=f"{len(sample.labels)} finite numbers, one for each label",
+                found=found,
+            )
+
+
+def _wrong_fields(loss: Any, sample: Sample) -> Iterator[tuple[str, str]]:
+    """What of a sample is missing or does not fit, by name, and how."""
+    needed = NEEDS[loss] if isinstance(loss, str) else ()
+    for name in FIELDS:
+        given: Sequence[float] | None = getattr(sample, name)
+        if given is None:
+            if name in needed:
+                yield name, "none"
+        elif len(given) != len(sample.labels):
+            yield name, str(len(given))
+        elif not all(map(math.isfinite, given)):
+            yield name, str(next(value for value in given if not math.isfinite(value)))
+
+
+def _targets(sample: Sample, shift: int) -> list[int]:
+    """Where a sample's labels stand that are targets."""
+    return [at for at in range(shift, len(sample.labels)) if sample.labels[at] != IGNORED]
+
+
+def _of_targets(sample: Sample, shift: int, names: Iterable[str]) -> dict[str, list[float]]:
+    """What a sample says of its target tokens; weights are 1 where it says none."""
+    places = _targets(sample, shift)
+    weights = sample.weights or (1.0,) * len(sample.labels)
+    said = {"weights": weights} | {name: getattr(sample, name) for name in names}
+    return {name: [of[at] for at in places] for name, of in said.items() if of is not None}
