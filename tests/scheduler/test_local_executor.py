@@ -374,13 +374,25 @@ def test_a_dead_fork_server_takes_its_workers_with_it_and_is_replaced(bench):
     group = here.launch(1, "a")
     here.until(GroupStarted)
     os.kill(here.server._server.pid, signal.SIGKILL)
-    assert here.until(Failed).job is None
+    failed = here.until(Failed)
+    assert (failed.job, failed.killed, failed.blameless) == (None, False, True)
+    assert "killed by the death of its fork server" in failed.reason
     here.executor.release(group, 1)
     here.launch(2, "b")
 
     assert here.until(Finished).job == "b"
     found = subprocess.run(["pgrep", "-f", FAKE], capture_output=True, text=True, check=False)
     assert len(found.stdout.split()) >= 1
+
+
+def test_a_group_whose_fork_server_died_before_it_had_imported_was_killed(bench):
+    """A server that never comes so far tries no job forever."""
+    here = bench(a={"steps": 100})
+    here.launch(1, "a")
+    os.kill(here.server._server.pid, signal.SIGKILL)
+    failed = here.until(Failed)
+
+    assert (failed.killed, failed.blameless) == (True, False)
 
 
 def worker_of(bench, epoch, rank=""):

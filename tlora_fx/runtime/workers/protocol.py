@@ -25,6 +25,8 @@ OUT_OF_MEMORY = 12
 CROWDED = 13
 #: Its order needs a new process.
 NEEDS_NEW_PROCESS = 14
+#: Its fork server died, and it with that; no process ends with such a code by itself.
+FORK_SERVER_DIED = 256
 
 #: In the folder of a formation: what its workers are to do.
 WORKER_CONFIG = "worker.json"
@@ -38,6 +40,8 @@ _OLD_NAMES = {WORKER_CONFIG: "order.json", EVENTS: "told.jsonl"}
 
 def exit_text(code: int) -> str:
     """How a process ended, by its exit code; negative for a signal."""
+    if code == FORK_SERVER_DIED:
+        return "killed by the death of its fork server"
     if code >= 0:
         return f"exit code {code}"
     try:

@@ -22,7 +22,13 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from tlora_fx.host.memory import free_bytes, total_bytes
-from tlora_fx.runtime.workers.protocol import CROWDED, LOST, NEEDS_NEW_PROCESS, OUT_OF_MEMORY
+from tlora_fx.runtime.workers.protocol import (
+    CROWDED,
+    FORK_SERVER_DIED,
+    LOST,
+    NEEDS_NEW_PROCESS,
+    OUT_OF_MEMORY,
+)
 
 WORKER = "tlora_fx.runtime.workers.training"
 
@@ -154,7 +160,7 @@ class ForkServer:
         return news
 
     def code(self, worker: int) -> int | None:
-        """The exit code of a worker, negative for a signal; None while it runs."""
+        """Exit code of a worker, negative for a signal, or `FORK_SERVER_DIED`; None: it runs."""
         self._hear()
         return self._ended.get(worker)
 
@@ -205,8 +211,13 @@ class ForkServer:
             self._lose()
 
     def _lose(self) -> None:
-        """The server is gone, and by its death each of its workers."""
-        self._ended |= dict.fromkeys(self._running, LOST)
+        """The server is gone, and by its death each of its workers.
+
+        The workers of a server that has not imported everything count as killed: where it never
+        comes so far, no job is tried forever.
+        """
+        code = FORK_SERVER_DIED if self._ready else LOST
+        self._ended |= dict.fromkeys(self._running, code)
         self._running.clear()
 
 
