@@ -21,6 +21,7 @@ from tlora_fx.errors import LedgerError, StorageFailed
 from tlora_fx.runtime.workers.protocol import WorkerConfig
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.server.store import ServiceStore
+from tlora_fx.server.submission import Intake
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -75,6 +76,28 @@ def test_an_accepted_submission_reaches_the_scheduler_once_there_is_room(asked, 
     it.service.intake.hand_over()
     assert b"max_steps" in content
     assert not list(it.service.store.inbox.glob("*.yaml"))
+
+
+def test_job_files_that_waited_for_room_are_written_in_their_order(asked, monkeypatch):
+    """Also where another submission comes when there is room again: the first one stays first."""
+    it = asked()
+    intake, write, written = it.service.intake, Intake._write, []
+    # All but one of the tries find no room.
+    room = iter([False, False, False, True, True, True])
+
+    def try_to_write(self, submission):
+        if not next(room):
+            raise FULL
+        write(self, submission)
+        written.append(submission.number)
+
+    monkeypatch.setattr(Intake, "_write", try_to_write)
+    for name in "abc":
+        assert it.submit(job_file(name), key=name).status_code == 201
+    assert not written
+    intake.hand_over()
+
+    assert written == [1, 2, 3]
 
 
 def read_without_writing(self, user, folder, text, files):

@@ -20,6 +20,7 @@ import re
 import secrets
 import shutil
 import tarfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -86,8 +87,9 @@ class Intake:
     def __init__(self, store: ServiceStore, limits: IntakeLimits) -> None:
         self.store, self.limits = store, limits
         self._roots = tuple(root.resolve() for root in limits.roots)
-        # By number, submissions whose job file could not be written yet.
+        # By number, submissions whose job file is not written yet, and who may write them.
         self._late: dict[int, Submission] = {}
+        self._handing_over = threading.Lock()
 
     def restore(self) -> None:
         """Put back what a killed service did not come to, and remove what nobody was told of."""
@@ -215,23 +217,23 @@ class Intake:
         return submission
 
     def hand_over(self) -> None:
-        """Give the scheduler the job files of submissions that it does not have yet.
+        """Give the scheduler the job files of submissions that it does not have yet, in order.
 
-        A submission is accepted once the ledger has it; a file that cannot be written now, such as
-        on a full disk, is written later.
+        A submission is accepted once the ledger has it. A file that cannot be written now, such as
+        on a full disk, is written later, and before those of later submissions.
         """
-        for number in list(self._late):
-            submission = self._late.pop(number, None)
-            if submission is None:
-                continue
-            try:
-                self._write(submission)
-            except OSError as error:
-                self._late[number] = submission
-                logger.error(
-                    "the job file of submission %d waits for a disk that takes it: %s",
-                    number, error.strerror, extra={"event": "error"},
-                )  # fmt: skip
+        with self._handing_over:
+            for number in sorted(self._late):
+                try:
+                    self._write(self._late[number])
+                except OSError as error:
+                    logger.error(
+                        "the job files of %d submissions, from %d on, wait for a disk that takes "
+                        "them: %s", len(self._late), number, error.strerror,
+                        extra={"event": "error"},
+                    )  # fmt: skip
+                    return
+                del self._late[number]
 
     def _write(self, submission: Submission) -> None:
         path = self.store.file_of(submission.number)
