@@ -280,16 +280,17 @@ By = Annotated[Caller, Depends(_caller)]
 class CountedStream(StreamingResponse):
     """A stream that counts among its user's from before its first byte until its end.
 
-    raises   QuotaReached for one too many
+    One too many is not begun: sending it raises QuotaReached.
     """
 
     def __init__(self, by: Caller, content: AsyncIterator[bytes], media_type: str) -> None:
         super().__init__(content, media_type=media_type, headers=UNBUFFERED)
         self._by = by
-        by.service.take_stream(by.user)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
+        # Not before: a response that is never sent has no end.
+        self._by.service.take_stream(self._by.user)
         try:
             await super().__call__(scope, receive, send)
         finally:
