@@ -18,7 +18,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.scheduler.raylets import kill_worker, raylets
+from tests.scheduler.raylets import actors, raylets
 from tests.scheduler.run_folder import records
 from tests.scheduler.test_service_trainers import require_as_alone
 from tests.server.conftest import job_file
@@ -102,6 +102,8 @@ class Service:
             return answering_process(pid)
         if kind == "fork server":
             return next((each for each in children(pid) if children(each)), 0)
+        if kind == "actor":
+            return next(iter(actors(self.run)), 0)
         found = forked(pid, {"admission": "admission", "worker": "groups"}[kind])
         return found[0] if found else 0
 
@@ -220,9 +222,6 @@ def test_no_kill_of_a_process_of_a_service_over_ray_loses_or_changes_a_job(tmp_p
                 time.sleep(chance.uniform(0.0, 4.0))
                 here.replace(index)
                 return True
-            if kind == "actor":
-                time.sleep(chance.uniform(0.0, 5.0))
-                return kill_worker(service.run, chance)
             return killed(service, kind, chance)
 
         service = Service(tmp_path / "run", "--executor", "ray", "--ray-address", here.address)
