@@ -84,7 +84,8 @@ class Failed(GroupEvent):
     steps      where its jobs go on from, by job: their last commits. A job that is missing there
                goes on from its last commit before this epoch
     killed     its processes said nothing and were killed, such as by the kernel for want of memory
-    blameless  its processes died with what had started them: none of its jobs had a part in it
+    blameless  its processes died with what had started them, or of a full disk: no job of it had a
+               part in that
     """
 
     job: str | None

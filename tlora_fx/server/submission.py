@@ -33,8 +33,15 @@ from tlora_fx.config.hub import is_hub_id, is_set_offline
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.config.job_file import DATA_SUFFIXES, SHARED, load_job_file, read_yaml
 from tlora_fx.config.paths import is_pattern, is_there
-from tlora_fx.errors import QuotaReached, SubmissionRefused, TloraError, UploadRefused
+from tlora_fx.errors import (
+    QuotaReached,
+    StorageFailed,
+    SubmissionRefused,
+    TloraError,
+    UploadRefused,
+)
 from tlora_fx.host.durable import link_or_copy
+from tlora_fx.host.storage import missing_bytes
 from tlora_fx.runtime.data.rows import is_local
 from tlora_fx.scheduler.local.recovery import RESERVED
 from tlora_fx.server.store import (
@@ -151,8 +158,9 @@ class Intake:
     async def upload(self, user: User, sha256: str, content: AsyncIterator[bytes]) -> int:
         """Keep a file until a submission names its SHA-256; its size in bytes.
 
-        raises   UploadRefused, QuotaReached; nothing is kept then
+        raises   UploadRefused, QuotaReached, StorageFailed; nothing is kept then
         """
+        self._require_room()
         folder = self.store.folder / "uploads" / user.name
         folder.mkdir(mode=0o700, exist_ok=True)
         stored = sum(path.stat().st_size for path in folder.iterdir())
@@ -174,6 +182,7 @@ class Intake:
                             "no space is left for uploads",
                             expected=f"at most {most} bytes",
                         )
+                    self._require_room()
                     file.write(chunk)
             if digest.hexdigest() != sha256:
                 raise UploadRefused(
@@ -198,6 +207,7 @@ class Intake:
         known = self.store.replayed(user, key, sha256)
         if known is not None:
             return known
+        self._require_room()
         folder = self.store.folder / "submitted" / secrets.token_hex(12)
         try:
             jobs = self._read(user, folder, job_file, files)
@@ -215,6 +225,18 @@ class Intake:
             self._late[submission.number] = submission
             self.hand_over()
         return submission
+
+    def _require_room(self) -> None:
+        """Refuse what would fill the disk, of which what trains needs the rest.
+
+        raises   StorageFailed
+        """
+        if missing := missing_bytes(self.store.folder):
+            raise StorageFailed(
+                "the service's disk is nearly full; nothing has changed",
+                reason=f"{-(-missing >> 20)} MiB too few are free",
+                help="send the request again later; the operator must free space",
+            )
 
     def hand_over(self) -> None:
         """Give the scheduler the job files of submissions that it does not have yet, in order.

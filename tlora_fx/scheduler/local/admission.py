@@ -297,6 +297,11 @@ class Admission:
             return part
         return None
 
+    def excuse(self) -> None:
+        """Hold the time until now against no process: nobody has heard them."""
+        for process in self._running:
+            process.since = time.monotonic()
+
     def close(self) -> None:
         """Kill what is at work; what it was at has no answer."""
         for process in self._running:

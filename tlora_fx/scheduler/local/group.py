@@ -14,6 +14,7 @@ from tlora_fx.cost.estimator import Layout
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.workers.protocol import (
     CROWDED,
+    DISK_FULL,
     EVENTS,
     FORK_SERVER_DIED,
     EventReader,
@@ -216,7 +217,7 @@ class RunningGroup:
         else:
             self.failed = True
             killed = not self.reason and all(code in (0, -signal.SIGKILL) for code in codes)
-            blameless = not self.reason and {*codes} <= {0, FORK_SERVER_DIED}
+            blameless = not self.reason and bool({FORK_SERVER_DIED, DISK_FULL} & {*codes})
             reason = self.reason or self._why(codes)
             yield Failed(now, self.epoch, None, reason, dict(self.committed), killed, blameless)
 
