@@ -284,6 +284,23 @@ def test_what_a_job_has_started_ends_with_its_reader(tmp_path, prepared_by):
     assert not stat.exists() or " Z " in stat.read_text()
 
 
+def test_a_reader_gives_way_to_what_trains_and_answers(tmp_path, prepared_by):
+    """Whether Linux shares CPUs among processes or among sessions."""
+    mark, autogroup = tmp_path / "mark", Path("/proc/self/autogroup")
+
+    def write_niceness():
+        session = autogroup.read_text().split()[-1] if autogroup.exists() else "5"
+        leads = os.getsid(0) == os.getpid()
+        mark.write_text(f"{leads} {os.getpriority(os.PRIO_PROCESS, 0)} {session}")
+
+    prepared_by(write_niceness)
+    write_job(tmp_path / "jobs", "bad", 5)
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    run(tmp_path / "jobs", tmp_path / "run")
+
+    assert mark.read_text() == f"True {min(19, before + 5)} 5"
+
+
 def test_a_reader_is_the_first_that_a_full_machine_ends(tmp_path, prepared_by):
     """The kernel looks at this number; workers and the run keep theirs."""
     mark, score = tmp_path / "score", Path("/proc/self/oom_score_adj")
