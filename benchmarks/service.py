@@ -6,13 +6,15 @@
     python -m benchmarks.service page --jobs 500 --points 100 --seconds 600
 
 `load` starts `tlora-fx serve` on the CPU with a job that trains. Each client submits, a tenth of
-the times twice under one key, and asks how its jobs are, with a pause between calls. At the end
-the ledger and the folder must hold each submission once, or the script says what is lost or
-doubled. `hostile` times how long one user's jobs of two steps take until the scheduler has admitted
-them, alone and beside a user who submits bombs, uploads and floods; then it compares the adapters.
-`many` trains tiny jobs by one service and reads what its processes hold. `page` fills a run's
-folder, opens the page in Chromium while jobs get new steps, and reads when it first painted and
-what its heap held at the start and at the end.
+the times twice under one key, and asks how its jobs are, with a pause between calls. At the end the
+ledger and the folder must hold each submission once, or the script says what is lost or doubled.
+With `--submissions 0` the clients only ask how the job is that trains. All clients are one process:
+`client_lag` is how much later than it asked for it was woken, in ms, which is a part of the times
+that it measured. `hostile` times how long one user's jobs of two steps take until the scheduler has
+admitted them, alone and beside a user who submits bombs, uploads and floods; then it compares the
+adapters. `many` trains tiny jobs by one service and reads what its processes hold. `page` fills a
+run's folder, opens the page in Chromium while jobs get new steps, and reads when it first painted
+and what its heap held at the start and at the end.
 """
 
 from __future__ import annotations
@@ -75,25 +77,35 @@ class Clients:
     def __init__(self, address: str, tokens: dict[str, str], given: argparse.Namespace) -> None:
         self.address, self.tokens, self.given = address, tokens, given
         self.taken: dict[str, tuple[str, ...]] = {}
-        self.seconds: dict[str, list[float]] = {"submit": [], "status": []}
+        self.seconds: dict[str, list[float]] = {"submit": [], "status": [], "client_lag": []}
         self.wrong: list[str] = []
         # Reading them takes a client longer than a call, and all clients share one loop.
         self._certificates = ssl.create_default_context()
 
     async def run(self) -> float:
         """All of them at once; the seconds that it took."""
-        begun = time.perf_counter()
+        begun, lag = time.perf_counter(), asyncio.create_task(self._lag())
         await asyncio.gather(*(self._one(number) for number in range(self.given.clients)))
+        lag.cancel()
         return time.perf_counter() - begun
+
+    async def _lag(self) -> None:
+        """How late this process is woken."""
+        while True:
+            begun = time.perf_counter()
+            await asyncio.sleep(0.01)
+            self.seconds["client_lag"].append(time.perf_counter() - begun - 0.01)
 
     async def _one(self, number: int) -> None:
         rng = random.Random(number)  # noqa: S311  (a draw that can be repeated)
-        token = self.tokens[USERS[number % len(USERS)]]
-        given, mine = self.given, list[str]()
+        given, users = self.given, USERS if self.given.submissions else USERS[:1]
+        token = self.tokens[users[number % len(users)]]
+        mine = [] if given.submissions else [f"{USERS[0]}.trains"]
         submits = given.submissions // given.clients
         calls = ["submit"] * (submits - 1) + ["status"] * (given.status // given.clients)
         rng.shuffle(calls)
-        calls.insert(0, "submit")
+        if given.submissions:
+            calls.insert(0, "submit")
         headers = {"Authorization": f"Bearer {token}"}
         async with httpx.AsyncClient(
             base_url=self.address, headers=headers, timeout=60, verify=self._certificates
@@ -176,10 +188,30 @@ def load(given: argparse.Namespace) -> dict[str, Any]:
     with _serving() as here:
         _train(here.address, here.tokens["alice"], here.folder, given)
         clients = Clients(here.address, here.tokens, given)
+        before = _cpu_seconds(here.pid)
         seconds = asyncio.run(clients.run())
+        used = {name: now - before.get(name, 0.0) for name, now in _cpu_seconds(here.pid).items()}
         wrong = clients.wrong + _compared(here.store, clients)
-    measured = {call: _percentiles(times) for call, times in clients.seconds.items()}
-    return {"seconds": seconds, "calls": measured, "wrong": wrong, "submitted": len(clients.taken)}
+    measured = {call: _percentiles(times) for call, times in clients.seconds.items() if times}
+    return {
+        "seconds": seconds, "calls": measured, "cpu_s": used, "wrong": wrong,
+        "submitted": len(clients.taken),
+    }  # fmt: skip
+
+
+def _cpu_seconds(serve: int) -> dict[str, float]:
+    """CPU time of a service's processes by what they do, and of this process."""
+    used = {"clients": sum(os.times()[:2])}
+    for name, pids in _processes(serve).items():
+        for pid in pids:
+            # A worker may end at any moment.
+            with suppress(OSError):
+                fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                # Of the fork server also that of processes that have ended, such as admission's.
+                ticks = fields[11:15] if name == "fork server" else fields[11:13]
+                seconds = sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+                used[name] = used.get(name, 0.0) + seconds
+    return used
 
 
 def _train(address: str, token: str, folder: Path, given: argparse.Namespace) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ from torch import Tensor
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.errors import CheckpointError, MetricsError, RunFolderError
+from tlora_fx.host import storage
 from tlora_fx.runtime.checkpoints import store as checkpoint
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.run_checkpoints import Commits
@@ -188,8 +190,8 @@ def test_a_checkpoint_holds_what_was_when_it_was_taken(base, tmp_path, monkeypat
     def waiting(changes):
         plain = Commits.begin
 
-        def begin(self, *given):
-            plain(self, *given)
+        def begin(self, *given, **named):
+            plain(self, *given, **named)
             self.settle()
 
         changes.setattr(Commits, "begin", begin)
@@ -239,6 +241,27 @@ def test_the_last_checkpoint_s_error_ends_the_run(base, tmp_path, monkeypatch):
 
     assert CheckpointError.code in str(caught.value)
     assert [CheckpointError.code in text for text in heard.warnings] == [True]
+
+
+def test_the_last_checkpoint_of_a_worker_waits_for_a_full_disk(base, tmp_path, monkeypatch):
+    """Those before it cost a warning, and training goes on."""
+    monkeypatch.setattr(storage, "WAIT_SECONDS", 0.0)
+    plain, tried = CheckpointStore.save, []
+
+    def save(self, step, *given, **named):
+        tried.append(step)
+        if step == 4 or tried.count(6) in (1, 2):
+            raise CheckpointError("no space left") from OSError(errno.ENOSPC, "full")
+        return plain(self, step, *given, **named)
+
+    monkeypatch.setattr(CheckpointStore, "save", save)
+    heard = Heard()
+    with storage.waits_for_room():
+        trainer_of(two_jobs(base, save_steps=4), tmp_path / "run", heard).run()
+
+    assert tried == [4, 6, 6, 6]
+    assert [CheckpointError.code in text for text in heard.warnings] == [True]
+    assert [step for what, step in heard.told if what == "saved"] == [6]
 
 
 def test_metrics_that_are_not_on_the_disk_leave_no_checkpoint(base, tmp_path, monkeypatch):

@@ -199,6 +199,8 @@ class _Fake:
             os.kill(os.getpid(), signal.SIGSTOP)
         if job["step"] == spec.get("crash_at"):
             os.kill(os.getpid(), signal.SIGKILL)
+        if job["step"] == spec.get("exit_at", (None, 0))[0]:
+            os._exit(spec["exit_at"][1])
         if job["step"] == spec.get("fail_at"):
             job["status"], job["reason"] = "failed", "loss nan"
             return

@@ -115,12 +115,22 @@ def main(address: str, jobs: str, output: str, **changed) -> None:
         run_folder.turn(running)
 
 
+def actors(output: Path) -> list[int]:
+    """Processes of the actors that are at a group's order, by the log that they print into."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/fd/2"):
+        with suppress(OSError):
+            log = link.readlink()
+            if log.is_relative_to(output / "groups") and is_granted(log.parent):
+                found.append(int(link.parts[2]))
+    return found
+
+
 def kill_worker(output: Path, chance: Random) -> bool:
-    """Kill -9 of the process of some group that trains; whether there was one."""
-    lasting = [path.parent for path in output.glob("groups/*/pid") if is_granted(path.parent)]
-    if not lasting:
-        return False
-    with suppress(ProcessLookupError, ValueError):
-        os.kill(int((chance.choice(lasting) / "pid").read_text()), signal.SIGKILL)
-        return True
+    """Kill -9 of an actor of some group; whether there was one."""
+    there = actors(output)
+    with suppress(ProcessLookupError):
+        if there:
+            os.kill(chance.choice(there), signal.SIGKILL)
+            return True
     return False

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.scheduler.fork_here import ForkHere
 from tests.scheduler.run_folder import QUICKSTART, Heard, Prepared, records, run, write_job
 from tlora_fx.cost.load import Demand
-from tlora_fx.runtime.workers.protocol import EventWriter
+from tlora_fx.runtime.workers.protocol import FORK_SERVER_DIED, EventWriter
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.local import admission, admission_worker
 from tlora_fx.scheduler.local.admission import (
@@ -143,22 +143,22 @@ class Dying:
         return self.codes[worker]
 
 
-DEATHS = st.lists(
-    st.sampled_from([-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGXCPU, -40, 1, 143]), max_size=7
-)
+CODES = [-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGXCPU, -40, 1, 143, FORK_SERVER_DIED]
+DEATHS = st.lists(st.sampled_from(CODES), max_size=8)
 
 
 @given(jobs=st.lists(DEATHS, max_size=5), files=st.lists(DEATHS, max_size=3))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_only_a_limit_or_five_deaths_in_a_row_refuse_a_job(tmp_path, jobs, files, monkeypatch):
-    """Each file and job has one answer, whatever becomes of the processes of the others."""
+    """Each file and job has one answer, whatever becomes of others' processes and their server."""
     monkeypatch.setattr(admission, "RETRY_SECONDS", 0.0)
     deaths = {f"job{i}": list(codes) for i, codes in enumerate(jobs)}
     deaths |= {f"/{i}.yaml": list(codes) for i, codes in enumerate(files)}
 
     def is_refused(codes: list[int]) -> bool:
         # The last one comes first.
-        return -signal.SIGXCPU in codes[::-1][:5] or len(codes) >= 5
+        counted = [code for code in codes[::-1] if code != FORK_SERVER_DIED]
+        return -signal.SIGXCPU in counted[:5] or len(counted) >= 5
 
     expected = {name: is_refused(codes) for name, codes in deaths.items()}
     it = Admission(tmp_path, Dying(deaths))
@@ -282,6 +282,23 @@ def test_what_a_job_has_started_ends_with_its_reader(tmp_path, prepared_by):
     stat = Path(f"/proc/{mark.read_text()}/stat")
 
     assert not stat.exists() or " Z " in stat.read_text()
+
+
+def test_a_reader_gives_way_to_what_trains_and_answers(tmp_path, prepared_by):
+    """Whether Linux shares CPUs among processes or among sessions."""
+    mark, autogroup = tmp_path / "mark", Path("/proc/self/autogroup")
+
+    def write_niceness():
+        session = autogroup.read_text().split()[-1] if autogroup.exists() else "5"
+        leads = os.getsid(0) == os.getpid()
+        mark.write_text(f"{leads} {os.getpriority(os.PRIO_PROCESS, 0)} {session}")
+
+    prepared_by(write_niceness)
+    write_job(tmp_path / "jobs", "bad", 5)
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    run(tmp_path / "jobs", tmp_path / "run")
+
+    assert mark.read_text() == f"True {min(19, before + 5)} 5"
 
 
 def test_a_reader_is_the_first_that_a_full_machine_ends(tmp_path, prepared_by):

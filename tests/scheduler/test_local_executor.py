@@ -21,7 +21,12 @@ from tlora_fx.cost.load import Demand
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import PlaceTaken
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
-from tlora_fx.runtime.workers.protocol import NEEDS_NEW_PROCESS, EventWriter, WorkerConfig
+from tlora_fx.runtime.workers.protocol import (
+    DISK_FULL,
+    NEEDS_NEW_PROCESS,
+    EventWriter,
+    WorkerConfig,
+)
 from tlora_fx.scheduler.executor import (
     Committed,
     Drained,
@@ -215,6 +220,17 @@ def test_a_worker_that_dies_sends_its_jobs_back(bench):
     assert 0 < failed.steps["a"] <= 50
 
 
+def test_a_worker_whose_disk_was_full_blames_no_job(bench):
+    """Its jobs return to their last commit."""
+    here = bench(a={"steps": 500, "exit_at": (50, DISK_FULL)})
+    here.launch(1, "a")
+    failed = here.until(Failed)
+
+    assert (failed.job, failed.killed, failed.blameless) == (None, False, True)
+    assert "the disk is full" in failed.reason
+    assert failed.steps == here.of(Committed)[-1].steps
+
+
 def test_a_group_that_hangs_is_killed_and_its_jobs_return(bench):
     """To their last commits, with what was expected of it."""
     here = bench(a={"steps": 500}, b={"steps": 60, "hang_at": 50})
@@ -279,6 +295,18 @@ def test_a_group_that_writes_a_checkpoint_or_evaluates_has_time(clock, begins, e
     assert not after(clock, watchdog, 1700.0, ends)
     assert after(clock, watchdog, 6.0, "progress")
     assert watchdog.longest == 6.0
+
+
+def test_a_group_that_nobody_could_hear_has_its_time_again(clock):
+    """As while the run waited for its disk."""
+    watchdog = Watchdog(StallLimits(seconds=10.0))
+    after(clock, watchdog, 5.0, "progress")
+    after(clock, watchdog, 1000.0)
+    assert watchdog.reason()
+    watchdog.excuse()
+    assert not watchdog.reason()
+    after(clock, watchdog, 11.0)
+    assert watchdog.reason()
 
 
 def test_a_killed_group_tells_nothing_more_and_keeps_its_commits(bench):
@@ -374,13 +402,25 @@ def test_a_dead_fork_server_takes_its_workers_with_it_and_is_replaced(bench):
     group = here.launch(1, "a")
     here.until(GroupStarted)
     os.kill(here.server._server.pid, signal.SIGKILL)
-    assert here.until(Failed).job is None
+    failed = here.until(Failed)
+    assert (failed.job, failed.killed, failed.blameless) == (None, False, True)
+    assert "killed by the death of its fork server" in failed.reason
     here.executor.release(group, 1)
     here.launch(2, "b")
 
     assert here.until(Finished).job == "b"
     found = subprocess.run(["pgrep", "-f", FAKE], capture_output=True, text=True, check=False)
     assert len(found.stdout.split()) >= 1
+
+
+def test_a_group_whose_fork_server_died_before_it_had_imported_was_killed(bench):
+    """A server that never comes so far tries no job forever."""
+    here = bench(a={"steps": 100})
+    here.launch(1, "a")
+    os.kill(here.server._server.pid, signal.SIGKILL)
+    failed = here.until(Failed)
+
+    assert (failed.killed, failed.blameless) == (True, False)
 
 
 def worker_of(bench, epoch, rank=""):

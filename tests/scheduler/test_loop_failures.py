@@ -60,6 +60,23 @@ def test_a_job_that_is_killed_from_outside_has_more_tries(kills, given_up):
     assert retries.failures("a") == 1
 
 
+def test_jobs_that_died_with_their_fork_server_are_neither_given_up_nor_suspected():
+    """However often that happens: they go on in the company that they had."""
+    made = rig(Scripted(together("a", "b")))
+    for name in "ab":
+        made.loop.submit(request(name, steps=1000))
+    for _ in range(12):
+        made.go(made.clock.now + 20.0)
+        [epoch] = made.loop.groups
+        made.executor.fail_group(epoch, blameless=True)
+        made.loop.advance(made.clock.now)
+    made.go(made.clock.now + 20.0)
+
+    assert not any(made.loop.ended.values())
+    assert not any(made.loop.retries.suspects(name) for name in "ab")
+    assert [group.jobs for group in made.loop.groups.values()] == [("a", "b")]
+
+
 def test_failures_with_progress_between_are_forgiven():
     """A job that gets further each time is not given up."""
     made = rig(disturbances=Disturbances(commit_seconds=10.0))

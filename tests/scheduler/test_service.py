@@ -33,6 +33,8 @@ from tests.scheduler.run_folder import (
 from tlora_fx.errors import JobFolderError, ProfileMismatch, RunFolderError
 from tlora_fx.runtime.checkpoints.digests import file_digest
 from tlora_fx.scheduler import service
+from tlora_fx.scheduler.local.admission import Admission
+from tlora_fx.scheduler.local.executor import LocalExecutor
 from tlora_fx.scheduler.local.recovery import held
 from tlora_fx.scheduler.state import Decision, Group
 from tlora_fx.scheduler.store import Ledger
@@ -287,6 +289,67 @@ def test_what_goes_wrong_in_a_group_is_told(tmp_path):
         ("warned", ("a",), "the disk is full")
     ]
     assert records(tmp_path / "run")["a"].status == "done"
+
+
+def test_a_run_holds_while_its_disk_is_nearly_full(tmp_path, monkeypatch):
+    """Nothing is recorded, and nobody is charged or blamed for the time."""
+    write_job(tmp_path / "jobs", "a", 60)
+    began, during, missing, clock = [], [], [0], [0.0]
+    excused = []
+    for kind in (LocalExecutor, Admission):
+        monkeypatch.setattr(kind, "excuse", lambda self: excused.append(type(self)))
+    monkeypatch.setattr(service, "missing_bytes", lambda path: missing[0])
+
+    def fill_and_free(it):
+        if not began and it.loop.running:
+            it.ledger._clock = lambda: clock[0]
+            it.ledger.skip_time()
+            began.append(it.ledger.jobs())
+            write_job(tmp_path / "jobs", "b", 5)
+            missing[0] = 5 << 20
+        elif missing[0]:
+            during.append((it.ledger.jobs(), len(it.loop.running), "b" in it.specs))
+            if len(during) == 100:
+                missing[0], clock[0] = 0, 3600.0
+
+    heard = run(tmp_path / "jobs", tmp_path / "run", Notes(), until=fill_and_free)
+
+    assert during == [(began[0], 1, False)] * 100
+    assert [text.partition(":")[0] for what, text, *_ in heard.said if what == "noted"] == [
+        "the disk is nearly full", "there is room on the disk again",
+    ]  # fmt: skip
+    assert excused == [LocalExecutor, Admission]
+    assert sum(held_seconds(tmp_path / "run")) < 60.0
+    require_trained_once(tmp_path / "run", {"a": 60, "b": 5})
+
+
+def test_a_run_that_is_to_stop_does_not_wait_for_its_disk(tmp_path, monkeypatch):
+    """Its groups are drained."""
+    write_job(tmp_path / "jobs", "a", 6000)
+    missing = [0]
+    monkeypatch.setattr(service, "missing_bytes", lambda path: missing[0])
+
+    def fill_and_stop(it):
+        if it.loop.running and missing[0]:
+            it.stop()
+        missing[0] = len(it.loop.running)
+
+    run(tmp_path / "jobs", tmp_path / "run", until=fill_and_stop)
+
+    assert [record.how for record in epochs(tmp_path / "run")] == ["drained"]
+
+
+class Notes(Heard):
+    """Hears notes too."""
+
+    def noted(self, time, text):
+        self.said.append(("noted", text))
+
+
+def held_seconds(output):
+    """Seconds for which each group is charged."""
+    with closing(sqlite3.connect(output / "ledger.sqlite")) as base:
+        return [held for (held,) in base.execute("SELECT held FROM epochs")]
 
 
 def test_files_that_block_or_break_the_reader_are_left_and_others_train(tmp_path):

@@ -19,6 +19,7 @@ from tests.server.conftest import as_scheduled, job_file, listen
 from tlora_fx.server import app
 from tlora_fx.server.connections import ConnectionLimits
 from tlora_fx.server.log_lines import TextLines
+from tlora_fx.server.store import User
 
 #: After which a test gives up.
 SECONDS = 60
@@ -334,6 +335,21 @@ def test_a_traceback_in_a_text_log_passes_for_no_record(log):
     assert first.rstrip().endswith("a request failed")
     assert all(line.startswith("  ") and line.isprintable() for line in others)
     assert "\\x1b[2J" in others[-1]
+
+
+def test_a_stream_that_is_never_sent_does_not_count(asked):
+    """It has no end, at which it would be counted off."""
+    service = asked().service
+    user = User("alice")
+
+    async def nothing():
+        yield b""
+
+    for _ in range(app.MAX_STREAMS + 1):
+        app.CountedStream(app.Caller(user, service, None), nothing(), "text/plain")
+    service.take_stream(user)
+
+    assert service.streams == {"alice": 1}
 
 
 def test_streams_that_are_asked_for_at_once_are_counted_too(asked, monkeypatch):

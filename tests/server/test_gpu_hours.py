@@ -24,7 +24,9 @@ STEP = st.one_of(
     st.tuples(st.just("set clock"), st.floats(-2 * DAY, 2 * DAY)),
     st.tuples(st.just("crash"), st.floats(0.0, 3 * DAY)),
     st.tuples(st.just("start"), st.integers(1, 3)),
-    st.sampled_from([(name, 0) for name in ("heartbeat", "change", "drain", "fail", "end")]),
+    st.sampled_from(
+        [(name, 0) for name in ("heartbeat", "skip", "change", "drain", "fail", "end")]
+    ),
 )
 
 
@@ -55,6 +57,15 @@ class Scheduler:
         self.charged[epoch] += self.clock - self.running[epoch]
         self.running[epoch] = self.clock
 
+    def look(self, *, charges: bool) -> None:
+        if charges:
+            self.ledger.heartbeat()
+            for epoch in self.running:
+                self.sign_of_life(epoch)
+        else:
+            self.ledger.skip_time()
+            self.running = dict.fromkeys(self.running, self.clock)
+
     def take(self, what: str, value: float) -> None:
         now = self.time_of_day
         if what == "pass":
@@ -64,10 +75,8 @@ class Scheduler:
         elif what == "start":
             self.ledger.launch(self.group(int(value)), self.epoch, None, now)
             self.running[self.epoch] = self.clock
-        elif what == "heartbeat":
-            self.ledger.heartbeat()
-            for epoch in self.running:
-                self.sign_of_life(epoch)
+        elif what in ("heartbeat", "skip"):
+            self.look(charges=what == "heartbeat")
         elif what == "crash":
             self.ledger.close()
             # The machine may have been started again: its monotonic clock starts from 0.

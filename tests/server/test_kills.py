@@ -1,6 +1,7 @@
 """A service whose processes are killed at random points while three users' jobs train.
 
-The number of points is small here; `TLORA_FX_KILLS=20 TLORA_FX_KILLS_SEED=1` is a longer run.
+The number of points is small here; `TLORA_FX_KILLS=20 TLORA_FX_KILLS_SEED=1` is a longer run, and
+`TLORA_FX_KILLS_ONLY=actor` one of kills of one kind.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import httpx
 import pytest
 import yaml
 
-from tests.scheduler.raylets import kill_worker, raylets
+from tests.scheduler.raylets import actors, raylets
 from tests.scheduler.run_folder import records
 from tests.scheduler.test_service_trainers import require_as_alone
 from tests.server.conftest import job_file
@@ -28,6 +29,10 @@ from tlora_fx.server.store import ServiceStore, User
 USERS = ("alice", "bob", "carol")
 POINTS = int(os.environ.get("TLORA_FX_KILLS", "5"))
 SEED = int(os.environ.get("TLORA_FX_KILLS_SEED", "1"))
+LOCAL_KINDS = ("server", "scheduler", "admission", "worker", "fork server")
+RAY_KINDS = ("server", "scheduler", "admission", "actor", "raylet")
+#: Those that are killed, such as "actor,raylet"; "": all.
+ONLY = os.environ.get("TLORA_FX_KILLS_ONLY", "")
 #: Seconds until a process of a kind is there to be killed.
 WAIT_SECONDS = 40.0
 
@@ -102,6 +107,8 @@ class Service:
             return answering_process(pid)
         if kind == "fork server":
             return next((each for each in children(pid) if children(each)), 0)
+        if kind == "actor":
+            return next(iter(actors(self.run)), 0)
         found = forked(pid, {"admission": "admission", "worker": "groups"}[kind])
         return found[0] if found else 0
 
@@ -191,6 +198,11 @@ def require_all_done(service: Service, tmp_path: Path, points: int) -> None:
     require_as_alone(folder, service.run, jobs, tmp_path)
 
 
+def kinds_of(every: tuple[str, ...]) -> list[str]:
+    """Kinds of processes that are killed."""
+    return [kind for kind in every if not ONLY or kind in ONLY.split(",")]
+
+
 def note(tmp_path: Path, **facts) -> None:
     """Leave what was counted beside the run."""
     (tmp_path / "kills.json").write_text(json.dumps({"seed": SEED, **facts}))
@@ -201,8 +213,7 @@ def test_no_kill_of_a_process_of_a_service_loses_or_changes_a_job(tmp_path):
     """Of who answers, who schedules, who prepares, who forks, and who trains."""
     service = Service(tmp_path / "run")
     with service.stack:
-        kinds = ["server", "scheduler", "admission", "worker", "fork server"]
-        hits = kill_at_random(service, POINTS, SEED, kinds)
+        hits = kill_at_random(service, POINTS, SEED, kinds_of(LOCAL_KINDS))
         note(tmp_path, hits=hits)
         require_all_done(service, tmp_path, POINTS)
     note(tmp_path, hits=hits, points=POINTS, equal=True)
@@ -220,15 +231,11 @@ def test_no_kill_of_a_process_of_a_service_over_ray_loses_or_changes_a_job(tmp_p
                 time.sleep(chance.uniform(0.0, 4.0))
                 here.replace(index)
                 return True
-            if kind == "actor":
-                time.sleep(chance.uniform(0.0, 5.0))
-                return kill_worker(service.run, chance)
             return killed(service, kind, chance)
 
         service = Service(tmp_path / "run", "--executor", "ray", "--ray-address", here.address)
         with service.stack:
-            kinds = ["server", "scheduler", "admission", "actor", "raylet"]
-            hits = kill_at_random(service, POINTS, SEED, kinds, kill)
+            hits = kill_at_random(service, POINTS, SEED, kinds_of(RAY_KINDS), kill)
             note(tmp_path, hits=hits)
             require_all_done(service, tmp_path, POINTS)
     note(tmp_path, hits=hits, points=POINTS, equal=True)

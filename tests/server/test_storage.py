@@ -6,6 +6,8 @@ import errno
 import hashlib
 import logging
 import os
+import signal
+import sqlite3
 import subprocess
 import time
 from contextlib import contextmanager, suppress
@@ -21,6 +23,8 @@ from tlora_fx.errors import LedgerError, StorageFailed
 from tlora_fx.runtime.workers.protocol import WorkerConfig
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.server.store import ServiceStore
+from tlora_fx.server.submission import Intake
+from tlora_fx.server.view import Metrics
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -55,6 +59,67 @@ def test_a_request_that_the_disk_does_not_take_is_answered_by_our_own_error(
     assert it.submit(job_file("a")).status_code == 201
 
 
+def test_nothing_is_taken_while_the_disk_is_nearly_full(asked, monkeypatch):
+    """What was taken before is answered as before; reads and orders to jobs go on."""
+    it = asked()
+    it.submit(job_file("a"), key="before")
+    before = it.state()
+    with monkeypatch.context() as changes:
+        changes.setattr("tlora_fx.server.submission.missing_bytes", lambda path: 3 << 20)
+        upload = it.ask("PUT", f"/api/v1/files/{hashlib.sha256(b'{}').hexdigest()}", content=b"{}")
+        refused = it.submit(job_file("b"))
+        again = it.submit(job_file("a"), key="before")
+        assert it.state() == before
+        paused = it.ask("POST", "/api/v1/jobs/a/pause")
+
+    for answer in (upload, refused):
+        assert (answer.status_code, answer.json()["code"]) == (507, "T0960")
+        assert answer.json()["facts"]["reason"] == "3 MiB too few are free"
+    assert (again.status_code, again.json()["replayed"]) == (200, True)
+    assert paused.status_code == 202
+    assert it.submit(job_file("b")).status_code == 201
+
+
+def test_an_upload_that_fills_the_disk_is_refused_in_its_middle(asked, monkeypatch):
+    """Nothing of it is kept."""
+    it = asked()
+    missing = iter([0, 0, 1])
+    monkeypatch.setattr("tlora_fx.server.submission.missing_bytes", lambda path: next(missing))
+    answer = it.ask("PUT", f"/api/v1/files/{'0' * 64}", content=iter([b"x", b"y", b"z"]))
+
+    assert answer.status_code == 507
+    assert not list(it.service.store.folder.glob("uploads/*/*"))
+
+
+def test_a_change_that_the_ledger_does_not_take_is_answered_by_507(asked, caplog):
+    """One line in the log; the same request is taken once there is room."""
+    it = asked()
+    it.submit(job_file("a"))
+    store, full = it.service.store, "database or disk is full"
+    plain = store._transition
+
+    @contextmanager
+    def transition(*given):
+        with store._reading():
+            raise sqlite3.OperationalError(full)
+        yield
+
+    store._transition = transition
+    with caplog.at_level(logging.ERROR):
+        answer = it.ask("POST", "/api/v1/jobs/a/pause")
+        it.service.view._settled["a"] = float("-inf")
+        it.service.view.metrics["a"] = Metrics(it.folder / "a" / "metrics.jsonl")
+        it.refresh()
+        it.service.view._settled["a"] = float("-inf")
+        it.refresh()
+    store._transition = plain
+
+    assert (answer.status_code, answer.json()["code"]) == (507, "T0960")
+    assert answer.json()["facts"]["reason"] == full
+    assert [record.exc_info for record in caplog.records] == [None]
+    assert it.ask("POST", "/api/v1/jobs/a/pause").status_code == 202
+
+
 def test_an_accepted_submission_reaches_the_scheduler_once_there_is_room(asked, monkeypatch):
     """The ledger has it, its job file could not be written: it is written later, once."""
     it = asked()
@@ -75,6 +140,28 @@ def test_an_accepted_submission_reaches_the_scheduler_once_there_is_room(asked, 
     it.service.intake.hand_over()
     assert b"max_steps" in content
     assert not list(it.service.store.inbox.glob("*.yaml"))
+
+
+def test_job_files_that_waited_for_room_are_written_in_their_order(asked, monkeypatch):
+    """Also where another submission comes when there is room again: the first one stays first."""
+    it = asked()
+    intake, write, written = it.service.intake, Intake._write, []
+    # All but one of the tries find no room.
+    room = iter([False, False, False, True, True, True])
+
+    def try_to_write(self, submission):
+        if not next(room):
+            raise FULL
+        write(self, submission)
+        written.append(submission.number)
+
+    monkeypatch.setattr(Intake, "_write", try_to_write)
+    for name in "abc":
+        assert it.submit(job_file(name), key=name).status_code == 201
+    assert not written
+    intake.hand_over()
+
+    assert written == [1, 2, 3]
 
 
 def read_without_writing(self, user, folder, text, files):
@@ -133,35 +220,62 @@ def fill(folder: Path) -> Path:
     return path
 
 
-def ended(process, log: Path) -> str:
-    """What a service left in its log when it had ended by itself."""
+def wait_for_line(log: Path, text: str) -> None:
+    """Wait until a service has said something in its log."""
     end = time.monotonic() + 300
-    while process.poll() is None:
+    while text not in log.read_text():
         assert time.monotonic() < end
         time.sleep(0.1)
-    assert process.returncode == 1
-    return log.read_text()
 
 
 @pytest.mark.slow
-def test_a_service_whose_disk_is_full_ends_with_our_error_and_goes_on_later(tmp_path):
-    """No traceback; every step is done once, and the job equals one that nothing befell."""
+def test_a_service_whose_disk_is_full_waits_and_goes_on(tmp_path):
+    """In the same process: what trains waits, submissions are refused, every step is done once."""
     with small_disk(tmp_path / "run", 64) as folder:
         body = {"job_file": job_file("a", max_steps=400, max_length=32, save_steps=20)}
         with serving(folder) as (process, client):
             client.post("/submissions", json=body, headers={"Idempotency-Key": "one"})
             wait(client, lambda jobs: any(job["step"] >= 3 for job in jobs.values()))
             filled = fill(folder)
-            said = ended(process, tmp_path / "log")
-        assert "error[T09" in said
-        assert "Traceback" not in said
-        filled.unlink()
-        with serving(folder) as (_, client):
+            wait_for_line(tmp_path / "log", "the disk is nearly full")
+            time.sleep(10.0)
+            step = client.get("/jobs/a").json()["step"]
+            refused = client.post("/submissions", json=body, headers={"Idempotency-Key": "two"})
+            time.sleep(5.0)
+            assert client.get("/jobs/a").json()["step"] == step
+            assert client.get("/jobs/a").json()["state"] == "running"
+            filled.unlink()
             jobs = wait(client, lambda jobs: {job["state"] for job in jobs.values()} == {"done"})
+            groups = client.get("/groups").json()
+            assert process.poll() is None
         rows = (folder / "a" / "metrics.jsonl").read_text().splitlines()
 
+    assert (refused.status_code, refused.json()["code"]) == (507, "T0960")
     assert jobs["a"]["step"] == 400
+    assert len(groups) == 1
     assert [line.count('"loss"') for line in rows if '"loss"' in line] == [1] * 400
+    assert "Traceback" not in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_a_service_that_is_stopped_while_its_disk_is_full_goes_on_later(tmp_path):
+    """Its job continues from its last commit."""
+    with small_disk(tmp_path / "run", 64) as folder:
+        body = {"job_file": job_file("a", max_steps=200, max_length=32, save_steps=20)}
+        with serving(folder, "--grace", "2s") as (process, client):
+            client.post("/submissions", json=body, headers={"Idempotency-Key": "one"})
+            wait(client, lambda jobs: any(job["step"] >= 3 for job in jobs.values()))
+            filled = fill(folder)
+            wait_for_line(tmp_path / "log", "the disk is nearly full")
+            process.send_signal(signal.SIGTERM)
+            process.wait(300)
+        assert "Traceback" not in (tmp_path / "log").read_text()
+        filled.unlink()
+        with serving(folder) as (_, client):
+            wait(client, lambda jobs: {job["state"] for job in jobs.values()} == {"done"})
+        rows = (folder / "a" / "metrics.jsonl").read_text().splitlines()
+
+    assert [line.count('"loss"') for line in rows if '"loss"' in line] == [1] * 200
 
 
 @pytest.mark.parametrize("command", ["serve", "run", "train", "tokens add alice"])

@@ -7,6 +7,8 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from tlora_fx.host.storage import until_there_is_room
+
 
 def write_synced(path: Path, data: bytes | memoryview) -> None:
     """Write a new file and wait until the disk holds it.
@@ -31,10 +33,15 @@ def sync_folder(path: Path) -> None:
 def replace_file(path: Path, data: bytes) -> None:
     """Put new content under a name that this process alone writes.
 
-    A reader sees the old file or the new one. Several writers need `replace_shared_file`.
+    A reader sees the old file or the new one. Several writers need `replace_shared_file`. In a
+    process that waits for room (`storage`) it waits while the disk is full.
 
     raises   OSError; the old file then stays whole
     """
+    until_there_is_room(lambda: _replace(path, data))
+
+
+def _replace(path: Path, data: bytes) -> None:
     # One name for all attempts: what a killed process left is overwritten, not gathered.
     fresh = path.with_name(f".{path.name}.tmp")
     try:

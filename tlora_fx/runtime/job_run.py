@@ -19,6 +19,7 @@ from tlora_fx.config.job import DataSpec, Job
 from tlora_fx.errors import MetricFunctionError, RunFolderError, TloraError
 from tlora_fx.host.durable import link_or_copy, replace_file
 from tlora_fx.host.phases import StartRecord
+from tlora_fx.host.storage import until_there_is_room
 from tlora_fx.runtime.adapters.files import (
     adapter_tensors,
     config_bytes,
@@ -425,7 +426,8 @@ class JobRun(Member):
         if not self.folder.writes:
             return
         folder = self.folder.job(self.job.name)
-        write_adapter(folder, adapter, self.job.lora_config(), base)
+        config = self.job.lora_config()
+        until_there_is_room(lambda: write_adapter(folder, adapter, config, base))
         for name, content in self.companions(base).items():
             if isinstance(content, bytes) and name != CONFIG:
                 replace_file(folder / name, content)

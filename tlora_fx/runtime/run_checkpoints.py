@@ -20,6 +20,7 @@ from typing import Any
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import CheckpointError, MetricsError
+from tlora_fx.host.storage import until_there_is_room
 from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.checkpoints.store import Checkpoint, CheckpointStore, JobState, ResumeSources
 from tlora_fx.runtime.clocks import JobClocks, clocks_in, kept_clocks
@@ -81,11 +82,14 @@ class Commits:
         described: Mapping[str, Any],
         unchanged: Collection[str],
         elsewhere: Mapping[str, Path],
+        *,
+        last: bool = False,
     ) -> None:
         """Let a checkpoint be written, as `CheckpointStore.save` does; no other may be.
 
         states    that nothing changes any more
         elsewhere see `CheckpointStore.save`
+        last      it may wait for a full disk, as `storage` says; others are left out then
         raises    RunFolderError where the folder is gone
         """
         assert self._commit is None, "two checkpoints at once"
@@ -98,7 +102,7 @@ class Commits:
         logs = [run.metrics for run in runs]
         self._hear_of_tidying()
         written_to = self._thread.submit(
-            self._write, logs, step, states, described, unchanged, elsewhere
+            self._write, logs, step, states, described, unchanged, elsewhere, last
         )
         # Files of gigabytes are some time in going: who waits for the checkpoint need not wait.
         self._tidied.append(self._thread.submit(self.store.tidy))
@@ -118,10 +122,16 @@ class Commits:
         described: Mapping[str, Any],
         unchanged: Collection[str],
         elsewhere: Mapping[str, Path],
+        last: bool,
     ) -> Path:
-        for log in logs:
-            log.sync()
-        return self.store.save(step, states, described, unchanged=unchanged, elsewhere=elsewhere)
+        def write() -> Path:
+            for log in logs:
+                log.sync()
+            return self.store.save(
+                step, states, described, unchanged=unchanged, elsewhere=elsewhere
+            )
+
+        return until_there_is_room(write) if last else write()
 
     @property
     def writes(self) -> bool:
@@ -404,7 +414,7 @@ class RunCheckpoints:
         states |= self.roster.in_main_memory(left)
         described = {"rounds": rounds, **self.described}
         elsewhere = {name: path for name, (path, _) in origins.items()}
-        self.commits.begin(rounds, states, described, unchanged, elsewhere)
+        self.commits.begin(rounds, states, described, unchanged, elsewhere, last=last)
         if last:
             self.commits.settle(last=True)
         self.save_seconds = time.perf_counter() - begun

@@ -15,6 +15,7 @@ from tlora_fx.errors import MetricsError, RunFolderError, nearest
 from tlora_fx.host.durable import replace_file, sync_folder
 from tlora_fx.host.formats import require_known_stamp, stamp
 from tlora_fx.host.phases import StartRecord
+from tlora_fx.host.storage import append, until_there_is_room
 
 # A job's metrics: one JSON line for each optimizer step, and one for each evaluation.
 
@@ -22,7 +23,7 @@ FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "seconds")
 
 
 class MetricsLog:
-    """Appends a job's steps to a file, each line flushed as soon as it is written.
+    """Appends a job's steps to a file, each line whole and at once.
 
     path     made, with its folder, by the first `append`
     writes   False: nothing is kept
@@ -75,9 +76,9 @@ class MetricsLog:
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.path.open("ab")
-            self._file.write(json.dumps(record).encode() + b"\n")
-            self._file.flush()
+                self._file = self.path.open("ab", buffering=0)
+            line, file = json.dumps(record).encode() + b"\n", self._file
+            until_there_is_room(lambda: append(file, line))
         except OSError as error:
             raise self._refused(error) from error
 

@@ -80,16 +80,19 @@ class Failed(GroupEvent):
 
     Where the job at fault took its group with it, one `Failed` of each kind is told.
 
-    job      the job at fault, which will not be run again; None: the group ended
-    steps    where its jobs go on from, by job: their last commits. A job that is missing there goes
-             on from its last commit before this epoch
-    killed   its processes said nothing and were killed, such as by the kernel for want of memory
+    job        the job at fault, which will not be run again; None: the group ended
+    steps      where its jobs go on from, by job: their last commits. A job that is missing there
+               goes on from its last commit before this epoch
+    killed     its processes said nothing and were killed, such as by the kernel for want of memory
+    blameless  its processes died with what had started them, or of a full disk: no job of it had a
+               part in that
     """
 
     job: str | None
     reason: str
     steps: Mapping[str, float] = field(default_factory=dict)
     killed: bool = False
+    blameless: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -260,7 +260,8 @@ class Events:
         formation.failure = event.reason
         loop.formations.end(formation, "failed", event.time)
         loop.changed = loop.prompted = True
-        if any(loop.cluster.node(gpu) in loop.cluster.lost for gpu in formation.launched.place):
+        place = formation.launched.place
+        if event.blameless or any(loop.cluster.node(gpu) in loop.cluster.lost for gpu in place):
             return
         for job in loop.retries.failed(formation.jobs.values(), killed=event.killed):
             times = loop.retries.failures(job.name)

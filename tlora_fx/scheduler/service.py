@@ -38,6 +38,7 @@ from tlora_fx.errors import (
     UnknownGpu,
 )
 from tlora_fx.host.memory import usable_cpus
+from tlora_fx.host.storage import missing_bytes
 from tlora_fx.runtime.early_checks import job_files, require_folder
 from tlora_fx.runtime.run_folder import LEDGER, RunFolder
 from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
@@ -524,6 +525,7 @@ class SchedulerService:
     _restored: list[JobRecord] = field(default_factory=list)
     _gathered: list[JobPrepared] = field(default_factory=list)
     _gathering: float = 0.0
+    _holds: bool = False
 
     def __post_init__(self) -> None:
         options = self.options
@@ -552,10 +554,12 @@ class SchedulerService:
     def turn(self) -> bool:
         """Look for jobs, hear of groups, decide what is due; False when the run is over.
 
+        A run that is not asked to stop does nothing while its disk is nearly full.
+
         raises   RunFolderError where the output folder is gone; LedgerError; StorageFailed
         """
         try:
-            goes_on = self._turn()
+            goes_on = self._waits_for_room() or self._turn()
         except (LedgerError, OSError) as error:
             # Whatever could not be written: that the folder is gone says more.
             self.folder.require_there()
@@ -600,6 +604,26 @@ class SchedulerService:
         if not self.loop.idle or self.files.waiting or self.admission.busy or self._gathered:
             self._busy = now
         return self.options.linger is None or now - self._busy <= self.options.linger
+
+    def _waits_for_room(self) -> bool:
+        """Whether nothing may be done until somebody frees space; raises OSError."""
+        missing = 0 if self.stopping else missing_bytes(self.folder.path)
+        if bool(missing) is self._holds:
+            return self._holds
+        self._holds = bool(missing)
+        text = "there is room on the disk again: the run goes on"
+        if missing:
+            text = (
+                "the disk is nearly full: nothing is submitted, started or recorded until "
+                f"{-(-missing >> 20)} MiB are freed; what trains waits once nothing more fits"
+            )
+        else:
+            self.ledger.skip_time()
+            self.executor.excuse()
+            self.admission.excuse()
+        with suppress(LedgerError, OSError):
+            self.callback.noted(self.executor.now(), text)
+        return self._holds
 
     def _time_to_look(self) -> bool:
         due = time.monotonic() - self._looked >= LOOK_SECONDS

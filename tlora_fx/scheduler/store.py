@@ -378,6 +378,10 @@ class Ledger:
                 self._charge(base, epoch, now)
         self._last_alive = dict.fromkeys(self._last_alive, now)
 
+    def skip_time(self) -> None:
+        """Charge no group for the time since its last sign of life."""
+        self._last_alive = dict.fromkeys(self._last_alive, self._clock())
+
     def _charge(self, base: sqlite3.Connection, epoch: int, now: float) -> None:
         since = self._last_alive.get(epoch)
         if since is not None:

@@ -83,6 +83,8 @@ STATUS = {
 }  # fmt: skip
 #: Of a disk that takes nothing more.
 NO_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+#: What SQLite says then.
+LEDGER_FULL = "database or disk is full"
 #: Paths that are answered to everybody, under any name.
 HEALTH = ("/healthz", "/readyz")
 #: A proxy hands a stream on as it comes.
@@ -280,16 +282,17 @@ By = Annotated[Caller, Depends(_caller)]
 class CountedStream(StreamingResponse):
     """A stream that counts among its user's from before its first byte until its end.
 
-    raises   QuotaReached for one too many
+    One too many is not begun: sending it raises QuotaReached.
     """
 
     def __init__(self, by: Caller, content: AsyncIterator[bytes], media_type: str) -> None:
         super().__init__(content, media_type=media_type, headers=UNBUFFERED)
         self._by = by
-        by.service.take_stream(by.user)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
+        # Not before: a response that is never sent has no end.
+        self._by.service.take_stream(self._by.user)
         try:
             await super().__call__(scope, receive, send)
         finally:
@@ -654,6 +657,8 @@ def problem(error: TloraError, status: int | None = None) -> Response:
 async def _failed(request: Request, error: Exception) -> Response:
     """Whatever went wrong, as an answer."""
     match error:
+        case LedgerError() if error.facts.get("reason") == LEDGER_FULL:
+            return _unwritten(request, LEDGER_FULL)
         case TloraError():
             return problem(error)
         case RequestValidationError():
@@ -666,12 +671,17 @@ async def _failed(request: Request, error: Exception) -> Response:
         case ClientDisconnect():
             return Response(status_code=HUNG_UP)
         case OSError() if error.errno in NO_STORAGE:
-            logger.error("%s: %s", request.url.path, error.strerror, extra={"event": "error"})
-            what = "the service cannot write to its disk; nothing has changed"
-            help = "send the request again later; the operator must free space or mend the disk"
-            return problem(StorageFailed(what, reason=str(error.strerror), help=help))
+            return _unwritten(request, str(error.strerror))
     logger.error("a request failed", exc_info=error, extra={"event": "error"})
     return problem(RequestRefused("the service failed", help="see its log"), 500)
+
+
+def _unwritten(request: Request, reason: str) -> Response:
+    """Answer to a request that the disk did not take."""
+    logger.error("%s: %s", request.url.path, reason, extra={"event": "error"})
+    what = "the service cannot write to its disk; nothing has changed"
+    help = "send the request again later; the operator must free space or mend the disk"
+    return problem(StorageFailed(what, reason=reason, help=help))
 
 
 def make_app(service: Service, hosts: Sequence[str] = (), public_url: str = "") -> FastAPI:

@@ -20,6 +20,7 @@ import re
 import secrets
 import shutil
 import tarfile
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -32,8 +33,15 @@ from tlora_fx.config.hub import is_hub_id, is_set_offline
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.config.job_file import DATA_SUFFIXES, SHARED, load_job_file, read_yaml
 from tlora_fx.config.paths import is_pattern, is_there
-from tlora_fx.errors import QuotaReached, SubmissionRefused, TloraError, UploadRefused
+from tlora_fx.errors import (
+    QuotaReached,
+    StorageFailed,
+    SubmissionRefused,
+    TloraError,
+    UploadRefused,
+)
 from tlora_fx.host.durable import link_or_copy
+from tlora_fx.host.storage import missing_bytes
 from tlora_fx.runtime.data.rows import is_local
 from tlora_fx.scheduler.local.recovery import RESERVED
 from tlora_fx.server.store import (
@@ -86,8 +94,9 @@ class Intake:
     def __init__(self, store: ServiceStore, limits: IntakeLimits) -> None:
         self.store, self.limits = store, limits
         self._roots = tuple(root.resolve() for root in limits.roots)
-        # By number, submissions whose job file could not be written yet.
+        # By number, submissions whose job file is not written yet, and who may write them.
         self._late: dict[int, Submission] = {}
+        self._handing_over = threading.Lock()
 
     def restore(self) -> None:
         """Put back what a killed service did not come to, and remove what nobody was told of."""
@@ -149,8 +158,9 @@ class Intake:
     async def upload(self, user: User, sha256: str, content: AsyncIterator[bytes]) -> int:
         """Keep a file until a submission names its SHA-256; its size in bytes.
 
-        raises   UploadRefused, QuotaReached; nothing is kept then
+        raises   UploadRefused, QuotaReached, StorageFailed; nothing is kept then
         """
+        self._require_room()
         folder = self.store.folder / "uploads" / user.name
         folder.mkdir(mode=0o700, exist_ok=True)
         stored = sum(path.stat().st_size for path in folder.iterdir())
@@ -172,6 +182,7 @@ class Intake:
                             "no space is left for uploads",
                             expected=f"at most {most} bytes",
                         )
+                    self._require_room()
                     file.write(chunk)
             if digest.hexdigest() != sha256:
                 raise UploadRefused(
@@ -196,6 +207,7 @@ class Intake:
         known = self.store.replayed(user, key, sha256)
         if known is not None:
             return known
+        self._require_room()
         folder = self.store.folder / "submitted" / secrets.token_hex(12)
         try:
             jobs = self._read(user, folder, job_file, files)
@@ -214,24 +226,36 @@ class Intake:
             self.hand_over()
         return submission
 
-    def hand_over(self) -> None:
-        """Give the scheduler the job files of submissions that it does not have yet.
+    def _require_room(self) -> None:
+        """Refuse what would fill the disk, of which what trains needs the rest.
 
-        A submission is accepted once the ledger has it; a file that cannot be written now, such as
-        on a full disk, is written later.
+        raises   StorageFailed
         """
-        for number in list(self._late):
-            submission = self._late.pop(number, None)
-            if submission is None:
-                continue
-            try:
-                self._write(submission)
-            except OSError as error:
-                self._late[number] = submission
-                logger.error(
-                    "the job file of submission %d waits for a disk that takes it: %s",
-                    number, error.strerror, extra={"event": "error"},
-                )  # fmt: skip
+        if missing := missing_bytes(self.store.folder):
+            raise StorageFailed(
+                "the service's disk is nearly full; nothing has changed",
+                reason=f"{-(-missing >> 20)} MiB too few are free",
+                help="send the request again later; the operator must free space",
+            )
+
+    def hand_over(self) -> None:
+        """Give the scheduler the job files of submissions that it does not have yet, in order.
+
+        A submission is accepted once the ledger has it. A file that cannot be written now, such as
+        on a full disk, is written later, and before those of later submissions.
+        """
+        with self._handing_over:
+            for number in sorted(self._late):
+                try:
+                    self._write(self._late[number])
+                except OSError as error:
+                    logger.error(
+                        "the job files of %d submissions, from %d on, wait for a disk that takes "
+                        "them: %s", len(self._late), number, error.strerror,
+                        extra={"event": "error"},
+                    )  # fmt: skip
+                    return
+                del self._late[number]
 
     def _write(self, submission: Submission) -> None:
         path = self.store.file_of(submission.number)

@@ -297,8 +297,11 @@ class RunView:
             for name in names
             if name in self.metrics
         }
-        if metrics:
-            self.store.keep_summaries(metrics)
+        try:
+            if metrics:
+                self.store.keep_summaries(metrics)
+        except LedgerError:
+            return  # A full disk takes them later.
         for name in names:
             self._forget(name)
         if self.removed and self.removed[0][1] < long_ago:

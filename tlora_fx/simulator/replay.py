@@ -464,8 +464,13 @@ class SimulatedExecutor:
         """Time when the first step of a running group begins."""
         return self._groups[epoch].begins
 
-    def fail_group(self, epoch: int, reason: str = "a simulated failure") -> None:
-        """A group ends; its jobs go on from their last commits."""
+    def fail_group(
+        self, epoch: int, reason: str = "a simulated failure", *, blameless: bool = False
+    ) -> None:
+        """A group ends; its jobs go on from their last commits.
+
+        blameless   as of `Failed`
+        """
         running, takeover = self._groups.pop(epoch, None), self._takeovers.pop(epoch, None)
         # Jobs that ended before their group failed lose nothing.
         for number, event in list(self._late.items()):
@@ -473,7 +478,8 @@ class SimulatedExecutor:
                 self._hear(replace(self._late.pop(number), time=self.clock.now))
         if running is not None or takeover is not None:
             steps = self._safe(running) if running is not None else {}
-            self._events.append(Failed(self.clock.now, epoch, None, reason, steps))
+            failed = Failed(self.clock.now, epoch, None, reason, steps, blameless=blameless)
+            self._events.append(failed)
 
     def lose_node(self, node: int) -> None:
         """A node goes away, and what runs on it fails."""

@@ -16,6 +16,7 @@ from typing import Any, Self
 from pydantic import TypeAdapter
 
 from tlora_fx.host.durable import replace_file
+from tlora_fx.host.storage import append, until_there_is_room
 
 #: Exit codes of a worker. It was killed.
 LOST = -signal.SIGKILL
@@ -25,6 +26,10 @@ OUT_OF_MEMORY = 12
 CROWDED = 13
 #: Its order needs a new process.
 NEEDS_NEW_PROCESS = 14
+#: Its disk is full, and what it was at cannot wait for room.
+DISK_FULL = 15
+#: Its fork server died, and it with that; no process ends with such a code by itself.
+FORK_SERVER_DIED = 256
 
 #: In the folder of a formation: what its workers are to do.
 WORKER_CONFIG = "worker.json"
@@ -38,6 +43,10 @@ _OLD_NAMES = {WORKER_CONFIG: "order.json", EVENTS: "told.jsonl"}
 
 def exit_text(code: int) -> str:
     """How a process ended, by its exit code; negative for a signal."""
+    if code == FORK_SERVER_DIED:
+        return "killed by the death of its fork server"
+    if code == DISK_FULL:
+        return "the disk is full"
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -120,9 +129,9 @@ class EventWriter:
         self._last = 0.0
 
     def write(self, kind: str, **facts: Any) -> None:
-        """Append one line, with the time of day."""
-        line = json.dumps({"kind": kind, "time": time.time(), **facts})
-        self._file.write(line.encode() + b"\n")
+        """Append one line, with the time of day; in a process that waits for room it may wait."""
+        line = json.dumps({"kind": kind, "time": time.time(), **facts}).encode() + b"\n"
+        until_there_is_room(lambda: append(self._file, line))
 
     def progress(self, steps: Mapping[str, int]) -> None:
         """Write the steps done, unless that was written a moment ago."""

@@ -29,6 +29,7 @@ from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import JobsDiffer, NotAdmitted, OutOfMemory, TloraError
 from tlora_fx.host.quiet_import import quiet_import
+from tlora_fx.host.storage import is_full, waits_for_room
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.slots import rounded
 from tlora_fx.parallel.apply import let_go
@@ -44,6 +45,7 @@ from tlora_fx.runtime.launch import Launch, exits_at_once, join
 from tlora_fx.runtime.optim.trainable import require_trainable
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 from tlora_fx.runtime.workers.protocol import (
+    DISK_FULL,
     NEEDS_NEW_PROCESS,
     OUT_OF_MEMORY,
     SUCCESSOR,
@@ -83,6 +85,7 @@ def main(path: Path) -> bool:
     return True
 
 
+@waits_for_room()
 def _train(config: WorkerConfig, launch: Launch) -> None:
     """What each process does; the first one writes events."""
     events = EventCallback(config) if launch.rank == 0 else None
@@ -92,7 +95,12 @@ def _train(config: WorkerConfig, launch: Launch) -> None:
             with suppress(KeyboardInterrupt):
                 trainer.run()
             keep(trainer)
-    except TloraError as error:
+    except (TloraError, OSError) as error:
+        if is_full(error):
+            traceback.print_exc()
+            raise SystemExit(DISK_FULL) from error
+        if isinstance(error, OSError):
+            raise
         if events is not None:
             job = error.facts.get("job")
             events.writer.write("failed", reason=str(error), job=job)

@@ -8,8 +8,8 @@
 A process that takes longer than it may is killed with all that it has started. The job that it was
 at is refused, and another process goes on with the rest of the file. A process that dies otherwise
 proves nothing about its job, because the machine may have been out of memory: the job is tried
-again after a pause, and refused only when `MAX_DEATHS` processes have died of it in a row. Nothing
-here waits.
+again after a pause, and refused only when `MAX_DEATHS` processes have died of it in a row. Those
+that died with their fork server are not counted. Nothing here waits.
 
 Users take turns: next is the user whose last turn is longest ago, in both reading and preparing. A
 turn is one file to read, or at most `TURN_JOBS` jobs to prepare. One process is always left to the
@@ -33,7 +33,12 @@ from pydantic import ValidationError
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.errors import AdmissionError
 from tlora_fx.host.memory import total_bytes
-from tlora_fx.runtime.workers.protocol import EVENTS, EventReader, exit_text
+from tlora_fx.runtime.workers.protocol import (
+    EVENTS,
+    FORK_SERVER_DIED,
+    EventReader,
+    exit_text,
+)
 from tlora_fx.scheduler.local.admission_worker import AdmissionOrder
 from tlora_fx.scheduler.requests import FACTS
 from tlora_fx.scheduler.state import REQUEST, JobRequest
@@ -292,6 +297,11 @@ class Admission:
             return part
         return None
 
+    def excuse(self) -> None:
+        """Hold the time until now against no process: nobody has heard them."""
+        for process in self._running:
+            process.since = time.monotonic()
+
     def close(self) -> None:
         """Kill what is at work; what it was at has no answer."""
         for process in self._running:
@@ -345,10 +355,10 @@ class Admission:
     def _died(self, process: _Process, code: int) -> Answer:
         """Refuse what a process was at because of a limit or too many deaths, or queue it anew."""
         task = process.task.split()
-        task.deaths += 1
+        task.deaths += code != FORK_SERVER_DIED
         if process.overdue or code == -signal.SIGXCPU or task.deaths >= MAX_DEATHS:
             return task.give_up(self._why(process, code, task.deaths))
-        seconds = RETRY_SECONDS * 2 ** (task.deaths - 1)
+        seconds = RETRY_SECONDS * 2 ** max(0, task.deaths - 1)
         task.due = time.monotonic() + seconds
         (self._files if task.reads else self._tasks).append(task)
         return ProcessDied(exit_text(code), seconds, task.file, task.jobs[0] if task.jobs else None)

@@ -14,7 +14,9 @@ from tlora_fx.cost.estimator import Layout
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.workers.protocol import (
     CROWDED,
+    DISK_FULL,
     EVENTS,
+    FORK_SERVER_DIED,
     EventReader,
     exit_text,
 )
@@ -215,8 +217,9 @@ class RunningGroup:
         else:
             self.failed = True
             killed = not self.reason and all(code in (0, -signal.SIGKILL) for code in codes)
+            blameless = not self.reason and bool({FORK_SERVER_DIED, DISK_FULL} & {*codes})
             reason = self.reason or self._why(codes)
-            yield Failed(now, self.epoch, None, reason, dict(self.committed), killed)
+            yield Failed(now, self.epoch, None, reason, dict(self.committed), killed, blameless)
 
     def _unwritten(self, now: float) -> Iterator[GroupEvent]:
         """A checkpoint that was written, and its writer killed before it told."""

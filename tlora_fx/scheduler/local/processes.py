@@ -22,7 +22,13 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from tlora_fx.host.memory import free_bytes, total_bytes
-from tlora_fx.runtime.workers.protocol import CROWDED, LOST, NEEDS_NEW_PROCESS, OUT_OF_MEMORY
+from tlora_fx.runtime.workers.protocol import (
+    CROWDED,
+    FORK_SERVER_DIED,
+    LOST,
+    NEEDS_NEW_PROCESS,
+    OUT_OF_MEMORY,
+)
 
 WORKER = "tlora_fx.runtime.workers.training"
 
@@ -117,7 +123,8 @@ class ForkServer:
         """Start a worker; its number, which is the order's where workers stay.
 
         module   what it runs instead of the server's own module. Such a guest saves nothing: it
-                 leads a process group, and the whole group is killed when the parent has gone
+                 leads a session, which is killed as a whole when the parent has gone, and gives way
+                 to others
         stays    what the worker keeps when its order is done: the next order of the same kind and
                  place goes to it. "": it ends
         place    GPUs on which no other works; idle ones keep their memory there while it suffices
@@ -154,7 +161,7 @@ class ForkServer:
         return news
 
     def code(self, worker: int) -> int | None:
-        """The exit code of a worker, negative for a signal; None while it runs."""
+        """Exit code of a worker, negative for a signal, or `FORK_SERVER_DIED`; None: it runs."""
         self._hear()
         return self._ended.get(worker)
 
@@ -205,8 +212,13 @@ class ForkServer:
             self._lose()
 
     def _lose(self) -> None:
-        """The server is gone, and by its death each of its workers."""
-        self._ended |= dict.fromkeys(self._running, LOST)
+        """The server is gone, and by its death each of its workers.
+
+        The workers of a server that has not imported everything count as killed: where it never
+        comes so far, no job is tried forever.
+        """
+        code = FORK_SERVER_DIED if self._ready else LOST
+        self._ended |= dict.fromkeys(self._running, code)
         self._running.clear()
 
 
@@ -229,8 +241,8 @@ class ForkServer:
 #      "needs": null, "rank": 0, "size": 1}                        →   {"ended": 7, "code": 0}
 #     to end one: {"signal": 7, "number": 15}
 #
-# A start may name another "module": such a guest leads a process group, which a signal reaches as
-# a whole, and is killed as soon as the parent has died.
+# A start may name another "module": such a guest leads a session and so a process group, which a
+# signal reaches as a whole, and is killed as soon as the parent has died.
 #
 # A worker whose start names what "stays" does not end with its order where its module's `stays()`
 # is true: it waits for the next order of that kind, and says what it holds and what is free on its
@@ -254,6 +266,9 @@ MIN_FREE = 0.2
 STOP_SECONDS = 60.0
 #: After that the server kills a worker whose threads do not run any more.
 LATE_SECONDS = 5.0
+#: By how much guests are nicer than others, and tries to say so of a session.
+GUEST_NICENESS = 5
+NICENESS_TRIES = 5
 _PR_SET_PDEATHSIG = 1
 
 
@@ -609,7 +624,8 @@ def _become_worker(
     """
     try:
         if "module" in asked:
-            os.setpgid(0, 0)
+            # A session is a process group too.
+            os.setsid()
         for pipe in pipes[:2]:
             os.close(pipe)
         _take_up(asked)
@@ -637,8 +653,7 @@ def _work(
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if guest:
-            # Nobody waits for it: what trains, and who answers, go first.
-            os.nice(5)
+            _give_way()
             import_module(guest).main(order)
             raise SystemExit(0)
         signal.signal(signal.SIGTERM, _stop)
@@ -659,6 +674,25 @@ def _work(
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _give_way() -> None:
+    """Let what trains, and who answers, go first: nobody waits for a guest.
+
+    Where Linux shares CPUs among sessions (autogroup), the niceness of a process counts inside its
+    session only. Then the session's own niceness is set.
+    """
+    os.nice(GUEST_NICENESS)
+    # Those without privileges may say so only each tenth of a second, all together.
+    for _ in range(NICENESS_TRIES):
+        try:
+            Path("/proc/self/autogroup").write_text(str(GUEST_NICENESS), "ascii")
+        except FileNotFoundError:
+            return
+        except OSError:
+            time.sleep(0.1)
+        else:
+            return
 
 
 def _next_order(pipes: tuple[int, ...], memory: tuple[int, int]) -> Path:

@@ -68,6 +68,10 @@ class Watchdog:
         """Limit how long the group has to stop from now on."""
         self._asked, self._grace = time.monotonic(), grace_seconds
 
+    def excuse(self) -> None:
+        """Nobody could hear the group until now."""
+        self._heard = time.monotonic()
+
     @property
     def seconds(self) -> float:
         """Seconds that it may go without a sign now."""
