@@ -18,7 +18,7 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -137,13 +137,15 @@ def _fuse(plain: Callable[..., GroupGraph]) -> Callable[..., GroupGraph]:
     return fuse
 
 
-def _loss(plain: Callable[[Backbone], str | None]) -> Callable[[Backbone], str | None]:
-    def require_common_loss(backbone: Backbone) -> str | None:
+def _loss(plain: Callable[..., str | None]) -> Callable[..., str | None]:
+    def require_common_loss(
+        backbone: Backbone, rows: Sequence[Any] = (), jobs: Sequence[str] = ()
+    ) -> str | None:
         if _is_from_python(backbone):
-            return plain(backbone)
-        key = (_model(backbone), backbone.spec.is_classifier)
+            return plain(backbone, rows, jobs)
+        key = (_model(backbone), backbone.spec.is_classifier, repr([*rows]))
         if key not in _compared:
-            _compared[key] = plain(backbone)
+            _compared[key] = plain(backbone, rows, jobs)
         return _compared[key]
 
     require_common_loss.plain = plain  # type: ignore[attr-defined]

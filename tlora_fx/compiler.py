@@ -19,7 +19,6 @@ from tlora_fx.config.job_file import JobFile, load_job_file
 from tlora_fx.errors import (
     AttentionNotPackable,
     BaseNotTraceable,
-    BaseRefused,
     CompileError,
     FusedDiffers,
     FusionError,
@@ -29,6 +28,7 @@ from tlora_fx.errors import (
     NotAdmitted,
     NotFoldable,
     NotTokenParallel,
+    OwnLossDiffers,
     PaddingSeen,
     PipelineError,
     StoppedAfter,
@@ -273,10 +273,11 @@ def prepare(jobs: Jobs, *, dropout: bool = True) -> Prepared:
     if not dropout:
         given = [_without_dropout(job) for job in given]
     backbone = load_backbone(given[0].base, dropout=dropout)
-    _refuse_auxiliary_losses(backbone)
+    silent = [job.name for job in given if job.assumes_common_loss]
+    _leave_out_router_loss(backbone, silent)
     _refuse_adapter_dtype(given[0], backbone)
     sites = _sites(given, backbone)
-    unknown = require_common_loss(backbone)
+    unknown = require_common_loss(backbone, (), silent) if silent else None
     prepare_rope(backbone)
     return Prepared(given, backbone, sites, notes=(unknown,) if unknown else ())
 
@@ -364,14 +365,25 @@ def _refuse_adapter_dtype(job: Job, backbone: Backbone) -> None:
         )
 
 
-def _refuse_auxiliary_losses(backbone: Backbone) -> None:
+def _leave_out_router_loss(backbone: Backbone, silent: Sequence[str]) -> None:
+    """Leave out the loss that a mixture adds for its router, where all jobs name their loss.
+
+    silent    names of the jobs that do not
+    raises    OwnLossDiffers
+    """
     text = getattr(backbone.config, "text_config", None)
-    if any(getattr(config, "output_router_logits", False) for config in (backbone.config, text)):
-        raise BaseRefused(
-            "the base adds a loss of its own (router_aux_loss) to every job's loss",
-            found="output_router_logits: true in the base's config",
-            help="set output_router_logits to false in config.json",
-        )
+    for config in (backbone.config, text):
+        if config is None or not getattr(config, "output_router_logits", False):
+            continue
+        if silent:
+            raise OwnLossDiffers(
+                "the base adds a loss of its own (router_aux_loss) to every job's loss",
+                job=", ".join(silent),
+                found="output_router_logits: true in the base's config",
+                help="set loss: cross_entropy in the job, which leaves it out, or set "
+                "output_router_logits to false in config.json",
+            )
+        config.output_router_logits = False
 
 
 # Trace and fuse as the models allow: packed rows or padded ones, layers folded or not.

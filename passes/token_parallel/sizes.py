@@ -3,13 +3,15 @@
 How many tokens a row has, or how many lines and how wide they are, depends on a job's neighbours.
 A number that is made of a size may therefore say how large a tensor is, but not stand in it.
 Numbers are followed through arguments; tensors that are made of sizes and weights alone are
-computed at several sizes, and must hold the same wherever they overlap.
+computed at several sizes, and must hold the same wherever they overlap. Sizes around each number
+that such a tensor is made with are among them: what is the same up to 2,048 tokens may be another
+value beyond.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
@@ -26,6 +28,21 @@ MEANS = frozenset({"mean", "var", "std", "var_mean", "std_mean"})
 # Row sizes at which tensors are computed: tokens, or lines and width; one changes at a time.
 PACKED = ((13,), (18,), (40,))
 BATCH = ((3, 13), (4, 13), (3, 18), (3, 40))
+#: A tensor of a fixed form is computed at so many sizes up to this one, and around powers of two.
+SWEPT, POWERS = [*range(41, 512, 7), *range(512, 4200, 61), 4200], 17
+#: Numbers of a tensor that is computed at a size far from those above.
+MAX_FAR = 1 << 25
+#: Tensors that hold one number, whatever the values of what they are made like.
+FACTORIES = frozenset({
+    aten.ones_like.default, aten.zeros_like.default, aten.full_like.default,
+    aten.new_ones.default, aten.new_zeros.default, aten.new_full.default,
+})  # fmt: skip
+#: What counts the places of a row, of integers or truths.
+COUNTERS = frozenset({"sum", "count_nonzero", "cumsum", "amax", "max", "argmax", "any", "all"})
+COMPARES = frozenset({
+    "gt", "ge", "lt", "le", "eq", "ne", "maximum", "minimum", "max", "min", "clamp", "clamp_min",
+    "clamp_max", "floor_divide", "div", "remainder", "bucketize", "searchsorted",
+})  # fmt: skip
 ROUNDING = {2: 2e-2, 4: 1e-4, 8: 1e-9}
 
 
@@ -33,10 +50,15 @@ class SizeIsValue(Exception):
     """A size of the row became a value; the text says how."""
 
 
+#: Numbers for the symbols of a row.
+Sizes = Mapping[Any, sympy.Integer]
+
+
 class RowSizes:
     """Follows sizes through graphs.
 
     values    of each node: what it holds at each size, or None where it depends on tokens
+    counts    nodes that hold how many of a row's tokens are something
     """
 
     def __init__(self, shapes: Sequence[Any], constants: Mapping[str, Tensor]) -> None:
@@ -45,16 +67,22 @@ class RowSizes:
         shapes       of its ids and of what else has a place for each token; symbols are sizes
         constants    values lifted out of model code
         """
-        symbols = [[s.node.expr for s in shape if isinstance(s, torch.SymInt)] for shape in shapes]
-        tried = PACKED if len(symbols[0]) == 1 else BATCH
-        self.sizes = [
-            {s: sympy.Integer(n) for names in symbols for s, n in zip(names, sizes, strict=True)}
-            for sizes in tried
+        self.rows = [
+            [s.node.expr for s in shape if isinstance(s, torch.SymInt)] for shape in shapes
         ]
+        self.tried = PACKED if len(self.rows[0]) == 1 else BATCH
+        self.sizes = [self._sizes(numbers) for numbers in self.tried]
         self.symbols = set(self.sizes[0])
         self.constants = constants
         self.values: dict[fx.Node, _Known | None] = {}
+        self.counts: set[fx.Node] = set()
         self.compared: set[int] = set()
+        self._near: list[dict[int, Any]] = [{} for _ in self.sizes]
+
+    def _sizes(self, numbers: Sequence[int]) -> dict[Any, sympy.Integer]:
+        return {
+            s: sympy.Integer(n) for names in self.rows for s, n in zip(names, numbers, strict=True)
+        }
 
     def visit(self, node: fx.Node) -> None:
         """Follow sizes through one node.
@@ -65,7 +93,8 @@ class RowSizes:
         if isinstance(value, Number):
             self.values[node] = self._number(value)
         elif node.op == "get_attr":
-            self.values[node] = _Known(functools.partial(self._tensor, node), sized=False)
+            tensor = self._tensor(node)
+            self.values[node] = _Known(lambda sizes, memo: tensor, sized=False)
         elif node.op == "call_function":
             self.values[node] = self._call(node)
 
@@ -73,34 +102,82 @@ class RowSizes:
         expression = value.node.expr
         if not expression.free_symbols <= self.symbols:
             return None
-        return _Known(lambda: [_python(expression.xreplace(sizes)) for sizes in self.sizes], True)
+        numbers = frozenset(int(n) for n in expression.atoms(sympy.Integer))
+        return _Known(lambda sizes, memo: _python(expression.xreplace(sizes)), True, numbers)
 
-    def _tensor(self, node: fx.Node) -> list[Any]:
+    def _tensor(self, node: fx.Node) -> Tensor:
         ref: TensorRef = node.meta["tensor"]
         known = self.constants.get(ref.name) if ref.owner == "constant" else None
-        return [_stand_in(ref) if known is None else known] * len(self.sizes)
+        return _stand_in(ref) if known is None else known
 
     def _call(self, node: fx.Node) -> _Known | None:
-        inputs = [self.values.get(source) for source in node.all_input_nodes]
-        self._require_shapes(node, with_tokens=None in inputs)
-        if None not in inputs:
-            sized = any(known is not None and known.sized for known in inputs)
-            return _Known(lambda: [self._run(node, i) for i in range(len(self.sizes))], sized)
-        for source, known in zip(node.all_input_nodes, inputs, strict=True):
-            if known is not None and isinstance(source.meta.get("val"), Tensor):
-                self._require_same(source, known)
+        sources = node.all_input_nodes
+        known = {source: self.values.get(source) for source in sources}
+        if node.target in FACTORIES and known[sources[0]] is None:
+            known[sources[0]] = self._form_of(sources[0])
+        self._require_shapes(node, with_tokens=None in known.values())
+        found = {source: item for source, item in known.items() if item is not None}
+        if len(found) == len(known):
+            return self._computed(node, found)
+        self._require_uncounted(node, found)
+        for source, item in found.items():
+            if isinstance(source.meta.get("val"), Tensor):
+                self._require_same(source, item)
         return None
 
-    def _run(self, node: fx.Node, index: int) -> Any:
-        def value_of(source: fx.Node) -> Any:
-            known = self.values[source]
-            assert known is not None
-            return known.at(index)
+    def _form_of(self, node: fx.Node) -> _Known | None:
+        """What a tensor of tokens is without its values: a form."""
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            return None
+        sizes = [s.node.expr if isinstance(s, torch.SymInt) else s for s in value.shape]
+        if not set().union(*(getattr(s, "free_symbols", ()) for s in sizes)) <= self.symbols:
+            return None
 
-        args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-        if "device" in kwargs:
-            kwargs = {**kwargs, "device": "cpu"}
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+        def form(numbers: Sizes, memo: Any) -> Tensor:
+            shape = [int(s.xreplace(numbers)) if hasattr(s, "xreplace") else s for s in sizes]
+            return torch.zeros((), dtype=value.dtype).expand(shape)
+
+        return _Known(form, True)
+
+    def _computed(self, node: fx.Node, inputs: Mapping[fx.Node, _Known]) -> _Known:
+        """What an operator makes of sizes and weights alone."""
+
+        def compute(sizes: Sizes, memo: dict[int, Any]) -> Any:
+            args, kwargs = fx.map_arg(
+                (node.args, node.kwargs), lambda source: inputs[source].at(sizes, memo)
+            )
+            if "device" in kwargs:
+                kwargs = {**kwargs, "device": "cpu"}
+            return node.target(*args, **kwargs)  # type: ignore[operator]
+
+        if not any(item.sized for item in inputs.values()):
+            return _Known(compute, False)
+        numbers = frozenset(_literals(node)).union(*(item.numbers for item in inputs.values()))
+        for item in inputs.values():
+            if not item.sized:
+                numbers |= self._numbers_in(item)
+        value = node.meta.get("val")
+        shape = value.shape if isinstance(value, Tensor) else ()
+        fixed, open_dims = 1, 0
+        for size in shape:
+            open_dims += isinstance(size, torch.SymInt)
+            fixed *= 1 if isinstance(size, torch.SymInt) else size
+        return _Known(
+            compute, True, numbers,
+            max([fixed, *(item.fixed for item in inputs.values())]),
+            max([open_dims, *(item.open_dims for item in inputs.values())]),
+        )  # fmt: skip
+
+    def _numbers_in(self, item: _Known) -> frozenset[int]:
+        """The numbers of a tensor that is the same at every size, where they are few."""
+        try:
+            value = item.at(self.sizes[0], self._near[0])
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            return frozenset()
+        if not isinstance(value, Tensor) or value.numel() > 16:
+            return frozenset()
+        return frozenset(_whole(value.flatten().tolist()))
 
     def _require_same(self, node: fx.Node, known: _Known) -> None:
         """A tensor that tokens meet must hold the same at every size."""
@@ -108,13 +185,78 @@ class RowSizes:
             return
         self.compared.add(id(known))
         try:
-            first, *others = [known.at(index) for index in range(len(self.sizes))]
+            first, *others = [
+                known.at(sizes, memo) for sizes, memo in zip(self.sizes, self._near, strict=True)
+            ]
         except (RuntimeError, IndexError, ValueError, TypeError):
             return  # an index table without values: the probe of the whole model sees it
         last: Any = node.meta["val"].shape[-1:]
         shifts = bool(last) and isinstance(last[0], torch.SymInt)
         if not all(_overlap(first, other, shifts) for other in others):
             raise SizeIsValue("it holds values that depend on the size of the row")
+        still = not any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape)
+        for place, word in enumerate(("lines", "tokens")[-len(self.tried[0]) :]):
+            self._require_same_far(known, place, word, first, still=still, shifts=shifts)
+
+    def _require_same_far(
+        self, known: _Known, place: int, word: str, first: Any, *, still: bool, shifts: bool
+    ) -> None:
+        """The same at sizes around the numbers that it was made with, and far beyond."""
+        before = first
+        for number in self._far(known, still=still):
+            numbers = [*self.tried[0]]
+            numbers[place] = number
+            try:
+                value = known.at(self._sizes(numbers), {})
+            except (RuntimeError, IndexError, ValueError, TypeError):
+                continue  # such as a table that ends
+            if not _overlap(before, value, shifts):
+                raise SizeIsValue(
+                    f"it holds values that depend on the size of the row: others from {number} "
+                    f"{word} on"
+                )
+            before = value
+
+    def _far(self, known: _Known, *, still: bool) -> list[int]:
+        """Sizes to try a tensor at besides the usual ones, in order."""
+        largest = max(itertools.chain(*self.tried))
+        numbers = {n for n in known.numbers if largest < n < 1 << 20}
+        few = sorted(n for n in known.numbers if 1 < n <= 64)[:4]
+        around = {n * k for n in numbers for k in few} | {n // k for n in numbers for k in few}
+        tried = {n + d for n in numbers | around for d in (-1, 0, 1)}
+        if known.open_dims <= 1:
+            powers = range(largest.bit_length(), POWERS + 1)
+            tried |= {(1 << n) + d for n in powers for d in (-1, 0, 1)}
+        if still:
+            tried |= {*SWEPT}
+        most = MAX_FAR // max(known.fixed, 1)
+        return sorted(n for n in tried if n > largest and n**known.open_dims <= most)
+
+    def _require_uncounted(self, node: fx.Node, known: Mapping[fx.Node, _Known]) -> None:
+        """A count of the row's tokens, such as `(ids >= 0).sum(1)`, may meet no large number.
+
+        Padding counts too, so the count is the width; up to the number no probe may see it.
+        """
+        name = str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
+        counted = [source for source in node.all_input_nodes if source in self.counts]
+        same = all(source in self.counts or source in known for source in node.all_input_nodes)
+        if (counted and same) or (name in COUNTERS and self._counts(node)):
+            self.counts.add(node)
+        if not counted or name not in COMPARES:
+            return
+        numbers = set(_literals(node))
+        for item in known.values():
+            numbers |= item.numbers if item.sized else self._numbers_in(item)
+        large = [number for number in numbers if number > max(itertools.chain(*self.tried))]
+        if large:
+            raise SizeIsValue(f"it compares a count of the row's tokens with {min(large)}")
+
+    def _counts(self, node: fx.Node) -> bool:
+        """Whether an operator reduces integers or truths over the row."""
+        value = node.all_input_nodes[0].meta.get("val")
+        if not isinstance(value, Tensor) or value.dtype.is_floating_point:
+            return False
+        return self._reduces_size(node)
 
     def _comparable(self, node: fx.Node) -> bool:
         """Whether each dimension is a size, give or take a number: then places keep their index."""
@@ -163,13 +305,46 @@ class RowSizes:
 
 
 class _Known:
-    """What a node holds at each size, computed when it is asked for."""
+    """What a node holds at each size, computed when it is asked for.
 
-    def __init__(self, compute: Any, sized: bool) -> None:
-        self.compute, self.sized = functools.cache(compute), sized
+    sized        whether a size takes part
+    numbers      whole numbers that it was made with
+    fixed        the most numbers that any tensor on the way holds, without its open dimensions
+    open_dims    the most dimensions of such a tensor that are sizes of the row
+    """
 
-    def at(self, index: int) -> Any:
-        return self.compute()[index]
+    def __init__(
+        self,
+        compute: Callable[[Sizes, dict[int, Any]], Any],
+        sized: bool,
+        numbers: frozenset[int] = frozenset(),
+        fixed: int = 1,
+        open_dims: int = 0,
+    ) -> None:
+        self.compute, self.sized, self.numbers = compute, sized, numbers
+        self.fixed, self.open_dims = fixed, open_dims
+
+    def at(self, sizes: Sizes, memo: dict[int, Any]) -> Any:
+        """Its value.
+
+        memo    values at the same sizes by the id of what holds them
+        """
+        if id(self) not in memo:
+            memo[id(self)] = self.compute(sizes, memo)
+        return memo[id(self)]
+
+
+def _literals(node: fx.Node) -> Iterator[int]:
+    """The whole numbers that an operator computes with; those of shapes are none."""
+    for argument, value in _arguments(node):
+        if argument.name not in SHAPES:
+            yield from _whole(value if isinstance(value, (list, tuple)) else [value])
+
+
+def _whole(values: Sequence[Any]) -> Iterator[int]:
+    for value in values:
+        if type(value) in (int, float) and abs(value) < 1 << 30:
+            yield from {int(value), int(value) + (value != int(value))}
 
 
 def _arguments(node: fx.Node) -> list[tuple[Any, Any]]:

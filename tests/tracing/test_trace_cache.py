@@ -23,6 +23,7 @@ from tlora_fx.host import environment, sources
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.tracing import export, trace_cache
 from tlora_fx.tracing.adapters import resolve_sites
+from tlora_fx.tracing.own_loss import LossRow
 from tlora_fx.tracing.trace_cache import base_graph, job_graph, require_common_loss, traces_folder
 
 SMALL = {"num_hidden_layers": 2}
@@ -285,11 +286,26 @@ def test_a_loss_is_compared_once(tmp_path, traced, monkeypatch):
     said = iter(["not compared"])
 
     class Once:
-        refuse_other_loss = staticmethod(lambda backbone: next(said))
+        require_common_loss = staticmethod(lambda *_: next(said))
 
     monkeypatch.setattr(trace_cache, "own_loss", Once)
 
     assert [require_common_loss(backbone) for _ in range(2)] == 2 * ["not compared"]
+
+
+def test_a_loss_is_compared_anew_on_other_samples(tmp_path, traced, monkeypatch):
+    """What was found on one job's rows says nothing of another's."""
+    backbone = load_backbone(llama(tmp_path))
+    asked = []
+
+    class Each:
+        require_common_loss = staticmethod(lambda base, rows, jobs: asked.append(rows))
+
+    monkeypatch.setattr(trace_cache, "own_loss", Each)
+    for token in (3, 4, 3):
+        require_common_loss(backbone, [LossRow("a row", ((1, token),), ((1, token),))])
+
+    assert len(asked) == 2
 
 
 def test_tracing_imports_nothing_of_rooms_that_keys_leave_out():

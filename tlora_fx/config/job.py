@@ -203,6 +203,9 @@ class Job(Spec):
                                  when all are, where the others begin again
     method                       sft: learn from samples; dpo, orpo: learn from pairs of a chosen
                                  and a rejected completion, as TRL's trainers do
+    loss                         loss of method sft; None: the cross entropy of the next token, on a
+                                 base whose own loss is the same; cross_entropy: that loss also on a
+                                 base that computes another one by itself
     beta                         beta of the dpo or orpo loss; None: 0.1
     reference                    what dpo compares with where the job continues an adapter: the
                                  adapter as it is loaded, or the base alone
@@ -276,6 +279,7 @@ class Job(Spec):
     data: DataSpec
     mixing: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
     method: Method = Field(default="sft", validate_default=True)
+    loss: Literal["cross_entropy"] | None = None
     beta: StrictFloat | None = Field(default=None, gt=0)
     reference: Literal["adapter", "base"] = "adapter"
     completion_only_loss: StrictBool | None = None
@@ -388,7 +392,7 @@ class Job(Spec):
             raise refuse("'reference' needs method dpo", help="leave it out, or set method: dpo")
         return reference
 
-    @field_validator("beta", "completion_only_loss", "assistant_only_loss", "packing")
+    @field_validator("loss", "beta", "completion_only_loss", "assistant_only_loss", "packing")
     @classmethod
     def _belongs_to_the_method(cls, value: Any, info: ValidationInfo) -> Any:
         name, method, data = str(info.field_name), info.data.get("method"), info.data.get("data")
@@ -402,7 +406,7 @@ class Job(Spec):
         if name != "beta" and method != "sft":
             raise refuse(f"'{name}' needs method sft", help="leave it out")
         parts = () if data is None else data.parts
-        if name.endswith("loss") and any(part.loss_on != "auto" for part in parts):
+        if name.endswith("_loss") and any(part.loss_on != "auto" for part in parts):
             raise refuse(f"'{name}' and 'loss_on' exclude each other", help="keep one")
         return value
 
@@ -685,6 +689,11 @@ class Job(Spec):
     def has_adapter_reference(self) -> bool:
         """Whether the job compares with the adapter that it continues, and not with the base."""
         return self.method == "dpo" and self.adapter is not None and self.reference == "adapter"
+
+    @property
+    def assumes_common_loss(self) -> bool:
+        """Whether it trains the cross entropy of the next token without saying so."""
+        return self.method == "sft" and self.loss is None and not self.base.is_classifier
 
     @property
     def is_preference(self) -> bool:

@@ -43,6 +43,16 @@ class BaseRefused(CompileError, code="T0202"):
     """
 
 
+class OwnLossDiffers(BaseRefused, code="T0259"):
+    """The base's own forward computes another loss than the one that jobs train by.
+
+    Jobs train by the mean cross entropy of each next token. The error names the row on which the
+    two were compared, both values, and what the difference is, as far as that can be told: a term,
+    a weight, another mean, or labels that are not shifted. Set `loss: cross_entropy` in the job to
+    train without what the base's own loss adds.
+    """
+
+
 class JobsDiffer(CompileError, code="T0203"):
     """Jobs that should share one model differ in base, dtype or tokenizer.
 

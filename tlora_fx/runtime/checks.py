@@ -40,6 +40,8 @@ from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.data.tables import largest_id, lengths_of
 from tlora_fx.runtime.data.tokenizer import load_tokenizer
 from tlora_fx.runtime.user_code import find_function
+from tlora_fx.tracing.own_loss import sample_rows
+from tlora_fx.tracing.trace_cache import require_common_loss
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +179,26 @@ def _first_difference(first: object, second: object) -> tuple[object, object]:
             return f"{key}: {inner[0]}", f"{key}: {inner[1]}"
         first, second = inner
     return first, second
+
+
+# Whether the base's own loss is the one that jobs train by, on their own samples.
+
+
+def check_own_loss(backbone: Backbone, data: Mapping[str, JobData], vocabulary: int) -> str | None:
+    """Compare the base's own loss with the jobs', on samples of those that name no loss.
+
+    vocabulary    how many logits a token has
+    returns       what could not be compared, if anything
+    raises        OwnLossDiffers
+    """
+    silent = {name: each for name, each in data.items() if each.job.assumes_common_loss}
+    samples = [
+        (sample.input_ids, sample.labels)
+        for each in silent.values()
+        for sample in islice(each.samples, max(1, _SAMPLES // len(silent)))
+    ]
+    rows = sample_rows(samples, vocabulary)
+    return require_common_loss(backbone, rows, [*silent]) if rows else None
 
 
 # Whether the fused graph computes what the base computes alone, on the weights at hand.

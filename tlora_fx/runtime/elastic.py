@@ -24,7 +24,7 @@ from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters.files import start_adapter
 from tlora_fx.runtime.adapters.starts import needs_data
 from tlora_fx.runtime.checkpoints.store import Checkpoint, JobState, ResumeSources
-from tlora_fx.runtime.checks import check_fits, load_all_data
+from tlora_fx.runtime.checks import check_fits, check_own_loss, load_all_data
 from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.data_starts import data_start, require_data_starts
 from tlora_fx.runtime.distributed import require_elementwise
@@ -143,6 +143,7 @@ class Roster:
         self._require_new(job)
         data = load_all_data([job])[job.name] if data is None else data
         check_fits(self.model.backbone, {job.name: data}, self.model.group.vocabulary)
+        check_own_loss(self.model.backbone, {job.name: data}, self.model.group.vocabulary)
         require_elementwise([job], mesh)
         require_data_starts(self.model, [job])
         require_trainable(job, data.steps)

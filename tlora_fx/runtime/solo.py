@@ -172,15 +172,21 @@ def _backward(
                 ids = ids.masked_fill(attended == 0, padding)
                 loss = _label_loss(model, job, ids, labels_of, attended) / targets
             else:
-                loss = _loss(model, ids, labels_of, attended, targets)
+                loss = _loss(model, job, ids, labels_of, attended, targets)
         torch.autograd.backward(loss)
         total += loss.item()
     return total
 
 
-def _loss(model: PeftModel, ids: Tensor, labels: Tensor, attended: Tensor, targets: int) -> Tensor:
+def _loss(
+    model: PeftModel, job: Job, ids: Tensor, labels: Tensor, attended: Tensor, targets: int
+) -> Tensor:
     """The token losses of a micro-batch, summed, over the number of targets of the whole step."""
-    if _is_transformers(model):
+    if not _is_transformers(model):
+        out = model(ids)
+    elif job.loss is not None:
+        out = model(input_ids=ids, attention_mask=attended, use_cache=False)
+    else:
         out = model(
             input_ids=ids,
             attention_mask=attended,
@@ -190,7 +196,6 @@ def _loss(model: PeftModel, ids: Tensor, labels: Tensor, attended: Tensor, targe
         )
         loss: Tensor = out.loss
         return loss
-    out = model(ids)
     logits = getattr(out, "logits", out)
     flat = logits[:, :-1].float().flatten(0, 1)
     return F.cross_entropy(flat, labels[:, 1:].flatten(), reduction="sum") / targets

@@ -37,6 +37,7 @@ from tlora_fx.runtime.callbacks import EachInTurn, TrainerCallback
 from tlora_fx.runtime.checkpoints.store import Checkpoint, ResumeSources
 from tlora_fx.runtime.checks import (
     check_fits,
+    check_own_loss,
     load_all_data,
     probe_base,
     probe_ends,
@@ -240,6 +241,7 @@ class Trainer:
         require_runnable(self.group, self.jobs, data, cuts=self.schedule.nano is not None)
         stack.enter_context(self.folder.held(self.checkpoints.resume))
         if self.mesh.leader:
+            warn_of_own_loss(self.model, data, self.callback.warned)
             with phase("checkpoint"):
                 self.checkpoints.find(self.jobs, data)
         return data
@@ -573,6 +575,18 @@ def require_runnable(
     require_data_starts(model, jobs, plan)
     for job in jobs:
         require_trainable(job, data[job.name].steps)
+
+
+@phase("probe")
+def warn_of_own_loss(
+    model: SuperModel, data: Mapping[str, JobData], warn: Callable[[str], None]
+) -> None:
+    """Compare the base's own loss with the jobs'; where that cannot be done, say so.
+
+    raises   OwnLossDiffers
+    """
+    if note := check_own_loss(model.backbone, data, model.group.vocabulary):
+        warn(note)
 
 
 @phase("probe")

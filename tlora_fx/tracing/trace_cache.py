@@ -51,6 +51,7 @@ from tlora_fx.ir.graph import AdapterSite, Form, JobGraph
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.tracing import attention, export, own_loss
 from tlora_fx.tracing.adapters import graph_structure, resolve_sites
+from tlora_fx.tracing.own_loss import LossRow
 
 logger = logging.getLogger(__name__)
 
@@ -111,14 +112,20 @@ def job_graph(
     return replace(graph, name=job.name, sites=sites)
 
 
-def require_common_loss(backbone: Backbone) -> str | None:
-    """`own_loss.refuse_other_loss`, or what it returned before; raises as it does."""
-    key = base_key(backbone, "loss") if is_on() else None
+def require_common_loss(
+    backbone: Backbone, rows: Sequence[LossRow] = (), jobs: Sequence[str] = ()
+) -> str | None:
+    """`own_loss.require_common_loss`, or what it returned before for the same rows.
+
+    raises    OwnLossDiffers as it does
+    """
+    content = hashlib.sha256(repr([*rows]).encode()).hexdigest()
+    key = base_key(backbone, "loss", content) if is_on() else None
     known = _read(key) if key is not None else None
     if known is not None and isinstance(known.get("note", 0), (str, type(None))):
         note: str | None = known["note"]
         return note
-    note = own_loss.refuse_other_loss(backbone)
+    note = own_loss.require_common_loss(backbone, rows, jobs)
     if key is not None:
         _write(key, {"note": note})
     return note
