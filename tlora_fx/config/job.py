@@ -43,6 +43,7 @@ from tlora_fx.config.fields import (
     check_optimizer_arguments,
     check_schedule_arguments,
 )
+from tlora_fx.config.objects import is_stream, job_fields
 from tlora_fx.config.other_kinds import (
     adapter_mapping,
     adapter_spec,
@@ -267,6 +268,20 @@ class Job(Spec):
     inner: ClassVar[Mapping[str, type[Spec]]] = {"lora": LoraSpec}
     other_names: ClassVar[Mapping[str, str]] = JOB_KEYS
 
+    def __init__(self, name: str | None = None, /, **arguments: Any) -> None:
+        """Make a job in Python, of the fields above, some of which may be objects.
+
+        base        also a path or hub id, an nn.Module, or a model of transformers
+        tokenizer   of the base: a tokenizer of transformers, a folder or a hub id
+        lora        also a config of PEFT, or a rank
+        data        also a path, a list of rows, or a Dataset or IterableDataset of `datasets`
+        eval_data   likewise, but no IterableDataset
+        raises      JobError, with the names of the arguments
+        """
+        super().__init__(**job_fields(name, arguments))
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
     name: StrictStr
     base: BaseSpec
     adapter_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -411,7 +426,8 @@ class Job(Spec):
     def _ends_a_stream(cls, steps: int | None, info: ValidationInfo) -> int | None:
         data = info.data.get("data")
         if steps is None and data is not None and data.streaming:
-            what = "'streaming' needs 'max_steps': nobody knows how long a stream is"
+            stream = "'streaming'" if data.rows is None else "an IterableDataset"
+            what = f"{stream} needs 'max_steps': nobody knows how long a stream is"
             raise refuse(what, help="give max_steps")
         return steps
 
@@ -484,7 +500,7 @@ class Job(Spec):
             raise refuse("wrong value of 'data'", expected=expected)
         first = value[0]
         if isinstance(first, DataSpec):
-            first = first.model_dump(exclude_unset=True)
+            first = {name: getattr(first, name) for name in first.model_fields_set}
         if first.get("more"):
             raise refuse("a data set of several has data sets of its own", help="list all at once")
         return {**first, **({"more": value[1:]} if len(value) > 1 else {})}
@@ -513,9 +529,10 @@ class Job(Spec):
         data = info.data.get("data")
         if not isinstance(value, Mapping) or data is None:
             return value
-        return data.model_dump(
-            exclude_unset=True, exclude={"path", "split", "weight", "more"}
-        ) | dict(value)
+        own = {"path", "split", "weight", "more"} | (
+            {"streaming"} if data.rows is not None else set()
+        )
+        return data.model_dump(exclude_unset=True, exclude=own) | dict(value)
 
     @field_validator("eval_data")
     @classmethod
@@ -525,6 +542,9 @@ class Job(Spec):
                 "'eval_data' is one data set",
                 help="put their files into one, or into a folder that a pattern names",
             )
+        if data is not None and is_stream(data.rows):
+            what = "an IterableDataset has no end, and every sample of 'eval_data' is evaluated"
+            raise refuse(what, help="give a list of its first rows: list(dataset.take(200))")
         return data
 
     @field_validator("eval_split")
