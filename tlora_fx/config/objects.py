@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tlora_fx.config.fields import IDENTITY
+from tlora_fx.config.fields import IDENTITY, OPTIMIZER_MODULES, OPTIMIZERS
 
 #: Keys of a data set, by which a list of data sets is told from a list of rows.
 DATA_SET_KEYS = frozenset({
@@ -32,6 +32,10 @@ def job_fields(name: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]
     for key in ("data", "eval_data"):
         if key in fields:
             fields[key] = data_fields(fields[key])
+    if "optim" in fields:
+        fields["optim"] = _optimizer_name(fields["optim"])
+    if "lr_scheduler" in fields and "lr_scheduler_type" not in fields:
+        fields["lr_scheduler_type"] = fields.pop("lr_scheduler")
     if "base" in fields:
         fields["base"] = base_fields(fields["base"])
         tokenizer = fields.pop("tokenizer", None)
@@ -72,6 +76,14 @@ def _plain(value: Any) -> Any:
         return sorted(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _changed_fields(value)
+    return value
+
+
+def _optimizer_name(value: Any) -> Any:
+    """The name of a class of torch.optim, where job files have one; all else as it is."""
+    named = {name: kind for kind, (name, _) in OPTIMIZERS.items() if kind not in OPTIMIZER_MODULES}
+    if isinstance(value, type) and value.__module__.startswith("torch.optim"):
+        return named.get(value.__name__, value)
     return value
 
 
