@@ -53,6 +53,7 @@ from tlora_fx.config.other_kinds import (
     peft_config,
 )
 from tlora_fx.config.other_names import JOB_KEYS
+from tlora_fx.config.trl_arguments import trl_fields
 from tlora_fx.config.validation import Spec, refuse
 from tlora_fx.errors import AdapterFolderError, JobError, nearest
 
@@ -357,6 +358,20 @@ class Job(Spec):
     report_to: Annotated[list[TrackerName], BeforeValidator(_trackers)] = Field(default=[])
     callbacks: tuple[Any, ...] = Field(default=(), exclude=True, repr=False)
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec)
+
+    @classmethod
+    def from_trl(cls, args: Any, name: str | None = None, **arguments: Any) -> Job:
+        """Make a job from the arguments of TRL's SFTTrainer, or of transformers' Trainer.
+
+        args        an SFTConfig or TrainingArguments
+        name        by default its run_name, or the name of the folder of its output_dir
+        arguments   those of `Job(...)` that a trainer takes beside its args, such as base, data and
+                    lora; what they say counts before args
+        raises      JobError, which names every field of args that changes numbers and has no equal
+        warns       of fields that are set and have no equal
+        """
+        name, fields = trl_fields(args, name, arguments)
+        return cls(name, **fields)
 
     @field_validator("name")
     @classmethod
