@@ -22,8 +22,8 @@ from tests.api.bases import (
     loaded,
     save_base,
 )
-from tlora_fx import Job, TrainerCallback, train
-from tlora_fx.errors import DataError, JobError, RunFolderError, TloraError
+from tlora_fx import Job, Trainer, TrainerCallback, compile, train
+from tlora_fx.errors import BaseRefused, DataError, JobError, RunFolderError, TloraError
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +176,27 @@ def test_a_model_is_given_back_after_an_error(base, tmp_path):
         train(job, output=tmp_path / "two", device="cpu", verbose=False, callbacks=[Stops()])
 
     assert_unchanged(before, state_of(model))
+
+
+def test_the_weights_of_a_model_are_in_memory_once(base, tmp_path):
+    """What trains reads the memory of the model that was handed over."""
+    module = loaded(base)
+    job = Job("a", base=module, lora={"r": 4, "target_modules": "all-linear"}, data=ROWS, **SHORT)
+    model = compile(job)
+    Trainer(model, job, output=tmp_path / "run", device="cpu").run()
+
+    own = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    read = {tensor.untyped_storage().data_ptr() for _, tensor in named(model)}
+    assert own <= read
+
+
+def test_a_model_that_accelerate_moves_is_refused(base, tmp_path):
+    """Its modules are replaced by others while it runs."""
+    module = loaded(base)
+    module.model.norm._hf_hook = object()
+
+    with pytest.raises(BaseRefused, match="device_map"):
+        trained(tmp_path, base=module)
 
 
 def test_the_weights_of_a_model_are_those_that_train(base, tmp_path):

@@ -175,8 +175,8 @@ def _refuse(args: Any, given: Mapping[str, Any]) -> None:
 
 def _transformers_fields(args: Any) -> set[str]:
     """Fields of transformers' TrainingArguments: those that are left here change no number."""
-    home = next(kind for kind in type(args).__mro__ if kind.__name__ == "TrainingArguments")
-    return {*home.__dataclass_fields__, "dataset_num_proc", "eval_packing"}
+    home: Any = next(kind for kind in type(args).__mro__ if kind.__name__ == "TrainingArguments")
+    return {*(field.name for field in dataclasses.fields(home)), "dataset_num_proc", "eval_packing"}
 
 
 def _changed(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
