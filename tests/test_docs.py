@@ -17,6 +17,8 @@ import pytest
 
 from scripts.make_docs import REFERENCE, gather
 from tests import fresh
+from tlora_fx.config.job import Job
+from tlora_fx.errors import JobError
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -252,6 +254,38 @@ def test_the_example_of_the_page_on_loops_runs(capsys):
     assert logprobs.startswith("tensor([-")
     assert metrics == "({'sequences': 1.0}, {'sequences': 1.0})"
     assert len(names["mine"][0]) == len(names["reference"][0]) == 3
+
+
+def test_the_examples_of_the_page_on_python_run(tmp_path, monkeypatch, capsys):
+    """The script of TRL and what it becomes train, and so does all that follows on the page."""
+    page = (ROOT / "docs" / "in-python.md").read_text(encoding="utf-8")
+    tutorial = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    exec(re.findall(r"```python\n(.*?)```", tutorial, flags=re.DOTALL)[0], {})
+    names = {"__name__": "page"}
+    blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+
+    for code in blocks:
+        exec(code, names)
+
+    said = capsys.readouterr().out
+    assert re.search(r"^sums +done +20 ", said, flags=re.MULTILINE)
+    assert re.search(r"^own 20 [01]", said, flags=re.MULTILINE)
+    assert len(names["table"]) == 3
+    before, after = (block.splitlines() for block in blocks[:2])
+    assert len(set(before) - set(after)) <= 10
+
+
+def test_the_mistake_of_the_page_on_python_is_told_so():
+    """To the letter."""
+    page = (ROOT / "docs" / "in-python.md").read_text(encoding="utf-8")
+    (told,) = re.findall(r"```\n(error.*?)\n```", page, flags=re.DOTALL)
+
+    with pytest.raises(JobError) as caught:
+        Job("sums", base="m", lora=8, data="x.jsonl", beta=0.1)
+
+    assert str(caught.value) == told
 
 
 def test_the_example_of_the_page_on_scheduling_runs(capsys):

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from tlora_fx.host.version import __version__
 
 if TYPE_CHECKING:
+    from tlora_fx.api.results import JobResult, Results
+    from tlora_fx.api.train import train
     from tlora_fx.compiler import compile, run_passes, trace
     from tlora_fx.config.job import BaseSpec, DataSpec, Job
     from tlora_fx.config.job_file import JobFile, load_job_file
@@ -33,7 +35,9 @@ __all__ = [
     "GroupStep",
     "Job",
     "JobFile",
+    "JobResult",
     "OpenSlots",
+    "Results",
     "Sample",
     "StepOptions",
     "SuperModel",
@@ -47,6 +51,7 @@ __all__ = [
     "load_job_file",
     "run_passes",
     "trace",
+    "train",
     "why_not",
 ]
 
@@ -58,7 +63,9 @@ _HOMES = {
     "GroupStep": "tlora_fx.runtime.group_step",
     "Job": "tlora_fx.config.job",
     "JobFile": "tlora_fx.config.job_file",
+    "JobResult": "tlora_fx.api.results",
     "OpenSlots": "tlora_fx.ir.graph",
+    "Results": "tlora_fx.api.results",
     "Sample": "tlora_fx.runtime.data.samples",
     "StepOptions": "tlora_fx.runtime.group_step",
     "SuperModel": "tlora_fx.model.supermodel",
@@ -71,6 +78,7 @@ _HOMES = {
     "load_job_file": "tlora_fx.config.job_file",
     "run_passes": "tlora_fx.compiler",
     "trace": "tlora_fx.compiler",
+    "train": "tlora_fx.api.train",
     "why_not": "tlora_fx.tools.explain",
 }
 

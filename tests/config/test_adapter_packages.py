@@ -64,7 +64,9 @@ def strangers(tmp_path, monkeypatch):
 
 def job_of(**lora):
     """A job of a kind."""
-    return Job(name="a", base={"model": "m"}, lora=lora, data={"path": "x.jsonl"})
+    return Job.model_validate(
+        {"name": "a", "base": {"model": "m"}, "lora": lora, "data": {"path": "x.jsonl"}}
+    )
 
 
 def test_a_job_names_a_kind_of_another_package(strangers):

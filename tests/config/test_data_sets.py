@@ -16,7 +16,9 @@ CLASSIFIER = {"model": "m", "task": "SEQ_CLS", "labels": 2}
 
 
 def make(data: Any, **fields: Any) -> Job:
-    return Job(**{"name": "a", "base": {"model": "m"}, "lora": {"r": 2}, "data": data} | fields)
+    return Job.model_validate(
+        {"name": "a", "base": {"model": "m"}, "lora": {"r": 2}, "data": data} | fields
+    )
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ DATA = {"eval_data": {"path": "test.jsonl"}}
 
 def job(**fields):
     data = {"path": "train.jsonl", "columns": {"text": "body"}}
-    return Job(**{"name": "a", "base": BaseSpec(model="m"), "lora": {}, "data": data} | fields)
+    return Job.model_validate(
+        {"name": "a", "base": BaseSpec(model="m"), "lora": {}, "data": data} | fields
+    )
 
 
 @pytest.mark.parametrize(

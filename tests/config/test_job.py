@@ -18,7 +18,7 @@ from tlora_fx.errors import AdapterFolderError, JobError
 def job(**fields: Any) -> Job:
     """A job that is right but for `fields`."""
     given = {"name": "a", "base": {"model": "m"}, "lora": {}, "data": {"path": "x.jsonl"}}
-    return Job(**(given | fields))
+    return Job.model_validate(given | fields)
 
 
 def refusal(**fields: Any) -> str:

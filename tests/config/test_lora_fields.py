@@ -14,7 +14,9 @@ from tlora_fx.errors import JobError
 def refusal(**lora: Any) -> str:
     """What is said of a job with these LoRA fields."""
     with pytest.raises(JobError) as caught:
-        Job(name="a", base={"model": "m"}, lora=lora, data={"path": "x"})
+        Job.model_validate(
+            {"name": "a", "base": {"model": "m"}, "lora": lora, "data": {"path": "x"}}
+        )
     return str(caught.value)
 
 

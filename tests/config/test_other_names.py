@@ -40,7 +40,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 def built(**fields: Any) -> Job:
     parts = {"base": {"model": "m"}, "lora": {"r": 2}, "data": {"path": "a.csv"}}
-    return Job(name="a", **(parts | fields))
+    return Job.model_validate({"name": "a", **parts, **fields})
 
 
 @pytest.mark.parametrize(("key", "ours"), other_names.JOB_KEYS.items())

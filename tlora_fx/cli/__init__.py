@@ -141,7 +141,7 @@ def _app(asked: str | None) -> typer.Typer:
 
 def _version(asked: bool) -> None:
     if asked:
-        from tlora_fx import __version__
+        from tlora_fx.host.version import __version__
 
         typer.echo(__version__)
         raise typer.Exit

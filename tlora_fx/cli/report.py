@@ -101,8 +101,8 @@ def page(folder: Path, jobs: Sequence[JobView], specs: Mapping[str, Mapping[str,
     """
     from jinja2 import Environment, StrictUndefined
 
-    from tlora_fx import __version__
     from tlora_fx.config.hyperparameters import hyperparameters
+    from tlora_fx.host.version import __version__
 
     template = (files("tlora_fx.cli") / "assets" / "run.html.j2").read_text("utf-8")
     style = (files("tlora_fx.simulator") / "assets" / "report.css").read_text("utf-8")

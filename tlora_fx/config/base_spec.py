@@ -14,8 +14,10 @@ from pydantic import (
     StrictStr,
     ValidationInfo,
     field_validator,
+    model_validator,
 )
 
+from tlora_fx.config.objects import dtype_name, is_module, name_of
 from tlora_fx.config.other_names import BASE_KEYS
 from tlora_fx.config.paths import is_file, is_folder, is_there
 from tlora_fx.config.validation import Spec, refuse
@@ -68,7 +70,10 @@ class BaseSpec(Spec):
     labels             names of the classes of a SEQ_CLS model, or their number
     problem_type       what a SEQ_CLS model learns: one class, several classes, or a number
                        (regression); None: regression if there is one label, else one class
-    module             instead of `model`: an nn.Module, from Python only
+    module             instead of `model`: an nn.Module or a model of transformers, with its
+                       weights, from Python only. It has the dtype that it has
+    tokenizer_object   instead of `tokenizer`: a tokenizer of transformers, from Python only. One
+                       that is given as `tokenizer` comes here
     """
 
     other_names: ClassVar[Mapping[str, str]] = BASE_KEYS
@@ -86,6 +91,20 @@ class BaseSpec(Spec):
         Literal["single_label_classification", "multi_label_classification", "regression"] | None
     ) = None
     module: Any = Field(default=None, exclude=True, repr=False, validate_default=True)
+    tokenizer_object: Any = Field(default=None, exclude=True, repr=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_objects(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        tokenizer, module = data.get("tokenizer"), data.get("module")
+        if callable(tokenizer) and hasattr(tokenizer, "save_pretrained"):
+            left = {key: value for key, value in data.items() if key != "tokenizer"}
+            data = {**left, "tokenizer_object": tokenizer}
+        if is_module(module) and "dtype" not in data and (dtype := dtype_name(module)) is not None:
+            data = {**data, "dtype": dtype}
+        return data
 
     @field_validator("model", "tokenizer")
     @classmethod
@@ -147,8 +166,12 @@ class BaseSpec(Spec):
     @field_validator("module")
     @classmethod
     def _one_source(cls, module: Any, info: ValidationInfo) -> Any:
-        if module is not None and not callable(getattr(module, "named_parameters", None)):
+        if module is not None and not is_module(module):
             raise refuse("'module' is no torch.nn.Module", help="give 'model' or 'config'")
+        if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
+            what = "the base is a PeftModel, which has an adapter already"
+            help = "give the model without it, and the adapter's folder by 'adapter'"
+            raise refuse(what, help=help)
         if not {"model", "config"} <= set(info.data):
             return module
         sources = {"model": info.data["model"], "config": info.data["config"], "module": module}
@@ -160,6 +183,11 @@ class BaseSpec(Spec):
         if module is not None and info.data.get("task") == "SEQ_CLS":
             raise refuse("a module gives logits of tokens", help="name a model or a config")
         return module
+
+    def as_written(self) -> BaseSpec:
+        """The spec without objects of Python: a model stands by the name that it was loaded by."""
+        bare = {"module": None, "tokenizer_object": None}
+        return self.model_copy(update=bare | {"model": self.model or name_of(self.module)})
 
     @property
     def is_classifier(self) -> bool:

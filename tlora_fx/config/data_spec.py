@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import Field, StrictBool, StrictFloat, StrictStr, ValidationInfo, field_validator
+from pydantic import (
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from tlora_fx.config.base_spec import PathOrId
+from tlora_fx.config.objects import is_of_datasets, is_stream
 from tlora_fx.config.other_names import DATA_KEYS
 from tlora_fx.config.validation import Spec, refuse
 from tlora_fx.errors import nearest
@@ -71,6 +80,9 @@ class DataSpec(Spec):
     weight         of several data sets, how often this one is drawn from, see `Job.mixing`; that of
                    a single data set changes nothing
     more           the other data sets, where the job has several
+    rows           instead of `path`, from Python only: a list of rows, each a dict; or a Dataset or
+                   an IterableDataset of `datasets`. Of an IterableDataset as many rows are read as
+                   the job's steps need
     """
 
     other_names: ClassVar[Mapping[str, str]] = DATA_KEYS
@@ -86,6 +98,32 @@ class DataSpec(Spec):
     append_eos: StrictBool = False
     weight: StrictFloat | None = Field(default=None, gt=0, allow_inf_nan=False)
     more: tuple[DataSpec, ...] = ()
+    rows: Any = Field(default=None, exclude=True, repr=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _takes_rows(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or data.get("rows") is None:
+            return data
+        rows = data["rows"]
+        if "path" in data and data["path"] != _title(rows):
+            raise refuse("'path' and 'rows' exclude each other", help="keep one")
+        return {**data, "path": _title(rows)} | ({"streaming": True} if is_stream(rows) else {})
+
+    @field_validator("rows")
+    @classmethod
+    def _can_be_read(cls, rows: Any) -> Any:
+        if isinstance(rows, Mapping) and is_of_datasets(rows):
+            splits = ", ".join(map(str, rows))
+            raise refuse(
+                f"the data is a {type(rows).__name__} of several splits: {splits}",
+                help="give one of them, such as dataset['train']",
+            )
+        if rows is None or isinstance(rows, list | tuple) or is_of_datasets(rows):
+            return rows
+        help = "make one of it by datasets.Dataset.from_pandas, from_list or from_generator"
+        expected = "a path, a list of rows (dicts), or a Dataset or IterableDataset of datasets"
+        raise refuse("the data cannot be read", expected=expected, help=help)
 
     @field_validator("more")
     @classmethod
@@ -144,6 +182,11 @@ class DataSpec(Spec):
         if loss_on == "completion" and info.data.get("format") == "text":
             raise refuse("the format 'text' has no completion to train on", help="loss_on: all")
         return loss_on
+
+
+def _title(rows: object) -> str:
+    """Name of rows that have no path, for messages."""
+    return f"<{type(rows).__name__}>"
 
 
 def _fit_weights(weights: Sequence[float | None]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
@@ -43,6 +43,8 @@ from tlora_fx.config.fields import (
     check_optimizer_arguments,
     check_schedule_arguments,
 )
+from tlora_fx.config.functions import OR_FUNCTION, UserFunction, offered_arguments
+from tlora_fx.config.objects import is_stream, job_fields
 from tlora_fx.config.other_kinds import (
     adapter_mapping,
     adapter_spec,
@@ -51,6 +53,7 @@ from tlora_fx.config.other_kinds import (
     peft_config,
 )
 from tlora_fx.config.other_names import JOB_KEYS
+from tlora_fx.config.trl_arguments import trl_fields
 from tlora_fx.config.validation import Spec, refuse
 from tlora_fx.errors import AdapterFolderError, JobError, nearest
 
@@ -138,6 +141,17 @@ class ScheduleSpec(Spec):
 
 def _alias(value: object) -> object:
     return OPTIMIZER_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
+#: A name, or a callable of the user's own.
+if TYPE_CHECKING:
+    Optimizer = OptimizerName | UserFunction
+    Schedule = ScheduleName | UserFunction
+    MetricFunction = str | UserFunction | None
+else:
+    Optimizer = Annotated[OptimizerName, BeforeValidator(_alias), *OR_FUNCTION]
+    Schedule = Annotated[ScheduleName, *OR_FUNCTION]
+    MetricFunction = Annotated[StrictStr | None, *OR_FUNCTION]
 
 
 def _epochs_by_default(data: dict[str, Any]) -> float | None:
@@ -264,11 +278,33 @@ class Job(Spec):
     sample_max_new_tokens        longest answer to one of `sample_prompts`, in tokens
     report_to                    trackers that get the job's metrics: tensorboard, wandb, trackio,
                                  mlflow; or all, or none
+    callbacks                    callbacks that hear of this job alone, from Python only
     schedule                     what the job asks of a scheduler: GPUs, and how long it may take
     """
 
     inner: ClassVar[Mapping[str, type[Spec]]] = {"lora": LoraSpec}
     other_names: ClassVar[Mapping[str, str]] = JOB_KEYS
+
+    def __init__(self, name: str | None = None, /, **arguments: Any) -> None:
+        """Make a job in Python, of the fields above, some of which may be objects.
+
+        base        also a path or hub id, an nn.Module, or a model of transformers
+        tokenizer   of the base: a tokenizer of transformers, a folder or a hub id
+        lora        also a config of PEFT, or a rank
+        data        also a path, a list of rows, or a Dataset or IterableDataset of `datasets`
+        eval_data   likewise, but no IterableDataset
+        optim       also a class or a function, which is called as `optim(parameters,
+                    lr=learning_rate, **optim_args)`. A class of torch.optim that has a name in job
+                    files is that one
+        lr_scheduler      `lr_scheduler_type`; also a class or a function, which is called as
+                    `lr_scheduler(optimizer, **lr_scheduler_kwargs)`. Parameters of its own that are
+                    called num_training_steps and num_warmup_steps are filled in
+        compute_metrics   also a function
+        raises      JobError, with the names of the arguments
+        """
+        super().__init__(**job_fields(name, arguments))
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     name: StrictStr
     base: BaseSpec
@@ -292,9 +328,7 @@ class Job(Spec):
     num_train_epochs: StrictFloat | None = Field(default_factory=_epochs_by_default, gt=0)
     seed: StrictInt = Field(default=0, ge=0, lt=SEED_LIMIT)
     shuffle: StrictBool = True
-    optim: Annotated[OptimizerName, BeforeValidator(_alias)] = Field(
-        default="adamw", validate_default=True
-    )
+    optim: Optimizer = Field(default="adamw", validate_default=True)
     optim_args: dict[str, Any] = Field(default={})
     learning_rate: StrictFloat = Field(default=2e-4, ge=0)
     loraplus_lr_ratio: StrictFloat | None = Field(default=None, gt=0)
@@ -303,7 +337,7 @@ class Job(Spec):
     adam_beta2: StrictFloat = Field(default=0.999, ge=0, lt=1)
     adam_epsilon: StrictFloat = Field(default=1e-8, ge=0)
     weight_decay: StrictFloat = Field(default=0.0, ge=0)
-    lr_scheduler_type: ScheduleName = "linear"
+    lr_scheduler_type: Schedule = "linear"
     lr_scheduler_kwargs: dict[str, Any] = Field(default={}, validate_default=True)
     warmup_steps: StrictInt = Field(default=0, ge=0)
     warmup_ratio: StrictFloat = Field(default=0.0, ge=0, le=1)
@@ -312,7 +346,7 @@ class Job(Spec):
     eval_data: DataSpec | None = None
     eval_split: Annotated[Any, AfterValidator(_split)] = None
     eval_steps: StrictInt | None = Field(default=None, ge=1)
-    compute_metrics: StrictStr | None = None
+    compute_metrics: MetricFunction = None
     metric_for_best_model: StrictStr | None = None
     eval_strategy: Literal["no", "steps", "epoch"] = Field(
         default_factory=_evaluates_by_default, validate_default=True
@@ -326,7 +360,22 @@ class Job(Spec):
     sample_steps: StrictInt | None = Field(default=None, ge=1)
     sample_max_new_tokens: StrictInt = Field(default=64, ge=1)
     report_to: Annotated[list[TrackerName], BeforeValidator(_trackers)] = Field(default=[])
+    callbacks: tuple[Any, ...] = Field(default=(), exclude=True, repr=False)
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec)
+
+    @classmethod
+    def from_trl(cls, args: Any, name: str | None = None, **arguments: Any) -> Job:
+        """Make a job from the arguments of TRL's SFTTrainer, or of transformers' Trainer.
+
+        args        an SFTConfig or TrainingArguments
+        name        by default its run_name, or the name of the folder of its output_dir
+        arguments   those of `Job(...)` that a trainer takes beside its args, such as base, data and
+                    lora; what they say counts before args
+        raises      JobError, which names every field of args that changes numbers and has no equal
+        warns       of fields that are set and have no equal
+        """
+        name, fields = trl_fields(args, name, arguments)
+        return cls(name, **fields)
 
     @field_validator("name")
     @classmethod
@@ -415,7 +464,8 @@ class Job(Spec):
     def _ends_a_stream(cls, steps: int | None, info: ValidationInfo) -> int | None:
         data = info.data.get("data")
         if steps is None and data is not None and data.streaming:
-            what = "'streaming' needs 'max_steps': nobody knows how long a stream is"
+            stream = "'streaming'" if data.rows is None else "an IterableDataset"
+            what = f"{stream} needs 'max_steps': nobody knows how long a stream is"
             raise refuse(what, help="give max_steps")
         return steps
 
@@ -430,7 +480,7 @@ class Job(Spec):
 
     @field_validator("optim")
     @classmethod
-    def _updates_all(cls, name: str, info: ValidationInfo) -> str:
+    def _updates_all(cls, name: Any, info: ValidationInfo) -> Any:
         mistake = check_updates(name, _adapter_fields(info.data))
         if mistake:
             raise mistake
@@ -457,16 +507,33 @@ class Job(Spec):
     @field_validator("optim_args")
     @classmethod
     def _optimizer_takes(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        mistake = "optim" in info.data and check_optimizer_arguments(info.data["optim"], given)
+        optim = info.data.get("optim")
+        if isinstance(optim, UserFunction):
+            if "lr" in given:
+                raise refuse("'lr' does not belong into 'optim_args'", help="use learning_rate")
+            return given
+        mistake = optim is not None and check_optimizer_arguments(optim, given)
         if mistake:
             raise mistake
         return given
+
+    @field_validator("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay")
+    @classmethod
+    def _is_of_a_named_optimizer(cls, value: float, info: ValidationInfo) -> float:
+        name = str(info.field_name)
+        default = cls.model_fields[name].default
+        if isinstance(info.data.get("optim"), UserFunction) and value != default:
+            what = f"'{name}' is of optimizers that are named, and 'optim' is a class or a function"
+            raise refuse(what, help="give its arguments in 'optim_args'")
+        return value
 
     @field_validator("lr_scheduler_kwargs")
     @classmethod
     def _schedule_takes(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
         name = info.data.get("lr_scheduler_type")
-        mistake = name is not None and check_schedule_arguments(name, given)
+        if name is None or isinstance(name, UserFunction):
+            return given
+        mistake = check_schedule_arguments(name, given)
         if mistake:
             raise mistake
         return given
@@ -488,7 +555,7 @@ class Job(Spec):
             raise refuse("wrong value of 'data'", expected=expected)
         first = value[0]
         if isinstance(first, DataSpec):
-            first = first.model_dump(exclude_unset=True)
+            first = {name: getattr(first, name) for name in first.model_fields_set}
         if first.get("more"):
             raise refuse("a data set of several has data sets of its own", help="list all at once")
         return {**first, **({"more": value[1:]} if len(value) > 1 else {})}
@@ -517,9 +584,10 @@ class Job(Spec):
         data = info.data.get("data")
         if not isinstance(value, Mapping) or data is None:
             return value
-        return data.model_dump(
-            exclude_unset=True, exclude={"path", "split", "weight", "more"}
-        ) | dict(value)
+        own = {"path", "split", "weight", "more"} | (
+            {"streaming"} if data.rows is not None else set()
+        )
+        return data.model_dump(exclude_unset=True, exclude=own) | dict(value)
 
     @field_validator("eval_data")
     @classmethod
@@ -529,6 +597,9 @@ class Job(Spec):
                 "'eval_data' is one data set",
                 help="put their files into one, or into a folder that a pattern names",
             )
+        if data is not None and is_stream(data.rows):
+            what = "an IterableDataset has no end, and every sample of 'eval_data' is evaluated"
+            raise refuse(what, help="give a list of its first rows: list(dataset.take(200))")
         return data
 
     @field_validator("eval_split")
@@ -544,10 +615,10 @@ class Job(Spec):
 
     @field_validator("compute_metrics")
     @classmethod
-    def _names_a_function(cls, name: str | None, info: ValidationInfo) -> str | None:
+    def _names_a_function(cls, name: MetricFunction, info: ValidationInfo) -> MetricFunction:
         if name is None:
             return None
-        if not _FUNCTION.fullmatch(name):
+        if not isinstance(name, UserFunction) and not _FUNCTION.fullmatch(name):
             expected = "MODULE:FUNCTION or FILE.py:FUNCTION"
             raise refuse("wrong value of 'compute_metrics'", expected=expected)
         cls._require_evaluated("compute_metrics", info.data)
@@ -612,6 +683,16 @@ class Job(Spec):
         if prompts and base is not None and base.is_classifier:
             raise refuse("a classifier answers no 'sample_prompts'", help="leave them out")
         return prompts
+
+    @field_validator("callbacks")
+    @classmethod
+    def _hear_of_a_run(cls, callbacks: tuple[Any, ...]) -> tuple[Any, ...]:
+        for callback in callbacks:
+            if isinstance(callback, type) or not callable(getattr(callback, "stepped", None)):
+                found = getattr(callback, "__qualname__", type(callback).__qualname__)
+                what = f"a callback is no object of tlora_fx.TrainerCallback: {found}"
+                raise refuse(what, help="derive its class from that one: docs/callbacks.md")
+        return callbacks
 
     @staticmethod
     def _require_evaluated(field: str, data: Mapping[str, Any], help: str = "") -> None:
@@ -720,6 +801,8 @@ class Job(Spec):
 
     def optimizer_arguments(self) -> dict[str, Any]:
         """Keyword arguments of the job's optimizer class, beside its parameters."""
+        if isinstance(self.optim, UserFunction):
+            return {"lr": self.learning_rate, **self.optim_args}
         arguments: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
         if self.optim in ADAM_LIKE:
             arguments |= {"betas": (self.adam_beta1, self.adam_beta2), "eps": self.adam_epsilon}
@@ -727,11 +810,13 @@ class Job(Spec):
             arguments["betas"] = (self.adam_beta1, self.adam_beta2)
         return arguments | self.optim_args
 
-    def optimizer_class(self) -> type[torch.optim.Optimizer]:
-        """The job's optimizer class. Imports torch, or the library that has it.
+    def optimizer_class(self) -> Callable[..., torch.optim.Optimizer]:
+        """The job's optimizer class, or function. Imports torch, or the library that has it.
 
-        raises  JobError where that library is not installed
+        raises  JobError where that library is not installed, or the function is not at hand
         """
+        if isinstance(self.optim, UserFunction):
+            return self.called("optim", self.optim)
         name, module = OPTIMIZERS[self.optim][0], OPTIMIZER_MODULES.get(self.optim, "torch.optim")
         try:
             found: type[torch.optim.Optimizer] = getattr(import_module(module), name)
@@ -743,6 +828,36 @@ class Job(Spec):
                 help="pip install 'tlora-fx[optimizers]'",
             ) from error
         return found
+
+    def make_schedule(
+        self, optimizer: torch.optim.Optimizer, steps: int
+    ) -> torch.optim.lr_scheduler.LRScheduler | None:
+        """A new scheduler by the job's own class or function; None where the job names one.
+
+        steps   optimizer steps of the whole job
+        raises  JobError where the function is not at hand; whatever it raises
+        """
+        if not isinstance(self.lr_scheduler_type, UserFunction):
+            return None
+        make = self.called("lr_scheduler", self.lr_scheduler_type)
+        offered = {"num_training_steps": steps, "num_warmup_steps": self.warmup(steps)}
+        given = offered_arguments(make, offered) | self.lr_scheduler_kwargs
+        made: torch.optim.lr_scheduler.LRScheduler = make(optimizer, **given)
+        return made
+
+    def called(self, argument: str, function: UserFunction) -> Callable[..., Any]:
+        """A function of the user's that is about to be called.
+
+        raises  JobError where the job was read from a file, which holds no function
+        """
+        if function.call is not None:
+            return function.call
+        raise JobError(
+            "a function of Python is not at hand where a job is read from a file",
+            job=self.name,
+            found=f"{argument}: {function}",
+            help=f"make the job in Python: Job({argument}=...)",
+        )
 
     def warmup(self, steps: int) -> int:
         """Number of warmup steps among `steps` optimizer steps, rounded up as transformers does."""

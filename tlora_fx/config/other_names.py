@@ -143,6 +143,26 @@ ELSEWHERE: Mapping[str, str] = {
     "chat_template": "write it into the tokenizer's folder, and name that under 'base'",
 }
 
+#: Arguments of TRL's and transformers' trainers, and where they go in `Job(...)` of Python.
+PYTHON_KEYS: Mapping[str, str] = {
+    "model": "it is called 'base' here",
+    "processing_class": "it is called 'tokenizer' here",
+    "args": "write Job.from_trl(args, ...) in place of Job(...)",
+    "output_dir": "give it to tlora_fx.train(jobs, output=...)",
+    "resume_from_checkpoint": "give it to tlora_fx.train(jobs, resume=True)",
+    "optimizers": "give a class or a factory each: optim and lr_scheduler",
+    "optimizer_cls_and_kwargs": "they are called 'optim' and 'optim_args' here",
+    "formatting_func": "map the data before: data=dataset.map(function)",
+    "data_collator": "leave it out: rows are packed, nothing is padded",
+    "compute_loss_func": "leave it out: method says which loss",
+    "preprocess_logits_for_metrics": "leave it out: compute_metrics gets token ids, not logits",
+    "quantization_config": "leave it out: docs/quantised-base.md says how a base is quantised",
+    **dict.fromkeys(
+        ("dtype", "torch_dtype"), "give it with the base, as base={'model': ..., 'dtype': ...}"
+    ),
+    **dict.fromkeys(("bf16", "fp16"), "the base has it, as base={'model': ..., 'dtype': ...}"),
+}
+
 
 def hint(key: str, names: Mapping[str, str]) -> str:
     """Hint for a key that another trainer has; empty where none has it."""

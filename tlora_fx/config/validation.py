@@ -2,11 +2,13 @@
 
 A wrong key gets the nearest right one, a wrong value the range that is allowed. The specs of
 `tlora_fx.config.job` use `Spec` as their root, which raises `JobError`
-where pydantic would raise its own.
+where pydantic would raise its own. What Python code calls is answered in Python's words, with the
+name of the argument; all else in those of a job file.
 """
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -24,10 +26,13 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from tlora_fx.config.other_names import hint
+from tlora_fx.config.other_names import PYTHON_KEYS, hint
+from tlora_fx.config.python_words import in_python
 from tlora_fx.errors import JobError, nearest
 
 _collecting: ContextVar[bool] = ContextVar("collecting", default=False)
+#: Class that Python code calls, whose arguments are validated; "" where a file is read.
+_called: ContextVar[str] = ContextVar("called", default="")
 
 _KINDS = {
     "int": "a whole number",
@@ -39,6 +44,14 @@ _KINDS = {
     "model": "a mapping (key: value)",
     "list": "a list",
     "finite": "a finite number",
+}
+_KINDS_IN_PYTHON = {
+    **_KINDS,
+    "int": "an int",
+    "float": "a float",
+    "bool": "True or False",
+    "string": "a str",
+    **dict.fromkeys(("mapping", "dict", "model"), "a dict"),
 }
 
 
@@ -86,6 +99,16 @@ class Spec(BaseModel):
     #: Specs that validate a field which is typed as a plain mapping.
     inner: ClassVar[Mapping[str, type[Spec]]] = {}
 
+    def __init__(self, **fields: Any) -> None:
+        token = _called.set(type(self).__name__)
+        try:
+            super().__init__(**fields)
+        finally:
+            _called.reset(token)
+
+    # pydantic calls an __init__ of ours only where Python code does, not for what it validates.
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
+
     @model_validator(mode="wrap")
     @classmethod
     def _raise_job_error(cls, data: Any, handler: ModelWrapValidatorHandler[Spec]) -> Spec:
@@ -110,6 +133,8 @@ class Spec(BaseModel):
         known = ", ".join(cls.model_fields)
         help = f"did you mean '{near}'?" if near else f"known keys: {known}"
         help = hint(key, cls.other_names) or help
+        if _called.get() == "Job" and cls.__name__ == "Job":
+            help = PYTHON_KEYS.get(key, help)
         return Mistake((key,), f"unknown key '{key}'", help=help)
 
 
@@ -134,13 +159,34 @@ def mistakes_in(error: ValidationError, spec: type[Spec]) -> list[Mistake]:
 
 
 def job_error(mistakes: list[Mistake], *, job: object) -> JobError:
-    """The error for the mistakes of a job that was written in Python."""
+    """The error for the mistakes of a job that no job file holds."""
+    if called := _called.get():
+        mistakes = [_of_argument(called, mistake) for mistake in mistakes]
     if len(mistakes) == 1:
         [mistake] = mistakes
         found, expected = mistake.found or None, mistake.expected or None
         return JobError(mistake.what, help=mistake.help, job=job, expected=expected, found=found)
     rows = {str(index): mistake.line() for index, mistake in enumerate(mistakes, 1)}
     return JobError(f"{len(mistakes)} mistakes in a job", help="", job=job, **rows)
+
+
+def words_of_python(text: str) -> str:
+    """A message about a job in Python's words, where it has those of a job file."""
+    return in_python(text, set(_keys_below(Spec)))
+
+
+def _keys_below(spec: type[Spec]) -> Iterator[str]:
+    yield from spec.model_fields
+    for kind in spec.__subclasses__():
+        yield from _keys_below(kind)
+
+
+def _of_argument(called: str, mistake: Mistake) -> Mistake:
+    """A mistake in Python's words, with the argument that it is about."""
+    at = f"{called}({mistake.loc[0]}=...)" if mistake.loc else f"{called}(...)"
+    texts = (mistake.what, mistake.expected, mistake.found, mistake.help)
+    what, expected, found, help = map(words_of_python, texts)
+    return Mistake(mistake.loc, f"{at}: {what}", expected, found, help)
 
 
 def _mistake(details: ErrorDetails, spec: type[Spec]) -> Mistake:
@@ -160,7 +206,8 @@ def _mistake(details: ErrorDetails, spec: type[Spec]) -> Mistake:
     if key == "[key]":
         loc = loc[:-1]
     path = ".".join(str(part) for part in loc) or "the job"
-    expected = _allowed(field) or _KINDS.get(kind.split("_")[0], "")
+    kinds = _KINDS_IN_PYTHON if _called.get() else _KINDS
+    expected = _allowed(field) or kinds.get(kind.split("_")[0], "")
     expected = expected or details["msg"].removeprefix("Input should be ")
     near = nearest(str(details.get("input")), _choices(field))
     return Mistake(
@@ -232,6 +279,11 @@ def _plain_types(hint: Any) -> set[Any]:
     return {hint}.union(*(_plain_types(arg) for arg in get_args(hint)))
 
 
+# Rows of data may be many, and long.
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
+
+
 def _short(value: object) -> str:
-    text = repr(value)
+    text = _REPR.repr(value)
     return text if len(text) <= 60 else text[:57] + "..."

@@ -52,7 +52,7 @@ def facts_of(model: SuperModel) -> ModelFacts:
         root_trained=tuple(map(sum, zip(*outside, strict=True))),
         tensors=tuple(2 * len(job.sites) for job in group.jobs),
         trained_bytes=2 if any(job.adapter_dtype == "bfloat16" for job in model.jobs) else 4,
-        states=tuple(STATES.get(job.optim, ADAM_STATES) for job in model.jobs),
+        states=tuple(STATES.get(str(job.optim), ADAM_STATES) for job in model.jobs),
         launched=why_launched(group),
     )
 

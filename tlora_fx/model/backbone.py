@@ -27,6 +27,7 @@ from tlora_fx.config.base_files import refuse_remote_code, require_base_config
 from tlora_fx.config.base_task import pools_first, require_task
 from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec
+from tlora_fx.config.objects import name_of
 from tlora_fx.errors import BaseNotLoadable, BaseRefused
 from tlora_fx.host.phases import phase
 
@@ -63,7 +64,8 @@ class Backbone:
     def title(self) -> str:
         """Name of this base for people."""
         spec = self.spec
-        return spec.model or (str(spec.config) if spec.config else type(self.model).__name__)
+        source = spec.model or (str(spec.config) if spec.config else name_of(spec.module))
+        return source or type(self.model).__name__
 
     @property
     def dtype(self) -> torch.dtype:
@@ -121,8 +123,7 @@ def load_backbone(spec: BaseSpec, *, dropout: bool = True) -> Backbone:
     raises    BaseNotLoadable when transformers cannot build it
     """
     if spec.module is not None:
-        tensors = [*spec.module.parameters(), *spec.module.buffers()]
-        model = copy.deepcopy(spec.module, {id(t): t for t in tensors})
+        model = copy_given(spec.module)
     else:
         model = build_skeleton(spec, dropout=dropout)
     model.train()
@@ -137,6 +138,36 @@ def load_backbone(spec: BaseSpec, *, dropout: bool = True) -> Backbone:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         names.setdefault(id(tensor), name)
     return Backbone(spec, model, values, names)
+
+
+def copy_given(module: nn.Module) -> nn.Module:
+    """A copy of a given module over its own tensors; a model of transformers as it is traced.
+
+    Attention and experts become eager, and activations are not checkpointed.
+
+    raises    BaseRefused where accelerate moves its weights
+    """
+    if any(hasattr(part, "_hf_hook") for part in module.modules()):
+        raise BaseRefused(
+            "accelerate moves the weights of this model while it runs",
+            base=type(module).__name__,
+            help="load it without device_map, or give its folder or hub id",
+        )
+    tensors = [*module.parameters(), *module.buffers()]
+    copied: Any = copy.deepcopy(module, {id(t): t for t in tensors})
+    if not hasattr(copied, "set_attn_implementation"):
+        return copied  # type: ignore[no-any-return]
+    copied.set_attn_implementation("eager")
+    copied.set_experts_implementation("eager")
+    copied.config.use_cache = False
+    for part in copied.modules():
+        if hasattr(part, "gradient_checkpointing"):
+            part.gradient_checkpointing = False
+        # What transformers and TRL hang behind embeddings for checkpointed activations.
+        for key, hook in list(part._forward_hooks.items()):
+            if getattr(hook, "__name__", "") == "make_inputs_require_grads":
+                del part._forward_hooks[key]
+    return copied  # type: ignore[no-any-return]
 
 
 def load_config(spec: BaseSpec, *, dropout: bool = True) -> Any:

@@ -11,6 +11,7 @@ from tlora_fx.errors import CallbackWrong
 from tlora_fx.runtime.user_code import user_object
 
 if TYPE_CHECKING:
+    from tlora_fx.config.job import Job
     from tlora_fx.runtime.job_evaluation import EvaluationReport
     from tlora_fx.runtime.job_run import JobRun, SampleReport, StepReport
 
@@ -91,11 +92,52 @@ class Callbacks(EachInTurn):
             super()._tell_one(callback, event, facts)
         except Exception as error:  # noqa: BLE001  (a user's code may raise anything)
             self.callbacks.remove(callback)
-            name = type(callback).__qualname__
+            inner = callback.callbacks[0] if isinstance(callback, OfJob) else callback
+            name = type(inner).__qualname__
             self._warn(
                 f"the callback {name} failed in {event} and hears no more: "
                 f"{type(error).__name__}: {error}"
             )
+
+
+class OfJob(EachInTurn):
+    """Hands on what it hears of one job: its reports, its run, and what is of no job."""
+
+    def __init__(self, job: str, callback: TrainerCallback) -> None:
+        super().__init__(callback)
+        self._job = job
+
+    def _tell(self, event: str, *facts: Any) -> None:
+        own = [self._own(fact) for fact in facts]
+        if None not in own:
+            super()._tell(event, *own)
+
+    def _own(self, fact: Any) -> Any:
+        """A fact as far as it is of the job; None where it is of others."""
+        if isinstance(fact, list | tuple):
+            return [each for each in fact if self._own(each) is not None] or None
+        job = getattr(fact, "job", None)
+        return fact if job is None or getattr(job, "name", job) == self._job else None
+
+
+class JobCallbacks(Callbacks):
+    """Lets the callbacks of each job hear of that job, also of one that joins later.
+
+    warn    is told of one that raises
+    """
+
+    def __init__(self, jobs: Iterable[Job], warn: Callable[[str], None]) -> None:
+        super().__init__((), warn)
+        for job in jobs:
+            self._add(job)
+
+    def _tell(self, event: str, *facts: Any) -> None:
+        if event == "joined":
+            self._add(facts[0].job)
+        super()._tell(event, *facts)
+
+    def _add(self, job: Job) -> None:
+        self.callbacks += [OfJob(job.name, callback) for callback in job.callbacks]
 
 
 def callback_named(name: str) -> TrainerCallback:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tlora_fx.config.functions import UserFunction
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import kind_of
 from tlora_fx.errors import DeviceUnknown, NotElementwise, RankFailed, RanksParted, TloraError
@@ -180,9 +181,9 @@ def require_elementwise(jobs: Sequence[Job], mesh: Mesh) -> None:
                 found=f"init_lora_weights: {init}, on a mesh of {mesh.shape}",
                 help="choose a plan with tp=1, or another start",
             )
-        if job.optim in WHOLE_MATRICES:
+        if job.optim in WHOLE_MATRICES or isinstance(job.optim, UserFunction):
             raise NotElementwise(
-                f"job '{job.name}' has an optimizer that reads whole matrices",
+                f"job '{job.name}' has an optimizer that may read whole matrices",
                 job=job.name,
                 found=f"optim: {job.optim}, on a mesh of {mesh.shape}",
                 help="choose a plan with tp=1, or an optimizer such as adamw",

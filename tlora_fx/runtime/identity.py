@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from tlora_fx.config.functions import function_text
 from tlora_fx.config.job import Job
 from tlora_fx.errors import CheckpointError, DataFileError, OptimizerError, ResumeMismatch
 from tlora_fx.host.version import __version__
@@ -257,9 +258,11 @@ def _of_job(
         if key in BY_CONTENT or was == now[key]:
             continue
         kind: Kind = "altering"
-        if key in HARMLESS:
+        # Of functions of the user's, another source may be the same function, mended.
+        both_functions = function_text(was) and function_text(now[key])
+        if key in HARMLESS and not both_functions:
             kind = "harmless"
-        elif key in NEEDED:
+        elif key in NEEDED and not both_functions:
             kind = "fatal"
         for at, old, new in _apart(was, now[key], key):
             yield f"{at} was {old}, is {new}", kind

@@ -89,7 +89,7 @@ class JobReports:
 
     def base_name(self) -> str | None:
         """The base as adapters name it: hub id or folder."""
-        spec = self.model.backbone.spec
+        spec = self.model.backbone.spec.as_written()
         return spec.model or (str(spec.config) if spec.config else None)
 
     def _warn_of(self, run: JobRun, error: Exception) -> None:

@@ -413,7 +413,8 @@ class JobRun(Member):
             evaluation=self.evaluation.summary(),
         )  # fmt: skip
         read = _as_read(self.job.data, self.data.report)
-        described = self.job.model_copy(update={"data": read}).model_dump_json(indent=1) + "\n"
+        written = self.job.model_copy(update={"data": read, "base": self.job.base.as_written()})
+        described = written.model_dump_json(indent=1) + "\n"
         own = {CONFIG: self._config, JOB: described.encode(), "README.md": card.encode()}
         return {**own, **self._tokenizer_files}
 

@@ -20,7 +20,6 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from tlora_fx import __version__
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile import Profile
 from tlora_fx.errors import (
@@ -32,6 +31,7 @@ from tlora_fx.errors import (
     TloraError,
 )
 from tlora_fx.host.environment import START_FOLDER
+from tlora_fx.host.version import __version__
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import FIRST_STEP, Mesh
 from tlora_fx.planners.protocol import find_planner

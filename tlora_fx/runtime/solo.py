@@ -418,7 +418,7 @@ def _loraplus(
         model,
         make,
         loraplus_lr_ratio=job.loraplus_lr_ratio,
-        loraplus_weight_decay=arguments.pop("weight_decay"),
+        loraplus_weight_decay=arguments.pop("weight_decay", 0.0),
         **({} if embedding is None else {"loraplus_lr_embedding": embedding}),
         **arguments,
     )
@@ -460,8 +460,10 @@ def _optimizer(
         optimizer = _loraplus(job, model, make, arguments)
     else:
         optimizer = make([p for p in model.parameters() if p.requires_grad], **arguments)
+    if (own := job.make_schedule(optimizer, steps)) is not None:
+        return optimizer, own
     schedule = get_scheduler(
-        job.lr_scheduler_type,
+        str(job.lr_scheduler_type),
         optimizer,
         num_warmup_steps=job.warmup(steps),
         num_training_steps=steps,

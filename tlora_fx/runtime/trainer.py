@@ -33,7 +33,7 @@ from tlora_fx.parallel.mesh import FIRST_STEP, limit_waits
 from tlora_fx.parallel.prepare import require_fits
 from tlora_fx.parallel.stage_graphs import StageGraphs
 from tlora_fx.planners.protocol import planner_of
-from tlora_fx.runtime.callbacks import EachInTurn, TrainerCallback
+from tlora_fx.runtime.callbacks import EachInTurn, JobCallbacks, TrainerCallback
 from tlora_fx.runtime.checkpoints.store import Checkpoint, ResumeSources
 from tlora_fx.runtime.checks import (
     check_fits,
@@ -149,7 +149,8 @@ class Trainer:
         self.callback = (self.mesh.leader and callback) or TrainerCallback()
         self.trackers = Trackers(self.folder.jobs.resolve().name, self.callback.warned)
         if self.mesh.leader:
-            self.callback = EachInTurn(self.trackers, self.callback)
+            of_jobs = JobCallbacks(self.jobs, self.callback.warned)
+            self.callback = EachInTurn(self.trackers, of_jobs, self.callback)
         self.ranks = Ranks(self.mesh)
         self.roster = Roster(self.group, self.folder)
         self.schedule = RowSchedule(self.group, nano, self.folder)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tlora_fx.config.functions import UserFunction
 from tlora_fx.errors import MetricFunctionError
 
 
@@ -21,11 +22,20 @@ def user_object(name: str) -> Any:
     return getattr(module, attribute)
 
 
-def find_function(name: str, job: str) -> Callable[..., Any]:
-    """The function of `compute_metrics`, which MODULE:FUNCTION or FILE.py:FUNCTION names.
+def find_function(name: str | UserFunction, job: str) -> Callable[..., Any]:
+    """The function of `compute_metrics`, or the one that MODULE:FUNCTION or FILE.py:FUNCTION names.
 
     raises   MetricFunctionError
     """
+    if isinstance(name, UserFunction):
+        if name.call is not None:
+            return name.call
+        raise MetricFunctionError(
+            "a metric function of Python is not at hand where a job is read from a file",
+            job=job,
+            function=name,
+            help="make the job in Python: Job(compute_metrics=...)",
+        )
     try:
         function = user_object(name)
     except Exception as error:

@@ -36,7 +36,6 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tlora_fx import __version__
 from tlora_fx.config.hyperparameters import hyperparameters
 from tlora_fx.errors import (
     JobUnknown,
@@ -50,6 +49,7 @@ from tlora_fx.errors import (
     TokenRefused,
     UploadRefused,
 )
+from tlora_fx.host.version import __version__
 from tlora_fx.runtime.run_folder import METRICS
 from tlora_fx.scheduler.explain import explained
 from tlora_fx.scheduler.snapshot_file import load_snapshot

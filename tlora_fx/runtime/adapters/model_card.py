@@ -90,6 +90,8 @@ def _data_rows(job: Job, data: JobData) -> dict[str, object]:
 
 def _named(data: DataSpec) -> str:
     """A file by its name alone: folders of the machine are nobody's business."""
+    if data.rows is not None:
+        return "rows that were handed over in Python"
     path = Path(data.path)
     return path.name if path.suffix or path.is_absolute() else f"{data.path} ({data.split})"
 

@@ -277,8 +277,10 @@ class ChunkEncoder:
             self._draft = self._encoder.draft_pair
 
     def __reduce__(self) -> tuple[type[ChunkEncoder], tuple[object, ...]]:
-        """A new one in another process."""
-        return ChunkEncoder, self._setup
+        """A new one in another process, which gets neither rows nor models."""
+        job, *others = self._setup
+        bare = {"base": job.base.as_written(), "data": job.data.model_copy(update={"rows": None})}
+        return ChunkEncoder, (job.model_copy(update={**bare, "eval_data": None}), *others)
 
     def rows(self, chunk: Sequence[DataRow]) -> Iterator[tuple[TokenRow, ...] | BadRow]:
         """The sequences of each row, or what is wrong with it."""

@@ -44,7 +44,12 @@ _OTHER_SUFFIXES = (*COMPRESSED, ".zip", ".arrow", ".xlsx", ".md")
 
 def require_data(spec: DataSpec, job: str) -> None:
     """Refuse data in a file that is not there; raises DataFileError. A hub id is not looked up."""
-    if is_local(spec.path) and not is_pattern(spec.path) and not is_there(spec.path):
+    if (
+        spec.rows is None
+        and is_local(spec.path)
+        and not is_pattern(spec.path)
+        and not is_there(spec.path)
+    ):
         raise DataFileError("the data file does not exist", path=spec.path, job=job)
 
 
@@ -56,6 +61,8 @@ def read_rows(spec: DataSpec, job: str, limit: int | None = None) -> Iterator[Da
     limit   rows are asked for one by one, and no more than this
     raises  DataFileError
     """
+    if spec.rows is not None:
+        return islice(_handed_rows(spec, job), limit)
     if not is_local(spec.path):
         return islice(hub_rows(spec, job), limit)
     return islice(_local_rows(_readers(spec, job), job), limit)
@@ -64,16 +71,16 @@ def read_rows(spec: DataSpec, job: str, limit: int | None = None) -> Iterator[Da
 def require_files(job: Job) -> None:
     """Refuse data files that are not there, or of a type that is not read; raises DataFileError."""
     for spec in (*job.data.parts, evaluated(job)):
-        if spec is not None and is_local(spec.path):
+        if spec is not None and spec.rows is None and is_local(spec.path):
             _readers(spec, job.name)
 
 
 def data_files(spec: DataSpec, job: str) -> list[Path]:
-    """The files that hold the rows of a job's data, in their order; none for a hub id.
+    """The files that hold the rows of a job's data, in their order; none for a hub id or rows.
 
     raises   DataFileError
     """
-    if not is_local(spec.path):
+    if spec.rows is not None or not is_local(spec.path):
         return []
     files = []
     for path, reader in _readers(spec, job):
@@ -88,9 +95,11 @@ def evaluated(job: Job) -> DataSpec | None:
     """
     if not isinstance(job.eval_split, str):
         return job.eval_data
-    if is_local(job.data.path) and not is_folder(job.data.path):
+    if job.data.rows is not None or (is_local(job.data.path) and not is_folder(job.data.path)):
         raise DataFileError(
-            f"a file has no split '{job.eval_split}'",
+            f"a file has no split '{job.eval_split}'"
+            if job.data.rows is None
+            else f"rows have no split '{job.eval_split}'",
             path=job.data.path,
             job=job.name,
             help="name the file to evaluate under eval_data, or hold out a part: eval_split: 0.1",
@@ -151,6 +160,21 @@ def _local_rows(readers: list[tuple[Path, Reader]], job: str) -> Iterator[DataRo
             what = "the data file cannot be read"
             words = getattr(error, "strerror", None) or error
             raise DataFileError(what, path=path, job=job, found=words) from error
+
+
+def _handed_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
+    """Rows that Python code has handed over; raises DataFileError for those of a broken stream."""
+    if isinstance(spec.rows, list | tuple):
+        for number, value in enumerate(spec.rows, 1):
+            yield row_of(f"{spec.path}: row {number}", value)
+        return
+    try:
+        # Of which no column is a tensor.
+        yield from _rows(spec.path, spec.rows.with_format(None))
+    except Exception as error:  # whatever a stream's own code raises
+        what = "the data cannot be read"
+        words = f"{type(error).__name__}: {error}"
+        raise DataFileError(what, path=spec.path, job=job, found=words) from error
 
 
 #: Files that `datasets` writes into a folder: of one table, and of one for each split.

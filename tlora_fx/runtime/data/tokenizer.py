@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from tlora_fx.config.base_files import refuse_remote_code, require_tokenizer_files
 from tlora_fx.config.hub import is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec
+from tlora_fx.config.objects import name_of
 from tlora_fx.errors import TokenizerNotLoadable
 from tlora_fx.host.phases import phase
 
@@ -20,18 +21,20 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
     raises    TokenizerNotLoadable; BaseFileDamaged; RemoteCodeRefused where it needs code of its
               own that the job file does not trust
     """
+    if spec.tokenizer_object is not None:
+        return spec.tokenizer_object  # type: ignore[no-any-return]
     with phase("imports"):
         from transformers import AutoTokenizer
 
     require_tokenizer_files(spec)
 
-    source: Any = spec.tokenizer or spec.model
+    source: Any = spec.tokenizer or spec.model or name_of(spec.module)
     if source is None and spec.config is not None:
         source = spec.config if spec.config.is_dir() else spec.config.parent
     offline = why_offline() if is_hub_id(source) else ""
     try:
         if source is None:
-            raise ValueError("the base is an nn.Module, which has no tokenizer")
+            raise ValueError("the base is an nn.Module that does not say where its tokenizer is")
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             source, trust_remote_code=spec.trust_remote_code
         )
@@ -44,6 +47,6 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
             help="name a folder that holds it, or mend the connection"
             if offline
             else "set base.tokenizer to a hub id or a folder with tokenizer.json, "
-            "or give Trainer(data=...)",
+            "or give Job(tokenizer=...) or Trainer(data=...)",
         ) from error
     return tokenizer

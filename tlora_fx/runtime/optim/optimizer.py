@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from tlora_fx.errors import OptimizerError, OptimizerStateError
+from tlora_fx.config.functions import UserFunction
+from tlora_fx.errors import JobError, OptimizerError, OptimizerStateError
 from tlora_fx.runtime.adapters.starts import (
     FREEZES_A,
     constant_part,
@@ -32,7 +33,7 @@ from tlora_fx.runtime.adapters.starts import (
     trained_parameters,
 )
 from tlora_fx.runtime.optim.rank_allocation import RankAllocation
-from tlora_fx.runtime.optim.schedules import lr_schedule
+from tlora_fx.runtime.optim.schedules import RecordedSchedule, lr_schedule
 
 if TYPE_CHECKING:
     from tlora_fx.config.job import Job
@@ -305,6 +306,9 @@ class JobOptimizer:
             if self._known[name] is not param
         ]
         self._optimizer = _make_optimizer(job, _groups(job, self._known))
+        #: Of a class of the user's own nothing is known but what torch.optim promises.
+        self._is_own = isinstance(job.optim, UserFunction)
+        self._first_options = [dict(group) for group in self._optimizer.param_groups]
         if isinstance(self._optimizer, LoraFA):
             self._optimizer.down_of = self._down_of(job, params)
         self._allocation = RankAllocation.of(job, self._params)
@@ -412,7 +416,8 @@ class JobOptimizer:
         gradients = self._held_gradients()
         if self._max_norm > 0:
             gradients.clip(norm, self._max_norm)
-        self._fused = self._fused or fused_adam(self._optimizer, gradients)
+        if not self._is_own:
+            self._fused = self._fused or fused_adam(self._optimizer, gradients)
         for param, copy in self._copies:
             copy.copy_(param)
             copy.grad = None if param.grad is None else param.grad.contiguous()
@@ -433,7 +438,7 @@ class JobOptimizer:
         gradients = self._held_gradients()
         if not (gradients.tensors and gradients.alike and is_plain_adam(self._optimizer)):
             return None
-        if self._allocation is not None:
+        if self._allocation is not None or self._is_own:
             return None
         fresh = []
         for param in gradients.params:
@@ -498,7 +503,17 @@ class JobOptimizer:
         }
         schedule = self._schedule.state_dict()
         kept = ("last_epoch", "_step_count", "_last_lr", "base_lrs")
-        return {"state": values, "schedule": {key: schedule[key] for key in kept}}
+        groups = {"groups": self._changed_options()} if self._is_own else {}
+        return {"state": values, "schedule": {key: schedule[key] for key in kept}, **groups}
+
+    def _changed_options(self) -> list[dict[str, Any]]:
+        """What an optimizer of the user's own has noted in its groups since it was made."""
+        pairs = zip(self._optimizer.param_groups, self._first_options, strict=True)
+        known = ("params", "lr", "initial_lr")
+        return [
+            {k: v for k, v in group.items() if k not in known and (k not in first or v != first[k])}
+            for group, first in pairs
+        ]
 
     def load_state(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any]) -> None:
         """Put back what `state_tensors` and `state_values` returned.
@@ -518,7 +533,7 @@ class JobOptimizer:
                     "the saved optimizer state belongs to other parameters",
                     expected=f"one of the job's {len(self._params)} trained parameters",
                     found=name,
-                    help="resume with the job file that the checkpoint was made with",
+                    help="resume with the jobs that the checkpoint was made with",
                 )
             if isinstance(value, Tensor):
                 copies.append(self._like(name, kind, value))
@@ -535,9 +550,12 @@ class JobOptimizer:
         steps = [value.flatten() for key, value in tensors.items() if key.startswith("step/")]
         self.updates = int(torch.cat(steps).max()) if steps else 0
         groups = self._optimizer.param_groups
+        for group, noted in zip(groups, values.get("groups", ()), strict=False):
+            group.update(noted)
         # The schedule's functions come from the job file; only their counters are saved.
-        schedule = {**values["schedule"], "lr_lambdas": [None] * len(groups)}
-        self._schedule.load_state_dict(schedule)
+        functions = {"lr_lambdas": [None] * len(groups)}
+        own = isinstance(self._schedule, RecordedSchedule)
+        self._schedule.load_state_dict({**values["schedule"], **({} if own else functions)})
         for group, rate in zip(groups, self._rates(values["schedule"]), strict=True):
             group["lr"] = rate
 
@@ -546,10 +564,9 @@ class JobOptimizer:
 
     def _rates(self, saved: Mapping[str, Any]) -> list[float]:
         """The rates to go on with: by the schedule as it is now, which may be longer than then."""
-        functions = getattr(self._schedule, "lr_lambdas", None)
-        if functions is None:
-            return list(saved["_last_lr"])
-        pairs = zip(saved["base_lrs"], functions, strict=True)
+        if isinstance(self._schedule, RecordedSchedule):
+            return self._schedule.rates(saved["last_epoch"])
+        pairs = zip(saved["base_lrs"], self._schedule.lr_lambdas, strict=True)
         return [base * function(saved["last_epoch"]) for base, function in pairs]
 
     def _like(self, name: str, kind: str, value: Tensor) -> Tensor:
@@ -702,7 +719,12 @@ _IN_ROWS = frozenset({"adamw_8bit"})
 
 
 def _known_as(job: Job, param: nn.Parameter) -> nn.Parameter:
-    """What an optimizer is given for a parameter: B is a transposed view of its bank."""
+    """What an optimizer is given for a parameter: B is a transposed view of its bank.
+
+    One of the user's own may replace its parameters, so it has copies.
+    """
+    if isinstance(job.optim, UserFunction):
+        return nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format))
     if job.optim not in _IN_ROWS or param.is_contiguous():
         return param
     return nn.Parameter(param.detach().contiguous())
@@ -713,6 +735,8 @@ def _make_optimizer(job: Job, groups: list[_Group]) -> torch.optim.Optimizer:
     make = cast(Any, LoraFA if job.optim in FREEZES_A else job.optimizer_class())
     made: torch.optim.Optimizer
     params = [param for group in groups for param in group["params"]]
+    if isinstance(job.optim, UserFunction):
+        return _own_optimizer(job, make, groups, params)
     if _has_fused(make.__name__, params):
         # What it refuses, the plain class takes, or says what is wrong.
         with suppress(TypeError, ValueError, RuntimeError):
@@ -723,18 +747,43 @@ def _make_optimizer(job: Job, groups: list[_Group]) -> torch.optim.Optimizer:
     return made
 
 
+def _own_optimizer(
+    job: Job, make: Callable[..., Any], groups: list[_Group], params: list[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """What a class or a function of the user's makes; raises OptimizerError."""
+    arguments, what = job.optimizer_arguments(), f"the optimizer '{job.optim}'"
+    with _refused(job, what, arguments, "optim_args", everything=True):
+        made = make(groups, **arguments)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise TypeError(f"it made {type(made).__name__}, no torch.optim.Optimizer")
+        held = {id(param) for group in made.param_groups for param in group["params"]}
+        if held != {id(param) for param in params}:
+            raise ValueError("it does not hold the parameters that it was given")
+    return made
+
+
 @contextmanager
-def _refused(job: Job, what: str, arguments: Mapping[str, Any], field: str) -> Iterator[None]:
-    """Arguments that a library refuses are the job's mistake; raises OptimizerError."""
+def _refused(
+    job: Job, what: str, arguments: Mapping[str, Any], field: str, *, everything: bool = False
+) -> Iterator[None]:
+    """Arguments that a library refuses are the job's mistake; raises OptimizerError.
+
+    everything    the user's own code may raise anything
+    """
+    known = (ArithmeticError, AssertionError, TypeError, ValueError)
     try:
         yield
-    except (ArithmeticError, AssertionError, TypeError, ValueError) as error:
+    except (JobError, OptimizerError):
+        raise
+    except Exception as error:
+        if not (everything or isinstance(error, known)):
+            raise
         raise OptimizerError(
             f"{what} does not take its arguments",
             job=job.name,
             found=arguments,
             reason=error,
-            help=f"mend {field} in the job file",
+            help=f"mend the job's {field}",
         ) from error
 
 
@@ -761,12 +810,15 @@ def _row_of(param: Tensor) -> int:
 
 def make_schedule(
     job: Job, optimizer: torch.optim.Optimizer, steps: int
-) -> torch.optim.lr_scheduler.LambdaLR:
+) -> torch.optim.lr_scheduler.LambdaLR | RecordedSchedule:
     """A job's schedule, over all of its steps.
 
     raises   OptimizerError when the job's arguments do not fit it
     """
     arguments = dict(job.lr_scheduler_kwargs)
     title = f"the schedule '{job.lr_scheduler_type}'"
+    if isinstance(job.lr_scheduler_type, UserFunction):
+        with _refused(job, title, arguments, "lr_scheduler_kwargs", everything=True):
+            return RecordedSchedule(optimizer, lambda own: job.make_schedule(own, steps))
     with _refused(job, title, arguments, "lr_scheduler_kwargs"):
         return lr_schedule(job.lr_scheduler_type, optimizer, job.warmup(steps), steps, arguments)

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 
 def lr_schedule(
@@ -65,3 +65,53 @@ def _cosine(step: int, *, warmup: int, steps: int) -> float:
         return step / max(1, warmup)
     progress = (step - warmup) / max(1, steps - warmup)
     return max(0.0, 0.5 * (1.0 + math.cos(math.pi * 0.5 * 2.0 * progress)))
+
+
+class RecordedSchedule(LRScheduler):
+    """The rates of a scheduler of a user's own, step by step.
+
+    The scheduler acts on a stand-in with the same rates, and is asked for each step once. So a job
+    can go on from any step, whatever state a scheduler has.
+
+    make      makes the scheduler of an optimizer
+    raises    ValueError where what is made is no scheduler, or changes more than rates; whatever
+              `make` raises
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        make: Callable[[torch.optim.Optimizer], LRScheduler | None],
+    ) -> None:
+        groups = [
+            {"params": [torch.nn.Parameter(torch.zeros(()))], "lr": group["lr"]}
+            for group in optimizer.param_groups
+        ]
+        self._stand_in = torch.optim.SGD(groups, momentum=0.5)
+        self._others = self._options()
+        found = make(self._stand_in)
+        if not isinstance(found, LRScheduler):
+            raise ValueError(f"it made {type(found).__name__}, no scheduler of torch.optim")
+        self._own, self._recorded = found, [self._rates_now()]
+        super().__init__(optimizer)
+
+    def rates(self, step: int) -> list[float]:
+        """The rate of each group after so many steps."""
+        while len(self._recorded) <= step:
+            self._stand_in._opt_called = True  # type: ignore[attr-defined]  # or it warns
+            self._own.step()
+            self._recorded.append(self._rates_now())
+        return self._recorded[step]
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        """The rates of the step that the schedule is at."""
+        return [*self.rates(self.last_epoch)]
+
+    def _rates_now(self) -> list[float]:
+        if self._options() != self._others:
+            raise ValueError("it changes more than rates; OneCycleLR takes cycle_momentum=False")
+        return [float(group["lr"]) for group in self._stand_in.param_groups]
+
+    def _options(self) -> list[dict[str, Any]]:
+        names = ("momentum", "dampening", "weight_decay", "nesterov")
+        return [{name: group[name] for name in names} for group in self._stand_in.param_groups]

@@ -6,6 +6,7 @@ with four numbers what they do with millions.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
@@ -13,8 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from tlora_fx.config.functions import UserFunction
 from tlora_fx.errors import OptimizerError
 from tlora_fx.runtime.optim.optimizer import JobOptimizer, make_schedule
+from tlora_fx.runtime.optim.schedules import RecordedSchedule
 
 if TYPE_CHECKING:
     from tlora_fx.config.job import Job
@@ -28,7 +31,6 @@ _LARGEST_COUNT = 2**24
 #: Jobs that have passed, by what was tried of them; those of a service are many.
 MAX_PASSED = 1000
 _passed: set[tuple[str, int]] = set()
-_WHAT_FAILS = (ArithmeticError, KeyError, RuntimeError, TypeError, ValueError)
 
 
 def require_trainable(job: Job, steps: int) -> None:
@@ -61,11 +63,7 @@ def require_trainable(job: Job, steps: int) -> None:
                     value.fill_(max(float(value), float(min(steps - 1, _LARGEST_COUNT))))
         toy.grad.copy_(gradient)
         rate = inner.param_groups[0]["lr"]
-        try:
-            optimizer.step()
-            reason = "" if toy.isfinite().all() else f"a rate of {rate:g} leaves {toy.tolist()}"
-        except _WHAT_FAILS as error:
-            reason = f"a rate of {rate:g}: {type(error).__name__}: {error}"
+        reason = _why_not(job, optimizer, toy, rate)
         if reason:
             raise OptimizerError(
                 f"the optimizer '{job.optim}' cannot train with its arguments",
@@ -78,6 +76,17 @@ def require_trainable(job: Job, steps: int) -> None:
     if len(_passed) >= MAX_PASSED:
         _passed.clear()
     _passed.add(key)
+
+
+def _why_not(job: Job, optimizer: JobOptimizer, toy: Tensor, rate: float) -> str:
+    """Why a step on the toy parameter cannot be done, or not kept; "" where it can."""
+    try:
+        optimizer.step()
+        if isinstance(job.optim, UserFunction):
+            json.dumps(optimizer.state_values(), allow_nan=False)
+    except Exception as error:  # noqa: BLE001  (an optimizer of the user's own may raise anything)
+        return f"a rate of {rate:g}: {type(error).__name__}: {error}"
+    return "" if toy.isfinite().all() else f"a rate of {rate:g} leaves {toy.tolist()}"
 
 
 def _tried(steps: int) -> list[int]:
@@ -100,12 +109,15 @@ def learning_rates(job: Job, total: int, steps: Iterable[int]) -> list[float]:
     raises   OptimizerError where the schedule has no rate for one
     """
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=job.learning_rate)
-    function = make_schedule(job, optimizer, total).lr_lambdas[0]
+    schedule = make_schedule(job, optimizer, total)
     rates = []
     for step in steps:
         try:
-            rate = job.learning_rate * function(step)
-        except _WHAT_FAILS as error:
+            if isinstance(schedule, RecordedSchedule):
+                rate = schedule.rates(step)[0]
+            else:
+                rate = job.learning_rate * schedule.lr_lambdas[0](step)
+        except Exception as error:  # a scheduler of the user's own may raise anything
             raise _no_rate(job, step, total, f"{type(error).__name__}: {error}") from error
         if not isinstance(rate, float | int) or not 0 <= rate < math.inf:
             raise _no_rate(job, step, total, f"a rate of {rate}")
@@ -120,5 +132,5 @@ def _no_rate(job: Job, step: int, total: int, reason: str) -> OptimizerError:
         step=f"{step + 1} of {total}" if step < total else f"after the last of {total}",
         found=dict(job.lr_scheduler_kwargs) or f"{job.warmup(total)} steps of warmup",
         reason=reason,
-        help="mend lr_scheduler_kwargs or the warmup in the job file",
+        help="mend the job's lr_scheduler_kwargs or its warmup",
     )

@@ -1,0 +1,1 @@
+"""Training from Python in one call: jobs in, a table of results out."""

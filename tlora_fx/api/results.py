@@ -1,0 +1,186 @@
+"""What a run of `tlora_fx.train` came to: a row for each job, and its adapter on demand."""
+
+from __future__ import annotations
+
+import copy
+import html
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from tlora_fx.config.job import Job
+from tlora_fx.errors import AdapterFolderError
+from tlora_fx.model.backbone import load_backbone
+from tlora_fx.runtime.adapters.files import plain_base
+from tlora_fx.runtime.run_view import JobView
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from tlora_fx.runtime.job_run import JobRun
+
+#: Columns of the table.
+COLUMNS = (
+    "job", "status", "steps", "loss", "metric", "best", "best_step", "tokens", "seconds", "adapter",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What one job came to.
+
+    job          as it was handed over
+    status       done, failed, or running where the run was stopped
+    reason       why it has failed, or ended before its last step; "" for none
+    steps        optimizer steps done
+    losses       of each step, in order: the mean over its target tokens; NaN where not finite
+    evaluations  metrics of each evaluation by name, with its `step`
+    metric       that decides which step is best, such as eval_loss
+    best         its best value, at `best_step`; None where the job was not evaluated
+    tokens       that were trained on
+    seconds      wall time of the job's rounds, which it shared with the others
+    adapter      folder of its PEFT adapter
+    """
+
+    job: Job
+    status: str
+    reason: str
+    steps: int
+    losses: Sequence[float] = field(repr=False)
+    evaluations: Sequence[Mapping[str, Any]] = field(repr=False)
+    metric: str
+    best: float | None
+    best_step: int | None
+    tokens: int
+    seconds: float
+    adapter: Path
+
+    @classmethod
+    def of_run(cls, run: JobRun, folder: Path) -> JobResult:
+        """The result of a job that a trainer has run.
+
+        folder   of the job
+        """
+        view = JobView(folder)
+        view.refresh()
+        evaluation = run.evaluation
+        return cls(
+            job=run.job,
+            status=run.status,
+            reason=run.reason,
+            steps=run.step,
+            losses=[_number(row["loss"]) for row in view.steps],
+            evaluations=view.evaluations,
+            metric=run.job.best_metric if view.evaluations else "",
+            best=evaluation.best_value,
+            best_step=evaluation.best_step,
+            tokens=run.tokens,
+            seconds=sum(float(row["seconds"] or 0) for row in view.steps),
+            adapter=folder,
+        )
+
+    @property
+    def name(self) -> str:
+        """Name of the job."""
+        return self.job.name
+
+    @property
+    def loss(self) -> float:
+        """Loss of the last step; NaN where there is none."""
+        return self.losses[-1] if self.losses else math.nan
+
+    def row(self) -> dict[str, Any]:
+        """The job's row of the table, by column."""
+        known = {"job": self.name, "metric": self.metric or None, "adapter": str(self.adapter)}
+        return {name: known[name] if name in known else getattr(self, name) for name in COLUMNS}
+
+    def peft_model(self) -> PeftModel:
+        """The base with this job's adapter, as PEFT has it, in eval mode. Imports PEFT.
+
+        A base that is a path or a hub id is loaded anew. A model that was handed over shares its
+        weights with the result, and stays as it is.
+
+        raises   AdapterFolderError where the job left no adapter; BaseNotLoadable
+        """
+        from peft import PeftModel
+
+        if not (self.adapter / "adapter_config.json").is_file():
+            raise AdapterFolderError(
+                "the job left no adapter", folder=self.adapter, found=self.reason or self.status
+            )
+        module = self.job.base.module
+        base = _own_view(module) if module is not None else plain_base(load_backbone(self.job.base))
+        model: PeftModel = PeftModel.from_pretrained(base, str(self.adapter))
+        return model.eval()
+
+
+class Results(Mapping[str, JobResult]):
+    """Results of a run by job name, in the order of the jobs; printed, a table.
+
+    folder     of the run
+    warnings   what went wrong and did not stop the run
+    """
+
+    def __init__(
+        self, results: Sequence[JobResult], folder: Path, warnings: Sequence[str] = ()
+    ) -> None:
+        self._results = {result.name: result for result in results}
+        self.folder, self.warnings = folder, tuple(warnings)
+
+    def __getitem__(self, name: str) -> JobResult:
+        return self._results[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._results)
+
+    def __len__(self) -> int:
+        return len(self._results)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The table: a dict for each job, by column."""
+        return [result.row() for result in self._results.values()]
+
+    def to_pandas(self) -> Any:
+        """The table as a DataFrame, a row for each job. Imports pandas."""
+        import pandas
+
+        return pandas.DataFrame(self.rows(), columns=[*COLUMNS])
+
+    def __repr__(self) -> str:
+        cells = [COLUMNS, *([_shown(row[name]) for name in COLUMNS] for row in self.rows())]
+        widths = [max(len(line[at]) for line in cells) for at in range(len(COLUMNS))]
+        lines = (
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+            for line in cells
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in COLUMNS)
+        body = (
+            "".join(f"<td>{html.escape(_shown(row[name]))}</td>" for name in COLUMNS)
+            for row in self.rows()
+        )
+        return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in body)}</table>"
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return "" if value is None else str(value)
+
+
+def _own_view(module: nn.Module) -> nn.Module:
+    """A copy of a module with parameters of its own over the same memory."""
+    views: dict[int, Any] = {
+        id(p): nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()
+    }
+    return copy.deepcopy(module, views)

@@ -1,0 +1,289 @@
+"""Arguments of TRL's SFTTrainer and of transformers' Trainer, as the fields of a job.
+
+A field that says the same here is taken over. One that would change numbers and has no equal is
+refused; one that changes none is told, where its user has set it. Nothing is imported: an object is
+known by its fields.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tlora_fx.config.objects import base_fields, data_fields, dtype_name
+from tlora_fx.errors import JobError
+
+#: Fields with the same name and meaning.
+SAME = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate", "weight_decay",
+    "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "lr_scheduler_type", "optim",
+    "seed", "per_device_eval_batch_size", "eval_strategy", "load_best_model_at_end",
+    "metric_for_best_model", "greater_is_better", "packing", "completion_only_loss",
+    "assistant_only_loss", "report_to",
+)  # fmt: skip
+#: Fields that `_mapped` reads.
+READ = (
+    "max_steps", "num_train_epochs", "warmup_steps", "lr_scheduler_kwargs", "optim_args",
+    "max_length", "eval_steps", "save_steps", "save_strategy", "train_sampling_strategy",
+    "dataset_text_field", "model_init_kwargs", "trust_remote_code", "bf16", "fp16", "run_name",
+    "output_dir",
+)  # fmt: skip
+_ONE_DTYPE = "the base has one dtype, in which it computes"
+#: Fields that change numbers and have no equal, with the reason; refused unless they are as here.
+REFUSED: Mapping[str, tuple[Any, str]] = {
+    "label_smoothing_factor": (0.0, "there is no label smoothing"),
+    "neftune_noise_alpha": (None, "there is no NEFTune"),
+    "loss_type": ("nll", "method 'sft' has the loss 'nll' alone"),
+    "optim_target_modules": (None, "GaLore and its kin train the base, which is frozen"),
+    "router_aux_loss_coef": (None, "auxiliary losses of routers are not trained"),
+    "data_seed": (None, "a job has one 'seed'"),
+    "dataloader_drop_last": (False, "every sample is trained: the last batch may be smaller"),
+    "shuffle_dataset": (False, "give data=dataset.shuffle(seed)"),
+    "truncation_mode": ("keep_start", "samples are cut at their ends"),
+    "packing_strategy": ("bfd", "samples are packed whole, the best fit first"),
+    "padding_free": (False, "rows are packed without padding anyway, by tlora-fx itself"),
+    "chat_template_path": (None, "set tokenizer.chat_template, and give tokenizer=tokenizer"),
+    "eos_token": (None, "set tokenizer.eos_token, and give tokenizer=tokenizer"),
+    "dataset_kwargs": (None, "the data is prepared as its columns say"),
+    "eval_delay": (0, "evaluations begin with the first that is due"),
+    "eval_on_start": (False, "evaluations come after steps"),
+    "label_names": (None, "the columns of the data say what is trained"),
+    "include_for_metrics": ((), "compute_metrics gets predictions and labels"),
+    "batch_eval_metrics": (False, "compute_metrics gets all samples at once"),
+    "auto_find_batch_size": (False, "give a batch size"),
+    "ignore_data_skip": (False, "a resumed job takes the samples that it would have taken"),
+    "fsdp": (None, "tlora-fx train --plan fsdp shards a base over GPUs"),
+    "deepspeed": (None, "tlora-fx train --plan fsdp shards a base over GPUs"),
+    "parallelism_config": (None, "tlora-fx train --gpus spreads a run over GPUs"),
+    "bf16_full_eval": (False, _ONE_DTYPE),
+    "fp16_full_eval": (False, _ONE_DTYPE),
+}
+#: Fields that Trainer fills in itself, and fields of memory alone: nothing is said of them.
+SILENT = frozenset({
+    "activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing",
+    "gradient_checkpointing_kwargs", "activation_offloading", "disable_tqdm", "debug", "do_eval",
+    "accelerator_config", "pad_to_multiple_of", "dataloader_pin_memory", "use_cache", "pad_token",
+    "local_rank", "logging_dir", "fsdp_config", "hub_token", "use_cpu", "project", "do_train",
+})  # fmt: skip
+#: Where something else says what a field says.
+INSTEAD: Mapping[str, str] = {
+    "output_dir": "give it to tlora_fx.train(jobs, output=...)",
+    "resume_from_checkpoint": "give resume=True to tlora_fx.train",
+    "logging_steps": "every step is logged, in metrics.jsonl",
+    "logging_strategy": "every step is logged, in metrics.jsonl",
+    "save_strategy": "checkpoints are written every save_steps steps",
+    "save_total_limit": "old checkpoints are removed",
+    "torch_compile": "give compiled=True to tlora_fx.train",
+    "push_to_hub": "adapters are pushed by PeftModel.push_to_hub, or tlora-fx train --push-to-hub",
+    "bf16": _ONE_DTYPE,
+    "fp16": _ONE_DTYPE,
+    "model_init_kwargs": "the base is loaded already",
+    "eval_packing": "evaluations are not packed",
+}
+
+
+def trl_fields(
+    args: Any, name: str | None, arguments: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a job from those of a trainer; `arguments` count before them.
+
+    raises   JobError, naming every field that is refused
+    warns    of fields that are set and have no equal, once
+    """
+    kinds = {kind.__name__ for kind in type(args).__mro__}
+    if not dataclasses.is_dataclass(args) or "TrainingArguments" not in kinds:
+        raise _error({"args": f"it is no SFTConfig or TrainingArguments but {type(args).__name__}"})
+    if other := next((k for k in sorted(kinds) if k.endswith("Config") and k in _OTHERS), ""):
+        raise _error(
+            {"args": f"of {other}, the fields of SFTConfig alone are known"}, _OTHERS[other]
+        )
+    given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    _refuse(args, given)
+    told = _changed(args, given)
+    fields = _mapped(given, arguments, told)
+    if name is None:
+        told.pop("output_dir", None)
+        name = str(given.get("run_name") or Path(str(given["output_dir"])).name)
+    told.pop("run_name", None)
+    if told:
+        texts = (f"{key} ({INSTEAD[key]})" if key in INSTEAD else key for key in sorted(told))
+        what = "Job.from_trl: fields that have no equal in a job, and change none of its numbers: "
+        warnings.warn(what + ", ".join(texts), stacklevel=3)
+    return name, {**arguments, **_without_rivals(fields, arguments), **_own(arguments)}
+
+
+def _own(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments that are given beside those of the trainer, and count before them."""
+    return {key: value for key, value in arguments.items() if key not in _COMPLETED}
+
+
+def _without_rivals(fields: dict[str, Any], arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields less those in whose place an argument stands."""
+    rivals = {rival for key, rival in _RIVALS if key in arguments and rival not in arguments}
+    return {key: value for key, value in fields.items() if key not in rivals}
+
+
+#: An argument, and the field that it excludes.
+_RIVALS = (
+    ("max_steps", "num_train_epochs"), ("num_train_epochs", "max_steps"),
+    ("warmup_steps", "warmup_ratio"), ("warmup_ratio", "warmup_steps"),
+    ("lr_scheduler", "lr_scheduler_type"), ("eval_steps", "eval_strategy"),
+)  # fmt: skip
+
+
+#: Arguments that the trainer's complete.
+_COMPLETED = ("base", "data", "eval_data")
+#: Arguments of other trainers of TRL, and what says the same here.
+_OTHERS = {
+    "DPOConfig": "give Job(method='dpo', beta=...)",
+    "ORPOConfig": "give Job(method='orpo', beta=...)",
+}
+
+
+def _error(mistakes: Mapping[str, str], help: str = "") -> JobError:
+    """The error for fields, by name, and what is wrong with each."""
+    rows = {str(n): f"'{key}': {why}" for n, (key, why) in enumerate(mistakes.items(), 1)}
+    if len(rows) == 1:
+        return JobError(f"Job.from_trl(args): {rows['1']}", help=help)
+    what = f"Job.from_trl(args): {len(rows)} fields have no equal here"
+    return JobError(what, help=help, **rows)
+
+
+def _refuse(args: Any, given: Mapping[str, Any]) -> None:
+    """Refuse fields that change numbers and have no equal, and fields that nobody knows here."""
+    mistakes = {
+        key: f"{given[key]!r} is refused: {why}"
+        for key, (neutral, why) in REFUSED.items()
+        if key in given and not _is_like(given[key], neutral)
+    }
+    if given.get("data_seed") == given["seed"]:
+        mistakes.pop("data_seed", None)
+    for key in ("eval_steps", "save_steps"):
+        if isinstance(given.get(key), float) and given[key] % 1:
+            mistakes[key] = f"{given[key]} is refused: give a number of steps, not a part of them"
+    known = _transformers_fields(args)
+    for field in dataclasses.fields(args):
+        is_known = field.name in {*SAME, *READ, *REFUSED, *SILENT} or field.name in known
+        if not is_known and not _is_default(field, given[field.name]):
+            mistakes[field.name] = "this version of tlora-fx does not know the field"
+    if mistakes:
+        raise _error(mistakes, "leave it out" if len(mistakes) == 1 else "leave them out")
+
+
+def _transformers_fields(args: Any) -> set[str]:
+    """Fields of transformers' TrainingArguments: those that are left here change no number."""
+    home: Any = next(kind for kind in type(args).__mro__ if kind.__name__ == "TrainingArguments")
+    return {*(field.name for field in dataclasses.fields(home)), "dataset_num_proc", "eval_packing"}
+
+
+def _changed(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields that are set otherwise than by default, and that no job has."""
+    passed = {*SAME, *READ, *REFUSED, *SILENT} - {"output_dir"}
+    return {
+        field.name: given[field.name]
+        for field in dataclasses.fields(args)
+        if field.name not in passed and not _is_default(field, given[field.name])
+    }
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    if field.default_factory is not dataclasses.MISSING:
+        return bool(value == field.default_factory())
+    return _is_like(value, None if field.default is dataclasses.MISSING else field.default)
+
+
+def _is_like(value: Any, other: Any) -> bool:
+    """Whether a value is another, or both are empty."""
+    return bool(getattr(value, "value", value) == other) or (not value and not other)
+
+
+def _mapped(
+    given: Mapping[str, Any], arguments: Mapping[str, Any], told: dict[str, Any]
+) -> dict[str, Any]:
+    """The fields that a job has; adds to `told`."""
+    fields = {key: _plain(given[key]) for key in SAME if given.get(key) is not None}
+    fields["report_to"] = given.get("report_to") or "none"
+    if given["max_steps"] > 0:
+        fields["max_steps"] = given["max_steps"]
+    else:
+        fields["num_train_epochs"] = float(given["num_train_epochs"])
+    is_part = 0 < given["warmup_steps"] < 1
+    fields["warmup_ratio" if is_part else "warmup_steps"] = (
+        given["warmup_steps"] if is_part else int(given["warmup_steps"])
+    )
+    fields["shuffle"] = _plain(given.get("train_sampling_strategy", "random")) != "sequential"
+    fields["lr_scheduler_kwargs"] = given.get("lr_scheduler_kwargs") or {}
+    fields["optim_args"] = _options(given.get("optim_args"))
+    if "max_length" in given:
+        fields["max_length"] = given["max_length"] or _ENDLESS
+    if fields["eval_strategy"] == "steps":
+        fields["eval_steps"] = int(given["eval_steps"])
+    if _plain(given["save_strategy"]) == "steps":
+        fields["save_steps"] = int(given["save_steps"])
+    else:
+        told["save_strategy"] = given["save_strategy"]
+    if "base" in arguments:
+        fields["base"] = _base(arguments["base"], given, told)
+    for key in ("data", "eval_data"):
+        if key in arguments:
+            fields[key] = _data(arguments[key], given.get("dataset_text_field", "text"))
+    return fields
+
+
+#: Longest sample where samples are not cut, in tokens.
+_ENDLESS = 1 << 20
+
+
+def _plain(value: Any) -> Any:
+    return getattr(value, "value", value)
+
+
+def _options(text: Any) -> dict[str, Any]:
+    """`optim_args` of transformers, such as "momentum=0.9,nesterov=true"."""
+    if not isinstance(text, str):
+        return dict(text or {})
+    pairs = (part.partition("=") for part in text.replace(" ", "").split(",") if part)
+    return {key: _literal(value) for key, _, value in pairs}
+
+
+def _literal(text: str) -> Any:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _base(value: Any, given: Mapping[str, Any], told: dict[str, Any]) -> Any:
+    """The base, one by its name in the dtype that the arguments say."""
+    base = base_fields(value)
+    options = dict(given.get("model_init_kwargs") or {})
+    half = next((key for key in ("bf16", "fp16") if given.get(key)), None)
+    if not isinstance(base, Mapping) or "model" not in base:
+        module = base.get("module") if isinstance(base, Mapping) else None
+        wanted = {"bf16": "bfloat16", "fp16": "float16"}.get(half or "")
+        if half and module is not None and dtype_name(module) != wanted:
+            told[half] = True
+        told |= {"model_init_kwargs": options} if options else {}
+        return value
+    dtype = options.pop("dtype", options.pop("torch_dtype", None))
+    options.pop("attn_implementation", None)
+    trusts = options.pop("trust_remote_code", given.get("trust_remote_code", False))
+    if options:
+        names = ", ".join(options)
+        raise _error({"model_init_kwargs": f"{names}: load the model, and give base=model"})
+    named = {} if dtype in (None, "auto") else {"dtype": str(dtype).removeprefix("torch.")}
+    return {**named, **({"trust_remote_code": True} if trusts else {}), **base}
+
+
+def _data(value: Any, text: str) -> Any:
+    """The data, whose texts stand in the column of `dataset_text_field`."""
+    data = data_fields(value)
+    has_columns = not isinstance(data, Mapping) or "columns" in data
+    return data if text == "text" or has_columns else {**data, "columns": {"text": text}}
