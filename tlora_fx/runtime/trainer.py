@@ -226,10 +226,7 @@ class Trainer:
         return self.runs
 
     def _let_go(self) -> None:
-        """Graphs keep memory, and what processes share, which part after training.
-
-        Trackers get some time for what they have not taken yet.
-        """
+        """Free what graphs hold, which processes may share; give trackers time for the rest."""
         if self.graphs is not None and not (self.options.keeps and self.model.is_open):
             self.graphs.clear()
         for run in self.runs:
