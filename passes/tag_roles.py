@@ -15,6 +15,7 @@ from torch import fx
 
 from tlora_fx.ir.graph import AdapterSite, JobGraph, TensorRef, is_call, under
 from tlora_fx.pipeline import JobPass, Numerics, register
+from tlora_fx.tracing.export import SOME_SCALING
 
 aten = torch.ops.aten
 PARTS = {"lora_A.default": "a", "lora_B.default": "b", "lora_dropout.default": "dropout"}
@@ -65,7 +66,11 @@ def _part(node: fx.Node, path: str, site: AdapterSite) -> str | None:
     inside = path[len(site.path) + 1 :]
     if inside in PARTS and is_call(node, aten.linear.default, aten.dropout.default):
         return PARTS[inside]
-    if is_call(node, aten.mul.Tensor) and node.args[1] == site.scaling and not inside:
+    if (
+        is_call(node, aten.mul.Tensor)
+        and node.args[1] in (site.scaling, SOME_SCALING)
+        and not inside
+    ):
         return "scale"
     if is_call(node, aten.add.Tensor) and not inside:
         return "sum"

@@ -97,8 +97,7 @@ def _job(plain: Trace) -> Trace:
         )
         adapters = (repr(fields), job.adapter_dtype, repr(sites))
         code = _code(LoraLayer.__subclasses__())
-        numbers = tuple((site.path, site.rank, site.scaling) for site in sites.values())
-        plain_lora = (graph_structure(job, backbone, sites, exact), numbers)
+        plain_lora = (graph_structure(job, backbone, sites, exact), tuple(sites))
         structure = adapters if exact else plain_lora
         seen = (form, fold, adapters, code)
         traced = []

@@ -19,7 +19,7 @@ from tlora_fx.ir.storage import stored_value
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.numerics.tensors import Seeded, Unchecked
 from tlora_fx.ops import site_id
-from tlora_fx.tracing.export import SOME_RATE
+from tlora_fx.tracing.export import SOME_RATE, SOME_SCALING
 
 BANK = ".lora."
 DOWN, UP, DROPOUT = ".lora_A.default.weight", ".lora_B.default.weight", ".lora_dropout"
@@ -94,7 +94,9 @@ class Reader:
         """Factor of a branch: the site's number where the code has the traced one."""
         traced, own = self._numbers(node, str(node.meta.get("site", "")), place)
         written = node.args[1]
-        return own.scaling if own and traced and written == traced.scaling else written
+        if own and traced and written in (traced.scaling, SOME_SCALING):
+            return own.scaling
+        return written
 
     def rate(self, node: fx.Node, written: float, place: GraphLocation) -> float:
         """The rate of a dropout, likewise; that of a branch may be a placeholder."""

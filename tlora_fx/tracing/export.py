@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Hashable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +53,10 @@ if TYPE_CHECKING:
 
 # What tracing notes of a value is no part of the computation.
 ASSERTION = torch.ops.aten._assert_tensor_metadata.default
-# A graph that serves every dropout rate is traced with one, so that it has the dropouts.
+# Numbers in a graph that serves every rank, scaling and dropout rate. A rate other than 0 keeps the
+# dropouts in the graph.
+SOME_RANK = 8
+SOME_SCALING = 2.5
 SOME_RATE = 0.5
 
 
@@ -98,17 +102,27 @@ def trace_job(
 
     sites     the job's adapters on all layers (resolve_sites)
     exact     the graph serves this job's ranks, scalings and rates only; False: any, and the
-              numbers in the graph are placeholders
+              numbers in the graph are placeholders: of plain LoRA all, else the rates
+    raises    BaseNotTraceable, AttentionNotPackable, AdapterMismatch
     """
     config = job.lora_config()
+    written = sites
 
     def signature(layer: str) -> Hashable:
         return layer_signature(sites, layer, str(getattr(config, "bias", "none")), exact)
 
     if not exact and not getattr(config, "target_parameters", None):
         config.lora_dropout = SOME_RATE
+    if not exact and all(site.kind == "lora" for site in sites.values()):
+        wrap_pruned(job, backbone, sites, fold)  # with the job's own numbers
+        config.r, config.lora_alpha = SOME_RANK, SOME_RANK * SOME_SCALING
+        config.rank_pattern, config.alpha_pattern, config.use_rslora = {}, {}, False
+        written = {
+            path: replace(site, rank=SOME_RANK, scaling=SOME_SCALING)
+            for path, site in sites.items()
+        }
     plan = plan_layers(backbone, signature, fold)
-    graph = _trace(backbone, plan, form, f"job '{job.name}'", job, sites, config)
+    graph = _trace(backbone, plan, form, f"job '{job.name}'", job, written, config)
     graph.sites = sites
     return graph
 

@@ -62,7 +62,7 @@ ROOMS = (
     "tracing", "graph_file", "model", "pipeline", "ir", "ops", "codegen", "config", "errors",
     "host",
 )  # fmt: skip
-# Fields of plain LoRA that a graph has only as sites have them: ranks, scalings, paths.
+# Fields of plain LoRA that a graph has only as paths of sites: its numbers are placeholders.
 IN_SITES = frozenset({
     "alpha_pattern", "init_lora_weights", "layers_pattern", "layers_to_transform", "lora_alpha",
     "lora_dropout", "r", "rank_pattern", "target_modules", "use_rslora",
@@ -308,12 +308,14 @@ def job_key(
 
     def described() -> object:
         fields = _fields(job)
+        places = [(site.path, site.kind, site.depth) for site in sites.values()]
+        numbers = [(site.rank, site.scaling) for site in sites.values()]
         if not exact and all(site.kind == "lora" for site in sites.values()):
             fields = {name: value for name, value in fields.items() if name not in IN_SITES}
-        numbers = [(s.path, s.rank, s.scaling, s.kind, s.depth) for s in sites.values()]
+            numbers = []
         rates = [site.dropout for site in sites.values()] if exact else ()
         structure = graph_structure(job, backbone, dict(sites), exact)
-        return ("job", form, fold, exact, _literal(fields), structure, numbers, rates)
+        return ("job", form, fold, exact, _literal(fields), structure, places, numbers, rates)
 
     return _hashed(backbone, described)
 
