@@ -16,7 +16,7 @@ from tests.runtime.groups import draw_samples, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.errors import NotFinite, StepMisuse
 from tlora_fx.model.loss import ChunkedLoss
-from tlora_fx.runtime.data.samples import Sample
+from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.group_step import Batch, GroupStep
 from tlora_fx.runtime.verify import plain_base
 
@@ -354,12 +354,16 @@ def bad(sample, **changes):
 @pytest.mark.parametrize(
     ("batch", "said"),
     [
+        (lambda s: [[s]], "samples say what the batch's loss does not read"),
         (lambda s: Batch([[s]], loss="pop"), "there is no such loss"),
         (lambda s: Batch([[s]], loss=3), "a loss is a name, or a function"),
         (lambda s: Batch([[s]], loss="ppo", loss_options={"clip": 1}), "takes no such option"),
         (lambda s: Batch([[s]], loss=own_loss, loss_options={"a": 1}), "takes no such option"),
-        (lambda s: Batch([[s]], loss_options={"beta": 1}), "options are of a loss with a name"),
-        (lambda s: Batch([[s]], reduction="max"), "there is no such reduction"),
+        (
+            lambda s: Batch([[Sample(s.input_ids, s.labels)]], loss_options={"beta": 1}),
+            "options are of a loss with a name",
+        ),
+        (lambda s: Batch([[s]], loss="ppo", reduction="max"), "there is no such reduction"),
         (lambda s: bad(s, logprobs=None), "logprobs of sample 0 do not fit"),
         (lambda s: bad(s, advantages=(1.0,)), "advantages of sample 0 do not fit"),
         (lambda s: bad(s, advantages=(math.nan,) * 3), "advantages of sample 0 do not fit"),
@@ -376,6 +380,14 @@ def test_a_batch_that_does_not_fit_its_loss_is_refused(base, batch, said):
 
     assert said in str(raised.value)
     assert not group.accumulate({"one": Batch([[sample]], loss="ppo")})["one"].error
+
+
+def test_a_trainer_takes_no_samples_that_its_loss_does_not_read(base):
+    """Weights would change nothing there."""
+    sample = Sample((1, 2, 3), (-100, 2, 3), weights=(1.0, 1.0, 0.5))
+
+    with pytest.raises(StepMisuse, match="samples say what a trainer's losses do not read"):
+        JobData(job_of(base, "one"), [sample], DataReport())
 
 
 def test_a_job_that_compares_pairs_has_its_loss(base):

@@ -123,6 +123,13 @@ def require_batch(job: Job, batch: Batch, vocabulary: int, *, alone: bool) -> No
         )
     if batch.loss is not None:
         _require_loss(job, batch, samples, alone=alone)
+    elif any(sample.is_scored for sample in samples):
+        raise StepMisuse(
+            "samples say what the batch's loss does not read",
+            job=job.name,
+            found="weights, logprobs or advantages",
+            help="name the loss, such as Batch(..., loss='cross_entropy'), which reads weights",
+        )
     elif batch.loss_options:
         raise StepMisuse(
             "options are of a loss with a name",

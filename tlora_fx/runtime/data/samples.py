@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tlora_fx.config.job import Job
-from tlora_fx.errors import EmptyDataError, MixtureWeightError, NoTargetsError
+from tlora_fx.errors import EmptyDataError, MixtureWeightError, NoTargetsError, StepMisuse
 from tlora_fx.model.row_ladder import RowSize
 from tlora_fx.runtime.chats.renderer import asks_for_the_time, template_of
 from tlora_fx.runtime.data.encode_data import bad_row, tokens_of_data
@@ -135,6 +135,9 @@ class JobData:
     units       what a batch counts as one, by indices of samples: pairs ([N, 2]), or what is packed
                 into one sequence; None: each sample is one
     clock       the time that the chat template was told; None where it did not ask
+
+    raises      StepMisuse for samples with weights, log-probabilities or advantages: losses that
+                read them are of `GroupStep`
     """
 
     job: Job
@@ -144,6 +147,15 @@ class JobData:
     tokenizer: PreTrainedTokenizerBase | None = None
     units: Units | None = None
     clock: datetime | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.samples, (list, tuple)) and any(of.is_scored for of in self.samples):
+            raise StepMisuse(
+                "samples say what a trainer's losses do not read",
+                job=self.job.name,
+                found="weights, logprobs or advantages",
+                help="leave them out, or train in a loop of your own: GroupStep with Batch(loss=…)",
+            )
 
     @cached_property
     def count(self) -> int:

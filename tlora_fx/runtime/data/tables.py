@@ -270,6 +270,11 @@ class Sample:
     logprobs: tuple[float, ...] | None = None
     advantages: tuple[float, ...] | None = None
 
+    @property
+    def is_scored(self) -> bool:
+        """Whether it says what only losses of a loop of one's own read."""
+        return (self.weights, self.logprobs, self.advantages) != (None, None, None)
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
