@@ -157,7 +157,10 @@ def test_what_the_service_refuses_is_told_in_its_words(said, tmp_path, monkeypat
 
     assert say("submit", path, code=1).startswith("error[T0982] a job may not read this path")
     assert "there is no job 'b'" in say("cancel", "b", code=1)
-    assert "no such file to upload" in say("submit", path, "--upload", "none.jsonl", code=1)
+    absent = say("submit", path, "--upload", "none.jsonl", code=1)
+    assert "no such file to upload" in absent
+    folders = dict.fromkeys((path.parent.absolute(), Path.cwd()))
+    assert f"a file below {' or '.join(map(str, folders))}\n" in absent
     assert say("submit", tmp_path / "none.yaml", code=1).startswith("error[T0104]")
     monkeypatch.setenv("TLORA_FX_TOKEN", "tlora-wrong")
     assert "no such token" in say("ls", code=1)

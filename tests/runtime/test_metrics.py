@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tlora_fx.errors import MetricsError
+from tlora_fx.host import storage
 from tlora_fx.runtime.run_folder import MetricsLog, read_metrics
 
 
@@ -102,3 +104,27 @@ def test_a_folder_in_the_way_is_our_error(tmp_path):
     """What the disk refuses is said with the file's name."""
     with pytest.raises(MetricsError, match=str(tmp_path)):
         filled(tmp_path, 1)
+
+
+@pytest.mark.parametrize("where", ["mkdir", "open"])
+def test_a_line_waits_for_room_in_a_process_that_may_wait(tmp_path, monkeypatch, where):
+    """The first line too, with which the file comes; in any other process it is our own error."""
+    plain, tries = getattr(Path, where), []
+
+    def full_twice(self, *given, **named):
+        tries.append(self)
+        if len(tries) <= 2:
+            raise OSError(errno.ENOSPC, "full")
+        return plain(self, *given, **named)
+
+    monkeypatch.setattr(storage, "WAIT_SECONDS", 0.0)
+    log = MetricsLog(tmp_path / "a" / "metrics.jsonl")
+    with monkeypatch.context() as changes:
+        changes.setattr(Path, where, full_twice)
+        with pytest.raises(MetricsError):
+            log.append_evaluation(1, {"eval_loss": 1.0})
+        with storage.waits_for_room():
+            log.append_evaluation(2, {"eval_loss": 2.0})
+
+    assert len(tries) == 3
+    assert [line["step"] for line in read_metrics(log.path)] == [2]

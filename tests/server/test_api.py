@@ -182,6 +182,25 @@ def test_a_base_that_is_not_there_is_refused_at_once(asked, tmp_path, monkeypatc
     assert it.service.store.jobs() == []
 
 
+def test_a_base_beside_the_job_file_of_its_user_is_told_to_be_named_by_its_whole_path(
+    asked, tmp_path, monkeypatch
+):
+    """Whatever lies where the service was started, and however its folder was named."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    it = asked(folder=Path("runs/team"), roots=(tmp_path, EXAMPLES))
+    top = yaml.safe_load(job_file("a"))
+    told = it.submit(yaml.safe_dump(top | {"base": {"config": "base"}})).json()
+    assert (told["what"], told["facts"]["base.config"]) == ("the base is not there", "base")
+
+    top["jobs"][0] |= {"adapter": "adapter"}
+    (tmp_path / "adapter").mkdir()
+    text = it.submit(yaml.safe_dump(top)).json()["text"]
+    assert "adapter" in text
+    assert "submitted" not in text
+    assert str(tmp_path / "adapter") not in text
+
+
 def test_a_link_out_of_a_root_is_refused(asked, tmp_path):
     """A root holds what lies in it, not what it points to."""
     root = tmp_path / "root"

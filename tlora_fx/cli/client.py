@@ -199,10 +199,11 @@ def _find(job_file: Path, written: Path) -> Path:
     beside = job_file.parent / written
     there = [path for path in (beside, written) if is_file(path)]
     if not there:
+        folders = dict.fromkeys((job_file.parent.absolute(), Path.cwd()))
         raise UploadRefused(
             "there is no such file to upload",
             file=written,
-            expected=f"a file below {job_file.parent.absolute()}, or below {Path.cwd()}",
+            expected=f"a file below {' or '.join(map(str, folders))}",
             help="name one that is there: --upload FILE, or --upload NAME=FILE",
         )
     if len(there) == 2 and not beside.samefile(written):

@@ -215,7 +215,8 @@ class RayUnreachable(TloraError, code="T0959"):
 class StorageFailed(TloraError, code="T0960"):
     """A file of a run cannot be read or written, for example because the disk is full.
 
-    `run` and `serve` end with it, and go on when they are started again with the same `-o`. A
+    `run` and `serve` wait while their disk is nearly full. They end with this error if a file
+    cannot be written all the same, and go on when they are started again with the same `-o`. A
     request that the service answers with it has changed nothing: send it again later.
     """
 

@@ -73,14 +73,17 @@ class MetricsLog:
         if not self.writes:
             return
         record = {k: None if _is_endless(value) else value for k, value in values.items()}
+        line = json.dumps(record).encode() + b"\n"
         try:
-            if self._file is None:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = self.path.open("ab", buffering=0)
-            line, file = json.dumps(record).encode() + b"\n", self._file
-            until_there_is_room(lambda: append(file, line))
+            until_there_is_room(lambda: append(self._opened(), line))
         except OSError as error:
             raise self._refused(error) from error
+
+    def _opened(self) -> IO[bytes]:
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self.path.open("ab", buffering=0)
+        return self._file
 
     def sync(self) -> None:
         """Wait until the disk holds every line; raises MetricsError when it refuses."""

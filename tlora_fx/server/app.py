@@ -243,7 +243,8 @@ def _refused(what: str) -> TokenRefused:
     return TokenRefused(
         what,
         expected="Authorization: Bearer TOKEN",
-        help="ask whoever runs the service for one: `tlora-fx tokens add NAME -o RUN`",
+        help="set TLORA_FX_TOKEN or --token; whoever runs the service makes one with `tlora-fx "
+        "tokens add NAME -o RUN`",
     )
 
 

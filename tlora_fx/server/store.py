@@ -863,7 +863,11 @@ class ServiceStore:
     ) -> None:
         if priority > user.priority:
             raise QuotaReached(
-                "no such priority", expected=f"at most {user.priority}", found=priority
+                "the priority is above the user's limit",
+                expected=f"at most {user.priority}",
+                found=priority,
+                help="submit with a lower --priority; an administrator raises the limit with "
+                "`tlora-fx tokens add NAME --priority P`",
             )
         if user.jobs is not None:
             mine = self._jobs(base, "owned.final IS NULL AND owned.user = ?", user.name)

@@ -327,6 +327,14 @@ class Intake:
                 # What a pattern names may be a link to another place.
                 matches = glob.iglob(str(folder / _home(text)), recursive=True)  # noqa: PTH207
                 inside = all(self._is_inside(folder, Path(match)) for match in matches)
+            if where.startswith("base") and named and not (here or _home(text).is_absolute()):
+                raise SubmissionRefused(
+                    "the base is not there",
+                    **{where: text},
+                    expected="the id of a base on the hub, or a folder that the service was "
+                    "started with (--root), by its whole path",
+                    help="ask the operator where the base lies on the service's machine",
+                )
             if not inside:
                 raise SubmissionRefused(
                     "a job may not read this path",
@@ -493,4 +501,6 @@ def _text(where: str, value: object) -> Iterator[tuple[str, str]]:
 
 
 def _without(folder: Path, text: str) -> str:
-    return text.replace(f"{folder}/", "").replace(str(folder), "the submission")
+    for written in (str(folder.absolute()), str(folder)):
+        text = text.replace(f"{written}/", "").replace(written, "the submission")
+    return text
