@@ -166,7 +166,16 @@ FACTS = (
         (aten.softmax, aten._softmax, aten.log_softmax),
         of_row="it reduces over the row",
         of_pieces="it normalises over what is cut",
-        rows_only=(aten.cumsum, aten.sort, aten.argsort, aten.topk, aten.flip),
+        rows_only=(
+            *(aten.cumsum, aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp),
+            *(aten.sort, aten.argsort, aten.topk, aten.flip),
+        ),
+    ),
+    Fact(
+        _along,
+        (),
+        of_row="it transforms the row",
+        rows_only=(aten.fft_fft, aten.fft_ifft, aten.fft_rfft, aten.fft_irfft),
     ),
     Fact(
         _normalised,

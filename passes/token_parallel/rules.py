@@ -69,11 +69,14 @@ def find_rule(target: Any) -> Rule | None:
     *(getattr(aten, name) for name in ("zeros_like", "ones_like", "full_like", "empty_like")),
     *(aten.fill, aten.__and__, aten.__or__),
     *(getattr(aten, name) for name in ("softplus", "gelu", "silu", "broadcast_to", "expand_as")),
+    *(aten.real, aten.imag),
     aten.polar,
     aten.complex,
 )
 def pointwise(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     """Every element by itself; shapes broadcast from the right."""
+    if not isinstance(node.meta["val"], torch.Tensor):
+        raise MixesTokens("it lists the places of the row that a condition chooses")
     ndim = rank_of(node)
     found = {
         axis_of(source) - rank_of(source) + ndim

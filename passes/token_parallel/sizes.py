@@ -11,6 +11,7 @@ value beyond.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,9 +30,9 @@ MEANS = frozenset({"mean", "var", "std", "var_mean", "std_mean"})
 PACKED = ((13,), (18,), (40,))
 BATCH = ((3, 13), (4, 13), (3, 18), (3, 40))
 #: A tensor of a fixed form is computed at so many sizes up to this one, and around powers of two.
-SWEPT, POWERS = [*range(41, 512, 7), *range(512, 4200, 61), 4200], 17
+SWEPT, POWERS = [*range(41, 512, 7), *range(512, 4200, 61), 4200], (17, 13)
 #: Numbers of a tensor that is computed at a size far from those above.
-MAX_FAR = 1 << 25
+MAX_FAR = 1 << 26
 #: Tensors that hold one number, whatever the values of what they are made like.
 FACTORIES = frozenset({
     aten.ones_like.default, aten.zeros_like.default, aten.full_like.default,
@@ -159,10 +160,14 @@ class RowSizes:
                 numbers |= self._numbers_in(item)
         value = node.meta.get("val")
         shape = value.shape if isinstance(value, Tensor) else ()
-        fixed, open_dims = 1, 0
+        fixed, grows = 1, Counter[Any]()
         for size in shape:
-            open_dims += isinstance(size, torch.SymInt)
-            fixed *= 1 if isinstance(size, torch.SymInt) else size
+            if isinstance(size, torch.SymInt):
+                grows.update(size.node.expr.free_symbols)
+            else:
+                fixed *= size
+        open_dims = max(grows.values(), default=0)
+        fixed *= self.tried[0][0] if len(grows) > 1 else 1
         return _Known(
             compute, True, numbers,
             max([fixed, *(item.fixed for item in inputs.values())]),
@@ -225,7 +230,7 @@ class RowSizes:
         around = {n * k for n in numbers for k in few} | {n // k for n in numbers for k in few}
         tried = {n + d for n in numbers | around for d in (-1, 0, 1)}
         if known.open_dims <= 1:
-            powers = range(largest.bit_length(), POWERS + 1)
+            powers = range(largest.bit_length(), POWERS[known.open_dims] + 1)
             tried |= {(1 << n) + d for n in powers for d in (-1, 0, 1)}
         if still:
             tried |= {*SWEPT}
@@ -310,7 +315,7 @@ class _Known:
     sized        whether a size takes part
     numbers      whole numbers that it was made with
     fixed        the most numbers that any tensor on the way holds, without its open dimensions
-    open_dims    the most dimensions of such a tensor that are sizes of the row
+    open_dims    the most dimensions of such a tensor that grow with one size of the row
     """
 
     def __init__(

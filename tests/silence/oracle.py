@@ -247,6 +247,7 @@ def cross_entropy(model: Any, sequence: Sequence[int]) -> Tensor:
     """The sum of what each token's logits cost for the next token."""
     ids = torch.tensor([sequence])
     out = model(ids)
-    logits = getattr(out, "logits", out)[0, :-1]
+    logits = out["logits"] if type(out) is dict else getattr(out, "logits", out)
+    logits = logits[0, :-1]
     right = logits.gather(1, ids[0, 1:, None])[:, 0]
     return (logits.logsumexp(1) - right).sum()

@@ -19,11 +19,11 @@ class Four(Plain):
 
 
 class Named(Plain):
-    """Logits in a dictionary."""
+    """Logits in a dictionary, under another name."""
 
     def forward(self, ids: Tensor) -> dict[str, Tensor]:
         """Hidden states and logits."""
-        return {"hidden": self.embed(ids), "logits": super().forward(ids)}
+        return {"hidden": self.embed(ids), "scores": super().forward(ids)}
 
 
 @pytest.mark.parametrize(

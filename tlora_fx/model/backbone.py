@@ -103,6 +103,11 @@ def text_config(model: nn.Module) -> Any:
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
+def named_logits(out: Any) -> Any:
+    """What a forward returns under the name logits, attribute or key of a dict; else all of it."""
+    return out.get("logits", out) if type(out) is dict else getattr(out, "logits", out)
+
+
 def longest_sequence(model: nn.Module) -> int | None:
     """Number of positions of a sequence, None where there is no limit.
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import is_frozen
 from tlora_fx.ir.graph import PEFT_PREFIX
-from tlora_fx.model.backbone import Backbone, build_skeleton
+from tlora_fx.model.backbone import Backbone, build_skeleton, named_logits
 from tlora_fx.numerics.interpreter import HALF
 from tlora_fx.numerics.noise import disturbed_embeddings
 from tlora_fx.numerics.tensors import Seeded, Unchecked
@@ -191,7 +191,7 @@ class BaseAlone:
                     out = model(ids)
         except Exception as error:
             raise BaseFails(ids.shape[1], error) from error
-        logits: Any = getattr(out, "logits", out)
+        logits: Any = named_logits(out)
         result: Tensor = logits[0] if isinstance(logits, tuple) else logits
         return result
 

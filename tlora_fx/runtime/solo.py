@@ -196,7 +196,7 @@ def _loss(
         )
         loss: Tensor = out.loss
         return loss
-    logits = getattr(out, "logits", out)
+    logits = out["logits"] if type(out) is dict else getattr(out, "logits", out)
     flat = logits[:, :-1].float().flatten(0, 1)
     return F.cross_entropy(flat, labels[:, 1:].flatten(), reduction="sum") / targets
 

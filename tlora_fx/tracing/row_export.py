@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from tlora_fx.errors import BaseRefused, StateChanged, TloraError
 from tlora_fx.ir.graph import TABLES, Form
+from tlora_fx.model.backbone import named_logits
 from tlora_fx.model.batch import PADDING
 from tlora_fx.tracing.attention import row_of
 from tlora_fx.tracing.guards import SizeGuards
@@ -108,18 +109,18 @@ class TracedRow(nn.Module):
 
 
 def _logits_of(out: Any) -> Tensor:
-    """The logits among what a model returns: alone, first, or an attribute of that name.
+    """The logits among what a model returns: alone, first, or by that name.
 
     raises    BaseRefused
     """
-    logits = getattr(out, "logits", out)
+    logits = named_logits(out)
     if isinstance(logits, tuple) and logits:
         logits = logits[0]
     if isinstance(logits, Tensor) and logits.dim() == 3:
         return logits
     raise BaseRefused(
         "the base's forward returns no logits of a language model",
-        expected="a tensor [batch, tokens, vocabulary], alone, first, or the attribute logits",
+        expected="a tensor [batch, tokens, vocabulary], alone, first, or named logits",
         found=f"a tensor of {logits.dim()} dimensions"
         if isinstance(logits, Tensor)
         else type(logits).__name__,
