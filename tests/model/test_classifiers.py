@@ -312,7 +312,7 @@ def test_an_encoder_that_nobody_knows_as_one_is_refused(tmp_path, monkeypatch):
         ({"labels": 0}, "one label at least"),
         ({"labels": 2, "problem_type": "regression"}, "one number"),
         ({"labels": 32, "problem_type": MANY}, "at most 31"),
-        ({"task": "CAUSAL_LM", "labels": 2}, "task: SEQ_CLS"),
+        ({"task": "CAUSAL_LM", "labels": 2}, "task='SEQ_CLS'"),
     ],
 )
 def test_a_base_whose_labels_make_no_problem_is_refused(fields, words):

@@ -454,7 +454,7 @@ def test_plans_and_bases_that_have_no_whole_layers_are_refused(base):
         (EVA | {"eva_config": {"rho": 1.0, "tau": 2}}, "0 <= n <= 1"),
         (CORDA | {"lora_dropout": 0.1}, "'lora_dropout' exclude each other"),
         (CORDA | {"use_dora": True}, "'use_dora' exclude each other"),
-        (EVA | {"lora_bias": True}, "true or false"),
+        (EVA | {"lora_bias": True}, "True or False"),
         (EVA | {"target_parameters": ["experts.up"]}, "'eva' is of linear modules"),
     ],
 )

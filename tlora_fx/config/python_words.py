@@ -26,8 +26,6 @@ _INNER = re.compile(r"\{(\w+): ([\w.-]+)\}")
 #: Words of job files.
 _WORDS = {
     r"\bunder 'base'": "in 'base'",
-    r"\bunknown key\b": "unknown argument",
-    r"\bknown keys:": "known arguments:",
     r"\bnull\b": "None",
     r" in the job file\b": " in the job",
     r"\bjob file\b": "job",

@@ -186,6 +186,9 @@ def _of_argument(called: str, mistake: Mistake) -> Mistake:
     at = f"{called}({mistake.loc[0]}=...)" if mistake.loc else f"{called}(...)"
     texts = (mistake.what, mistake.expected, mistake.found, mistake.help)
     what, expected, found, help = map(words_of_python, texts)
+    if mistake.loc and mistake.what == f"unknown key '{mistake.loc[0]}'":
+        what = f"unknown argument '{mistake.loc[0]}'"
+        help = help.replace("known keys:", "known arguments:")
     return Mistake(mistake.loc, f"{at}: {what}", expected, found, help)
 
 
