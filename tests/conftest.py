@@ -58,6 +58,9 @@ LONG = (
     "numerics/test_probe.py",
 )
 
+# Folders whose files share compiled models: one worker runs all of them, and compiles once.
+TOGETHER = ("tests/inspect/",)
+
 # What was traced and probed is kept between test runs; its names say what decides it, its code too
 # (tests/traced_once.py). All else that a user's cache holds is of one run.
 _RUN = "" if "TLORA_FX_TEST_RUN" in os.environ else tempfile.mkdtemp(prefix="tlora-fx-run-")
@@ -128,6 +131,21 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     os.environ[forked.VARIABLE] = str(server.client)
     for spec in specs:
         spec.python = str(server.client)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give a worker whole files, and of some folders all files."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class FoldersTogether(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return next((folder for folder in TOGETHER if file.startswith(folder)), file)
+
+    return FoldersTogether(config, log)
 
 
 def import_tests(config: pytest.Config) -> None:

@@ -34,6 +34,7 @@ from tlora_fx.errors import (
     StoppedAfter,
     TloraError,
 )
+from tlora_fx.host import collector
 from tlora_fx.host.environment import LOG, log_words
 from tlora_fx.host.phases import phase
 from tlora_fx.inspect.instruments import Watch, watch_from
@@ -97,6 +98,7 @@ OnFailure = Callable[[Prepared, Runner, TloraError], None]
 
 @phase("tracing")
 @looking_once()
+@collector.rarely()
 def compile(
     jobs: Jobs,
     pipeline: str | Pipeline | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import time
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -45,6 +46,11 @@ def report(name, step, **more):
     return SimpleNamespace(job=name, step=step, loss=1.5, round=round_)
 
 
+def repeats(what, line):
+    """Whether a line says how long something takes so far; a busy machine may be slow."""
+    return re.fullmatch(rf"{what}: \d+ s so far", line) is not None
+
+
 def test_what_takes_long_is_told_again_and_again():
     """The first line at once, later ones with the seconds; none after the end."""
     console = plain()
@@ -54,12 +60,13 @@ def test_what_takes_long_is_told_again_and_again():
         while len(told(console)) < 3 and time.monotonic() < end:
             time.sleep(0.01)
         working.now("comparing")
-        while told(console)[-1] != "comparing: 0 s so far" and time.monotonic() < end:
+        while not repeats("comparing", told(console)[-1]) and time.monotonic() < end:
             time.sleep(0.01)
     count = len(told(console))
     time.sleep(0.05)
 
-    assert told(console)[1] == "measuring: 0 s so far"
+    assert repeats("measuring", told(console)[1])
+    assert repeats("comparing", told(console)[-1])
     assert len(told(console)) == count
 
 
@@ -108,7 +115,8 @@ def test_a_start_says_what_it_is_doing():
     phases.end()
 
     lines = told(console)
-    assert lines[:2] == ["starting", "reading the data: 0 s so far"]
+    assert lines[0] == "starting"
+    assert repeats("reading the data", lines[1])
     assert lines.count("first step after 3.0 s: data 2.0, other 1.0") == 1
 
 

@@ -38,3 +38,29 @@ def test_without_a_command_of_its_own_nothing_changes(restored):
 
     assert gc.get_threshold() == restored
     assert gc.get_freeze_count() == frozen
+
+
+def test_compiling_collects_rarely_and_leaves_the_collector_as_it_was(restored):
+    """Also where it fails."""
+    gc.set_threshold(700, 10, 10)
+    found = []
+
+    @collector.rarely()
+    def fail():
+        found.append(gc.get_threshold())
+        raise ValueError("refused")
+
+    with pytest.raises(ValueError, match="refused"):
+        fail()
+    assert found == [collector.THRESHOLDS]
+    assert gc.get_threshold() == (700, 10, 10)
+
+
+@pytest.mark.parametrize("thresholds", [(0, 10, 10), (500_000, 5, 5)])
+def test_who_collects_more_rarely_or_never_goes_on_to_do_so(restored, thresholds):
+    """Whoever has switched the collector off has a reason."""
+    gc.set_threshold(*thresholds)
+    with collector.rarely():
+        assert gc.get_threshold() == thresholds
+
+    assert gc.get_threshold() == thresholds

@@ -69,12 +69,12 @@ def test_phases_of_two_threads_run_beside_each_other() -> None:
     def load() -> None:
         with phase("weights"):
             inside.set()
-            read.wait(10)
+            read.wait(60)
 
     thread = threading.Thread(target=load, name="loader")
     with phase("data"):
         thread.start()
-        inside.wait(10)
+        inside.wait(60)
         running = start.running()
         read.set()
         thread.join()

@@ -66,26 +66,38 @@ def told(graph: fx.Graph) -> str:
     )
 
 
-def cut_in_nano_batches(folder: Path) -> dict[str, Any]:
-    """Run a model cut over the group with N = 1, then in nano-batches, eager and compiled."""
+def cut_in_nano_batches(folder: Path) -> list[float]:
+    """How far a model cut over the group is from N = 1, for several N."""
+    nano, parts = _cut(folder)
+    expected = models.run_fused(nano.model, parts)
+    return [errors(nano, count, parts, expected) for count in (2, 3, 8)]
+
+
+def compiled_in_nano_batches(folder: Path) -> dict[str, Any]:
+    """The same with compiled layers, and the schedule of each graph."""
+    nano, parts = _cut(folder)
+    model = nano.model
+    expected = models.run_fused(model, parts)
+    graphs: list[fx.Graph] = []
+    model.compile(backend=eager_backend(seen=graphs))
+    nano.count = 1
+    nano(models.row_of(model, parts))
+    graphs.clear()
+    return {
+        "error": errors(nano, 2, parts, expected),
+        "orders": [told(graph) for graph in graphs],
+    }
+
+
+def _cut(folder: Path) -> tuple[NanoModel, list[JobTokens]]:
+    """This process's part of a model that is cut over the group."""
     use_group("tp", dist.group.WORLD)
     jobs = dropping_jobs(base_of(folder / str(dist.get_rank()), "llama"))
     whole, parts = whole_model(jobs), sequences()
     models.run_fused(whole, parts)
     model: SuperModel = cut_model(whole, dist.get_rank(), dist.get_world_size())
     take_adapters(model, whole)
-    expected = models.run_fused(model, parts)
-    found: dict[str, Any] = {}
-    nano = NanoModel(model)
-    found["eager"] = [errors(nano, count, parts, expected) for count in (2, 3, 8)]
-    graphs: list[fx.Graph] = []
-    model.compile(backend=eager_backend(seen=graphs))
-    nano.count = 1
-    nano(models.row_of(model, parts))
-    graphs.clear()
-    found["compiled"] = [errors(nano, 2, parts, expected)]
-    found["orders"] = [told(graph) for graph in graphs]
-    return found
+    return NanoModel(model), parts
 
 
 def sharded_inside(folder: Path) -> dict[str, Any]:

@@ -19,11 +19,9 @@ from tlora_fx.parallel import peer_copies
 from tlora_fx.parallel.peer_copies import SideStreams, _sharded_leaves
 
 PROCESSES = 3  # which divide neither the widths nor the vocabulary
-PLANS: dict[str, dict[str, Any]] = {
-    "resharded": {},
-    "kept": {"keep_gathered": True},
-    "computed again": {"recompute": True},
-}
+PLANS: dict[str, dict[str, Any]] = {"resharded": {}, "kept": {"keep_gathered": True}}
+#: Slow.
+MORE_PLANS: dict[str, dict[str, Any]] = {"computed again": {"recompute": True}}
 
 
 def share_on_cpus() -> None:
@@ -72,10 +70,13 @@ def _held(module: nn.Module) -> int:
     return sum(whole.__self__._flat.untyped_storage().size() for whole in wholes)
 
 
-def run_both(folder: Path) -> dict[str, list[dict[str, Any]]]:
+Told = dict[str, Any]
+
+
+def run_both(folder: Path, plans: dict[str, dict[str, Any]]) -> dict[str, Told]:
     """Every plan by collectives, then by copies; how many modules gathered by copies."""
     os.environ[PEER_COPIES] = "off"
-    collectives = [run_rounds(folder, options) for options in PLANS.values()]
+    collectives = {name: run_rounds(folder, options) for name, options in plans.items()}
     os.environ[PEER_COPIES] = "on"
     share_on_cpus()
     made: list[int] = []
@@ -86,22 +87,34 @@ def run_both(folder: Path) -> dict[str, list[dict[str, Any]]]:
         once(self, *given)
 
     peer_copies.PeerGather.__init__ = counted  # type: ignore[method-assign]
-    copies = [run_rounds(folder, options) for options in PLANS.values()]
-    return {"collectives": collectives, "copies": copies, "gathers": [{"made": len(made)}]}
+    copies = {name: run_rounds(folder, options) for name, options in plans.items()}
+    return {"collectives": collectives, "copies": copies, "gathers": {"made": len(made)}}
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[dict[str, Any]]]]:
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Told]]:
     folder = tmp_path_factory.mktemp("copies")
     write_base(folder)
-    return run_processes(PROCESSES, run_both, folder)
+    return run_processes(PROCESSES, run_both, folder, PLANS)
 
 
-@pytest.mark.parametrize("place", range(len(PLANS)), ids=list(PLANS))
-def test_copies_train_what_collectives_train(told: Any, place: int) -> None:
+@pytest.mark.parametrize("name", PLANS)
+def test_copies_train_what_collectives_train(told: Any, name: str) -> None:
     """Bit for bit, with shards of unequal sizes, in rounds whose weights are gathered anew."""
+    require_same(told, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE_PLANS)
+def test_copies_train_what_collectives_train_by_more_plans(tmp_path: Path, name: str) -> None:
+    """Bit for bit too."""
+    write_base(tmp_path)
+    require_same(run_processes(PROCESSES, run_both, tmp_path, {name: MORE_PLANS[name]}), name)
+
+
+def require_same(told: Any, name: str) -> None:
     for process in told:
-        by_copies, by_collectives = process["copies"][place], process["collectives"][place]
+        by_copies, by_collectives = process["copies"][name], process["collectives"][name]
 
         assert by_copies["losses"] == by_collectives["losses"]
         assert len(by_copies["gradients"]) > 0
@@ -111,9 +124,9 @@ def test_copies_train_what_collectives_train(told: Any, place: int) -> None:
 def test_whole_weights_are_let_go_of(told: Any) -> None:
     """After a round no module holds what it gathered, and every one has gathered by copies."""
     for process in told:
-        assert all(found["held"] == 0 for found in process["copies"])
+        assert all(found["held"] == 0 for found in process["copies"].values())
         # Four layers, the loss and the embedding.
-        assert process["gathers"] == [{"made": 6 * len(PLANS)}]
+        assert process["gathers"] == {"made": 6 * len(PLANS)}
 
 
 def test_exchanged_shards_are_noticed() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -84,13 +85,30 @@ def test_a_loop_of_steps_is_what_the_trainer_does(tmp_path, jobs, data):
         assert_same(adapter(group, name), load_file(tmp_path / name / "adapter_model.safetensors"))
 
 
-@settings(
-    max_examples=6, deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)  # fmt: skip
-@given(st.lists(st.sets(st.sampled_from("abcd"), min_size=1), min_size=1, max_size=6))
+ROUNDS = st.lists(st.sets(st.sampled_from("abcd"), min_size=1), min_size=1, max_size=6)
+SEARCHED: dict[str, Any] = {
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+}
+
+
+@settings(max_examples=2, **SEARCHED)
+@given(ROUNDS)
 def test_jobs_step_when_they_want(jobs, data, rounds):
     """Whoever shares a row with a job, its losses and its adapter are those that it has alone."""
+    require_as_alone(jobs, data, rounds)
+
+
+@pytest.mark.slow
+@settings(max_examples=20, **SEARCHED)
+@given(ROUNDS)
+def test_jobs_step_when_they_want_in_many_orders(jobs, data, rounds):
+    """The same, searched longer."""
+    require_as_alone(jobs, data, rounds)
+
+
+def require_as_alone(jobs, data, rounds):
+    """Losses and adapters after such rounds are those that each job has alone."""
     group = group_of(*jobs.values())
     losses: dict[str, list[float]] = {}
     for names in rounds:

@@ -1,4 +1,4 @@
-"""Python's collection of garbage in a process that is started for one command.
+"""Python's collection of garbage where many objects are made that stay.
 
 A start makes millions of objects that stay: modules, graphs, compiled code. Collections that look
 at all of them again and again take an eighth of a start's CPU time, and taking all of them apart
@@ -8,6 +8,8 @@ takes seconds behind the command's end.
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 #: Between collections of a start: allocations, and collections of younger objects.
 THRESHOLDS = 100_000, 50, 100
@@ -30,6 +32,21 @@ def settle() -> None:
     gc.freeze()
     gc.set_threshold(*_before)
     _before = None
+
+
+@contextmanager
+def rarely() -> Iterator[None]:
+    """Collect rarely inside, as a start does, and as before behind it; may stand in itself.
+
+    A process that collects more rarely, or never, goes on to do so.
+    """
+    before = gc.get_threshold()
+    if 0 < before[0] < THRESHOLDS[0]:
+        gc.set_threshold(*THRESHOLDS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def leave() -> None:
