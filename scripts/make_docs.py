@@ -34,6 +34,8 @@ REFERENCE: Mapping[str, tuple[str, ...]] = {
         "tlora_fx.config.job_file",
     ),
     "training": (
+        "tlora_fx.api.train",
+        "tlora_fx.api.results",
         "tlora_fx.runtime.trainer",
         "tlora_fx.runtime.callbacks",
         "tlora_fx.backend",
