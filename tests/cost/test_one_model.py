@@ -129,7 +129,7 @@ def test_known_bases_are_as_their_models_compile(base):
     assert named.base_bytes == pytest.approx(compiled.base_bytes, rel=1e-6)
     for name in ("hidden", "vocabulary", "tensors", "trained", "states", "trained_bytes", "jobs"):
         assert getattr(named, name) == getattr(compiled, name)
-    for name in ("structure", "weight_bytes", "room_bytes", "matrices", "attention", "trained"):
+    for name in ("structure", "weight_bytes", "tail_bytes", "matrices", "attention", "trained"):
         assert getattr(named.layers[0], name) == getattr(compiled.layers[0], name)
 
 
