@@ -441,12 +441,12 @@ def test_plans_and_bases_that_have_no_whole_layers_are_refused(base):
 @pytest.mark.parametrize(
     ("lora", "said"),
     [
-        ({"init_lora_weights": "eva"}, "needs eva_config: {rho: 1.0}"),
+        ({"init_lora_weights": "eva"}, "needs eva_config={'rho': 1.0}"),
         ({"init_lora_weights": "eva", "eva_config": {}}, "with rho 2 moves ranks"),
         ({"init_lora_weights": "eva", "eva_config": {"rho": 1.5}}, "with rho 1.5 moves ranks"),
         (EVA | {"rank_pattern": {"q_proj": 2}}, "'rank_pattern' exclude each other"),
-        ({"eva_config": {"rho": 1.0}}, "'eva_config' needs init_lora_weights: eva"),
-        (EVA | {"corda_config": {}}, "'corda_config' needs init_lora_weights: corda"),
+        ({"eva_config": {"rho": 1.0}}, "'eva_config' needs init_lora_weights='eva'"),
+        (EVA | {"corda_config": {}}, "'corda_config' needs init_lora_weights='corda'"),
         (CORDA | {"corda_config": {"cache_file": "x"}}, "'cache_file' is refused"),
         (CORDA | {"corda_config": {"covariance_file": "x"}}, "'covariance_file' is refused"),
         (CORDA | {"corda_config": {"corda_method": "kpn"}}, "one of ipm, kpm"),

@@ -79,7 +79,8 @@ def test_an_architecture_trains_or_is_refused_as_the_page_says(tmp_path, name):
 def test_the_page_has_the_table_of_the_survey():
     """One line an architecture that trains, and one line a reason of refusals."""
     section = PAGE.read_text(encoding="utf-8").partition("\n## Architectures\n")[2]
-    head, dashes, *rows = [line for line in section.splitlines() if line.startswith("| ")]
+    table = section[section.index("| architecture ") :].partition("\n\n")[0]
+    head, dashes, *rows = table.splitlines()
     trained = [row(name, entry) for name, entry in SURVEY.items() if "form" in entry]
     reasons = dict.fromkeys(entry["refused"] for entry in SURVEY.values() if "refused" in entry)
 

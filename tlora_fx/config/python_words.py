@@ -27,6 +27,7 @@ _INNER = re.compile(r"\{(\w+): ([\w.-]+)\}")
 _WORDS = {
     r"\bunder 'base'": "in 'base'",
     r"\bnull\b": "None",
+    r"\btrue or false\b": "True or False",
     r" in the job file\b": " in the job",
     r"\bjob file\b": "job",
 }

@@ -125,7 +125,7 @@ class Interpreter:
                 return self.dropouts.drop(node, args, place)
             if is_call(node, ATTENTION):
                 args = self.dropouts.with_site(node, args, place)
-            if node.meta.get("part") == "scale" and not isinstance(node.args[1], fx.Node):
+            if self.reader.scales(node):
                 args = (args[0], self.reader.scaling(node, place), *args[2:])
             return target(*args, **kwargs)
         except (Unchecked, CannotRun):

@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite, GroupGraph, JobGraph, TensorRef
+from tlora_fx.ir.graph import (
+    PEFT_PREFIX,
+    AdapterSite,
+    GroupGraph,
+    JobGraph,
+    TensorRef,
+    is_call,
+)
 from tlora_fx.ir.lora_sites import lowered_sites
 from tlora_fx.ir.storage import stored_value
 from tlora_fx.model.adapter_bank import AdapterBank
@@ -90,9 +97,23 @@ class Reader:
             return self._vector(place.path(ref.name), value)
         return value
 
+    def scales(self, node: fx.Node) -> bool:
+        """Whether an operator multiplies a branch by its scaling, which is a number in the code.
+
+        Before tag-roles the operator's module says so.
+        """
+        if len(node.args) < 2 or isinstance(node.args[1], fx.Node):
+            return False
+        if "role" in node.meta:
+            return node.meta.get("part") == "scale"
+        sites = self._sites.get(self._job_of(node), {})
+        found = is_call(node, torch.ops.aten.mul.Tensor) and node.args[1] == SOME_SCALING
+        return found and node.meta.get("path") in sites
+
     def scaling(self, node: fx.Node, place: GraphLocation) -> Any:
         """Factor of a branch: the site's number where the code has the traced one."""
-        traced, own = self._numbers(node, str(node.meta.get("site", "")), place)
+        site = str(node.meta.get("site") or node.meta.get("path", ""))
+        traced, own = self._numbers(node, site, place)
         written = node.args[1]
         if own and traced and written in (traced.scaling, SOME_SCALING):
             return own.scaling
