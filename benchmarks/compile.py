@@ -122,7 +122,10 @@ class Bound:
 
 
 def measure(case: Case) -> Run:
-    """Compile one case in this process, which must have imported nothing yet."""
+    """Compile one case in this process, which must have imported nothing yet.
+
+    Its caches and its base's config lie in the folder that $TLORA_FX_CACHE names.
+    """
     started = _now()
     import peft  # noqa: F401  (compiling would import it)
     import transformers  # noqa: F401
@@ -132,17 +135,20 @@ def measure(case: Case) -> Run:
     from tlora_fx.inspect.dump import dump
 
     imported = _now()
-    with tempfile.TemporaryDirectory() as folder:
-        config = COMMON | case.sizes | {"num_hidden_layers": case.layers}
-        Path(folder, "config.json").write_text(json.dumps(config))
-        base = BaseSpec(config=folder, dtype="bfloat16")
-        jobs = [Job(name=f"job-{i}", base=base, **_job(i)) for i in range(case.jobs)]
-        before = _now()
-        model = compile(jobs, verify=case.verify)
-        compiled = _now()
-        dump(model, Path(folder, "build"))
+    # Beside the caches: a base is known by its folder, too.
+    folder = Path(os.environ["TLORA_FX_CACHE"], "base")
+    folder.mkdir(parents=True, exist_ok=True)
+    config = COMMON | case.sizes | {"num_hidden_layers": case.layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    base = BaseSpec(config=folder, dtype="bfloat16")
+    jobs = [Job(name=f"job-{i}", base=base, **_job(i)) for i in range(case.jobs)]
+    before = _now()
+    model = compile(jobs, verify=case.verify)
+    compiled = _now()
+    with tempfile.TemporaryDirectory() as build:
+        dump(model, Path(build))
         dumped = _now()
-        lines = len(Path(folder, "build", "ssm.txt").read_text().splitlines())
+        lines = len(Path(build, "ssm.txt").read_text().splitlines())
     return Run(
         import_wall=imported[0] - started[0],
         import_cpu=imported[1] - started[1],
