@@ -160,6 +160,16 @@ def test_data_that_is_not_there_is_refused_at_once(asked, fields, where, told):
     assert it.state() == before
 
 
+def test_data_that_lies_where_the_service_was_started_is_not_there(asked, tmp_path, monkeypatch):
+    """As where its user and the service have one folder, and the upload was forgotten."""
+    (tmp_path / "x.jsonl").write_text('{"text": "hello"}\n')
+    monkeypatch.chdir(tmp_path)
+    answer = asked().submit(job_file("a", data="x.jsonl"))
+
+    assert (answer.status_code, answer.json()["what"]) == (422, "a data file is not there")
+    assert "client submit JOBS.yaml --upload x.jsonl" in answer.json()["text"]
+
+
 def test_a_base_that_is_not_there_is_refused_at_once(asked, tmp_path, monkeypatch):
     """A folder without a config or weights, with pickles, and a hub id where there is no hub."""
     it = asked(roots=(EXAMPLES, tmp_path))

@@ -336,8 +336,9 @@ class Intake:
             named = named or where.endswith(("adapter", "config", "compute_metrics"))
             here = is_there(folder / text)
             paths = [folder / _home(text)] if named or here else []
-            # What is no path here may be one where the service was started.
-            paths += [Path(text)] if is_there(text) and not here else []
+            # What is no path here may be one where the service was started. A data file never is.
+            elsewhere = is_there(text) and not (here or text.endswith(DATA_SUFFIXES))
+            paths += [Path(text)] if elsewhere else []
             inside = all(self._is_inside(folder, path) for path in paths)
             if inside and is_pattern(text):
                 patterns[str(folder / _home(text))] = where, text
