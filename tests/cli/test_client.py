@@ -16,6 +16,7 @@ import pytest
 from tests.server.conftest import as_scheduled, asked, job_file, listen  # noqa: F401  (a fixture)
 from tlora_fx.cli import client, main
 from tlora_fx.cli.client import uploads
+from tlora_fx.cli.serve import ServeCommandOptions, _guarded_store
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.errors import ServiceUnreachable, UploadRefused
 
@@ -207,6 +208,15 @@ def test_tokens_are_made_listed_and_revoked(tmp_path, capsys):
     assert token.startswith("tlora-")
     assert row.split()[:3] == ["alice", "1", "3"]
     assert revoked == "alice: 1 revoked"
+
+
+def test_serve_requires_tokens_for_good_once_it_was_told_to(tmp_path):
+    """The ledger remembers; before, and without the option, a run without users requires none."""
+    run = tmp_path / "run"
+
+    assert not _guarded_store(run, ServeCommandOptions()).tokens_required()
+    assert _guarded_store(run, ServeCommandOptions(require_tokens=True)).tokens_required()
+    assert _guarded_store(run, ServeCommandOptions(host="0.0.0.0")).tokens_required()
 
 
 def test_jobs_are_listed_by_pages_and_removed_once_they_have_ended(said, monkeypatch, tmp_path):

@@ -203,7 +203,9 @@ def test_a_field_of_the_config_of_another_kind_is_told(base, field, value):
     assert f"wrong '{field}'" in told(base)
 
 
-@pytest.mark.parametrize("field", ["num_hidden_layers", "hidden_size", "vocab_size"])
+@pytest.mark.parametrize(
+    "field", ["num_hidden_layers", "hidden_size", "vocab_size", "head_dim", "num_experts"]
+)
 def test_a_config_that_asks_for_more_than_the_weights_hold_is_told(base, field):
     """Before a model of that size is built."""
     config = json.loads((base / "config.json").read_text()) | {field: 10**9}

@@ -259,6 +259,32 @@ def test_a_ledger_of_the_first_format_is_read_and_migrated(tmp_path):
     assert held == [(1, 60.0), (2, 0.0)]
 
 
+def test_a_ledger_of_the_second_format_is_read_and_migrated(tmp_path):
+    """It has what groups are charged, and not the groups and the last decision of each job."""
+    path = tmp_path / "ledger.sqlite"
+    with closing(sqlite3.connect(path)) as base:
+        base.executescript((OLD_FORMATS / "ledger-1.sql").read_text())
+        base.executescript("""
+            ALTER TABLE epochs ADD COLUMN held REAL NOT NULL DEFAULT 0;
+            UPDATE epochs SET held = 7;
+            UPDATE facts SET value = '2' WHERE name = 'format';
+            INSERT INTO decisions (time, groups, waiting)
+                VALUES (1, '[]', '["alice.new"]'), (2, '[]', '["alice.new"]');
+        """)
+    Ledger(path).close()
+
+    with closing(sqlite3.connect(path)) as base:
+        facts = dict(base.execute("SELECT name, value FROM facts"))
+        held = base.execute("SELECT held FROM epochs").fetchall()
+        members = base.execute("SELECT job, epoch FROM members ORDER BY job, epoch").fetchall()
+        last = base.execute("SELECT max(number) FROM decisions").fetchone()
+        decided = base.execute("SELECT decision FROM decided WHERE job = 'alice.new'").fetchone()
+    assert (facts["format"], facts["version"]) == ("3", __version__)
+    assert held == [(7.0,), (7.0,)]
+    assert members == [("alice.done", 1), ("alice.half", 1), ("alice.half", 2)]
+    assert decided == last
+
+
 def dumped(path):
     with closing(sqlite3.connect(path)) as base:
         return list(base.iterdump())

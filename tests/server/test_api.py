@@ -21,6 +21,7 @@ from tlora_fx.errors import LedgerError, ServiceRefused, TokenRefused
 from tlora_fx.scheduler.executor import Drained, Finished
 from tlora_fx.scheduler.state import Group
 from tlora_fx.scheduler.store import Ledger
+from tlora_fx.server import submission
 from tlora_fx.server.app import make_service
 from tlora_fx.server.store import ServiceStore, User
 from tlora_fx.server.submission import IntakeLimits
@@ -159,6 +160,16 @@ def test_data_that_is_not_there_is_refused_at_once(asked, fields, where, told):
     assert it.state() == before
 
 
+def test_data_that_lies_where_the_service_was_started_is_not_there(asked, tmp_path, monkeypatch):
+    """As where its user and the service have one folder, and the upload was forgotten."""
+    (tmp_path / "x.jsonl").write_text('{"text": "hello"}\n')
+    monkeypatch.chdir(tmp_path)
+    answer = asked().submit(job_file("a", data="x.jsonl"))
+
+    assert (answer.status_code, answer.json()["what"]) == (422, "a data file is not there")
+    assert "client submit JOBS.yaml --upload x.jsonl" in answer.json()["text"]
+
+
 def test_a_base_that_is_not_there_is_refused_at_once(asked, tmp_path, monkeypatch):
     """A folder without a config or weights, with pickles, and a hub id where there is no hub."""
     it = asked(roots=(EXAMPLES, tmp_path))
@@ -223,6 +234,26 @@ def test_a_pattern_of_files_out_of_a_root_is_refused(asked, tmp_path, pattern):
 
     answer = it.submit(job_file("a", data=path))
     assert answer.json()["what"] == "a job may not read this path"
+
+
+def test_patterns_are_looked_up_for_a_bounded_time_by_a_few_requests_of_a_user(asked, monkeypatch):
+    """In a process of its own: each `**` may stand for any of the folders, however many there are.
+
+    Nothing is kept, and a pattern that is right is taken as before.
+    """
+    it = asked()
+    files = {"a/" * 90 + "x.jsonl": it.upload(b'{"text": "hello"}\n')}
+    before = it.state()
+    with monkeypatch.context() as changes:
+        changes.setattr(submission, "LOOK_SECONDS", 0.5)
+        slow = it.submit(job_file("a", data="**/" * 12 + "none.jsonl"), files=files)
+        changes.setattr(submission, "MAX_LOOKS", 0)
+        many = it.submit(job_file("a", data="**/x.jsonl"), files=files)
+
+    assert (slow.status_code, many.status_code) == (422, 429)
+    assert "takes too long to find the files" in slow.json()["what"]
+    assert it.state() == before
+    assert it.submit(job_file("a", data="**/x.jsonl"), files=files).status_code == 201
 
 
 BAD = [

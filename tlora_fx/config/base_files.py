@@ -47,7 +47,11 @@ _BITS = {
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 #: Fields that no checkpoint fits where they exceed its largest dimension, as far as a packed form
 #: may have shortened that.
-_WIDTHS = ("hidden_size", "intermediate_size", "vocab_size", "n_embd", "n_inner", "d_model")
+_WIDTHS = (
+    "hidden_size", "intermediate_size", "moe_intermediate_size", "vocab_size", "n_embd", "n_inner",
+    "d_model", "head_dim", "num_attention_heads", "num_key_value_heads", "n_head", "num_experts",
+    "num_local_experts", "n_routed_experts",
+)  # fmt: skip
 _PACKED = 16
 #: Limits of these fields where there are no weights to compare with. No known model is near them.
 MAX_LAYERS, MAX_WIDTH = 4096, 1 << 22

@@ -11,7 +11,6 @@ the submission itself, into which its uploads are put.
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import io
 import json
@@ -22,7 +21,9 @@ import shutil
 import tarfile
 import threading
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,7 @@ from tlora_fx.host.durable import link_or_copy
 from tlora_fx.host.storage import missing_bytes
 from tlora_fx.runtime.data.rows import is_local
 from tlora_fx.scheduler.local.recovery import RESERVED
+from tlora_fx.server.file_patterns import look_up
 from tlora_fx.server.store import (
     FOLDER,
     OwnedJob,
@@ -59,6 +61,11 @@ logger = logging.getLogger(__name__)
 JOB_FILE = "jobs.yaml"
 #: Old jobs that are removed in one transaction.
 REMOVED_AT_A_TIME = 100
+#: For which the files that a submission names by patterns are looked up.
+LOOK_SECONDS = 10.0
+#: Submissions of a user whose patterns are looked up at a time; each holds a thread of those that
+#: answer.
+MAX_LOOKS = 4
 #: Keys below `base`, and below a job or the defaults, that may hold a path.
 _BASE_PATHS = ("model", "tokenizer", "config")
 _JOB_PATHS = ("adapter",)
@@ -97,6 +104,8 @@ class Intake:
         # By number, submissions whose job file is not written yet, and who may write them.
         self._late: dict[int, Submission] = {}
         self._handing_over = threading.Lock()
+        self._looks: Counter[str] = Counter()
+        self._counting_looks = threading.Lock()
 
     def restore(self) -> None:
         """Put back what a killed service did not come to, and remove what nobody was told of."""
@@ -277,11 +286,14 @@ class Intake:
             self._place(user, folder, name, sha256)
         try:
             top = read_yaml(path).value
-            self._require_inside(folder, top)
+            patterns = self._require_inside(folder, top)
+            matched = self._matched(user, folder, patterns)
             jobs = load_job_file(path, trust_remote_code=self.limits.trust_remote_code).jobs
-            self._require_data(folder, top, files)
+            self._require_data(folder, top, files, matched)
             _require_base(jobs[0].base)
             return jobs
+        except QuotaReached:
+            raise
         except TloraError as error:
             # The user knows nothing of our folders.
             facts = {name: _without(folder, text) for name, text in error.facts.items()}
@@ -310,8 +322,12 @@ class Intake:
                 "two files cannot have these names", found=name, help="rename one of them"
             ) from None
 
-    def _require_inside(self, folder: Path, top: object) -> None:
-        """Refuse paths that jobs may not read, before anything looks at them."""
+    def _require_inside(self, folder: Path, top: object) -> dict[str, tuple[str, str]]:
+        """Refuse paths that jobs may not read, before anything looks at them.
+
+        returns   by pattern, where it stands and its text: what they name is not looked up here
+        """
+        patterns = {}
         for where, text in _paths(top):
             if "://" in text or "\0" in text:
                 raise SubmissionRefused("a job reads files and the hub alone", **{where: text})
@@ -320,13 +336,12 @@ class Intake:
             named = named or where.endswith(("adapter", "config", "compute_metrics"))
             here = is_there(folder / text)
             paths = [folder / _home(text)] if named or here else []
-            # What is no path here may be one where the service was started.
-            paths += [Path(text)] if is_there(text) and not here else []
+            # What is no path here may be one where the service was started. A data file never is.
+            elsewhere = is_there(text) and not (here or text.endswith(DATA_SUFFIXES))
+            paths += [Path(text)] if elsewhere else []
             inside = all(self._is_inside(folder, path) for path in paths)
             if inside and is_pattern(text):
-                # What a pattern names may be a link to another place.
-                matches = glob.iglob(str(folder / _home(text)), recursive=True)  # noqa: PTH207
-                inside = all(self._is_inside(folder, Path(match)) for match in matches)
+                patterns[str(folder / _home(text))] = where, text
             if where.startswith("base") and named and not (here or _home(text).is_absolute()):
                 raise SubmissionRefused(
                     "the base is not there",
@@ -336,20 +351,72 @@ class Intake:
                     help="ask the operator where the base lies on the service's machine",
                 )
             if not inside:
-                raise SubmissionRefused(
-                    "a job may not read this path",
-                    **{where: text},
-                    expected=", ".join(map(str, self.limits.roots)) or "an upload, or a hub id",
-                    help="upload the file, or have the service started with --root FOLDER",
-                )
+                raise self._outside(where, text)
+        return patterns
 
-    def _require_data(self, folder: Path, top: object, files: Mapping[str, str]) -> None:
-        """Refuse data files that are not there; what is in them is read by another process."""
+    def _outside(self, where: str, text: str) -> SubmissionRefused:
+        return SubmissionRefused(
+            "a job may not read this path",
+            **{where: text},
+            expected=", ".join(map(str, self.limits.roots)) or "an upload, or a hub id",
+            help="upload the file, or have the service started with --root FOLDER",
+        )
+
+    def _matched(
+        self, user: User, folder: Path, patterns: Mapping[str, tuple[str, str]]
+    ) -> set[str]:
+        """Patterns that name files; refuse those that name a link to another place.
+
+        patterns   as of `_require_inside`
+        raises     SubmissionRefused; QuotaReached
+        """
+        if not patterns:
+            return set()
+        folders = [str(each) for each in (folder.resolve(), *self._roots)]
+        with self._look_of(user):
+            looked = look_up(list(patterns), folders, LOOK_SECONDS)
+        if looked is None:
+            where, text = next(iter(patterns.values()))
+            raise SubmissionRefused(
+                "it takes too long to find the files of its patterns",
+                **{where: text},
+                expected=f"at most {LOOK_SECONDS:g} s for all of them",
+                help="name a folder that has fewer files below it, and `**` once",
+            )
+        for (where, text), matches in zip(patterns.values(), looked, strict=True):
+            if not matches.inside:
+                raise self._outside(where, text)
+        return {path for path, matches in zip(patterns, looked, strict=True) if matches.some}
+
+    @contextmanager
+    def _look_of(self, user: User) -> Iterator[None]:
+        """Count a look-up of a user's; raises QuotaReached where there are too many."""
+        with self._counting_looks:
+            if self._looks[user.name] >= MAX_LOOKS:
+                raise QuotaReached(
+                    "too many submissions with patterns of files at a time",
+                    expected=f"at most {MAX_LOOKS}",
+                    help="submit again when the others are answered",
+                )
+            self._looks[user.name] += 1
+        try:
+            yield
+        finally:
+            with self._counting_looks:
+                self._looks[user.name] -= 1
+
+    def _require_data(
+        self, folder: Path, top: object, files: Mapping[str, str], matched: set[str]
+    ) -> None:
+        """Refuse data files that are not there; what is in them is read by another process.
+
+        matched   patterns that name files
+        """
         for where, text in _paths(top):
             path = str(folder / _home(text))
             if not where.endswith(".path") or not is_local(text) or is_there(path):
                 continue
-            if is_pattern(path) and next(glob.iglob(path, recursive=True), None):  # noqa: PTH207
+            if path in matched:
                 continue
             raise _absent_data(where, text, sorted(files))
 
