@@ -107,8 +107,9 @@ class Reader:
         if "role" in node.meta:
             return node.meta.get("part") == "scale"
         sites = self._sites.get(self._job_of(node), {})
-        found = is_call(node, torch.ops.aten.mul.Tensor) and node.args[1] == SOME_SCALING
-        return found and node.meta.get("path") in sites
+        if not is_call(node, torch.ops.aten.mul.Tensor) or node.meta.get("path") not in sites:
+            return False
+        return bool(node.args[1] == SOME_SCALING)
 
     def scaling(self, node: fx.Node, place: GraphLocation) -> Any:
         """Factor of a branch: the site's number where the code has the traced one."""
