@@ -276,6 +276,24 @@ def test_a_job_beside_other_losses_is_to_the_bit_what_it_is_beside_none(base):
     assert all(torch.equal(each, found[1][1][name]) for name, each in found[0][1].items())
 
 
+@pytest.mark.parametrize("kind", [list, torch.tensor])
+def test_what_samples_say_may_be_lists_or_tensors(base, kind):
+    """A rollout's numbers come as either."""
+    batch = batch_of("ppo", random.Random(7), "k")
+    other = [
+        [replace(s, logprobs=kind(s.logprobs), advantages=kind(s.advantages)) for s in micro]
+        for micro in batch.micro_batches
+    ]
+    losses = [
+        GroupStep(compile([job_of(base, "one")]), device="cpu")
+        .accumulate({"one": each})["one"]
+        .loss
+        for each in (batch, replace(batch, micro_batches=other))
+    ]
+
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+
+
 def test_gradients_of_sums_add_over_calls(base):
     """Two calls with half a batch each are one call with all of it."""
     batch = batch_of("cispo", random.Random(2), "z", reduction="sum")

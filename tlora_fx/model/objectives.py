@@ -7,9 +7,9 @@ loss by sequence needs the log-probabilities of a whole sequence before any of i
 All losses are sums over tokens; who asks for a mean divides by a normalizer.
 
 sources   importance sampling and the clipped ratio: Schulman et al., Proximal Policy Optimization
-          Algorithms, equations 6 and 7; cispo: MiniMax-M1, equation 4; gspo in its token form:
-          Zheng et al., Group Sequence Policy Optimization, equation 14; dro: Richemond et al.,
-          Offline Regularised Reinforcement Learning, equation 5
+          Algorithms, equations 6 and 7; cispo: MiniMax-M1; gspo, in its token form: Zheng et al.,
+          Group Sequence Policy Optimization; dro: Richemond et al., Offline Regularised
+          Reinforcement Learning for Large Language Models Alignment
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-#: Of a token, in the order of the columns of `TokenTerms.values`.
+#: What a sample may say of a token, in the order of the columns of `TokenTerms.values`.
 FIELDS = ("weights", "logprobs", "advantages")
-#: Losses by token, and what may be set of each with its value by default.
+#: Losses by token, each with its options and their defaults.
 BY_TOKEN: Mapping[str, Mapping[str, float]] = {
     "cross_entropy": {},
     "importance_sampling": {},
@@ -32,7 +32,7 @@ BY_TOKEN: Mapping[str, Mapping[str, float]] = {
     "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "dro": {"beta": 0.05},
 }
-#: Losses by sequence, likewise.
+#: Losses by sequence, each with its options and their defaults.
 BY_SEQUENCE: Mapping[str, Mapping[str, float]] = {
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
 }
@@ -42,8 +42,8 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": (),
     **dict.fromkeys(("importance_sampling", "ppo", "cispo", "dro", "gspo"), FIELDS[1:]),
 }
-#: Of one sequence: the log-probabilities of its target tokens, [n], and what its sample says of
-#: these, by name, [n] each; the sum of the losses, and numbers to report, if any.
+#: From the log-probabilities of a micro-batch's sequences, [n] each, and what their samples say of
+#: these tokens, by name, to the sum of the losses, or that and numbers to report by name.
 OwnLoss: TypeAlias = Callable[[list[Tensor], list[Mapping[str, Tensor]]], Any]
 _KINDS = {name: kind for kind, name in enumerate(BY_TOKEN)}
 

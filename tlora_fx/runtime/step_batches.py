@@ -207,6 +207,6 @@ def _targets(sample: Sample, shift: int) -> list[int]:
 def _of_targets(sample: Sample, shift: int, names: Iterable[str]) -> dict[str, list[float]]:
     """What a sample says of its target tokens; weights are 1 where it says none."""
     places = _targets(sample, shift)
-    weights = sample.weights or (1.0,) * len(sample.labels)
+    weights = (1.0,) * len(sample.labels) if sample.weights is None else sample.weights
     said = {"weights": weights} | {name: getattr(sample, name) for name in names}
     return {name: [of[at] for at in places] for name, of in said.items() if of is not None}

@@ -273,7 +273,8 @@ class Sample:
     @property
     def is_scored(self) -> bool:
         """Whether it says what only losses of a loop of one's own read."""
-        return (self.weights, self.logprobs, self.advantages) != (None, None, None)
+        said = (self.weights, self.logprobs, self.advantages)
+        return any(of is not None for of in said)
 
 
 @dataclass(frozen=True, slots=True)
