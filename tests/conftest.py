@@ -193,6 +193,18 @@ def no_trace_log(one_thread: None) -> None:
         log.propagate = True
 
 
+@pytest.fixture(autouse=True)
+def no_service_log() -> Iterator[None]:
+    """Take back what `serve` makes of its process's loggers: its stderr is gone after the test."""
+    yield
+    for name in ("tlora_fx.server", "uvicorn.error"):
+        log = logging.getLogger(name)
+        if not log.propagate:
+            log.handlers.clear()
+            log.setLevel(logging.NOTSET)
+            log.propagate = True
+
+
 @pytest.fixture(scope="session", autouse=True)
 def nothing_synced() -> Iterator[None]:
     """Wait for no disk: processes are killed here, machines lose no power."""
