@@ -547,15 +547,17 @@ def _through(it: Admission, server: Slow, until=lambda: False) -> list:
     return answers
 
 
-@pytest.mark.parametrize("what", ["read", "prepare"])
+@pytest.mark.parametrize("what", ["read", "prepare", "restore"])
 def test_a_user_with_one_submission_has_the_second_turn(tmp_path, no_disk, what):
-    """Beside another one who had sent 200 before, in reading files and in preparing jobs."""
+    """Beside another one who had sent 200 before: in reading, in preparing and at a restart."""
     it = Admission(tmp_path, server := Slow())
     for user, count in (("alice", 200), ("bob", 1)):
         for index in range(count):
             name = f"{user}.{index}"
             if what == "read":
                 it.read(Path(f"/{name}"), user)
+            elif what == "restore":
+                it.restore([{"name": name}], {}, user)
             else:
                 it.prepare([{"name": name}], 0.0, user)
 

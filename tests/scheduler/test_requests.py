@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -170,6 +171,36 @@ def test_a_base_whose_config_was_edited_is_compiled_again(base, tmp_path, monkey
     requests._compiled.clear()
     facts_of_job(job("two", own))
     assert compiled == ["one", "two"]
+
+
+def test_what_was_compiled_serves_other_seeds_and_no_other_code(base, monkeypatch, tmp_path):
+    """A seed draws other numbers into the same shapes; other code or libraries may find others."""
+    known, compiled = facts_of_job(job("one", base)), []
+    monkeypatch.setattr(requests, "_kept_in", [])
+    monkeypatch.setattr(
+        requests, "_facts_by_compiling", lambda one: compiled.append(one.name) or known
+    )
+    requests.keep_facts(tmp_path / "facts")
+    for name, seed, code in (("one", 1, "x"), ("two", 2, "x"), ("three", 1, "y")):
+        monkeypatch.setattr(requests, "_code", lambda code=code: [code])
+        requests._compiled.clear()
+        facts_of_job(job(name, base.model_copy(update={"seed": seed})))
+    requests._compiled.clear()
+
+    assert compiled == ["one", "three"]
+
+
+def test_the_newest_facts_are_kept(tmp_path, monkeypatch):
+    """However many bases a service has seen; a folder that is not there has none."""
+    requests.forget_old_facts(tmp_path / "facts")
+    (tmp_path / "facts").mkdir()
+    for second in range(5):
+        (tmp_path / "facts" / f"{second}.json").touch()
+        os.utime(tmp_path / "facts" / f"{second}.json", (second, second))
+    monkeypatch.setattr(requests, "FACTS_KEPT", 2)
+    requests.forget_old_facts(tmp_path / "facts")
+
+    assert sorted(path.name for path in (tmp_path / "facts").iterdir()) == ["3.json", "4.json"]
 
 
 def test_ranks_that_differ_by_module_are_compiled(base):

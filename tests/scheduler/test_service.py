@@ -426,6 +426,29 @@ def test_a_job_whose_base_is_gone_at_a_restart_waits_for_the_next_one(tmp_path, 
     require_trained_once(tmp_path / "run", {"a": 60, "b": 60})
 
 
+def test_new_jobs_train_while_those_of_an_earlier_process_are_looked_at(tmp_path, monkeypatch):
+    """A base that takes long to look at holds up its own jobs alone."""
+    for name in "ab":
+        write_job(tmp_path / "jobs", name, 60)
+    run(tmp_path / "jobs", tmp_path / "run", until=stop_at_work)
+    write_job(tmp_path / "jobs", "c", 10)
+
+    def restored(self, job):
+        while job.name == "b" and not (tmp_path / "go").exists():
+            time.sleep(0.01)
+
+    def go(it):
+        status = {record.name: record.status for record in it.ledger.jobs()}
+        if status.get("c") == "done":
+            (tmp_path / "go").touch()
+
+    monkeypatch.setattr(Prepared, "restored", restored)
+    run(tmp_path / "jobs", tmp_path / "run", until=go)
+
+    assert (tmp_path / "go").exists()
+    require_trained_once(tmp_path / "run", {"a": 60, "b": 60, "c": 10})
+
+
 @pytest.mark.parametrize("accept", [False, True])
 def test_a_job_of_other_data_waits_at_a_restart_unless_that_is_accepted(
     tmp_path, monkeypatch, accept

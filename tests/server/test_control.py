@@ -24,7 +24,7 @@ from tests.server.conftest import EXAMPLES, job_file, request
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.policies import policy_of
-from tlora_fx.scheduler.service import opened
+from tlora_fx.scheduler.service import Submitters, opened
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.server import control
 from tlora_fx.server.app import make_app, make_service
@@ -59,13 +59,16 @@ def states(it):
 def run(it, script, *, slots=1):
     """Turn a run as `serve` does until a script is through: it yields while it waits."""
     output = it.folder
-    as_served = options(linger=None, horizon=0.2, retries=False, removes_files=True)
+    store = it.store
+    as_served = options(
+        linger=None, horizon=0.2, retries=False, removes_files=True,
+        submitters=Submitters(store.user_of_file, store.user_of_job, store.owns),
+    )  # fmt: skip
     with opened(
         it.store.inbox, output, Cluster(slots, slots, 1, "cpu"), policy_of("megatron"), Roofline(),
         Prepared(), EventLog(it.store), as_served,
     ) as running:  # fmt: skip
         running.before_advance = Control(it.store, output, running)
-        running.user_of, running.is_wanted = it.store.user_of_file, it.store.owns
         steps = script()
         while running.turn() and next(steps, "over") != "over":
             time.sleep(0.01)
@@ -128,6 +131,36 @@ def test_a_job_that_trains_is_cancelled_after_its_step_and_its_group_goes_on(tmp
     [a, b] = it.store.jobs()
     assert (a.status, b.status) == ("done", "cancelled")
     assert 0 < a.steps < a.total
+
+
+def test_a_job_that_is_cancelled_before_it_is_restored_does_not_go_on(tmp_path, monkeypatch):
+    """Another of its name that comes meanwhile trains all of its own steps, and only those."""
+    it = made(tmp_path / "run")
+    submit(it, "a", steps=100_000)
+
+    def stop():
+        yield from until(lambda: begun(it, "a"))
+
+    run(it, stop)
+    steps = len(done(it, "a"))
+    monkeypatch.setattr(Prepared, "restored", partial(_waits_for, tmp_path / "go"))
+
+    def cancel():
+        it.store.want(ME, "a", "cancel")
+        yield from until(lambda: states(it)["a"] == "cancelled")
+        it.intake.submit(ME, "a again", job_file("a", max_steps=5), {}, 0)
+        yield from until(lambda: states(it)["a"] == "done")
+        (tmp_path / "go").touch()
+        yield from until(lambda: not (it.folder / "admission" / "000001").exists())
+
+    run(it, cancel)
+    assert done(it, "a")[steps:] == [1, 2, 3, 4, 5]
+
+
+def _waits_for(file, job):
+    """Restore a job once there is a file."""
+    while not file.exists():
+        time.sleep(0.01)
 
 
 def test_a_name_of_a_cancelled_job_is_another_jobs(tmp_path):

@@ -152,20 +152,22 @@ def run(options: ServeCommandOptions) -> None:
 
     store = _guarded_store(options.output, options)
 
-    from tlora_fx.scheduler.service import Estimates, opened
+    from tlora_fx.scheduler.service import Estimates, Submitters, opened
     from tlora_fx.server.control import Control, EventLog
 
     cluster, kind, adapted = placed(options)
     estimates = Estimates(cluster, tuple(options.profile or ()))
     # What was refused is its user's to submit anew.
-    service = replace(options.service(kind, estimates), retries=False, removes_files=True)
+    service = replace(
+        options.service(kind, estimates), retries=False, removes_files=True,
+        submitters=Submitters(store.user_of_file, store.user_of_job, store.owns),
+    )  # fmt: skip
     events = EventLog(store, cluster.unit)
     with opened(
         store.inbox, options.output, cluster, policy, estimates.estimator, estimates,
         events, adapted(service),
     ) as running:  # fmt: skip
         running.before_advance = Control(store, options.output, running)
-        running.user_of, running.is_wanted = store.user_of_file, store.owns
         # Only now: another service may hold the folder.
         answer = partial(_answer, options, cluster.gpus, cluster.gpu, policy.name)
         with StopSignals(running), _answering(options, answer, events) as answering:

@@ -7,12 +7,14 @@ name a folder share it. torch is loaded when the first base is compiled.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +27,7 @@ from tlora_fx.errors import StepsUnknown
 from tlora_fx.host.durable import replace_shared_file
 from tlora_fx.host.memory import total_bytes
 from tlora_fx.host.quiet_import import quiet_import
+from tlora_fx.host.sources import own_source
 from tlora_fx.scheduler.state import JobRequest
 
 #: LoRA fields that change no shape, or only scale all of them with the rank.
@@ -35,6 +38,8 @@ _WITHOUT_RANK = ("rank_pattern", "use_dora", "bias", "lora_bias", "modules_to_sa
                  "trainable_token_indices")  # fmt: skip
 DEFAULT_RANK = 8
 FACTS = TypeAdapter(ModelFacts)
+#: Files of facts that a run which goes on keeps, the newest; each has some KiB.
+FACTS_KEPT = 1000
 _compiled: dict[str, ModelFacts] = {}
 _kept_in: list[Path] = []
 
@@ -44,6 +49,14 @@ def keep_facts(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     _kept_in[:] = [folder]
     _compiled.clear()
+
+
+def forget_old_facts(folder: Path) -> None:
+    """Remove all but the newest `FACTS_KEPT` files of a folder that may not be there."""
+    with suppress(OSError):
+        newest = sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime_ns)
+        for path in newest[FACTS_KEPT:]:
+            path.unlink(missing_ok=True)
 
 
 def base_of(job: Job) -> str:
@@ -188,7 +201,9 @@ def facts_of_job(job: Job) -> ModelFacts:
         name: value for name, value in lora_fields.items() if name not in _SCALING or not scales
     }
     dtypes = [job.adapter_dtype, job.adapter_compute]
-    fields = {"base": _base_fields(job.base), "lora": shape, "dtypes": dtypes}
+    # Bases that differ in the numbers of their random weights are of one shape.
+    base = {name: value for name, value in _base_fields(job.base).items() if name != "seed"}
+    fields = {"base": base, "lora": shape, "dtypes": dtypes}
     key = _digest(fields)
     if key not in _compiled:
         _compiled[key] = _kept_facts(job, fields)
@@ -203,11 +218,8 @@ def _kept_facts(job: Job, fields: Mapping[str, object]) -> ModelFacts:
     """A job's facts: those that a process has left in the folder, or by compiling it."""
     path = None
     if _kept_in and job.base.module is None:
-        # A config that was edited since makes another model.
-        config = Path(job.base.config or job.base.model or "")
-        config = config / "config.json" if config.is_dir() else config
-        content = config.read_bytes().hex() if config.is_file() else ""
-        path = _kept_in[0] / f"{_digest({**fields, 'content': content}, 64)}.json"
+        decided = {**fields, "content": _content_of(job.base), "code": _code()}
+        path = _kept_in[0] / f"{_digest(decided, 64)}.json"
         with suppress(OSError, ValidationError):
             return FACTS.validate_json(path.read_bytes())
     facts = _facts_by_compiling(job)
@@ -215,6 +227,21 @@ def _kept_facts(job: Job, fields: Mapping[str, object]) -> ModelFacts:
         with suppress(OSError):
             replace_shared_file(path, FACTS.dump_json(facts))
     return facts
+
+
+def _content_of(base: BaseSpec) -> list[str]:
+    """Hashes of a base's config, which may be edited, and of code that it brings."""
+    source = Path(base.config or base.model or "")
+    files = [source / "config.json" if source.is_dir() else source]
+    if base.trust_remote_code and source.is_dir():
+        files += sorted(source.rglob("*.py"))
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+
+
+@functools.cache
+def _code() -> list[str]:
+    """What compiles: this package as it is, and its libraries."""
+    return [own_source(), *(version(name) for name in ("torch", "transformers", "peft"))]
 
 
 def _facts_by_compiling(job: Job) -> ModelFacts:

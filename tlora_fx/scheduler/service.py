@@ -325,6 +325,21 @@ def _stamp(path: Path) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
+@dataclass(frozen=True, slots=True)
+class Submitters:
+    """Who has submitted what; users take turns in having their jobs prepared.
+
+    of_file   user whose job file a path is; "": nobody's
+    of_job    user of a job that a run goes on with, by its name; "": nobody's
+    wants     whether a job of a file is still wanted: a run that goes on may read a file of which
+              one job was removed
+    """
+
+    of_file: Callable[[Path], str] = lambda path: ""
+    of_job: Callable[[str], str] = lambda name: ""
+    wants: Callable[[Path, str], bool] = lambda path, name: True
+
+
 LOOK_SECONDS = 1.0
 #: Seconds between the writes by which running groups are charged for their GPUs; a scheduler that
 #: is killed leaves at most so many uncharged.
@@ -349,6 +364,7 @@ class RunOptions:
     grace_seconds   that groups have to stop when the run is told to; then they are killed
     executor    makes what runs groups, from the arguments of `LocalExecutor`
     layout_of   how a group is spread over its GPUs; None: over all of them, by rows
+    submitters  the users of a service; a run has none
     """
 
     loop: LoopOptions = field(
@@ -360,6 +376,7 @@ class RunOptions:
     retries: bool = True
     removes_files: bool = False
     layout_of: LayoutOf | None = None
+    submitters: Submitters = Submitters()
     worker: str = WORKER
     admission: AdmissionLimits = field(default_factory=AdmissionLimits)
     admission_worker: str = ADMISSION
@@ -493,10 +510,6 @@ class SchedulerService:
     jobs             folder of job files, or one file
     specs            by name, what the runner of an active job must know
     before_advance   called in each turn once all news are heard, before anything is decided
-    user_of          user whose job file a path is: users take turns in having theirs prepared; "":
-                     nobody's
-    is_wanted        whether a job of a file is still wanted: a run that goes on may read a file of
-                     which one job was removed
     """
 
     jobs: Path
@@ -511,8 +524,6 @@ class SchedulerService:
     folder: HeldFolder
     stopping: bool = False
     before_advance: Callable[[], None] = lambda: None
-    user_of: Callable[[Path], str] = lambda path: ""
-    is_wanted: Callable[[Path, str], bool] = lambda path, name: True
     files: JobFolder = field(init=False)
     _looked: float = float("-inf")
     _heartbeat: float = field(default_factory=time.monotonic)
@@ -521,8 +532,10 @@ class SchedulerService:
     _open: dict[Path, OpenFile] = field(default_factory=dict)
     _origins: dict[str, str] = field(default_factory=dict)
     _missing: set[str] = field(default_factory=set)
-    _left: dict[str, JobRecord | None] = field(default_factory=dict)
-    _restored: list[JobRecord] = field(default_factory=list)
+    # Jobs of an earlier process: those of which it is not known yet whether they can go on, and
+    # those that can and are not submitted yet, by their places in the ledger.
+    _left: dict[str, tuple[int, JobRecord]] = field(default_factory=dict)
+    _restored: dict[int, JobRecord] = field(default_factory=dict)
     _gathered: list[JobPrepared] = field(default_factory=list)
     _gathering: float = 0.0
     _holds: bool = False
@@ -534,13 +547,13 @@ class SchedulerService:
         )
 
     def go_on(self) -> None:
-        """Take up what an earlier process left, once it is known that it can go on."""
+        """Take up what an earlier process left, each job once it is known that it can go on."""
         self._busy = self.executor.now()
         left, count = self.ledger.active_jobs(), self.ledger.job_count()
         if count:
             self.callback.resumed(count, count - len(left))
             self._restate_active("queued")
-        self._left = {record.name: record for record in left}
+        self._left = {record.name: (place, record) for place, record in enumerate(left)}
         if not self.options.removes_files:
             self._origins = self.ledger.origins()
         for record in self.ledger.refused_jobs() if self.options.retries else ():
@@ -549,7 +562,12 @@ class SchedulerService:
                 self.ledger.forget_file(self._origins[record.name])
         accept = self.options.local.accept_changes
         sources = {r.name: r.path for r in left if r.path and not accept}
-        self.admission.restore([record.spec for record in left], sources)
+        by_user: dict[str, list[Mapping[str, Any]]] = {}
+        for record in left:
+            user = self.options.submitters.of_job(record.name)
+            by_user.setdefault(user, []).append(record.spec)
+        for user, specs in by_user.items():
+            self.admission.restore(specs, sources, user)
 
     def turn(self) -> bool:
         """Look for jobs, hear of groups, decide what is due; False when the run is over.
@@ -580,7 +598,7 @@ class SchedulerService:
         looks = self._time_to_look()
         if looks:
             self.folder.require_there()
-        if looks and not self.stopping and not self._left:
+        if looks and not self.stopping:
             for file in self.files.look(self._open):
                 self._take(file)
                 self._busy = now
@@ -601,7 +619,8 @@ class SchedulerService:
         self._measure()
         if self.stopping:
             return not self.loop.quiet
-        if not self.loop.idle or self.files.waiting or self.admission.busy or self._gathered:
+        gathered = self._gathered or self._restored
+        if not self.loop.idle or self.files.waiting or self.admission.busy or gathered:
             self._busy = now
         return self.options.linger is None or now - self._busy <= self.options.linger
 
@@ -652,7 +671,7 @@ class SchedulerService:
             self.files.settle(file)
             return
         self._open[file.path] = OpenFile(file)
-        self.admission.read(file.path, self.user_of(file.path))
+        self.admission.read(file.path, self.options.submitters.of_file(file.path))
 
     def _hear(self, answer: Answer) -> None:
         now = self.executor.now()
@@ -660,7 +679,7 @@ class SchedulerService:
             case FileRead():
                 self._read(answer, now)
             case JobPrepared():
-                self._gathering = self._gathering if self._gathered else now
+                self._gather(now)
                 self._gathered.append(answer)
             case JobRestored():
                 self._restore(answer, now)
@@ -679,7 +698,8 @@ class SchedulerService:
 
     def _read(self, answer: FileRead, now: float) -> None:
         """A file's jobs are prepared, all but those that are known or cannot be called so."""
-        wanted = (job for job in answer.jobs if self.is_wanted(answer.path, job["name"]))
+        submitters = self.options.submitters
+        wanted = (job for job in answer.jobs if submitters.wants(answer.path, job["name"]))
         answer = replace(answer, jobs=tuple(wanted))
         self._follow(answer)
         fresh = self.files.fresh(answer.jobs)
@@ -700,7 +720,7 @@ class SchedulerService:
         known = self._open[answer.path]
         known.file = replace(known.file, mistake=mistake)
         known.left = {job["name"] for job in jobs}
-        self.admission.prepare(jobs, now, self.user_of(answer.path))
+        self.admission.prepare(jobs, now, submitters.of_file(answer.path))
         self._settle(answer.path)
 
     def _known(self, name: str) -> Mapping[str, Any] | None:
@@ -733,11 +753,19 @@ class SchedulerService:
                 self._origins[name] = path
                 self.ledger.move(name, path)
 
+    def _gather(self, now: float) -> None:
+        """A job comes that waits for others."""
+        if not self._gathered and not self._restored:
+            self._gathering = now
+
     def _submit_gathered(self, now: float) -> None:
         """Submit what was prepared, once nothing more is about to come or it has waited enough."""
         most = min(GATHER_SECONDS, self.options.loop.horizon)
         if self.admission.busy and now - self._gathering < most:
             return
+        restored, self._restored = self._restored, {}
+        for _, record in sorted(restored.items()):
+            self._resubmit(record)
         gathered, self._gathered = self._gathered, []
         for answer in gathered:
             self._prepared(answer, now)
@@ -795,34 +823,43 @@ class SchedulerService:
             self.files.settle(self._open.pop(path).file)
 
     def _restore(self, answer: JobRestored, now: float) -> None:
-        record = self._left[answer.spec["name"]]
-        assert record is not None
+        """A job of an earlier process can go on; one that was cancelled meanwhile does not."""
+        if (left := self._left.get(answer.spec["name"])) is None:
+            return
+        place, record = left
         try:
             self.estimates.learn(record.name, record.request.base, answer.shape)
         except Exception as error:  # noqa: BLE001  (its base may be back at the next start)
             self._park(record.name, reason_of(error), now)
             return
-        self._restored.append(record)
-        self._left[record.name] = None
-        self._resubmit()
+        del self._left[record.name]
+        self._gather(now)
+        self._restored[place] = record
 
     def _park(self, name: str, reason: str, now: float) -> None:
-        record = self._left[name]
-        assert record is not None
-        self.callback.parked(now, record.request, reason)
-        self._left[name] = None
-        self._resubmit()
+        if (left := self._left.pop(name, None)) is not None:
+            self.callback.parked(now, left[1].request, reason)
 
-    def _resubmit(self) -> None:
-        """Submit what can go on, in its order and all of it before the first decision."""
-        if any(record is not None for record in self._left.values()):
-            return
-        restored, self._left, self._restored = self._restored, {}, []
-        for record in restored:
-            request, steps, credit = record.request, record.steps, record.credit
-            refused = self.loop.submit(request, steps_done=steps, credit=credit) is not None
-            if refused and record.first_started is None:
-                self._forget_refused(record.name)
+    def _resubmit(self, record: JobRecord) -> None:
+        """Submit a job that goes on."""
+        request, steps, credit = record.request, record.steps, record.credit
+        refused = self.loop.submit(request, steps_done=steps, credit=credit) is not None
+        if refused and record.first_started is None:
+            self._forget_refused(record.name)
+
+    def cancel(self, name: str, reason: str, now: float, *, begun: bool = False) -> bool:
+        """Take back a job that is in no group; whether it was.
+
+        begun    also one that was in a group before
+        raises   LedgerError
+        """
+        if not self.ledger.cancel(name, reason, now, begun=begun):
+            return False
+        self.loop.cancel(name)
+        self._left.pop(name, None)
+        self._restored = {p: left for p, left in self._restored.items() if left.name != name}
+        self.callback.cancelled(now, name)
+        return True
 
     def _look_for_removed(self, now: float) -> None:
         """Cancel the jobs of removed files that have not begun, and tell of the others, once."""
@@ -839,10 +876,8 @@ class SchedulerService:
 
     def _withdraw(self, name: str, now: float) -> bool:
         """Cancel a job that has not begun; one that has is told of."""
-        if self.ledger.cancel(name, "its job file was removed before it began", now):
-            self.loop.cancel(name)
+        if self.cancel(name, "its job file was removed before it began", now):
             self._say(name, "cancelled")
-            self.callback.cancelled(now, name)
             return True
         if self.loop.ended.get(name) == "":
             self.callback.kept(now, name)

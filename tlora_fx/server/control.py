@@ -57,8 +57,9 @@ class Control:
             name: epoch for epoch, formation in loop.running.items() for name in formation.jobs
         }
         starting = {name for group in loop.formations.pending for name in group.jobs}
-        for job in there:
-            if job.wanted == "cancel":
+        for job in jobs:
+            # One that is not in the loop waits to be restored, or for the next start.
+            if job.wanted == "cancel" and loop.ended.get(job.name, "") == "":
                 self._cancel(job, inside.get(job.name))
         free = [job for job in there if not loop.formations.holds(job.name)]
         waiting = [job for job in free if job.wanted == "run" and job.name not in starting]
@@ -74,9 +75,7 @@ class Control:
         stop = self.folder / job.name / STOP
         if not self.running.loop.formations.holds(job.name):
             now = self.running.executor.now()
-            if self.running.ledger.cancel(job.name, "its user cancelled it", now, begun=True):
-                self.running.loop.cancel(job.name)
-                self.running.callback.cancelled(now, job.name)
+            self.running.cancel(job.name, "its user cancelled it", now, begun=True)
             with suppress(OSError):
                 stop.unlink(missing_ok=True)
         elif epoch is not None and self._asked.get(job.name) != epoch:

@@ -449,6 +449,11 @@ class ServiceStore:
         rows = self.rows("SELECT user FROM submissions WHERE number = ?", path.stem.lstrip("0"))
         return next((user for (user,) in rows if user != LOCAL), "")
 
+    def user_of_job(self, name: str) -> str:
+        """User of a job; "" where nobody has a token."""
+        rows = self.rows("SELECT user FROM owned WHERE name = ?", name)
+        return next((user for (user,) in rows if user != LOCAL), "")
+
     # Jobs.
 
     def jobs(self, name: str | None = None) -> list[OwnedJob]:

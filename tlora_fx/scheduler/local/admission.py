@@ -3,7 +3,8 @@
     FOLDER/admission/000012/request.json  what the process is to do
                            /events.jsonl  what it reports
                            /log          what it printed
-                    /facts/              what these processes have compiled, for each other
+                    /facts/              what these processes have compiled, for each other and for
+                                         those of a run that goes on
 
 A process that takes longer than it may is killed with all that it has started. The job that it was
 at is refused, and another process goes on with the rest of the file. A process that dies otherwise
@@ -40,7 +41,7 @@ from tlora_fx.runtime.workers.protocol import (
     exit_text,
 )
 from tlora_fx.scheduler.local.admission_worker import AdmissionOrder
-from tlora_fx.scheduler.requests import FACTS
+from tlora_fx.scheduler.requests import FACTS, forget_old_facts
 from tlora_fx.scheduler.state import REQUEST, JobRequest
 
 ADMISSION = "tlora_fx.scheduler.local.admission_worker"
@@ -62,6 +63,7 @@ Spec = Mapping[str, Any]
 
 #: In the folder of an admission: what its process is to do.
 _REQUEST = "request.json"
+_FACTS = "facts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,8 +246,11 @@ class Admission:
         self._next = 1
         # Number of the process that each user's last turn began, for reading and for preparing.
         self._turns: dict[tuple[str, bool], int] = {}
-        # What a killed run has left says nothing to this one.
-        shutil.rmtree(self.folder, ignore_errors=True)
+        # What a killed run was at says nothing to this one.
+        for left in self.folder.iterdir() if self.folder.is_dir() else ():
+            if left.name != _FACTS:
+                shutil.rmtree(left, ignore_errors=True)
+        forget_old_facts(self.folder / _FACTS)
 
     @property
     def busy(self) -> bool:
@@ -261,13 +266,13 @@ class Admission:
         if jobs:
             self._tasks.append(_Task(user=user, jobs=deque(jobs), submitted=submitted))
 
-    def restore(self, jobs: Sequence[Spec], sources: Mapping[str, str]) -> None:
+    def restore(self, jobs: Sequence[Spec], sources: Mapping[str, str], user: str = "") -> None:
         """See whether jobs of an earlier process can go on: `JobRestored` or `JobRefused`.
 
         sources   by job, the folder of the run whose data and base have to be the same
         """
         if jobs:
-            self._tasks.append(_Task(jobs=deque(jobs), again=True, sources=sources))
+            self._tasks.append(_Task(user=user, jobs=deque(jobs), again=True, sources=sources))
 
     def answers(self) -> Iterator[Answer]:
         """Answers since the last call."""
@@ -316,7 +321,7 @@ class Admission:
         folder.mkdir(parents=True, mode=0o700)
         order = AdmissionOrder(
             str(folder / EVENTS),
-            facts=str(self.folder / "facts"),
+            facts=str(self.folder / _FACTS),
             file="" if task.file is None else str(task.file),
             jobs=tuple(task.jobs),
             again=task.again,
