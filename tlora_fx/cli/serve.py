@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 import sys
@@ -149,6 +150,9 @@ def run(options: ServeCommandOptions) -> None:
     )
     assert options.output is not None
     log_to_stderr(options.log_format)
+    logging.getLogger("tlora_fx.server").info(
+        "opens %s; the address follows, once requests are answered", options.output
+    )
 
     store = _guarded_store(options.output, options)
 
