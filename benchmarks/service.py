@@ -409,19 +409,22 @@ def many(given: argparse.Namespace) -> dict[str, Any]:
         for thread in watching:
             thread.start()
         begun, samples = time.monotonic(), [_held(here.pid, 0, 0.0)]
-        for number in range(given.jobs):
-            body = {"job_file": job_file(f"job-{number}", 2)}
-            key = {"Idempotency-Key": f"job-{number}"}
-            client.post("/api/v1/submissions", json=body, headers=key).raise_for_status()
-        done = 0
-        while done < given.jobs:
+        done = sent = 0
+        while done < given.jobs or time.monotonic() - begun < given.seconds:
+            while (
+                sent < given.jobs and time.monotonic() - begun >= given.seconds * sent / given.jobs
+            ):
+                body = {"job_file": job_file(f"job-{sent}", 2)}
+                key = {"Idempotency-Key": f"job-{sent}"}
+                client.post("/api/v1/submissions", json=body, headers=key).raise_for_status()
+                sent += 1
             time.sleep(given.pause)
             states = [job["state"] for job in client.get("/api/v1/jobs?limit=1000").json()]
             done = states.count("done") - 1
             samples.append(_held(here.pid, done, time.monotonic() - begun))
             assert not {"failed", "refused"} & set(states), states
         over.set()
-    return {"jobs": given.jobs, "samples": samples}
+    return {"jobs": given.jobs, "spread_over_seconds": given.seconds, "samples": samples}
 
 
 def _watch(here: Serving, user: str, over: threading.Event) -> None:
@@ -566,6 +569,9 @@ def main() -> None:
     lot = kinds.add_parser("many")
     lot.add_argument("--jobs", type=int, default=200)
     lot.add_argument("--pause", type=float, default=5.0, help="seconds between two looks")
+    lot.add_argument(
+        "--seconds", type=float, default=0.0, help="time over which the jobs are spread"
+    )
     other = kinds.add_parser("page")
     other.add_argument("--jobs", type=int, default=500)
     other.add_argument("--points", type=int, default=100)

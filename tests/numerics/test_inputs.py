@@ -24,6 +24,19 @@ def test_a_tensor_has_its_values_by_name_whatever_was_drawn_before():
     assert not torch.equal(first, Seeded(1, {}).base("a.weight", (7, 5), torch.float32))
 
 
+def test_large_matrices_of_the_base_share_memory_and_not_values():
+    """Each has its values by name, in whatever order and beside whatever else it is drawn."""
+    shapes = {"a.weight": (600, 2048), "b.weight": (600, 2048), "c.weight": (1200, 2048)}
+    one, two = Seeded(0, {}), Seeded(0, {})
+    drawn = {name: one.base(name, shape, torch.float32) for name, shape in shapes.items()}
+    turned = {name: two.base(name, shapes[name], torch.float32) for name in reversed(shapes)}
+
+    assert all(torch.equal(drawn[name], turned[name]) for name in shapes)
+    assert not torch.equal(drawn["a.weight"], drawn["b.weight"])
+    assert len({tensor.untyped_storage().data_ptr() for tensor in turned.values()}) == 1
+    assert all(len(set(tensor[:, 0].tolist())) > 590 for tensor in drawn.values())
+
+
 def test_jobs_have_tensors_of_their_own():
     """A job that takes another's A computes something else."""
     tensors = Seeded(0, {})

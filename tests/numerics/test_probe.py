@@ -262,3 +262,63 @@ def test_the_ends_of_a_large_base_are_tried_on_its_own_weights(tmp_path, monkeyp
 
     assert not found.skipped
     assert asked & set("012345") == {"0", "5"}
+
+
+@pytest.fixture
+def few_rows(monkeypatch):
+    """Every base has a head that is large, of which 32 rows are drawn."""
+    monkeypatch.setattr(probe, "SMALL_BASE", 0)
+    monkeypatch.setattr(probe, "HEAD_ROWS", 32)
+    monkeypatch.setattr(probe, "LARGEST_ID", 32)
+    heads = []
+    plain = probe._Wide
+
+    class Wide(plain):
+        def __init__(self, group, backbone, wide, head=frozenset()):
+            heads.append(len(head))
+            super().__init__(group, backbone, wide, head)
+
+    monkeypatch.setattr(probe, "_Wide", Wide)
+    return heads
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_large_head_is_tried_by_some_of_its_rows(tmp_path, few_rows, family):
+    """Also where embeddings are tied to it; logits of 32 tokens agree as all do."""
+    base = base_of(tmp_path, family, "float64")
+    model = compile([job("one", base, target_modules=FAMILIES[family].targets)])
+    few_rows.clear()
+    found = probed(model)
+
+    assert few_rows == [1]
+    assert not found.skipped
+    assert max(found.logits, found.gradient) < 1e-6
+
+
+def test_a_head_that_a_job_trains_is_tried_whole(tmp_path, few_rows):
+    """The job's matrix has as many rows as the vocabulary."""
+    base = base_of(tmp_path, "llama", "float64")
+    model = compile([job("one", base, target_modules=["q_proj", "lm_head"])])
+    few_rows.clear()
+    found = probed(model)
+
+    assert few_rows == [1, 0]
+    assert not found.skipped
+
+
+def test_a_difference_is_told_of_the_whole_head(tmp_path, few_rows):
+    """What few rows show is shown again with all of them."""
+    model = compile([job("one", base_of(tmp_path, "llama", "float64"))])
+    broken = copy.deepcopy(model.group)
+    [scaled, *_] = [
+        node
+        for graph in broken.graphs()
+        for node in graph.nodes
+        if node.target is torch.ops.aten.silu.default
+    ]
+    scaled.target = torch.ops.aten.relu.default
+    few_rows.clear()
+
+    with pytest.raises(FusedDiffers):
+        probe_compiled(broken, model.backbone, model.jobs)
+    assert few_rows == [1, 0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
 from random import Random
@@ -55,6 +56,9 @@ NEIGHBOURS, NEIGHBOUR = 4, 3
 SMALL_BASE = 1 << 26
 #: Multiplications that a probe of a large base may take, and its bytes of weights.
 PRODUCTS, WEIGHTS = 4e10, 6 << 30
+#: Rows of a large base's output embeddings that are drawn: all that the probe's tokens name, and
+#: some more.
+HEAD_ROWS = 1024
 #: Tokens of a probe at most: attention grows with their square.
 TOKENS = 1024
 #: What passes where half precision runs wider, and the graph has constants that were rounded to it.
@@ -108,6 +112,13 @@ def probe_compiled(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -
         return ProbeResult(skipped=f"{count / 1e9:.1f} billion parameters are too many to draw")
     affordable = int(PRODUCTS / (8 * count))
     lengths = _lengths(backbone, min(TOKENS, max(sum(LENGTHS[:2]), affordable)))
+    if head := _large_head(backbone):
+        tensors = _Wide(group, backbone, wide, head)
+        with suppress(Exception):
+            found = _Probe(group, backbone, jobs, tensors, layers, lengths, wide).run()
+            if not found.skipped:
+                return found
+        # The graph or the base counts the vocabulary, or they differ: the whole head tells.
     tensors = _Wide(group, backbone, wide)
     return _Probe(group, backbone, jobs, tensors, layers, lengths, wide).run()
 
@@ -161,11 +172,21 @@ class _Damped(Seeded):
 
 
 class _Wide(_Damped):
-    """Seeded tensors of a base, half precision in a wider dtype."""
+    """Seeded tensors of a base, half precision in a wider dtype.
 
-    def __init__(self, group: GroupGraph, backbone: Backbone, wide: torch.dtype | None) -> None:
+    head   parameters of the output embeddings of which `HEAD_ROWS` rows are drawn, by canonical
+           name
+    """
+
+    def __init__(
+        self,
+        group: GroupGraph,
+        backbone: Backbone,
+        wide: torch.dtype | None,
+        head: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__(group, buffers_of(backbone))
-        self._wide = wide
+        self._wide, self._head = wide, head
         self._tables = _embeddings(backbone)
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -174,7 +195,9 @@ class _Wide(_Damped):
     def base(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of the base; of an embedding the rows that the probe's tokens read."""
         dtype = self._dtype(dtype)
-        if name in self._tables and name not in self._base:
+        if name in self._head:
+            shape = (HEAD_ROWS, *shape[1:])
+        elif name in self._tables and name not in self._base:
             table = torch.empty(shape, dtype=dtype)
             rows = min(shape[0], LARGEST_ID)
             table[:rows] = self._draw(f"base {name}", (rows, *shape[1:]), dtype)
@@ -194,6 +217,16 @@ def _embeddings(backbone: Backbone) -> set[str]:
             if parameter is not None:
                 readers.setdefault(backbone.names[id(parameter)], set()).add(type(module))
     return {name for name, kinds in readers.items() if kinds == {nn.Embedding}}
+
+
+def _large_head(backbone: Backbone) -> frozenset[str]:
+    """Parameters of a large base's output embeddings, by canonical name."""
+    find = getattr(backbone.model, "get_output_embeddings", None)
+    head = find() if find is not None else None
+    weight = getattr(head, "weight", None)
+    if not isinstance(head, nn.Linear) or weight is None or weight.numel() <= SMALL_BASE:
+        return frozenset()
+    return frozenset(backbone.names[id(each)] for each in head.parameters())
 
 
 class _Loaded(_Damped):

@@ -38,6 +38,8 @@ class Seeded:
         self.seed = seed
         self.buffers = buffers
         self._base: dict[str, Tensor] = {}
+        # By last dimension and dtype, what the base's large matrices are cut out of.
+        self._cloth: dict[tuple[int, torch.dtype], Tensor] = {}
         self._own: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}
 
     def base(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -47,7 +49,7 @@ class Seeded:
         if name not in self._base:
             if not dtype.is_floating_point:
                 raise Unchecked(f"the base's {name} holds integers whose values are not known")
-            self._base[name] = self._draw(f"base {name}", shape, dtype)
+            self._base[name] = self._cut(f"base {name}", shape, dtype)
         return self._base[name]
 
     def own(self, job: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -61,7 +63,22 @@ class Seeded:
     def clear(self) -> None:
         """Free all memory."""
         self._base.clear()
+        self._cloth.clear()
         self._own.clear()
+
+    def _cut(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of the base; large matrices of one width share their memory, shifted by name."""
+        count = math.prod(shape)
+        if count <= PERIOD or len(shape) < 2:
+            return self._draw(name, shape, dtype)
+        width = shape[-1]
+        cloth = self._cloth.get((width, dtype))
+        if cloth is None or len(cloth) < count + PERIOD:
+            rows = -(-(count + PERIOD) // width)
+            cloth = self._draw(f"base of {width}", (rows, width), dtype).flatten()
+            self._cloth[width, dtype] = cloth
+        start = site_id(f"{self.seed} {name}") % PERIOD
+        return cloth[start : start + count].view(shape)
 
     def _draw(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Matrices that keep the size of what they multiply, vectors around 0 (biases) or 1."""
