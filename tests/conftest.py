@@ -10,6 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,13 +82,15 @@ settings.register_profile(
 settings.load_profile("patient")
 
 
-# Tests and cases that a quicker one stands for.
+# Tests and cases that a quicker one stands for; by test, of how many cases one is quick.
 HERE = Path(__file__).parent
-SLOW = frozenset(
-    line
+_LINES = [
+    line.partition(" one of ")
     for line in (HERE / "slow.txt").read_text().splitlines()
     if line and not line.startswith("#")
-)
+]
+SLOW = frozenset(name for name, _, _ in _LINES)
+ONE_OF = {name: int(number) for name, _, number in _LINES if number}
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
@@ -95,10 +98,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first; tests marked `gpu` are skipped where torch sees no CUDA device."""
     long = {HERE / name for name in LONG}
     items.sort(key=lambda item: item.path not in long)  # stable: the others keep their order
+    cases: Counter[str] = Counter()
     for item in items:
         path = item.path.relative_to(HERE).as_posix() if item.path.is_relative_to(HERE) else ""
         name = f"{path}::{item.name}"
-        if name in SLOW or name.partition("[")[0] in SLOW:
+        test = name.partition("[")[0]
+        quick = test in ONE_OF and cases[test] % ONE_OF[test] == 0
+        cases[test] += 1
+        if name in SLOW or (test in SLOW and not quick):
             item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
