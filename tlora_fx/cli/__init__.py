@@ -12,7 +12,8 @@ from importlib import import_module
 import typer
 
 from tlora_fx.cli.options import Interrupted, command_group
-from tlora_fx.errors import TloraError, nearest, printable
+from tlora_fx.cli.synonyms import suggested
+from tlora_fx.errors import TloraError, printable
 from tlora_fx.host import collector
 from tlora_fx.host.environment import require_known_values
 from tlora_fx.host.threads import thread_rules
@@ -95,7 +96,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _run(given: list[str]) -> None:
     asked = next((word for word in given if not word.startswith("-")), None)
     if asked is not None and asked not in COMMANDS:
-        close = nearest(asked, COMMANDS)
+        close = suggested(asked, COMMANDS)
         hint = f" Did you mean '{close}'?" if close else ""
         _say(f"There is no command '{asked}'.{hint} See tlora-fx --help.")
         sys.exit(2)

@@ -285,9 +285,14 @@ def _without_rivals(defaults: Mapping[str, Any], job: Mapping[str, Any]) -> dict
     kept = dict(defaults)
     for pair in _EITHER:
         for mine, other in (pair, pair[::-1]):
-            if job.get(mine) is not None and mine not in kept and other not in job:
+            if _chooses(job, mine) and not _chooses(kept, mine) and not _chooses(job, other):
                 kept.pop(other, None)
     return kept
+
+
+def _chooses(fields: Mapping[str, Any], key: str) -> bool:
+    """Whether a field says something: null does not, nor `max_steps: -1`."""
+    return fields.get(key) is not None and not (key == "max_steps" and fields[key] == -1)
 
 
 def _also_in_lists(loc: KeyPath) -> tuple[KeyPath, ...]:
