@@ -13,7 +13,7 @@ from tlora_fx.cli.synonyms import SYNONYMS, suggested
     [
         ("finetune", "train"), ("fine_tune", "train"), ("Train", "train"), ("trian", "train"),
         ("fientune", "train"), ("infer", "generate"), ("export", "merge"), ("status", "watch"),
-        ("srve", "serve"), ("zebra", None), ("help", "--help"),
+        ("convert", "import"), ("srve", "serve"), ("zebra", None), ("help", "--help"),
         ("delete", None), ("download", None), ("x", None),
     ],
 )  # fmt: skip

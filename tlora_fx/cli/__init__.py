@@ -52,6 +52,7 @@ COMMANDS = {
     "data": "Show what jobs train on, token by token, and what was left out.",
     "explain": "Explain why jobs share a module, or why they do not.",
     "generate": "Generate text from prompts with trained adapters.",
+    "import": "Make a job file of a config file of Axolotl, LLaMA-Factory or TRL.",
     "inspect": "Show a compiled model, or what each pass changed.",
     "kernels": "List, show, explain and tune generated GPU kernels.",
     "merge": "Merge an adapter into its base and write the full model.",
@@ -72,6 +73,8 @@ COMMANDS = {
     "verify": "Check that jobs train together as they would alone.",
     "watch": "Show live loss curves of a run on the terminal.",
 }
+#: By command, its module, where it cannot have the same name.
+MODULES = {"import": "import_config"}
 INTERRUPTED = 130
 #: Options that were taken out, by the names that plans had for them.
 TAKEN_OUT = {"--sequence-parallel": "sequence_parallel"}
@@ -130,7 +133,8 @@ def _app(asked: str | None) -> typer.Typer:
     app = command_group("Train many LoRA jobs as one fused graph, each as it would train alone.")
     app.callback()(_options)
     for name, told in COMMANDS.items():
-        module = import_module(f"tlora_fx.cli.{name}") if name == asked else None
+        home = f"tlora_fx.cli.{MODULES.get(name, name)}"
+        module = import_module(home) if name == asked else None
         if module is None:
             app.command(name, help=told)(_stand_in)
         elif hasattr(module, "group"):

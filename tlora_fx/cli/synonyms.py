@@ -14,6 +14,7 @@ SYNONYMS: Mapping[str, str] = {
     **dict.fromkeys(("infer", "inference", "predict", "sample", "complete"), "generate"),
     **dict.fromkeys(("export", "fuse", "merge-lora", "merge-adapter", "merge-weights"), "merge"),
     **dict.fromkeys(("preprocess", "preview", "dataset", "datasets", "tokenize"), "data"),
+    **dict.fromkeys(("convert", "migrate"), "import"),
     **dict.fromkeys(("logs", "log", "monitor", "tail", "status", "progress"), "watch"),
     **dict.fromkeys(("submit", "list", "ls", "ps"), "client"),
     **dict.fromkeys(("cancel", "kill"), "stop"),
