@@ -221,8 +221,8 @@ def test_a_qlora_file_of_axolotl(imported):
         ({"path": "a.jsonl", "ds_type": "json"}, {"format": "tokens"}, set()),
         (
             {"path": "json", "data_files": "a.jsonl", "split": "train[:9]", "type": "completion"},
-            {"format": "text", "split": "train[:9]"},
-            set(),
+            {"format": "text", "split": "train"},
+            {"datasets.0.split"},
         ),
         (
             {
@@ -388,6 +388,26 @@ def test_mixtures_and_dpo_of_trl(imported):
     assert (job.method, job.beta, job.learning_rate) == ("dpo", 0.2, 1e-6)
     with pytest.raises(ImportRefused, match="use_peft: without it TRL trains the whole model"):
         imported(TRL, use_peft=False)
+
+
+def test_passwords_are_not_copied(imported, tmp_path):
+    """Tokens of services are left out without their values, in nested mappings too."""
+    secrets = {
+        "hub_token": "hf_one", "env": {"HF_TOKEN": "hf_two"},
+        "swanlab_api_key": "hf_three", "accelerator_config": {"api_key": "hf_four"},
+    }  # fmt: skip
+    _, reasons, _ = imported(TRL, **secrets)
+
+    assert set(secrets) <= reasons.keys()
+    assert "hf_" not in (tmp_path / "jobs.yaml").read_text()
+
+
+def test_a_file_of_trl_has_no_splits(imported):
+    """A file as data is read whole, and nothing of it is evaluated."""
+    job, _, changes = imported(TRL, dataset_name="rows.jsonl", dataset_test_split="dev")
+
+    assert (job.data.split, job.data.name, job.eval_split) == ("train", None, None)
+    assert changes == {"dataset_config", "dataset_test_split", "eos_token"}
 
 
 def test_values_that_change_numbers_are_told_apart_from_others(imported):

@@ -31,6 +31,12 @@ OFF = "it says what a job does anyway"
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+#: Keys whose values are nobody's business; those of `env` may be of the same kind.
+_SECRET = re.compile(
+    r"hub_token|auth_token|api_?key|secret|passw|webhook|credential", re.IGNORECASE
+)
+#: Longest text of one mistake, in characters.
+_LONGEST = 300
 #: Longest line of the comment over a job file.
 _WIDTH = 96
 _WORDS = {"yes": True, "on": True, "true": True, "no": False, "off": False, "false": False}
@@ -41,7 +47,7 @@ class LeftOut:
     """A key that stands in no job, or that says something else there.
 
     key      of the config file; in lists and nested mappings `datasets.0.type`
-    value    its value
+    value    its value; None of what may be a password or a token of a service
     why      why, or what says the same instead
     changes  whether the job trains otherwise than the other tool for it
     """
@@ -183,7 +189,8 @@ class Draft:
     def leave(self, key: str, value: Any, why: str, *, changes: bool = False) -> None:
         """List a key as left out."""
         self._told |= {key, key.partition(".")[0]}
-        self.left.append(LeftOut(key, value, why, changes))
+        shown = None if key == "env" or _SECRET.search(f"{key} {_keys_in(value)}") else value
+        self.left.append(LeftOut(key, shown, why, changes))
 
     def leave_key(self, key: str, why: str, *, changes: bool = False) -> None:
         """List a key as left out, if it has a value; one that is off changes nothing."""
@@ -199,7 +206,7 @@ class Draft:
     def refuse(self, key: str, why: str) -> None:
         """List a key as a mistake: no job file can be made."""
         self._told |= {key, key.partition(".")[0]}
-        self.mistakes.setdefault(key, why)
+        self.mistakes.setdefault(key, why if len(why) <= _LONGEST else f"{why[:_LONGEST]} ...")
 
     def path(self, value: Any) -> Any:
         """A path of the config file as seen from the job file; a hub id as it is.
@@ -269,6 +276,13 @@ def refused(source: Path, mistakes: Mapping[str, str]) -> ImportRefused:
         return ImportRefused(f"no job file can be made: {key}: {why}", file=source)
     rows = {f"{number}": f"{key}: {why}" for number, (key, why) in enumerate(mistakes.items(), 1)}
     return ImportRefused("no job file can be made", file=source, **rows)
+
+
+def _keys_in(value: Any) -> str:
+    """The keys of nested mappings."""
+    if isinstance(value, Mapping):
+        return " ".join(f"{key} {_keys_in(inner)}" for key, inner in value.items())
+    return " ".join(map(_keys_in, value)) if isinstance(value, list) else ""
 
 
 def truth(value: Any) -> Any:

@@ -6,10 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tlora_fx.config.imports.draft import OFF, Draft, names, truth
+from tlora_fx.config.job_file import DATA_SUFFIXES
 
 _DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _HALF = (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("pure_bf16", "bfloat16"),
          ("fp16", "float16"), ("float16", "float16"))  # fmt: skip
+FILE = "a file has no splits and configurations, and is read whole"
 QUANTISED = (
     "the base keeps its dtype; the pass quantize-base stores it in 4 or 8 bits: "
     "docs/quantised-base.md"
@@ -100,5 +102,21 @@ def put_data(
     if not entries:
         draft.refuse(key, "no data set is left that a job can read")
         return
-    first, *more = [dict(entry) for entry in entries]
+    first, *more = [_whole(draft, f"{key}.{n}", entry) for n, entry in enumerate(entries)]
     draft.put(key, where, [first, *more] if more else first)
+
+
+def _whole(draft: Draft, key: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A data set; a file has no splits and configurations."""
+    if not is_data_file(entry.get("path")):
+        return dict(entry)
+    for name in ("split", "name"):
+        if name in entry:
+            is_all = name == "split" and entry[name] == "train"
+            draft.leave(f"{key}.{name}", entry[name], OFF if is_all else FILE, changes=not is_all)
+    return {name: value for name, value in entry.items() if name not in ("split", "name")}
+
+
+def is_data_file(path: Any) -> bool:
+    """Whether a path of data names a file."""
+    return isinstance(path, str) and path.endswith(DATA_SUFFIXES)

@@ -7,11 +7,13 @@ from typing import Any
 
 from tlora_fx.config.imports.draft import NO_VALUE, OFF, Draft, truth
 from tlora_fx.config.imports.parts import (
+    FILE,
     carry_dtype,
     carry_model,
     carry_quantisation,
     carry_targets,
     data_list,
+    is_data_file,
     put_data,
 )
 from tlora_fx.config.imports.trainer import SFT_DEFAULTS, carry_trainer
@@ -130,10 +132,21 @@ def _carry_data(draft: Draft) -> None:
         return
     draft.put("dataset_name", "data.path", draft.path(path))
     draft.job["data"] |= columns
-    draft.move("dataset_config", "data.name")
-    draft.move("dataset_train_split", "data.split")
     draft.move_flag("dataset_streaming", "data.streaming")
     draft.leave_key("streaming", "it is of 'datasets'")
+    if is_data_file(path):
+        if draft.rest.get("dataset_train_split") == "train":
+            draft.leave_key("dataset_train_split", OFF)
+        for key in ("dataset_config", "dataset_train_split", "dataset_test_split"):
+            draft.leave_key(key, FILE, changes=True)
+    else:
+        draft.move("dataset_config", "data.name")
+        draft.move("dataset_train_split", "data.split")
+        _carry_test_split(draft)
+
+
+def _carry_test_split(draft: Draft) -> None:
+    """Evaluate on the other split, if `trl sft` does."""
     split = draft.take("dataset_test_split")
     evaluates = draft.rest.get("eval_strategy", draft.rest.get("evaluation_strategy", "no"))
     if evaluates not in ("no", False, None):
