@@ -314,6 +314,10 @@ def _of_data() -> Iterator[Mistake]:
 COMMANDS: list[tuple[str, str]] = [
     ("trian jobs.yaml", "Did you mean 'train'?"),
     ("finetune jobs.yaml", "Did you mean 'train'?"),
+    ("convert jobs.yaml", "Did you mean 'import'?"),
+    ("import jobs.yaml", "it is a job file already"),
+    ("import jobs.yaml --from trl", "dataset_name: the data is not named"),
+    ("import rows.jsonl -o jobs.yaml", "would be overwritten"),
     ("train", "Missing argument"),
     ("train jobs.yaml", "Missing option"),
     ("train jobs.yaml -o base", "base"),

@@ -187,7 +187,7 @@ def test_a_qlora_file_of_axolotl(imported):
     assert (job.lr_scheduler_type, job.learning_rate) == ("cosine", 2e-4)
     assert (job.eval_strategy, job.early_stopping_patience) == ("epoch", 3)
     assert job.report_to == ["wandb"]
-    assert changes == {"load_in_4bit", "datasets.0.type"}
+    assert changes == {"load_in_4bit", "datasets.0.type", "evals_per_epoch"}
     assert reasons["logging_steps"] == "every step is logged, in metrics.jsonl"
     assert reasons["fp16"] == "it has no value"
 
@@ -242,7 +242,7 @@ def test_a_qlora_file_of_axolotl(imported):
 )  # fmt: skip
 def test_forms_of_data_of_axolotl(imported, dataset, data, changes):
     """Formats and columns; what a job cannot say of a data set is told by its key."""
-    config = {"datasets": [dataset], "load_in_4bit": False}
+    config = {"datasets": [dataset], "load_in_4bit": False, "evals_per_epoch": 1}
     job, _, found = imported(AXOLOTL, **config)
 
     assert {key: getattr(job.data, key) for key in data} == data

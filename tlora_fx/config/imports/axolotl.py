@@ -14,7 +14,7 @@ from tlora_fx.config.imports.parts import (
     data_list,
     put_data,
 )
-from tlora_fx.config.imports.trainer import DEFAULTS, carry_trainer, number
+from tlora_fx.config.imports.trainer import DEFAULTS, JUDGED_BY, carry_trainer, number
 from tlora_fx.config.other_names import JOB_KEYS
 
 TYPICAL = frozenset({
@@ -471,5 +471,6 @@ def _moments(draft: Draft) -> str:
     if times is not None:
         evaluates = "eval_data" in draft.job or "eval_split" in draft.job
         why = "evaluations come once an epoch" if evaluates else "there is nothing to evaluate"
-        draft.leave("evals_per_epoch", times, why)
+        judges = evaluates and times != 1 and any(draft.has(name) for name in JUDGED_BY)
+        draft.leave("evals_per_epoch", times, why, changes=judges)
     return "steps" if draft.has("eval_steps") and times is None else "epoch"

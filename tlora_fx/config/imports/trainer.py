@@ -102,6 +102,10 @@ _FLAGS = (
     "load_best_model_at_end", "greater_is_better", "packing", "completion_only_loss",
     "assistant_only_loss",
 )  # fmt: skip
+#: More steps than any job has.
+_LARGEST = 1 << 40
+#: Arguments by which evaluations change what is trained, or kept.
+JUDGED_BY = ("early_stopping_patience", "load_best_model_at_end")
 #: Keys of `mapped_fields` that say something else than a job's field of that name.
 _FIELD_OF: Mapping[str, str] = {"train_sampling_strategy": "shuffle"}
 
@@ -183,7 +187,6 @@ def _join_warmup(draft: Draft, given: dict[str, Any], sources: dict[str, str]) -
             draft.leave(sources.pop("warmup_steps"), given.pop("warmup_steps"), OFF)
         if number(ratio) == 1:
             draft.put(key, "warmup_ratio", 1.0)
-            draft.job["warmup_ratio"] = 1.0
             return
         given["warmup_steps"], sources["warmup_steps"] = number(ratio), key
 
@@ -215,9 +218,6 @@ def _checked(
             draft.refuse(sources[name], f"expected a number of steps, found {given[name]!r}")
             del values[name]
     return values
-
-
-_LARGEST = 1 << 40
 
 
 def _hashable(value: Any) -> bool:
@@ -268,10 +268,12 @@ def _settle_evaluation(draft: Draft, values: dict[str, Any], sources: Mapping[st
             draft.leave(sources["eval_steps"], steps, "it counts with eval_strategy 'steps' alone")
         values["eval_steps"] = None
         return
-    steps = steps or values["logging_steps"]
+    if not steps:
+        steps = max(1, int(values["logging_steps"]))
     if steps % 1 or steps < 1:
         why = f"evaluations come each epoch, not each {steps:g} of all steps"
-        draft.leave(sources.get("eval_steps", "logging_steps"), steps, why)
+        changes = any(values.get(name) for name in JUDGED_BY)
+        draft.leave(sources["eval_steps"], steps, why, changes=changes)
         values["eval_strategy"], values["eval_steps"] = "epoch", None
     else:
         values["eval_steps"] = int(steps)
