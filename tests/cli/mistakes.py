@@ -111,7 +111,7 @@ FIELDS: list[tuple[tuple[str | int, ...], Any, str]] = [
     ((*JOB, "weight_decay"), -1, "a number n with 0"),
     ((*JOB, "lr_scheduler_type"), "cosin", "did you mean 'cosine'?"),
     ((*JOB, "lr_scheduler_kwargs"), {"power": 2}, "unknown argument 'power'"),
-    ((*JOB, "warmup_steps"), -1, "a whole number n with 0"),
+    ((*JOB, "warmup_steps"), -1, "a whole number of steps from 0"),
     ((*JOB, "warmup_ratio"), 1.5, "a number n with 0"),
     ((*JOB, "max_grad_norm"), -1, "a number n with 0"),
     ((*JOB, "save_steps"), 0, "a whole number n with 1"),
@@ -284,6 +284,8 @@ OTHER_FILES: list[tuple[str, str, bytes, str]] = [
     ("a column twice", "rows.csv", b"text,text\na,b\n", "names the column 'text' twice"),
     ("an open quote", "rows.csv", b'text\n"a\n', "double a quote"),
     ("a CSV file in Latin-1", "rows.csv", "text\ngröße\n".encode("latin-1"), "iconv -f cp1252"),
+    ("a CSV file with semicolons", "rows.csv", b"prompt;completion\na;b\n", "by semicolons"),
+    ("a TSV file with commas", "rows.tsv", b"prompt,completion\na,b\n", "commas: name it .csv"),
     ("a CSV file without names", "rows.csv", b"", "the data has no rows"),
     ("one JSON object", "rows.json", b'{"text": "a"}', "[{...}, {...}]"),
     ("lines in .json", "rows.json", ROW.encode() * 2, "name it .jsonl"),
@@ -303,7 +305,7 @@ def _of_data() -> Iterator[Mistake]:
         files: dict[str, bytes | None] = {
             "jobs.yaml": _changed((*JOB, "data", "path"), file), file: content,
         }  # fmt: skip
-        early = file.endswith((".xlsx", ".csv", ".txt")) and told != "the data has no rows"
+        early = file.endswith((".xlsx", ".csv", ".tsv", ".txt")) and told != "the data has no rows"
         yield Mistake(name, told, files=files, loads=not early)
     folder = _changed((*JOB, "data", "path"), "./base")
     yield Mistake("a folder as data", "the data is a folder", files={"jobs.yaml": folder})
@@ -311,6 +313,11 @@ def _of_data() -> Iterator[Mistake]:
 
 COMMANDS: list[tuple[str, str]] = [
     ("trian jobs.yaml", "Did you mean 'train'?"),
+    ("finetune jobs.yaml", "Did you mean 'train'?"),
+    ("convert jobs.yaml", "Did you mean 'import'?"),
+    ("import jobs.yaml", "it is a job file already"),
+    ("import jobs.yaml --from trl", "dataset_name: the data is not named"),
+    ("import rows.jsonl -o jobs.yaml", "would be overwritten"),
     ("train", "Missing argument"),
     ("train jobs.yaml", "Missing option"),
     ("train jobs.yaml -o base", "base"),

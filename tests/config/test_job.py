@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from tlora_fx.config.job import BaseSpec, DataSpec, Job
 from tlora_fx.errors import AdapterFolderError, JobError
@@ -67,6 +68,9 @@ def test_plain_names_are_right(name: str) -> None:
         ({"max_steps": 0}, "a whole number n with 1 <= n or null"),
         ({"adam_beta1": 1.0}, "a number n with 0 <= n < 1"),
         ({"warmup_ratio": 1.5}, "a number n with 0 <= n <= 1"),
+        ({"warmup_steps": 1.5}, "the part of all steps, a number n with 0 < n < 1"),
+        ({"warmup_steps": True}, "a whole number of steps from 0"),
+        ({"max_steps": -2}, "a whole number n with 1 <= n or null"),
         ({"learning_rate": float("nan")}, "a number n with 0 <= n"),
         ({"learning_rate": True}, "a number n with 0 <= n"),
         ({"per_device_train_batch_size": "8"}, "a whole number n with 1 <= n"),
@@ -109,6 +113,7 @@ def test_a_wrong_key_gets_the_nearest(fields: dict[str, Any], said: str) -> None
         ({"lora": None}, "the job has no 'lora'"),
         ({"max_steps": 3, "num_train_epochs": 2.0}, "'max_steps' and 'num_train_epochs'"),
         ({"warmup_steps": 3, "warmup_ratio": 0.1}, "'warmup_steps' and 'warmup_ratio'"),
+        ({"warmup_steps": 0.3, "warmup_ratio": 0.1}, "'warmup_steps' and 'warmup_ratio'"),
         ({"base": {}}, "the base has no source"),
         ({"base": {"model": "m", "module": torch.nn.Linear(1, 1)}}, "'model' and 'module' exclude"),
         ({"base": {"module": "m"}}, "no torch.nn.Module"),
@@ -216,3 +221,20 @@ def test_warmup_is_rounded_up() -> None:
     assert job(warmup_ratio=0.1).warmup(11) == 2
     assert job(warmup_steps=5).warmup(11) == 5
     assert job().warmup(11) == 0
+
+
+@pytest.mark.parametrize("steps", [1, 7, 11, 1000])
+@pytest.mark.parametrize("warmup", [0, 1, 5, 0.05, 0.1, 0.999])
+def test_warmup_steps_below_one_are_those_of_transformers(warmup: float, steps: int) -> None:
+    """The same number of steps as its Trainer takes."""
+    args = transformers.TrainingArguments(warmup_steps=warmup, use_cpu=True)
+
+    assert job(warmup_steps=warmup).warmup(steps) == args.get_warmup_steps(steps)
+
+
+def test_max_steps_of_minus_one_counts_by_epochs() -> None:
+    """As in transformers: with the epochs that are given, or one."""
+    mine = job(max_steps=-1, num_train_epochs=3)
+
+    assert (mine.max_steps, mine.num_train_epochs) == (None, 3.0)
+    assert job(max_steps=-1).num_train_epochs == 1.0

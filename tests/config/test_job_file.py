@@ -96,6 +96,18 @@ def test_a_choice_of_a_job_replaces_that_of_the_defaults(tmp_path: Path) -> None
     assert third.lora_config().r == 3
 
 
+def test_max_steps_of_minus_one_chooses_nothing(tmp_path: Path) -> None:
+    """It stands beside epochs, and takes those of the defaults away as little as null does."""
+    text = RIGHT.replace("defaults:", "defaults:\n  max_steps: -1\n  num_train_epochs: 2.0")
+    first, second = load(tmp_path, f"{text}    max_steps: 5\n").jobs
+
+    assert (first.num_train_epochs, first.max_steps) == (2.0, None)
+    assert (second.num_train_epochs, second.max_steps) == (None, 5)
+    text = RIGHT.replace("defaults:", "defaults:\n  num_train_epochs: 2.0")
+    [_, second] = load(tmp_path, f"{text}    max_steps: -1\n").jobs
+    assert second.num_train_epochs == 2.0
+
+
 def test_one_mistake_names_file_line_and_job(tmp_path: Path) -> None:
     """A single mistake reads as one error."""
     text = RIGHT.replace("    learning_rate: 1e-3", "    lerning_rate: 1e-3")

@@ -146,6 +146,30 @@ def test_a_table_of_text_has_rows_by_line(
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("rows.csv", "prompt;completion\na;b\n", "by semicolons: save it with commas"),
+        ("rows.csv", "prompt;completion\na, c;b\n", "by semicolons: save it with commas"),
+        ("rows.csv", "prompt\tcompletion\na\tb\n", "by tabs: name it .tsv"),
+        ("rows.csv", "prompt|completion\na|b\n", "by vertical bars: save it with commas"),
+        ("rows.tsv", "prompt,completion\na,b\n", "by commas: name it .csv"),
+    ],
+)
+@pytest.mark.parametrize("columns", [{}, {"columns": {"prompt": "promt", "completion": "c"}}])
+def test_a_table_with_other_separators_is_told(
+    make_tokenizer: Any, tmp_path: Path, name: str, text: str, told: str, columns: dict[str, Any]
+) -> None:
+    """In place of a column that is like all of them together."""
+    path = tmp_path / name
+    path.write_text(text)
+
+    with pytest.raises((MissingColumnError, MalformedRowError)) as caught:
+        load_job_data(job(path, columns), make_tokenizer())
+    assert f"the file is separated {told}" in str(caught.value)
+    assert "did you mean" not in str(caught.value)
+
+
 def test_each_line_of_a_text_file_is_a_sample(make_tokenizer: Any, tmp_path: Path) -> None:
     """Blank lines are none."""
     path = tmp_path / "lines.txt"

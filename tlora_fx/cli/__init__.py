@@ -12,7 +12,8 @@ from importlib import import_module
 import typer
 
 from tlora_fx.cli.options import Interrupted, command_group
-from tlora_fx.errors import TloraError, nearest, printable
+from tlora_fx.cli.synonyms import suggested
+from tlora_fx.errors import TloraError, printable
 from tlora_fx.host import collector
 from tlora_fx.host.environment import require_known_values
 from tlora_fx.host.threads import thread_rules
@@ -51,6 +52,7 @@ COMMANDS = {
     "data": "Show what jobs train on, token by token, and what was left out.",
     "explain": "Explain why jobs share a module, or why they do not.",
     "generate": "Generate text from prompts with trained adapters.",
+    "import": "Make a job file of a config file of Axolotl, LLaMA-Factory or TRL.",
     "inspect": "Show a compiled model, or what each pass changed.",
     "kernels": "List, show, explain and tune generated GPU kernels.",
     "merge": "Merge an adapter into its base and write the full model.",
@@ -71,6 +73,8 @@ COMMANDS = {
     "verify": "Check that jobs train together as they would alone.",
     "watch": "Show live loss curves of a run on the terminal.",
 }
+#: By command, its module, where it cannot have the same name.
+MODULES = {"import": "import_config"}
 INTERRUPTED = 130
 #: Options that were taken out, by the names that plans had for them.
 TAKEN_OUT = {"--sequence-parallel": "sequence_parallel"}
@@ -95,7 +99,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _run(given: list[str]) -> None:
     asked = next((word for word in given if not word.startswith("-")), None)
     if asked is not None and asked not in COMMANDS:
-        close = nearest(asked, COMMANDS)
+        close = suggested(asked, COMMANDS)
         hint = f" Did you mean '{close}'?" if close else ""
         _say(f"There is no command '{asked}'.{hint} See tlora-fx --help.")
         sys.exit(2)
@@ -129,7 +133,8 @@ def _app(asked: str | None) -> typer.Typer:
     app = command_group("Train many LoRA jobs as one fused graph, each as it would train alone.")
     app.callback()(_options)
     for name, told in COMMANDS.items():
-        module = import_module(f"tlora_fx.cli.{name}") if name == asked else None
+        home = f"tlora_fx.cli.{MODULES.get(name, name)}"
+        module = import_module(home) if name == asked else None
         if module is None:
             app.command(name, help=told)(_stand_in)
         elif hasattr(module, "group"):

@@ -392,6 +392,10 @@ OPTIMIZER_ALIASES: Mapping[str, str] = {
     "adamw_torch_fused": "adamw",
     "lion_32bit": "lion",
     "adamw_bnb_8bit": "adamw_8bit",
+    # Paging moves the state to the CPU where memory is short, and changes no number.
+    "paged_adamw_32bit": "adamw",
+    "paged_adamw_8bit": "adamw_8bit",
+    "paged_lion_32bit": "lion",
 }
 
 ScheduleName = Literal[

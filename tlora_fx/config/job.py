@@ -100,6 +100,21 @@ def _split(value: object) -> object:
     raise refuse("wrong value of 'eval_split'", expected=expected)
 
 
+def _warmup(value: object) -> object:
+    """Accept a number of steps, or the part of all steps, as `warmup_steps` of transformers."""
+    if type(value) is int and value >= 0:
+        return value
+    if type(value) is float and 0 < value < 1:
+        return value
+    expected = "a whole number of steps from 0, or the part of all steps, a number n with 0 < n < 1"
+    raise refuse("wrong value of 'warmup_steps'", expected=expected)
+
+
+def _by_epochs(value: object) -> object:
+    """None for -1, by which transformers says that `num_train_epochs` counts."""
+    return None if type(value) is int and value == -1 else value
+
+
 def _trackers(value: object) -> object:
     """One tracker's name for a list of it; and all, or none, as transformers has them."""
     if value in ("none", ["none"]):
@@ -145,10 +160,12 @@ def _alias(value: object) -> object:
 
 #: A name, or a callable of the user's own.
 if TYPE_CHECKING:
+    WarmupSteps = int | float
     Optimizer = OptimizerName | UserFunction
     Schedule = ScheduleName | UserFunction
     MetricFunction = str | UserFunction | None
 else:
+    WarmupSteps = Annotated[int | float, BeforeValidator(_warmup)]
     Optimizer = Annotated[OptimizerName, BeforeValidator(_alias), *OR_FUNCTION]
     Schedule = Annotated[ScheduleName, *OR_FUNCTION]
     MetricFunction = Annotated[StrictStr | None, *OR_FUNCTION]
@@ -230,7 +247,7 @@ class Job(Spec):
     per_device_train_batch_size  samples in a micro-batch
     gradient_accumulation_steps  micro-batches in an optimizer step
     max_length                   longest sample, in tokens; longer ones are truncated
-    max_steps                    number of optimizer steps; None: as `num_train_epochs` says
+    max_steps                    number of optimizer steps; None or -1: as `num_train_epochs` says
     num_train_epochs             number of passes over the data; None if `max_steps` is given
     seed                         seed of data order, adapter initialisation and dropout masks
     shuffle                      shuffle the samples anew for each epoch
@@ -244,7 +261,8 @@ class Job(Spec):
     weight_decay                 weight decay of the optimizer
     lr_scheduler_type            name of the learning rate schedule, as in transformers
     lr_scheduler_kwargs          further arguments of the learning rate schedule
-    warmup_steps                 number of optimizer steps over which the learning rate rises
+    warmup_steps                 number of optimizer steps over which the learning rate rises; a
+                                 number below 1 is the part of all optimizer steps
     warmup_ratio                 instead of `warmup_steps`: their part of all optimizer steps
     max_grad_norm                bound to which the norm of this job's gradient is clipped; None or
                                  0: no clipping
@@ -324,7 +342,9 @@ class Job(Spec):
     per_device_train_batch_size: StrictInt = Field(default=8, ge=1)
     gradient_accumulation_steps: StrictInt = Field(default=1, ge=1)
     max_length: StrictInt = Field(default=1024, ge=2)
-    max_steps: StrictInt | None = Field(default=None, ge=1, validate_default=True)
+    max_steps: Annotated[StrictInt | None, BeforeValidator(_by_epochs)] = Field(
+        default=None, ge=1, validate_default=True
+    )
     num_train_epochs: StrictFloat | None = Field(default_factory=_epochs_by_default, gt=0)
     seed: StrictInt = Field(default=0, ge=0, lt=SEED_LIMIT)
     shuffle: StrictBool = True
@@ -339,7 +359,7 @@ class Job(Spec):
     weight_decay: StrictFloat = Field(default=0.0, ge=0)
     lr_scheduler_type: Schedule = "linear"
     lr_scheduler_kwargs: dict[str, Any] = Field(default={}, validate_default=True)
-    warmup_steps: StrictInt = Field(default=0, ge=0)
+    warmup_steps: WarmupSteps = 0
     warmup_ratio: StrictFloat = Field(default=0.0, ge=0, le=1)
     max_grad_norm: StrictFloat | None = Field(default=1.0, ge=0)
     save_steps: StrictInt = Field(default=100, ge=1)
@@ -861,4 +881,6 @@ class Job(Spec):
 
     def warmup(self, steps: int) -> int:
         """Number of warmup steps among `steps` optimizer steps, rounded up as transformers does."""
-        return self.warmup_steps or math.ceil(self.warmup_ratio * steps)
+        if self.warmup_steps >= 1:
+            return int(self.warmup_steps)
+        return math.ceil((self.warmup_steps or self.warmup_ratio) * steps)

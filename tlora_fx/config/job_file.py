@@ -79,6 +79,7 @@ class JobFile:
 
 @dataclass(frozen=True, slots=True)
 class _LocatedMistake:
+    at: KeyPath
     line: int
     job: str | None
     mistake: Mistake
@@ -101,6 +102,22 @@ def load_job_file(path: str | Path, *, trust_remote_code: bool = False) -> JobFi
     require_trusted(jobs[0].base, path, trusted=trust_remote_code)
     require_trusted_functions(jobs, path, trusted=trust_remote_code)
     return JobFile(jobs[0].base, tuple(jobs), path)
+
+
+def mistakes_of_text(text: str, path: Path) -> list[tuple[KeyPath, Mistake]]:
+    """What is wrong with a job file that nobody has written yet, by the keys that lead to it.
+
+    path    where it will stand: its relative paths start at that folder
+    raises  JobFileSyntaxError
+    """
+    reader = _JobFileReader(path, _read_text(path, text), [])
+    reader.jobs()
+    return [(item.at, item.mistake) for item in reader.mistakes]
+
+
+def yaml_text(value: object) -> str:
+    """Plain values as YAML that `read_yaml` reads as the same values."""
+    return str(yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100))
 
 
 def require_trusted(base: BaseSpec, file: object, *, trusted: bool) -> None:
@@ -141,7 +158,7 @@ class _JobFileReader:
     mistakes: list[_LocatedMistake]
 
     def add(self, at: KeyPath, mistake: Mistake, job: str | None = None) -> None:
-        self.mistakes.append(_LocatedMistake(self.source.line(at), job, mistake))
+        self.mistakes.append(_LocatedMistake(at, self.source.line(at), job, mistake))
 
     def jobs(self) -> list[Job] | None:
         """All jobs, as far as they are right; None when the file has none."""
@@ -285,9 +302,14 @@ def _without_rivals(defaults: Mapping[str, Any], job: Mapping[str, Any]) -> dict
     kept = dict(defaults)
     for pair in _EITHER:
         for mine, other in (pair, pair[::-1]):
-            if job.get(mine) is not None and mine not in kept and other not in job:
+            if _chooses(job, mine) and not _chooses(kept, mine) and not _chooses(job, other):
                 kept.pop(other, None)
     return kept
+
+
+def _chooses(fields: Mapping[str, Any], key: str) -> bool:
+    """Whether a field says something: null does not, nor `max_steps: -1`."""
+    return fields.get(key) is not None and not (key == "max_steps" and fields[key] == -1)
 
 
 def _also_in_lists(loc: KeyPath) -> tuple[KeyPath, ...]:
@@ -364,6 +386,22 @@ _SCALARS = {
 for _name, (_pattern, _first) in _SCALARS.items():
     _firsts = [*_first, ""] if _name == "null" else list(_first)
     _Loader.add_implicit_resolver(_TAG + _name, re.compile(f"^(?:{_pattern})$"), _firsts)
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper, which also quotes text that YAML 1.2 reads as a number."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (as above)
+        first: [
+            *yaml.SafeDumper.yaml_implicit_resolvers.get(first, []),
+            *_Loader.yaml_implicit_resolvers.get(first, []),
+        ]
+        for first in {*yaml.SafeDumper.yaml_implicit_resolvers, *_Loader.yaml_implicit_resolvers}
+    }
+
+    def ignore_aliases(self, data: object) -> bool:
+        """Write each value out: a person reads it."""
+        return True
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ SAME = (
     "metric_for_best_model", "greater_is_better", "packing", "completion_only_loss",
     "assistant_only_loss", "report_to",
 )  # fmt: skip
-#: Fields that `_mapped` reads.
+#: Fields that `mapped_fields` reads.
 READ = (
     "max_steps", "num_train_epochs", "warmup_steps", "lr_scheduler_kwargs", "optim_args",
     "max_length", "eval_steps", "save_steps", "save_strategy", "train_sampling_strategy",
@@ -103,7 +103,7 @@ def trl_fields(
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
     _refuse(args, given)
     told = _changed(args, given)
-    fields = _mapped(given, arguments, told)
+    fields = mapped_fields(given, arguments, told)
     if name is None:
         told.pop("output_dir", None)
         name = str(given.get("run_name") or Path(str(given["output_dir"])).name)
@@ -157,7 +157,7 @@ def _refuse(args: Any, given: Mapping[str, Any]) -> None:
     mistakes = {
         key: f"{given[key]!r} is refused: {why}"
         for key, (neutral, why) in REFUSED.items()
-        if key in given and not _is_like(given[key], neutral)
+        if key in given and not is_like(given[key], neutral)
     }
     if given.get("data_seed") == given["seed"]:
         mistakes.pop("data_seed", None)
@@ -192,18 +192,23 @@ def _changed(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
     if field.default_factory is not dataclasses.MISSING:
         return bool(value == field.default_factory())
-    return _is_like(value, None if field.default is dataclasses.MISSING else field.default)
+    return is_like(value, None if field.default is dataclasses.MISSING else field.default)
 
 
-def _is_like(value: Any, other: Any) -> bool:
+def is_like(value: Any, other: Any) -> bool:
     """Whether a value is another, or both are empty."""
     return bool(getattr(value, "value", value) == other) or (not value and not other)
 
 
-def _mapped(
+def mapped_fields(
     given: Mapping[str, Any], arguments: Mapping[str, Any], told: dict[str, Any]
 ) -> dict[str, Any]:
-    """The fields that a job has; adds to `told`."""
+    """The fields of a job that say what a trainer's arguments say.
+
+    given      of the trainer, by name, with its defaults
+    arguments  that count before them: base, data
+    told       gets what has no equal and changes no number
+    """
     fields = {key: _plain(given[key]) for key in SAME if given.get(key) is not None}
     fields["report_to"] = given.get("report_to") or "none"
     if given["max_steps"] > 0:

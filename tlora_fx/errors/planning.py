@@ -44,6 +44,14 @@ class RemoteCodeRefused(JobError, code="T0105"):
     """
 
 
+class ImportRefused(JobError, code="T0107"):
+    """`tlora-fx import` can make no job file of another tool's config file.
+
+    The file does not say which tool it is for, trains something that tlora-fx does not train, or
+    has values that no job may have. All are listed, each with its key.
+    """
+
+
 class DataError(TloraError, code="T0300"):
     """The data of a job cannot be used."""
 

@@ -68,7 +68,10 @@ def _again(kind: type[TloraError], what: str, help: str, facts: Mapping[str, str
     return kind(what, help=help, **facts)
 
 
-def nearest(name: str, choices: Iterable[str]) -> str | None:
-    """The choice that a user who wrote `name` most likely meant, or None."""
-    found = difflib.get_close_matches(name, list(choices), n=1, cutoff=0.5)
+def nearest(name: str, choices: Iterable[str], likeness: float = 0.5) -> str | None:
+    """The choice that a user who wrote `name` most likely meant, or None.
+
+    likeness    how much the choice must be like the name at least, from 0 to 1, as difflib measures
+    """
+    found = difflib.get_close_matches(name, list(choices), n=1, cutoff=likeness)
     return found[0] if found else None

@@ -17,7 +17,7 @@ from tlora_fx.config.data_spec import COLUMNS_OF, OPTIONAL_COLUMNS, ColumnName, 
 from tlora_fx.config.job import DataSpec, Job
 from tlora_fx.errors import AmbiguousFormatError, MissingColumnError, UnreadColumnError, nearest
 from tlora_fx.runtime.chats.conversations import is_conversation
-from tlora_fx.runtime.data.text_files import DataRow
+from tlora_fx.runtime.data.text_files import DataRow, separated_otherwise
 
 Format = Literal[
     "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label", "tokens"
@@ -352,6 +352,9 @@ def _optional(spec: DataSpec, format: Format) -> dict[str, str]:
 
 def _missing(job: Job, formats: list[Format], present: list[str], where: str) -> MissingColumnError:
     found = ", ".join(present) or "none"
+    if separator := separated_otherwise(where, present):
+        what = "the data has one column, whose name looks like several"
+        return MissingColumnError(what, file=where, job=job.name, found=found, help=separator)
     usual = _mapping_help(present, _LABELLED if job.base.is_classifier else _GUESSES)
     if {"chosen", "rejected"} <= set(present) and job.method == "sft":
         usual = "these are preferences: set method: dpo (or orpo) in the job"

@@ -10,7 +10,7 @@ import csv
 import gzip
 import io
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -21,6 +21,11 @@ from tlora_fx.errors import DataFileError
 COMPRESSED = (".gz", ".zst")
 #: No field of a CSV file is longer.
 _FIELD_BYTES = 1 << 27
+#: What separates columns, by the suffix of a table.
+_SEPARATORS: Mapping[str, str] = {".csv": ",", ".tsv": "\t"}
+_SEPARATOR_NAMES: Mapping[str, str] = {
+    ";": "semicolons", "\t": "tabs", ",": "commas", "|": "vertical bars",
+}  # fmt: skip
 
 
 class DataRow(NamedTuple):
@@ -118,7 +123,7 @@ def json_rows(path: Path, job: str) -> Iterator[DataRow]:
 
 def csv_rows(path: Path, job: str) -> Iterator[DataRow]:
     """Rows under a line of names; every value is text, as it stands."""
-    delimiter = "\t" if suffix_of(path) == ".tsv" else ","
+    delimiter = _SEPARATORS[suffix_of(path)]
     with open_bytes(path) as file:
         _require_bytes_of_text(file.read(1 << 16), path, job)
     with (
@@ -147,8 +152,30 @@ def csv_rows(path: Path, job: str) -> Iterator[DataRow]:
 def _csv_row(where: str, names: list[str], cells: list[str]) -> DataRow:
     if len(cells) != len(names):
         reason = f"{len(cells)} fields under {len(names)} names"
-        return DataRow(where, None, f"{reason}: quote a field that holds a comma or a line break")
+        help = (
+            separated_otherwise(where, names) or "quote a field that holds a comma or a line break"
+        )
+        return DataRow(where, None, f"{reason}: {help}")
     return DataRow(where, dict(zip(names, cells, strict=True)))
+
+
+def separated_otherwise(where: str, names: Sequence[str]) -> str:
+    """What to do with a table whose columns are separated by another character; empty if not so.
+
+    where   of a row: the file and the line
+    names   its columns, as they were read
+    """
+    suffix = suffix_of(Path(where.rpartition(":")[0]))
+    expected = _SEPARATORS.get(suffix)
+    if expected is None or len(names) != 1:
+        return ""
+    others = [separator for separator in _SEPARATOR_NAMES if separator != expected]
+    used = max(others, key=names[0].count)
+    if used not in names[0]:
+        return ""
+    right = next((name for name, mark in _SEPARATORS.items() if mark == used), "")
+    help = f"name it {right}" if right else f"save it with {_SEPARATOR_NAMES[expected]}"
+    return f"the file is separated by {_SEPARATOR_NAMES[used]}: {help}"
 
 
 def _require_names(names: list[str], path: Path, job: str) -> None:

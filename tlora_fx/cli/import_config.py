@@ -1,0 +1,75 @@
+"""`tlora-fx import`: a job file made of another tool's config file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from tlora_fx.cli.terminal import echo
+
+#: Longest line of what is told, in characters.
+WIDTH = 100
+
+
+def run(
+    config: Annotated[Path, typer.Argument(help="Config file (YAML) of the other tool.")],
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="Job file to write; it must not exist. If not given, the job file is printed.",
+        ),
+    ] = None,
+    tool: Annotated[
+        Literal["axolotl", "llama-factory", "trl"] | None,
+        typer.Option(
+            "--from",
+            help="Tool that the config file is for. If not given, it is recognised by the keys.",
+        ),
+    ] = None,
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Write no job file, and exit with 1, if the job would train otherwise than the "
+            "other tool.",
+        ),
+    ] = False,
+) -> None:
+    """Make a job file of a config file of Axolotl, LLaMA-Factory or TRL.
+
+    Each key of the config file is carried into the job file, or is listed with the reason: first
+    the keys for which the job trains otherwise, then those without which it trains the same. The
+    list is printed, and stands in the job file as a comment. If no right job file can be made,
+    prints the mistakes, each with its key, and exits with 1. Start the command in the folder in
+    which the other tool is started: relative paths begin there.
+    """
+    from tlora_fx.config.imports import import_config
+    from tlora_fx.config.paths import is_there
+    from tlora_fx.errors import ImportRefused
+    from tlora_fx.host.durable import replace_file
+
+    if output is not None and is_there(output):
+        raise ImportRefused("the job file would be overwritten", file=output, help="name a new one")
+    if output is not None and not is_there(output.parent):
+        raise ImportRefused("there is no such folder", file=output.parent, help="make it first")
+    made = import_config(config, output or Path("jobs.yaml"), tool)
+    told = "\n".join(made.lines(WIDTH))
+    if told:
+        echo(told, err=True)
+    if strict and made.changes:
+        what = "no job file is written: the job would train otherwise (--strict)"
+        keys = ", ".join(dict.fromkeys(item.key for item in made.changes))
+        raise ImportRefused(what, file=config, keys=keys)
+    if output is None:
+        echo(made.text().rstrip("\n"))
+        return
+    try:
+        replace_file(output, made.text().encode())
+    except OSError as error:
+        what = "the job file cannot be written"
+        raise ImportRefused(what, file=output, found=error.strerror or error) from None
+    echo(f"{output} is written: {made.tool}, job {made.document['jobs'][0]['name']}", err=True)
