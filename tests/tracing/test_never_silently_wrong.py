@@ -390,6 +390,24 @@ def test_a_head_that_mixes_tokens_of_a_line_is_refused():
     assert "it reduces over the row" in text
 
 
+class Spectrum(Plain):
+    """Mixes features by a Fourier transform: what adapters do passes through complex numbers."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits of the spectrum of the running maxima of features."""
+        hidden = self.embed(ids)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.head(torch.fft.fft(hidden.cummax(dim=-1).values, dim=-1).real)
+
+
+def test_gradients_pass_through_complex_numbers():
+    """An adapter whose gradient comes that way alone is trained, and not taken for idle."""
+    model = ready(hand_written(Spectrum(layers=2), "batch"))
+
+    assert_equals_peft(model, [tokens([9, 7], seed=1)], WIDE)
+
+
 class SameSize(nn.Module):
     """A model whose hidden size is its vocabulary."""
 

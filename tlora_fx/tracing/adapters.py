@@ -401,7 +401,7 @@ def _trained_tensors(graph: JobGraph) -> set[str]:
         if node in seen or is_call(node, torch.ops.aten.detach.default):
             continue
         seen.add(node)
-        if isinstance(value, Tensor) and not value.is_floating_point():
+        if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
             continue
         ref = node.meta.get("tensor")
         if isinstance(ref, TensorRef) and ref.owner == "job":
