@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import annotated_types
 from pydantic import (
@@ -146,6 +146,18 @@ def collecting() -> Iterator[None]:
         yield
     finally:
         _collecting.reset(token)
+
+
+SpecT = TypeVar("SpecT", bound=Spec)
+
+
+def validated(spec: type[SpecT], value: object) -> tuple[SpecT | None, list[Mistake]]:
+    """A spec of what a file holds, or what is wrong with it."""
+    with collecting():
+        try:
+            return spec.model_validate(value), []
+        except ValidationError as error:
+            return None, mistakes_in(error, spec)
 
 
 def mistakes_in(error: ValidationError, spec: type[Spec]) -> list[Mistake]:

@@ -34,6 +34,7 @@ from tlora_fx.config.hub import is_hub_id, is_set_offline
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.config.job_file import DATA_SUFFIXES, SHARED, load_job_file, read_yaml
 from tlora_fx.config.paths import is_pattern, is_there
+from tlora_fx.config.sweep import entries_of_values
 from tlora_fx.errors import (
     QuotaReached,
     StorageFailed,
@@ -523,6 +524,11 @@ def _paths(top: object) -> Iterator[tuple[str, str]]:
     sections = [("defaults", top.get("defaults"))]
     sections += [
         (f"jobs[{i}]", job) for i, job in enumerate(jobs if isinstance(jobs, list) else ())
+    ]
+    sections += [
+        (f"{where}.sweep", entry)
+        for where, section in list(sections)
+        for entry in entries_of_values(section)
     ]
     for key in _BASE_PATHS:
         yield from _text(f"base.{key}", _at(top.get("base"), (key,)))
