@@ -378,7 +378,7 @@ class JobRun(Member):
             self.best = dict(state.best)
 
     def begin(self, tokenizer_files: Mapping[str, Path] | None = None) -> Mapping[str, Path]:
-        """Leave in the job's folder what is known before its first step: tokenizer and status.
+        """Leave in the job's folder what is known before its first step: job, tokenizer, status.
 
         tokenizer_files   of another job of the same base, to be linked
         returns           the job's own
@@ -391,6 +391,7 @@ class JobRun(Member):
             folder.mkdir(parents=True, exist_ok=True)
             self._tokenizer_files = save_tokenizer(self.data.tokenizer, folder, tokenizer_files)
             replace_file(folder / DATA, json.dumps(described_data(self.data), indent=1).encode())
+            replace_file(folder / JOB, self._described())
         except OSError as error:
             raise RunFolderError(
                 "a job's folder cannot be written",
@@ -412,11 +413,14 @@ class JobRun(Member):
             self.job, self.data, base, step=self.step, tokens=self.tokens, loss=self.loss,
             evaluation=self.evaluation.summary(),
         )  # fmt: skip
+        own = {CONFIG: self._config, JOB: self._described(), "README.md": card.encode()}
+        return {**own, **self._tokenizer_files}
+
+    def _described(self) -> bytes:
+        """The job as JSON, with the format of its data that was found."""
         read = _as_read(self.job.data, self.data.report)
         written = self.job.model_copy(update={"data": read, "base": self.job.base.as_written()})
-        described = written.model_dump_json(indent=1) + "\n"
-        own = {CONFIG: self._config, JOB: described.encode(), "README.md": card.encode()}
-        return {**own, **self._tokenizer_files}
+        return (written.model_dump_json(indent=1) + "\n").encode()
 
     def write(self, adapter: Mapping[str, Tensor], base: str | None) -> None:
         """Leave the job's PEFT adapter folder and its status.
