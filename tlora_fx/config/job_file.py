@@ -20,6 +20,7 @@ import yaml
 from tlora_fx.config.base_spec import is_written_as_path
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.config.other_names import BASE_KEYS, ELSEWHERE, JOB_KEYS, LORA_KEYS, hint
+from tlora_fx.config.overlay import laid_over
 from tlora_fx.config.paths import is_pattern, is_there
 from tlora_fx.config.sweep import MAX_JOBS, KeyPath, SweptJob, blocked_path, expand, nested
 from tlora_fx.config.validation import Mistake, validated
@@ -44,14 +45,6 @@ KEYS = ("base", *SHARED, "defaults", "jobs")
 DATA_SUFFIXES = (
     ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst",
 )  # fmt: skip
-
-#: A job's own choice replaces what the defaults chose instead of it.
-_EITHER = (
-    ("lora", "adapter"),
-    ("max_steps", "num_train_epochs"),
-    ("warmup_steps", "warmup_ratio"),
-    ("eval_data", "eval_split"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +203,7 @@ class _JobFileReader:
                 where = (*at, key) if key in entry else ("defaults", key)
                 help = "write it once, beside 'jobs': all jobs share it"
                 self.add(where, Mistake((key,), f"'{key}' cannot differ by job", help=help), label)
-        merged = _merge(_without_rivals(defaults, entry), entry)
+        merged = laid_over(defaults, entry)
         sweep = merged.pop("sweep", None)
         if sweep is None or not isinstance(name, str):
             return [(name, self._job(index, merged, shared, label))]
@@ -230,7 +223,7 @@ class _JobFileReader:
             what = f"'{path}' leads through '{at}', which is no mapping"
             self.add(where, Mistake((path,), what, help=f"sweep over '{at}' itself"), label)
             return None
-        own = _merge(_without_rivals(entry, values), values) | {"name": swept.name}
+        own = laid_over(entry, values) | {"name": swept.name}
         return self._job(index, own, shared, label, swept.written)
 
     def _job(
@@ -330,15 +323,6 @@ def _written(loc: KeyPath, swept: Mapping[str, KeyPath]) -> KeyPath:
     return loc
 
 
-def _without_rivals(defaults: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
-    kept = dict(defaults)
-    for pair in _EITHER:
-        for mine, other in (pair, pair[::-1]):
-            if job.get(mine) is not None and mine not in kept and other not in job:
-                kept.pop(other, None)
-    return kept
-
-
 def _also_in_lists(loc: KeyPath) -> tuple[KeyPath, ...]:
     """Where a key of a job may be written: of `data` in a list of data sets, or outside of one."""
     if len(loc) < 2 or loc[0] != "data":
@@ -346,20 +330,6 @@ def _also_in_lists(loc: KeyPath) -> tuple[KeyPath, ...]:
     if isinstance(loc[1], int):
         return (loc, ("data", *loc[2:])) if loc[2:] else (loc,)
     return (loc, ("data", 0, *loc[1:]))
-
-
-def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid on `under`, nested mappings too."""
-    merged = dict(under)
-    for key, value in over.items():
-        below = merged.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping):
-            merged[key] = _merge(below, value)
-        elif key == "data" and isinstance(below, Mapping) and isinstance(value, list):
-            merged[key] = [_merge(below, v) if isinstance(v, Mapping) else v for v in value]
-        else:
-            merged[key] = value
-    return merged
 
 
 def _error(path: Path, located: list[_LocatedMistake]) -> JobFileError:

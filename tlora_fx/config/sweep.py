@@ -37,9 +37,10 @@ NOT_SWEPT = {
 _NAME_PART = re.compile(r"[A-Za-z0-9_.-]*[A-Za-z0-9]")
 
 
-def _number(value: object) -> object:
+def _number(value: Any) -> Any:
     try:
-        if type(value) in (int, float) and math.isfinite(float(value)):  # type: ignore[arg-type]
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and math.isfinite(float(value)):
             return value
     except OverflowError:
         pass
