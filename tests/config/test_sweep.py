@@ -13,8 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.config.test_job_file import RIGHT, load, mistakes
+from tlora_fx.config.halving import HalvingSpec
+from tlora_fx.config.job_file import require_no_halving
 from tlora_fx.config.sweep import MAX_JOBS, SweptJob, expand
 from tlora_fx.config.validation import Mistake
+from tlora_fx.errors import JobFileError
 
 FIELDS = ("learning_rate", "lora.r", "lora.lora_alpha", "seed", "optim", "warmup_ratio")
 VALUES = st.one_of(
@@ -231,13 +234,18 @@ def test_the_page_shows_sweeps_that_read(tmp_path: Path) -> None:
     """The grid has the names that the page tells; the random sweep as many jobs as it says."""
     page = (Path(__file__).parents[2] / "docs" / "job-file.md").read_text("utf-8")
     section = page.partition("## Sweeps")[2].partition("\n## ")[0]
-    grid, draws = re.findall(r"```yaml\n(.*?)```", section, flags=re.DOTALL)
+    grid, draws, halved = re.findall(r"```yaml\n(.*?)```", section, flags=re.DOTALL)
     jobs = load(tmp_path, f"base: {{model: org/model}}\n{grid}").jobs
     text = f"base: {{model: org/model}}\n{grid.partition('    sweep:')[0]}{draws}"
 
     assert len(jobs) == 6
     assert all(f"`{job.name}`" in section for job in (jobs[0], jobs[-1]))
     assert len(load(tmp_path, text).jobs) == 20
+    head = grid.partition("    sweep:")[0] + "    eval_split: 0.1\n    max_steps: 1000\n"
+    *_, last = load(tmp_path, f"base: {{model: org/model}}\n{head}{halved}").jobs
+    assert last.halving is not None
+    assert last.halving.rungs(1000) == [50, 150, 450]
+    assert [last.halving.kept(jobs) for jobs in (15, 5, 2)] == [5, 2, 1]
 
 
 def test_a_wrong_value_names_its_line(tmp_path: Path) -> None:
@@ -276,6 +284,32 @@ def test_a_sweep_beside_the_jobs_is_told_where_it_goes(tmp_path: Path) -> None:
     found = mistakes(tmp_path, RIGHT + "sweep: {parameters: {seed: [1]}}\n")
 
     assert "it belongs into a job, or into 'defaults'" in found
+
+
+def test_halving_stands_in_each_job_of_the_sweep(tmp_path: Path) -> None:
+    """Its group is the job that is swept; a mistake names its line."""
+    evaluated = "    eval_split: 0.1\n    sweep:\n      parameters: {seed: [1, 2]}\n"
+    halving = "      halving: {min_steps: 5}\n"
+    jobs = load(tmp_path, RIGHT.replace("split: test", "name: x") + evaluated + halving).jobs[1:]
+
+    assert [job.halving for job in jobs] == [HalvingSpec(group="second", min_steps=5)] * 2
+    text = RIGHT + evaluated.replace("    eval_split: 0.1\n", "") + halving
+    found = mistakes(tmp_path, text)
+    assert "'halving' needs 'eval_data' or 'eval_split'" in found
+    assert "jobs.yaml:17" in found
+    wrong = mistakes(tmp_path, RIGHT + evaluated + "      halving: {min_steps: 0}\n")
+    assert "wrong value of 'halving.min_steps'" in wrong
+    assert "jobs.yaml:18" in wrong
+
+
+def test_halving_is_of_train_alone(tmp_path: Path) -> None:
+    """Where groups change, nobody can compare."""
+    sweep = "    eval_split: 0.1\n    sweep: {parameters: {seed: [1]}, halving: {min_steps: 5}}\n"
+    jobs = load(tmp_path, RIGHT + sweep).jobs
+
+    require_no_halving(jobs[:1], "jobs.yaml")
+    with pytest.raises(JobFileError, match="train the file with tlora-fx train"):
+        require_no_halving(jobs, "jobs.yaml")
 
 
 def test_names_of_sweeps_are_taken_too(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from tlora_fx.api.results import Results
 from tlora_fx.api.train import train
 from tlora_fx.config.job import Job
 from tlora_fx.config.overlay import laid_over
-from tlora_fx.config.sweep import blocked_path, expand, nested
+from tlora_fx.config.sweep import SweptJob, blocked_path, expand, nested
 from tlora_fx.config.validation import Mistake, Spec, called, job_error
 
 
@@ -20,6 +20,7 @@ def sweep(
     method: Literal["grid", "random"] = "grid",
     count: int | None = None,
     seed: int = 0,
+    halving: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Results:
     """Train a job with several values of its fields, all together on its base.
@@ -32,12 +33,14 @@ def sweep(
     method       grid: every combination of the values; random: `count` drawn combinations
     count        number of jobs of a random sweep
     seed         seed of a random sweep: the same seed draws the same values
+    halving      end the weak jobs early: {"min_steps": ..., "factor": ...}
     options      those of `tlora_fx.train`, such as output
     returns      results by job name
     raises       JobError for what is wrong with the sweep or one of its jobs; all that
                  `tlora_fx.train` raises
     """
-    return train(sweep_jobs(job, parameters, method=method, count=count, seed=seed), **options)
+    jobs = sweep_jobs(job, parameters, method=method, count=count, seed=seed, halving=halving)
+    return train(jobs, **options)
 
 
 def sweep_jobs(
@@ -47,6 +50,7 @@ def sweep_jobs(
     method: Literal["grid", "random"] = "grid",
     count: int | None = None,
     seed: int = 0,
+    halving: Mapping[str, Any] | None = None,
 ) -> list[Job]:
     """The jobs that `sweep` trains; raises JobError."""
     if not isinstance(job, Job):
@@ -56,24 +60,30 @@ def sweep_jobs(
         what, found = "it is no mapping", type(parameters).__name__
         mistake = Mistake(("parameters",), what, "values by field", found)
         raise _error(job, [mistake])
-    written = {"method": method, "parameters": dict(parameters), "count": count, "seed": seed}
+    written = {
+        "method": method,
+        "parameters": dict(parameters),
+        "count": count,
+        "seed": seed,
+        "halving": halving,
+    }
     swept, mistakes = expand(job.name, written)
     if mistakes:
         raise _error(job, mistakes)
-    return [_swept(job, each.name, each.values) for each in swept]
+    return [_swept(job, each) for each in swept]
 
 
-def _swept(job: Job, name: str, values: Mapping[str, Any]) -> Job:
+def _swept(job: Job, swept: SweptJob) -> Job:
     """The job with other values and another name."""
-    over = nested(values)
+    over = nested(swept.values)
     fields = _fields(job, over) | {"callbacks": job.callbacks}
-    blocked = blocked_path(fields, values)
+    blocked = blocked_path(fields, swept.values)
     if blocked is not None:
         path, at = blocked
         what = f"'{path}' leads through '{at}', which has no fields"
         mistake = Mistake(("parameters", path), what, help=f"sweep over '{at}' itself")
         raise _error(job, [mistake])
-    return Job(**laid_over(fields, over) | {"name": name})
+    return Job(**laid_over(fields, over) | swept.others | {"name": swept.name})
 
 
 def _fields(spec: Spec, over: Mapping[str, Any]) -> dict[str, Any]:

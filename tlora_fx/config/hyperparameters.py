@@ -18,9 +18,10 @@ MAIN = (
     "gradient_accumulation_steps", "max_length", "max_steps", "num_train_epochs", "seed",
 )  # fmt: skip
 #: Not compared: what a job is, reads and reports. `lora` is shown field by field.
-OTHERS = frozenset(
-    {"name", "base", "data", "eval_data", "lora", "sample_prompts", "report_to", "schedule"}
-)
+OTHERS = frozenset({
+    "name", "base", "data", "eval_data", "lora", "sample_prompts", "report_to", "schedule",
+    "halving",
+})  # fmt: skip
 #: A job without evaluation data has no other strategy.
 DEFAULTS = {name: field.default for name, field in Job.model_fields.items()} | {
     "eval_strategy": "no"

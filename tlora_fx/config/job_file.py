@@ -126,6 +126,21 @@ def require_trusted_functions(jobs: Sequence[Job], file: object, *, trusted: boo
             )
 
 
+def require_no_halving(jobs: Sequence[Job], file: object) -> None:
+    """Refuse jobs that are compared with others, where groups of jobs change.
+
+    raises  JobFileError
+    """
+    for job in jobs:
+        if job.halving is not None:
+            raise JobFileError(
+                "halving compares jobs that train in one process",
+                file=file,
+                job=job.name,
+                help="train the file with tlora-fx train, or leave 'halving' out",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class _JobFileReader:
     path: Path
@@ -223,7 +238,7 @@ class _JobFileReader:
             what = f"'{path}' leads through '{at}', which is no mapping"
             self.add(where, Mistake((path,), what, help=f"sweep over '{at}' itself"), label)
             return None
-        own = laid_over(entry, values) | {"name": swept.name}
+        own = laid_over(entry, values) | swept.others | {"name": swept.name}
         return self._job(index, own, shared, label, swept.written)
 
     def _job(

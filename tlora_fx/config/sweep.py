@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 from pydantic import AfterValidator, Field, StrictInt, ValidationInfo, field_validator
 
 from tlora_fx.config.base_spec import SEED_LIMIT
+from tlora_fx.config.halving import HalvingSpec
 from tlora_fx.config.validation import Mistake, Spec, refuse, validated
 
 KeyPath: TypeAlias = tuple[str | int, ...]
@@ -32,6 +33,7 @@ NOT_SWEPT = {
     "name": "each job of a sweep gets a name of its own",
     **dict.fromkeys(("base", "adapter_dtype", "adapter_compute"), _SHARED),
     "sweep": "list all its fields in one sweep",
+    "halving": "all jobs of a sweep are compared alike: write it under 'sweep'",
 }
 
 _NAME_PART = re.compile(r"[A-Za-z0-9_.-]*[A-Za-z0-9]")
@@ -105,12 +107,15 @@ class SweepSpec(Spec):
                 a range
     count       number of jobs of a random sweep
     seed        seed of a random sweep: the same seed draws the same values
+    halving     end the weak jobs of the sweep early; None: all go to their ends
     """
 
     method: Literal["grid", "random"] = "grid"
     parameters: dict[str, Any]
     count: StrictInt | None = Field(default=None, ge=1, le=MAX_JOBS, validate_default=True)
     seed: StrictInt = Field(default=0, ge=0, lt=SEED_LIMIT)
+
+    halving: HalvingSpec | None = None
 
     @classmethod
     def unknown_key(cls, key: str, value: object) -> Mistake:
@@ -145,11 +150,13 @@ class SweptJob:
     name     of the job
     values   of the fields that are swept, by dotted path
     written  by dotted path, where below the sweep the value stands
+    others   fields that each job of the sweep has
     """
 
     name: str
     values: Mapping[str, Any]
     written: Mapping[str, KeyPath]
+    others: dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +186,13 @@ def expand(name: str, sweep: object) -> tuple[list[SweptJob], list[Mistake]]:
         mistakes += _mistakes(spec, field, values)
     if mistakes:
         return [], mistakes
-    if spec.method == "grid":
-        return _grid(name, spec)
-    return _random(name, spec)
+    jobs, mistakes = _grid(name, spec) if spec.method == "grid" else _random(name, spec)
+    if spec.halving is None:
+        return jobs, mistakes
+    halving = {"group": name} | spec.halving.model_dump(exclude_unset=True)
+    written = {"halving": ("halving",)}
+    others = {"halving": halving}
+    return [replace(j, others=others, written={**j.written, **written}) for j in jobs], mistakes
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -348,4 +359,5 @@ def _job(name: str, choices: Sequence[_Choice], spec: SweepSpec) -> SweptJob:
         name,
         {field: choice.value for field, choice in fields.items()},
         {field: choice.written for field, choice in fields.items()},
+        {},
     )

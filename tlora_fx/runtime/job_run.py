@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 Status = Literal["running", "done", "failed", "paused"]
 #: How the reason of a job begins that was ended before its last step because a user asked for it.
 STOPPED = "stopped as asked"
+#: Reason of a job that its group's halving has ended.
+HALVED = "ended by halving"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ def status_after(state: JobState, job: Job, data: JobData) -> Status:
         return "failed"
     evaluation = JobEvaluation(job, data)
     evaluation.restore(state.evaluation)
-    if state.status == "done" and (evaluation.stops or state.reason.startswith(STOPPED)):
+    if state.status == "done" and (evaluation.stops or state.reason.startswith((STOPPED, HALVED))):
         return "done"
     return "running" if state.step < data.steps else "done"
 
@@ -329,6 +331,10 @@ class JobRun(Member):
     def stop(self) -> None:
         """End the job where it is, because somebody asked for it: its adapter is what it is."""
         self.status, self.reason = "done", f"{STOPPED} after step {self.step}"
+
+    def halve(self, why: str) -> None:
+        """End the job where it is, because others of its group are better."""
+        self.status, self.reason = "done", f"{HALVED}: {why}"
 
     def pause(self) -> None:
         """Train no more for now; a run that goes on with the job trains it on."""
