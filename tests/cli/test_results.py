@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import math
 
 import pandas
 import pytest
@@ -34,7 +33,8 @@ def run(tmp_path):
     evaluation = {"metric_for_best_model": "eval_loss", "best_step": 20, "best_value": 1.25}
     (folder / "a" / "status.json").write_text(json.dumps(status | {"evaluation": evaluation}))
     (folder / "a" / "adapter_config.json").write_text("{}")
-    status = {"status": "failed", "step": 10, "steps": 40, "reason": "loss is not finite"}
+    reason = "loss is not finite\n  help  lower the rate"
+    status = {"status": "failed", "step": 10, "steps": 40, "reason": reason}
     (folder / "b" / "status.json").write_text(json.dumps(status))
     return folder
 
@@ -64,6 +64,7 @@ def test_the_csv_file_holds_whole_numbers(run, tmp_path, capsys):
     assert table["learning_rate"].tolist() == [1e-4, 2e-5]
     assert table["best"].tolist()[0] == 1.25
     assert table["adapter"].isna().tolist() == [False, True]
+    assert table["reason"].tolist()[1] == "loss is not finite\n  help  lower the rate"
 
 
 def test_json_has_the_same_rows(run, capsys):
@@ -84,8 +85,8 @@ def test_a_job_that_has_not_begun_is_a_row(tmp_path, capsys):
     view.refresh()
 
     row = result_row(view)
-    assert math.isnan(row["loss"])
-    assert (row["steps"], row["tokens"], row["seconds"], row["adapter"]) == (0, 0, 0, None)
+    assert (row["steps"], row["tokens"], row["seconds"]) == (0, 0, 0)
+    assert (row["loss"], row["adapter"]) == (None, None)
     [read] = json.loads(output(["results", tmp_path / "run", "--json"], capsys))
     assert read["loss"] is None
 

@@ -98,7 +98,7 @@ class JobResult:
         has_adapter = (self.adapter / CONFIG).is_file()
         return {
             "job": self.name,
-            "loss": self.loss,
+            "loss": self.loss if self.losses else None,
             "metric": self.metric or None,
             "adapter": str(self.adapter) if has_adapter else None,
             **{name: getattr(self, name) for name in _AS_IN_ROW},

@@ -134,10 +134,10 @@ def require_no_halving(jobs: Sequence[Job], file: object) -> None:
     for job in jobs:
         if job.halving is not None:
             raise JobFileError(
-                "halving compares jobs that train in one process",
+                "only tlora-fx train compares jobs by halving",
                 file=file,
                 job=job.name,
-                help="train the file with tlora-fx train, or leave 'halving' out",
+                help="train the file with tlora-fx train, or leave 'halving' out of it",
             )
 
 

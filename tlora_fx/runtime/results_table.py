@@ -30,7 +30,7 @@ def result_row(view: JobView) -> dict[str, Any]:
 
     status     such as running, done or failed
     steps      optimizer steps done
-    loss       training loss of the last step; NaN where there is none, or where it is not finite
+    loss       training loss of the last step; NaN where it is not finite, None before the first
     metric     that decides which step is best, such as eval_loss; None without an evaluation
     best       its best value, at `best_step`
     tokens     that were trained on
@@ -39,14 +39,14 @@ def result_row(view: JobView) -> dict[str, Any]:
     reason     why the job has failed, or ended before its last step; "" for none
     """
     evaluation = view.status.get("evaluation") or {}
-    last = view.steps[-1] if view.steps else {}
-    loss = last.get("loss")
+    last: dict[str, Any] = view.steps[-1] if view.steps else {"loss": None}
+    loss = math.nan if view.steps and last["loss"] is None else last["loss"]
     evaluated = bool(view.evaluations)
     return {
         "job": view.name,
         "status": view.state,
         "steps": view.step,
-        "loss": math.nan if loss is None else loss,
+        "loss": loss,
         "metric": evaluation.get("metric_for_best_model") if evaluated else None,
         "best": evaluation.get("best_value"),
         "best_step": evaluation.get("best_step"),
@@ -122,7 +122,8 @@ def _cell(name: str, value: object) -> str:
     if value is None:
         return ""
     if name in (*FIRST, *LAST, REASON):
-        return f"{value:.4f}" if isinstance(value, float) else str(value)
+        # A reason may go on in more lines, with what to do.
+        return f"{value:.4f}" if isinstance(value, float) else str(value).partition("\n")[0]
     return shown_value(value)
 
 
