@@ -273,6 +273,7 @@ def test_the_examples_of_the_page_on_python_run(tmp_path, monkeypatch, capsys):
     assert re.search(r"^sums +done +20 ", said, flags=re.MULTILINE)
     assert re.search(r"^own 20 [01]", said, flags=re.MULTILINE)
     assert len(names["table"]) == 3
+    assert (len(names["swept"]), len(names["drawn"])) == (4, 3)
     before, after = (block.splitlines() for block in blocks[:2])
     assert len(set(before) - set(after)) <= 10
 

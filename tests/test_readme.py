@@ -118,14 +118,16 @@ def test_the_error_page_is_up_to_date():
 
 
 def test_the_job_file_page_names_every_key():
-    """docs/job-file.md has a row for each field of a job, its base and its data."""
+    """docs/job-file.md has a row for each field of a job, its base, its data and its sweep."""
+    from tlora_fx.config.halving import HalvingSpec
     from tlora_fx.config.job import BaseSpec, DataSpec, Job
+    from tlora_fx.config.sweep import ParameterRange, SweepSpec
 
     page = (ROOT / "docs" / "job-file.md").read_text(encoding="utf-8")
     # What is left out of a job's record can be handed over from Python only.
     fields = {
         name
-        for spec in (Job, BaseSpec, DataSpec)
+        for spec in (Job, BaseSpec, DataSpec, SweepSpec, ParameterRange, HalvingSpec)
         for name, field in spec.model_fields.items()
         if not field.exclude
     }

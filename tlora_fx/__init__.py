@@ -13,6 +13,7 @@ from tlora_fx.host.version import __version__
 
 if TYPE_CHECKING:
     from tlora_fx.api.results import JobResult, Results
+    from tlora_fx.api.sweep import sweep
     from tlora_fx.api.train import train
     from tlora_fx.compiler import compile, run_passes, trace
     from tlora_fx.config.job import BaseSpec, DataSpec, Job
@@ -50,6 +51,7 @@ __all__ = [
     "load",
     "load_job_file",
     "run_passes",
+    "sweep",
     "trace",
     "train",
     "why_not",
@@ -77,6 +79,7 @@ _HOMES = {
     "load": "tlora_fx.runtime.compiled_folder",
     "load_job_file": "tlora_fx.config.job_file",
     "run_passes": "tlora_fx.compiler",
+    "sweep": "tlora_fx.api.sweep",
     "trace": "tlora_fx.compiler",
     "train": "tlora_fx.api.train",
     "why_not": "tlora_fx.tools.explain",

@@ -231,7 +231,11 @@ def test_the_result_is_a_table(base, tmp_path):
     assert a.tokens > 0
     assert a.seconds > 0
     assert found["b"].best is None
-    assert str(found).splitlines()[2].split()[:3] == ["b", "done", "2"]
+    assert table["lora.r"].tolist() == [4, 2]
+    assert table["max_steps"].tolist() == [4, 2]
+    assert str(found).splitlines()[2].split()[:4] == ["b", "done", "2", "2"]
+    found.to_csv(tmp_path / "table.csv")
+    assert pandas.read_csv(tmp_path / "table.csv")["loss"].tolist() == table["loss"].tolist()
     assert "<td>done</td>" in found._repr_html_()
 
 

@@ -236,6 +236,34 @@ def test_a_pattern_of_files_out_of_a_root_is_refused(asked, tmp_path, pattern):
     assert answer.json()["what"] == "a job may not read this path"
 
 
+@pytest.mark.parametrize("section", ["jobs", "defaults"])
+def test_a_path_in_a_sweep_out_of_a_root_is_refused(asked, tmp_path, section):
+    """Values of a sweep are paths as those of a job are."""
+    (tmp_path / "secret.jsonl").write_text("{}")
+    it = asked(roots=(QUICKSTART,))
+    top = yaml.safe_load(job_file("a"))
+    inside = str(QUICKSTART / "data" / "records.jsonl")
+    values = [inside, str(tmp_path / "secret.jsonl")]
+    sweep = {"sweep": {"parameters": {"data.path": values}}}
+    if section == "jobs":
+        top["jobs"][0] |= sweep
+    else:
+        top["defaults"] = top.get("defaults", {}) | sweep
+
+    answer = it.submit(yaml.safe_dump(top))
+    assert answer.json()["what"] == "a job may not read this path"
+
+
+def test_a_submission_with_a_sweep_makes_its_jobs(asked):
+    """Each combination is a job."""
+    it = asked(roots=(QUICKSTART,))
+    top = yaml.safe_load(job_file("a"))
+    top["jobs"][0]["sweep"] = {"parameters": {"seed": [1, 2]}}
+
+    answer = it.submit(yaml.safe_dump(top))
+    assert [name.split(".")[-1] for name in answer.json()["jobs"]] == ["a-seed-1", "a-seed-2"]
+
+
 def test_patterns_are_looked_up_for_a_bounded_time_by_a_few_requests_of_a_user(asked, monkeypatch):
     """In a process of its own: each `**` may stand for any of the folders, however many there are.
 

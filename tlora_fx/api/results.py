@@ -12,21 +12,27 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from tlora_fx.config.adapter_folder import CONFIG
 from tlora_fx.config.job import Job
 from tlora_fx.errors import AdapterFolderError
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.adapters.files import plain_base
+from tlora_fx.runtime.results_table import (
+    as_csv,
+    as_text,
+    cells,
+    result_row,
+    results_table,
+    spec_of,
+)
 from tlora_fx.runtime.run_view import JobView
 
 if TYPE_CHECKING:
     from peft import PeftModel
 
-    from tlora_fx.runtime.job_run import JobRun
 
-#: Columns of the table.
-COLUMNS = (
-    "job", "status", "steps", "loss", "metric", "best", "best_step", "tokens", "seconds", "adapter",
-)  # fmt: skip
+#: What a result and its row of the table call alike.
+_AS_IN_ROW = ("status", "reason", "steps", "best", "best_step", "tokens", "seconds")
 
 
 @dataclass(frozen=True)
@@ -60,27 +66,21 @@ class JobResult:
     adapter: Path
 
     @classmethod
-    def of_run(cls, run: JobRun, folder: Path) -> JobResult:
+    def of_folder(cls, job: Job, folder: Path) -> JobResult:
         """The result of a job that a trainer has run.
 
         folder   of the job
         """
         view = JobView(folder)
         view.refresh()
-        evaluation = run.evaluation
+        row = result_row(view)
         return cls(
-            job=run.job,
-            status=run.status,
-            reason=run.reason,
-            steps=run.step,
-            losses=[_number(row["loss"]) for row in view.steps],
+            job=job,
+            losses=[_number(step["loss"]) for step in view.steps],
             evaluations=view.evaluations,
-            metric=run.job.best_metric if view.evaluations else "",
-            best=evaluation.best_value,
-            best_step=evaluation.best_step,
-            tokens=run.tokens,
-            seconds=sum(float(row["seconds"] or 0) for row in view.steps),
+            metric=row["metric"] or "",
             adapter=folder,
+            **{name: row[name] for name in _AS_IN_ROW},
         )
 
     @property
@@ -94,9 +94,15 @@ class JobResult:
         return self.losses[-1] if self.losses else math.nan
 
     def row(self) -> dict[str, Any]:
-        """The job's row of the table, by column."""
-        known = {"job": self.name, "metric": self.metric or None, "adapter": str(self.adapter)}
-        return {name: known[name] if name in known else getattr(self, name) for name in COLUMNS}
+        """The job's row of the table, by column, without hyperparameters."""
+        has_adapter = (self.adapter / CONFIG).is_file()
+        return {
+            "job": self.name,
+            "loss": self.loss if self.losses else None,
+            "metric": self.metric or None,
+            "adapter": str(self.adapter) if has_adapter else None,
+            **{name: getattr(self, name) for name in _AS_IN_ROW},
+        }
 
     def peft_model(self) -> PeftModel:
         """The base with this job's adapter, as PEFT has it, in eval mode. Imports PEFT.
@@ -108,7 +114,7 @@ class JobResult:
         """
         from peft import PeftModel
 
-        if not (self.adapter / "adapter_config.json").is_file():
+        if not (self.adapter / CONFIG).is_file():
             raise AdapterFolderError(
                 "the job left no adapter", folder=self.adapter, found=self.reason or self.status
             )
@@ -141,41 +147,34 @@ class Results(Mapping[str, JobResult]):
         return len(self._results)
 
     def rows(self) -> list[dict[str, Any]]:
-        """The table: a dict for each job, by column."""
-        return [result.row() for result in self._results.values()]
+        """The table: a dict for each job, by column, with the fields in which jobs differ."""
+        results = self._results.values()
+        specs = {result.name: spec_of(result.adapter) for result in results}
+        known = {name: spec for name, spec in specs.items() if spec is not None}
+        return results_table([result.row() for result in results], known)
 
     def to_pandas(self) -> Any:
         """The table as a DataFrame, a row for each job. Imports pandas."""
         import pandas
 
-        return pandas.DataFrame(self.rows(), columns=[*COLUMNS])
+        return pandas.DataFrame(self.rows())
+
+    def to_csv(self, path: Path | str) -> None:
+        """Write the table as a CSV file."""
+        Path(path).write_text(as_csv(self.rows()), "utf-8")
 
     def __repr__(self) -> str:
-        cells = [COLUMNS, *([_shown(row[name]) for name in COLUMNS] for row in self.rows())]
-        widths = [max(len(line[at]) for line in cells) for at in range(len(COLUMNS))]
-        lines = (
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-            for line in cells
-        )
-        return "\n".join(line.rstrip() for line in lines)
+        return as_text(self.rows())
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in COLUMNS)
-        body = (
-            "".join(f"<td>{html.escape(_shown(row[name]))}</td>" for name in COLUMNS)
-            for row in self.rows()
-        )
+        titles, *lines = cells(self.rows())
+        head = "".join(f"<th>{html.escape(name)}</th>" for name in titles)
+        body = ("".join(f"<td>{html.escape(cell)}</td>" for cell in line) for line in lines)
         return f"<table><tr>{head}</tr>{''.join(f'<tr>{line}</tr>' for line in body)}</table>"
 
 
 def _number(value: float | None) -> float:
     return math.nan if value is None else value
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.4f}"
-    return "" if value is None else str(value)
 
 
 def _own_view(module: nn.Module) -> nn.Module:

@@ -69,7 +69,7 @@ def train(
             ),
         )
         runs = trainer.run()
-    results = [JobResult.of_run(run, folder / run.job.name) for run in runs]
+    results = [JobResult.of_folder(run.job, folder / run.job.name) for run in runs]
     return Results(results, folder, heard.warnings)
 
 

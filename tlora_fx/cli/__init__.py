@@ -63,6 +63,7 @@ COMMANDS = {
     "profile": "Measure time and memory of a model's layers on this machine.",
     "replay": "Run a failed compiler pass again, from its replay folder.",
     "report": "Write an HTML report of a run: losses, speed, groups.",
+    "results": "Show the results of a run as a table, or write them as CSV.",
     "run": "Train a folder of jobs, and regroup them while they train.",
     "schedule": "Save a snapshot of the scheduler, or explain its decisions.",
     "serve": "Run an HTTP service to which users submit jobs to train.",

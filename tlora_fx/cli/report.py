@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -79,18 +77,18 @@ def run(
 def specs_of_run(folder: Path) -> dict[str, Mapping[str, Any]]:
     """Each job as its file describes it, by name, as far as the run's folder tells.
 
-    The ledger of `run` has all jobs. Of `train`, a job's folder tells once it has an adapter.
+    The ledger of `run` has all jobs. Of `train`, a job's folder tells once the job has begun.
     """
+    from tlora_fx.runtime.results_table import spec_of
     from tlora_fx.runtime.run_folder import JOB
     from tlora_fx.scheduler.store import History
 
     history = History.of_run(folder)
     specs = {} if history is None else {name: job.spec for name, job in history.jobs.items()}
     for path in folder.glob(f"*/{JOB}"):
-        with suppress(OSError, ValueError):
-            read = json.loads(path.read_bytes())
-            if isinstance(read, dict):
-                specs.setdefault(path.parent.name, read)
+        spec = spec_of(path.parent)
+        if spec is not None:
+            specs.setdefault(path.parent.name, spec)
     return specs
 
 

@@ -82,7 +82,7 @@ def _require_right(options: RunCommandOptions) -> None:
     require_executor(options)
     require_pipeline(options.pipeline, options.add_pass, options.load)
 
-    from tlora_fx.config.job_file import load_job_file
+    from tlora_fx.config.job_file import load_job_file, require_no_halving
     from tlora_fx.cost.profile import Profile
     from tlora_fx.runtime import early_checks as early
     from tlora_fx.runtime.run_folder import LEDGER, RUN_COMMAND_FILES, require_new
@@ -100,6 +100,7 @@ def _require_right(options: RunCommandOptions) -> None:
         raise _empty(options.jobs)
     if options.jobs.is_file():
         jobs = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code).jobs
+        require_no_halving(jobs, options.jobs)
         early.require_data(jobs)
         early.require_base(jobs)
         early.require_hub(jobs)

@@ -44,6 +44,7 @@ from tlora_fx.config.fields import (
     check_schedule_arguments,
 )
 from tlora_fx.config.functions import OR_FUNCTION, UserFunction, offered_arguments
+from tlora_fx.config.halving import HalvingSpec
 from tlora_fx.config.objects import is_stream, job_fields
 from tlora_fx.config.other_kinds import (
     adapter_mapping,
@@ -288,6 +289,8 @@ class Job(Spec):
     early_stopping_patience      stop after this many evaluations in a row that are not better than
                                  the best by more than `early_stopping_threshold`
     early_stopping_threshold     how much better an evaluation must be to count as better
+    halving                      end the job early if, at rungs of steps, its evaluation loss is not
+                                 among the best of its group (`tlora-fx train` alone)
     sample_prompts               texts that the job answers while it trains, as the `prompt` of its
                                  data, or as the user's first turn
     sample_steps                 optimizer steps between two times at which the job answers
@@ -376,6 +379,7 @@ class Job(Spec):
     load_best_model_at_end: StrictBool = False
     early_stopping_patience: StrictInt | None = Field(default=None, ge=1)
     early_stopping_threshold: StrictFloat = Field(default=0.0, ge=0)
+    halving: HalvingSpec | None = None
     sample_prompts: list[Annotated[StrictStr, Field(min_length=1)]] = Field(default=[])
     sample_steps: StrictInt | None = Field(default=None, ge=1)
     sample_max_new_tokens: StrictInt = Field(default=64, ge=1)
@@ -659,6 +663,20 @@ class Job(Spec):
             what = "wrong value of 'metric_for_best_model'"
             raise refuse(what, expected=f"one of {', '.join(known)}", help=help)
         return name
+
+    @field_validator("halving")
+    @classmethod
+    def _compares_evaluations(
+        cls, halving: HalvingSpec | None, info: ValidationInfo
+    ) -> HalvingSpec | None:
+        if halving is None:
+            return None
+        cls._require_evaluated("halving", info.data)
+        if info.data.get("eval_strategy") == "no":
+            raise refuse("'halving' compares evaluations, and 'eval_strategy' is no")
+        if halving.group is None:
+            raise refuse("'halving' has no 'group'", help="name the jobs that are compared")
+        return halving
 
     @field_validator("eval_strategy")
     @classmethod

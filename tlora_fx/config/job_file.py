@@ -13,16 +13,17 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import yaml
-from pydantic import ValidationError
 
 from tlora_fx.config.base_spec import is_written_as_path
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.config.other_names import BASE_KEYS, ELSEWHERE, JOB_KEYS, LORA_KEYS, hint
+from tlora_fx.config.overlay import laid_over
 from tlora_fx.config.paths import is_pattern, is_there
-from tlora_fx.config.validation import Mistake, Spec, collecting, mistakes_in
+from tlora_fx.config.sweep import MAX_JOBS, KeyPath, SweptJob, blocked_path, expand, nested
+from tlora_fx.config.validation import Mistake, validated
 from tlora_fx.errors import (
     JobFileError,
     JobFileMissingError,
@@ -31,7 +32,8 @@ from tlora_fx.errors import (
     nearest,
 )
 
-KeyPath: TypeAlias = tuple[str | int, ...]
+#: A job by its name, as it is written; None where it is wrong.
+Named: TypeAlias = tuple[object, Job | None]
 
 NODE_LIMIT = 100_000
 #: A larger file is none that a person wrote, and would take long to refuse.
@@ -43,16 +45,6 @@ KEYS = ("base", *SHARED, "defaults", "jobs")
 DATA_SUFFIXES = (
     ".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz", ".zst",
 )  # fmt: skip
-
-SpecT = TypeVar("SpecT", bound=Spec)
-
-#: A job's own choice replaces what the defaults chose instead of it.
-_EITHER = (
-    ("lora", "adapter"),
-    ("max_steps", "num_train_epochs"),
-    ("warmup_steps", "warmup_ratio"),
-    ("eval_data", "eval_split"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +143,21 @@ def require_trusted_functions(jobs: Sequence[Job], file: object, *, trusted: boo
             )
 
 
+def require_no_halving(jobs: Sequence[Job], file: object) -> None:
+    """Refuse jobs that are compared with others, where groups of jobs change.
+
+    raises  JobFileError
+    """
+    for job in jobs:
+        if job.halving is not None:
+            raise JobFileError(
+                "only tlora-fx train compares jobs by halving",
+                file=file,
+                job=job.name,
+                help="train the file with tlora-fx train, or leave 'halving' out of it",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class _JobFileReader:
     path: Path
@@ -177,9 +184,10 @@ class _JobFileReader:
             self.add(("jobs",), Mistake((), "'jobs' is no list with at least one job"))
             return None
         shared = {"base": base} | {key: top[key] for key in SHARED if key in top}
-        jobs = [self._job(index, shared, defaults) for index in range(len(entries))]
-        self._duplicates(entries)
-        return [job for job in jobs if job is not None] or None
+        jobs = [self._jobs_of(index, shared, defaults) for index in range(len(entries))]
+        self._duplicates(jobs)
+        self._too_many(jobs)
+        return [job for several in jobs for _, job in several if job is not None] or None
 
     def _unknown_keys(self, top: dict[str, Any]) -> None:
         for key in top:
@@ -187,7 +195,7 @@ class _JobFileReader:
                 continue
             near = nearest(key, KEYS)
             help = f"did you mean '{near}'?" if near else f"known keys: {', '.join(KEYS)}"
-            if key in Job.model_fields:
+            if key in (*Job.model_fields, "sweep"):
                 help = "it belongs into a job, or into 'defaults'"
             elif key in JOB_KEYS:
                 help = f"it is called '{JOB_KEYS[key]}' here, in a job or in 'defaults'"
@@ -208,17 +216,18 @@ class _JobFileReader:
             for key in ("model", "tokenizer"):
                 value[key] = self._here(value.get(key), must_exist=True)
             value["config"] = self._here(value.get("config"))
-        base, mistakes = _validated(BaseSpec, value)
+        base, mistakes = validated(BaseSpec, value)
         for mistake in mistakes:
             self.add(("base", *mistake.loc), mistake)
         return base
 
-    def _job(self, index: int, shared: dict[str, Any], defaults: dict[str, Any]) -> Job | None:
+    def _jobs_of(self, index: int, shared: dict[str, Any], defaults: dict[str, Any]) -> list[Named]:
+        """The job of an entry, or those of its sweep; no job where it is wrong."""
         entry = self.source.value["jobs"][index]
         at: KeyPath = ("jobs", index)
         if not isinstance(entry, dict):
             self.add(at, Mistake((), f"job {index + 1} is no mapping"))
-            return None
+            return []
         name = entry.get("name")
         label = name if isinstance(name, str) else f"number {index + 1}"
         for key in ("base", *SHARED):
@@ -226,13 +235,50 @@ class _JobFileReader:
                 where = (*at, key) if key in entry else ("defaults", key)
                 help = "write it once, beside 'jobs': all jobs share it"
                 self.add(where, Mistake((key,), f"'{key}' cannot differ by job", help=help), label)
-        merged = self._with_paths(_merge(_without_rivals(defaults, entry), entry)) | shared
+        merged = laid_over(defaults, entry)
+        sweep = merged.pop("sweep", None)
+        if sweep is None or not isinstance(name, str):
+            return [(name, self._job(index, merged, shared, label))]
+        swept, mistakes = expand(name, sweep)
+        for mistake in mistakes:
+            self.add(self._location(index, ("sweep", *mistake.loc)), mistake, label)
+        return [(each.name, self._swept_job(index, merged, each, shared, label)) for each in swept]
+
+    def _swept_job(
+        self, index: int, entry: dict[str, Any], swept: SweptJob, shared: dict[str, Any], label: str
+    ) -> Job | None:
+        values = nested(swept.values)
+        blocked = blocked_path(entry, swept.values)
+        if blocked is not None:
+            path, at = blocked
+            where = self._location(index, ("sweep", "parameters", path))
+            what = f"'{path}' leads through '{at}', which is no mapping"
+            self.add(where, Mistake((path,), what, help=f"sweep over '{at}' itself"), label)
+            return None
+        own = laid_over(entry, values) | swept.others | {"name": swept.name}
+        return self._job(index, own, shared, label, swept.written)
+
+    def _job(
+        self,
+        index: int,
+        entry: dict[str, Any],
+        shared: dict[str, Any],
+        label: str,
+        swept: Mapping[str, KeyPath] | None = None,
+    ) -> Job | None:
+        """Check one job.
+
+        entry   with the defaults below it
+        label   what it is called in messages
+        swept   of a job of a sweep: fields by dotted path, each with its place below the sweep
+        """
+        merged = self._with_paths(entry) | shared
         if shared["base"] is None:
             # The base has its own mistakes by now; the job is checked against any base.
             merged["base"] = BaseSpec(model="-")
-        job, mistakes = _validated(Job, merged)
+        job, mistakes = validated(Job, merged)
         for mistake in mistakes:
-            self.add(self._location(index, mistake.loc), mistake, label)
+            self.add(self._location(index, _written(mistake.loc, swept or {})), mistake, label)
         return job
 
     def _location(self, index: int, loc: KeyPath) -> KeyPath:
@@ -246,17 +292,27 @@ class _JobFileReader:
                         return path
         return ("jobs", index)
 
-    def _duplicates(self, entries: list[Any]) -> None:
+    def _duplicates(self, jobs: Sequence[Sequence[Named]]) -> None:
+        """Add a mistake for each name that is taken.
+
+        jobs   of each entry
+        """
         first: dict[str, int] = {}
-        for index, entry in enumerate(entries):
-            name = entry.get("name") if isinstance(entry, dict) else None
-            if not isinstance(name, str):
-                continue
-            if name in first:
-                line = self.source.line(("jobs", first[name], "name"))
-                what = f"the name '{name}' is taken by the job in line {line}"
-                self.add(("jobs", index, "name"), Mistake(("name",), what), name)
-            first.setdefault(name, index)
+        for index, several in enumerate(jobs):
+            for name, _ in several:
+                if not isinstance(name, str):
+                    continue
+                if name in first:
+                    line = self.source.line(("jobs", first[name], "name"))
+                    what = f"the name '{name}' is taken by the job in line {line}"
+                    self.add(("jobs", index, "name"), Mistake(("name",), what), name)
+                first.setdefault(name, index)
+
+    def _too_many(self, jobs: Sequence[Sequence[Named]]) -> None:
+        swept = sum(len(several) for several in jobs if len(several) > 1)
+        if swept > MAX_JOBS:
+            what, help = "the sweeps make too many jobs", "put some of them into another file"
+            self.add(("jobs",), Mistake((), what, f"at most {MAX_JOBS}", str(swept), help))
 
     def _with_paths(self, job: dict[str, Any]) -> dict[str, Any]:
         job = dict(job)
@@ -290,26 +346,13 @@ class _JobFileReader:
         return str(path) if written or not must_exist or is_there(path) else value
 
 
-def _validated(spec: type[SpecT], value: object) -> tuple[SpecT | None, list[Mistake]]:
-    with collecting():
-        try:
-            return spec.model_validate(value), []
-        except ValidationError as error:
-            return None, mistakes_in(error, spec)
-
-
-def _without_rivals(defaults: Mapping[str, Any], job: Mapping[str, Any]) -> dict[str, Any]:
-    kept = dict(defaults)
-    for pair in _EITHER:
-        for mine, other in (pair, pair[::-1]):
-            if _chooses(job, mine) and not _chooses(kept, mine) and not _chooses(job, other):
-                kept.pop(other, None)
-    return kept
-
-
-def _chooses(fields: Mapping[str, Any], key: str) -> bool:
-    """Whether a field says something: null does not, nor `max_steps: -1`."""
-    return fields.get(key) is not None and not (key == "max_steps" and fields[key] == -1)
+def _written(loc: KeyPath, swept: Mapping[str, KeyPath]) -> KeyPath:
+    """Where a user wrote what a job has at `loc`: in the sweep, where that gave it."""
+    for path, place in swept.items():
+        keys = tuple(path.split("."))
+        if loc[: len(keys)] == keys:
+            return ("sweep", *place, *loc[len(keys) :])
+    return loc
 
 
 def _also_in_lists(loc: KeyPath) -> tuple[KeyPath, ...]:
@@ -319,20 +362,6 @@ def _also_in_lists(loc: KeyPath) -> tuple[KeyPath, ...]:
     if isinstance(loc[1], int):
         return (loc, ("data", *loc[2:])) if loc[2:] else (loc,)
     return (loc, ("data", 0, *loc[1:]))
-
-
-def _merge(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`over` laid on `under`, nested mappings too."""
-    merged = dict(under)
-    for key, value in over.items():
-        below = merged.get(key)
-        if isinstance(below, Mapping) and isinstance(value, Mapping):
-            merged[key] = _merge(below, value)
-        elif key == "data" and isinstance(below, Mapping) and isinstance(value, list):
-            merged[key] = [_merge(below, v) if isinstance(v, Mapping) else v for v in value]
-        else:
-            merged[key] = value
-    return merged
 
 
 def _error(path: Path, located: list[_LocatedMistake]) -> JobFileError:

@@ -148,6 +148,7 @@ PYTHON_KEYS: Mapping[str, str] = {
     "model": "it is called 'base' here",
     "processing_class": "it is called 'tokenizer' here",
     "args": "write Job.from_trl(args, ...) in place of Job(...)",
+    "sweep": "it is a key of job files; call tlora_fx.sweep(job, {...}) here",
     "output_dir": "give it to tlora_fx.train(jobs, output=...)",
     "resume_from_checkpoint": "give it to tlora_fx.train(jobs, resume=True)",
     "optimizers": "give a class or a factory each: optim and lr_scheduler",

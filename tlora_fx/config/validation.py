@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin
 
 import annotated_types
 from pydantic import (
@@ -31,7 +31,7 @@ from tlora_fx.config.python_words import in_python
 from tlora_fx.errors import JobError, nearest
 
 _collecting: ContextVar[bool] = ContextVar("collecting", default=False)
-#: Class that Python code calls, whose arguments are validated; "" where a file is read.
+#: Class or function that Python code calls, whose arguments are validated; "" where a file is read.
 _called: ContextVar[str] = ContextVar("called", default="")
 
 _KINDS = {
@@ -86,6 +86,16 @@ def refuse(what: str, *, help: str = "", expected: str = "") -> PydanticCustomEr
     return PydanticCustomError("tlora", "{what}", context)
 
 
+@contextmanager
+def called(name: str) -> Iterator[None]:
+    """Inside, mistakes are told as those of the arguments of this class or function of Python."""
+    token = _called.set(name)
+    try:
+        yield
+    finally:
+        _called.reset(token)
+
+
 class Spec(BaseModel):
     """A frozen part of a job that refuses unknown keys.
 
@@ -100,11 +110,8 @@ class Spec(BaseModel):
     inner: ClassVar[Mapping[str, type[Spec]]] = {}
 
     def __init__(self, **fields: Any) -> None:
-        token = _called.set(type(self).__name__)
-        try:
+        with called(type(self).__name__):
             super().__init__(**fields)
-        finally:
-            _called.reset(token)
 
     # pydantic calls an __init__ of ours only where Python code does, not for what it validates.
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
@@ -148,6 +155,18 @@ def collecting() -> Iterator[None]:
         _collecting.reset(token)
 
 
+SpecT = TypeVar("SpecT", bound=Spec)
+
+
+def validated(spec: type[SpecT], value: object) -> tuple[SpecT | None, list[Mistake]]:
+    """A spec of what a file holds, or what is wrong with it."""
+    with collecting():
+        try:
+            return spec.model_validate(value), []
+        except ValidationError as error:
+            return None, mistakes_in(error, spec)
+
+
 def mistakes_in(error: ValidationError, spec: type[Spec]) -> list[Mistake]:
     """All that pydantic found wrong with a `spec`, in the order of its fields."""
     return [
@@ -160,8 +179,8 @@ def mistakes_in(error: ValidationError, spec: type[Spec]) -> list[Mistake]:
 
 def job_error(mistakes: list[Mistake], *, job: object) -> JobError:
     """The error for the mistakes of a job that no job file holds."""
-    if called := _called.get():
-        mistakes = [_of_argument(called, mistake) for mistake in mistakes]
+    if callee := _called.get():
+        mistakes = [_of_argument(callee, mistake) for mistake in mistakes]
     if len(mistakes) == 1:
         [mistake] = mistakes
         found, expected = mistake.found or None, mistake.expected or None
@@ -181,9 +200,9 @@ def _keys_below(spec: type[Spec]) -> Iterator[str]:
         yield from _keys_below(kind)
 
 
-def _of_argument(called: str, mistake: Mistake) -> Mistake:
+def _of_argument(callee: str, mistake: Mistake) -> Mistake:
     """A mistake in Python's words, with the argument that it is about."""
-    at = f"{called}({mistake.loc[0]}=...)" if mistake.loc else f"{called}(...)"
+    at = f"{callee}({mistake.loc[0]}=...)" if mistake.loc else f"{callee}(...)"
     texts = (mistake.what, mistake.expected, mistake.found, mistake.help)
     what, expected, found, help = map(words_of_python, texts)
     if mistake.loc and mistake.what == f"unknown key '{mistake.loc[0]}'":

@@ -287,9 +287,9 @@ class ReplayChoiceWrong(TloraError, code="T0935"):
 
 
 class ReportNotWritable(TloraError, code="T0936"):
-    """The file or folder of a report cannot be written.
+    """The file or folder of a report, or of a table of results, cannot be written.
 
-    Choose another with `-o`.
+    Choose another with `-o`, or with `--csv`.
     """
 
 

@@ -42,6 +42,8 @@ class JobEvaluation:
     best_step, best_value   so far, by the job's metric; None before the first evaluation
     failed                  evaluations since one was better than the best by the threshold
     last                    the newest metrics
+    rung_losses             evaluation loss at each rung of the job's halving, by step; infinite
+                            where it is not finite
     """
 
     job: Job
@@ -50,6 +52,7 @@ class JobEvaluation:
     best_value: float | None = None
     failed: int = 0
     last: dict[str, float] = field(default_factory=dict)
+    rung_losses: dict[int, float] = field(default_factory=dict)
     _loss_sum: float = 0.0
     _loss_steps: int = 0
 
@@ -58,7 +61,12 @@ class JobEvaluation:
         if self.job.eval_strategy == "no":
             return False
         every = self.job.eval_steps or self.data.steps_per_epoch
-        return step % every == 0 or step == self.data.steps
+        return step % every == 0 or step == self.data.steps or step in self.rungs
+
+    @property
+    def rungs(self) -> list[int]:
+        """The steps at which the job is compared with others; none without halving."""
+        return [] if self.job.halving is None else self.job.halving.rungs(self.data.steps)
 
     def add_loss(self, loss: float) -> None:
         """Note the training loss of a step."""
@@ -74,6 +82,9 @@ class JobEvaluation:
         losses = {TRAIN_LOSS: self._loss_sum / self._loss_steps} if self._loss_steps else {}
         self._loss_sum, self._loss_steps = 0.0, 0
         self.last = {**measured, **losses}
+        if step in self.rungs:
+            loss = measured.get("eval_loss", math.inf)
+            self.rung_losses[step] = loss if math.isfinite(loss) else math.inf
         is_best = self._compare(step)
         return EvaluationReport(self.job.name, step, self.last, is_best)
 
@@ -126,6 +137,10 @@ class JobEvaluation:
             "loss_sum": self._loss_sum,
             "loss_steps": self._loss_steps,
             "keeps_best": self.job.load_best_model_at_end,
+            "rungs": [
+                [step, loss if math.isfinite(loss) else None]
+                for step, loss in self.rung_losses.items()
+            ],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -134,6 +149,8 @@ class JobEvaluation:
             return
         self.last = dict(state["last"])
         self._loss_sum, self._loss_steps = state["loss_sum"], state["loss_steps"]
+        rungs = state.get("rungs", ())
+        self.rung_losses = {step: math.inf if loss is None else loss for step, loss in rungs}
         if state["metric"] == self.job.best_metric:
             self.best_step, self.best_value = state["best_step"], state["best_value"]
             self.failed = state["failed"]

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 Status = Literal["running", "done", "failed", "paused"]
 #: How the reason of a job begins that was ended before its last step because a user asked for it.
 STOPPED = "stopped as asked"
+#: Reason of a job that its group's halving has ended.
+HALVED = "ended by halving"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +138,7 @@ def status_after(state: JobState, job: Job, data: JobData) -> Status:
         return "failed"
     evaluation = JobEvaluation(job, data)
     evaluation.restore(state.evaluation)
-    if state.status == "done" and (evaluation.stops or state.reason.startswith(STOPPED)):
+    if state.status == "done" and (evaluation.stops or state.reason.startswith((STOPPED, HALVED))):
         return "done"
     return "running" if state.step < data.steps else "done"
 
@@ -330,6 +332,10 @@ class JobRun(Member):
         """End the job where it is, because somebody asked for it: its adapter is what it is."""
         self.status, self.reason = "done", f"{STOPPED} after step {self.step}"
 
+    def halve(self, why: str) -> None:
+        """End the job where it is, because others of its group are better."""
+        self.status, self.reason = "done", f"{HALVED}: {why}"
+
     def pause(self) -> None:
         """Train no more for now; a run that goes on with the job trains it on."""
         self.status = "paused"
@@ -378,7 +384,7 @@ class JobRun(Member):
             self.best = dict(state.best)
 
     def begin(self, tokenizer_files: Mapping[str, Path] | None = None) -> Mapping[str, Path]:
-        """Leave in the job's folder what is known before its first step: tokenizer and status.
+        """Leave in the job's folder what is known before its first step: job, tokenizer, status.
 
         tokenizer_files   of another job of the same base, to be linked
         returns           the job's own
@@ -391,6 +397,7 @@ class JobRun(Member):
             folder.mkdir(parents=True, exist_ok=True)
             self._tokenizer_files = save_tokenizer(self.data.tokenizer, folder, tokenizer_files)
             replace_file(folder / DATA, json.dumps(described_data(self.data), indent=1).encode())
+            replace_file(folder / JOB, self._described())
         except OSError as error:
             raise RunFolderError(
                 "a job's folder cannot be written",
@@ -412,11 +419,14 @@ class JobRun(Member):
             self.job, self.data, base, step=self.step, tokens=self.tokens, loss=self.loss,
             evaluation=self.evaluation.summary(),
         )  # fmt: skip
+        own = {CONFIG: self._config, JOB: self._described(), "README.md": card.encode()}
+        return {**own, **self._tokenizer_files}
+
+    def _described(self) -> bytes:
+        """The job as JSON, with the format of its data that was found."""
         read = _as_read(self.job.data, self.data.report)
         written = self.job.model_copy(update={"data": read, "base": self.job.base.as_written()})
-        described = written.model_dump_json(indent=1) + "\n"
-        own = {CONFIG: self._config, JOB: described.encode(), "README.md": card.encode()}
-        return {**own, **self._tokenizer_files}
+        return (written.model_dump_json(indent=1) + "\n").encode()
 
     def write(self, adapter: Mapping[str, Tensor], base: str | None) -> None:
         """Leave the job's PEFT adapter folder and its status.

@@ -67,7 +67,7 @@ class JobView:
 
         raises   NewerFormat
         """
-        self.status = _object(self.folder / STATUS) or self.status
+        self.status = read_object(self.folder / STATUS) or self.status
         place = self.folder / STATUS
         require_known_stamp("the job's status", place, self.status, known=STATUS_FORMAT)
         path = self.folder / METRICS
@@ -120,13 +120,13 @@ class JobView:
 
     def lengths(self) -> dict[int, int]:
         """Number of samples with at most so many tokens, and more than the number before."""
-        data = _object(self.folder / DATA) or {}
+        data = read_object(self.folder / DATA) or {}
         return {int(most): int(count) for most, count in data.get("lengths", {}).items()}
 
 
 def read_start(folder: Path) -> dict[str, Any] | None:
     """What the newest start of a run of `train` took; None where its folder does not tell."""
-    start = _object(folder / START)
+    start = read_object(folder / START)
     return start if start is not None and isinstance(start.get("phases"), dict) else None
 
 
@@ -176,7 +176,8 @@ def _points(rows: Sequence[dict[str, Any]], name: str) -> Iterator[tuple[float, 
     return ((row["step"], row[name]) for row in rows if row.get(name) is not None)
 
 
-def _object(path: Path) -> dict[str, Any] | None:
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object of a JSON file; None where there is none."""
     try:
         read = json.loads(path.read_bytes())
     except (OSError, ValueError):

@@ -59,6 +59,7 @@ from tlora_fx.runtime.distributed import (
 from tlora_fx.runtime.elastic import Roster
 from tlora_fx.runtime.evaluation import Measurements
 from tlora_fx.runtime.group_step import GroupStep, StepOptions
+from tlora_fx.runtime.halving import Halving
 from tlora_fx.runtime.interrupts import Interrupts
 from tlora_fx.runtime.job_reports import JobReports
 from tlora_fx.runtime.job_run import JobRun
@@ -154,6 +155,7 @@ class Trainer:
         self.ranks = Ranks(self.mesh)
         self.roster = Roster(self.group, self.folder)
         self.schedule = RowSchedule(self.group, nano, self.folder)
+        self.halving = Halving(self.folder.path, writes=self.mesh.leader, warn=self.callback.warned)
         self.reports = JobReports(self.model, self.group.gathering, self.callback)
         self.checkpoints = RunCheckpoints(
             self.roster, self.folder, self.reports, self.ranks,
@@ -262,6 +264,8 @@ class Trainer:
         self.measurements.warn(self.jobs)
         with phase("checkpoint"):
             self.rounds = self.checkpoints.restore()
+            if any(job.halving is not None for job in self.jobs):
+                self.halving.begin(self.ranks.from_leader(self.halving.read()))
         self.checkpoints.describe_again(self.jobs, data)
         self.checkpoints.start_clock()
         self.roster.watch_rows(self.group.row_tokens)
@@ -521,6 +525,8 @@ class Trainer:
             due_now = self.ranks.from_leader(due_now)
         if not self._end.ahead:
             outside = outside | self.measurements.evaluate(list(map(self.roster.at, due_now)))
+            for text in self.halving.judge(self.runs):
+                self.callback.noted(text)
             self.measurements.sample([run for run in active if run.is_sampled])
         changed = self._tell_of_changes()
         for run in active:

@@ -32,8 +32,15 @@ from tlora_fx.config.base_files import cached_folder, require_base_there
 from tlora_fx.config.base_spec import is_written_as_path
 from tlora_fx.config.hub import is_hub_id, is_set_offline
 from tlora_fx.config.job import BaseSpec, Job
-from tlora_fx.config.job_file import DATA_SUFFIXES, SHARED, load_job_file, read_yaml
+from tlora_fx.config.job_file import (
+    DATA_SUFFIXES,
+    SHARED,
+    load_job_file,
+    read_yaml,
+    require_no_halving,
+)
 from tlora_fx.config.paths import is_pattern, is_there
+from tlora_fx.config.sweep import entries_of_values
 from tlora_fx.errors import (
     QuotaReached,
     StorageFailed,
@@ -289,6 +296,7 @@ class Intake:
             patterns = self._require_inside(folder, top)
             matched = self._matched(user, folder, patterns)
             jobs = load_job_file(path, trust_remote_code=self.limits.trust_remote_code).jobs
+            require_no_halving(jobs, JOB_FILE)
             self._require_data(folder, top, files, matched)
             _require_base(jobs[0].base)
             return jobs
@@ -523,6 +531,11 @@ def _paths(top: object) -> Iterator[tuple[str, str]]:
     sections = [("defaults", top.get("defaults"))]
     sections += [
         (f"jobs[{i}]", job) for i, job in enumerate(jobs if isinstance(jobs, list) else ())
+    ]
+    sections += [
+        (f"{where}.sweep", entry)
+        for where, section in list(sections)
+        for entry in entries_of_values(section)
     ]
     for key in _BASE_PATHS:
         yield from _text(f"base.{key}", _at(top.get("base"), (key,)))

@@ -19,10 +19,10 @@ from tlora_fx.config.base_spec import is_written_as_path
 from tlora_fx.config.job_file import (
     BYTES_LIMIT,
     DATA_SUFFIXES,
-    KeyPath,
     mistakes_of_text,
     yaml_text,
 )
+from tlora_fx.config.sweep import KeyPath
 from tlora_fx.errors import ImportRefused, nearest
 
 UNKNOWN = "this version of tlora-fx does not know the key"

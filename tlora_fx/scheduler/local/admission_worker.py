@@ -22,7 +22,12 @@ from pydantic import TypeAdapter
 
 from tlora_fx.config.base_files import require_base_files
 from tlora_fx.config.job import Job
-from tlora_fx.config.job_file import load_job_file, require_trusted, require_trusted_functions
+from tlora_fx.config.job_file import (
+    load_job_file,
+    require_no_halving,
+    require_trusted,
+    require_trusted_functions,
+)
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.errors import AdmissionError, TloraError
 from tlora_fx.host.durable import replace_file
@@ -169,6 +174,7 @@ def serve(
 def _read_file(order: AdmissionOrder, writer: EventWriter, limits: _Limits) -> None:
     try:
         jobs = load_job_file(order.file, trust_remote_code=order.trust_remote_code).jobs
+        require_no_halving(jobs, order.file)
         _tell(writer, "read", jobs=[job.model_dump(mode="json") for job in jobs])
     except BaseException as error:  # noqa: BLE001  (whatever it is, it is the reason)
         writer.write("unreadable", reason=limits.reason(error))
