@@ -41,9 +41,9 @@ def _arguments() -> list[str]:
     """Those of the command line, without where the result goes: that is this machine's affair."""
     given, kept = iter(sys.argv[1:]), []
     for word in given:
-        if word == "--out":
+        if word in ("-o", "--out", "--output"):
             next(given, None)
-        elif not word.startswith("--out="):
+        elif not word.startswith(("--out=", "--output=")):
             kept.append(word)
     return kept
 
