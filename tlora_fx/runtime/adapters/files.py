@@ -123,7 +123,7 @@ def _saved_config(config: PeftConfig, base_name: str | None) -> PeftConfig:
     if base_name is not None:
         saved.base_model_name_or_path = base_name
     # Sets come out in an order that changes from run to run.
-    for name in ("target_modules", "exclude_modules"):
+    for name in ("target_modules", "exclude_modules", "target_parameters"):
         if isinstance(getattr(saved, name, None), set):
             setattr(saved, name, sorted(getattr(saved, name)))
     return saved
