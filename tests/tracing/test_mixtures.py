@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections import Counter
 
 import pytest
 import torch
-import transformers
 from peft import PeftModel
 
 from tests.models import (
     MIXTURES,
     assert_equals_peft,
     base_of,
+    in_float64,
     job,
     peft_model,
     plain_model,
@@ -188,20 +187,6 @@ def test_targets_among_experts_get_what_peft_makes_of_them(tmp_path, family):
     parts = [tokens([9, 7], seed=1), tokens([6, 12], seed=2)]
     assert_equals_peft(model, parts, ROUNDED)
     assert_loaded_by_peft(model, "all", tmp_path / "adapter")
-
-
-def in_float64(monkeypatch, family):
-    """Let a family's code compute in float64 where it asks for float32."""
-
-    class Wide:
-        float32 = float = torch.float64
-
-        def __getattr__(self, name):
-            return getattr(torch, name)
-
-    config = getattr(transformers, MIXTURES[family].config[0])
-    code = importlib.import_module(config.__module__.replace("configuration", "modeling"))
-    monkeypatch.setattr(code, "torch", Wide())
 
 
 @pytest.mark.parametrize("family", sampled(EXACT, len(EXACT)))

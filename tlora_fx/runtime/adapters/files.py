@@ -222,7 +222,7 @@ def plain_base(backbone: Backbone) -> nn.Module:
                 spec.model, dtype=dtype, use_safetensors=True,
                 trust_remote_code=spec.trust_remote_code,
             )  # fmt: skip
-        return loaded
+        return _with_any_product(loaded)
     model: nn.Module = factory.from_config(
         load_config(spec), dtype=dtype, trust_remote_code=spec.trust_remote_code
     )
@@ -231,7 +231,15 @@ def plain_base(backbone: Backbone) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(drawn[canonical[name]])
-    return model
+    return _with_any_product(model)
+
+
+def _with_any_product(model: Any) -> nn.Module:
+    """The model; in float64, where torch multiplies no groups of experts, by a loop over them."""
+    if model.dtype == torch.float64:
+        model.set_experts_implementation("eager")
+    plain: nn.Module = model
+    return plain
 
 
 def canonical_names(backbone: Backbone) -> Mapping[str, str]:
