@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 
@@ -10,14 +11,20 @@ import torch
 import torch.nn.functional as F
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 
 from tests.alone import train_alone
-from tests.models import MIXTURES, in_float64, plain_model
+from tests.models import MIXTURES, in_float64, plain_model, ready
 from tests.runtime.groups import make_data, make_job
 from tests.sampled import sampled
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec, Job
-from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base, read_adapter
+from tlora_fx.runtime.adapters.files import (
+    adapter_tensors,
+    plain_base,
+    read_adapter,
+    start_adapters,
+)
 from tlora_fx.runtime.job_run import RoundReport
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.verify import adapter_difference, bounds_of, verify
@@ -127,6 +134,39 @@ def assert_loads(plain, folder, solo):
     assert found.keys() == solo.adapters.keys()
     for name, tensor in solo.adapters.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", sampled(("qwen3-moe", "mixtral"), 2))
+def test_an_adapter_on_single_experts_is_continued_as_peft_loads_it(tmp_path, family):
+    """As PEFT saved it with transformers 4, when each expert had linears of its own."""
+    base = base_in(tmp_path, family)
+    folder, experts = tmp_path / "before", experts_of(family)
+    fields = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 2, "lora_alpha": 4}
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(fields | {"target_modules": experts}))
+    block = "block_sparse_moe" if family == "mixtral" else "mlp"
+    sizes = transformers.AutoConfig.from_pretrained(base.config)
+    narrow = getattr(sizes, "moe_intermediate_size", sizes.intermediate_size)
+    drawn = torch.Generator().manual_seed(0)
+    tensors = {}
+    for layer, expert in itertools.product(range(sizes.num_hidden_layers), range(4)):
+        for name in experts:
+            into = narrow if name in ("down_proj", "w2") else sizes.hidden_size
+            out = sizes.hidden_size + narrow - into
+            path = f"base_model.model.model.layers.{layer}.{block}.experts.{expert}.{name}"
+            tensors[f"{path}.lora_A.weight"] = torch.randn(2, into, generator=drawn)
+            tensors[f"{path}.lora_B.weight"] = torch.randn(out, 2, generator=drawn)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    own = Job(name="one", base=base, adapter=folder, data={"path": "unused.jsonl"})
+
+    model = ready([own])
+    start_adapters(model)
+
+    theirs = dict(PeftModel.from_pretrained(plain_model(model), folder).named_parameters())
+    mine = model.job_parameters("one")
+    assert len(mine) == 4 * sizes.num_hidden_layers
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, theirs[name].to(tensor.dtype))
 
 
 @pytest.mark.slow

@@ -181,7 +181,7 @@ def test_targets_among_experts_get_what_peft_makes_of_them(tmp_path, family):
     assert model.group.form == MIXTURES[family].form
     ranks = {path.rpartition(".")[2]: s.rank for path, s in model.group.jobs[1].sites.items()}
     assert {"gate_up_proj": 6, "down_proj": 3}.items() <= ranks.items()
-    assert ("product" in ranks) == (family != "hunyuan-moe")
+    assert ("router_logits" in ranks) == (family != "hunyuan-moe")
     noted = [note for _, note in model.group.notes if "as parameters" in note]
     assert len(noted) == 2
     parts = [tokens([9, 7], seed=1), tokens([6, 12], seed=2)]

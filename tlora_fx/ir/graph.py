@@ -47,7 +47,7 @@ LOSS = "loss"
 # What PEFT puts before the paths of a base's modules.
 PEFT_PREFIX = "base_model.model."
 # The module that a router's product with its weight becomes, inside the router.
-ROUTER_PRODUCT = "product"
+ROUTER_PRODUCT = "router_logits"
 # Kinds of sites whose adapters PEFT keeps as adapters of parameters: the matrices of all experts, a
 # router's weight, a linear's weight.
 ON_PARAMETERS = ("experts", "router", "parameter")

@@ -285,8 +285,14 @@ def moved_targets(job: Job, backbone: Backbone, sites: dict[str, AdapterSite]) -
         and (name := path.rpartition(".")[2]) not in stay
         and (isinstance(asked, str) or name in asked)
     ]
+    absent = [
+        target
+        for target in sorted(_parameters(written_config(job, backbone)))
+        if not any(_names_parameter(target, site.pattern_path) for site in sites.values())
+    ]
     note = f"job '{job.name}': PEFT adapts {_first(parameters)} as parameters"
-    return [note + (f", and leaves linears of these names: {_first(left)}" if left else "")]
+    note += f", and leaves linears of these names: {_first(left)}" if left else ""
+    return [note + (f"; the base has no parameter {', '.join(absent)}" if absent else "")]
 
 
 def _parameters(config: Any) -> set[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -132,6 +133,8 @@ def _saved_config(config: PeftConfig, base_name: str | None) -> PeftConfig:
 # The base's weights: loaded by transformers, drawn at random, or taken from a given module.
 
 PIECE = 1 << 22
+#: What adapters on one expert have in their names, before experts became one parameter.
+SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def base_tensors(backbone: Backbone, device: torch.device | str = "cpu") -> Mapping[str, Tensor]:
@@ -404,6 +407,8 @@ def continued_adapter(model: SuperModel, job: Job) -> dict[str, Tensor]:
     assert job.adapter is not None
     tensors = read_adapter(job.adapter, job.base.task).tensors
     trained = {saved_name(name) for name in model.job_parameters(job.name)}
+    if any(SINGLE_EXPERT.search(name) for name in tensors):
+        tensors = _fused_experts(model, job, tensors)
     canonical = canonical_names(model.backbone)
     for name in [name for name in tensors if name not in trained]:
         base_name = canonical.get(name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."))
@@ -421,6 +426,19 @@ def continued_adapter(model: SuperModel, job: Job) -> dict[str, Tensor]:
                 "save the base with them",
             )
     return tensors
+
+
+def _fused_experts(model: SuperModel, job: Job, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of an adapter on single experts, from transformers 4, as PEFT loads them now."""
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_adapter_state_dict_for_transformers,
+    )
+
+    base, config = model.backbone.model, job.lora_config()
+    fused: dict[str, Tensor] = convert_peft_adapter_state_dict_for_transformers(
+        base, config, tensors
+    )
+    return fused
 
 
 def _equal(model: SuperModel, name: str, saved: Tensor) -> bool:
