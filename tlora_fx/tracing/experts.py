@@ -67,10 +67,10 @@ def parameter_site(path: str, module: nn.Module, name: str) -> tuple[str, str] |
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether a module routes tokens by its own product with a weight [E, in], as transformers'."""
-    weight = module._parameters.get("weight")
-    named = "Router" in type(module).__name__ and not isinstance(module, nn.Linear)
-    return named and weight is not None and weight.dim() == 2
+    """Whether a router of transformers multiplies tokens with a weight [E, in] of its own."""
+    weight, kind = module._parameters.get("weight"), type(module)
+    known = "Router" in kind.__name__ and kind.__module__.startswith("transformers.")
+    return known and not isinstance(module, nn.Linear) and weight is not None and weight.dim() == 2
 
 
 def is_experts(module: nn.Module) -> bool:
