@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import logging
 import random
 import warnings
@@ -165,6 +166,23 @@ MIXTURES: Mapping[str, Family] = {
         )
     ),
 }  # fmt: skip
+
+
+def in_float64(monkeypatch: Any, family: str) -> None:
+    """Let a mixture's code compute in float64 where it asks for torch.float32.
+
+    A base that other tests trace needs another config: graphs are kept by it.
+    """
+
+    class Wide:
+        float32 = float = torch.float64
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(torch, name)
+
+    config = getattr(transformers, MIXTURES[family].config[0])
+    code = importlib.import_module(config.__module__.replace("configuration", "modeling"))
+    monkeypatch.setattr(code, "torch", Wide())
 
 
 class Plain(nn.Module):

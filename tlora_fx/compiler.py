@@ -49,6 +49,7 @@ from tlora_fx.pipeline import Instrument, Pipeline, Runner, Verify, parse_pipeli
 from tlora_fx.tracing.adapters import (
     graph_structure,
     idle_patterns,
+    moved_targets,
     require_trained,
     resolve_sites,
 )
@@ -423,7 +424,8 @@ def fuse(given: Prepared, runner: Runner, *, probed: bool = False) -> GroupGraph
                 group.notes.insert(1, ("trace", refused.render()))
             group.notes.extend(("trace", note) for note in given.notes)
             for job, sites in zip(given.jobs, given.sites, strict=True):
-                group.notes.extend(("trace", note) for note in idle_patterns(job, sites))
+                moved = moved_targets(job, given.backbone, sites)
+                group.notes.extend(("trace", note) for note in moved + idle_patterns(job, sites))
             return group
     raise AssertionError("no form was tried")
 

@@ -89,7 +89,7 @@ def test_starts_are_honoured(start: bool | str) -> None:
         ({"lora_bias": True, "init_lora_weights": "gaussian"}, "true or false"),
         ({"target_parameters": ["e.up"], "lora_dropout": 0.1}, "'lora_dropout' exclude each other"),
         ({"target_parameters": ["e.up"], "use_dora": True}, "'use_dora' exclude each other"),
-        ({"target_parameters": ["e.up"], "init_lora_weights": "pissa"}, "of linear modules"),
+        ({"target_parameters": ["e.up"], "init_lora_weights": "pissa"}, "'pissa' exclude each"),
     ],
 )
 def test_a_wrong_lora_value_is_told(lora: dict[str, Any], said: str) -> None:

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoTokenizer
 
 from tests.runtime.conftest import UNMARKED
@@ -20,7 +21,13 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import GenerationError, JobError
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.adapters.files import plain_base
-from tlora_fx.runtime.generation import AdapterGenerator, Prompt, Sampler, SamplingOptions
+from tlora_fx.runtime.generation import (
+    AdapterGenerator,
+    AdapterWeights,
+    Prompt,
+    Sampler,
+    SamplingOptions,
+)
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 
@@ -105,6 +112,16 @@ def test_what_jobs_say_is_what_transformers_generates_with_each_adapter(trained,
 
     assert said == [by_transformers(run, base, name, prompt) for name, prompt in asked]
     assert len(set(said)) > 3
+
+
+def test_adapters_on_parameters_are_asked_one_by_one():
+    """PEFT mixes none in a batch."""
+    names = {"target_modules": ["q_proj"]}
+
+    assert AdapterWeights(LoraConfig(**names), {}).can_be_mixed
+    assert not AdapterWeights(
+        LoraConfig(**names, target_parameters=["gate.weight"]), {}
+    ).can_be_mixed
 
 
 def test_samples_of_the_last_step_are_what_the_saved_adapters_say(trained, base):

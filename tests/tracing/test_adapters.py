@@ -37,14 +37,30 @@ def experts(tmp_path_factory):
     return BaseSpec(config=folder, dtype="float32")
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["w1", "w3"], ["w1"], ["q_proj", "gate"]])
-def test_experts_are_refused_with_the_linears_to_name_instead(experts, targets):
-    """PEFT would adapt their parameters, also where targets name the linears of before."""
-    one = job("one", experts, target_modules=targets)
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        ("all-linear", "down_proj gate_up_proj k_proj o_proj q_proj router_logits v_proj"),
+        (["w1", "w3"], "gate_up_proj"),
+        (["q_proj", "gate"], "q_proj router_logits"),
+        (r".*\.(w1|w2|w3)", "down_proj gate_up_proj"),
+    ],
+)
+def test_targets_among_experts_are_their_parameters(experts, targets, names):
+    """PEFT adapts these, also where targets name the linears of before."""
+    sites = resolve_sites(job("one", experts, target_modules=targets), load_backbone(experts))
+
+    assert sorted({path.rpartition(".")[2] for path in sites}) == names.split()
+    assert len(sites) == SIZES["num_hidden_layers"] * len(names.split())
+
+
+def test_half_of_a_fused_matrix_is_refused_with_the_linears_to_name_instead(experts):
+    """PEFT has no parameter for it."""
+    one = job("one", experts, target_modules=["w1"])
 
     text = error_of(lambda: compile(one), UnknownTarget)
 
-    assert "targets experts" in text
+    assert "without also targeting w3" in text
     assert "[k_proj, o_proj, q_proj, v_proj]" in text
 
 

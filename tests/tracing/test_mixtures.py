@@ -13,6 +13,7 @@ from tests.models import (
     MIXTURES,
     assert_equals_peft,
     base_of,
+    in_float64,
     job,
     peft_model,
     plain_model,
@@ -21,7 +22,7 @@ from tests.models import (
 )
 from tests.sampled import sampled
 from tlora_fx.compiler import compile
-from tlora_fx.errors import UnknownTarget
+from tlora_fx.errors import JobError, UnknownTarget
 from tlora_fx.inspect.listing import make_listing
 from tlora_fx.numerics.probe import probe_compiled
 from tlora_fx.runtime.adapters.files import (
@@ -144,10 +145,83 @@ def test_passes_keep_the_numbers_of_experts_and_jobs_apart(tmp_path):
     compile(expert_jobs(base_of(tmp_path, "mixtral"), "mixtral")[1:], verify="numerics")
 
 
-@pytest.mark.parametrize("target", ["experts.up", "self_attn.q_proj.weight"])
+@pytest.mark.parametrize("target", ["experts.up", "input_layernorm.weight"])
 def test_a_parameter_that_is_no_matrix_of_experts_is_refused(tmp_path, target):
     """With those that there are."""
     own = job("one", base_of(tmp_path, "qwen3-moe"), target_parameters=[target])
 
     with pytest.raises(UnknownTarget, match=r"experts\.gate_up_proj"):
         compile([own])
+
+
+#: Mixtures whose experts PEFT adapts as parameters where a job targets their linears of before.
+MOVED = ("qwen3-moe", "mixtral", "olmoe", "deepseek-v3", "glm4-moe", "minimax-m2", "ernie4.5-moe",
+         "deepseek-v2", "dots1", "flex-olmo", "qwen3-next", "hunyuan-moe")  # fmt: skip
+EXACT = ("qwen3-moe", "olmoe", "deepseek-v3", "glm4-moe", "flex-olmo")
+
+
+def moved_jobs(base, family):
+    """All linears, and a list of the experts' linears as transformers 4 had them."""
+    experts = ["w1", "w2", "w3"] if family in ("mixtral", "minimax-m2") else [
+        "gate_proj", "up_proj", "down_proj",
+    ]  # fmt: skip
+    first = MIXTURES[family].targets[0]
+    return [
+        job("all", base, r=4, target_modules="all-linear"),
+        job("listed", base, r=3, lora_alpha=7, target_modules=[first, "gate", *experts],
+            use_rslora=True),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("family", sampled(MOVED, len(MOVED)))
+def test_targets_among_experts_get_what_peft_makes_of_them(tmp_path, family):
+    """Experts at twice the rank for their fused matrix, and the router, by PEFT's names."""
+    model = ready(moved_jobs(base_of(tmp_path, family), family))
+
+    assert model.group.form == MIXTURES[family].form
+    ranks = {path.rpartition(".")[2]: s.rank for path, s in model.group.jobs[1].sites.items()}
+    assert {"gate_up_proj": 6, "down_proj": 3}.items() <= ranks.items()
+    assert ("router_logits" in ranks) == (family != "hunyuan-moe")
+    noted = [note for _, note in model.group.notes if "as parameters" in note]
+    assert len(noted) == 2
+    parts = [tokens([9, 7], seed=1), tokens([6, 12], seed=2)]
+    assert_equals_peft(model, parts, ROUNDED)
+    assert_loaded_by_peft(model, "all", tmp_path / "adapter")
+
+
+@pytest.mark.parametrize("family", sampled(EXACT, len(EXACT)))
+def test_without_rounding_in_float32_a_moved_target_is_peft_s(tmp_path, family, monkeypatch):
+    """Losses and gradients, the router's included."""
+    base = base_of(tmp_path, family, rms_norm_eps=3e-6)  # no other test traces this one
+    in_float64(monkeypatch, family)
+
+    model = ready(moved_jobs(base, family))
+
+    assert_equals_peft(model, [tokens([9, 7], seed=1), tokens([6, 12], seed=2)], 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kind", "words"),
+    [
+        ({"target_modules": "all-linear", "lora_dropout": 0.1}, JobError, "leave 'lora_dropout'"),
+        ({"target_modules": "all-linear", "use_dora": True}, JobError, "leave 'use_dora' out"),
+        ({"target_modules": ["gate_proj", "q_proj"]}, UnknownTarget, "without also targeting up"),
+    ],
+)
+def test_what_peft_cannot_adapt_of_experts_is_refused(tmp_path, fields, kind, words):
+    """With the field to leave out, and the linears that can be named."""
+    own = job("one", base_of(tmp_path, "qwen3-moe"), **fields)
+
+    with pytest.raises(kind, match=rf"(?s){words}.*\[k_proj, o_proj, q_proj, v_proj\]"):
+        compile([own])
+
+
+def test_a_linear_s_weight_is_adapted_as_a_parameter(tmp_path):
+    """Which is what PEFT makes of a router's gate that is a linear."""
+    base = base_of(tmp_path, "qwen3-moe")
+    model = ready([
+        job("one", base, r=3, target_modules=[], target_parameters=["q_proj.weight"]),
+        job("two", base, r=2, target_modules=["q_proj"], lora_dropout=0.0),
+    ])  # fmt: skip
+
+    assert_equals_peft(model, [tokens([9, 7], seed=1), tokens([6, 12], seed=2)], ROUNDED)

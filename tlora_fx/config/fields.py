@@ -223,6 +223,19 @@ class CordaSpec(DataStartSpec):
         return super().unknown_key(key, value)
 
 
+#: Fields of linear modules, whose input is theirs alone; a parameter's is not.
+NO_PARAMETERS = ("lora_dropout", "use_dora", "lora_bias", "fan_in_fan_out")
+
+
+def parameters_exclude(fields: Mapping[str, Any]) -> str:
+    """The LoRA field, "" for none, that PEFT refuses beside adapters on parameters."""
+    excluded = next((name for name in NO_PARAMETERS if fields.get(name)), None)
+    if excluded is not None:
+        return f"'{excluded}'"
+    start = fields.get("init_lora_weights", True)
+    return "" if isinstance(start, bool) else f"init_lora_weights '{start}'"
+
+
 class LoraSpec(Spec):
     """The LoraConfig fields that a job may use, with PEFT's names and defaults."""
 
@@ -280,13 +293,12 @@ class LoraSpec(Spec):
         """Refuse what PEFT refuses of adapters on parameters, whose input is not theirs alone."""
         if not self.target_parameters:
             return
-        for name in ("lora_dropout", "use_dora", "lora_bias", "fan_in_fan_out"):
-            if getattr(self, name):
-                what = f"'target_parameters' and '{name}' exclude each other"
-                raise refuse(what, help=f"leave '{name}' out")
-        if not isinstance(self.init_lora_weights, bool):
-            what = f"init_lora_weights '{self.init_lora_weights}' is of linear modules"
-            raise refuse(what, help="with 'target_parameters' start from true or false")
+        excluded = parameters_exclude(
+            self.model_dump(include={*NO_PARAMETERS, "init_lora_weights"})
+        )
+        if excluded:
+            what = f"'target_parameters' and {excluded} exclude each other"
+            raise refuse(what, help=f"leave {excluded} out")
 
     def _require_start_fits(self) -> None:
         init = self.init_lora_weights

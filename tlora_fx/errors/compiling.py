@@ -131,7 +131,7 @@ class NotTokenParallel(CompileError, code="T0206"):
 
 
 class UnknownTarget(CompileError, code="T0207"):
-    """target_modules or modules_to_save name a module that the base does not have."""
+    """target_modules, target_parameters or modules_to_save name what the base does not have."""
 
 
 class AdapterMismatch(CompileError, code="T0208"):

@@ -18,6 +18,8 @@ KINDS = {
     "bias": "a bias that the job trains",
     "lora, bias trained": "LoRA, and a bias that the job trains",
     "tokens": "single tokens that the job trains",
+    "router": "LoRA on a router's weight",
+    "parameter": "LoRA on a linear's weight",
     "ia3": "IA³",
     "loha": "LoHa",
     "lokr": "LoKr",

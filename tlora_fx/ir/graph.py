@@ -46,6 +46,11 @@ HEAD = "head"
 LOSS = "loss"
 # What PEFT puts before the paths of a base's modules.
 PEFT_PREFIX = "base_model.model."
+# The module that a router's product with its weight becomes, inside the router.
+ROUTER_PRODUCT = "router_logits"
+# Kinds of sites whose adapters PEFT keeps as adapters of parameters: the matrices of all experts, a
+# router's weight, a linear's weight.
+ON_PARAMETERS = ("experts", "router", "parameter")
 # Tags of nodes, and who made what was traced.
 ORIGIN = "origin"
 MADE_FROM = "made_from"
@@ -100,6 +105,7 @@ class AdapterSite:
     scaling   what the branch is multiplied with, after alpha_pattern and use_rslora
     dropout   rate, 0 where there is none
     kind      "lora", or what makes it another structure: "dora", "embedding", "bias", ...
+              of ON_PARAMETERS: what PEFT adapts by `target_parameters`
     depth     of kind "experts", whose path is a parameter's: how many of PEFT's wrappers lie around
               that of this parameter
     """
@@ -114,9 +120,16 @@ class AdapterSite:
     @property
     def wrapper(self) -> str:
         """Path of the module that PEFT keeps A and B in."""
+        if self.kind == "router":
+            return self.path.removesuffix(f".{ROUTER_PRODUCT}")
         if self.kind != "experts":
             return self.path
         return self.path.rpartition(".")[0] + ".base_layer" * self.depth
+
+    @property
+    def pattern_path(self) -> str:
+        """Path that the keys of rank_pattern and alpha_pattern are matched with."""
+        return f"{self.wrapper}.weight" if self.kind in ("router", "parameter") else self.path
 
 
 @dataclass(frozen=True, slots=True)

@@ -465,7 +465,8 @@ class SuperModel(nn.Module):
             }
             for path, bank in self._held_banks().items():
                 if bank.serves(index):
-                    parameters.update(zip(_names(path), bank.job_parameters(index), strict=True))
+                    names = _names(path, self.group.jobs[index].sites)
+                    parameters.update(zip(names, bank.job_parameters(index), strict=True))
             self._parameters_of[job] = dict(sorted(parameters.items()))
         return self._parameters_of[job]
 
@@ -478,7 +479,8 @@ class SuperModel(nn.Module):
                 a, b = (self.part.shard(cut) for cut in bank.shards)
                 # B is the bank's b transposed.
                 turned = None if b is None else replace(b, dimension=1 - b.dimension)
-                shards.update(zip(_names(path), (a, turned), strict=True))
+                names = _names(path, self.group.jobs[index].sites)
+                shards.update(zip(names, (a, turned), strict=True))
         return dict(sorted(shards.items()))
 
     def partial_sums(self) -> list[nn.Parameter]:
@@ -664,9 +666,13 @@ class SuperModel(nn.Module):
             )
 
 
-def _names(path: str) -> tuple[str, str]:
-    """PEFT's names of the A and B of a site."""
-    return tuple(f"{PEFT_PREFIX}{path}.lora_{half}.default.weight" for half in "AB")  # type: ignore[return-value]
+def _names(path: str, sites: Mapping[str, AdapterSite]) -> tuple[str, str]:
+    """PEFT's names of the A and B of a job's site."""
+    site = f"{PEFT_PREFIX}{path}.lora_"
+    return (
+        _name_of_peft(f"{site}A.default.weight", sites),
+        _name_of_peft(f"{site}B.default.weight", sites),
+    )
 
 
 def _name_of_peft(name: str, sites: Mapping[str, AdapterSite]) -> str:

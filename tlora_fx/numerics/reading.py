@@ -206,10 +206,10 @@ class Reader:
         for job, own in zip(self.owner.jobs, sites, strict=True):
             if own is not None and name == "a":
                 shape = (own.rank, ref.shape[1])
-                parts.append(self._leaf(job.name, path + DOWN, shape, ref.dtype))
+                parts.append(self._leaf(job.name, own.wrapper + DOWN, shape, ref.dtype))
             elif own is not None:
                 shape = (ref.shape[1], own.rank)
-                parts.append(self._leaf(job.name, path + UP, shape, ref.dtype).t())
+                parts.append(self._leaf(job.name, own.wrapper + UP, shape, ref.dtype).t())
         # Of an open model nobody may have an adapter here now.
         return torch.cat(parts) if parts else torch.zeros(0, ref.shape[1], dtype=ref.dtype)
 

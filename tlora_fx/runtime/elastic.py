@@ -113,7 +113,8 @@ class Roster:
     def add(self, job: Job, data: JobData) -> JobRun:
         """A run for a job that is in the model."""
         index = self.model.members[job.name]
-        run = JobRun(index, job, data, self.model.job_parameters(job.name), self.folder)
+        parameters = self.model.job_parameters(job.name)
+        run = JobRun(index, job, data, parameters, self.folder, self.model.backbone)
         self.group.add(run)
         self.runs.append(run)
         self._inside[index] = run

@@ -35,6 +35,7 @@ from tlora_fx.runtime.data.layout import CHATS
 from tlora_fx.runtime.data.tokenizer import load_tokenizer
 from tlora_fx.runtime.job_run import JobRun, SampleReport, described
 from tlora_fx.runtime.merge import job_of
+from tlora_fx.tracing.adapters import written_config
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -75,6 +76,7 @@ class AdapterWeights:
             isinstance(config, LoraConfig)
             and config.bias == "none"
             and not (config.use_dora or config.modules_to_save or config.trainable_token_indices)
+            and not config.target_parameters
         )
 
 
@@ -123,12 +125,13 @@ class AdapterGenerator:
         if saved is not None:
             spec = spec.model_copy(update={"tokenizer": str(saved)})
         tokenizer = load_tokenizer(spec)
+        backbone = load_backbone(spec)
         adapters = {
-            name: AdapterWeights(jobs[name].lora_config(), read_adapter(folder).tensors)
+            name: AdapterWeights(written_config(jobs[name], backbone), read_adapter(folder).tensors)
             for name, folder in folders.items()
         }
         formats = {name: str(job.data.format) for name, job in jobs.items()}
-        return cls(plain_base(load_backbone(spec)).to(device).eval(), tokenizer, adapters, formats)
+        return cls(plain_base(backbone).to(device).eval(), tokenizer, adapters, formats)
 
     def encode(self, prompt: str | Messages) -> list[int]:
         """Tokens of a text as it is, or of messages by the chat template, with a turn begun.
@@ -396,7 +399,9 @@ class Sampler:
             help = "name the data by the jobs' `data`, not by Trainer(data=...)"
             raise GenerationError("there is no tokenizer to sample with", help=help)
         adapters = {
-            run.job.name: AdapterWeights(run.job.lora_config(), adapter_tensors(run.parameters))
+            run.job.name: AdapterWeights(
+                written_config(run.job, run.backbone), adapter_tensors(run.parameters)
+            )
             for run in runs
         }
         formats = {run.job.name: run.data.report.format for run in runs}

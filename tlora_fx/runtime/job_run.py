@@ -20,6 +20,7 @@ from tlora_fx.errors import MetricFunctionError, RunFolderError, TloraError
 from tlora_fx.host.durable import link_or_copy, replace_file
 from tlora_fx.host.phases import StartRecord
 from tlora_fx.host.storage import until_there_is_room
+from tlora_fx.model.backbone import Backbone
 from tlora_fx.runtime.adapters.files import (
     adapter_tensors,
     config_bytes,
@@ -35,6 +36,7 @@ from tlora_fx.runtime.job_evaluation import EvaluationReport, JobEvaluation, Met
 from tlora_fx.runtime.member import Member
 from tlora_fx.runtime.optim.group_update import Outcome
 from tlora_fx.runtime.run_folder import DATA, JOB, RunFolder
+from tlora_fx.tracing.adapters import written_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -159,9 +161,10 @@ class JobRun(Member):
         data: JobData,
         parameters: Mapping[str, torch.nn.Parameter],
         folder: RunFolder,
+        backbone: Backbone,
     ) -> None:
         super().__init__(index, job, parameters, data.steps)
-        self.data, self.folder = data, folder
+        self.data, self.folder, self.backbone = data, folder, backbone
         self.metrics = folder.metrics(job.name)
         self.loss = math.nan
         self.status: Status = "running"
@@ -414,7 +417,7 @@ class JobRun(Member):
         base   hub id or folder of the base
         """
         if self._config is None:
-            self._config = config_bytes(self.job.lora_config(), base)
+            self._config = config_bytes(written_config(self.job, self.backbone), base)
         card = model_card(
             self.job, self.data, base, step=self.step, tokens=self.tokens, loss=self.loss,
             evaluation=self.evaluation.summary(),
@@ -437,7 +440,7 @@ class JobRun(Member):
         if not self.folder.writes:
             return
         folder = self.folder.job(self.job.name)
-        config = self.job.lora_config()
+        config = written_config(self.job, self.backbone)
         until_there_is_room(lambda: write_adapter(folder, adapter, config, base))
         for name, content in self.companions(base).items():
             if isinstance(content, bytes) and name != CONFIG:

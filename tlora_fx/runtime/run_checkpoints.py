@@ -313,7 +313,8 @@ class RunCheckpoints:
         runs = []
         for index, job in enumerate(jobs):
             state = checkpoint.jobs[job.name]
-            run = JobRun(index, job, data[job.name], {}, self.folder)
+            backbone = self.reports.model.backbone
+            run = JobRun(index, job, data[job.name], {}, self.folder, backbone)
             run.recount(state)
             run.write(run.best or state.adapter, self.reports.base_name())
             runs.append(run)

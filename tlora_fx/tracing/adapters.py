@@ -10,7 +10,7 @@ import copy
 import math
 import re
 import warnings
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, fx, nn
 
 from tlora_fx.config.base_spec import HEADS
+from tlora_fx.config.fields import parameters_exclude
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import other_kind
-from tlora_fx.errors import AdapterMismatch, UnknownTarget, nearest
+from tlora_fx.errors import AdapterMismatch, JobError, UnknownTarget, nearest
 from tlora_fx.ir.graph import (
+    ON_PARAMETERS,
     PEFT_PREFIX,
     AdapterSite,
     JobGraph,
@@ -31,7 +33,7 @@ from tlora_fx.ir.graph import (
     under,
 )
 from tlora_fx.model.backbone import Backbone
-from tlora_fx.tracing.experts import is_experts, product_names
+from tlora_fx.tracing.experts import is_experts, is_router, parameter_site
 from tlora_fx.tracing.layers import layer_list
 
 if TYPE_CHECKING:
@@ -89,49 +91,53 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
 def _parameter_sites(
     job: Job, config: Any, modules: dict[str, nn.Module]
 ) -> dict[str, AdapterSite]:
-    """The experts that a job adapts by `target_parameters`, by their parameters' paths.
+    """The parameters that a job adapts by `target_parameters`: experts, routers, linears' weights.
 
-    PEFT wraps a module once for each of its parameters, the first one innermost.
+    PEFT wraps a module once for each of its parameters, the first one innermost. Names that only
+    PEFT added may fit nothing: not every mixture has a router with a weight of its own.
     """
-    asked = sorted(getattr(config, "target_parameters", None) or ())
+    asked = sorted(_parameters(config))
     sites, fits = {}, set[str]()
-    known = {
-        f"{path.rpartition('.')[2]}.{name}"
-        for path, module in modules.items()
-        if is_experts(module)
-        for name in product_names(module)
-    }
     for path, module in modules.items():
-        products = product_names(module) if is_experts(module) else ()
-        named = [name for name, _ in module.named_parameters(recurse=False)]
-        keys = {name: f"{path}.{name}" for name in named}
+        keys = {name: f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)}
         adapted = [
-            name
-            for name in named
-            if any(f".{keys[name]}".endswith(f".{target}") for target in asked)
+            name for name, key in keys.items() if any(_names_parameter(t, key) for t in asked)
         ]
-        if any(name not in products for name in adapted):
-            wrong = next(keys[name] for name in adapted if name not in products)
-            raise _unknown_parameter(job, wrong, known)
-        fits |= {t for t in asked for n in adapted if f".{keys[n]}".endswith(f".{t}")}
         for depth, name in enumerate(reversed(adapted)):
+            placed = parameter_site(path, module, name)
+            if placed is None:
+                raise _unknown_parameter(job, keys[name], modules)
+            site, kind = placed
             rank, scaling = _numbers(keys[name], config)
-            sites[keys[name]] = AdapterSite(keys[name], rank, scaling, 0.0, "experts", depth)
-    unknown = [target for target in asked if target not in fits]
-    if unknown:
-        raise _unknown_parameter(job, unknown[0], known)
+            sites[site] = AdapterSite(site, rank, scaling, 0.0, kind, depth)
+            fits |= {target for target in asked if _names_parameter(target, keys[name])}
+    for target in sorted(job.lora_fields.get("target_parameters") or ()):
+        if target not in fits:
+            raise _unknown_parameter(job, target, modules)
     return sites
 
 
-def _unknown_parameter(job: Job, target: str, known: Iterable[str]) -> UnknownTarget:
+def _names_parameter(target: str, key: str) -> bool:
+    """Whether `target_parameters` names the parameter of this path, by PEFT's rule."""
+    return f".{key}".endswith(f".{target}")
+
+
+def _unknown_parameter(job: Job, target: str, modules: dict[str, nn.Module]) -> UnknownTarget:
+    known = {
+        f"{path.rpartition('.')[2]}.{name}"
+        for path, module in modules.items()
+        if is_experts(module) or is_router(module)
+        for name, _ in module.named_parameters(recurse=False)
+        if parameter_site(path, module, name) is not None
+    }
     names = sorted(known)
     return UnknownTarget(
-        f"job '{job.name}' adapts a parameter that is no matrix of experts",
+        f"job '{job.name}' adapts a parameter that is no weight of experts, a router or a linear",
         job=job.name,
         found=f"target_parameters: {target}",
         expected=", ".join(names) or "none: the base has no experts in 3-D parameters",
         nearest=nearest(target, names),
-        help="name experts by target_parameters, and linear modules by target_modules",
+        help="name experts and routers by target_parameters, and linear modules by target_modules",
     )
 
 
@@ -212,34 +218,85 @@ def config_with_targets(job: Job, backbone: Backbone) -> Any:
                 help="give lora.target_modules, for example all-linear",
             )
         config.target_modules = set(known.get(family, ()))
-    asked = config.target_modules
-    if _moves_to_parameters(config, backbone):
-        raise UnknownTarget(
-            f"job '{job.name}' targets experts, whose matrices are no linear modules",
-            job=job.name,
-            found=f"target_modules: {asked}",
-            help="name experts by target_parameters, and here linear modules only, "
-            f"target_modules: [{', '.join(_linears_that_stay(config, backbone))}]",
-        )
+    _move_to_parameters(job, config, backbone)
     return _maybe_include_all_linear_layers(config, backbone.model)
 
 
-def _moves_to_parameters(config: Any, backbone: Backbone) -> bool:
-    """Rewrite targets as PEFT does for this base; whether some become bare parameters.
+def _move_to_parameters(job: Job, config: Any, backbone: Backbone) -> None:
+    """Rewrite a job's targets as PEFT does for this base, before it wraps anything.
 
-    Since transformers 5 the experts of a mixture are stacked parameters. PEFT adapts these, with
-    ranks of its own, where targets name the linears of before, or all of them.
+    Since transformers 5 the experts of many mixtures are stacked parameters. Where targets name the
+    linears of before, or all linears, PEFT adapts these parameters and the router's weight instead,
+    with ranks of its own.
+
+    raises    UnknownTarget where PEFT cannot, JobError for fields that adapters on parameters
+              exclude
     """
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    asked = set(getattr(config, "target_parameters", None) or ())
-    ranks = dict(getattr(config, "rank_pattern", None) or {})
+    asked = copy.deepcopy(config)
     try:
         convert_peft_config_for_transformers(config, backbone.model, None)
-    except ValueError:  # one of two matrices that are fused into one parameter
-        return True
-    moved = set(getattr(config, "target_parameters", None) or ()) != asked
-    return moved or dict(getattr(config, "rank_pattern", None) or {}) != ranks
+    except ValueError as error:  # one of two matrices that are fused into one parameter
+        stay = ", ".join(_linears_that_stay(asked, backbone))
+        raise UnknownTarget(
+            f"job '{job.name}' targets one of two matrices that this base keeps as one parameter",
+            job=job.name,
+            found=f"target_modules: {asked.target_modules}",
+            expected=error,
+            help=f"name both, or linear modules only: target_modules: [{stay}]",
+        ) from error
+    excluded = parameters_exclude(job.lora_fields)
+    if excluded and _parameters(config) != _parameters(asked):
+        stay = ", ".join(_linears_that_stay(asked, backbone))
+        raise JobError(
+            f"{excluded} and targets among a mixture's experts exclude each other: PEFT adapts "
+            "these as parameters",
+            job=job.name,
+            found=f"target_modules: {asked.target_modules}",
+            help=f"leave {excluded} out, or name linear modules only: target_modules: [{stay}]",
+        )
+
+
+def written_config(job: Job, backbone: Backbone) -> Any:
+    """The PEFT config of a job's adapter folder, with the parameters that PEFT adapts there.
+
+    raises    as `config_with_targets`
+    """
+    config: Any = job.lora_config()
+    moved = copy.deepcopy(config)
+    _move_to_parameters(job, moved, backbone)
+    return config if _parameters(moved) == _parameters(config) else moved
+
+
+def moved_targets(job: Job, backbone: Backbone, sites: dict[str, AdapterSite]) -> list[str]:
+    """What to tell of a job whose targets PEFT takes as parameters of a mixture: one sentence."""
+    parameters = [path for path, site in sites.items() if site.kind in ON_PARAMETERS]
+    if not parameters or job.lora_fields.get("target_parameters"):
+        return []
+    config: Any = job.lora_config()
+    asked, stay = config.target_modules, _linears_that_stay(config, backbone)
+    left = [
+        path
+        for path, module in backbone.model.named_modules()
+        if isinstance(module, nn.Linear)
+        and module is not _head(backbone.model)
+        and path not in sites
+        and (name := path.rpartition(".")[2]) not in stay
+        and (isinstance(asked, str) or name in asked)
+    ]
+    absent = [
+        target
+        for target in sorted(_parameters(written_config(job, backbone)))
+        if not any(_names_parameter(target, site.pattern_path) for site in sites.values())
+    ]
+    note = f"job '{job.name}': PEFT adapts {_first(parameters)} as parameters"
+    note += f", and leaves linears of these names: {_first(left)}" if left else ""
+    return [note + (f"; the base has no parameter {', '.join(absent)}" if absent else "")]
+
+
+def _parameters(config: Any) -> set[str]:
+    return set(getattr(config, "target_parameters", None) or ())
 
 
 def _linears_that_stay(config: Any, backbone: Backbone) -> list[str]:
@@ -252,7 +309,18 @@ def _linears_that_stay(config: Any, backbone: Backbone) -> list[str]:
     alone = {name: copy.deepcopy(config) for name in sorted(names)}
     for name, single in alone.items():
         single.target_modules, single.target_parameters = {name}, None
-    return [name for name, single in alone.items() if not _moves_to_parameters(single, backbone)]
+    return [name for name, single in alone.items() if not _is_moved(single, backbone)]
+
+
+def _is_moved(config: Any, backbone: Backbone) -> bool:
+    """Whether PEFT adapts parameters of this base where a configuration targets modules."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    try:
+        convert_peft_config_for_transformers(config, backbone.model, None)
+    except ValueError:
+        return True
+    return bool(_parameters(config))
 
 
 def _head(model: nn.Module) -> nn.Module | None:
@@ -267,7 +335,7 @@ def idle_patterns(job: Job, sites: dict[str, AdapterSite]) -> list[str]:
     from peft.utils.other import get_pattern_key
 
     config: Any = job.lora_config()
-    adapted = [path for path, site in sites.items() if site.rank]
+    adapted = [site.pattern_path for site in sites.values() if site.rank]
     notes = []
     for field in ("rank_pattern", "alpha_pattern"):
         keys: dict[str, Any] = getattr(config, field) or {}
@@ -472,7 +540,9 @@ def check_wrapped(model: nn.Module, sites: dict[str, AdapterSite], job: Job) -> 
     for path, module in model.named_modules():
         name = path.removeprefix(PEFT_PREFIX)
         if isinstance(module, ParamWrapper):
-            name = f"{name.replace('.base_layer', '')}.{module.parameter_name}"
+            holder = name.replace(".base_layer", "")
+            inner = module.get_base_layer()
+            name = (parameter_site(holder, inner, module.parameter_name) or (name,))[0]
         site = sites.get(name)
         placed: tuple[int, float] | None = None
         if isinstance(module, LoraLayer):

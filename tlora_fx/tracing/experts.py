@@ -6,7 +6,8 @@ DBRX know no such interface: a forward of ours stands in for theirs.
 
 Each product is a module of its own, at the path of the parameter that it multiplies with, so that
 what PEFT adapts by `target_parameters` is a site like any other. PEFT itself would add an adapter's
-product to all experts' matrices; here it stands beside them.
+product to all experts' matrices; here it stands beside them. A router keeps its forward: only its
+product with its weight, which it writes as `F.linear`, becomes a module.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+
+from tlora_fx.ir.graph import ROUTER_PRODUCT
 
 IMPLEMENTATION = "tlora_fx"
 #: A class of transformers whose matrices are [E, in, out] each, though it does not say so.
@@ -26,7 +30,8 @@ LLAMA4_EXPERTS = "Llama4TextExperts"
 def use_expert_products(model: nn.Module) -> None:
     """Make a throw-away copy of a base call `routed` in place of its experts' forward.
 
-    model   PEFT may have wrapped it: its wrappers around experts give way to adapted products
+    model   PEFT may have wrapped it: its wrappers around experts, routers and weights of linears
+            give way to adapted products
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -41,6 +46,31 @@ def use_expert_products(model: nn.Module) -> None:
         if is_experts(module):
             for name in product_names(module):
                 _make_product(module, name, adapters.get((id(module), name)))
+        if is_router(module):
+            _make_router_product(module, adapters.get((id(module), "weight")))
+
+
+def parameter_site(path: str, module: nn.Module, name: str) -> tuple[str, str] | None:
+    """Path and kind of the site of an adapted parameter, None where it cannot be adapted.
+
+    path, module   what holds the parameter
+    name           of the parameter in it
+    """
+    if is_experts(module) and name in product_names(module):
+        return f"{path}.{name}", "experts"
+    if name != "weight":
+        return None
+    if is_router(module):
+        return f"{path}.{ROUTER_PRODUCT}", "router"
+    # A subclass may return more than the product.
+    return (path, "parameter") if type(module) is nn.Linear else None
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether a router of transformers multiplies tokens with a weight [E, in] of its own."""
+    weight, kind = module._parameters.get("weight"), type(module)
+    known = "Router" in kind.__name__ and kind.__module__.startswith("transformers.")
+    return known and not isinstance(module, nn.Linear) and weight is not None and weight.dim() == 2
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -55,9 +85,9 @@ def product_names(experts: Any) -> tuple[str, str]:
 
 
 def _unwrapped(model: nn.Module) -> dict[tuple[int, str], Any]:
-    """Put experts in the place of PEFT's wrappers around them.
+    """Put experts, routers and linears in the place of PEFT's wrappers around their parameters.
 
-    returns   the wrappers, by the experts' id and the parameter that each adapts
+    returns   the wrappers of experts and routers, by these' id and the parameter that each adapts
     """
     from peft.tuners.lora.layer import ParamWrapper
 
@@ -65,11 +95,14 @@ def _unwrapped(model: nn.Module) -> dict[tuple[int, str], Any]:
     for parent in list(model.modules()):
         for child, module in list(parent._modules.items()):
             if isinstance(module, ParamWrapper) and not isinstance(parent, ParamWrapper):
-                experts = module.get_base_layer()
-                setattr(parent, child, experts)
+                inner = module.get_base_layer()
+                if type(inner) is nn.Linear:
+                    setattr(parent, child, AdaptedLinear(inner, module))
+                    continue
+                setattr(parent, child, inner)
                 wrapper: nn.Module = module
                 while isinstance(wrapper, ParamWrapper):
-                    wrappers[id(experts), wrapper.parameter_name] = wrapper
+                    wrappers[id(inner), wrapper.parameter_name] = wrapper
                     wrapper = wrapper.base_layer
     return wrappers
 
@@ -83,6 +116,98 @@ def _make_product(experts: Any, name: str, wrapper: Any) -> None:
         # PEFT takes [E, out, in] where the class does not say how its matrices lie.
         product = AdaptedProduct(product, wrapper, turned and not hasattr(experts, "is_transposed"))
     experts.add_module(name, product)
+
+
+def _make_router_product(router: Any, wrapper: Any) -> None:
+    """Let a router's own code call a module where it multiplies with its weight."""
+    product: nn.Module = RouterProduct(router._parameters.pop("weight"))
+    if wrapper is not None:
+        product = AdaptedLinear(product, wrapper)
+    router.add_module(ROUTER_PRODUCT, product)
+    router.weight = RouterWeight(product)
+
+
+class RouterProduct(nn.Module):
+    """Tokens times a router's weight [E, in]."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(
+        self, x: Tensor, dtype: torch.dtype | None = None, bias: Tensor | None = None
+    ) -> Tensor:
+        """[T, E] of x [T, in]; the weight is cast to `dtype` before, where a router casts it."""
+        weight = self.weight if dtype is None else self.weight.to(dtype)
+        return F.linear(x, weight, bias)
+
+
+class AdaptedLinear(nn.Module):
+    """A product with a 2-D weight, and PEFT's adapter on this weight beside it, as on a linear.
+
+    PEFT would add the adapter's product to the weight.
+    """
+
+    def __init__(self, base_layer: nn.Module, wrapper: Any) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A, self.lora_B = wrapper.lora_A, wrapper.lora_B
+        self.scaling = wrapper.scaling["default"]
+
+    def forward(self, x: Tensor, *how: Any) -> Tensor:
+        """Compute the product as `base_layer` does, with adapters."""
+        y: Tensor = self.base_layer(x, *how)
+        a, b = self.lora_A["default"], self.lora_B["default"]
+        adapted: Tensor = y + b(a(x.to(a.weight.dtype))) * self.scaling
+        return adapted.to(y.dtype)
+
+
+class RouterWeight:
+    """Stands for a router's weight in the router's own code, and catches its product.
+
+    dtype   what the code cast the weight to, None: not cast
+    """
+
+    def __init__(self, product: nn.Module, dtype: torch.dtype | None = None) -> None:
+        self.product, self.cast = product, dtype
+
+    @property
+    def tensor(self) -> Tensor:
+        """The weight itself, for code that does more than multiply with it."""
+        base = self.product
+        while isinstance(base, AdaptedLinear):
+            base = base.base_layer
+        weight: Tensor = base.weight  # type: ignore[assignment]
+        return weight if self.cast is None else weight.to(self.cast)
+
+    def type(self, dtype: torch.dtype) -> RouterWeight:
+        """`Tensor.type` to another dtype."""
+        return RouterWeight(self.product, dtype)
+
+    def float(self) -> RouterWeight:
+        """`Tensor.float`."""
+        return RouterWeight(self.product, torch.float32)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """`Tensor.to` a dtype; to all else, the tensor."""
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.dtype):
+            return RouterWeight(self.product, args[0])
+        return self.tensor.to(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """`F.linear(x, weight, bias)` calls the product; all else gets the tensor."""
+        named = dict(zip(("input", "weight", "bias"), args)) | (kwargs or {})  # noqa: B905
+        weight = named.get("weight")
+        if function is F.linear and isinstance(weight, cls):
+            return weight.product(named["input"], weight.cast, named.get("bias"))
+        plain = [arg.tensor if isinstance(arg, cls) else arg for arg in args]
+        return function(*plain, **(kwargs or {}))
 
 
 class ExpertProduct(nn.Module):

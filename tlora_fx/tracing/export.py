@@ -28,6 +28,7 @@ from tlora_fx.errors import (
 from tlora_fx.host.memory import total_bytes
 from tlora_fx.ir.graph import (
     INPUTS,
+    ON_PARAMETERS,
     PEFT_PREFIX,
     AdapterSite,
     Form,
@@ -111,7 +112,7 @@ def trace_job(
     def signature(layer: str) -> Hashable:
         return layer_signature(sites, layer, str(getattr(config, "bias", "none")), exact)
 
-    if not exact and not getattr(config, "target_parameters", None):
+    if not exact and not any(site.kind in ON_PARAMETERS for site in sites.values()):
         config.lora_dropout = SOME_RATE
     if not exact and all(site.kind == "lora" for site in sites.values()):
         wrap_pruned(job, backbone, sites, fold)  # with the job's own numbers

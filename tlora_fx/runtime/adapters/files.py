@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
@@ -123,7 +124,7 @@ def _saved_config(config: PeftConfig, base_name: str | None) -> PeftConfig:
     if base_name is not None:
         saved.base_model_name_or_path = base_name
     # Sets come out in an order that changes from run to run.
-    for name in ("target_modules", "exclude_modules"):
+    for name in ("target_modules", "exclude_modules", "target_parameters"):
         if isinstance(getattr(saved, name, None), set):
             setattr(saved, name, sorted(getattr(saved, name)))
     return saved
@@ -132,6 +133,8 @@ def _saved_config(config: PeftConfig, base_name: str | None) -> PeftConfig:
 # The base's weights: loaded by transformers, drawn at random, or taken from a given module.
 
 PIECE = 1 << 22
+#: What adapters on one expert have in their names, before experts became one parameter.
+SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def base_tensors(backbone: Backbone, device: torch.device | str = "cpu") -> Mapping[str, Tensor]:
@@ -222,7 +225,7 @@ def plain_base(backbone: Backbone) -> nn.Module:
                 spec.model, dtype=dtype, use_safetensors=True,
                 trust_remote_code=spec.trust_remote_code,
             )  # fmt: skip
-        return loaded
+        return _with_any_product(loaded)
     model: nn.Module = factory.from_config(
         load_config(spec), dtype=dtype, trust_remote_code=spec.trust_remote_code
     )
@@ -231,7 +234,15 @@ def plain_base(backbone: Backbone) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(drawn[canonical[name]])
-    return model
+    return _with_any_product(model)
+
+
+def _with_any_product(model: Any) -> nn.Module:
+    """The model; in float64, where torch multiplies no groups of experts, by a loop over them."""
+    if model.dtype == torch.float64:
+        model.set_experts_implementation("eager")
+    plain: nn.Module = model
+    return plain
 
 
 def canonical_names(backbone: Backbone) -> Mapping[str, str]:
@@ -396,6 +407,8 @@ def continued_adapter(model: SuperModel, job: Job) -> dict[str, Tensor]:
     assert job.adapter is not None
     tensors = read_adapter(job.adapter, job.base.task).tensors
     trained = {saved_name(name) for name in model.job_parameters(job.name)}
+    if any(SINGLE_EXPERT.search(name) for name in tensors):
+        tensors = _fused_experts(model, job, tensors)
     canonical = canonical_names(model.backbone)
     for name in [name for name in tensors if name not in trained]:
         base_name = canonical.get(name.removeprefix(PEFT_PREFIX).replace(".base_layer.", "."))
@@ -413,6 +426,19 @@ def continued_adapter(model: SuperModel, job: Job) -> dict[str, Tensor]:
                 "save the base with them",
             )
     return tensors
+
+
+def _fused_experts(model: SuperModel, job: Job, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of an adapter on single experts, from transformers 4, as PEFT loads them now."""
+    from peft.utils.transformers_weight_conversion import (
+        convert_peft_adapter_state_dict_for_transformers,
+    )
+
+    base, config = model.backbone.model, job.lora_config()
+    fused: dict[str, Tensor] = convert_peft_adapter_state_dict_for_transformers(
+        base, config, tensors
+    )
+    return fused
 
 
 def _equal(model: SuperModel, name: str, saved: Tensor) -> bool:
