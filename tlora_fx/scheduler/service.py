@@ -602,8 +602,10 @@ class SchedulerService:
             for file in self.files.look(self._open):
                 self._take(file)
                 self._busy = now
-            # A file that has another name now is read before anything is cancelled.
-            if not (self.options.removes_files or self._open or self.files.waiting):
+            # A file that has another name now is read before anything is cancelled, and of a job
+            # that is still checked nobody knows yet whether it goes on.
+            waiting = self._open or self.files.waiting or self._left
+            if not (self.options.removes_files or waiting):
                 self._look_for_removed(now)
         for answer in self.admission.answers():
             self._hear(answer)
