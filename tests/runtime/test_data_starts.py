@@ -455,7 +455,7 @@ def test_plans_and_bases_that_have_no_whole_layers_are_refused(base):
         (CORDA | {"lora_dropout": 0.1}, "'lora_dropout' exclude each other"),
         (CORDA | {"use_dora": True}, "'use_dora' exclude each other"),
         (EVA | {"lora_bias": True}, "True or False"),
-        (EVA | {"target_parameters": ["experts.up"]}, "'eva' is of linear modules"),
+        (EVA | {"target_parameters": ["experts.up"]}, "init_lora_weights 'eva' exclude each other"),
     ],
 )
 def test_what_does_not_go_together_is_told(base, lora, said):
