@@ -115,6 +115,18 @@ def test_a_data_set_of_the_hub_has_rows_by_number(monkeypatch: pytest.MonkeyPatc
         list(read_rows(DataSpec(path="someone/data", split="test"), "a"))
 
 
+@pytest.mark.parametrize("split", ["test", "train[:1]"])
+@pytest.mark.parametrize("path", ["a.jsonl", "*.jsonl"])
+def test_a_file_has_no_split(tmp_path: Path, path: str, split: str) -> None:
+    """It would be trained on whole, and unsaid."""
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
+
+    with pytest.raises(DataFileError, match="a file has no split"):
+        list(read_rows(DataSpec(path=str(tmp_path / path), split=split), "a"))
+    with pytest.raises(DataFileError, match="rows have no split"):
+        list(read_rows(DataSpec(rows=[{"text": "x"}], split=split), "a"))
+
+
 @pytest.mark.parametrize(
     ("path", "what"),
     [

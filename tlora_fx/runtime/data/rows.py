@@ -62,6 +62,7 @@ def read_rows(spec: DataSpec, job: str, limit: int | None = None) -> Iterator[Da
     raises  DataFileError
     """
     if spec.rows is not None:
+        _require_no_split(spec, job)
         return islice(_handed_rows(spec, job), limit)
     if not is_local(spec.path):
         return islice(hub_rows(spec, job), limit)
@@ -116,6 +117,8 @@ def is_local(path: str) -> bool:
 def _readers(spec: DataSpec, job: str) -> list[tuple[Path, Reader]]:
     """The files or the folder of a data set, each with what reads its rows."""
     path = Path(spec.path)
+    if is_pattern(spec.path) or not is_folder(path):
+        _require_no_split(spec, job)
     if is_pattern(spec.path):
         matches = sorted(map(Path, glob.glob(spec.path, recursive=True)))  # noqa: PTH207  (absolute patterns too)
         files = [each for each in matches if is_file(each)]
@@ -135,6 +138,20 @@ def _readers(spec: DataSpec, job: str) -> list[tuple[Path, Reader]]:
     if not is_file(path):
         raise DataFileError("the data file does not exist", path=path, job=job)
     return [(path, _reader(path, job))]
+
+
+def _require_no_split(spec: DataSpec, job: str) -> None:
+    """Refuse a split of what is read whole; raises DataFileError."""
+    if spec.split != "train":
+        what = "a file has" if spec.rows is None else "rows have"
+        raise DataFileError(
+            f"{what} no split '{spec.split}'",
+            path=spec.path,
+            job=job,
+            expected="the name of a split only for a data set of the hub, or for a folder that "
+            "save_to_disk of datasets wrote",
+            help="leave split out, and name a file of the samples that you want",
+        )
 
 
 def _reader(path: Path, job: str) -> Reader:
