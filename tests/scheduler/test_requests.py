@@ -11,6 +11,7 @@ import pytest
 from tests.models import base_of as base_in
 from tests.models import job
 from tlora_fx import compiler
+from tlora_fx.config.job import BaseSpec
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.load import demand_of
 from tlora_fx.cost.model_facts import BASES, find_base
@@ -185,6 +186,28 @@ def test_what_was_compiled_serves_other_seeds_and_no_other_code(base, monkeypatc
         monkeypatch.setattr(requests, "_code", lambda code=code: [code])
         requests._compiled.clear()
         facts_of_job(job(name, base.model_copy(update={"seed": seed})))
+    requests._compiled.clear()
+
+    assert compiled == ["one", "three"]
+
+
+def test_a_base_of_the_hub_that_came_anew_is_compiled_again(base, monkeypatch, tmp_path):
+    """Its name is the same; the revision that lies in the hub's cache is another."""
+    known, compiled = facts_of_job(job("one", base)), []
+    monkeypatch.setattr("tlora_fx.config.base_files.hub_cache", lambda: tmp_path)
+    monkeypatch.setattr(requests, "_kept_in", [])
+    monkeypatch.setattr(
+        requests, "_facts_by_compiling", lambda one: compiled.append(one.name) or known
+    )
+    requests.keep_facts(tmp_path / "facts")
+    stored = tmp_path / "models--org--base"
+    (stored / "refs").mkdir(parents=True)
+    for name, revision in (("one", "a"), ("two", "a"), ("three", "b")):
+        (stored / "refs" / "main").write_text(revision)
+        (stored / "snapshots" / revision).mkdir(parents=True, exist_ok=True)
+        (stored / "snapshots" / revision / "config.json").write_text(f'"{revision}"')
+        requests._compiled.clear()
+        facts_of_job(job(name, BaseSpec(model="org/base")))
     requests._compiled.clear()
 
     assert compiled == ["one", "three"]

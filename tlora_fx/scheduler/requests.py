@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from tlora_fx.config.base_files import config_file
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
@@ -230,12 +231,13 @@ def _kept_facts(job: Job, fields: Mapping[str, object]) -> ModelFacts:
 
 
 def _content_of(base: BaseSpec) -> list[str]:
-    """Hashes of a base's config, which may be edited, and of code that it brings."""
-    source = Path(base.config or base.model or "")
-    files = [source / "config.json" if source.is_dir() else source]
-    if base.trust_remote_code and source.is_dir():
-        files += sorted(source.rglob("*.py"))
-    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files if file.is_file()]
+    """Hashes of a base's config, which may be edited or come anew, and of code that it brings."""
+    config = config_file(base)
+    if config is None:
+        return []
+    code = sorted(config.parent.rglob("*.py")) if base.trust_remote_code else []
+    files = [file for file in (config, *code) if file.is_file()]
+    return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
 @functools.cache
