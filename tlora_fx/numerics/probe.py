@@ -8,9 +8,9 @@ the model is in training mode.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import cycle, islice
 from random import Random
@@ -47,6 +47,8 @@ from tlora_fx.numerics.rows import LARGEST_ID
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
 from tlora_fx.tracing.adapters import trained_bias
 from tlora_fx.tracing.rope import has_longrope, original_length
+
+logger = logging.getLogger(__name__)
 
 #: Lengths that models branch on: short, odd, beyond a usual block.
 LENGTHS = (2, 17, 17, 65)
@@ -100,8 +102,9 @@ class ProbeResult:
 def probe_compiled(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> ProbeResult:
     """Try a fused graph on random weights on the CPU, half precision as float32.
 
-    A base that is large runs with the first and the last layer of each structure; one beyond the
-    stated memory is not tried before its weights are there.
+    A base that is large runs with the first and the last layer of each structure, and `HEAD_ROWS`
+    rows of its output embeddings; one beyond the stated memory is not tried before its weights are
+    there.
 
     raises    FusedDiffers, naming job, sequence and the first module whose values part
     """
@@ -114,11 +117,15 @@ def probe_compiled(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -
     lengths = _lengths(backbone, min(TOKENS, max(sum(LENGTHS[:2]), affordable)))
     if head := _large_head(backbone):
         tensors = _Wide(group, backbone, wide, head)
-        with suppress(Exception):
+        try:
             found = _Probe(group, backbone, jobs, tensors, layers, lengths, wide).run()
             if not found.skipped:
                 return found
+            why = found.skipped
+        except (FusedDiffers, RuntimeError, IndexError) as error:
+            why = str(error)
         # The graph or the base counts the vocabulary, or they differ: the whole head tells.
+        logger.info("tried with all rows of the output embeddings: %s", why)
     tensors = _Wide(group, backbone, wide)
     return _Probe(group, backbone, jobs, tensors, layers, lengths, wide).run()
 
