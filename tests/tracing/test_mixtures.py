@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from peft import PeftModel
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 from tests.models import (
     MIXTURES,
@@ -22,7 +23,7 @@ from tests.models import (
 )
 from tests.sampled import sampled
 from tlora_fx.compiler import compile
-from tlora_fx.errors import JobError, UnknownTarget
+from tlora_fx.errors import BaseNotTraceable, JobError, UnknownTarget
 from tlora_fx.inspect.listing import make_listing
 from tlora_fx.numerics.probe import probe_compiled
 from tlora_fx.runtime.adapters.files import (
@@ -214,6 +215,30 @@ def test_what_peft_cannot_adapt_of_experts_is_refused(tmp_path, fields, kind, wo
 
     with pytest.raises(kind, match=rf"(?s){words}.*\[k_proj, o_proj, q_proj, v_proj\]"):
         compile([own])
+
+
+@pytest.mark.parametrize("product", ["method", "function", "keyword"])
+def test_a_router_whose_product_is_another_one_is_refused_where_it_is_adapted(
+    tmp_path, monkeypatch, product
+):
+    """Its adapter would be left out; where no job adapts the router, its weight is what it is."""
+    products = {
+        "method": lambda x, weight: x @ weight.t(),
+        "function": lambda x, weight: torch.matmul(x, torch.t(weight)),
+        "keyword": lambda x, weight: torch.mm(x, mat2=torch.transpose(weight, dim0=0, dim1=1)),
+    }
+
+    class Functional:
+        def __getattr__(self, name):
+            return products[product] if name == "linear" else getattr(torch.nn.functional, name)
+
+    monkeypatch.setattr(qwen3_moe, "F", Functional())
+    # No other test traces this one.
+    base = base_of(tmp_path, "qwen3-moe", rms_norm_eps=5e-6)
+    compile([job("one", base, target_modules=["q_proj"])])
+
+    with pytest.raises(BaseNotTraceable, match=r"otherwise than by F\.linear"):
+        compile([job("one", base, target_modules=[], target_parameters=["gate.weight"])])
 
 
 def test_a_linear_s_weight_is_adapted_as_a_parameter(tmp_path):

@@ -19,7 +19,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
+from tlora_fx.errors import BaseNotTraceable
 from tlora_fx.ir.graph import ROUTER_PRODUCT
 
 IMPLEMENTATION = "tlora_fx"
@@ -162,6 +164,11 @@ class AdaptedLinear(nn.Module):
         return adapted.to(y.dtype)
 
 
+_OF_ANY_WEIGHT = frozenset({
+    "dtype", "device", "shape", "size", "dim", "ndim", "numel", "is_floating_point",
+})  # fmt: skip
+
+
 class RouterWeight:
     """Stands for a router's weight in the router's own code, and catches its product.
 
@@ -173,7 +180,20 @@ class RouterWeight:
 
     @property
     def tensor(self) -> Tensor:
-        """The weight itself, for code that does more than multiply with it."""
+        """The weight itself, for code that does more than multiply with it.
+
+        raises    BaseNotTraceable where an adapter would be left out
+        """
+        if isinstance(self.product, AdaptedLinear):
+            raise BaseNotTraceable(
+                "a router that a job adapts reads its weight otherwise than by F.linear(x, weight)",
+                expected="F.linear, where the adapter stands beside the product",
+                help="leave the router out of target_parameters and target_modules",
+            )
+        return self._stored
+
+    @property
+    def _stored(self) -> Tensor:
         base = self.product
         while isinstance(base, AdaptedLinear):
             base = base.base_layer
@@ -195,7 +215,8 @@ class RouterWeight:
         return self.tensor.to(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.tensor, name)
+        # What adapters leave as it is.
+        return getattr(self._stored if name in _OF_ANY_WEIGHT else self.tensor, name)
 
     @classmethod
     def __torch_function__(
@@ -206,8 +227,8 @@ class RouterWeight:
         weight = named.get("weight")
         if function is F.linear and isinstance(weight, cls):
             return weight.product(named["input"], weight.cast, named.get("bias"))
-        plain = [arg.tensor if isinstance(arg, cls) else arg for arg in args]
-        return function(*plain, **(kwargs or {}))
+        plain, named = tree_map_only(cls, lambda own: own.tensor, (args, kwargs or {}))
+        return function(*plain, **named)
 
 
 class ExpertProduct(nn.Module):
