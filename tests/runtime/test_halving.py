@@ -121,6 +121,19 @@ def test_halving_needs_an_evaluation(fields, said):
         sweep_jobs(job, {"seed": [1, 2]}, halving=HALVING)
 
 
+def test_decisions_that_cannot_be_read_are_told(tmp_path):
+    """A run without any is told nothing."""
+    told = []
+    halving = Halving(tmp_path, writes=True, warn=told.append)
+    assert (halving.read(), told) == ([], [])
+
+    (tmp_path / FILE).write_text('{"group": "a"}\n{')
+    assert halving.read() == []
+    assert "the jobs are compared anew" in told[0]
+    (tmp_path / FILE).write_text('{"group": "a"}\n[1]\n')
+    assert halving.read() == [{"group": "a"}]
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     base = loaded(save_base(tmp_path_factory.mktemp("base")))

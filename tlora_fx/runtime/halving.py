@@ -25,7 +25,8 @@ class Halving:
 
     folder   of the run
     writes   whether this process writes the decisions down
-    warn     is told where they cannot be written: a resumed run decides anew, by the same numbers
+    warn     is told where they cannot be written or read: a resumed run then decides anew, by the
+             same numbers
     """
 
     def __init__(self, folder: Path, *, writes: bool, warn: Callable[[str], None]) -> None:
@@ -34,11 +35,15 @@ class Halving:
         self._decided: set[tuple[str, int]] = set()
 
     def read(self) -> list[dict[str, Any]]:
-        """The decisions of a run that goes on; none where the file cannot be read."""
+        """The decisions of a run that goes on; none, with a warning, where they cannot be read."""
         try:
-            return [json.loads(line) for line in self._path.read_bytes().splitlines()]
-        except (OSError, ValueError):
+            records = [json.loads(line) for line in self._path.read_bytes().splitlines()]
+        except FileNotFoundError:
             return []
+        except (OSError, ValueError) as error:
+            self._warn(f"{FILE} cannot be read, so the jobs are compared anew: {error}")
+            return []
+        return [record for record in records if isinstance(record, dict)]
 
     def begin(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Repeat these decisions where the same jobs come to the same rung again."""
