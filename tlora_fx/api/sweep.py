@@ -39,20 +39,15 @@ def sweep(
     raises       JobError for what is wrong with the sweep or one of its jobs; all that
                  `tlora_fx.train` raises
     """
-    jobs = sweep_jobs(job, parameters, method=method, count=count, seed=seed, halving=halving)
-    return train(jobs, **options)
+    how = {"method": method, "count": count, "seed": seed, "halving": halving}
+    return train(sweep_jobs(job, parameters, **how), **options)
 
 
-def sweep_jobs(
-    job: Job,
-    parameters: Mapping[str, Any],
-    *,
-    method: Literal["grid", "random"] = "grid",
-    count: int | None = None,
-    seed: int = 0,
-    halving: Mapping[str, Any] | None = None,
-) -> list[Job]:
-    """The jobs that `sweep` trains; raises JobError."""
+def sweep_jobs(job: Job, parameters: Mapping[str, Any], **how: Any) -> list[Job]:
+    """The jobs that `sweep` trains; raises JobError.
+
+    how    the other fields of a `sweep` in a job file
+    """
     if not isinstance(job, Job):
         mistake = Mistake(("job",), "it is no tlora_fx.Job", "a Job", type(job).__name__)
         raise _error(None, [mistake])
@@ -60,13 +55,7 @@ def sweep_jobs(
         what, found = "it is no mapping", type(parameters).__name__
         mistake = Mistake(("parameters",), what, "values by field", found)
         raise _error(job, [mistake])
-    written = {
-        "method": method,
-        "parameters": dict(parameters),
-        "count": count,
-        "seed": seed,
-        "halving": halving,
-    }
+    written = {"parameters": dict(parameters), **how}
     swept, mistakes = expand(job.name, written)
     if mistakes:
         raise _error(job, mistakes)
