@@ -10,11 +10,12 @@ from tlora_fx.config.imports.parts import (
     carry_dtype,
     carry_model,
     carry_quantisation,
+    carry_share,
     carry_targets,
     data_list,
     put_data,
 )
-from tlora_fx.config.imports.trainer import DEFAULTS, JUDGED_BY, carry_trainer, number
+from tlora_fx.config.imports.trainer import DEFAULTS, JUDGED_BY, carry_trainer
 from tlora_fx.config.other_names import JOB_KEYS
 
 TYPICAL = frozenset({
@@ -282,24 +283,7 @@ def _carry_evaluation(draft: Draft) -> None:
             draft.leave("test_datasets.1", len(entries) - 1, why)
         put_data(draft, "test_datasets", entries[:1], "eval_data")
     draft.take("test_datasets")
-    share = draft.take("val_set_size")
-    if share is None:
-        return
-    try:
-        size = float(number(share))
-    except (TypeError, ValueError):
-        draft.refuse("val_set_size", f"expected a number, found {share!r}")
-        return
-    if 0 < size < 1 and "eval_data" not in draft.job:
-        draft.put("val_set_size", "eval_split", size)
-    elif size:
-        has_data = "eval_data" in draft.job
-        why = "eval_split is a part of the samples, a number below 1"
-        draft.leave(
-            "val_set_size", share, "eval_data counts" if has_data else why, changes=not has_data
-        )
-    else:
-        draft.leave("val_set_size", share, OFF)
+    carry_share(draft, "val_set_size")
 
 
 def _entries(draft: Draft, at: str, entry: dict[str, Any]) -> list[dict[str, Any]]:

@@ -17,10 +17,11 @@ from tlora_fx.config.imports.parts import (
     carry_dtype,
     carry_model,
     carry_quantisation,
+    carry_share,
     carry_targets,
     put_data,
 )
-from tlora_fx.config.imports.trainer import DEFAULTS, carry_trainer, number
+from tlora_fx.config.imports.trainer import DEFAULTS, carry_trainer
 
 TYPICAL = frozenset({
     "stage", "finetuning_type", "template", "cutoff_len", "dataset_dir", "lora_target",
@@ -222,7 +223,7 @@ def _carry_data(draft: Draft) -> None:
         draft.refuse("dataset", "the data is not named")
         return
     _carry_mixing(draft)
-    _carry_share(draft)
+    carry_share(draft, "val_size")
     trains_prompts = truth(draft.take("train_on_prompt"))
     if trains_prompts is True and draft.job.get("method") == "sft":
         draft.put("train_on_prompt", "completion_only_loss", False)
@@ -296,27 +297,6 @@ def _carry_mixing(draft: Draft) -> None:
         for key, value in (("mix_strategy", strategy), ("interleave_probs", shares)):
             if value is not None:
                 draft.leave(key, value, why, changes=True)
-
-
-def _carry_share(draft: Draft) -> None:
-    share = draft.take("val_size")
-    if share is None:
-        return
-    try:
-        size = float(number(share))
-    except (TypeError, ValueError):
-        draft.refuse("val_size", f"expected a number, found {share!r}")
-        return
-    if 0 < size < 1 and "eval_data" not in draft.job:
-        draft.put("val_size", "eval_split", size)
-    elif size:
-        has_data = "eval_data" in draft.job
-        why = "eval_split is a part of the samples, a number below 1"
-        draft.leave(
-            "val_size", share, "eval_data counts" if has_data else why, changes=not has_data
-        )
-    else:
-        draft.leave("val_size", share, OFF)
 
 
 def _dataset_info(draft: Draft) -> tuple[Mapping[str, Any], str]:

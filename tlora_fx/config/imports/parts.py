@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tlora_fx.config.imports.draft import OFF, Draft, names, truth
+from tlora_fx.config.imports.trainer import number
 from tlora_fx.config.job_file import DATA_SUFFIXES
 
 _DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -82,6 +83,28 @@ def carry_targets(draft: Draft, key: str, *, all_names: Sequence[str] = ()) -> N
     if isinstance(one, str) and one in (*all_names, "all-linear"):
         listed = "all-linear"
     draft.put(key, "lora.target_modules", listed)
+
+
+def carry_share(draft: Draft, key: str) -> None:
+    """Carry the part of the samples that is held out; a count of samples is left out."""
+    share = draft.take(key)
+    if share is None:
+        return
+    try:
+        size = float(number(share))
+    except (TypeError, ValueError):
+        draft.refuse(key, f"expected a number, found {share!r}")
+        return
+    has_data = "eval_data" in draft.job
+    if not size:
+        draft.leave(key, share, OFF)
+    elif has_data:
+        draft.leave(key, share, "eval_data counts")
+    elif 0 < size < 1:
+        draft.put(key, "eval_split", size)
+    else:
+        why = "eval_split is a part of the samples, a number below 1"
+        draft.leave(key, share, why, changes=True)
 
 
 def data_list(draft: Draft, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
