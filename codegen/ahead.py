@@ -1,60 +1,90 @@
-"""Compile the kernels of a computation beside one another, before it runs.
+"""Compile the kernels of a computation in other processes, before it runs.
 
 Triton compiles a kernel when it is first started, and a model that is new starts dozens, one after
-another. While kernels are compiled ahead, launchers give those that are new to threads and start
-none. What kernels would have written is then not there: all that is computed meanwhile must be
-thrown away, and nothing may be taken for written. That is so for all threads of the process, for
-backwards have one of their own.
+another. So a computation is gone through twice. The first time its kernels are asked for, and none
+that is new is started; what they would have written is then not there, so all that is computed
+meanwhile must be thrown away, and nothing may be taken for written. That is so for all threads of
+the process, for backwards have one of their own. The second time each kernel is waited for where it
+is started, and everything else goes on meanwhile.
+
+Processes compile, for threads would take turns with this one's Python. They are those of Inductor.
+What they have compiled lies in Triton's cache.
+
+source   `JITFunction.preload` and `knobs.runtime.jit_cache_hook` of Triton 3.6 and 3.7
 """
 
 from __future__ import annotations
 
+import importlib
 import logging
+import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from threading import Thread
 from traceback import clear_frames
 from typing import Any
 
-from tlora_fx.host.memory import usable_cpus
+from tlora_fx.codegen.importing import GENERATED, TRITON_CACHE, import_generated
 from tlora_fx.host.phases import phase
 
 logger = logging.getLogger(__name__)
-#: Threads: most of a compilation is outside of Python.
-MAX_THREADS = 16
-
-
-class _Like:
-    """Stands for a tensor of which Triton looks at the type and the address."""
-
-    __slots__ = ("address", "dtype")
-
-    def __init__(self, tensor: Any) -> None:
-        self.dtype = tensor.dtype
-        self.address: int = tensor.data_ptr()
-
-    def data_ptr(self) -> int:
-        """Address of the tensor."""
-        return self.address
 
 
 class Ahead:
-    """Kernels that are compiled ahead in this process.
+    """Kernels that are compiled ahead of their first start.
 
     is_on   whether launchers start nothing now
     """
 
     def __init__(self) -> None:
         self.is_on = False
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Any = None
+        self._starting: Thread | None = None
         self._asked: dict[object, Future[None]] = {}
         # By their addresses, which others take over once they are gone.
         self._done: dict[str, weakref.WeakValueDictionary[int, Any]] = {}
 
+    def start(self, device: int) -> None:
+        """Start in the background what compiles for a GPU, once: it takes some seconds.
+
+        device   index of the GPU
+        """
+        if self._starting is None and find_spec("triton") is not None:
+            # A thread that imports what another one does may wait for it for ever.
+            for name in ("torch._inductor.async_compile", "triton.runtime.driver"):
+                importlib.import_module(name)
+            self._starting = Thread(target=self._start, args=(device,), daemon=True)
+            self._starting.start()
+
+    def _start(self, device: int) -> None:
+        import torch
+        from triton import knobs
+        from triton.runtime import driver
+
+        try:
+            # Inductor's processes, and this one from its first kernel on, would have another
+            # assembler than Triton's, and Triton keeps what each has made apart.
+            os.environ.setdefault("TRITON_PTXAS_PATH", knobs.nvidia.ptxas.path)
+            self._pool = _processes()
+            with torch.cuda.device(device):
+                # Triton compiles some code of its own where it is asked first.
+                driver.active.get_current_target()
+        except Exception as error:  # noqa: BLE001  (whoever starts a kernel meets it)
+            logger.info("nothing is compiled ahead: %s: %s", type(error).__name__, error)
+
+    @property
+    def processes(self) -> Any:
+        """What compiles, once it is there; None where nothing does."""
+        if self._starting is not None:
+            self._starting.join()
+        return self._pool
+
     def try_once(self, kind: str, subject: object, run: Callable[[], object]) -> None:
-        """Compile what a computation starts, once for each object and kind of computation.
+        """Ask for the kernels of a computation, once for each object and kind of computation.
 
         What goes wrong is told in the log alone: the computation itself comes next, and meets it
         where it is no matter of being ahead.
@@ -63,57 +93,130 @@ class Ahead:
         if id(subject) in done:
             return
         done[id(subject)] = subject
-        try:
-            with phase("kernels"), self.compiling():
-                run()
-        except Exception as error:  # noqa: BLE001  (whatever it is, nothing was needed of it)
-            # Its frames hold what was computed.
-            clear_frames(error.__traceback__)
-            logger.info("not compiled ahead: %s: %s", type(error).__name__, error)
+        import torch
+
+        with phase("kernels"):
+            self.start(torch.cuda.current_device())
+            if self.processes is None:
+                return
+            try:
+                with self.asking():
+                    run()
+            except Exception as error:  # noqa: BLE001  (whatever it is, nothing was needed of it)
+                # Its frames hold what was computed.
+                clear_frames(error.__traceback__)
+                logger.info("not compiled ahead: %s: %s", type(error).__name__, error)
 
     @contextmanager
-    def compiling(self) -> Iterator[None]:
-        """Compile what is started within it; at its end all of it is there."""
+    def asking(self) -> Iterator[None]:
+        """Ask for the kernels that would be started within it, and start none of ours."""
+        from triton import knobs
+
         assert not self.is_on, "one computation at a time"
-        workers = min(MAX_THREADS, usable_cpus())
-        self._pool = ThreadPoolExecutor(workers, "compile-ahead")
-        self.is_on, whole = True, False
+        knobs.runtime.jit_cache_hook = self._hook
+        self.is_on = True
         try:
             yield
-            whole = True
         finally:
             self.is_on = False
-            self._pool.shutdown(cancel_futures=not whole)
-            asked, self._pool, self._asked = self._asked, None, {}
-            for future in asked.values():
-                # Whoever starts the kernel is told, with what it was started with.
-                if not future.cancelled() and (error := future.exception()):
-                    logger.info("not compiled ahead: %s: %s", type(error).__name__, error)
 
-    def ask(
-        self, function: Any, key: object, device: int, arguments: Sequence[Any],
-        meta: dict[str, int],
-    ) -> None:  # fmt: skip
-        """Compile a `@triton.jit` function's form for arguments like these, on one of the threads.
+    def _hook(self, *, key: Any, fn: Any, compile: dict[str, Any], **_: object) -> bool:
+        """Before Triton compiles a form of a function: whether it is not to."""
+        form = id(fn.jit_function), compile["device"], key
+        future = self._asked.get(form)
+        if self.is_on:
+            if future is None and self.processes is not None:
+                self._asked[form] = self._submit(fn, compile["specialization_data"])
+            return True
+        if future is not None:
+            with phase("kernels"):
+                wait([future])
+            if error := future.exception():
+                # Whoever starts the kernel is told by Triton itself.
+                logger.info("not compiled ahead: %s: %s", type(error).__name__, error)
+            self._asked.pop(form, None)
+        return False
 
-        key   of the form
-        """
-        known = id(function), key
-        if known in self._asked or self._pool is None:
-            return
-        likes = [_Like(value) if hasattr(value, "is_cuda") else value for value in arguments]
-        _ = function.cache_key  # is computed once, and is no work for two threads
-        self._asked[known] = self._pool.submit(partial(_compile, function, device, likes, meta))
+    def _submit(self, fn: Any, form: str) -> Future[None]:
+        from triton import knobs
+        from triton.runtime import driver
+
+        target = driver.active.get_current_target()
+        function = fn.jit_function.fn
+        submitted: Future[None] = self.processes.submit(
+            compile_form,
+            (function.__module__, function.__code__.co_filename, function.__name__),
+            form,
+            (target.backend, target.arch, target.warp_size),
+            knobs.cache.dir,
+        )
+        return submitted
 
 
-def _compile(function: Any, device: int, likes: Sequence[Any], meta: dict[str, int]) -> None:
-    import torch
+def _processes() -> Any:
+    """Inductor's processes; None where it has none, as on a single CPU."""
+    from torch._inductor import async_compile
 
-    # Each thread has a current device of its own.
-    with torch.cuda.device(device):
-        compiled = function.warmup(*likes, grid=(1,), **meta)
-        # What starts it is compiled where it is asked for first, by the C compiler.
-        _ = compiled.run
+    if async_compile.get_compile_threads() <= 1:
+        return None
+    pool = async_compile.AsyncCompile.process_pool()
+    for _ in range(async_compile.get_compile_threads()):
+        pool.submit(get_ready)
+    return pool
+
+
+def get_ready() -> None:
+    """Import what compiles."""
+    importlib.import_module("triton.compiler")
+
+
+def compile_form(
+    where: tuple[str, str, str], form: str, target: tuple[str, Any, int], cache: str
+) -> None:
+    """Compile a form of a `@triton.jit` function for a GPU that this process does not use.
+
+    where    module, file and name of the function
+    form     what Triton calls its specialization data
+    target   backend, architecture and warp size of the GPU
+    cache    folder of what Triton has compiled
+    """
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    os.environ[TRITON_CACHE] = cache
+    driver.set_active(_Elsewhere(GPUTarget(*target)))
+    compiled = _function(*where).preload(form)
+    with suppress(Exception):  # then it is made where the kernel is started
+        _make_launcher(compiled)
+
+
+class _Elsewhere:
+    """Triton's driver of a GPU of another process."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+
+    def get_current_target(self) -> Any:
+        """What to compile for."""
+        return self.target
+
+    def get_current_device(self) -> int:
+        """A number for all GPUs of one architecture."""
+        return int(self.target.arch)
+
+
+def _function(module: str, file: str, name: str) -> Any:
+    if module.startswith(GENERATED):
+        return getattr(import_generated(Path(file)), name)
+    return getattr(importlib.import_module(module), name)
+
+
+def _make_launcher(compiled: Any) -> None:
+    """Make the C code that starts a kernel; from Triton 3.7 on there is one for all kernels."""
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        driver.CudaLauncher(compiled.src, compiled.metadata)
 
 
 ahead = Ahead()

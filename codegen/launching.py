@@ -77,6 +77,7 @@ class Launcher:
             if not (p.do_not_specialize or p.do_not_specialize_on_alignment)
         ]
         self._compiled: dict[tuple[Any, ...], Any] = {}
+        self._asked: set[tuple[Any, ...]] = set()
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._start, grid)
@@ -86,8 +87,9 @@ class Launcher:
         key = (device, *self._facts(arguments))
         compiled = self._compiled.get(key)
         if ahead.is_on:
-            if compiled is None:
-                ahead.ask(self.function, key, device, arguments, meta)
+            if compiled is None and key not in self._asked:
+                self._asked.add(key)
+                self.function.warmup(*arguments, grid=grid, **meta)
             return
         whole = (*grid, 1, 1)[:3]
         if compiled is None:

@@ -2,16 +2,11 @@
 
 Triton reads a kernel's source from its file, so every kernel that runs is a file first. Files are
 never changed in place: their names hold a hash of what they were generated from.
-
-From Hopper on a kernel starts while the one before it ends (programmatic dependent launch); with
-TLORA_FX_PDL=0 in the environment when a module is loaded it does not.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import sys
 import tempfile
 import threading
 import warnings
@@ -19,16 +14,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from tlora_fx.codegen.importing import TRITON_CACHE, import_generated
 from tlora_fx.codegen.kernels import Generated, build, intact
 from tlora_fx.codegen.launching import Interpreted, Launcher
 from tlora_fx.codegen.spec import KernelSpec
-from tlora_fx.errors import KernelCacheError, KernelToolMissing
-from tlora_fx.host.environment import overlaps_kernels
+from tlora_fx.errors import KernelCacheError
 from tlora_fx.host.paths import cache_folder
 
-_PACKAGE = "tlora_fx_kernels"
-# Where Triton and Inductor keep compiled kernels.
-TRITON_CACHE = "TRITON_CACHE_DIR"
 _lock = threading.Lock()
 _loaded: dict[KernelSpec, GeneratedModule] = {}
 
@@ -122,7 +114,7 @@ def load(spec: KernelSpec) -> GeneratedModule:
         return module
     with _lock:
         if spec not in _loaded:
-            _loaded[spec] = _imported(stored(build(spec)))
+            _loaded[spec] = _started(stored(build(spec)))
         return _loaded[spec]
 
 
@@ -139,36 +131,11 @@ def keep_triton_cache() -> None:
     os.environ.setdefault(TRITON_CACHE, knobs.cache.dir)
 
 
-def _imported(path: Path) -> GeneratedModule:
-    name = f"{_PACKAGE}.{path.stem}"
-    if name in sys.modules:
-        return cast(GeneratedModule, sys.modules[name])
-    if importlib.util.find_spec("triton") is None:
-        raise KernelToolMissing(
-            "kernels need Triton, which is not installed",
-            help="pip install triton, or set TLORA_FX_KERNELS=off to use PyTorch",
-        )
-    described = importlib.util.spec_from_file_location(name, path)
-    assert described is not None
-    assert described.loader is not None
-    module = importlib.util.module_from_spec(described)
-    sys.modules[name] = module
-    try:
-        described.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    generated = cast(GeneratedModule, module)
+def _started(path: Path) -> GeneratedModule:
+    """The module of a file, whose `launch` starts a stand-in for the kernel."""
+    module = cast(GeneratedModule, import_generated(path))
     keep_triton_cache()
-    # An interpreted kernel knows no launch options.
-    compiled = hasattr(generated.kernel, "device_caches")
-    if not compiled or not overlaps_kernels():
-        # The kernel starts when the one before is done, as kernels usually do.
-        import triton.language as tl
-
-        generated.OVERLAP = tl.constexpr(False)
-        generated.META.pop("launch_pdl", None)
-    # What `launch` starts is a stand-in for the kernel.
-    kernel = generated.kernel
-    generated.kernel = Launcher(kernel) if compiled else Interpreted(kernel)
-    return generated
+    if not isinstance(module.kernel, Launcher | Interpreted):
+        compiled = hasattr(module.kernel, "device_caches")
+        module.kernel = (Launcher if compiled else Interpreted)(module.kernel)
+    return module

@@ -1,110 +1,175 @@
-"""Kernels are compiled beside one another before they run, and start nothing meanwhile."""
+"""Kernels are compiled in other processes before they are started, and none starts meanwhile."""
 
 from __future__ import annotations
 
-import threading
-from contextlib import nullcontext
+import multiprocessing
+from concurrent.futures import Future, ProcessPoolExecutor
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tests.codegen.test_launching import Function
+from tlora_fx.codegen import ahead as module
 from tlora_fx.codegen import launching
-from tlora_fx.codegen.ahead import Ahead, ahead
+from tlora_fx.codegen.ahead import Ahead
+from tlora_fx.codegen.loading import load
+from tlora_fx.codegen.spec import KernelSpec
+
+triton = pytest.importorskip("triton")
 
 
-class Slow(Function):
-    """A kernel that is compiled only once as many threads as there are forms compile it."""
+class Asked(Function):
+    """Notes what is asked for."""
 
-    cache_key = "key"
-
-    def __init__(self, together):
+    def __init__(self) -> None:
         super().__init__()
-        self.barrier, self.seen = threading.Barrier(together, timeout=20), []
-        self.launchers = 0
+        self.seen = []
 
     def warmup(self, *arguments, grid, **meta):
-        self.barrier.wait()
         self.seen.append((arguments, meta))
-        return self
-
-    @property
-    def run(self):
-        self.launchers += 1
 
 
-@pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch):
-    """There is a device, of which nobody watches the launches."""
+class Here(module._Elsewhere):
+    """As if this process had a GPU."""
+
+    def get_current_stream(self, device):
+        return 0
+
+
+@pytest.fixture
+def ahead(monkeypatch):
+    """One that has no processes, in place of the one of this process."""
+    own = Ahead()
+    monkeypatch.setattr(own, "start", lambda device: None)
+    monkeypatch.setattr(launching, "ahead", own)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
-    monkeypatch.setattr("tlora_fx.codegen.ahead.usable_cpus", lambda: 4)
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", None)
     quiet = SimpleNamespace(calls=[])
     monkeypatch.setattr(launching, "_hooks", lambda: (quiet, quiet))
+    return own
 
 
-def test_forms_are_compiled_beside_one_another_once_each_and_none_is_started():
-    """Two forms wait for each other, so one after the other would never end."""
-    function = Slow(together=2)
+@pytest.fixture
+def gpu(monkeypatch):
+    """Triton compiles for a GPU that is not there."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    before = driver._active
+    driver.set_active(Here(GPUTarget("cuda", 90, 32)))
+    yield
+    driver._active = before
+
+
+def test_each_form_is_asked_for_once_and_none_is_started(ahead):
+    """Forms differ in what numbers are multiples of."""
+    function = Asked()
     launcher = launching.Launcher(function)
     x = torch.zeros(32)
-    with ahead.compiling():
+    with ahead.asking():
         for number in (16, 17, 16, 32):
             launcher[(4,)](x, number, 1, num_warps=4)
 
-    assert len(function.seen) == 2
-    assert function.launchers == 2
+    assert [arguments for arguments, _ in function.seen] == [(x, 16, 1), (x, 17, 1)]
+    assert all(meta == {"num_warps": 4} for _, meta in function.seen)
     assert not function.forms
-    for (like, number, _), meta in function.seen:
-        assert (like.dtype, like.data_ptr()) == (x.dtype, x.data_ptr())
-        assert number in (16, 17)
-        assert meta == {"num_warps": 4}
 
 
-def test_afterwards_kernels_start_as_ever():
-    """What was compiled ahead is no launch."""
-    function = Slow(together=1)
+def test_afterwards_kernels_start_as_ever(ahead):
+    """What was asked for is no launch."""
+    function = Asked()
     launcher = launching.Launcher(function)
-    with ahead.compiling():
+    with ahead.asking():
         launcher[(4,)](torch.zeros(32), 16, 1)
     launcher[(4,)](torch.zeros(32), 16, 1)
 
     assert len(function.forms) == 1
 
 
-def test_what_cannot_be_compiled_is_told_by_its_start():
-    """Compiling ahead itself raises nothing, and ends where the computation raises."""
+def test_what_another_process_has_compiled_is_found(ahead, gpu, tmp_path, monkeypatch):
+    """Of a generated kernel and of one of the library: the same form, in Triton's cache."""
+    from tlora_fx.ops.kernels import adam
 
-    class Broken(Slow):
-        def warmup(self, *arguments, grid, **meta):
-            raise ValueError("no such tile")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    generated = load(KernelSpec("pack", 64, 32, dtype="bfloat16", arch=90))
+    numbers = [
+        torch.zeros(32) if kind.startswith("*") else 16 for kind in generated.SIGNATURE.values()
+    ]
+    table, sums = torch.zeros(3, 7, dtype=torch.int64), torch.zeros(3)
+    meta = {"KIND": triton.language.bfloat16, "WIDE": triton.language.float32, "CHUNK": 4096}
 
-    with ahead.compiling():
-        launching.Launcher(Broken(1))[(4,)](torch.zeros(32), 16, 1)
-    with pytest.raises(KeyError, match="row"), ahead.compiling():
+    def start():
+        generated.kernel.function.warmup(*numbers, grid=(1,), **generated.META)
+        adam._squares.warmup(table, sums, grid=(3,), num_warps=8, **meta)
+
+    def kept():
+        return set((tmp_path / "triton").rglob("*.cubin"))
+
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        ahead._pool = pool
+        with ahead.asking():
+            start()
+            assert len(ahead._asked) == 2
+        asked = [*ahead._asked.values()]
+        [future.result(120) for future in asked]
+    assert len(found := kept()) == 2
+
+    start()
+
+    assert kept() == found
+    assert not ahead._asked
+
+
+def test_what_cannot_be_compiled_is_compiled_where_it_is_started(ahead, caplog):
+    """Which then tells the user; the log says what went wrong before."""
+    failed: Future[None] = Future()
+    failed.set_exception(ValueError("no such tile"))
+    function = SimpleNamespace(jit_function=object())
+    ahead._asked[id(function.jit_function), 0, "form"] = failed
+
+    with caplog.at_level("INFO"):
+        stops = ahead._hook(key="form", fn=function, compile={"device": 0})
+
+    assert stops is False
+    assert "no such tile" in caplog.text
+    assert not ahead._asked
+
+
+def test_asking_ends_where_the_computation_raises(ahead):
+    """And nothing starts less from then on."""
+    with pytest.raises(KeyError, match="row"), ahead.asking():
         raise KeyError("row")
 
     assert not ahead.is_on
 
 
-def test_a_computation_is_tried_once_for_an_object_and_never_in_the_way():
-    """Whatever it raises; an object that is gone leaves no room for its address."""
+def test_a_computation_is_tried_once_for_an_object_and_never_in_the_way(ahead):
+    """Whatever it raises; an object that is gone leaves its address to others."""
 
     class Subject:
         pass
 
-    own, subject, ran = Ahead(), Subject(), []
+    subject, ran = Subject(), []
+    ahead._pool = object()
 
     def run():
-        ran.append(own.is_on)
+        ran.append(ahead.is_on)
         raise MemoryError("of the row itself")
 
     for kind in ("probe", "probe", "row"):
-        own.try_once(kind, subject, run)
+        ahead.try_once(kind, subject, run)
     del subject
-    own.try_once("row", Subject(), run)
+    ahead.try_once("row", Subject(), run)
 
     assert ran == [True, True, True]
-    assert not own.is_on
-    assert not own._asked
+    assert not ahead.is_on
+
+
+def test_without_processes_kernels_are_compiled_as_they_come(ahead):
+    """On a single CPU a computation is not gone through twice."""
+    ran = []
+
+    ahead.try_once("row", ahead, lambda: ran.append(1))
+
+    assert not ran

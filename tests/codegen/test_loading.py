@@ -10,9 +10,9 @@ import warnings
 import pytest
 
 from tlora_fx.codegen import loading
+from tlora_fx.codegen.importing import TRITON_CACHE
 from tlora_fx.codegen.kernels import build
 from tlora_fx.codegen.loading import (
-    TRITON_CACHE,
     KernelCacheWarning,
     keep_triton_cache,
     kernel_folder,

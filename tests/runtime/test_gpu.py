@@ -156,6 +156,31 @@ def test_kernels_that_are_compiled_ahead_change_no_bit(tmp_path, monkeypatch, co
     assert len(tried) == 1
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+def test_all_kernels_of_ours_that_a_round_starts_were_asked_for(tmp_path, monkeypatch, compiled):
+    """Those of the row in the form in which it runs, and of the update; also of compiled layers."""
+    asked, started = set(), set()
+    hook = Ahead._hook
+
+    def noted(own, *, key, fn, compile, **rest):
+        form = fn.module, fn.name, key
+        (asked if own.is_on else started).add(form)
+        return hook(own, key=key, fn=fn, compile=compile, **rest)
+
+    monkeypatch.setattr(Ahead, "_hook", noted)
+    base = tiny_base(tmp_path, "bfloat16", hidden_size=128, num_attention_heads=2)
+    jobs = [make_job(base, name, seed=1, lora={"r": 3}, max_steps=1) for name in "ab"]
+    options = TrainerOptions(compiled=compiled, wait_for_compile=True)
+
+    Trainer(
+        compile(jobs), output=tmp_path / "run", device="cuda",
+        data=make_data(jobs, longest=40), options=options,
+    ).run()  # fmt: skip
+
+    assert asked
+    assert not started - asked
+
+
 class Comes(TrainerCallback):
     """After a job's steps others leave and join; notes how many graphs there are after each."""
 

@@ -1,10 +1,11 @@
 """Compile a Shared Super-Model layer by layer: one compilation serves all layers of a structure.
 
 A whole model as one graph takes longer to compile the deeper it is. Here `torch.compile` sees one
-layer's code, once for each structure, and once more for a first layer whose input needs no
-gradient. Sizes that depend on the row are marked as dynamic before every call, by what tracing
-knows of them, so that no row gives rise to another compilation: neither its number of tokens, nor
-a size that happens to equal another one, nor a job without tokens.
+layer's code, once for each structure. What one layer hands to the next asks for its gradient in the
+first layer too, though nobody reads it there: code of its own for that layer would take as long to
+compile as that of all others. Sizes that depend on the row are marked as dynamic before every call,
+by what tracing knows of them, so that no row gives rise to another compilation: neither its number
+of tokens, nor a size that happens to equal another one, nor a job without tokens.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ from torch._dynamo.callback import callback_handler
 from torch.export import Dim, ExportedProgram, export
 from torch.utils.checkpoint import checkpoint
 
+from tlora_fx.codegen.ahead import ahead
 from tlora_fx.host.phases import phase
-from tlora_fx.ir.graph import GroupGraph, placeholders
+from tlora_fx.ir.graph import Block, GroupGraph, placeholders
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
 from tlora_fx.model.loss import ChunkedLoss
 from tlora_fx.ops.torch_compile import (
@@ -46,20 +48,40 @@ class CompiledMethod:
     """Compiled method of one instance, in place of the method that its class has.
 
     plain     the method as the class has it
+    form      the method that is compiled
     code      the same, compiled
     owner     the instance
     dynamic   for each argument the dimensions whose size depends on the row
+    carried   positions of arguments that layers hand to each other
     """
 
     def __init__(
-        self, plain: Callable[..., Any], code: Callable[..., Any], owner: nn.Module, dynamic: Sizes
+        self,
+        plain: Forward,
+        form: Forward,
+        code: Forward,
+        owner: nn.Module,
+        dynamic: Sizes,
+        carried: Sequence[int] = (),
     ) -> None:
-        self.plain, self.code, self.owner, self.dynamic = plain, code, owner, dynamic
+        self.plain, self.form, self.code, self.owner = plain, form, code, owner
+        self.dynamic, self.carried = dynamic, carried
 
     def __call__(self, *args: Any) -> Any:
-        """Run compiled; inside another compilation, and where a size is 0 or 1, run as it is."""
+        """Run compiled; inside another compilation, and where a size is 0 or 1, run as it is.
+
+        While kernels are compiled ahead, what would be compiled runs as it is: it asks for the same
+        kernels, and is compiled while processes compile those.
+        """
         if torch.compiler.is_compiling() or self._is_small(args):
             return self.plain(self.owner, *args)
+        if torch.is_grad_enabled():
+            args = tuple(
+                _with_gradient(value) if place in self.carried else value
+                for place, value in enumerate(args)
+            )
+        if ahead.is_on:
+            return self.form(self.owner, *args)
         for value, dimensions in zip(args, self.dynamic, strict=True):
             for dimension in dimensions:
                 torch._dynamo.mark_dynamic(value, dimension)
@@ -73,18 +95,26 @@ class CompiledMethod:
         )
 
 
+def _with_gradient(value: Tensor) -> Tensor:
+    if value.requires_grad or not value.is_floating_point():
+        return value
+    return value.detach().requires_grad_()
+
+
 def compile_method(
     owners: Sequence[nn.Module],
     name: str,
     dynamic: Sizes,
     options: dict[str, Any],
-    form: Callable[..., Any] | None = None,
+    form: Forward | None = None,
+    carried: Sequence[int] = (),
 ) -> None:
     """Compile a method of one class once, and let these instances run it.
 
     dynamic   for each argument the dimensions whose size depends on the row
     options   of `torch.compile`; with `dynamic=False` no size is marked
     form      the same method in a form that is better compiled; None: as the class has it
+    carried   positions of arguments that get a gradient whether anybody asks for it or not
     """
     _note_compilations()
     allow_empty_grids()
@@ -105,7 +135,7 @@ def compile_method(
     marked: Sizes = [()] * len(dynamic) if options.get("dynamic") is False else dynamic
     for owner in owners:
         # An instance's own attribute stands before its class's method.
-        owner.__dict__[name] = CompiledMethod(plain, code, owner, marked)
+        owner.__dict__[name] = CompiledMethod(plain, form, code, owner, marked, carried)
 
 
 _compiling: list[AbstractContextManager[None]] = []
@@ -156,6 +186,26 @@ def _sizes(name: str, value: Tensor) -> tuple[int, ...]:
         return (0,)
     sizes = enumerate(value.shape)
     return tuple(dimension for dimension, size in sizes if isinstance(size, torch.SymInt))
+
+
+def carried_inputs(group: GroupGraph, block: Block) -> tuple[int, ...]:
+    """Positions of the inputs that the instances of a block get from layers before them.
+
+    Of a block in which no job adapts anything there are none: it may need no gradient at all.
+    """
+    adapted = (path for job in group.jobs for path in job.sites)
+    if not any(path.startswith(tuple(f"{name}." for name in block.instances)) for path in adapted):
+        return ()
+    layers = {name for each in group.blocks.values() for name in each.instances}
+    behind: set[fx.Node] = set()
+    found: set[int] = set()
+    for node in group.root.nodes:
+        if node.op == "call_module" and node.target in block.instances:
+            found.update(place for place, value in enumerate(node.args) if value in behind)
+        is_layer = node.op == "call_module" and node.target in layers
+        if is_layer or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+    return tuple(sorted(found))
 
 
 def recomputed(forward: Forward) -> Forward:

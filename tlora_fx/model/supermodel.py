@@ -24,7 +24,7 @@ from tlora_fx.ir.storage import LocalShard, Shard, stored_value
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.batch import PackedBatch
-from tlora_fx.model.compiled import compile_method, export_net, row_sizes
+from tlora_fx.model.compiled import carried_inputs, compile_method, export_net, row_sizes
 from tlora_fx.model.elastic import Admission, Membership, Resolve
 from tlora_fx.model.loss import ChunkedLoss, Finish
 from tlora_fx.model.module_builder import Reformed, TensorLocation, build_module, run_source
@@ -314,7 +314,8 @@ class SuperModel(nn.Module):
             modules = [self.net.get_submodule(path) for path in block.instances]
             sizes = list(row_sizes(block.graph).values())
             form = classes[class_name(block)].forward if classes else None
-            compile_method(modules, "forward", sizes, options, form)
+            carried = carried_inputs(self.group, block)
+            compile_method(modules, "forward", sizes, options, form, carried)
         loss = self._loss()
         root: Any = classes.get("Root")
         for name in ("forward", FINISH):  # Of a compilation before.

@@ -21,6 +21,7 @@ from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import use_group
+from tlora_fx.ops.kernels.packed import as_compiled
 from tlora_fx.ops.kernels.select import cut_by_jobs
 from tlora_fx.ops.parallel import GROUP
 from tlora_fx.parallel.cuda_graphs import RowGraphs, add_gradients
@@ -293,10 +294,13 @@ class RowRunner:
         return RowScores(total, dict(zip(mine, tokens, strict=True)))
 
     def _compile_ahead(self, row: PackedBatch, weights: Tensor) -> None:
-        """Compile the kernels of the first row beside one another."""
+        """Have the kernels of the first row compiled, in the form in which it will run."""
         if self.mesh.device.type == "cuda" and self._is_alone:
-            start = partial(start_nothing, self.model, row, weights)
-            ahead.try_once("row", self.model, start)
+            ahead.try_once("row", self.model, partial(self._ask, row, weights))
+
+    def _ask(self, row: PackedBatch, weights: Tensor) -> None:
+        with cut_by_jobs() if self.graphs is None else self.graphs.asking(row) as formed:
+            start_nothing(self.model, formed or row, weights)
 
     @property
     def _is_alone(self) -> bool:
@@ -344,7 +348,7 @@ def start_nothing(model: SuperModel, row: PackedBatch, weights: Tensor) -> None:
     device = weights.device
     leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
     before = torch.cuda.memory_allocated(device)
-    with torch.random.fork_rng([device]):
+    with torch.random.fork_rng([device]), as_compiled(model.is_compiled):
         losses = model.weighted(row.to(device), weights)
         kept = torch.cuda.memory_allocated(device) - before
         if losses.requires_grad and sum(leaf.nbytes for leaf in leaves) <= kept:

@@ -172,9 +172,14 @@ class GraphCache(Generic[Captured]):
             self._lengths.clear()
 
     def use(self, ladder: RowLadder) -> None:
-        """Pad rows to the steps of another ladder from now on; graphs of the last one are freed."""
+        """Pad rows to the steps of another ladder from now on.
+
+        Graphs of the last one are freed, but of an open model: jobs that come and go change its
+        ladder, and whoever joins may have the rows of somebody who has left.
+        """
         if ladder != self.ladder:
-            self.forget()
+            if not self.model.is_open:
+                self.forget()
             self.ladder = ladder
 
     def forget(self) -> None:
@@ -394,6 +399,22 @@ class RowGraphs(GraphCache["RowGraph"]):
                 graph.release()
             else:
                 self._keep(Position(0, 0, step), graph, graph.kept, beside)
+
+    @contextmanager
+    def asking(self, row: PackedBatch) -> Iterator[PackedBatch]:
+        """Run nothing of a row within this context but what asks for its kernels; gives its form.
+
+        They are those that `run` starts, or that are launched where it returns None.
+        """
+        formed = self.formed(row) if row.is_plain else row
+        kept: Lengths | None = None if self._lengths is None else {}
+        if row.is_plain and size_of(formed) in self.ladder.steps and self._waits:
+            with noting(Packing()), lengths_kept(kept):
+                yield formed
+        else:
+            too_large = row.input_ids.numel() > self.most
+            with cut_by_jobs(too_large or bool(self.refused)), lengths_kept(kept):
+                yield formed
 
     def formed(self, row: PackedBatch) -> PackedBatch:
         """The row as a graph would run it: launched, its kernels do the same."""

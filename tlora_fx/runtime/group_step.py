@@ -467,6 +467,7 @@ class GroupStep:
             counts[index] = terms if normalizers is None else normalizers[index]
         weights = torch.where(counts > 0, 1 / counts.clamp(min=1e-30), 0)
         weights = weights.to(self.mesh.device, non_blocking=True)
+        self.updater.compile_ahead([self.members[index] for index in batches], weights)
         with norms_kept():
             losses = self.runner.run(rows, weights) if batches else weights
         for index in batches:

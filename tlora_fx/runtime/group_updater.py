@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tlora_fx.codegen.ahead import ahead
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.distributed import counted, gradient_norms, gradient_squares
@@ -41,6 +42,20 @@ class GroupUpdater:
     def forget(self) -> None:
         """Forget optimizers: their tensors may have moved, or train on after a failed step."""
         self._optimizers, self._update = [], None
+
+    def compile_ahead(self, members: Sequence[Member], losses: Tensor) -> None:
+        """Have the kernels compiled, the first time, that update these at once on a GPU.
+
+        losses    [J], of the dtype of a round's losses
+        """
+        device = self.mesh.device
+        plain = [each.optimizer for each in members if each.optimizer.is_plain_adam]
+        if device.type != "cuda" or self._in_parts or not plain:
+            return
+        from tlora_fx.ops.kernels.adam import ask_for_adam
+
+        dtype = next(iter(plain[0].trained.values())).dtype
+        ahead.try_once("update", self, lambda: ask_for_adam(dtype, losses.dtype, device))
 
     def split(self, members: Sequence[Member]) -> Split:
         """Split members into those that kernels update at once, and those with an own optimizer."""

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from tlora_fx.codegen.loading import TRITON_CACHE, kernel_folder
+from tlora_fx.codegen.importing import TRITON_CACHE
+from tlora_fx.codegen.loading import kernel_folder
 from tlora_fx.cost.plan import Plan
 from tlora_fx.host import environment
 from tlora_fx.host.paths import cache_folder

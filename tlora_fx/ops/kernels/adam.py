@@ -147,6 +147,20 @@ def _update(table, given, facts, KIND: tl.constexpr, WIDE: tl.constexpr, PIECE: 
         _step(row, begin, given, facts, count, KIND, WIDE, PIECE, WHOLE=False)
 
 
+def ask_for_adam(dtype: torch.dtype, losses: torch.dtype, device: torch.device) -> None:
+    """Ask for the kernels of `adam`, while kernels are compiled ahead.
+
+    What is compiled already is started, and changes nothing: the table lists no element.
+
+    dtype    of parameters, gradients and moments
+    losses   of the losses
+    """
+    table = torch.zeros((1, 7), dtype=torch.int64, device=device)
+    indices = torch.zeros(2, dtype=torch.int32, device=device)
+    given = torch.zeros((1, 10), dtype=torch.float64, device=device)
+    adam(table, indices, indices[:1], given[0, :1].to(losses), given, indices, dtype)
+
+
 def squares_into(
     squares: Tensor,
     table: Tensor,

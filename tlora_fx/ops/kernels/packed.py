@@ -32,7 +32,8 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -368,7 +369,21 @@ def narrow(value: Tensor, tail_columns: int) -> Tensor:
 def is_traced() -> bool:
     """Whether a compiler traces what runs; torch.export is none, what it gives runs as it is."""
     tracing = torch._guards.TracingContext.try_get() is not None
-    return tracing and not torch.compiler.is_exporting()
+    return (tracing and not torch.compiler.is_exporting()) or _as_compiled
+
+
+_as_compiled = False
+
+
+@contextmanager
+def as_compiled(on: bool = True) -> Iterator[None]:
+    """Whether inside, what runs as it is starts the kernels that it would start compiled."""
+    global _as_compiled  # noqa: PLW0603  (backwards have a thread of their own)
+    before, _as_compiled = _as_compiled, on
+    try:
+        yield
+    finally:
+        _as_compiled = before
 
 
 def _sites(like: Tensor, group: SiteGroup) -> tuple[Site, ...]:

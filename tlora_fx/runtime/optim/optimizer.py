@@ -430,15 +430,18 @@ class JobOptimizer:
         self._schedule.step()
         return norm
 
+    @property
+    def is_plain_adam(self) -> bool:
+        """Whether a kernel that updates many jobs at once may be given this one's state."""
+        return is_plain_adam(self._optimizer) and self._allocation is None and not self._is_own
+
     def adam(self) -> AdamState | None:
         """State for a kernel that updates many jobs at once; None where torch.optim is to do it.
 
         Each update that such a kernel does is told by `noted`.
         """
         gradients = self._held_gradients()
-        if not (gradients.tensors and gradients.alike and is_plain_adam(self._optimizer)):
-            return None
-        if self._allocation is not None or self._is_own:
+        if not (gradients.tensors and gradients.alike and self.is_plain_adam):
             return None
         fresh = []
         for param in gradients.params:
