@@ -17,6 +17,7 @@ from tlora_fx.compiler import run_passes
 from tlora_fx.errors import PipelineError
 from tlora_fx.graph_file import graph_text, graphs_of_text, load_graphs, save_graphs
 from tlora_fx.ir.verifier import fingerprint
+from tlora_fx.numerics import instrument as numerics
 from tlora_fx.pipeline import Runner, parse_pipeline, registry
 from tlora_fx.tools.opt import run_on
 
@@ -38,6 +39,30 @@ class CountCalls(GroupPass):
     def run(self, group):
         assert list(group.graphs())
         return False
+'''
+
+
+LOSES = '''
+from dataclasses import dataclass
+from typing import ClassVar
+from tlora_fx.pipeline import GroupPass, register
+
+
+@register
+@dataclass(frozen=True, slots=True)
+class Lose(GroupPass):
+    """Leave out what a job adds somewhere."""
+
+    name: ClassVar[str] = "lose"
+    preserves_numerics: ClassVar[str] = "bound"
+
+    def run(self, group):
+        for graph in group.graphs():
+            for node in graph.nodes:
+                if node.meta.get("part") == "sum":
+                    node.replace_all_uses_with(node.args[0])
+                    graph.eliminate_dead_code()
+                    return True
 '''
 
 
@@ -93,6 +118,49 @@ def test_a_pass_of_a_file_runs(files, capsys, tmp_path, monkeypatch):
 
     told(capsys, "opt", files / "fused.tfx", "--pipeline", "count-calls",
          "--load", tmp_path / "count_calls_of_opt.py", "--print", "nothing")  # fmt: skip
+
+
+def test_numbers_are_compared_and_told(files, capsys):
+    """What was found of each pass that changed the code."""
+    with pytest.raises(SystemExit) as stop:
+        main(["opt", str(files / "fused.tfx"), "--pipeline", REST, "--print", "nothing",
+              "--verify", "numerics"])  # fmt: skip
+    err = capsys.readouterr().err
+
+    assert stop.value.code == 0
+    for name in REST.split(","):
+        assert re.search(rf"numerics  {name} on group: (exact|within bound|not checked)", err), err
+
+
+def test_strictly_what_cannot_be_compared_fails(files, capsys, monkeypatch):
+    """With the reason, also where the check itself goes wrong."""
+
+    def compare(self, held, done):
+        raise ZeroDivisionError("in the check")
+
+    monkeypatch.setattr(numerics.Numerics, "_compare", compare)
+    words = ["opt", str(files / "fused.tfx"), "--pipeline", "lower-adapters", "--print", "nothing"]
+
+    err, status = refused(capsys, *words, "--verify", "numerics")
+    assert status == 0
+    assert "not checked: ZeroDivisionError: in the check" in err
+
+    err, status = refused(capsys, *words, "--strict")
+    assert status != 0
+    assert "were not compared" in err
+    assert "ZeroDivisionError: in the check" in err
+
+
+def test_a_pass_that_loses_an_adapter_is_caught_by_structure(files, capsys, tmp_path, monkeypatch):
+    """Without running anything: it says that it keeps the numbers."""
+    monkeypatch.setattr(registry, "REGISTRY", dict(registry.REGISTRY))  # no other test sees it
+    (tmp_path / "loses_of_opt.py").write_text(LOSES)
+
+    words = ["opt", str(files / "fused.tfx"), "--pipeline", "lose", "--print", "nothing"]
+    err, status = refused(capsys, *words, "--load", str(tmp_path / "loses_of_opt.py"))
+
+    assert status != 0
+    assert "pass 'lose' drops adapters" in err
 
 
 def test_a_job_pass_is_refused_on_fused_graphs(files):

@@ -263,7 +263,7 @@ def test_an_error_names_the_line():
     text = to_document(small_graph()).text
     number = next(i for i, line in enumerate(text.splitlines(), 1) if RELU in line)
 
-    assert f"line   {number}\n" in refusal(swapped(RELU, "aten.relu.default(y)"))
+    assert f"line    {number}\n" in refusal(swapped(RELU, "aten.relu.default(y)"))
 
 
 def test_a_constant_that_is_cut_is_refused():

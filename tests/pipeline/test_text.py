@@ -174,6 +174,16 @@ def test_a_pipeline_is_cut_off_after_a_pass():
     ]
 
 
+@pytest.mark.parametrize("value", ["cumsum,raw=true", "a=b", "[1,2"])
+def test_a_value_that_is_neither_word_nor_json_is_refused(value):
+    """Two options with a comma between them would be one long text."""
+    with pytest.raises(PipelineError) as error:
+        parse_pipeline(f"options{{number={value}}}")
+
+    assert "cannot be read" in str(error.value)
+    assert "separate options by blanks" in str(error.value)
+
+
 def test_options_are_told_from_the_dataclass():
     """Name, type and default from the fields, what they do from the docstring."""
     option, other = options_of(LowerAdapters)

@@ -18,6 +18,7 @@ from tlora_fx.cli.options import (
     PipelineText,
     PrintAfter,
     StopAfter,
+    Strict,
     Time,
     TrustRemoteCode,
     VerifyPasses,
@@ -46,6 +47,7 @@ def run(
     add_pass: AddPass = None,
     load: Load = None,
     verify: VerifyPasses = None,
+    strict: Strict = False,
     time: Time = False,
     print_after: PrintAfter = None,
     dump_changed: DumpChanged = None,
@@ -85,7 +87,7 @@ def run(
         from tlora_fx.inspect.program import Recorder
         from tlora_fx.tools.replay import keep_replay
     passes = pipeline_of(pipeline, add_pass, load)
-    instruments = instruments_of(time, print_after, dump_changed)
+    instruments = instruments_of(time, print_after, dump_changed, verify, strict)
     on_failure = partial(keep_replay, _folder(output) / "replay")
     if stop_after is not None or output.suffix == SUFFIX:
         group = run_passes(

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tlora_fx.cli.options import DumpChanged, Load, PrintAfter, Time, VerifyPasses, instruments_of
+from tlora_fx.cli.options import (
+    DumpChanged,
+    Load,
+    PrintAfter,
+    Strict,
+    Time,
+    VerifyPasses,
+    instruments_of,
+)
 from tlora_fx.cli.terminal import echo
 from tlora_fx.config.pipeline_text import require_readable
 
@@ -40,6 +48,7 @@ def run(
         ),
     ] = "code",
     verify: VerifyPasses = None,
+    strict: Strict = False,
     time: Time = False,
     print_after: PrintAfter = None,
     dump_changed: DumpChanged = None,
@@ -57,7 +66,7 @@ def run(
 
     from tlora_fx.compiler import find_passes
     from tlora_fx.graph_file import graph_text, save_graphs
-    from tlora_fx.inspect.instruments import Watch, state_source
+    from tlora_fx.inspect.instruments import state_source
     from tlora_fx.pipeline import Runner, load_extension, parse_pipeline
     from tlora_fx.tools.opt import run_on
 
@@ -65,9 +74,7 @@ def run(
     for extension in load or ():
         load_extension(extension)
     subject = _graphs(read, graphs)
-    instruments = instruments_of(time, print_after, dump_changed)
-    if verify == "numerics":
-        instruments += Watch(verify=verify).instruments()
+    instruments = instruments_of(time, print_after, dump_changed, verify, strict)
     passes = parse_pipeline(pipeline, subject.facts)
     run_on(subject, Runner(passes, instruments, verify or "structure", held=subject.facts))
     if output is not None:

@@ -139,6 +139,13 @@ VerifyPasses = Annotated[
         "--verify", help="What to check after each compiler pass; structure if not given."
     ),
 ]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="Check numbers after each compiler pass, and fail where they cannot be compared.",
+    ),
+]
 Time = Annotated[bool, typer.Option("--time", help="Print how long each compiler pass takes.")]
 PrintAfter = Annotated[
     list[str] | None,
@@ -197,12 +204,17 @@ def require_pipeline(
 
 
 def instruments_of(
-    time: bool, print_after: list[str] | None, dump_changed: Path | None
+    time: bool,
+    print_after: list[str] | None,
+    dump_changed: Path | None,
+    verify: Checks | None = None,
+    strict: bool = False,
 ) -> list[Instrument]:
     """Instruments that the options ask for; they write to stderr."""
     from tlora_fx.inspect.instruments import Watch
 
-    return Watch(time, tuple(print_after or ()), dump_changed).instruments()
+    watch = Watch(time, tuple(print_after or ()), dump_changed, verify=verify, strict=strict)
+    return watch.instruments()
 
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|)")

@@ -25,6 +25,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from tlora_fx.errors import GraphFileNotReadable, GraphInvalid
 from tlora_fx.graph_file.operators import OPERATORS, OPS, fits, target_of
+from tlora_fx.graph_file.verify import verify_tags, verify_values
 from tlora_fx.graph_file.words import (
     ABSENT,
     CONSTANTS,
@@ -35,6 +36,7 @@ from tlora_fx.graph_file.words import (
     PASSES,
     ROLES,
     contiguous,
+    text_digest,
 )
 from tlora_fx.ir.graph import (
     AdapterSite,
@@ -52,6 +54,9 @@ from tlora_fx.ir.verifier import fingerprint
 
 # Layers that one line may name: a damaged number must not fill the memory.
 MAX_LAYERS = 100_000
+_WRITTEN = re.compile(r'fingerprint\("\w+", "\w+", text="(?P<digest>\w+)"\)')
+# Line and column, both from 1.
+Place = tuple[int, int]
 STRANGE = (
     ArithmeticError, AssertionError, AttributeError, GraphInvalid, ImportError, IndexError,
     KeyError, MemoryError, RecursionError, RuntimeError, StopIteration, TypeError, ValueError,
@@ -61,18 +66,29 @@ STRANGE = (
 def parse(text: str, file: object = "text") -> JobGraph | GroupGraph:
     """The graphs of a text, with the names, values, tags and origins that it was written from.
 
+    What was changed since it was written is verified: operators take what they are given, values
+    have the types that stand there, tags hold, and all sites of jobs have their adapters.
+
     file      what errors call it
-    raises    GraphFileNotReadable, naming the line
+    raises    GraphFileNotReadable, naming line and column
     """
-    reader = _Reader()
+    reader = _Reader(is_edited=not _is_as_written(text))
     try:
         with _without_collection():
             return reader.graphs(_statements(text))
     except GraphFileNotReadable as error:
-        raise _placed(error, file, reader.line) from error
+        raise _placed(error, file, reader.place) from error
     except STRANGE as error:
         found = f"{type(error).__name__}: {error}"
-        raise _placed(_damaged(found), file, reader.line) from error
+        raise _placed(_damaged(found), file, reader.place) from error
+
+
+def _is_as_written(text: str) -> bool:
+    """Whether nothing was changed since the text was written."""
+    _, _, below = text.partition("\n")
+    line, _, rest = below.partition("\n")
+    found = _WRITTEN.fullmatch(line)
+    return found is not None and found["digest"] == text_digest(rest)
 
 
 @contextmanager
@@ -114,6 +130,7 @@ def _statements(text: str) -> list[ast.stmt]:
         raise GraphFileNotReadable(
             "the graph file cannot be read",
             line=error.lineno,
+            column=error.offset,
             found=f"{error.msg}: {(error.text or '').strip()[:80]}",
             help="the file is damaged; write it anew",
         ) from error
@@ -134,9 +151,10 @@ def _statements(text: str) -> list[ast.stmt]:
     return body[1:]
 
 
-def _placed(error: GraphFileNotReadable, file: object, line: int | None) -> GraphFileNotReadable:
-    """The error with the file, and the line where one was being read."""
-    facts = {"file": file, **({"line": line} if line else {}), **error.facts}
+def _placed(error: GraphFileNotReadable, file: object, place: Place | None) -> GraphFileNotReadable:
+    """The error with the file, and line and column where one was being read."""
+    where = {} if place is None else {"line": place[0], "column": place[1]}
+    facts = {"file": file, **where, **error.facts}
     return GraphFileNotReadable(error.what, help=error.help, **facts)
 
 
@@ -180,11 +198,15 @@ class _Structure:
 class _Reader:
     """Reads the tables first, then graphs, then who has which.
 
-    line    the one that is being read, for errors
+    is_edited   whether the text is another one than was written
+    place       what is being read, for errors
+    places      of nodes, by the name that errors call them
     """
 
-    def __init__(self) -> None:
-        self.line: int | None = None
+    def __init__(self, *, is_edited: bool = True) -> None:
+        self.is_edited = is_edited
+        self.place: Place | None = None
+        self.places: dict[str, Place] = {}
         self.plans: dict[int, LayerPlan] = {}
         self.sources: dict[int, str] = {}
         self.owners: dict[int, str] = {}
@@ -205,19 +227,31 @@ class _Reader:
         for item in graphs:
             self._structure(item, names)
         for call in calls:
-            self.line = call.lineno
+            self.at(call)
             self._entry(call)
-        self.line = None
+        self.place = None
         if not self.jobs or (self.group is None and len(self.jobs) > 1):
             raise _damaged("the file names no job, or several without a group")
         result = self.group or self.jobs[0]
+        if not self.is_edited:
+            return result
         found = fingerprint(result)
         if self.known is not None and (found.code, found.tags) != self.known:
             raise GraphFileNotReadable(
                 "the graphs have another fingerprint than when they were written",
                 help="the file is damaged; where you edited it, delete the line 'fingerprint'",
             )
+        verify_tags(result, self.at_node)
         return result
+
+    def at_node(self, name: str) -> None:
+        """Note that a node is looked at: "q_proj", in a block "block.q_proj"."""
+        anywhere = (place for key, place in self.places.items() if key.endswith(f".{name}"))
+        self.place = self.places.get(name) or next(anywhere, None)
+
+    def at(self, item: ast.expr | ast.stmt) -> None:
+        """Note that this is read next."""
+        self.place = item.lineno, item.col_offset + 1
 
     def operator(self, name: str) -> Any:
         """The operator that a line calls: "aten.linear.default", "operator.getitem"."""
@@ -230,7 +264,7 @@ class _Reader:
         """Read what lines refer to by number; returns the other calls, and the graphs."""
         calls, graphs = [], []
         for item in statements:
-            self.line = item.lineno
+            self.at(item)
             if isinstance(item, ast.With):
                 graphs.append(item)
             elif isinstance(item, ast.Expr) and isinstance(item.value, ast.Subscript):
@@ -299,7 +333,7 @@ class _Reader:
         structure = self.structures[args[0]] = _Structure()
         readers: list[_GraphReader] = []
         for inner in item.body:
-            self.line = inner.lineno
+            self.at(inner)
             if isinstance(inner, ast.Expr) and isinstance(inner.value, ast.Call):
                 (name, kind, shape, content), _ = self._plain.arguments(inner.value)
                 structure.constants[name] = _constant(kind, shape, content)
@@ -309,16 +343,22 @@ class _Reader:
             if _name(head) == "erased":
                 readers[-1].erased = body
                 continue
-            reader = _GraphReader(self, names.get(args[0], ()), kwargs.get("mode"), body)
-            readers.append(reader)
+            names_of_all = names.get(args[0], ())
             if _name(head) == "root":
+                reader = _GraphReader(self, names_of_all, kwargs.get("mode"), body)
+                readers.append(reader)
                 structure.root = reader.graph
             else:
                 (name, *layers), more = self._plain.arguments(head)
+                reader = _GraphReader(self, names_of_all, kwargs.get("mode"), body, f"{name}.")
+                readers.append(reader)
                 block = Block(name, reader.graph, _layers(layers), bool(more.get("recompute")))
                 structure.blocks[name] = block
         for reader in readers:
             reader.read()
+        # A layer's call has what its block gives, so the root comes last.
+        for reader in reversed(readers):
+            reader.settle(structure.blocks if reader is readers[0] else {})
 
     def _entry(self, call: ast.Call) -> None:
         """A line on a job or the group, or on the one before it."""
@@ -392,12 +432,19 @@ class _GraphReader:
     jobs      what `all` stands for
     mode      the number of the fake mode of most values
     erased    nodes that tags still tell of, by their number
+    prefix    of the names of its nodes in errors
     """
 
     def __init__(
-        self, reader: _Reader, jobs: tuple[str, ...], mode: int | None, body: list[ast.stmt]
+        self,
+        reader: _Reader,
+        jobs: tuple[str, ...],
+        mode: int | None,
+        body: list[ast.stmt],
+        prefix: str = "",
     ) -> None:
         self.reader, self.jobs, self.mode, self.body = reader, jobs, mode, body
+        self.prefix = prefix
         self.graph = fx.Graph()
         self.erased: list[ast.stmt] = []
         self.nodes: dict[str, fx.Node] = {}
@@ -406,24 +453,32 @@ class _GraphReader:
 
     def read(self) -> None:
         """Make the nodes, then give them tags, which may mention any of them."""
-        made: list[tuple[int, fx.Node, ast.Call]] = []
+        made: list[tuple[fx.Node, ast.Call]] = []
         scrap = fx.Graph()
         for body, graph in ((self.body, self.graph), (self.erased, scrap)):
             for item in body:
-                self.reader.line = item.lineno
+                self.reader.at(item)
                 if isinstance(item, ast.Pass):
                     continue
                 node, tags = self._statement(item, graph)
                 if graph is scrap:
                     self.gone.append(node)
+                self.reader.places[self.prefix + node.name] = item.lineno, item.col_offset + 1
                 if tags is not None:
-                    made.append((item.lineno, node, tags))
-        for line, node, tags in made:
-            self.reader.line = line
+                    made.append((node, tags))
+        for node, tags in made:
+            self.reader.at(tags)
             self._tag(node, tags)
         hold_names(self.graph)
-        if self.nodes:
+
+    def settle(self, blocks: dict[str, Block]) -> None:
+        """Take values for those of their operators, of an edited text after running these."""
+        if not self.nodes:
+            return
+        if not self.reader.is_edited:
             remember_runs(self.graph)
+            return
+        verify_values(self.graph, blocks, lambda node: self.reader.at_node(self.prefix + node.name))
 
     def _statement(self, item: ast.stmt, graph: fx.Graph) -> tuple[fx.Node, ast.Call | None]:
         """`name: value = call @ tags`; an operator without a value is run for one."""

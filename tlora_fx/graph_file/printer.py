@@ -34,6 +34,7 @@ from tlora_fx.graph_file.words import (
     SHORT,
     contiguous,
     owner_of,
+    text_digest,
 )
 from tlora_fx.host.version import __version__
 from tlora_fx.ir.graph import AdapterSite, Block, GroupGraph, JobGraph, LayerPlan, Origin, TensorRef
@@ -77,10 +78,7 @@ class Printer:
         if not tables:
             return "\n".join([*self.jobs, *self.graphs]) + "\n"
         known = fingerprint(graphs)
-        head = [
-            f'graphs({FORMAT}, tlora_fx="{__version__}", torch="{torch.__version__}")',
-            f'fingerprint("{known.code}", "{known.tags}")',
-        ]
+        first = f'graphs({FORMAT}, tlora_fx="{__version__}", torch="{torch.__version__}")'
         tail = [
             *(f"left_out({_text(tag)})" for tag in self.left_out),
             *(f"plan({number}, {plan})" for plan, number in self.plans.items()),
@@ -88,7 +86,9 @@ class Printer:
             *(f"source({number}, {_text(line)})" for line, number in self.sources.items()),
             *self.origins.lines(),
         ]
-        return "\n".join([*head, *self.jobs, *self.graphs, *tail]) + "\n"
+        rest = "\n".join([*self.jobs, *self.graphs, *tail]) + "\n"
+        prints = f'fingerprint("{known.code}", "{known.tags}", text="{text_digest(rest)}")'
+        return f"{first}\n{prints}\n{rest}"
 
     def _job(self, job: JobGraph) -> None:
         kept = list(job.sites.values())

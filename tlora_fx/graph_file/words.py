@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,11 @@ SHORT = {
     "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "b8",
 }  # fmt: skip
 LONG = {short: name for name, short in SHORT.items()}
+
+
+def text_digest(text: str) -> str:
+    """What the line `fingerprint` says of the text behind it."""
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def contiguous(shape: Sequence[Any]) -> list[Any]:

@@ -93,7 +93,7 @@ class Timing(Instrument):
         if not self._open:
             self.root.seconds += done.seconds + done.check_seconds
 
-    def finished(self, group: GroupGraph) -> None:
+    def finished(self, graphs: JobGraph | GroupGraph) -> None:
         if not self._open:
             self._print()
 
@@ -197,6 +197,7 @@ class Watch:
     dump_changed    folder for numbered dumps
     stop_after      the last pass to run
     verify          what is checked after each pass
+    strict          check numbers after each pass, and fail where they cannot be compared
     """
 
     time: bool = False
@@ -204,14 +205,15 @@ class Watch:
     dump_changed: Path | None = None
     stop_after: str | None = None
     verify: Verify | None = None
+    strict: bool = False
 
     def instruments(self, out: TextIO | None = None) -> list[Instrument]:
         """Instruments that these settings ask for."""
         found: list[Instrument] = [PrintAfter(name, out) for name in self.print_after]
         if self.dump_changed is not None:
             found.append(DumpChanged(self.dump_changed))
-        if self.verify == "numerics":
-            found.append(Numerics(out=out or sys.stderr))
+        if self.verify == "numerics" or self.strict:
+            found.append(Numerics(out=out or sys.stderr, strict=self.strict))
         return [Timing(out), *found] if self.time else found
 
 

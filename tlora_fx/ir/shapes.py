@@ -7,7 +7,7 @@ with what reaches it now, so nothing rests on a pass saying what it changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
@@ -67,9 +67,11 @@ def shape_text(shape: Iterable[Any]) -> str:
 
 
 def type_text(value: Any) -> str:
-    """The shape and dtype of a tensor, or the name of another value's type."""
+    """The shape and dtype of a tensor, or of several; or the name of another value's type."""
     if isinstance(value, Tensor):
         return f"{shape_text(value.shape)} {value.dtype}"
+    if isinstance(value, tuple | list) and any(isinstance(item, Tensor) for item in value):
+        return f"({', '.join(map(type_text, value))})"
     return type(value).__name__
 
 
@@ -124,17 +126,23 @@ def fake_like(
     return FakeTensor(mode, meta, torch.device(device))
 
 
-def propagate(graph: fx.Graph, blocks: dict[str, Block] | None = None) -> None:
+def propagate(
+    graph: fx.Graph,
+    blocks: dict[str, Block] | None = None,
+    before: Callable[[fx.Node], object] = lambda node: None,
+) -> None:
     """Give every operator's node its value anew.
 
     Placeholders and get_attr nodes keep theirs. What a job's segment holds gets a size of its
     own, one for each job.
 
+    before    is called with each node
     raises    GraphInvalid, naming the node at which the operators disagree
     """
     mode = fake_mode_of(graph)
     by_layer = {layer: block for block in (blocks or {}).values() for layer in block.instances}
     for node in graph.nodes:
+        before(node)
         if node.op == "call_module" and node.target in by_layer:
             block = by_layer[str(node.target)]
             _check_layer_inputs(node, block)

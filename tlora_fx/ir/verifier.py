@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from tlora_fx.errors import TagsBroken
-from tlora_fx.ir.graph import GroupGraph, JobGraph, is_call, output_of
+from tlora_fx.ir.graph import HEAD, GroupGraph, JobGraph, is_call, output_of
 from tlora_fx.ir.lora_sites import is_lowered, lowered_arguments, serves_several
 
 ROLES = ("backbone", "adapter", "shared", "table", "loss")
@@ -52,6 +52,34 @@ def check_tags(graphs: JobGraph | GroupGraph) -> None:
                 _check_readers(node, where, tuple(node.meta["jobs"]))
         if isinstance(owner, GroupGraph):
             _check_loss(owner)
+
+
+def adapted(graphs: JobGraph | GroupGraph) -> set[tuple[str, str]]:
+    """Jobs, and paths of sites of which trained tensors reach what the graphs return."""
+    found: set[tuple[str, str]] = set()
+    for owner in owners(graphs):
+        for name, graph in named_graphs(owner):
+            # The head is no layer: its sites have the names that they have in the base.
+            own = () if name in ("", HEAD) else owner.blocks[name].instances
+            layers = [f"{path}." for path in own] or [""]
+            for node in _read(graph):
+                site = node.meta.get("site")
+                if node.op == "get_attr" and site is not None and node.meta["role"] == "adapter":
+                    jobs = node.meta.get("jobs") or ()
+                    found.update((job, layer + site) for job in jobs for layer in layers)
+    return found
+
+
+def _read(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes that the output of a graph depends on."""
+    reached: set[fx.Node] = set()
+    left = [node for node in graph.nodes if node.op == "output"]
+    while left:
+        node = left.pop()
+        if node not in reached:
+            reached.add(node)
+            left.extend(node.all_input_nodes)
+    return reached
 
 
 def hands_to_all(node: fx.Node) -> bool:

@@ -66,6 +66,7 @@ class Numerics(Instrument):
 
     tokens         of each job; None: 12, for more than 8 jobs 6
     out            where the results are printed when all passes ran; None: to the log
+    strict         refuse passes whose graphs cannot be compared
     """
 
     def __init__(
@@ -74,7 +75,9 @@ class Numerics(Instrument):
         tokens: int | None = None,
         seed: int = 0,
         out: TextIO | None = None,
+        strict: bool = False,
     ) -> None:
+        self.strict = strict
         self.memory_bytes, self.tokens, self.seed = memory_bytes, tokens, seed
         self.out = out
         self.results: list[Result] = []
@@ -104,26 +107,34 @@ class Numerics(Instrument):
     def after(self, done: Done) -> None:
         """Compare; raises NumericsBroken where the pass does not keep its word."""
         held, self._held = self._held, None
-        verdict = "exact"
+        verdict, reason = "exact", ""
         if done.changed == "code":
             try:
                 assert held is not None
                 verdict = self._compare(held, done)
             except (NumericsBroken, NotIsolated):
                 raise
-            except Unchecked as reason:
-                self._last = None
-                verdict = f"not checked: {reason}"
+            except Unchecked as error:
+                reason = str(error)
             except Exception as error:  # noqa: BLE001  (what the checker cannot do is no pass's fault)
-                self._last = None
-                verdict = f"not checked: {type(error).__name__}: {error}"
+                reason = f"{type(error).__name__}: {error}"
+        if reason:
+            self._last = None
+            verdict = f"not checked: {reason}"
+            if self.strict:
+                raise NumericsBroken(
+                    f"the numbers after pass '{done.item.name}' were not compared",
+                    graphs=done.subject,
+                    reason=reason,
+                    help="leave --strict out, where this is to pass",
+                )
         self.results.append(Result(done.item.name, done.subject, verdict))
 
     def failed(self, event: Event, error: Exception) -> None:
         self._held = self._last = None
         self._tensors.clear()
 
-    def finished(self, group: GroupGraph) -> None:
+    def finished(self, graphs: JobGraph | GroupGraph) -> None:
         for line in self.report():
             if self.out is None:
                 logger.info(line)

@@ -30,7 +30,7 @@ from tlora_fx.errors import GraphInvalid, PassFailed, PassMisreports, TloraError
 from tlora_fx.ir.graph import TRACE, GroupGraph, JobGraph, record
 from tlora_fx.ir.names import name_nodes
 from tlora_fx.ir.shapes import propagate, remember_runs, type_text
-from tlora_fx.ir.verifier import Fingerprint, check_tags, fingerprint, named_graphs, owners
+from tlora_fx.ir.verifier import Fingerprint, adapted, check_tags, fingerprint, named_graphs, owners
 from tlora_fx.pipeline.facts import Facts
 from tlora_fx.pipeline.instrument import Change, Done, Event, Instrument
 from tlora_fx.pipeline.passes import GroupPass, JobPass, Numerics, Pass, PassOption, options_of
@@ -123,13 +123,14 @@ class Runner:
         self.rewrites: dict[int, Rewrites] = {}
         self.failed: tuple[int, Event] | None = None
         self._seen: tuple[object, Fingerprint] | None = None
+        self._adapted: tuple[object, set[tuple[str, str]]] | None = None
         self._facts = Facts()
 
     def start(self) -> None:
         """Begin a compilation, or begin again in another form."""
         self.rewrites = {}
         self.failed = None
-        self._seen = None
+        self._seen = self._adapted = None
         self._facts = Facts()
         for instrument in self.instruments:
             instrument.started(self.pipeline)
@@ -193,6 +194,8 @@ class Runner:
         changed: Change
         self._facts.require(item, graphs)
         before, values = self._before(graphs)
+        if self.verify != "none" and (self._adapted is None or self._adapted[0] is not graphs):
+            self._adapted = graphs, adapted(graphs)
         resting = self._facts.before(item, graphs) if self.verify != "none" else {}
         rewrites = self.rewrites.setdefault(event.place, Rewrites(self.limits.get(event.place)))
         asked, counted = len(rewrites.descriptions), rewrites.statistics.copy()
@@ -213,6 +216,7 @@ class Runner:
             return self._done(event, start, ran, changed, rewrites, asked, counted)
         _check_values(event, values)
         check_tags(graphs)
+        self._check_adapters(event)
         self._facts.after(item, graphs, resting)
         after = fingerprint(graphs)
         self._seen = (graphs, after)
@@ -244,6 +248,25 @@ class Runner:
         else:
             before = fingerprint(graphs)
         return before, _values(graphs)
+
+    def _check_adapters(self, event: Event) -> None:
+        """An adapter that reached the loss still does, unless the pass gives other numbers."""
+        assert self._adapted is not None
+        before, now = self._adapted[1], adapted(event.graphs)
+        self._adapted = event.graphs, now
+        jobs = event.graphs.jobs if isinstance(event.graphs, GroupGraph) else [event.graphs]
+        own = {(job.name, path) for job in jobs for path in job.sites}
+        lost = sorted((before - now) & own)
+        if lost and event.item.preserves_numerics != "no":
+            job, path = lost[0]
+            raise GraphInvalid(
+                f"pass '{event.item.name}' drops adapters",
+                job=job,
+                site=path,
+                expected="all adapters that reached what the graphs return before it",
+                found=f"{len(lost)} that do not",
+                help='this is a defect of the pass, or it declares preserves_numerics = "no"',
+            )
 
     def _propagate(self, event: Event) -> None:
         try:

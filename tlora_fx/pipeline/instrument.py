@@ -72,5 +72,5 @@ class Instrument:
     def failed(self, event: Event, error: Exception) -> None:
         """A pass raised, or left graphs that do not hold together."""
 
-    def finished(self, group: GroupGraph) -> None:
-        """All passes ran."""
+    def finished(self, graphs: JobGraph | GroupGraph) -> None:
+        """All passes ran: on a group, or with `opt` on what a graph file holds."""

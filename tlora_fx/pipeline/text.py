@@ -19,6 +19,7 @@ from tlora_fx.errors import PipelineError, nearest
 from tlora_fx.pipeline.passes import GroupPass, JobPass, Pass, default_of, read_value
 from tlora_fx.pipeline.registry import REGISTRY, find_pass
 
+_NO_WORD = re.compile(r"[,={}]")
 _ADDED = re.compile(r"(?P<text>.+?)@(?P<side>after|before):(?P<anchor>[a-z0-9-]+)", re.DOTALL)
 
 
@@ -138,7 +139,7 @@ def _make(name: str, options: str) -> Pass:
         require_option(name, option, known)
         if known[option] in values:
             raise PipelineError(f"option '{option}' of pass '{name}' is given twice", found=options)
-        values[known[option]] = _typed(cls, known[option], option, read_value(value))
+        values[known[option]] = _typed(cls, known[option], option, _value(name, option, value))
     needed = [f.name for f in dataclasses.fields(cls) if default_of(f) is dataclasses.MISSING]
     missing = [field.replace("_", "-") for field in needed if field not in values]
     if missing:
@@ -153,6 +154,20 @@ def _make(name: str, options: str) -> Pass:
         raise PipelineError(
             f"pass '{name}' refuses its options", found=options or None, reason=error
         ) from error
+
+
+def _value(name: str, option: str, text: str) -> object:
+    """What stands behind an option's =: JSON, or a word."""
+    value = read_value(text)
+    if value is text and _NO_WORD.search(text):
+        raise PipelineError(
+            f"the value of option '{option}' of pass '{name}' cannot be read",
+            expected="a word, or JSON without blanks",
+            found=text,
+            help=f"separate options by blanks, {name}{{{option}=... other=...}}, and put quotes "
+            "around texts that hold one of , = { }",
+        )
+    return value
 
 
 def _typed(cls: type[Pass], field: str, option: str, value: object) -> object:

@@ -23,6 +23,8 @@ def run_on(graphs: JobGraph | GroupGraph, runner: Runner) -> None:
             else:
                 subject = f"job {graphs.name}" if graphs.name else "base"
                 runner.run_one(Event(place, item, subject, graphs))
+        for instrument in runner.instruments:
+            instrument.finished(graphs)
 
 
 def _require_fitting(item: Pass, graphs: JobGraph | GroupGraph) -> None:
