@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tlora_fx.runtime.compiled_folder import load
     from tlora_fx.runtime.data.samples import Sample
     from tlora_fx.runtime.group_step import GroupStep, StepOptions
+    from tlora_fx.runtime.sampling.sampler import Completion, Sampler
     from tlora_fx.runtime.step_batches import Batch
     from tlora_fx.runtime.trainer import Trainer, TrainerOptions
     from tlora_fx.tools.explain import why_not
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BaseSpec",
     "Batch",
+    "Completion",
     "DataSpec",
     "GroupStep",
     "Job",
@@ -40,6 +42,7 @@ __all__ = [
     "OpenSlots",
     "Results",
     "Sample",
+    "Sampler",
     "StepOptions",
     "SuperModel",
     "TloraError",
@@ -61,6 +64,7 @@ __all__ = [
 _HOMES = {
     "BaseSpec": "tlora_fx.config.job",
     "Batch": "tlora_fx.runtime.step_batches",
+    "Completion": "tlora_fx.runtime.sampling.sampler",
     "DataSpec": "tlora_fx.config.job",
     "GroupStep": "tlora_fx.runtime.group_step",
     "Job": "tlora_fx.config.job",
@@ -69,6 +73,7 @@ _HOMES = {
     "OpenSlots": "tlora_fx.ir.graph",
     "Results": "tlora_fx.api.results",
     "Sample": "tlora_fx.runtime.data.samples",
+    "Sampler": "tlora_fx.runtime.sampling.sampler",
     "StepOptions": "tlora_fx.runtime.group_step",
     "SuperModel": "tlora_fx.model.supermodel",
     "TloraError": "tlora_fx.errors",
