@@ -122,10 +122,11 @@ class CallbackWrong(TloraError, code="T0414"):
 
 
 class GenerationError(TloraError, code="T0415"):
-    """A job cannot generate text.
+    """A job cannot generate text, or tokens.
 
     The tokenizer has no chat template, the prompt leaves no space for an answer, the base cannot
-    generate, or the jobs of one call have different bases.
+    generate, the jobs of one call have different bases, or a `Sampler` was given a prompt or a
+    number that it cannot use.
     """
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peft import PeftModel, set_peft_model_state_dict
 
 from tests.runtime.groups import VOCABULARY, make_job, tiny_base
-from tlora_fx import Batch, GroupStep, Sampler
+from tlora_fx import Batch, GroupStep, OpenSlots, Sampler
 from tlora_fx.compiler import compile, resolve_pipeline
 from tlora_fx.errors import GenerationError, StepMisuse
 from tlora_fx.runtime.verify import plain_base
@@ -334,6 +334,67 @@ def test_windows_and_soft_caps_are_those_of_the_trainer(tmp_path):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
 
 
+def test_jobs_that_come_are_sampled_and_those_that_left_are_not(tmp_path):
+    """A job that is admitted draws what it draws alone."""
+    base = tiny_base(tmp_path, initializer_range=0.2)
+    jobs = [make_job(base, name, lora={"r": 4}) for name in ("plain", "late")]
+    group = GroupStep(compile(jobs[:1], open=OpenSlots(rows=16, jobs=3, rank=8)), device="cpu")
+    group.prepare()
+    sampler = Sampler(group)
+    prompts = drawn_prompts("late")
+
+    group.admit(jobs[1])
+    draw_adapter(group, "late", "late")
+    drawn = sampler.sample({"late": prompts, "plain": prompts}, seed=1, **EXACT)
+    group.release("plain")
+    alone = sampler.sample({"late": prompts}, seed=1, **EXACT)
+
+    assert alone["late"] == drawn["late"] != drawn["plain"]
+    with pytest.raises(StepMisuse, match="no such job"):
+        sampler.sample({"plain": prompts}, **EXACT)
+
+
+def test_long_frequencies_bound_the_positions(tmp_path):
+    """Phi 3 has 64 positions, of which 32 keep the short frequencies of those before them."""
+    import transformers
+
+    config = transformers.Phi3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, max_position_embeddings=64, original_max_position_embeddings=32,
+        rope_parameters={
+            "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [2.0] * 4,
+            "short_factor": [1.0] * 4, "original_max_position_embeddings": 32,
+        },
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    base = tiny_base(Path(tmp_path, "other")).model_copy(update={"config": tmp_path})
+    job = make_job(base, "a", lora={"target_modules": ["qkv_proj"]})
+    group = GroupStep(compile([job]), device="cpu")
+
+    [[drawn]] = Sampler(group).sample({"a": [[1] * 28]}, max_new_tokens=9, stop=())["a"]
+
+    assert (len(drawn.tokens), drawn.finish_reason) == (4, "length")
+    [theirs] = group.score({"a": [[drawn.to_sample(1.0)]]})["a"]
+    mine = torch.tensor(drawn.logprobs, dtype=theirs.dtype)
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+def test_a_base_that_mixes_neighbouring_tokens_is_refused(tmp_path):
+    """LFM2: a convolution reads the tokens before, of which no keys are kept."""
+    import transformers
+
+    config = transformers.Lfm2Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, layer_types=["conv", "full_attention"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    base = tiny_base(Path(tmp_path, "other")).model_copy(update={"config": tmp_path})
+
+    with pytest.raises(GenerationError, match="sequence_conv1d"):
+        Sampler(GroupStep(compile([make_job(base, "a")]), device="cpu"))
+
+
 @pytest.mark.parametrize(
     ("prompts", "options", "told"),
     [
@@ -376,14 +437,10 @@ def test_nothing_is_asked_of_nobody(double):
 
 def test_a_base_in_padded_lines_is_refused(tmp_path):
     """It keeps no keys and values."""
-    base = replace_attention(tiny_base(tmp_path), "batch")
+    base = tiny_base(tmp_path).model_copy(update={"attention": "batch"})
 
     with pytest.raises(GenerationError, match="padded lines"):
         Sampler(GroupStep(compile([make_job(base, "a")]), device="cpu"))
-
-
-def replace_attention(base, attention):
-    return base.model_copy(update={"attention": attention})
 
 
 def test_a_completion_is_a_sample_of_its_own_tokens(double):
