@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tlora_fx.runtime.data.samples import Sample
     from tlora_fx.runtime.group_step import GroupStep, StepOptions
     from tlora_fx.runtime.sampling.sampler import Completion, Sampler
+    from tlora_fx.runtime.sampling.vllm import VllmSampler
     from tlora_fx.runtime.step_batches import Batch
     from tlora_fx.runtime.trainer import Trainer, TrainerOptions
     from tlora_fx.tools.explain import why_not
@@ -49,6 +50,7 @@ __all__ = [
     "Trainer",
     "TrainerCallback",
     "TrainerOptions",
+    "VllmSampler",
     "__version__",
     "compile",
     "load",
@@ -80,6 +82,7 @@ _HOMES = {
     "Trainer": "tlora_fx.runtime.trainer",
     "TrainerCallback": "tlora_fx.runtime.callbacks",
     "TrainerOptions": "tlora_fx.runtime.trainer",
+    "VllmSampler": "tlora_fx.runtime.sampling.vllm",
     "compile": "tlora_fx.compiler",
     "load": "tlora_fx.runtime.compiled_folder",
     "load_job_file": "tlora_fx.config.job_file",

@@ -35,6 +35,14 @@ class NotFinite(TloraError, code="T0421"):
     """
 
 
+class SamplingServerError(TloraError, code="T0423"):
+    """A vLLM server that samples for jobs cannot be reached, or refuses an adapter or a request.
+
+    Start it with `--enable-lora`, `--max-lora-rank` of the largest rank, and
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=True. It has to read the folder of the adapters.
+    """
+
+
 class CheckpointError(TloraError, code="T0403"):
     """A checkpoint could not be written or read.
 

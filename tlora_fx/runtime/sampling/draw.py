@@ -56,11 +56,16 @@ def _filtered(scores: Tensor, options: DrawOptions) -> Tensor:
 def numbers_of(
     seed: int, prompt: Sequence[int], occurrence: int, sample: int, count: int
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Uniform numbers in [0, 1) of one completion, a token each, by what it is alone.
+    """Uniform numbers in [0, 1) of one completion, a token each, by what it is alone."""
+    key = key_of(seed, prompt, occurrence, sample)
+    return np.random.Generator(np.random.Philox(key=key)).random(count)
+
+
+def key_of(seed: int, prompt: Sequence[int], occurrence: int, sample: int = 0) -> int:
+    """128 bits of what a completion is alone.
 
     occurrence   how many equal prompts of its job stand before it
     """
     said = np.array([seed % 2**64, occurrence, sample], dtype=np.uint64).tobytes()
     text = said + np.array(prompt, dtype=np.int64).tobytes()
-    key = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
-    return np.random.Generator(np.random.Philox(key=key)).random(count)
+    return int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")

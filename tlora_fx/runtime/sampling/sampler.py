@@ -126,7 +126,7 @@ class Sampler:
                          prompt or a number that cannot be, before anything runs
         """
         options = DrawOptions(temperature, top_k, top_p)
-        _require_options(options, max_new_tokens, n)
+        require_options(options, max_new_tokens, n)
         if self.step.runner is None:
             self.step.prepare()
         requests = {
@@ -144,23 +144,13 @@ class Sampler:
         }
 
     def _request(self, name: str, prompt: Sequence[int], limit: int) -> Request:
-        member = self.step.member(name)
-        if isinstance(prompt, (str, int)):
-            raise _refused_prompt(
-                member.job, "a list of token ids", repr(prompt)[:80], "encode it: tokenizer(text)"
-            )
-        ids = tuple(int(token) for token in prompt)
-        vocabulary = self.step.model.group.vocabulary
-        if not ids:
-            raise _refused_prompt(member.job, "a token at least", "none", "begin with a token")
-        wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
-        if wrong is not None:
-            raise _refused_prompt(member.job, f"token ids from 0 to {vocabulary - 1}", wrong)
-        if self._positions is not None:
-            if len(ids) >= self._positions:
-                expected = f"fewer than {self._positions} tokens, the base's positions"
+        member, positions = self.step.member(name), self._positions
+        ids = require_prompt(member.job, prompt, self.step.model.group.vocabulary)
+        if positions is not None:
+            if len(ids) >= positions:
+                expected = f"fewer than {positions} tokens, the base's positions"
                 raise _refused_prompt(member.job, expected, len(ids), "shorten it")
-            limit = min(limit, self._positions - len(ids))
+            limit = min(limit, positions - len(ids))
         return Request(member.index, ids, limit)
 
     def _engine(
@@ -195,11 +185,7 @@ class Sampler:
         if stop is None:
             tokens, strings = _end_tokens(self.step.model), list[str]()
         else:
-            given = [stop] if isinstance(stop, (str, int)) else stop
-            tokens = {each for each in given if isinstance(each, int)}
-            strings = [each for each in given if isinstance(each, str)]
-            if len(tokens) + len(strings) < len(set(given)) or "" in strings:
-                raise _refused_argument("stop", "token ids and strings that are not empty", stop)
+            tokens, strings = split_stop(stop)
         if not strings:
             return lambda written: written[-1] in tokens
         tokenizer = self.tokenizer or load_tokenizer(self.step.model.backbone.spec)
@@ -213,6 +199,31 @@ class Sampler:
             return any(each in text for each in strings)
 
         return stops
+
+
+def require_prompt(job: Job, prompt: Sequence[int], vocabulary: int) -> tuple[int, ...]:
+    """The token ids of a prompt; raises GenerationError where it has none, or unknown ones."""
+    if isinstance(prompt, (str, int)):
+        raise _refused_prompt(
+            job, "a list of token ids", repr(prompt)[:80], "encode it: tokenizer(text)"
+        )
+    ids = tuple(int(token) for token in prompt)
+    if not ids:
+        raise _refused_prompt(job, "a token at least", "none", "begin with a token")
+    wrong = next((token for token in ids if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise _refused_prompt(job, f"token ids from 0 to {vocabulary - 1}", wrong)
+    return ids
+
+
+def split_stop(stop: Sequence[int | str]) -> tuple[set[int], list[str]]:
+    """Token ids and strings that end a completion; raises GenerationError for anything else."""
+    given = [stop] if isinstance(stop, (str, int)) else stop
+    tokens = {each for each in given if isinstance(each, int)}
+    strings = [each for each in given if isinstance(each, str)]
+    if len(tokens) + len(strings) < len(set(given)) or "" in strings:
+        raise _refused_argument("stop", "token ids and strings that are not empty", stop)
+    return tokens, strings
 
 
 def _sequences(requests: Sequence[Request], n: int, seed: int) -> Iterator[GrowingSequence]:
@@ -281,7 +292,7 @@ def _is_kept(node: fx.Node, starts: fx.Node | None) -> bool:
     return argument(node, "cu_seqlens") is starts and bool(argument(node, "causal"))
 
 
-def _require_options(options: DrawOptions, max_new_tokens: int, n: int) -> None:
+def require_options(options: DrawOptions, max_new_tokens: int, n: int) -> None:
     """Refuse numbers out of range."""
     wrong = (
         ("max_new_tokens", max_new_tokens, max_new_tokens >= 1, "1 or more"),
