@@ -313,23 +313,41 @@ def test_a_quantised_base_is_sampled(tmp_path, form, within):
             torch.testing.assert_close(mine, theirs, rtol=0, atol=within)
 
 
-def test_windows_and_soft_caps_are_those_of_the_trainer(tmp_path):
-    """Gemma 2: every other layer sees four tokens, and scores are bent."""
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "initializer_range": 0.3,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2}
+BASES = {
+    # Every other layer sees four tokens, and scores are bent.
+    "Gemma2Config": {"sliding_window": 4, "query_pre_attn_scalar": 8},
+    # Heads have sinks.
+    "GptOssConfig": {"sliding_window": 4, **EXPERTS},
+    "Qwen3MoeConfig": {"moe_intermediate_size": 24, **EXPERTS},
+    # Positions have embeddings.
+    "GPT2Config": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "n_inner": 48},
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_other_bases_sample_what_they_train(tmp_path, name):
+    """Log-probabilities are those of the trainer."""
     import transformers
 
-    config = transformers.Gemma2Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, head_dim=8, sliding_window=4,
-        max_position_embeddings=64, query_pre_attn_scalar=8, initializer_range=0.3,
-    )  # fmt: skip
-    config.save_pretrained(tmp_path)
-    base = tiny_base(Path(tmp_path, "other"))
-    group = group_of(base.model_copy(update={"config": tmp_path}), ["plain", "scaled"])
+    sizes = {"vocab_size": VOCABULARY} if name == "GPT2Config" else SIZES
+    getattr(transformers, name)(**sizes, **BASES[name]).save_pretrained(tmp_path)
+    base = tiny_base(Path(tmp_path, "other")).model_copy(update={"config": tmp_path})
+    targets = ["c_attn"] if name == "GPT2Config" else ["q_proj", "o_proj"]
+    jobs = [make_job(base, job, lora={"r": 4, "target_modules": targets}) for job in "ab"]
+    group = GroupStep(compile(jobs), device="cpu")
+    group.prepare()
+    draw_adapter(group, "b", "b")
 
-    drawn = Sampler(group).sample({"scaled": drawn_prompts("x")}, n=2, seed=1, **EXACT)["scaled"]
+    drawn = Sampler(group).sample({"b": drawn_prompts("x")}, n=2, seed=1, **EXACT)["b"]
 
     samples = [completion.to_sample(1.0) for of in drawn for completion in of]
-    for sample, theirs in zip(samples, group.score({"scaled": [samples]})["scaled"], strict=True):
+    for sample, theirs in zip(samples, group.score({"b": [samples]})["b"], strict=True):
         mine = torch.tensor(sample.logprobs[-len(theirs) :], dtype=theirs.dtype)
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
 
