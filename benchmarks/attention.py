@@ -38,7 +38,8 @@ from benchmarks.interleaved import Runner, Spread, captured, eager, interleave
 from benchmarks.results_file import RESULTS, console, described, write
 from tlora_fx.codegen.spec import Tile
 from tlora_fx.ops import attention
-from tlora_fx.ops.attention import AttentionRule, RowKernel, is_batch, row_backward, row_forward
+from tlora_fx.ops.attention import RowKernel, is_batch, row_backward, row_forward
+from tlora_fx.ops.attention_rule import AttentionRule
 from tlora_fx.ops.kernels import flash_attention_4
 from tlora_fx.ops.kernels import short_attention as ours
 from tlora_fx.ops.kernels.flash_attention_4 import JobSpans

@@ -49,6 +49,7 @@ LONG = (
     "parallel/test_pipeline.py",
     "parallel/test_trainer_plans.py",
     "runtime/test_evaluation.py",
+    "runtime/sampling/test_sampler.py",
     "scheduler/test_admission.py",
     "scheduler/test_service.py",
     "silence/test_written.py",

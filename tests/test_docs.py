@@ -256,6 +256,20 @@ def test_the_example_of_the_page_on_loops_runs(capsys):
     assert len(names["mine"][0]) == len(names["reference"][0]) == 3
 
 
+def test_the_example_of_the_page_on_sampling_runs(capsys):
+    """It prints tokens, their log-probabilities and the reason of the end, and learns from them."""
+    page = (ROOT / "docs" / "sampling.md").read_text(encoding="utf-8")
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL))
+    jobs = str(ROOT / "examples" / "quickstart" / "jobs.yaml")
+
+    names = {}
+    exec(code.replace('"examples/quickstart/jobs.yaml"', repr(jobs)), names)
+
+    assert re.match(r"\(\d+, .*\) \(-\d.*\) (length|stop)$", capsys.readouterr().out)
+    assert [len(each) for each in names["drawn"].values()] == [2, 1]
+    assert names["step"].member(names["first"]).step == 1
+
+
 def test_the_examples_of_the_page_on_python_run(tmp_path, monkeypatch, capsys):
     """The script of TRL and what it becomes train, and so does all that follows on the page."""
     page = (ROOT / "docs" / "in-python.md").read_text(encoding="utf-8")

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from tlora_fx.runtime.compiled_folder import load
     from tlora_fx.runtime.data.samples import Sample
     from tlora_fx.runtime.group_step import GroupStep, StepOptions
+    from tlora_fx.runtime.sampling.sampler import Completion, Sampler
+    from tlora_fx.runtime.sampling.vllm import VllmSampler
     from tlora_fx.runtime.step_batches import Batch
     from tlora_fx.runtime.trainer import Trainer, TrainerOptions
     from tlora_fx.tools.explain import why_not
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BaseSpec",
     "Batch",
+    "Completion",
     "DataSpec",
     "GroupStep",
     "Job",
@@ -40,12 +43,14 @@ __all__ = [
     "OpenSlots",
     "Results",
     "Sample",
+    "Sampler",
     "StepOptions",
     "SuperModel",
     "TloraError",
     "Trainer",
     "TrainerCallback",
     "TrainerOptions",
+    "VllmSampler",
     "__version__",
     "compile",
     "load",
@@ -61,6 +66,7 @@ __all__ = [
 _HOMES = {
     "BaseSpec": "tlora_fx.config.job",
     "Batch": "tlora_fx.runtime.step_batches",
+    "Completion": "tlora_fx.runtime.sampling.sampler",
     "DataSpec": "tlora_fx.config.job",
     "GroupStep": "tlora_fx.runtime.group_step",
     "Job": "tlora_fx.config.job",
@@ -69,12 +75,14 @@ _HOMES = {
     "OpenSlots": "tlora_fx.ir.graph",
     "Results": "tlora_fx.api.results",
     "Sample": "tlora_fx.runtime.data.samples",
+    "Sampler": "tlora_fx.runtime.sampling.sampler",
     "StepOptions": "tlora_fx.runtime.group_step",
     "SuperModel": "tlora_fx.model.supermodel",
     "TloraError": "tlora_fx.errors",
     "Trainer": "tlora_fx.runtime.trainer",
     "TrainerCallback": "tlora_fx.runtime.callbacks",
     "TrainerOptions": "tlora_fx.runtime.trainer",
+    "VllmSampler": "tlora_fx.runtime.sampling.vllm",
     "compile": "tlora_fx.compiler",
     "load": "tlora_fx.runtime.compiled_folder",
     "load_job_file": "tlora_fx.config.job_file",

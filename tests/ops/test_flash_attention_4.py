@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tlora_fx.ops.attention import AttentionRule, row_backward, row_forward
+from tlora_fx.ops.attention import row_backward, row_forward
+from tlora_fx.ops.attention_rule import AttentionRule
 from tlora_fx.ops.kernels import flash_attention_4
 from tlora_fx.ops.kernels.flash_attention_4 import JobSpans
 

@@ -13,7 +13,8 @@ from tlora_fx.ops import (
     segment_write,
     uniform_at,
 )
-from tlora_fx.ops.attention import AttentionRule, flash_fits_row
+from tlora_fx.ops.attention import flash_fits_row
+from tlora_fx.ops.attention_rule import AttentionRule
 
 pytestmark = [
     pytest.mark.gpu,

@@ -5,7 +5,8 @@ import torch
 
 from tlora_fx.ops import attention as operator
 from tlora_fx.ops import packed_attention
-from tlora_fx.ops.attention import AttentionRule, row_backward, row_forward
+from tlora_fx.ops.attention import row_backward, row_forward
+from tlora_fx.ops.attention_rule import AttentionRule
 from tlora_fx.ops.kernels import flash_attention_4, short_attention, strict
 from tlora_fx.ops.kernels.select import cut_by_jobs
 

@@ -11,7 +11,8 @@ import torch
 from scripts.check_kernels import MAX_REGISTERS, needs_of
 from tlora_fx.codegen.spec import SHARED_BYTES
 from tlora_fx.ops import attention
-from tlora_fx.ops.attention import AttentionRule, row_kernels
+from tlora_fx.ops.attention import row_kernels
+from tlora_fx.ops.attention_rule import AttentionRule
 from tlora_fx.ops.kernels import strict
 from tlora_fx.ops.kernels.select import cut_by_jobs
 

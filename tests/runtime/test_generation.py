@@ -25,7 +25,7 @@ from tlora_fx.runtime.generation import (
     AdapterGenerator,
     AdapterWeights,
     Prompt,
-    Sampler,
+    PromptAnswerer,
     SamplingOptions,
 )
 from tlora_fx.runtime.run_folder import read_metrics
@@ -215,7 +215,7 @@ def test_what_cannot_be_asked_is_refused(trained, prompt, told):
 def test_a_plan_that_holds_the_base_in_pieces_draws_no_samples(trained):
     """It says so before training, once, and what does."""
     trainer = trained[2]
-    sampler = Sampler(Plan(planner="fsdp"), trainer.model)
+    sampler = PromptAnswerer(Plan(planner="fsdp"), trainer.model)
     listen = Listen()
 
     sampler.warn([SimpleNamespace(sample_prompts=[])], listen)

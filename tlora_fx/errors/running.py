@@ -35,6 +35,14 @@ class NotFinite(TloraError, code="T0421"):
     """
 
 
+class SamplingServerError(TloraError, code="T0423"):
+    """A vLLM server that samples for jobs cannot be reached, or refuses an adapter or a request.
+
+    Start it with `--enable-lora`, `--max-lora-rank` of the largest rank, and
+    VLLM_ALLOW_RUNTIME_LORA_UPDATING=True. It has to read the folder of the adapters.
+    """
+
+
 class CheckpointError(TloraError, code="T0403"):
     """A checkpoint could not be written or read.
 
@@ -122,10 +130,11 @@ class CallbackWrong(TloraError, code="T0414"):
 
 
 class GenerationError(TloraError, code="T0415"):
-    """A job cannot generate text.
+    """A job cannot generate text, or tokens.
 
     The tokenizer has no chat template, the prompt leaves no space for an answer, the base cannot
-    generate, or the jobs of one call have different bases.
+    generate, the jobs of one call have different bases, or a `Sampler` was given a prompt or a
+    number that it cannot use.
     """
 
 

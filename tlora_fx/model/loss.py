@@ -29,6 +29,8 @@ _ALIGNED = 16
 
 #: From a chunk's hidden states, targets and tables to the loss of each row.
 Chunk: TypeAlias = Callable[..., Tensor]
+#: From logits [n, V] of the next n target rows, float32 or wider, to a token of each, int64 [n].
+Draw: TypeAlias = Callable[[Tensor], Tensor]
 #: What is done to hidden states, each by itself.
 Finish: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -77,6 +79,7 @@ class ChunkedLoss(nn.Module):
         self.weights: Tensor | None = None
         self.predicted: list[Tensor] | None = None
         self.token_losses: list[Tensor] | None = None
+        self._draw: Draw | None = None
         self._pairs: Sequence[Pairs | SequenceLoss] = ()
         self._terms: TokenTerms | None = None
         self._logprobs: dict[int, Tensor] = {}
@@ -161,6 +164,20 @@ class ChunkedLoss(nn.Module):
             yield self.token_losses
         finally:
             self.predicted, self.token_losses = predicted, None
+
+    @contextmanager
+    def drawing(self, draw: Draw) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Inside, each forward draws a token at each target row, whatever the target there.
+
+        yields   for each forward so far the tokens, int64 [N], and their losses, [N]
+        """
+        self._draw = draw
+        try:
+            with self.scoring() as losses:
+                assert self.predicted is not None
+                yield self.predicted, losses
+        finally:
+            self._draw = None
 
     def pieces_for(self, rows: int) -> int:
         """Number of chunks that so many target rows need."""
@@ -326,6 +343,9 @@ class ChunkedLoss(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The loss of each of n rows and its most likely token, int64 [n]; as `chunk`."""
         logits = _wide(self._logits(hidden, tables))
+        if self._draw is not None:
+            drawn = self._draw(logits)
+            return self._token_losses(logits, drawn), drawn
         tokens = tp_argmax(logits, GROUP) if self.shards > 1 else predicted(logits, self.objective)
         return self._token_losses(logits, targets), tokens
 

@@ -26,7 +26,7 @@ from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.compiled import carried_inputs, compile_method, export_net, row_sizes
 from tlora_fx.model.elastic import Admission, Membership, Resolve
-from tlora_fx.model.loss import ChunkedLoss, Finish
+from tlora_fx.model.loss import ChunkedLoss, Draw, Finish
 from tlora_fx.model.module_builder import Reformed, TensorLocation, build_module, run_source
 from tlora_fx.model.preference import with_base
 from tlora_fx.model.source import FINISH, class_name, group_source
@@ -242,6 +242,18 @@ class SuperModel(nn.Module):
                 for (parameter, _), value in zip(changed, kept, strict=True):
                     parameter.copy_(value)
         return losses[0]
+
+    def draw(self, row: PackedBatch, draw: Draw) -> tuple[Tensor, Tensor]:
+        """A token at each target row, and its log-probability, without dropout and gradients.
+
+        row       on the model's device
+        draw      takes tokens of logits
+        returns   int64 [N], and [N] float32 or wider, whatever `draw` does to the logits
+        """
+        self._require_weights()
+        with torch.no_grad(), without_dropout(), self._loss().drawing(draw) as (tokens, losses):
+            self._run(*self._tensors(row))
+        return tokens[0], -losses[0]
 
     def _reference_of(self, job: str) -> list[tuple[nn.Parameter, Tensor | None]]:
         """What of a job is other in what it compares with, and its values there; None: zeros."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import math
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from tlora_fx.errors import AttentionShapeError, MaskKeyError, SegmentError
 from tlora_fx.host.environment import kernel_mode
+from tlora_fx.ops.attention_rule import AttentionRule, replacement, wide_dtype
 from tlora_fx.ops.dropout import JobMasks, keep_scale, threshold_of
 from tlora_fx.ops.kernels import flash_attention_4, select, support
 from tlora_fx.ops.philox import sixteens
@@ -38,62 +38,6 @@ logger = logging.getLogger(__name__)
 #: What computes a row: our kernels, FlashAttention-4, torch's varlen kernel, or cuDNN on a batch of
 #: equal sequences.
 RowKernel: TypeAlias = "Tiles | flash_attention_4.JobSpans | Literal['flash', 'batch']"
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionRule:
-    """The numbers of one attention; `window` -1 and `softcap` 0 mean none."""
-
-    scale: float
-    causal: bool
-    window: int
-    softcap: float
-    dropout: float
-
-    def check(self) -> None:
-        """Refuse numbers out of range; raises AttentionShapeError, MaskKeyError."""
-        check_rate(self.dropout)
-        if self.window != -1 and self.window < 1:
-            raise AttentionShapeError(
-                "a sliding window needs at least one token, or -1 for none", found=self.window
-            )
-        if self.softcap < 0 or not math.isfinite(self.scale):
-            raise AttentionShapeError(
-                "scale must be finite and softcap at least 0",
-                found=f"scale {self.scale}, softcap {self.softcap}",
-            )
-
-    @property
-    def drops(self) -> bool:
-        """Whether any weight may be dropped."""
-        return threshold_of(self.dropout) > 0
-
-    def is_plain(self, length: int) -> bool:
-        """Whether a sequence this long needs nothing but scaling and the causal mask."""
-        windowed = 0 < self.window < length
-        return not windowed and self.softcap == 0 and not self.drops
-
-    def visible(self, start: int, stop: int, length: int) -> tuple[int, int]:
-        """The run of keys that queries start:stop see between them."""
-        if self.window < 0:
-            return 0, stop if self.causal else length
-        first, last = start - self.window + 1, stop + self.window - 1
-        return max(0, first), stop if self.causal else min(last, length)
-
-    def hidden(self, queries: range, keys: range, device: torch.device) -> Tensor | None:
-        """Mask of the keys that each query does not see, bool [queries, keys]; or None."""
-        distance = (
-            torch.arange(queries.start, queries.stop, device=device)[:, None]
-            - torch.arange(keys.start, keys.stop, device=device)
-        )  # fmt: skip
-        hidden = None
-        if self.causal:
-            hidden = distance < 0
-        behind, ahead = queries.stop - 1 - keys.start, keys.stop - 1 - queries.start
-        if 0 < self.window <= (behind if self.causal else max(behind, ahead)):
-            far = distance.abs() >= self.window
-            hidden = far if hidden is None else hidden | far
-        return hidden
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +151,6 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> None
 
 # Scores of one block: they stay in a CPU's cache, or within 256 MiB on a GPU.
 _CPU_SCORES, _CUDA_SCORES = 1 << 20, 1 << 26
-
-
-def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type of scores and log-sum-exp: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -676,6 +615,8 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tenso
     rule, sinks = tables.rule, tables.sinks
     check_attention(q, k, v, tables.cu_seqlens)
     rule.check()
+    if (attend := replacement()) and (attended := attend(q, k, v, rule, sinks)) is not None:
+        return attended, _outputs(q, v)[1]
     if len(q) and flash_fits_row(q, v, sinks, rule):
         longest = int(tables.max_seqlen)
         kernel, _ = row_kernels(q, k, tables.cu_seqlens, longest, rule, tables.segments)

@@ -13,7 +13,8 @@ from dataclasses import fields
 from typing import Any
 
 from tlora_fx.host.environment import kernel_mode
-from tlora_fx.ops.attention import AttentionRule, has_row_kernel
+from tlora_fx.ops.attention import has_row_kernel
+from tlora_fx.ops.attention_rule import AttentionRule
 from tlora_fx.ops.dora import has_kernels
 from tlora_fx.ops.expert_lora import Call, why_no_kernel
 from tlora_fx.ops.kernels import support

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from tlora_fx.errors import SegmentError
-from tlora_fx.ops.attention import wide_dtype
+from tlora_fx.ops.attention_rule import wide_dtype
 from tlora_fx.ops.kernels.device_tables import offsets_on
 from tlora_fx.ops.tables import covering, token_bounds
 

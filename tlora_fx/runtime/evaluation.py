@@ -22,7 +22,7 @@ from tlora_fx.runtime.data.batching import Row, RowBucketer, cut_round, rows_of_
 from tlora_fx.runtime.data.labels import decoded
 from tlora_fx.runtime.data.samples import JobData, Sample
 from tlora_fx.runtime.distributed import Ranks
-from tlora_fx.runtime.generation import Sampler
+from tlora_fx.runtime.generation import PromptAnswerer
 from tlora_fx.runtime.group_step import GroupStep
 from tlora_fx.runtime.job_evaluation import Metrics
 from tlora_fx.runtime.job_run import JobRun
@@ -40,7 +40,7 @@ class Measurements:
     def __init__(self, group: GroupStep, ranks: Ranks, callback: TrainerCallback) -> None:
         self.group, self.callback = group, callback
         self.evaluator = Evaluator(group, ranks, callback.warned)
-        self.sampler = Sampler(group.plan, group.model) if group.mesh.leader else None
+        self.sampler = PromptAnswerer(group.plan, group.model) if group.mesh.leader else None
 
     def warn(self, jobs: Sequence[Job]) -> None:
         """Say before training which prompts stay without an answer."""

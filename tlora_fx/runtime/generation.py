@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import GenerationError
-from tlora_fx.model.backbone import build_skeleton, load_backbone, longest_sequence
+from tlora_fx.model.backbone import Backbone, build_skeleton, load_backbone, longest_sequence
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.adapters.files import (
@@ -319,13 +319,19 @@ def resident_base(model: SuperModel) -> nn.Module:
             module._buffers[name] = module._buffers[name].to(device)
     if getattr(base, "_supports_sdpa", False):
         base.set_attn_implementation("sdpa")
-    # A folder or hub id may say how to generate, such as further tokens that end a text.
+    base.generation_config = generation_config(backbone) or base.generation_config
+    return base.eval()  # type: ignore[no-any-return]
+
+
+def generation_config(backbone: Backbone) -> Any:
+    """How a base says that it generates, such as which tokens end a text; None: it does not."""
+    # A folder or hub id may say more than a config.
     if backbone.spec.model is not None:
         from transformers import GenerationConfig
 
         with suppress(OSError):
-            base.generation_config = GenerationConfig.from_pretrained(backbone.spec.model)
-    return base.eval()  # type: ignore[no-any-return]
+            return GenerationConfig.from_pretrained(backbone.spec.model)
+    return getattr(backbone.model, "generation_config", None)
 
 
 def _resident(model: SuperModel, name: str) -> Tensor:
@@ -339,7 +345,7 @@ def _resident(model: SuperModel, name: str) -> Tensor:
     return model.base_tensor_or_value(name).detach()
 
 
-class Sampler:
+class PromptAnswerer:
     """Lets jobs answer their `sample_prompts` while they train, those of one step in one batch.
 
     plan     under one that holds the base in pieces, nobody is asked

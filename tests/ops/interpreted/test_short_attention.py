@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from tlora_fx.codegen.spec import Tile
-from tlora_fx.ops.attention import AttentionRule, row_backward, row_forward
+from tlora_fx.ops.attention import row_backward, row_forward
+from tlora_fx.ops.attention_rule import AttentionRule
 from tlora_fx.ops.kernels import short_attention as short
 
 TILE = Tile(rows=32, columns=16, depth=0, warps=4, stages=1)

@@ -1,0 +1,155 @@
+"""Attention over keys and values that stay in pages, for sequences that grow by one token a row.
+
+A row of whole sequences attends as it does in training, and its keys and values are kept. A row of
+single tokens attends to what is kept. A kernel of torch reads the pages where it can; else they are
+gathered, and scores are taken in float32 at least.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from tlora_fx.ops.attention import flash_fits_row
+from tlora_fx.ops.attention_rule import AttentionRule, attending_by, wide_dtype
+
+
+def page_tokens(device: torch.device) -> int:
+    """Tokens of a page: torch's kernel on CUDA reads pages of multiples of 256."""
+    return 256 if device.type == "cuda" else 16
+
+
+@dataclass(frozen=True, slots=True)
+class RowPages:
+    """Where the tokens of one row are kept, and what they see.
+
+    slots     int64 [n]: page * page_tokens + offset of the row's first n tokens; others are padding
+    tables    int32 [n, P]: pages of each token's sequence, in order; None: the row holds whole
+              sequences, which see themselves
+    lengths   int32 [n]: tokens of each sequence, this one included
+    longest   of `lengths`
+    """
+
+    slots: Tensor
+    tables: Tensor | None = None
+    lengths: Tensor | None = None
+    longest: int = 0
+
+
+@dataclass(slots=True)
+class KeyValuePages:
+    """Keys and values of a model's attentions, in pages; allocated by the first row.
+
+    pages         of each attention
+    page_tokens   tokens of a page
+    """
+
+    pages: int
+    page_tokens: int
+    _pools: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @contextmanager
+    def row(self, row: RowPages) -> Iterator[None]:
+        """Inside, one forward without gradients keeps and reads keys and values."""
+        calls = 0
+
+        def attend(
+            q: Tensor, k: Tensor, v: Tensor, rule: AttentionRule, sinks: Tensor | None
+        ) -> Tensor | None:
+            nonlocal calls
+            count = len(row.slots)
+            keys, values = self._pool(calls, k, v)
+            calls += 1
+            keys.flatten(0, 1).index_copy_(0, row.slots, k[:count])
+            values.flatten(0, 1).index_copy_(0, row.slots, v[:count])
+            if row.tables is None:
+                return None
+            out = q.new_zeros(len(q), q.shape[1], v.shape[2])
+            out[:count] = attend_pages(q[:count], keys, values, row, rule, sinks)
+            return out
+
+        with attending_by(attend):
+            yield
+
+    def copy(self, sources: list[int], targets: list[int]) -> None:
+        """Copy pages onto others."""
+        for pool in (each for pair in self._pools for each in pair):
+            pool[targets] = pool[sources]
+
+    def _pool(self, index: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys [pages, page_tokens, Hkv, D] and values [pages, page_tokens, Hkv, Dv]."""
+        if index == len(self._pools):
+            shape = self.pages, self.page_tokens
+            self._pools.append(
+                (k.new_zeros(*shape, *k.shape[1:]), v.new_zeros(*shape, *v.shape[1:]))
+            )
+        return self._pools[index]
+
+
+def attend_pages(
+    q: Tensor, keys: Tensor, values: Tensor, row: RowPages, rule: AttentionRule,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Attention of the last token of each sequence to all of its tokens.
+
+    q        [n, H, D]
+    keys     [pages, page_tokens, Hkv, D]
+    values   [pages, page_tokens, Hkv, Dv]
+    row      of single tokens
+    rule     causal, without dropout
+    returns  [n, H, Dv] in q's type
+    """
+    assert row.tables is not None
+    assert row.lengths is not None
+    if flash_fits_row(q, values[0], sinks, rule) and _kernel_reads_pages():
+        return _by_kernel(q, keys, values, row, rule)
+    tables = row.tables[:, : -(-row.longest // keys.shape[1])].long()
+    k, v = keys[tables].flatten(1, 2), values[tables].flatten(1, 2)
+    behind = row.lengths[:, None] - 1 - torch.arange(k.shape[1], device=q.device)
+    hidden = behind < 0
+    if rule.window > 0:
+        hidden |= behind >= rule.window
+    wide, groups = wide_dtype(q.dtype), k.shape[2]
+    heads = torch.unflatten(q.to(wide), 1, (groups, q.shape[1] // groups))
+    scores = torch.einsum("bgsd,blgd->bgsl", heads, k.to(wide)) * rule.scale
+    if rule.softcap:
+        scores = torch.tanh(scores / rule.softcap) * rule.softcap
+    scores.masked_fill_(hidden[:, None, None], -torch.inf)
+    total = torch.logsumexp(scores, -1)
+    if sinks is not None:
+        total = torch.logaddexp(total, sinks.to(wide).view(groups, -1))
+    weights = torch.exp(scores - total.unsqueeze(-1))
+    # What others left in a page, which may be NaN, is read by nobody.
+    seen = v.to(wide).masked_fill(hidden[..., None, None], 0)
+    return torch.einsum("bgsl,blge->bgse", weights, seen).flatten(1, 2).to(q.dtype)
+
+
+@lru_cache(maxsize=1)
+def _kernel_reads_pages() -> bool:
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "block_table" in inspect.signature(varlen_attn).parameters
+
+
+def _by_kernel(
+    q: Tensor, keys: Tensor, values: Tensor, row: RowPages, rule: AttentionRule
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
+    out = varlen_attn(
+        *(q.contiguous(), keys, values, starts, None, 1, row.longest),
+        scale=rule.scale,
+        window_size=(rule.window - 1 if rule.window > 0 else -1, 0),
+        enable_gqa=True,
+        seqused_k=row.lengths,
+        block_table=row.tables,
+    )
+    assert isinstance(out, Tensor)
+    return out
