@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
 
 from tlora_fx.host.threads import thread_rules
-from tlora_fx.runtime.cpu_threads import SMALL_MATRIX, mean_matrix, settle_threads
+from tlora_fx.runtime.cpu_threads import (
+    SMALL_MATRIX,
+    few_threads,
+    mean_matrix,
+    on_few_threads,
+    settle_threads,
+)
 
 CPU = torch.device("cpu")
 
@@ -53,9 +61,36 @@ def test_a_base_on_a_gpu_changes_no_threads(two_threads):
     assert torch.get_num_threads() == 2
 
 
-def test_where_the_user_has_said_how_many_nothing_is_changed(two_threads):
-    """Or where another program uses us."""
+def test_where_the_user_has_said_how_many_nothing_is_changed(two_threads, monkeypatch):
+    """By a variable, or by a number that torch does not take itself."""
     thread_rules.adapts = False
     settle_threads(base_of(8), CPU)
+    assert torch.get_num_threads() == 2
 
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    with few_threads(base_of(8), CPU):
+        assert torch.get_num_threads() == 2
+
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8))
+    with few_threads(base_of(8), CPU):
+        assert torch.get_num_threads() == 2
+
+
+@pytest.mark.parametrize(("width", "threads"), [(256, 1), (257, 2)])
+def test_programs_that_use_us_get_their_threads_back(two_threads, monkeypatch, width, threads):
+    """One thread computes a small base, as under our command line: a job has the same numbers."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(2))
+    thread_rules.adapts = False
+
+    class Step:
+        model = SimpleNamespace(backbone=SimpleNamespace(model=base_of(width)))
+        mesh = SimpleNamespace(device=CPU)
+
+        @on_few_threads
+        def compute(self):
+            return torch.get_num_threads()
+
+    assert Step().compute() == threads
     assert torch.get_num_threads() == 2

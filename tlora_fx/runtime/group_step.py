@@ -37,7 +37,7 @@ from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.adapters.files import base_tensors, start_adapter, start_adapters
 from tlora_fx.runtime.checkpoints.store import JobState
 from tlora_fx.runtime.checks import probe_base
-from tlora_fx.runtime.cpu_threads import settle_threads
+from tlora_fx.runtime.cpu_threads import on_few_threads, settle_threads
 from tlora_fx.runtime.data.batching import (
     Cutting,
     MicroBatches,
@@ -145,6 +145,7 @@ class GroupStep:
 
     # Weights.
 
+    @on_few_threads
     def prepare(
         self,
         *,
@@ -232,6 +233,7 @@ class GroupStep:
 
     # Gradients and optimizer steps of a loop of one's own.
 
+    @on_few_threads
     def accumulate(self, batches: Mapping[str, Batch | MicroBatches]) -> dict[str, StepOutput]:
         """Forward and backward of these jobs' batches; gradients add up until `apply`.
 
@@ -293,6 +295,7 @@ class GroupStep:
             outputs[job.name] = output
         return outputs
 
+    @on_few_threads
     def score(
         self, batches: Mapping[str, MicroBatches], *, by_base: bool = False
     ) -> dict[str, tuple[Tensor, ...]]:
@@ -340,6 +343,7 @@ class GroupStep:
             for index, own in scores.items()
         }
 
+    @on_few_threads
     def apply(self, hyperparameters: Mapping[str, Mapping[str, float]]) -> dict[str, StepUpdate]:
         """One optimizer step of each of these jobs, from what they have gathered.
 

@@ -45,6 +45,7 @@ from tlora_fx.runtime.checks import (
 )
 from tlora_fx.runtime.compilation import Compilation
 from tlora_fx.runtime.controllers import NanoBatches
+from tlora_fx.runtime.cpu_threads import on_few_threads
 from tlora_fx.runtime.data.batching import (
     MicroBatches,
 )
@@ -187,6 +188,7 @@ class Trainer:
         """Every job that was ever in."""
         return self.roster.runs
 
+    @on_few_threads
     def run(self) -> list[JobRun]:
         """Train until every job is done, has failed, or the user interrupts.
 

@@ -26,6 +26,7 @@ from tlora_fx.model.batch import IGNORED
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.paged_attention import page_tokens
 from tlora_fx.passes.operator_facts import argument
+from tlora_fx.runtime.cpu_threads import few_threads
 from tlora_fx.runtime.data.samples import Sample
 from tlora_fx.runtime.data.tokenizer import load_tokenizer
 from tlora_fx.runtime.generation import generation_config
@@ -137,7 +138,8 @@ class Sampler:
         grown = {name: [*_sequences(of, n, seed)] for name, of in requests.items()}
         every = [sequence for of in grown.values() for sequence in of]
         if every:
-            self._engine(every, options, self._stops(stop)).run(every)
+            with few_threads(self.step.model.backbone.model, self.step.mesh.device):
+                self._engine(every, options, self._stops(stop)).run(every)
         return {
             name: [[_completion(each) for each in of[at : at + n]] for at in range(0, len(of), n)]
             for name, of in grown.items()
