@@ -113,7 +113,10 @@ def longest_sequence(model: nn.Module) -> int | None:
 
     RoBERTa and its kin begin to count behind the id of padding.
     """
-    most: int | None = getattr(text_config(model), "max_position_embeddings", None)
+    config = text_config(model)
+    # MPT's config calls it otherwise, and cuts its biases of positions from a table of that size.
+    names = ("max_position_embeddings", "max_seq_len")
+    most: int | None = next(filter(None, (getattr(config, name, None) for name in names)), None)
     if most is None:
         return None
     tables = (m for path, m in model.named_modules() if path.endswith("position_embeddings"))

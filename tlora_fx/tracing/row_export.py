@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from tlora_fx.errors import BaseRefused, StateChanged, TloraError
 from tlora_fx.ir.graph import TABLES, Form
-from tlora_fx.model.backbone import named_logits
+from tlora_fx.model.backbone import longest_sequence, named_logits
 from tlora_fx.model.batch import PADDING
 from tlora_fx.tracing.attention import row_of
 from tlora_fx.tracing.guards import SizeGuards
@@ -194,15 +194,13 @@ def export_row(row: TracedRow, subject: str) -> fx.GraphModule:
                 row, inputs, dynamic_shapes=(token, token, tables), strict=False
             )
 
+    row.guards.subject, row.guards.longest = subject, longest_sequence(row.model) or 0
     try:
         program = export()
     except TloraError:
         raise
     except Exception as error:
-        if row.guards.complete:
-            row.guards.require_for_all(subject)
         raise not_traceable(error, row.model, row.form, subject) from error
-    row.guards.require_for_all(subject)
     row.watch.require_kept()
     if row.watch.open:
         _require_same_again(row.watch, program, export)
