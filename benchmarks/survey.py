@@ -1,4 +1,4 @@
-"""Every causal architecture of the installed transformers: does it train as by PEFT alone?
+"""Train every causal architecture of the installed transformers as PEFT alone does.
 
     python -m benchmarks.survey --out benchmarks/results/survey-2026-11-29.json
     python -m benchmarks.survey --out ... --only gemma3_text mpt     # these again
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -21,7 +22,6 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -46,6 +46,8 @@ from tlora_fx.config.job import BaseSpec
 
 CPU_SECONDS, WALL_SECONDS = 300, 1200
 IDS = range(FIRST_ID, VOCABULARY)
+NO_PEFT = "no PEFT"
+MARKS = ("<!-- survey -->", "<!-- end of survey -->")
 Found = dict[str, Any]
 
 
@@ -66,7 +68,7 @@ def _run(out: Path, only: list[str] | None) -> None:
     for name in only or ():
         held.pop(name, None)
     result["bases"] = held
-    names = architectures()
+    names = only or architectures()
     for name in (name for name in names if name not in held):
         held[name] = in_a_process(name, "auto")
         _keep(out, result, name)
@@ -79,6 +81,59 @@ def _keep(out: Path, result: Found, name: str) -> None:
     write(out, result | {"bases": dict(sorted(result["bases"].items()))})
     sys.stdout.write(f"{name:<28} {json.dumps(result['bases'][name])}\n")
     sys.stdout.flush()
+
+
+def with_table(page: str, result: Found) -> str:
+    """A page with the tables of a result between its marks."""
+    before, _, rest = page.partition(MARKS[0])
+    after = rest.partition(MARKS[1])[2]
+    return "\n".join([before + MARKS[0], "", *_lines(result), "", MARKS[1] + after])
+
+
+def _lines(result: Found) -> list[str]:
+    bases: dict[str, Found] = result["bases"]
+    count = Counter(found["verdict"] for found in bases.values())
+    count += Counter(part["verdict"] for found in bases.values() if (part := found.get("padded")))
+    trains = sum(_of(found) == "trains" for found in bases.values())
+    adapted = [found for found in bases.values() if found["verdict"] != NO_PEFT]
+    slow = sorted(bases, key=lambda name: -bases[name].get("seconds", 0))[:3]
+    used = (f"{name} {result['versions'][name]}" for name in ("transformers", "peft"))
+    return [
+        f"| {', '.join(used)} | |",
+        "| --- | --- |",
+        f"| causal architectures | {len(bases)} |",
+        f"| that PEFT adapts | {len(adapted)} |",
+        f"| of these, train as by PEFT alone | {trains}, {trains / max(len(adapted), 1):.0%} |",
+        f"| are refused in one sentence | {sum('refused' in _of(found) for found in adapted)} |",
+        f"| train otherwise than alone, without a word | {count['wrong']} |",
+        f"| end in an error of another library | {count['crashed']} |",
+        "| slowest answers, CPU seconds | "
+        + ", ".join(f"{name} {bases[name].get('seconds', 0):.0f}" for name in slow) + " |",
+        "",
+        "| architecture | verdict | packed | padded | CPU s | why |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *(_row(name, found) for name, found in bases.items()),
+    ]  # fmt: skip
+
+
+def _of(found: Found) -> str:
+    """A verdict in the page's words."""
+    parts = [found, *([found["padded"]] if "padded" in found else [])]
+    worst = next((v for v in ("wrong", "crashed") if any(p["verdict"] == v for p in parts)), "")
+    if found["verdict"] == "refused":
+        return f"refused, {found['code']}"
+    return {"equal": "trains", NO_PEFT: "not by PEFT"}.get(worst or found["verdict"], "**fails**")
+
+
+def _row(name: str, found: Found) -> str:
+    packed = found if found.get("form") == "packed" else {}
+    padded = found.get("padded", {} if packed else found)
+    worst = [
+        f"{part['difference']:.0e}" if "difference" in part else "" for part in (packed, padded)
+    ]
+    words = found.get("words") or padded.get("words", "")
+    cells = [name, _of(found), *worst, f"{found.get('seconds', '')}", words.replace("|", "\\|")]
+    return f"| {' | '.join(cells)} |".replace("  ", " ")
 
 
 def in_a_process(name: str, form: oracle.Form) -> Found:
@@ -118,13 +173,13 @@ def surveyed(name: str, form: oracle.Form, folder: Path) -> Found:
     """
     warnings.simplefilter("ignore")
     try:
-        widen(name)
         make_base(small_config(name)).save_pretrained(folder / "base")
+        widen()
         targets, alone = _alone(folder / "base")
-        if not all(x == x and abs(x) < float("inf") for c in alone.values() for x in c.losses):
-            raise ValueError("its loss is not finite")  # noqa: TRY301
+        if not all(math.isfinite(loss) for course in alone.values() for loss in course.losses):
+            raise ValueError("its loss is not finite")
     except Exception as error:  # noqa: BLE001  (whatever keeps PEFT from it)
-        return {"verdict": "no PEFT", "words": _line(error)}
+        return {"verdict": NO_PEFT, "words": _line(error)}
     return _judged(folder / "base", form, targets, alone)
 
 
@@ -145,7 +200,7 @@ def _alone(folder: Path) -> tuple[Any, dict[str, oracle.Course]]:
 
 
 def _judged(
-    folder: Path, form: oracle.Form, targets: Any, alone: Mapping[str, oracle.Course]
+    folder: Path, form: oracle.Form, targets: Any, alone: dict[str, oracle.Course]
 ) -> Found:
     spec = BaseSpec(model=str(folder), dtype="float64", attention=form)
     began = time.process_time()
@@ -172,7 +227,7 @@ def load(folder: Path) -> nn.Module:
     return model.double()
 
 
-def _targets(model: nn.Module) -> Any:
+def _targets(model: Any) -> Any:
     """All linears; of a model with more than a language model, those that text runs through."""
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     ran: list[str] = []
@@ -180,7 +235,7 @@ def _targets(model: nn.Module) -> Any:
         module.register_forward_hook(lambda *_, name=name: ran.append(name))
     with torch.no_grad():
         model(torch.tensor([list(IDS[:9])]))
-    head = model.get_output_embeddings()  # type: ignore[operator]
+    head = model.get_output_embeddings()
     body = [name for name, module in linears.items() if module is not head]
     return "all-linear" if set(body) <= set(ran) else sorted(set(ran) & set(body))
 

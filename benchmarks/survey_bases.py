@@ -17,6 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from tlora_fx.tracing.experts import RouterWeight
+
 LAYERS, WIDTH, HEADS, HEAD, WINDOW, VOCABULARY = 4, 32, 4, 8, 8, 61
 #: Samples' ids begin here; those below are for special tokens.
 FIRST_ID = 16
@@ -44,8 +46,8 @@ RULES: tuple[tuple[str, int | None], ...] = (
     (r".*(state_size|d_state)", HEAD),
     (r".*(chunk_size|chunk_length|block_size)", WINDOW),
     (r".*(intermediate|ffn|feed_forward|inner|dff|dim_ff|mlp).*(size|dim|mlp)?", 48),
-    (r"(.*_)?(hidden_size(_global)?|d_model|n_embd|embedding_size|emb_dim|embed_dim|embedding_dim|lru_width|"
-     r"proj_dim|width)", WIDTH),
+    (r"(.*_)?(hidden_size(_global)?|d_model|n_embd|(embedding|embed)_(size|dim))", WIDTH),
+    (r"(.*_)?(emb_dim|proj_dim|width)", WIDTH),
 )  # fmt: skip
 #: Fields that some configs leave open and their models need.
 NEEDED = {"head_dim": HEAD, "num_key_value_heads": HEADS // 2}
@@ -53,8 +55,8 @@ _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8}
 # Its layers of full attention have wider heads.
 _UNLIKE_HEADS = {"per_layer_config": {"01": {"head_dim": 16}, "03": {"head_dim": 16}}}
 _EXPERTS = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
-_ASSISTANT = {**_UNLIKE_HEADS, "num_kv_shared_layers": LAYERS,
-              "num_hidden_layers": LAYERS}
+_ASSISTANT = {**_UNLIKE_HEADS, "num_kv_shared_layers": LAYERS, "num_hidden_layers": LAYERS}
+_ROPE = {"rope_theta": 1e4, "rope_type": "default"}
 _DOTS = {"per_layer_config": {}, "head_dim": 2 * HEAD}
 _ZAMBA = {"attention_hidden_size": 64, "attention_head_dim": 16}
 _INDEXER = {
@@ -64,9 +66,7 @@ _INDEXER = {
 #: Fields that a type of model needs besides.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "bamba": _MAMBA,
-    "cohere_compass_text": {"rope_parameters": dict.fromkeys(
-        ("full_attention", "sliding_attention"), {"rope_theta": 1e4, "rope_type": "default"}
-    )},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
     "dbrx": {
         "attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": WIDTH, "ffn_hidden_size": 24, "moe_top_k": 2},
@@ -80,6 +80,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "dots3_note_text": _DOTS,
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 2},
+    "doge": {"keep_window_size": 128},
     "dots1": _EXPERTS,
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
     "gemma4": {"text_config": _UNLIKE_HEADS},
@@ -140,8 +141,7 @@ def _merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     merged = dict(fields)
     for name, value in changes.items():
         old = merged.get(name)
-        both = isinstance(old, dict) and isinstance(value, dict)
-        merged[name] = _merged(old, value) if both else value
+        merged[name] = _merged(old, value) if isinstance(old, dict) else value
     return merged
 
 
@@ -152,37 +152,41 @@ def _small_fields(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     except Exception:  # noqa: BLE001  (its defaults contradict each other)
         default = None
     values = vars(default) if default is not None else _declared(kind)
-    fields: dict[str, Any] = {}
+    depth = next((v for n, v in values.items() if _is_count(v) and _small(n) == LAYERS), 0)
     special = iter(range(FIRST_ID))
-    depth = _depth(values)
+    fields: dict[str, Any] = {}
     for name, value in values.items():
         part = kind.sub_configs.get(name)
         if isinstance(value, PreTrainedConfig):
             fields[name] = {"model_type": value.model_type, **_small_fields(type(value))}
         elif part is not None and part is not AutoConfig:
             fields[name] = _small_fields(part)
-        elif re.fullmatch(r".*_token_(id|index)", name):
-            if isinstance(value, int | list):
-                fields[name] = next(special)
-        elif name in NEEDED and value is None:
-            fields[name] = NEEDED[name]
-        elif name == "per_layer_config":
-            fields[name] = {}
-        elif isinstance(value, int) and not isinstance(value, bool):
-            small = _small(name)
-            if small is not None and value > 0:
-                fields[name] = min(value, small)
-        elif _is_list(value) and len(value) == depth and depth > 0:
-            small = _small(name) if isinstance(value[0], int) else None
-            kinds = list(dict.fromkeys(min(v, small) if small else v for v in value))
-            fields[name] = [kinds[place % len(kinds)] for place in range(LAYERS)]
+        elif value is not None and re.fullmatch(r".*_token_(id|index)", name):
+            fields[name] = next(special)
+        elif value is not None or name in NEEDED:
+            fields |= _shrunk(name, value, depth)
     if "kv_lora_rank" in fields:
         fields["num_key_value_heads"] = HEADS
     return fields
 
 
-def _depth(values: dict[str, Any]) -> int:
-    return next((v for n, v in values.items() if isinstance(v, int) and _small(n) == LAYERS), 0)
+def _shrunk(name: str, value: Any, depth: int) -> dict[str, Any]:
+    """A field with its small value; nothing where it stays as it is."""
+    small = _small(name)
+    if value is None:
+        return {name: NEEDED[name]}
+    if name == "per_layer_config":
+        return {name: {}}
+    if _is_count(value) and small is not None and value > 0:
+        return {name: min(value, small)}
+    if isinstance(value, list | tuple) and len(value) == depth > 0:
+        kinds = list(dict.fromkeys(min(v, small) if small and _is_count(v) else v for v in value))
+        return {name: [kinds[place % len(kinds)] for place in range(LAYERS)]}
+    return {}
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _declared(kind: type[PreTrainedConfig]) -> dict[str, Any]:
@@ -190,19 +194,16 @@ def _declared(kind: type[PreTrainedConfig]) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.default is not p.empty}
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, list | tuple)
-
-
 def _small(name: str) -> int | None:
     return next((small for rule, small in RULES if re.fullmatch(rule, name)), None)
 
 
-def make_base(config: PreTrainedConfig) -> nn.Module:
+def make_base(config: PreTrainedConfig) -> Any:
     """A base in float64 whose parts all matter: each weight is drawn, also gates and biases."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model: nn.Module = AutoModelForCausalLM.from_config(
+        factory: Any = AutoModelForCausalLM
+        model: nn.Module = factory.from_config(
             config, dtype=torch.float64, attn_implementation="eager",
             experts_implementation="eager",
         )  # fmt: skip
@@ -221,13 +222,16 @@ class _Wide:
         return getattr(torch, name)
 
 
-def widen(type_: str) -> None:
-    """Let transformers compute in float64 in this process also where its code asks for float32."""
-    MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[type_]]
+def widen() -> None:
+    """Let transformers compute in float64 also where its code asks for float32.
+
+    It acts on modules that this process has imported: a base is made before.
+    """
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.") and getattr(module, "torch", None) is torch:
             module.torch = _Wide()  # type: ignore[attr-defined]
     Tensor.float = Tensor.double  # type: ignore[method-assign]
+    RouterWeight.float = lambda self: self.type(torch.float64)  # type: ignore[method-assign]
 
 
 def _disturb(parameter: Tensor) -> None:

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.errors import TloraError
+from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
-from tlora_fx.runtime.trainer import Trainer, TrainerCallback
+from tlora_fx.runtime.trainer import Trainer
 
 VOCABULARY = 17
 IDS = range(VOCABULARY)
@@ -253,7 +254,7 @@ def train_alone(module: nn.Module, name: str, targets: Any, ids: range = IDS) ->
         count = sum(len(sequence) - 1 for sequence in batch)
         total = 0.0
         for sequence in batch:
-            loss = cross_entropy(model, sequence) / count
+            loss: Any = cross_entropy(model, sequence) / count
             loss.backward()
             total += float(loss.detach())
         course.losses.append(total)
@@ -270,4 +271,5 @@ def cross_entropy(model: Any, sequence: Sequence[int]) -> Tensor:
     logits = out["logits"] if type(out) is dict else getattr(out, "logits", out)
     logits = logits[0, :-1]
     right = logits.gather(1, ids[0, 1:, None])[:, 0]
-    return (logits.logsumexp(1) - right).sum()
+    total: Tensor = (logits.logsumexp(1) - right).sum()
+    return total

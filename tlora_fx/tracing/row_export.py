@@ -129,7 +129,7 @@ def _logits_of(out: Any) -> Tensor:
 
 
 class RealConstants(TorchFunctionMode):
-    """Makes tensors from Python data on the CPU, then moves them.
+    """Makes tensors from Python data on the CPU, then moves them; writes `view_as` as a reshape.
 
     `torch.tensor([2], device=x.device)` and `x[..., [2]]` make a tensor where x lies; on the meta
     device it has no values, and the graph would hold an empty constant.
@@ -146,6 +146,8 @@ class RealConstants(TorchFunctionMode):
             return torch.tensor(args[1], dtype=args[0].dtype).to(args[0].device, **named)
         if func is Tensor.__getitem__:
             args = (args[0], _index(args[1]))
+        if func in (Tensor.view_as, Tensor.reshape_as):
+            return args[0].reshape((*args[1:], *named.values())[0].shape)
         return func(*args, **named)
 
 

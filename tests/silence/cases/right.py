@@ -113,6 +113,7 @@ RIGHT_EVERYWHERE: Cases = {
         constant=lambda x: x * torch.tensor([0.5, 2.0] * 4, dtype=x.dtype, device=x.device),
         einsum=lambda x: torch.einsum("bsh,bsh->bs", x, x)[..., None] * x,
         dtype_branch=lambda x: x * 2 if x.dtype == torch.float64 else x * 3,
+        viewed_as=lambda x: x * x[:, :, None].sigmoid().view_as(x).reshape_as(other=x),
     ),
     "causal convolution": with_part(CausalConv),
     "experts": with_part(Experts),
