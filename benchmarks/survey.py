@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig
 from transformers.utils import logging
 
 from benchmarks.results_file import described, write
@@ -37,6 +37,7 @@ from benchmarks.survey_bases import (
     FIRST_ID,
     VOCABULARY,
     architectures,
+    factory_of,
     make_base,
     small_config,
     widen,
@@ -184,18 +185,22 @@ def surveyed(name: str, form: oracle.Form, folder: Path) -> Found:
 
 
 def _alone(folder: Path) -> tuple[Any, dict[str, oracle.Course]]:
-    """The targets that PEFT adapts, and what it makes of each job."""
-    targets = _targets(load(folder))
-    for left_out in ("", "out_proj"):  # PEFT adapts no out_proj of a Mamba
+    """The targets that PEFT adapts, and what it makes of each job.
+
+    All linears; else those that PEFT knows: no out_proj of a Mamba, no class of a model's own.
+    """
+    model = load(folder)
+    targets, linears = _targets(model)
+    known = [n for n in linears if type(model.get_submodule(n)) is nn.Linear]
+    attempts = (targets, [name for name in known if not name.endswith("out_proj")])
+    for attempt in attempts:
         try:
-            return targets, {
-                job: oracle.train_alone(load(folder), job, targets, IDS) for job in oracle.RANKS
+            return attempt, {
+                job: oracle.train_alone(load(folder), job, attempt, IDS) for job in oracle.RANKS
             }
-        except ValueError as error:
-            if left_out or "Mamba" not in str(error):
+        except (RuntimeError, ValueError):
+            if attempt is attempts[-1]:
                 raise
-            names = (n for n, m in load(folder).named_modules() if isinstance(m, nn.Linear))
-            targets = sorted(n for n in names if not n.endswith(("out_proj", "lm_head")))
     raise AssertionError
 
 
@@ -221,14 +226,15 @@ def _judged(
 
 def load(folder: Path) -> nn.Module:
     """A saved base by transformers alone."""
-    model: nn.Module = AutoModelForCausalLM.from_pretrained(
+    config = AutoConfig.from_pretrained(folder)
+    model: nn.Module = factory_of(config).from_pretrained(
         folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
     )
     return model.double()
 
 
-def _targets(model: Any) -> Any:
-    """All linears; of a model with more than a language model, those that text runs through."""
+def _targets(model: Any) -> tuple[Any, list[str]]:
+    """All linears but the head that text runs through, by name, and how a job says that."""
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     ran: list[str] = []
     for name, module in linears.items():
@@ -237,7 +243,8 @@ def _targets(model: Any) -> Any:
         model(torch.tensor([list(IDS[:9])]))
     head = model.get_output_embeddings()
     body = [name for name, module in linears.items() if module is not head]
-    return "all-linear" if set(body) <= set(ran) else sorted(set(ran) & set(body))
+    used = sorted(set(ran) & set(body))
+    return "all-linear" if len(used) == len(body) else used, used
 
 
 def _line(error: Exception) -> str:

@@ -13,13 +13,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedConfig,
+)
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from tlora_fx.tracing.experts import RouterWeight
 
 LAYERS, WIDTH, HEADS, HEAD, WINDOW, VOCABULARY = 4, 32, 4, 8, 8, 61
+#: Models of images and text that have no causal class; they train on text alone.
+ON_TEXT = ("llava", "qwen2_5_vl", "qwen2_vl")
 #: Samples' ids begin here; those below are for special tokens.
 FIRST_ID = 16
 #: Names of fields to their small value, the first that fits. None: the default stays.
@@ -33,7 +40,7 @@ RULES: tuple[tuple[str, int | None], ...] = (
     (r"(.*_)?(num_)?(attention_)?(n_)?heads?", HEADS),
     (r".*(index|indexer)_topk", 4),
     (r".*(experts_per_tok(en)?|moe_topk|moe_k|num_selected_experts)", 2),
-    (r"num_kv_shared_layers", 2),
+    (r"num_kv_shared_layers|num_layers_per_stack", 2),
     (r"hidden_size_per_layer_input", HEAD),
     (r"topk_group", 1),
     (r"n_group|num_expert_group", 2),
@@ -57,6 +64,7 @@ _UNLIKE_HEADS = {"per_layer_config": {"01": {"head_dim": 16}, "03": {"head_dim":
 _EXPERTS = {"num_experts_per_tok": 2, "n_routed_experts": 4, "n_shared_experts": 1}
 _ASSISTANT = {**_UNLIKE_HEADS, "num_kv_shared_layers": LAYERS, "num_hidden_layers": LAYERS}
 _ROPE = {"rope_theta": 1e4, "rope_type": "default"}
+_MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}}
 _DOTS = {"per_layer_config": {}, "head_dim": 2 * HEAD}
 _ZAMBA = {"attention_hidden_size": 64, "attention_head_dim": 16}
 _INDEXER = {
@@ -80,6 +88,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     },
     "dots3_note_text": _DOTS,
     "deepseek_v2": {"num_experts_per_tok": 2, "topk_group": 1, "n_group": 2},
+    "deepseek_v4": {
+        "head_dim": 16, "qk_rope_head_dim": 8,
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+    },
     "doge": {"keep_window_size": 128},
     "dots1": _EXPERTS,
     "falcon_h1": _MAMBA | {"mamba_d_ssm": 64},
@@ -100,6 +112,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "nemotron_h": {"n_groups": 2, "mamba_num_heads": 8},
     "qwen4_exp": {"text_config": _INDEXER},
     "qwen4_exp_text": _INDEXER,
+    "qwen2_5_vl": {"text_config": _MROPE},
+    "qwen2_vl": {"text_config": _MROPE},
     "reformer": {"axial_pos_shape": (8, 16), "axial_pos_embds_dim": (16, 16)},
     "xlnet": {"d_head": 8},
     "xmod": {"default_language": "en_XX"},
@@ -109,9 +123,15 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def architectures() -> list[str]:
-    """Types of the models that transformers has as causal language models alone."""
-    types = [type_ for type_, config in CONFIG_MAPPING.items() if _is_causal(config)]
-    return sorted(types)
+    """Types of transformers' causal language models, without encoder-decoders; and ON_TEXT."""
+    types = (type_ for type_, config in CONFIG_MAPPING.items() if _is_causal(config))
+    return sorted([*types, *ON_TEXT])
+
+
+def factory_of(config: PreTrainedConfig) -> Any:
+    """The class by which transformers makes or loads a base."""
+    causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+    return AutoModelForCausalLM if causal else AutoModelForImageTextToText
 
 
 def _is_causal(config: type[PreTrainedConfig]) -> bool:
@@ -202,8 +222,7 @@ def make_base(config: PreTrainedConfig) -> Any:
     """A base in float64 whose parts all matter: each weight is drawn, also gates and biases."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        factory: Any = AutoModelForCausalLM
-        model: nn.Module = factory.from_config(
+        model: nn.Module = factory_of(config).from_config(
             config, dtype=torch.float64, attn_implementation="eager",
             experts_implementation="eager",
         )  # fmt: skip

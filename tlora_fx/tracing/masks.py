@@ -309,7 +309,7 @@ def padded_mask(maker: Callable[..., Any], hidden: bool, **arguments: Any) -> An
             found="or_mask_function or and_mask_function, which transformers calls by torch.vmap",
             help="train this base alone, or make the mask of positions only",
         )
-    if hidden and padding is not None:
+    if padding is not None:  # that of padding, or one that the base makes: BioGPT's are ones
         arguments.update(attention_mask=None, mask_function=_hiding(padding, **arguments))
         arguments.update(dict.fromkeys(_SKIPS, False))
     return maker(**{**arguments, "use_vmap": False})
