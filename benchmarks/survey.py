@@ -198,7 +198,7 @@ def _alone(folder: Path) -> tuple[Any, dict[str, oracle.Course]]:
             return attempt, {
                 job: oracle.train_alone(load(folder), job, attempt, IDS) for job in oracle.RANKS
             }
-        except (RuntimeError, ValueError):
+        except (AttributeError, RuntimeError, TypeError, ValueError):
             if attempt is attempts[-1]:
                 raise
     raise AssertionError

@@ -113,6 +113,8 @@ RIGHT_EVERYWHERE: Cases = {
         constant=lambda x: x * torch.tensor([0.5, 2.0] * 4, dtype=x.dtype, device=x.device),
         einsum=lambda x: torch.einsum("bsh,bsh->bs", x, x)[..., None] * x,
         dtype_branch=lambda x: x * 2 if x.dtype == torch.float64 else x * 3,
+        log_sigmoid=F.logsigmoid,
+        other_names=lambda x: torch.multiply(torch.subtract(x, 1), torch.divide(x, 3)).absolute(),
         viewed_as=lambda x: x * x[:, :, None].sigmoid().view_as(x).reshape_as(other=x),
     ),
     "causal convolution": with_part(CausalConv),
