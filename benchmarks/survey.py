@@ -132,7 +132,7 @@ def _row(name: str, found: Found) -> str:
     worst = [
         f"{part['difference']:.0e}" if "difference" in part else "" for part in (packed, padded)
     ]
-    words = found.get("words") or padded.get("words", "")
+    words = (found.get("words") or padded.get("words", "")).partition(". ")[0]
     cells = [name, _of(found), *worst, f"{found.get('seconds', '')}", words.replace("|", "\\|")]
     return f"| {' | '.join(cells)} |".replace("  ", " ")
 
