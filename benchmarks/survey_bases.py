@@ -240,6 +240,12 @@ class _Wide:
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
 
+    @staticmethod
+    def full(size: Any, value: Any, **options: Any) -> Tensor:
+        """XGLM fills a tensor without a dtype with float64's least number."""
+        dtype = torch.float64 if isinstance(value, float) else None
+        return torch.full(size, value, **{"dtype": dtype, **options})
+
 
 def widen() -> None:
     """Let transformers compute in float64 also where its code asks for float32.

@@ -191,12 +191,12 @@ class _Recorder(TrainerCallback):
         self.courses[report.job].keep(self.runs[report.job].parameters)
 
 
-def jobs_on(base: BaseSpec, targets: Any) -> list[Job]:
-    """Two jobs of unlike ranks, scalings, lengths and batches on a base."""
+def jobs_on(base: BaseSpec, targets: Any, **fields: Any) -> list[Job]:
+    """Two jobs of unlike ranks, scalings, lengths and batches on a base; both have the fields."""
     common: dict[str, Any] = {
         "data": {"path": "unused.jsonl"}, "max_steps": len(STEPS), "shuffle": False,
         "optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant",
-        "max_grad_norm": None, "save_steps": 1000,
+        "max_grad_norm": None, "save_steps": 1000, **fields,
     }  # fmt: skip
     return [
         Job(
