@@ -45,6 +45,7 @@ from tlora_fx.model.slots import VECTOR
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics import Numerics, watch_numerics
 from tlora_fx.numerics.probe_cache import probe_once
+from tlora_fx.passes.token_parallel.check import CheckTokenParallel
 from tlora_fx.pipeline import Instrument, Pipeline, Runner, Verify, parse_pipeline
 from tlora_fx.tracing.adapters import (
     graph_structure,
@@ -481,6 +482,8 @@ def _fuse_once(given: Prepared, runner: Runner, form: Form, fold: Fold, exact: b
     with runner.phase("trace the base"):
         base = base_graph(backbone, form, fold == "structures")
     _run_job(runner, base, fold)
+    if fold == "nothing":  # Without folding, tracing takes longest: the base is looked at before.
+        _refuse_early(runner, GroupGraph(base, [], exact))
     known: dict[Hashable, JobGraph] = {}
     graphs = []
     for job, own in zip(given.jobs, given.sites, strict=True):
@@ -499,6 +502,16 @@ def _fuse_once(given: Prepared, runner: Runner, form: Form, fold: Fold, exact: b
         group.notes.extend(graph.notes)
     runner.run_group(group)
     return group
+
+
+def _refuse_early(runner: Runner, base: GroupGraph) -> None:
+    """Run the passes that look at the base alone before jobs are traced.
+
+    raises    NotTokenParallel
+    """
+    for item in runner.pipeline.passes:
+        if isinstance(item, CheckTokenParallel):
+            item.run(base)
 
 
 def _run_job(runner: Runner, graph: JobGraph, fold: Fold) -> None:

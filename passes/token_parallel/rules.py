@@ -63,12 +63,22 @@ def find_rule(target: Any) -> Rule | None:
     return known
 
 
+#: Pointwise operators, and other names of some, that torch does not tag so.
+UNTAGGED = (
+    "absolute", "arccosh", "arctan2", "divide", "fix", "floor_divide", "gelu", "greater",
+    "hardswish", "less", "log_sigmoid", "multiply", "negative", "not_equal", "rsub", "silu",
+    "softplus", "special_erf", "special_exp2", "special_expit", "special_expm1", "special_log1p",
+    "special_ndtr", "special_round", "special_sinc", "special_xlogy", "subtract",
+)  # fmt: skip
+
+
 @rule(
+    *(getattr(aten, name) for name in UNTAGGED),
     *(getattr(aten, name) for name in ("to", "_to_copy", "contiguous", "clone", "detach", "alias")),
     *(getattr(aten, name) for name in ("dropout", "type_as", "expand", "masked_fill", "where")),
     *(getattr(aten, name) for name in ("zeros_like", "ones_like", "full_like", "empty_like")),
     *(aten.fill, aten.__and__, aten.__or__),
-    *(getattr(aten, name) for name in ("softplus", "gelu", "silu", "broadcast_to", "expand_as")),
+    *(aten.broadcast_to, aten.expand_as),
     *(aten.real, aten.imag),
     aten.polar,
     aten.complex,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import Qwen2AudioConfig
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2AudioConfig
 
 from tests.models import base_of, error_of, plain, save_config
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseRefused
-from tlora_fx.model.backbone import load_backbone
+from tlora_fx.model.backbone import has_sdpa, load_backbone
 from tlora_fx.runtime.adapters.files import base_tensors
+from tlora_fx.testing.equivalence import SIZES
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,42 @@ def test_a_copy_shares_every_tensor(backbone):
 
     assert copied is not backbone.model
     assert {id(t) for t in copied.parameters()} == {id(t) for t in backbone.model.parameters()}
+
+
+@pytest.mark.parametrize("kind", ["gptj", "deepseek_v3"])
+def test_a_base_in_bfloat16_is_the_one_that_transformers_loads(tmp_path, kind):
+    """GPT-J's angles are not rounded, and the biases of DeepSeek's routers stay in float32."""
+    sizes = {**SIZES, "n_embd": 32, "n_head": 4, "n_layer": 2, "rotary_dim": 4, "n_positions": 64}
+    few = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    experts = {"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+    config = AutoConfig.for_model(kind, **{**sizes, **few, **experts})
+    made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    for name, buffer in made.named_buffers():
+        if name.endswith("bias"):
+            buffer.data = torch.linspace(0.1, 0.2, buffer.numel())
+    made.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+
+    backbone = load_backbone(BaseSpec(model=tmp_path, dtype="bfloat16"))
+
+    held = dict(backbone.model.named_parameters()) | dict(backbone.model.named_buffers())
+    theirs = dict(loaded.named_parameters()) | dict(loaded.named_buffers())
+    assert len(held) == len(theirs) > 0
+    assert {n: t.dtype for n, t in held.items()} == {n: t.dtype for n, t in theirs.items()}
+    values = base_tensors(backbone)
+    for name, buffer in loaded.named_buffers():
+        torch.testing.assert_close(values[backbone.names[id(held[name])]], buffer, rtol=0, atol=0)
+
+
+def test_a_model_has_pytorchs_attention_if_every_model_within_it_has():
+    """Gemma 4's tower for sound has none, and transformers refuses to set it."""
+    outer, inner = nn.Sequential(), nn.Linear(2, 2)
+    outer._supports_sdpa = inner._supports_sdpa = True
+    assert has_sdpa(outer.append(inner))
+
+    inner._supports_sdpa = False
+
+    assert not has_sdpa(outer)
 
 
 def test_a_given_module_is_not_changed():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import random
 import tempfile
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,10 +22,12 @@ from torch import Tensor, nn
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.errors import TloraError
+from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
-from tlora_fx.runtime.trainer import Trainer, TrainerCallback
+from tlora_fx.runtime.trainer import Trainer
 
 VOCABULARY = 17
+IDS = range(VOCABULARY)
 RATE = 0.3
 #: Lengths of each job's sequences, step by step: short ones first, the longest last.
 STEPS: tuple[dict[str, tuple[int, ...]], ...] = (
@@ -84,20 +87,39 @@ def judge(make: Callable[[], nn.Module], form: Form = "auto", wide: bool = True)
     make   builds the same base each time, in float64
     wide   whether the base computes in float64 throughout; False: transformers' float32 insides
     """
+    module = make()
+    targets = targets_of(module)
     try:
-        fused, packed = train_fused(make(), form)
-    except TloraError as error:
-        told = [error.what, *(f"{name}: {fact}" for name, fact in error.facts.items())]
-        words = f"{error.code} {'; '.join(told)}".replace("\n", " ")[:200]
-        return Verdict("crashed" if error.code in DEFECTS else "refused", form, words=words)
+        jobs = jobs_on(BaseSpec(module=module, dtype="float64", attention=form), targets)
+        fused, packed, _ = train_fused(jobs)
     except Exception as error:  # noqa: BLE001  (whatever is no error of ours is what is looked for)
-        return Verdict("crashed", form, words=f"{type(error).__name__}: {error}".splitlines()[0])
-    alone = {name: train_alone(make(), name, fused[name].adapters[0]) for name in RANKS}
+        return refusal(error, form)
+    alone = {name: train_alone(make(), name, targets) for name in RANKS}
+    return compared(fused, alone, packed, wide)
+
+
+def refusal(error: Exception, form: str) -> Verdict:
+    """What becomes of a base by an error."""
+    if not isinstance(error, TloraError):
+        words = f"{type(error).__name__}: {error}".splitlines()[0]
+        return Verdict("crashed", form, words=words)
+    told = [error.what, *(f"{name}: {fact}" for name, fact in error.facts.items())]
+    words = f"{error.code} {'; '.join(told)}".replace("\n", " ")[:200]
+    return Verdict("crashed" if error.code in DEFECTS else "refused", form, words=words)
+
+
+def compared(
+    fused: dict[str, Course], alone: dict[str, Course], form: str, wide: bool = True
+) -> Verdict:
+    """Whether each job's courses are equal."""
+    for name in RANKS:
+        # What no loss reads is not in the fused model: it must not change alone.
+        assert alone[name].adapters[0].keys() >= fused[name].adapters[0].keys()
     loss = max(loss_difference(fused[name], alone[name]) for name in RANKS)
     update = max(update_difference(fused[name], alone[name]) for name in RANKS)
     room = 1.0 if wide else 1e3
     right = loss <= LOSS * room and update <= UPDATE * room
-    return Verdict("equal" if right else "wrong", packed, max(loss, update))
+    return Verdict("equal" if right else "wrong", form, max(loss, update))
 
 
 def loss_difference(found: Course, expected: Course) -> float:
@@ -138,10 +160,10 @@ def targets_of(module: nn.Module) -> list[str]:
     return [name for name in linears if name not in {"head", "lm_head"}]
 
 
-def sequences(name: str, step: int) -> list[list[int]]:
+def sequences(name: str, step: int, ids: range) -> list[list[int]]:
     """The ids of a job's sequences of a step; no two alike."""
     draw = random.Random(f"{name} {step}")
-    return [[draw.randrange(VOCABULARY) for _ in range(count)] for count in STEPS[step][name]]
+    return [[draw.choice(ids) for _ in range(count)] for count in STEPS[step][name]]
 
 
 def start(name: str, parameter: Tensor, job: str) -> Tensor:
@@ -169,15 +191,13 @@ class _Recorder(TrainerCallback):
         self.courses[report.job].keep(self.runs[report.job].parameters)
 
 
-def jobs_on(module: nn.Module, form: Form) -> list[Job]:
-    """Two jobs of unlike ranks, scalings, lengths and batches on a module."""
-    base = BaseSpec(module=module, dtype="float64", attention=form)
+def jobs_on(base: BaseSpec, targets: Any, **fields: Any) -> list[Job]:
+    """Two jobs of unlike ranks, scalings, lengths and batches on a base; both have the fields."""
     common: dict[str, Any] = {
         "data": {"path": "unused.jsonl"}, "max_steps": len(STEPS), "shuffle": False,
         "optim": "sgd", "learning_rate": RATE, "lr_scheduler_type": "constant",
-        "max_grad_norm": None, "save_steps": 1000,
+        "max_grad_norm": None, "save_steps": 1000, **fields,
     }  # fmt: skip
-    targets = targets_of(module)
     return [
         Job(
             name=name, base=base, per_device_train_batch_size=len(STEPS[0][name]),
@@ -187,16 +207,18 @@ def jobs_on(module: nn.Module, form: Form) -> list[Job]:
     ]  # fmt: skip
 
 
-def train_fused(module: nn.Module, form: Form) -> tuple[dict[str, Course], str]:
-    """Train the jobs together as a user would; returns their courses and the form of the rows."""
-    jobs = jobs_on(module, form)
+def train_fused(jobs: Sequence[Job], ids: range = IDS) -> tuple[dict[str, Course], str, float]:
+    """Train the jobs together as a user would.
+
+    returns   their courses, the form of the rows, and the process's CPU seconds when compiled
+    """
     data = {
         job.name: JobData(
             job,
             [
-                Sample(tuple(ids), tuple(ids))
+                Sample(tuple(sequence), tuple(sequence))
                 for step in range(len(STEPS))
-                for ids in sequences(job.name, step)
+                for sequence in sequences(job.name, step, ids)
             ],
             DataReport(),
         )
@@ -205,35 +227,34 @@ def train_fused(module: nn.Module, form: Form) -> tuple[dict[str, Course], str]:
     recorder = _Recorder()
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
-        model = compile(jobs)
+        model = compile(list(jobs))
+        compiled = time.process_time()
         output = Path(folder) / "run"
         Trainer(model, output=output, device="cpu", data=data, callback=recorder).run()
-    return recorder.courses, model.group.form
+    return recorder.courses, model.group.form, compiled
 
 
-def train_alone(module: nn.Module, name: str, begin: dict[str, Tensor]) -> Course:
+def train_alone(module: nn.Module, name: str, targets: Any, ids: range = IDS) -> Course:
     """Train one job by PEFT and torch.optim, each sequence alone."""
     from peft import LoraConfig, get_peft_model
 
-    config = LoraConfig(r=RANKS[name], lora_alpha=3, target_modules=targets_of(module))
+    config = LoraConfig(r=RANKS[name], lora_alpha=3, target_modules=targets)
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         model: Any = get_peft_model(copy.deepcopy(module), config)
     model.train()
     trained = {key: p for key, p in model.named_parameters() if p.requires_grad}
-    # What no loss reads is not in the fused model: it must not change alone.
-    assert trained.keys() >= begin.keys()
-    for key, value in begin.items():
-        trained[key].data.copy_(value)
+    for key, parameter in trained.items():
+        parameter.data.copy_(start(key, parameter, name))
     optimizer = torch.optim.SGD(trained.values(), lr=RATE)
     course = Course()
     course.keep(trained)
     for step in range(len(STEPS)):
-        ids = sequences(name, step)
-        count = sum(len(sequence) - 1 for sequence in ids)
+        batch = sequences(name, step, ids)
+        count = sum(len(sequence) - 1 for sequence in batch)
         total = 0.0
-        for sequence in ids:
-            loss = cross_entropy(model, sequence) / count
+        for sequence in batch:
+            loss: Any = cross_entropy(model, sequence) / count
             loss.backward()
             total += float(loss.detach())
         course.losses.append(total)
@@ -250,4 +271,5 @@ def cross_entropy(model: Any, sequence: Sequence[int]) -> Tensor:
     logits = out["logits"] if type(out) is dict else getattr(out, "logits", out)
     logits = logits[0, :-1]
     right = logits.gather(1, ids[0, 1:, None])[:, 0]
-    return (logits.logsumexp(1) - right).sum()
+    total: Tensor = (logits.logsumexp(1) - right).sum()
+    return total

@@ -90,6 +90,30 @@ def test_a_condition_holds_where_it_does_for_every_size(condition, expected):
     assert holds(condition) is expected
 
 
+def test_a_padded_row_is_no_wider_than_the_longest_sequence():
+    """A table that is cut to the row, as MPT's biases are: wider rows have no place in it."""
+    width = sympy.Symbol("width", integer=True, positive=True)
+    condition = sympy.Eq(width, 128 - sympy.Max(0, 128 - width))
+
+    assert holds(condition, longest=128)
+    assert not holds(condition)
+    assert not holds(condition.xreplace({width: S}), longest=128)
+
+
+def test_a_forward_ends_at_the_first_branch_that_is_refused():
+    """What follows may take minutes to trace."""
+    followed = []
+
+    def scale(lines, width):
+        factor = 2.0 if width > 64 else 1.0
+        followed.append(factor)
+        return factor
+
+    error_of(lambda: compile(hand_written(Branching(scale), "batch")), BranchOnSize)
+
+    assert followed == []
+
+
 class Chunked(Plain):
     """A model that pads its tokens to whole chunks, as state-space models do."""
 

@@ -12,6 +12,7 @@ import copy
 import difflib
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -108,12 +109,21 @@ def named_logits(out: Any) -> Any:
     return out.get("logits", out) if type(out) is dict else getattr(out, "logits", out)
 
 
+def has_sdpa(model: nn.Module) -> bool:
+    """Whether a model of transformers, and every model within it, has PyTorch's attention."""
+    has = [part._supports_sdpa for part in model.modules() if hasattr(part, "_supports_sdpa")]
+    return bool(has) and all(has)
+
+
 def longest_sequence(model: nn.Module) -> int | None:
     """Number of positions of a sequence, None where there is no limit.
 
     RoBERTa and its kin begin to count behind the id of padding.
     """
-    most: int | None = getattr(text_config(model), "max_position_embeddings", None)
+    config = text_config(model)
+    # MPT's config calls it otherwise, and cuts its biases of positions from a table of that size.
+    names = ("max_position_embeddings", "max_seq_len")
+    most: int | None = next(filter(None, (getattr(config, name, None) for name in names)), None)
     if most is None:
         return None
     tables = (m for path, m in model.named_modules() if path.endswith("position_embeddings"))
@@ -233,6 +243,9 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
                 experts_implementation="eager",
                 trust_remote_code=spec.trust_remote_code,
             )
+            if spec.model is not None:
+                _restart_buffers(model)
+                _keep_float32(model, getattr(torch, spec.dtype))
     except Exception as error:  # whatever a library raises of a config that it did not expect
         found, near = _why_not_built(config, factory, error)
         task = "classifier of sequences" if spec.is_classifier else "causal language model"
@@ -250,6 +263,45 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
             # Without one, transformers refuses batches; nothing that is kept reads it.
             config.get_text_config().pad_token_id = -1
     return model
+
+
+def _restart_buffers(model: Any) -> None:
+    """Compute the buffers that no checkpoint holds anew, as transformers does when it loads one.
+
+    It builds a model while the base's dtype is torch's default, and computes them afterwards: the
+    angles of GPT-J and CodeGen, which are rounded to bfloat16 before, are not then.
+    """
+    held = model.state_dict(keep_vars=True).values()
+    for tensor in held:
+        tensor._is_hf_initialized = True
+    for module in model.modules():
+        if module._non_persistent_buffers_set:
+            module._is_hf_initialized = False
+    with torch.no_grad():
+        model.initialize_weights()
+    for tensor in held:
+        vars(tensor).pop("_is_hf_initialized", None)  # tied ones come twice
+
+
+def _keep_float32(model: Any, dtype: torch.dtype) -> None:
+    """Hold in float32 what transformers holds so, whatever dtype it loads a checkpoint in.
+
+    Such as the biases of routers, by which tokens choose their experts.
+    """
+    patterns = [re.escape(name).replace(r"\*", ".*") for name in model._get_dtype_plan(dtype)]
+    if not patterns:
+        return
+    kept: dict[int, tuple[Any, Any]] = {}  # ties stay; the old tensors keep their ids
+    for path, module in model.named_modules():
+        for store in (module._parameters, module._buffers):
+            for name, old in store.items():
+                if old is None or not re.search("|".join(patterns), f"{path}.{name}"):
+                    continue
+                if id(old) not in kept:
+                    new = old.detach().float() if old.is_floating_point() else old
+                    is_parameter = store is module._parameters
+                    kept[id(old)] = old, nn.Parameter(new) if is_parameter else new
+                store[name] = kept[id(old)][1]
 
 
 def model_factory(spec: BaseSpec, config: Any) -> Any:

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import is_frozen
 from tlora_fx.ir.graph import PEFT_PREFIX
-from tlora_fx.model.backbone import Backbone, build_skeleton, named_logits
+from tlora_fx.model.backbone import Backbone, build_skeleton, has_sdpa, named_logits
 from tlora_fx.numerics.interpreter import HALF
 from tlora_fx.numerics.noise import disturbed_embeddings
 from tlora_fx.numerics.tensors import Seeded, Unchecked
@@ -82,7 +82,7 @@ class BaseAlone:
             wider = {} if self.wide is None else {"dtype": str(self.wide).removeprefix("torch.")}
             built: Any = build_skeleton(spec.model_copy(update=wider))
             module = built
-            if getattr(module, "_supports_sdpa", False):
+            if has_sdpa(module):
                 built.set_attn_implementation("sdpa")
         _leave_out(module, self.layers)
         self._take(module)

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import GenerationError
-from tlora_fx.model.backbone import Backbone, build_skeleton, load_backbone, longest_sequence
+from tlora_fx.model.backbone import (
+    Backbone,
+    build_skeleton,
+    has_sdpa,
+    load_backbone,
+    longest_sequence,
+)
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.adapters.files import (
@@ -317,7 +323,7 @@ def resident_base(model: SuperModel) -> nn.Module:
     for module in base.modules():
         for name in [name for name, held in module._buffers.items() if held is not None]:
             module._buffers[name] = module._buffers[name].to(device)
-    if getattr(base, "_supports_sdpa", False):
+    if has_sdpa(base):
         base.set_attn_implementation("sdpa")
     base.generation_config = generation_config(backbone) or base.generation_config
     return base.eval()  # type: ignore[no-any-return]

@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from tlora_fx.config.job import BETA, Job
 from tlora_fx.errors import OracleError
+from tlora_fx.model.backbone import has_sdpa
 from tlora_fx.numerics.noise import disturbed_embeddings
 from tlora_fx.ops.dropout import keep_scale, threshold_of
 from tlora_fx.ops.philox import sixteens
@@ -316,7 +317,7 @@ def choose_attention(model: Any) -> None:
     """
     if not hasattr(model, "set_attn_implementation"):
         return
-    supported = getattr(model, "_supports_sdpa", False)
+    supported = has_sdpa(model)
     plain = "sdpa" if supported else "eager"
     if has_attention_dropout(model) or (not supported and model.dtype == torch.float64):
         register_attention()

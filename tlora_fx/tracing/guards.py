@@ -13,7 +13,7 @@ import ast
 import itertools
 import linecache
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -71,25 +71,24 @@ def _in_operator() -> bool:
 
 
 class _Log(list[Any]):
-    """Guards as torch appends them; each remembers the model's line."""
+    """Guards as torch appends them; each is looked at where the model's line is known.
 
-    def __init__(self, guards: Sequence[Any], stop: CodeType) -> None:
+    A long forward ends with its first guard that is refused.
+    """
+
+    def __init__(self, guards: Sequence[Any], require: Callable[[Any], None]) -> None:
         super().__init__(guards)
-        self.stop = stop
-        self.places: list[tuple[str, int] | None] = [None] * len(guards)
-        self.by_operator = [True] * len(guards)
+        self.require = require
 
     def append(self, guard: Any) -> None:
-        self.places.append(model_frame(self.stop))
-        self.by_operator.append(_in_operator())
         super().append(guard)
+        self.require(guard)
 
 
 class SizeGuards:
-    """The guards of one traced row.
+    """The guards of one traced row; one that does not hold for every row is refused.
 
     names       what each of torch's symbols is: tokens, lines or width
-    complete    whether the forward came to its end
     """
 
     def __init__(self, form: Form, stop: CodeType) -> None:
@@ -99,13 +98,16 @@ class SizeGuards:
         """
         self.words = ("lines", "tokens" if form == "packed" else "width")
         self.names: dict[Any, sympy.Symbol] = {}
-        self.log, self.stop, self.complete = _Log([], stop), stop, False
+        self.stop = stop
+        self.subject, self.longest = "the base", 0
+        self.refused: BranchOnSize | None = None
 
     @contextmanager
     def running(self, inputs: Sequence[Any]) -> Iterator[None]:
-        """Watch the model run on a row, within this context; each guard remembers its line.
+        """Watch the model run on a row, within this context.
 
         inputs    the ids, and whatever else has their shape
+        raises    BranchOnSize, naming the condition and the line of model code
         """
         mode = detect_fake_mode(inputs)
         env: Any = mode and mode.shape_env
@@ -116,41 +118,37 @@ class SizeGuards:
             for word, size in zip(self.words, tensor.shape, strict=True)
             if isinstance(size, torch.SymInt)
         }
-        self.complete = False
-        self.log = env.guards = _Log(env.guards, self.stop)
+        env.guards = _Log(env.guards, self._require)
         try:
             yield
-            self.complete = True
         finally:
-            env.guards = list(self.log)
+            env.guards = list(env.guards)
+        if self.refused is not None:
+            raise self.refused  # model code has caught it
 
-    def require_for_all(self, subject: str) -> None:
-        """Refuse guards that do not hold for every row.
-
-        raises    BranchOnSize, naming the condition and the line of model code
-        """
-        for guard, place, by_operator in zip(
-            self.log, self.log.places, self.log.by_operator, strict=True
-        ):
-            if by_operator and not isinstance(guard.expr, sympy.Eq):
-                continue
-            condition = guard.expr.xreplace(self.names)
-            used = condition.free_symbols & set(self.names.values())
-            if used and not holds(condition) and not _raises_otherwise(place):
-                words = " and ".join(sorted(map(str, used)))
-                mixer = _mixer(condition, place)
-                raise BranchOnSize(
-                    f"a mixer in the model of {subject} {mixer}, so that no graph "
-                    "serves rows of every size"
-                    if mixer
-                    else f"the model of {subject} branches on the {words} of the row",
-                    source=line_text(place) or str(guard.sloc),
-                    expected="code that is the same for every row",
-                    found=f"one side of the branch was traced: {condition}",
-                    help="train this base with PEFT alone, or give one of attention layers"
-                    if mixer
-                    else "rows of other jobs must not choose the branch; write the line without it",
-                )
+    def _require(self, guard: Any) -> None:
+        if _in_operator() and not isinstance(guard.expr, sympy.Eq):
+            return
+        condition = guard.expr.xreplace(self.names)
+        used = condition.free_symbols & set(self.names.values())
+        place = model_frame(self.stop)
+        if not used or holds(condition, self.longest) or _raises_otherwise(place):
+            return
+        words = " and ".join(sorted(map(str, used)))
+        mixer = _mixer(condition, place)
+        self.refused = BranchOnSize(
+            f"a mixer in the model of {self.subject} {mixer}, so that no graph "
+            "serves rows of every size"
+            if mixer
+            else f"the model of {self.subject} branches on the {words} of the row",
+            source=line_text(place) or str(guard.sloc),
+            expected="code that is the same for every row",
+            found=f"one side of the branch was traced: {condition}",
+            help="train this base with PEFT alone, or give one of attention layers"
+            if mixer
+            else "rows of other jobs must not choose the branch; write the line without it",
+        )
+        raise self.refused
 
 
 def _mixer(condition: Any, place: tuple[str, int] | None) -> str:
@@ -168,10 +166,15 @@ def _mixer(condition: Any, place: tuple[str, int] | None) -> str:
 
 
 @cache
-def holds(condition: Any) -> bool:
-    """Whether a condition on sizes is true for every row, as far as many sizes tell."""
+def holds(condition: Any, longest: int = 0) -> bool:
+    """Whether a condition on sizes is true for every row, as far as many sizes tell.
+
+    longest   tokens of the longest sequence, and so the largest width of a padded row; 0: no limit
+    """
     symbols = sorted(condition.free_symbols, key=str)
     for sizes in _assignments(condition, symbols):
+        if longest and any(str(s) == "width" and n > longest for s, n in sizes.items()):
+            continue
         try:
             if condition.xreplace(sizes) != sympy.true:
                 return False

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import _pop_mode_temporarily, resolve_name
+from torch.overrides import TorchFunctionMode, _pop_mode_temporarily, resolve_name
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tlora_fx.errors import AttentionNotPackable, BaseNotTraceable, PaddingSeen
@@ -309,10 +309,41 @@ def padded_mask(maker: Callable[..., Any], hidden: bool, **arguments: Any) -> An
             found="or_mask_function or and_mask_function, which transformers calls by torch.vmap",
             help="train this base alone, or make the mask of positions only",
         )
-    if hidden and padding is not None:
+    arguments.update(mask_function=_by_line(**arguments))
+    if padding is not None:  # that of padding, or one that the base makes: BioGPT's are ones
         arguments.update(attention_mask=None, mask_function=_hiding(padding, **arguments))
         arguments.update(dict.fromkeys(_SKIPS, False))
     return maker(**{**arguments, "use_vmap": False})
+
+
+def _by_line(mask_function: MaskFunction, **_: Any) -> MaskFunction:
+    """A mask function that looks a table [B, S] up by lines, not by the numbers of lines."""
+
+    def looked_up(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        with _Lookups(batch, query, key):
+            seen: Tensor = mask_function(batch, head, query, key)
+        return seen
+
+    return looked_up
+
+
+class _Lookups(TorchFunctionMode):
+    """Gives all of a table where it is asked for every line's token at every place."""
+
+    def __init__(self, batch: Tensor, query: Tensor, key: Tensor) -> None:
+        super().__init__()
+        self.batch, self.query, self.key = batch, query, key
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is Tensor.__getitem__ and type(args[1]) is tuple and len(args[1]) == 2:
+            table, (line, place) = args
+            if line is self.batch and table.dim() == 2 and place is self.key:
+                return table[:, None, None, :]
+            if line is self.batch and table.dim() == 2 and place is self.query:
+                return table[:, None, :, None]
+        return func(*args, **(kwargs or {}))
 
 
 def _hiding(padding: Tensor, mask_function: MaskFunction, **_: Any) -> MaskFunction:

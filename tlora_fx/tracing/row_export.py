@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from tlora_fx.errors import BaseRefused, StateChanged, TloraError
 from tlora_fx.ir.graph import TABLES, Form
-from tlora_fx.model.backbone import named_logits
+from tlora_fx.model.backbone import longest_sequence, named_logits
 from tlora_fx.model.batch import PADDING
 from tlora_fx.tracing.attention import row_of
 from tlora_fx.tracing.guards import SizeGuards
@@ -129,7 +129,7 @@ def _logits_of(out: Any) -> Tensor:
 
 
 class RealConstants(TorchFunctionMode):
-    """Makes tensors from Python data on the CPU, then moves them.
+    """Makes tensors from Python data on the CPU, then moves them; writes `view_as` as a reshape.
 
     `torch.tensor([2], device=x.device)` and `x[..., [2]]` make a tensor where x lies; on the meta
     device it has no values, and the graph would hold an empty constant.
@@ -146,6 +146,8 @@ class RealConstants(TorchFunctionMode):
             return torch.tensor(args[1], dtype=args[0].dtype).to(args[0].device, **named)
         if func is Tensor.__getitem__:
             args = (args[0], _index(args[1]))
+        if func in (Tensor.view_as, Tensor.reshape_as):
+            return args[0].reshape((*args[1:], *named.values())[0].shape)
         return func(*args, **named)
 
 
@@ -194,15 +196,13 @@ def export_row(row: TracedRow, subject: str) -> fx.GraphModule:
                 row, inputs, dynamic_shapes=(token, token, tables), strict=False
             )
 
+    row.guards.subject, row.guards.longest = subject, longest_sequence(row.model) or 0
     try:
         program = export()
     except TloraError:
         raise
     except Exception as error:
-        if row.guards.complete:
-            row.guards.require_for_all(subject)
         raise not_traceable(error, row.model, row.form, subject) from error
-    row.guards.require_for_all(subject)
     row.watch.require_kept()
     if row.watch.open:
         _require_same_again(row.watch, program, export)
