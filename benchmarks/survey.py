@@ -220,8 +220,8 @@ def _judged(
         seconds = time.process_time() - began
         verdict = oracle.refusal(error, form)
         code = getattr(error, "code", None)
-        words = {"code": code, "words": _line(error)} if code else {"words": _line(error)}
-        return {"verdict": verdict.outcome, "seconds": round(seconds, 1), **words}
+        said = {"code": code, "words": _line(error)} if code else {"words": _line(error)}
+        return {"verdict": verdict.outcome, "seconds": round(seconds, 1), **said}
     verdict = oracle.compared(fused, alone, rows)
     return {
         "verdict": verdict.outcome, "form": rows, "difference": float(f"{verdict.difference:.1e}"),
