@@ -214,8 +214,8 @@ def _judged(
         fused, rows, compiled = oracle.train_fused(oracle.jobs_on(spec, targets, **fields), IDS)
     except OwnLossDiffers as error:
         found = _judged(folder, form, targets, alone, loss="cross_entropy")
-        words = f"with loss: cross_entropy; otherwise {error.code}, {_line(error)}"
-        return {"words": words, **found}
+        otherwise = f"with loss: cross_entropy; otherwise {error.code}, {_line(error)}"
+        return {"words": otherwise, **found}
     except Exception as error:  # noqa: BLE001  (whatever is no error of ours is looked for)
         seconds = time.process_time() - began
         verdict = oracle.refusal(error, form)
