@@ -48,19 +48,21 @@ class Ahead:
         # By their addresses, which others take over once they are gone.
         self._done: dict[str, weakref.WeakValueDictionary[int, Any]] = {}
 
-    def start(self, device: int) -> None:
+    def start(self, device: Any) -> None:
         """Start in the background what compiles for a GPU, once: it takes some seconds.
 
-        device   index of the GPU
+        device   a torch.device; nothing is started for a CPU
         """
-        if self._starting is None and find_spec("triton") is not None:
+        if device.type != "cuda" or self._starting is not None:
+            return
+        if find_spec("triton") is not None:
             # A thread that imports what another one does may wait for it for ever.
             for name in ("torch._inductor.async_compile", "triton.runtime.driver"):
                 importlib.import_module(name)
             self._starting = Thread(target=self._start, args=(device,), daemon=True)
             self._starting.start()
 
-    def _start(self, device: int) -> None:
+    def _start(self, device: Any) -> None:
         import torch
         from triton import knobs
         from triton.runtime import driver
@@ -96,7 +98,7 @@ class Ahead:
         import torch
 
         with phase("kernels"):
-            self.start(torch.cuda.current_device())
+            self.start(torch.device("cuda", torch.cuda.current_device()))
             if self.processes is None:
                 return
             try:

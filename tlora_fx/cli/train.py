@@ -383,11 +383,14 @@ def arrange(
     raises    TloraError
     """
     with phase("imports"):
+        from tlora_fx.codegen.ahead import ahead
         from tlora_fx.runtime.clocks import JobClocks, clocks_in
         from tlora_fx.runtime.distributed import Ranks
         from tlora_fx.runtime.launch import join, memory_bytes
 
     device = launch.device(options.device)
+    # What compiles kernels is ready by the time that it is needed.
+    ahead.start(device)
     with phase("processes"):
         everyone = Ranks(join(launch, device))
     memory = memory_bytes(device, everyone)

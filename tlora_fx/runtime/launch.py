@@ -20,7 +20,6 @@ from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from tlora_fx.codegen.ahead import ahead
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile import Profile
 from tlora_fx.errors import (
@@ -95,8 +94,6 @@ class Launch:
     def device(self, name: str | None) -> torch.device:
         """This process's device: of GPUs, each process of a machine has its own.
 
-        What compiles kernels for a GPU is started: it is ready by the time that it is needed.
-
         raises    DeviceUnknown
         """
         device = device_named(name)
@@ -104,7 +101,6 @@ class Launch:
             device = device_named(f"cuda:{self.local_rank}")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            ahead.start(torch.cuda.current_device())
         return device
 
 
