@@ -20,7 +20,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,9 +29,14 @@ from traceback import clear_frames
 from typing import Any
 
 from tlora_fx.codegen.importing import GENERATED, TRITON_CACHE, import_generated
+from tlora_fx.host.memory import usable_cpus
 from tlora_fx.host.phases import phase
 
 logger = logging.getLogger(__name__)
+# By which users say how many processes compile.
+_COUNT = "TORCHINDUCTOR_COMPILE_THREADS"
+#: Seconds after which a kernel is compiled where it is started, whatever its process does.
+MAX_SECONDS = 120
 
 
 class Ahead:
@@ -115,6 +120,8 @@ class Ahead:
         from triton import knobs
 
         assert not self.is_on, "one computation at a time"
+        if knobs.runtime.jit_cache_hook not in (None, self._hook):
+            raise RuntimeError("knobs.runtime.jit_cache_hook of Triton is somebody else's")
         knobs.runtime.jit_cache_hook = self._hook
         self.is_on = True
         try:
@@ -132,12 +139,25 @@ class Ahead:
             return True
         if future is not None:
             with phase("kernels"):
-                wait([future])
-            if error := future.exception():
-                # Whoever starts the kernel is told by Triton itself.
-                logger.info("not compiled ahead: %s: %s", type(error).__name__, error)
+                self._wait(future)
             self._asked.pop(form, None)
         return False
+
+    def _wait(self, future: Future[None]) -> None:
+        """Wait for a form; where it does not come, Triton compiles it, and tells what is wrong."""
+        try:
+            future.result(MAX_SECONDS)
+        except TimeoutError:
+            logger.warning(
+                "processes that compile kernels gave no answer within %s s: kernels are compiled "
+                "where they are started",
+                MAX_SECONDS,
+            )
+            self._asked.clear()
+        except CancelledError:
+            logger.warning("the processes that compile kernels have ended")
+        except Exception as error:  # noqa: BLE001  (whatever a process says)
+            logger.info("not compiled ahead: %s: %s", type(error).__name__, error)
 
     def _submit(self, fn: Any, form: str) -> Future[None]:
         from triton import knobs
@@ -157,12 +177,16 @@ class Ahead:
 
 def _processes() -> Any:
     """Inductor's processes; None where it has none, as on a single CPU."""
-    from torch._inductor import async_compile
+    from torch._inductor import async_compile, config
 
-    if async_compile.get_compile_threads() <= 1:
+    if _COUNT not in os.environ:
+        # Inductor does not know how many CPUs a container may use.
+        config.compile_threads = min(async_compile.get_compile_threads(), usable_cpus())
+    count = async_compile.get_compile_threads()
+    if count <= 1:
         return None
     pool = async_compile.AsyncCompile.process_pool()
-    for _ in range(async_compile.get_compile_threads()):
+    for _ in range(count):
         pool.submit(get_ready)
     return pool
 

@@ -121,19 +121,74 @@ def test_what_another_process_has_compiled_is_found(ahead, gpu, tmp_path, monkey
     assert not ahead._asked
 
 
-def test_what_cannot_be_compiled_is_compiled_where_it_is_started(ahead, caplog):
-    """Which then tells the user; the log says what went wrong before."""
-    failed: Future[None] = Future()
-    failed.set_exception(ValueError("no such tile"))
+def failed(error):
+    future: Future[None] = Future()
+    future.set_exception(error)
+    return future
+
+
+def cancelled():
+    future: Future[None] = Future()
+    future.cancel()
+    return future
+
+
+@pytest.mark.parametrize(
+    ("future", "said"),
+    [
+        (failed(ValueError("no such tile")), "no such tile"),
+        (cancelled(), "have ended"),
+        (Future(), "no answer within 0 s"),
+    ],
+    ids=["failed", "process ended", "no answer"],
+)
+def test_what_does_not_come_is_compiled_where_it_is_started(
+    ahead, caplog, monkeypatch, future, said
+):
+    """Triton then tells the user what is wrong with it; the log says what went wrong before."""
+    monkeypatch.setattr(module, "MAX_SECONDS", 0)
     function = SimpleNamespace(jit_function=object())
-    ahead._asked[id(function.jit_function), 0, "form"] = failed
+    ahead._asked[id(function.jit_function), 0, "form"] = future
 
     with caplog.at_level("INFO"):
         stops = ahead._hook(key="form", fn=function, compile={"device": 0})
 
     assert stops is False
-    assert "no such tile" in caplog.text
+    assert said in caplog.text
     assert not ahead._asked
+
+
+def test_a_hook_of_somebody_else_stays(ahead, caplog, monkeypatch):
+    """Nothing is compiled ahead then, and the log says why."""
+    theirs = object()
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", theirs)
+    ahead._pool, ran = object(), []
+
+    with caplog.at_level("INFO"):
+        ahead.try_once("row", ahead, lambda: ran.append(1))
+
+    assert not ran
+    assert triton.knobs.runtime.jit_cache_hook is theirs
+    assert "somebody else" in caplog.text
+
+
+@pytest.mark.parametrize(("said", "count"), [(None, 2), ("7", 7)])
+def test_there_are_as_many_processes_as_a_container_has_cpus(monkeypatch, said, count):
+    """Unless the user says how many."""
+    from torch._inductor import async_compile, config
+
+    submitted = []
+    pool = SimpleNamespace(submit=submitted.append)
+    monkeypatch.setattr(module, "usable_cpus", lambda: 2)
+    monkeypatch.setattr(async_compile.AsyncCompile, "process_pool", lambda: pool)
+    monkeypatch.delenv(module._COUNT, raising=False)
+    if said is not None:
+        monkeypatch.setenv(module._COUNT, said)
+
+    with config.patch(compile_threads=7):
+        assert module._processes() is pool
+
+    assert len(submitted) == count
 
 
 def test_asking_ends_where_the_computation_raises(ahead):

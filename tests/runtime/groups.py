@@ -102,3 +102,18 @@ def _metrics(folder: Path, job: Job) -> list[dict[str, float]]:
     from tlora_fx.runtime.run_folder import read_metrics
 
     return read_metrics(folder / job.name / "metrics.jsonl")
+
+
+def fix_inductor_choices(monkeypatch):
+    """Let Inductor take the first of a reduction's configurations.
+
+    It takes what was fastest just then, and each has bits of its own.
+    """
+    from torch._inductor import config
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    monkeypatch.setattr(config, "force_disable_caches", True)
+    monkeypatch.setattr(
+        CachingAutotuner, "benchmark_all_configs",
+        lambda tuner, *_, **__: {each: float(at) for at, each in enumerate(tuner.launchers)},
+    )  # fmt: skip

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
+from tests.runtime.groups import fix_inductor_choices, losses_of, make_data, make_job, tiny_base
 from tlora_fx.codegen.ahead import Ahead
 from tlora_fx.compiler import compile
 from tlora_fx.ir.graph import OpenSlots
@@ -126,16 +124,8 @@ def test_the_update_of_all_jobs_is_that_of_each(dtype):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_kernels_that_are_compiled_ahead_change_no_bit(tmp_path, monkeypatch, compiled):
-    """A row that starts nothing comes before the first.
-
-    Inductor takes what was fastest just then of a reduction's configurations, each of which has
-    bits of its own; here it takes the first.
-    """
-    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
-    monkeypatch.setattr(
-        CachingAutotuner, "benchmark_all_configs",
-        lambda tuner, *_, **__: {each: float(at) for at, each in enumerate(tuner.launchers)},
-    )  # fmt: skip
+    """A row that starts nothing comes before the first."""
+    fix_inductor_choices(monkeypatch)
     base = tiny_base(tmp_path, "bfloat16", hidden_size=128, num_attention_heads=2)
     jobs = mixed_jobs(base)
     data, tried = make_data(jobs, longest=40), []

@@ -8,10 +8,8 @@ import time
 
 import pytest
 import torch
-from torch._inductor import config as inductor_config
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
+from tests.runtime.groups import fix_inductor_choices, losses_of, make_data, make_job, tiny_base
 from tests.runtime.test_compilation import ROUNDS, Pretended, Snapshots
 from tlora_fx.compiler import compile
 from tlora_fx.runtime import compilation
@@ -62,16 +60,8 @@ def test_the_process_fills_the_caches_that_training_reads(
 
 
 def test_captured_rows_and_a_resumed_run_follow_the_switch(jobs, tmp_path, monkeypatch):
-    """Rows are captured after it alone; a run cut before or behind it repeats its losses.
-
-    Inductor takes what was fastest just then of a reduction's configurations, each of which has
-    bits of its own; here it takes the first.
-    """
-    monkeypatch.setattr(inductor_config, "force_disable_caches", True)
-    monkeypatch.setattr(
-        CachingAutotuner, "benchmark_all_configs",
-        lambda tuner, *_, **__: {each: float(at) for at, each in enumerate(tuner.launchers)},
-    )  # fmt: skip
+    """Rows are captured after it alone; a run cut before or behind it repeats its losses."""
+    fix_inductor_choices(monkeypatch)
     monkeypatch.setattr(compilation, "CompileProcess", Pretended)
     monkeypatch.setattr("tlora_fx.runtime.row_schedule.CAPTURE_AFTER", 1)
     monkeypatch.setattr("tlora_fx.runtime.row_schedule.PAYS_SHORT", 0)

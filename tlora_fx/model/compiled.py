@@ -201,7 +201,8 @@ def carried_inputs(group: GroupGraph, block: Block) -> tuple[int, ...]:
     found: set[int] = set()
     for node in group.root.nodes:
         if node.op == "call_module" and node.target in block.instances:
-            found.update(place for place, value in enumerate(node.args) if value in behind)
+            given = enumerate(node.args)
+            found.update(p for p, value in given if isinstance(value, fx.Node) and value in behind)
         is_layer = node.op == "call_module" and node.target in layers
         if is_layer or not behind.isdisjoint(node.all_input_nodes):
             behind.add(node)
