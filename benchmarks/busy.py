@@ -1,6 +1,6 @@
 """`train` on a CPU that others use too: `python -m benchmarks.busy --runs 5`.
 
-The quickstart is trained as a user types it, in turns on idle cores and beside as many processes as
+The quickstart is trained as a user types it, or with --python by README's first example, in turns on idle cores and beside as many processes as
 there are cores, each of which computes without a pause. A figure is the median of a state's runs of
 whole commands. Every run must leave the losses of the first one, bit for bit.
 """
@@ -42,11 +42,21 @@ def busy(processes: int) -> Iterator[None]:
             process.wait()
 
 
-def trained(cache: Path) -> tuple[float, list[float], dict[str, list[float]]]:
+#: README's first example, without what it prints.
+EXAMPLE = """
+import sys, tlora_fx
+jobs = tlora_fx.load_job_file(sys.argv[1]).jobs
+tlora_fx.Trainer(tlora_fx.compile(jobs), jobs, output=sys.argv[2]).run()
+"""
+
+
+def trained(cache: Path, python: bool) -> tuple[float, list[float], dict[str, list[float]]]:
     """Seconds of one command, seconds of its rounds, and each job's losses."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
         command = [sys.executable, "-m", "tlora_fx", "train", str(JOBS), "-o", str(output)]
+        if python:
+            command = [sys.executable, "-c", EXAMPLE, str(JOBS), str(output)]
         begun = time.monotonic()
         subprocess.run(
             command, env=os.environ | {"TLORA_FX_CACHE": str(cache)}, check=True,
@@ -67,17 +77,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="commands of each state")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--python", action="store_true", help="README's first example")
     parser.add_argument("--out", type=Path, default=RESULTS / "busy.json")
     given = parser.parse_args()
     states = {"idle": 0, "busy": given.processes}
     seconds: dict[str, list[float]] = {state: [] for state in states}
     rounds: dict[str, list[float]] = {state: [] for state in states}
     with tempfile.TemporaryDirectory() as folder:
-        _, _, expected = trained(Path(folder))  # fills the caches
+        _, _, expected = trained(Path(folder), given.python)  # fills the caches
         for _ in range(given.runs):
             for state, processes in states.items():
                 with busy(processes):
-                    took, each, losses = trained(Path(folder))
+                    took, each, losses = trained(Path(folder), given.python)
                 if losses != expected:
                     raise SystemExit(f"losses of a run on {state} cores differ from the first")
                 seconds[state].append(round(took, 2))

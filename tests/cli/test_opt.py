@@ -100,6 +100,18 @@ def test_graphs_go_through_pipes(files, capsys, monkeypatch):
     assert "lower-adapters" in graphs_of_text(text).facts
 
 
+@pytest.mark.parametrize("edited", [False, True])
+def test_an_edited_file_is_said_to_be_verified(files, capsys, tmp_path, edited):
+    """Comments are free, and one is a change."""
+    text = (files / "fused.tfx").read_text()
+    (tmp_path / "mine.tfx").write_text(text + "# mine\n" * edited)
+
+    err, status = refused(capsys, "opt", str(tmp_path / "mine.tfx"), "--print", "nothing")
+
+    assert status == 0
+    assert ("mine.tfx was changed since it was written: verified" in err) == edited
+
+
 def test_passes_are_watched(files, capsys):
     """Printed after a pass, and timed."""
     words = ("--pipeline", REST, "--print", "nothing", "--time", "--print-after", "lower-adapters")

@@ -86,6 +86,11 @@ def run(
 
 
 def _graphs(text: str | None, name: str) -> JobGraph | GroupGraph:
-    from tlora_fx.graph_file import graphs_of_text, load_graphs
+    """The graphs; says so where they had to be verified."""
+    from tlora_fx.graph_file import Document, from_document, load_document
 
-    return load_graphs(name) if text is None else graphs_of_text(text, "stdin")
+    document = load_document(Path(name)) if text is None else Document(text, "stdin")
+    graphs = from_document(document)
+    if document.is_edited:
+        echo(f"{document.file} was changed since it was written: verified", err=True)
+    return graphs

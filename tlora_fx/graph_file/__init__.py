@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tlora_fx.errors import GraphFileNotReadable
-from tlora_fx.graph_file.parser import left_out, parse, stored_forms
+from tlora_fx.graph_file.parser import is_as_written, left_out, parse, stored_forms
 from tlora_fx.graph_file.printer import Printer
 from tlora_fx.host.durable import replace_file
 from tlora_fx.ir.graph import GroupGraph, JobGraph
@@ -48,6 +48,11 @@ class Document:
 
     text: str
     file: str = "text"
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the text is another one than was written; it is then verified when it is read."""
+        return not is_as_written(self.text)
 
     @property
     def left_out(self) -> list[str]:

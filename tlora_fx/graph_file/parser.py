@@ -72,7 +72,7 @@ def parse(text: str, file: object = "text") -> JobGraph | GroupGraph:
     file      what errors call it
     raises    GraphFileNotReadable, naming line and column
     """
-    reader = _Reader(is_edited=not _is_as_written(text))
+    reader = _Reader(is_edited=not is_as_written(text))
     try:
         with _without_collection():
             return reader.graphs(_statements(text))
@@ -83,7 +83,7 @@ def parse(text: str, file: object = "text") -> JobGraph | GroupGraph:
         raise _placed(_damaged(found), file, reader.place) from error
 
 
-def _is_as_written(text: str) -> bool:
+def is_as_written(text: str) -> bool:
     """Whether nothing was changed since the text was written."""
     _, _, below = text.partition("\n")
     line, _, rest = below.partition("\n")
