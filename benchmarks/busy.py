@@ -1,8 +1,9 @@
 """`train` on a CPU that others use too: `python -m benchmarks.busy --runs 5`.
 
-The quickstart is trained as a user types it, or with --python by README's first example, in turns on idle cores and beside as many processes as
-there are cores, each of which computes without a pause. A figure is the median of a state's runs of
-whole commands. Every run must leave the losses of the first one, bit for bit.
+The quickstart is trained as a user types it, or with --python by README's first example, in turns
+on idle cores and beside as many processes as there are cores, each of which computes without a
+pause. A figure is the median of a state's runs of whole commands. Every run must leave the losses
+of the first one, bit for bit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How many threads compute a base on the CPU: one where the base is small.
 
-Beside another busy process, two threads of OpenMP took ten times as long as one for a small base:
-each waits for the other without giving its CPU away.
+Beside other busy processes, several threads of OpenMP take many times as long as one for a small
+base: each waits for the others without giving its CPU away.
 """
 
 from __future__ import annotations
