@@ -8,13 +8,15 @@ the process, for backwards have one of their own. The second time each kernel is
 is started, and everything else goes on meanwhile.
 
 Processes compile, for threads would take turns with this one's Python. They are those of Inductor.
-What they have compiled lies in Triton's cache.
+What they have compiled lies in Triton's cache, and a note beside it that a computation was asked
+for: a later process asks no more.
 
 source   `JITFunction.preload` and `knobs.runtime.jit_cache_hook` of Triton 3.6 and 3.7
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import logging
 import os
@@ -31,6 +33,7 @@ from typing import Any
 from tlora_fx.codegen.importing import GENERATED, TRITON_CACHE, import_generated
 from tlora_fx.host.memory import usable_cpus
 from tlora_fx.host.phases import phase
+from tlora_fx.host.sources import own_source
 
 logger = logging.getLogger(__name__)
 # By which users say how many processes compile.
@@ -71,6 +74,7 @@ class Ahead:
         import torch
         from triton import knobs
         from triton.runtime import driver
+        from triton.runtime.cache import triton_key
 
         try:
             # Inductor's processes, and this one from its first kernel on, would have another
@@ -80,6 +84,8 @@ class Ahead:
             with torch.cuda.device(device):
                 # Triton compiles some code of its own where it is asked first.
                 driver.active.get_current_target()
+            # It reads all of Triton, and Inductor's caches are keyed by it, too.
+            triton_key()
         except Exception as error:  # noqa: BLE001  (whoever starts a kernel meets it)
             logger.info("nothing is compiled ahead: %s: %s", type(error).__name__, error)
 
@@ -90,11 +96,20 @@ class Ahead:
             self._starting.join()
         return self._pool
 
-    def try_once(self, kind: str, subject: object, run: Callable[[], object]) -> None:
+    def try_once(
+        self,
+        kind: str,
+        subject: object,
+        run: Callable[[], object],
+        decided_by: Callable[[], object] | None = None,
+    ) -> None:
         """Ask for the kernels of a computation, once for each object and kind of computation.
 
         What goes wrong is told in the log alone: the computation itself comes next, and meets it
         where it is no matter of being ahead.
+
+        decided_by   all that decides which kernels they are, but for Triton and our sources; an
+                     earlier process may have asked for the same
         """
         done = self._done.setdefault(kind, weakref.WeakValueDictionary())
         if id(subject) in done:
@@ -103,6 +118,9 @@ class Ahead:
         import torch
 
         with phase("kernels"):
+            note = None if decided_by is None else _note((kind, decided_by()))
+            if note is not None and note.exists():
+                return
             self.start(torch.device("cuda", torch.cuda.current_device()))
             if self.processes is None:
                 return
@@ -113,6 +131,10 @@ class Ahead:
                 # Its frames hold what was computed.
                 clear_frames(error.__traceback__)
                 logger.info("not compiled ahead: %s: %s", type(error).__name__, error)
+                return
+            if note is not None:
+                asked = [*self._asked.values()]
+                Thread(target=_write_once_done, args=(note, asked), daemon=True).start()
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -189,6 +211,23 @@ def _processes() -> Any:
     for _ in range(count):
         pool.submit(get_ready)
     return pool
+
+
+def _note(decided_by: object) -> Path:
+    """The file that says that kernels lie in the cache; it goes when somebody empties that."""
+    from triton import knobs
+    from triton.runtime.cache import triton_key
+
+    decided = repr((decided_by, triton_key(), own_source("codegen", "ops")))
+    return Path(knobs.cache.dir) / "tlora-fx" / hashlib.sha256(decided.encode()).hexdigest()
+
+
+def _write_once_done(note: Path, asked: list[Future[None]]) -> None:
+    with suppress(Exception):  # then the next process asks again
+        for future in asked:
+            future.result()
+        note.parent.mkdir(parents=True, exist_ok=True)
+        note.touch()
 
 
 def get_ready() -> None:

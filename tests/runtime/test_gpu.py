@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -143,32 +148,51 @@ def test_kernels_that_are_compiled_ahead_change_no_bit(tmp_path, monkeypatch, co
     monkeypatch.setattr(Ahead, "try_once", lambda *_: None)
 
     assert losses("as they come") == one
-    assert len(tried) == 1
+    assert tried
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_all_kernels_of_ours_that_a_round_starts_were_asked_for(tmp_path, monkeypatch, compiled):
-    """Those of the row in the form in which it runs, and of the update; also of compiled layers."""
+def test_all_kernels_of_ours_that_a_round_starts_were_asked_for(tmp_path, compiled):
+    """Those of the row in the form in which it runs, and of the update; also of compiled layers.
+
+    In a process that has started none of them.
+    """
+    code = (
+        "import sys; from tests.runtime.test_gpu import print_kernels; print_kernels(*sys.argv[1:])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path), str(compiled)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stderr
+    kernels = json.loads(done.stdout.splitlines()[-1])
+    assert kernels["asked for"]
+    assert not kernels["not asked for"]
+
+
+def print_kernels(folder, compiled):
+    """Train two jobs on rows of many lengths; which kernels were asked for, and which were not."""
     asked, started = set(), set()
     hook = Ahead._hook
 
     def noted(own, *, key, fn, compile, **rest):
-        form = fn.module, fn.name, key
+        form = fn.module, fn.name, str(key)
         (asked if own.is_on else started).add(form)
         return hook(own, key=key, fn=fn, compile=compile, **rest)
 
-    monkeypatch.setattr(Ahead, "_hook", noted)
-    base = tiny_base(tmp_path, "bfloat16", hidden_size=128, num_attention_heads=2)
-    jobs = [make_job(base, name, seed=1, lora={"r": 3}, max_steps=1) for name in "ab"]
-    options = TrainerOptions(compiled=compiled, wait_for_compile=True)
-
+    Ahead._hook = noted
+    sizes = {"hidden_size": 128, "num_attention_heads": 2, "max_position_embeddings": 512}
+    base = tiny_base(Path(folder), "bfloat16", **sizes)
+    more = {"per_device_train_batch_size": 8, "max_steps": 6}
+    jobs = [make_job(base, name, seed=1, lora={"r": 3}, **more) for name in "ab"]
+    options = TrainerOptions(compiled=compiled == "True", wait_for_compile=True)
     Trainer(
-        compile(jobs), output=tmp_path / "run", device="cuda",
-        data=make_data(jobs, longest=40), options=options,
+        compile(jobs), output=Path(folder) / "run", device="cuda",
+        data=make_data(jobs, longest=300), options=options,
     ).run()  # fmt: skip
-
-    assert asked
-    assert not started - asked
+    found = {"asked for": sorted(asked), "not asked for": sorted(started - asked)}
+    sys.stdout.write(json.dumps(found))
 
 
 class Comes(TrainerCallback):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,13 +17,14 @@ from tlora_fx.codegen.ahead import ahead
 from tlora_fx.cost.facts import why_launched
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import NoGradient, PlanNotRunnable
+from tlora_fx.host.environment import kernel_mode
 from tlora_fx.ir.graph import HEAD
 from tlora_fx.ir.storage import LocalShard
-from tlora_fx.model.batch import PackedBatch
+from tlora_fx.model.batch import PackedBatch, size_of
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import use_group
 from tlora_fx.ops.kernels.packed import as_compiled
-from tlora_fx.ops.kernels.select import cut_by_jobs
+from tlora_fx.ops.kernels.select import cut_by_jobs, is_strict
 from tlora_fx.ops.parallel import GROUP
 from tlora_fx.parallel.cuda_graphs import RowGraphs, add_gradients
 from tlora_fx.parallel.fsdp import Sharded, gathered_bytes, shard_base, shard_layer
@@ -296,11 +298,34 @@ class RowRunner:
     def _compile_ahead(self, row: PackedBatch, weights: Tensor) -> None:
         """Have the kernels of the first row compiled, in the form in which it will run."""
         if self.mesh.device.type == "cuda" and self._is_alone:
-            ahead.try_once("row", self.model, partial(self._ask, row, weights))
+            ahead.try_once(
+                "row",
+                self.model,
+                partial(self._ask, row, weights),
+                partial(self._kernels_of, row, weights),
+            )
 
     def _ask(self, row: PackedBatch, weights: Tensor) -> None:
-        with cut_by_jobs() if self.graphs is None else self.graphs.asking(row) as formed:
-            start_nothing(self.model, formed or row, weights)
+        if self.graphs is None:
+            with cut_by_jobs():
+                start_nothing(self.model, row, weights)
+            return
+        for formed in self.graphs.forms(row):
+            with self.graphs.asking(formed):
+                start_nothing(self.model, formed, weights)
+
+    def _kernels_of(self, row: PackedBatch, weights: Tensor) -> tuple[object, ...]:
+        """What decides which kernels the first row, and those that follow, will start."""
+        model, graphs = self.model, self.graphs
+        named = (*model.named_parameters(), *model.named_buffers())
+        return (
+            [(name, tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in named],
+            [sorted(job.lora_fields.items()) for job in model.jobs],
+            (model.source, model.is_compiled, model.is_open),
+            (torch.cuda.get_device_name(weights.device), kernel_mode(), is_strict()),
+            None if graphs is None else (graphs.ladder.steps, graphs.most, bool(graphs.refused)),
+            (size_of(row) if row.is_plain else row.input_ids.shape, row.is_plain),
+        )
 
     @property
     def _is_alone(self) -> bool:
@@ -339,20 +364,60 @@ def _allocated(device: torch.device) -> int:
 def start_nothing(model: SuperModel, row: PackedBatch, weights: Tensor) -> None:
     """Forward and backward of a row whose kernels are compiled ahead; nothing that trains changes.
 
-    Where adapters are larger than what the forward keeps, the backward is left out: their gradients
-    would lie beside those that add up, and ask for memory that a row does not need.
+    Layers of one structure start the same kernels, so one of them runs. Where adapters are larger
+    than what the forward keeps, the backward is left out: their gradients would lie beside those
+    that add up, and ask for memory that a row does not need.
 
     row       on the CPU
     weights   [J] on the model's device, a GPU
     """
     device = weights.device
-    leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
     before = torch.cuda.memory_allocated(device)
-    with torch.random.fork_rng([device]), as_compiled(model.is_compiled):
+    with (
+        torch.random.fork_rng([device]),
+        as_compiled(model.is_compiled),
+        each_structure_once(model) as idle,
+    ):
         losses = model.weighted(row.to(device), weights)
         kept = torch.cuda.memory_allocated(device) - before
+        others = {id(leaf) for layer in idle for leaf in layer.parameters()}
+        leaves = [x for x in model.parameters() if x.requires_grad and id(x) not in others]
         if losses.requires_grad and sum(leaf.nbytes for leaf in leaves) <= kept:
             torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+
+
+@contextmanager
+def each_structure_once(model: SuperModel) -> Iterator[list[nn.Module]]:
+    """Inside, a layer gives what an earlier one of its structure gave, instead of running.
+
+    A layer whose inputs ask for a gradient, where those of the earlier one did not, runs too.
+
+    yields   the layers that did not run
+    """
+    given: dict[tuple[object, ...], Any] = {}
+    idle: list[nn.Module] = []
+    own: list[tuple[nn.Module, Any]] = []
+
+    def give(name: str, layer: nn.Module, forward: Callable[..., Any], *inputs: Tensor) -> Any:
+        key = name, *(value.requires_grad for value in inputs)
+        if key in given:
+            idle.append(layer)
+        else:
+            given[key] = forward(*inputs)
+        return given[key]
+
+    try:
+        for block in model.group.blocks.values():
+            for path in block.instances if block.name != HEAD else ():
+                layer = model.net.get_submodule(path)
+                own.append((layer, layer.__dict__.get("forward")))
+                layer.__dict__["forward"] = partial(give, block.name, layer, layer.forward)
+        yield idle
+    finally:
+        for layer, forward in own:
+            del layer.__dict__["forward"]
+            if forward is not None:
+                layer.__dict__["forward"] = forward
 
 
 class ReducingRunner:

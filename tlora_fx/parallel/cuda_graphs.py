@@ -400,21 +400,37 @@ class RowGraphs(GraphCache["RowGraph"]):
             else:
                 self._keep(Position(0, 0, step), graph, graph.kept, beside)
 
-    @contextmanager
-    def asking(self, row: PackedBatch) -> Iterator[PackedBatch]:
-        """Run nothing of a row within this context but what asks for its kernels; gives its form.
+    def forms(self, row: PackedBatch) -> Iterator[PackedBatch]:
+        """Rows whose kernels will be started: this one in its form, and the ladder's other steps.
 
-        They are those that `run` starts, or that are launched where it returns None.
+        row   on the CPU, as all that are given
         """
         formed = self.formed(row) if row.is_plain else row
+        yield formed
+        if self._is_step(formed):
+            for step in self.ladder.steps:
+                if step.tokens <= self.most and step != size_of(formed):
+                    yield example_row(step, len(self.model.jobs))
+
+    @contextmanager
+    def asking(self, formed: PackedBatch) -> Iterator[None]:
+        """Run nothing of a row within this context but what asks for its kernels.
+
+        They are those that `run` starts, or that are launched where it returns None.
+
+        formed   of `forms`
+        """
         kept: Lengths | None = None if self._lengths is None else {}
-        if row.is_plain and size_of(formed) in self.ladder.steps and self._waits:
+        if self._is_step(formed):
             with noting(Packing()), lengths_kept(kept):
-                yield formed
+                yield
         else:
-            too_large = row.input_ids.numel() > self.most
+            too_large = formed.input_ids.numel() > self.most
             with cut_by_jobs(too_large or bool(self.refused)), lengths_kept(kept):
-                yield formed
+                yield
+
+    def _is_step(self, formed: PackedBatch) -> bool:
+        return formed.is_plain and size_of(formed) in self.ladder.steps and self._waits
 
     def formed(self, row: PackedBatch) -> PackedBatch:
         """The row as a graph would run it: launched, its kernels do the same."""
