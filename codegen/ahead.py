@@ -16,6 +16,7 @@ source   `JITFunction.preload` and `knobs.runtime.jit_cache_hook` of Triton 3.6 
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import importlib
 import logging
@@ -81,6 +82,8 @@ class Ahead:
             # assembler than Triton's, and Triton keeps what each has made apart.
             os.environ.setdefault("TRITON_PTXAS_PATH", knobs.nvidia.ptxas.path)
             self._pool = _processes()
+            # Before torch's own end of them, which waits for some seconds.
+            atexit.register(_end, self._pool)
             with torch.cuda.device(device):
                 # Triton compiles some code of its own where it is asked first.
                 driver.active.get_current_target()
@@ -134,7 +137,9 @@ class Ahead:
                 return
             if note is not None:
                 asked = [*self._asked.values()]
-                Thread(target=_write_once_done, args=(note, asked), daemon=True).start()
+                Thread(
+                    target=_write_once_done, args=(note, asked), name="note", daemon=True
+                ).start()
 
     @contextmanager
     def asking(self) -> Iterator[None]:
@@ -228,6 +233,11 @@ def _write_once_done(note: Path, asked: list[Future[None]]) -> None:
             future.result()
         note.parent.mkdir(parents=True, exist_ok=True)
         note.touch()
+
+
+def _end(pool: Any) -> None:
+    """Do not wait for processes to end: they do once the pipe to them closes, as this one ends."""
+    pool.running = False  # torch takes it for one that has been ended
 
 
 def get_ready() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from concurrent.futures import Future, ProcessPoolExecutor
 from types import SimpleNamespace
 
@@ -228,3 +229,33 @@ def test_without_processes_kernels_are_compiled_as_they_come(ahead):
     ahead.try_once("row", ahead, lambda: ran.append(1))
 
     assert not ran
+
+
+def test_a_later_process_asks_only_for_what_was_not_compiled(ahead, tmp_path, monkeypatch):
+    """The note lies in Triton's cache, and says what the computation was decided by."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    ran = []
+
+    def ask(decided_by):
+        ahead.try_once("row", Asked(), lambda: ran.append(decided_by), lambda: decided_by)
+
+    failing = failed(ValueError("no such tile"))
+    ahead._pool, ahead._asked["form"] = object(), failing
+    ask(16)
+    wait_for_notes()
+    ask(16)
+    assert ran == [16, 16]
+
+    ahead._asked.clear()
+    for rank in (16, 16, 32):
+        ask(rank)
+        wait_for_notes()
+
+    assert ran == [16, 16, 16, 32]
+    assert len([*(tmp_path / "tlora-fx").iterdir()]) == 2
+
+
+def wait_for_notes():
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and thread.name.startswith("note"):
+            thread.join()

@@ -12,7 +12,7 @@ from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import FusedDiffers
 from tlora_fx.model.backbone import load_backbone
-from tlora_fx.numerics import probe_cache
+from tlora_fx.numerics import base_alone, probe_cache
 from tlora_fx.numerics.probe import ProbeResult
 from tlora_fx.numerics.probe_cache import probe_loaded_once, probe_once, probes_folder
 
@@ -134,3 +134,20 @@ def test_loaded_weights_are_tried_once(tmp_path, monkeypatch):
     os.utime(weights, (1, 1))
     probe(8)
     assert lengths == [8, 9, 8]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_code_of_a_gpu_is_loaded_while_an_unknown_graph_is_tried(
+    tmp_path, tried, monkeypatch, on_gpu
+):
+    """Only where this process uses a GPU, and only where the base is going to run on it alone."""
+    loaded = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: on_gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    attend = base_alone._attend
+    monkeypatch.setattr(base_alone, "_attend", lambda *how: loaded.append((how, attend(*how))))
+    model = compile([job("one", base_of(tmp_path, "llama", num_hidden_layers=2), r=4)])
+    probe(model)
+
+    assert tried == ["tried"]
+    assert loaded == [(("cpu", torch.float64, 8), None)] * on_gpu

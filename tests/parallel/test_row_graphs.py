@@ -15,6 +15,7 @@ from tests.runtime.groups import VOCABULARY, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import PlanNotRunnable, TableNotOnDevice
+from tlora_fx.ir.graph import HEAD
 from tlora_fx.model.batch import IGNORED, JobTokens, pack, repeating_form, size_of, size_of_jobs
 from tlora_fx.model.row_ladder import RowLadder, RowSize
 from tlora_fx.ops import dora, segment_read, segment_sum, tables
@@ -22,7 +23,7 @@ from tlora_fx.ops.dora import Norms
 from tlora_fx.ops.kernels.select import may_cut_by_jobs
 from tlora_fx.parallel import apply as apply_module
 from tlora_fx.parallel import cuda_graphs
-from tlora_fx.parallel.apply import apply, load
+from tlora_fx.parallel.apply import apply, each_structure_once, load
 from tlora_fx.parallel.cuda_graphs import NormGraph, RowGraphs
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.peer_copies import SideStreams
@@ -468,3 +469,49 @@ def test_rows_are_cut_by_jobs_only_where_no_graph_will_hold_them():
 
     assert seen == [False, True, True]
     assert not may_cut_by_jobs()
+
+
+def test_kernels_are_asked_for_of_all_rows_that_will_be_captured(graphs):
+    """Of the row itself alone where it is no step of the ladder, or where rows come and go."""
+    graphs.model.jobs = [None] * 3
+    rows = rows_of_lengths(16, 300)
+    graphs.use(RowLadder.of([*map(size_of, rows), RowSize(2000, 4, 1000, 1500)]))
+    row = pack_to(graphs.ladder, 300)
+
+    asked = [size_of(form) for form in graphs.forms(row)]
+    assert asked[0].tokens == row.input_ids.numel()
+    assert sorted(asked) == sorted(graphs.ladder.steps)
+
+    graphs.model.is_open = True
+    assert [size_of(form) for form in graphs.forms(row)] == asked[:1]
+    graphs.use(RowLadder())
+    assert len([*graphs.forms(row)]) == 1
+
+
+def test_a_layer_of_each_structure_stands_for_all_others(tmp_path):
+    """One whose inputs ask for a gradient is another; afterwards all layers run."""
+    base = tiny_base(tmp_path, num_hidden_layers=4)
+    model, plan, mesh = compile([make_job(base, "a")]), Plan(planner="single"), Mesh.alone("cpu")
+    load(model, plan, mesh, base_tensors(model.backbone, mesh.device))
+    start_adapters(model)
+    row = row_of(1, (2,))
+    (layers,) = (block.instances for block in model.group.blocks.values() if block.name != HEAD)
+    first, *others = (model.net.get_submodule(path) for path in layers)
+    ran, whole = [], model(row)
+    for layer in (first, *others):
+        layer.register_forward_hook(lambda layer, *_: ran.append(layer))
+
+    with each_structure_once(model) as idle:
+        losses = model(row)
+        losses.sum().backward()
+
+    assert idle == others[1:]
+    assert losses.shape == whole.shape
+    trained = [layer for layer in (first, *others) if any(gradients_of(layer))]
+    assert trained == [first, others[0]]
+    assert torch.equal(model(row), whole)
+    assert ran.count(first) == 2
+
+
+def gradients_of(layer):
+    return [each.grad.any() for each in layer.parameters() if each.grad is not None]

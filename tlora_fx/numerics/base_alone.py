@@ -8,8 +8,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from threading import Thread
 from typing import Any
 
 import torch
@@ -294,6 +295,30 @@ _DROPOUTS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
     torch.dropout,
 }  # fmt: skip
+
+
+def load_gpu_code(backbone: Backbone) -> Thread | None:
+    """Let torch load, in the background, the GPU code that a base starts first.
+
+    That of attention takes more than a second each for forward and backward, and Python is not held
+    up meanwhile.
+
+    returns   None where this process uses no GPU
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    size = getattr(backbone.config and backbone.config.get_text_config(), "head_dim", None) or 64
+    given = torch.cuda.current_device(), backbone.dtype, size
+    thread = Thread(target=_attend, args=given, name="GPU code")
+    thread.start()
+    return thread
+
+
+def _attend(device: int | str, dtype: torch.dtype, size: int) -> None:
+    with suppress(Exception):  # whoever comes to need it meets what is wrong
+        x = torch.ones(1, 1, 16, size, device=device, dtype=dtype, requires_grad=True)
+        attended = F.scaled_dot_product_attention(x, x, x, is_causal=True)
+        torch.autograd.grad((attended[0, 0] @ x[0, 0].mT).sum(), x)
 
 
 def token_loss(logits: Tensor, ids: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from tlora_fx.host.sources import own_source, source_of
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.ir.verifier import fingerprint
 from tlora_fx.model.backbone import Backbone
+from tlora_fx.numerics.base_alone import load_gpu_code
 from tlora_fx.numerics.probe import ProbeResult, probe_compiled, probe_loaded
 
 #: Rooms whose code the probe, or what made its graph, may run.
@@ -47,7 +48,13 @@ def probe_once(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> Pr
     """
     if backbone.config is None:
         return probe_compiled(group, backbone, jobs)
-    return _once(_key(group, backbone, jobs), lambda: probe_compiled(group, backbone, jobs))
+
+    def probe() -> ProbeResult:
+        # On its weights this base is tried next.
+        load_gpu_code(backbone)
+        return probe_compiled(group, backbone, jobs)
+
+    return _once(_key(group, backbone, jobs), probe)
 
 
 def probe_loaded_once(
