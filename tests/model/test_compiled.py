@@ -32,6 +32,7 @@ from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.host import phases
 from tlora_fx.ir.graph import HEAD, OpenSlots
+from tlora_fx.model.compiled import repeatable
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.adapters.files import base_tensors
 from tlora_fx.runtime.trainer import Trainer
@@ -450,3 +451,21 @@ def test_what_torch_compiles_is_a_phase_of_the_start(base):
 
     assert set(compiled) == {"layers"}
     assert len(again.stretches) == len(compiled)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, {"options": {"deterministic": True}}),
+        (
+            {"options": {"max_autotune": True}},
+            {"options": {"deterministic": True, "max_autotune": True}},
+        ),
+        ({"options": {"deterministic": False}}, {"options": {"deterministic": False}}),
+        ({"mode": "max-autotune"}, {"mode": "max-autotune"}),
+        ({"backend": "eager"}, {"backend": "eager"}),
+    ],
+)
+def test_inductor_times_nothing_that_bits_depend_on_unless_somebody_asks(given, expected):
+    """`mode` excludes options, and other backends know none of these."""
+    assert repeatable(given) == expected

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.runtime.groups import fix_inductor_choices, losses_of, make_data, make_job, tiny_base
+from tests.runtime.groups import losses_of, make_data, make_job, shuffle_inductor_choices, tiny_base
 from tlora_fx.codegen.ahead import Ahead
 from tlora_fx.compiler import compile
 from tlora_fx.ir.graph import OpenSlots
@@ -130,7 +130,7 @@ def test_the_update_of_all_jobs_is_that_of_each(dtype):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_kernels_that_are_compiled_ahead_change_no_bit(tmp_path, monkeypatch, compiled):
     """A row that starts nothing comes before the first."""
-    fix_inductor_choices(monkeypatch)
+    shuffle_inductor_choices(monkeypatch)
     base = tiny_base(tmp_path, "bfloat16", hidden_size=128, num_attention_heads=2)
     jobs = mixed_jobs(base)
     data, tried = make_data(jobs, longest=40), []

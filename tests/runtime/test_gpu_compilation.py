@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 
-from tests.runtime.groups import fix_inductor_choices, losses_of, make_data, make_job, tiny_base
+from tests.runtime.groups import losses_of, make_data, make_job, shuffle_inductor_choices, tiny_base
 from tests.runtime.test_compilation import ROUNDS, Pretended, Snapshots
 from tlora_fx.compiler import compile
 from tlora_fx.runtime import compilation
@@ -61,7 +61,7 @@ def test_the_process_fills_the_caches_that_training_reads(
 
 def test_captured_rows_and_a_resumed_run_follow_the_switch(jobs, tmp_path, monkeypatch):
     """Rows are captured after it alone; a run cut before or behind it repeats its losses."""
-    fix_inductor_choices(monkeypatch)
+    shuffle_inductor_choices(monkeypatch)
     monkeypatch.setattr(compilation, "CompileProcess", Pretended)
     monkeypatch.setattr("tlora_fx.runtime.row_schedule.CAPTURE_AFTER", 1)
     monkeypatch.setattr("tlora_fx.runtime.row_schedule.PAYS_SHORT", 0)

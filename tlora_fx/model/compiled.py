@@ -10,7 +10,7 @@ of tokens, nor a size that happens to equal another one, nor a job without token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from types import FunctionType
@@ -136,6 +136,19 @@ def compile_method(
     for owner in owners:
         # An instance's own attribute stands before its class's method.
         owner.__dict__[name] = CompiledMethod(plain, form, code, owner, marked, carried)
+
+
+def repeatable(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of `torch.compile` with which another process gets code of the same bits.
+
+    Inductor would take what was fastest just then, and each of its choices has bits of its own.
+
+    options   as they are where they name another backend, or a mode, which goes with no options
+    """
+    if "backend" in options or options.get("mode") is not None:
+        return dict(options)
+    inner = options.get("options") or {}
+    return {**options, "options": {"deterministic": True, **inner}}
 
 
 _compiling: list[AbstractContextManager[None]] = []

@@ -24,7 +24,13 @@ from tlora_fx.ir.storage import LocalShard, Shard, stored_value
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.batch import PackedBatch
-from tlora_fx.model.compiled import carried_inputs, compile_method, export_net, row_sizes
+from tlora_fx.model.compiled import (
+    carried_inputs,
+    compile_method,
+    export_net,
+    repeatable,
+    row_sizes,
+)
 from tlora_fx.model.elastic import Admission, Membership, Resolve
 from tlora_fx.model.loss import ChunkedLoss, Draw, Finish
 from tlora_fx.model.module_builder import Reformed, TensorLocation, build_module, run_source
@@ -308,9 +314,10 @@ class SuperModel(nn.Module):
         weight [4096, 4096] are 3 % larger, or 6 %.
 
         fullgraph, dynamic, options   as of `torch.compile`; `dynamic=False` compiles anew for each
-                                      number of tokens
+                                      number of tokens. Unless they say otherwise, Inductor chooses
+                                      no kernel by timing it: code of two processes gives equal bits
         """
-        options = {"fullgraph": fullgraph, "dynamic": dynamic, **options}
+        options = {"fullgraph": fullgraph, "dynamic": dynamic, **repeatable(options)}
         self._compiled_with = options
         self.extend_weights()
         layers = [block for block in self.group.blocks.values() if block.name != HEAD]
