@@ -109,6 +109,8 @@ class Rewriter:
             return None
         maker = self._maker(node, node, tags, (*matched, *sources))
         new = build(maker)
+        if new in maker.made and "branches" in node.meta:
+            new.meta.setdefault("branches", node.meta["branches"])
         _take_over(maker, node, new)
         for old in matched:
             if not old._erased and not old.users and old.op != "placeholder":
