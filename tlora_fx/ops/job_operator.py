@@ -57,7 +57,7 @@ class JobOperator:
     on_host: ClassVar[bool] = False
 
     @classmethod
-    def reference(cls, **arguments: Any) -> Any:
+    def reference(cls, *args: Any, **kwargs: Any) -> Any:
         """What the operator gives for one job that has a row to itself, in plain PyTorch."""
         raise NotImplementedError
 

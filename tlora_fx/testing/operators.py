@@ -56,7 +56,8 @@ class OperatorChecks:
     @property
     def bound(self) -> float:
         """Relative bound of a difference by rounding."""
-        return 2 * torch.finfo(self.dtype).eps ** 0.75
+        eps: float = torch.finfo(self.dtype).eps
+        return 2 * eps**0.75
 
     def check_registration(self) -> None:
         """Schema, shapes without values, and gradient hold together, with sizes as symbols too."""
@@ -170,7 +171,7 @@ class OperatorChecks:
                 if result.requires_grad:
                     losses.append((part * self._draw(-seed - 1)(*part.shape)).sum())
         if losses:
-            torch.stack(losses).sum().backward()
+            torch.autograd.backward(torch.stack(losses).sum())
             self._add_gradients(found, leaves, arguments.get("ranks"), bounds)
         return [Outcome(values) for values in found]
 

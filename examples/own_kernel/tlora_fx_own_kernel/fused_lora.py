@@ -140,12 +140,12 @@ def _name(x: Tensor) -> str:
 
 
 def _flop(y_shape: Any, x_shape: Any, a_shape: Any, b_shape: Any, *_: Any, **__: Any) -> int:
-    return 2 * prod(x_shape[:-1]) * a_shape[0] * (a_shape[1] + b_shape[1])
+    return int(2 * prod(x_shape[:-1]) * a_shape[0] * (a_shape[1] + b_shape[1]))
 
 
 def _flop_backward(dy_shape: Any, x_shape: Any, a_shape: Any, *_: Any, **__: Any) -> int:
     """dx and ds, s, dA, dB."""
-    return 2 * prod(x_shape[:-1]) * a_shape[0] * (3 * a_shape[1] + 2 * dy_shape[-1])
+    return int(2 * prod(x_shape[:-1]) * a_shape[0] * (3 * a_shape[1] + 2 * dy_shape[-1]))
 
 
 @register_operator
@@ -161,7 +161,8 @@ class FusedLora(JobOperator):
     @classmethod
     def reference(cls, y: Tensor, x: Tensor, a: Tensor, b: Tensor, **rest: Any) -> Tensor:
         """One job, in plain PyTorch."""
-        return y + rest["scales"].item() * x @ a.T @ b
+        scale: float = rest["scales"].item()
+        return y + scale * x @ a.T @ b
 
     @classmethod
     def example(cls, tokens: int, draw: Callable[..., Tensor]) -> dict[str, Any]:

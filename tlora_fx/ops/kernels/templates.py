@@ -11,7 +11,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, get_type_hints
@@ -143,8 +143,8 @@ def tune_kernel(
     times, failures = {}, {}
     for tile in template.tiles():
         try:
-            launch, module = template.example(tokens, device), _module(template, tile)
-            (times[tile],) = microseconds([lambda go=launch, of=module: go(of)], device)
+            launch = partial(template.example(tokens, device), _module(template, tile))
+            (times[tile],) = microseconds([launch], device)
         except Exception as error:  # noqa: BLE001  (whatever a compiler or a launch raises)
             failures[str(tile)] = f"{type(error).__name__}: {error}"
     if not times:
