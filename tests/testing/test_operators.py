@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import pytest
@@ -16,8 +17,7 @@ from tlora_fx.testing.operators import OperatorChecks, operator_tests
 
 def centered(x: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Each sequence without its mean."""
-    bounds = cu_seqlens.tolist()
-    parts = [x[start:stop] for start, stop in zip(bounds, bounds[1:], strict=False)]
+    parts = [x[start:stop] for start, stop in pairwise(cu_seqlens.tolist())]
     return torch.cat([part - part.mean(0) for part in parts])
 
 
