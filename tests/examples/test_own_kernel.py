@@ -115,6 +115,4 @@ def test_the_report_says_that_it_serves_sites(environment, jobs):
     """All of them, because no job drops."""
     words = ["jobs.yaml", *ADDED, "-o", "build", "--verify", "numerics", "--time"]
 
-    assert "7 sites that own_kernel serves" in run(
-        environment, jobs, "tlora_fx", "compile", *words
-    )
+    assert "7 sites that own_kernel serves" in run(environment, jobs, "tlora_fx", "compile", *words)

@@ -68,7 +68,7 @@ def checks_of(name, run, factor=1.0):
     return OperatorChecks(operator, torch.device("cpu"), torch.float64)
 
 
-NAMES = ("registration", "reference", "isolation", "invariance")
+NAMES = ["registration", "reference", "isolation", "invariance"]
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from tlora_fx.ops.job_operator import JobOperator, arguments_of
 
 #: Jobs of a row: a seed, from which all that is its own is drawn, and its tokens.
 JOBS = ((1, 37), (2, 1), (3, 0), (4, 70))
+UNIT = 3
 Jobs = Sequence[tuple[int, int]]
 FAULT = float("nan")
 
@@ -57,7 +58,7 @@ class OperatorChecks:
     def bound(self) -> float:
         """Relative bound of a difference by rounding."""
         eps: float = torch.finfo(self.dtype).eps
-        return 2 * eps**0.75
+        return float(2 * eps**0.75)
 
     def check_registration(self) -> None:
         """Schema, shapes without values, and gradient hold together, with sizes as symbols too."""
@@ -71,6 +72,15 @@ class OperatorChecks:
         for index, outcome in enumerate(self._run(JOBS)):
             alone = exact._alone(JOBS[index])
             outcome.require_near(alone, self.bound, f"job {index} against its reference")
+
+    def check_units(self) -> None:
+        """A unit of the segments may be several tokens: lines of a batch, or the whole row."""
+        jobs = [(seed, UNIT * tokens) for seed, tokens in JOBS]
+        arguments = self._row(jobs)
+        wanted = self._outcomes(self.operator.target, arguments, jobs)
+        by_units = arguments | {"segments": arguments["segments"] // UNIT}
+        for index, outcome in enumerate(self._outcomes(self.operator.target, by_units, jobs)):
+            outcome.require_equal(wanted[index], f"job {index}, segments in units of {UNIT} tokens")
 
     def check_isolation(self) -> None:
         """What is not finite in one job leaves all bits of the others as they are."""
@@ -210,7 +220,8 @@ def operator_tests(
         test_mine = operator_tests(Mine)
 
     It compares with the operator's reference, values and gradients; breaks one job and compares
-    the bits of the others; moves jobs about; and lets torch check what it was told.
+    the bits of the others; moves jobs about; and lets torch check what it was told. Of adapters at
+    a site it gives segments in units of several tokens, too, as rows of padded lines have them.
 
     dtype     of rows and adapters; references run in float64
     raises    AssertionError, which names the job, and the result or gradient
@@ -218,7 +229,9 @@ def operator_tests(
     import pytest
 
     checks = OperatorChecks(operator, torch.device(device), dtype)
-    names = ("registration", "reference", "isolation", "invariance")
+    names = ["registration", "reference", "isolation", "invariance"]
+    if operator.banks and "segments" in operator.tables:
+        names.append("units")
 
     @pytest.mark.parametrize("name", names)
     def test(name: str) -> None:

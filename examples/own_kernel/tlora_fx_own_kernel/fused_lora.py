@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from math import prod
 from typing import Any, ClassVar
 
@@ -92,7 +93,7 @@ def _branch(
     s = rows.new_zeros(len(rows), block)
     if not uses_kernels(x.device):
         out = rows.new_zeros(len(rows), outer) if y is None else y.reshape(-1, outer).clone()
-        for tokens, own, scale in _jobs(segments, ranks, scales):
+        for tokens, own, scale in _jobs(len(rows), segments, ranks, scales):
             low = scale * rows[tokens] @ a[own].to(x.dtype).T
             s[tokens, : low.shape[1]] = low
             out[tokens] += low @ b[own].to(x.dtype)
@@ -116,7 +117,7 @@ def _gradient(
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     out = torch.zeros_like(like)
     if not uses_kernels(x.device):
-        for tokens, own, _ in _jobs(segments, ranks, scales):
+        for tokens, own, _ in _jobs(len(rows), segments, ranks, scales):
             out[own] = (s[tokens, : own.stop - own.start].T @ rows[tokens]).to(out.dtype)
         return out
     bounds = segments_on(segments, len(rows), x.device)
@@ -126,13 +127,14 @@ def _gradient(
     return out
 
 
-def _jobs(segments: Tensor, ranks: Tensor, scales: Tensor) -> list[tuple[slice, slice, float]]:
-    """Each job's tokens, its rows of A and B, and its scale."""
-    tokens, own = segments.tolist(), ranks.tolist()
-    return [
-        (slice(*tokens[job : job + 2]), slice(*own[job : job + 2]), scale)
-        for job, scale in enumerate(scales.tolist())
-    ]
+def _jobs(
+    tokens: int, segments: Tensor, ranks: Tensor, scales: Tensor
+) -> Iterator[tuple[slice, slice, float]]:
+    """Each job's tokens, its rows of A and B, and its scale; a unit may be several tokens."""
+    unit = tokens // max(int(segments[-1]), 1)
+    bounds = pairwise((segments * unit).tolist()), pairwise(ranks.tolist())
+    for span, own, scale in zip(*bounds, scales.tolist(), strict=True):
+        yield slice(*span), slice(*own), scale
 
 
 def _name(x: Tensor) -> str:
