@@ -57,14 +57,14 @@ def run_its_tests(environment, package, *words):
 @pytest.mark.slow
 def test_its_own_tests_pass(environment, package):
     """Isolation, invariance, its reference, kernels under the interpreter, training, backend."""
-    assert "15 passed" in run_its_tests(environment, package)
+    assert "16 passed" in run_its_tests(environment, package)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_its_kernels_pass_all_checks_on_a_gpu(environment, package):
     """In bfloat16, compiled."""
-    assert "4 passed" in run_its_tests(environment, package, "-k", "on_a_gpu")
+    assert "5 passed" in run_its_tests(environment, package, "-k", "on_a_gpu")
 
 
 def test_its_pass_operator_and_kernels_are_listed(environment, package):
