@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from tlora_fx.codegen.importing import TRITON_CACHE, import_generated
-from tlora_fx.codegen.kernels import Generated, build, intact
+from tlora_fx.codegen.kernels import build, intact
 from tlora_fx.codegen.launching import Interpreted, Launcher
 from tlora_fx.codegen.spec import KernelSpec
 from tlora_fx.errors import KernelCacheError
@@ -34,7 +34,19 @@ def kernel_folder() -> Path:
     return cache_folder() / "kernels"
 
 
-def stored(generated: Generated) -> Path:
+class KernelText(Protocol):
+    """A generated module."""
+
+    @property
+    def name(self) -> str:
+        """Its file's name, without the ending."""
+
+    @property
+    def text(self) -> str:
+        """What the file holds."""
+
+
+def stored(generated: KernelText) -> Path:
     """The file of a generated kernel, written unless it is there already.
 
     raises   KernelCacheError when neither the cache nor a temporary folder can be written
@@ -53,7 +65,7 @@ def stored(generated: Generated) -> Path:
             ) from second
 
 
-def _stored(generated: Generated, folder: Path) -> Path:
+def _stored(generated: KernelText, folder: Path) -> Path:
     path = folder / f"{generated.name}.py"
     if path.is_file():
         text = path.read_text("utf-8", errors="replace")

@@ -7,5 +7,14 @@ if __name__ != "tlora_fx.passes":
         name=__name__,
     )
 
+import importlib
+import pkgutil
+
 # After the guard: passes name our operators, which must be registered by then.
 import tlora_fx.ops  # noqa: F401
+
+
+def find_passes() -> None:
+    """Make all of our own passes known to pipelines by importing their files."""
+    for module in pkgutil.walk_packages(__path__, f"{__name__}."):
+        importlib.import_module(module.name)

@@ -28,7 +28,7 @@ PAGES = [
     ROOT / "CONTRIBUTING.md",
     *sorted((ROOT / "benchmarks").rglob("*.md")),
 ]
-PACKAGE = ROOT / "examples" / "extension"
+PACKAGES = [ROOT / "examples" / name for name in ("extension", "own_kernel")]
 CHANGELOG = ROOT / "CHANGELOG.md"
 
 
@@ -47,10 +47,10 @@ def imports_of(text):
 
 
 def test_what_the_page_shows_stands_in_the_package():
-    """Every block is a piece of a file of the example, to the letter, behind its imports."""
-    config = (PACKAGE / "pyproject.toml").read_text(encoding="utf-8")
-    assert [block for block in blocks("toml") if block not in config] == []
-    files = [path.read_text(encoding="utf-8") for path in PACKAGE.rglob("*.py")]
+    """Every block is a piece of a file of the examples, to the letter, behind its imports."""
+    configs = [(package / "pyproject.toml").read_text(encoding="utf-8") for package in PACKAGES]
+    assert [block for block in blocks("toml") if not any(block in each for each in configs)] == []
+    files = [path.read_text("utf-8") for package in PACKAGES for path in package.rglob("*.py")]
 
     for section in re.split(r"^## ", PAGE, flags=re.MULTILINE):
         given = {}

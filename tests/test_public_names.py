@@ -12,6 +12,8 @@ import pytest
 
 from tlora_fx.config.other_kinds import ADAPTERS
 from tlora_fx.config.pipeline_text import PASSES
+from tlora_fx.ops.job_operator import OPERATORS
+from tlora_fx.ops.kernels.templates import KERNELS
 from tlora_fx.pipeline.registry import PLANNERS
 from tlora_fx.scheduler.policies import ENTRY_POINTS
 
@@ -75,6 +77,39 @@ def test_every_public_name_can_be_imported(module):
     assert [name for name in LISTED[module] if not hasattr(home, name)] == []
 
 
+#: What the page listed when this version was released.
+FIRST = "0.2.0"
+RELEASED = ROOT / "tests" / "golden" / f"public-names-{FIRST}.txt"
+
+
+def names_of(listing):
+    """Pairs of a module and a name."""
+    return {(module, name) for module, names in listing.items() for name in names}
+
+
+def test_the_page_says_since_when_a_name_is_there():
+    """Those that were not in the first release with such a page, with a later version."""
+    released = {tuple(line.split()) for line in RELEASED.read_text("utf-8").splitlines()}
+    later = set()
+    for since, module, names in re.findall(
+        r"^\| (\d[\d.]+) \| `([\w.]+)` \| (.*?) \|", PAGE, re.MULTILINE
+    ):
+        assert since > FIRST
+        later |= {(module, name) for name in re.findall(r"`(\w+)`", names)}
+    errors = {pair for pair in names_of(LISTED) if pair[0] == "tlora_fx.errors"}
+
+    assert names_of(LISTED) - released - errors == later
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_name_of_the_last_release_is_still_found():
+    """Where it was, with a warning or without."""
+    lines = RELEASED.read_text("utf-8").splitlines()
+    pairs = [line.split() for line in lines]
+
+    assert [pair for pair in pairs if not hasattr(import_module(pair[0]), pair[1])] == []
+
+
 @pytest.mark.parametrize("path", IMPORTERS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_docs_and_examples_import_public_names_alone(path):
     """What a reader copies from a page or an example is promised."""
@@ -95,7 +130,7 @@ def test_the_page_lists_the_groups_of_entry_points():
     """Those that the code asks for, and no other."""
     groups = re.findall(r"^\| `([\w.]+)`", PAGE.partition("## Entry points")[2], re.MULTILINE)
 
-    assert set(groups) == {PASSES, PLANNERS, ENTRY_POINTS, ADAPTERS}
+    assert set(groups) == {PASSES, PLANNERS, ENTRY_POINTS, ADAPTERS, OPERATORS, KERNELS}
 
 
 def test_an_import_that_is_not_public_is_found():

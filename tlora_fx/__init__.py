@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tlora_fx.host.moved import find_moved_modules
 from tlora_fx.host.version import __version__
 
 if TYPE_CHECKING:
@@ -92,6 +93,9 @@ _HOMES = {
     "train": "tlora_fx.api.train",
     "why_not": "tlora_fx.tools.explain",
 }
+
+
+find_moved_modules()
 
 
 def __getattr__(name: str) -> Any:

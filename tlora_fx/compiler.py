@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import logging
-import pkgutil
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,8 +10,6 @@ from typing import Literal
 
 import torch
 
-import tlora_fx.ops
-import tlora_fx.passes
 from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import JobFile, load_job_file
 from tlora_fx.errors import (
@@ -45,6 +41,7 @@ from tlora_fx.model.slots import VECTOR
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics import Numerics, watch_numerics
 from tlora_fx.numerics.probe_cache import probe_once
+from tlora_fx.passes import find_passes
 from tlora_fx.passes.token_parallel.check import CheckTokenParallel
 from tlora_fx.pipeline import Instrument, Pipeline, Runner, Verify, parse_pipeline
 from tlora_fx.tracing.adapters import (
@@ -316,12 +313,6 @@ def _without_dropout(job: Job) -> Job:
     rates = {job.dropout_field: 0.0} if job.dropout_field else {}
     fields = {**job.lora_fields, **rates}
     return job.model_copy(update={"lora": fields, "adapter": None})
-
-
-def find_passes() -> None:
-    """Make all of our own passes known to pipelines by importing their files."""
-    for module in pkgutil.walk_packages(tlora_fx.passes.__path__, "tlora_fx.passes."):
-        importlib.import_module(module.name)
 
 
 def resolve_pipeline(given: str | Pipeline | None = None, added: Sequence[str] = ()) -> Pipeline:

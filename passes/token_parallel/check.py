@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import torch
 from torch import fx
 
 import tlora_fx.passes.token_parallel.rules  # noqa: F401  (registers its rules)
@@ -29,6 +30,7 @@ from tlora_fx.ir.graph import (
     output_of,
     placeholders,
 )
+from tlora_fx.ops.job_operator import find_operator
 from tlora_fx.passes.lower_loss import head_of
 from tlora_fx.passes.token_parallel.sizes import RowSizes
 from tlora_fx.passes.token_parallel.walk import TOKEN_INPUTS, Mixed, Row, RowWalk, State, Table
@@ -38,9 +40,8 @@ ADVICE: dict[Form, str] = {
     "packed": "set base.attention: batch",
     "batch": "this base cannot be shared by jobs",
 }
-REGISTER = (
-    "where the operator is safe register a rule with tlora_fx.passes.token_parallel.rules.rule"
-)
+RULE = "tlora_fx.passes.token_parallel.rules.rule, if it works on each token by itself"
+CONTRACT = "tlora_fx.ops.register_operator, if it takes tables of the row or adapters of all jobs"
 
 
 @register
@@ -137,9 +138,18 @@ def _refused(found: Mixed, form: Form) -> NotTokenParallel:
         if form == "packed"
         else "an operator that computes each line by itself",
         found=reason or "nobody has said how it treats the tokens of a row",
-        help=f"{ADVICE[form]}; {REGISTER}",
+        help=f"{ADVICE[form]}{_register(node)}",
         **{"made by": origin.made_by if origin and origin.made_by != TRACE else None},
     )
+
+
+def _register(node: fx.Node) -> str:
+    """How to say that an operator of another package is safe; "" of torch's and ours."""
+    if not isinstance(node.target, torch._ops.OpOverload) or find_operator(node.target):
+        return ""
+    if node.target.namespace in ("aten", "tlora_fx"):
+        return ""
+    return f"; or register the operator: with {RULE}; with {CONTRACT}"
 
 
 def _not_isolated(found: Mixed, by: str) -> NotIsolated:
@@ -151,6 +161,6 @@ def _not_isolated(found: Mixed, by: str) -> NotIsolated:
         source=node.meta.get("source") or None,
         jobs=", ".join(node.meta.get("jobs") or ()) or None,
         found=found.reason or f"operator {node.target} has no token rule",
-        help=f"this is a defect of the pass; {REGISTER}",
+        help=f"this is a defect of the pass{_register(node)}",
         **{"made by": origin.made_by if origin else None},
     )

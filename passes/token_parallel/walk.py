@@ -26,6 +26,7 @@ from torch import fx
 
 from tlora_fx.ir.graph import HEAD, LOSS, Block, Form, TensorRef, is_call, placeholders
 from tlora_fx.ir.lora_sites import ADD, EXPERTS, LISTED, ONE, SCALE, SEVERAL, lowered_arguments
+from tlora_fx.ops.job_operator import JobOperator, find_operator
 from tlora_fx.passes.token_parallel.rules import MixesTokens, find_rule, rank_of
 from tlora_fx.passes.token_parallel.sizes import RowSizes, SizeIsValue
 
@@ -218,13 +219,19 @@ class RowWalk:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
             raise MixesTokens("it writes into what it reads")
-        states = [self.states[source] for source in node.all_input_nodes]
-        flat = list(_flat(states))
         if is_call(node, operator.getitem):
             return self._item(node)
+        return self._by_inputs(node)
+
+    def _by_inputs(self, node: fx.Node) -> State:
+        flat = list(_flat(self.states[source] for source in node.all_input_nodes))
         own = {state for state in flat if isinstance(state, Own)}
-        if own and not is_call(node, ops.segment_write.default, EXPERTS, SCALE):
+        registered = find_operator(node.target)
+        joins = is_call(node, ops.segment_write.default, EXPERTS, SCALE)
+        if own and not joins and not (registered and registered.per_job):
             return self._by_one_job(node, own, flat)
+        if registered is not None:
+            return _registered(_Call(self, node), registered)
         special = _SPECIAL.get(node.target)
         if special is not None:
             return special(_Call(self, node))
@@ -548,6 +555,40 @@ def _nano_join(call: _Call) -> State:
     if call.state("parts") != parts or call.state("cuts") != Table("cuts"):
         raise MixesTokens("it does not join the runs of the row in their order")
     return Row(dim)
+
+
+def _registered(call: _Call, operator: type[JobOperator]) -> State:
+    """An operator of another package, by what it was registered with."""
+    row = _common_row(call, operator)
+    call.tables(row.part, *operator.tables)
+    for name in operator.banks:
+        if any(not isinstance(state, Bank) for state in _flat([call.state(name)])):
+            raise MixesTokens(f"its {name} is no bank of adapters")
+    for name in operator.per_job:
+        if list(_flat([call.state(name)])) != [Own(job) for job in call.given["jobs"]]:
+            raise MixesTokens(f"its {name} are not those of its jobs")
+    others = {*operator.rows, *operator.tables, *operator.banks, *operator.per_job}
+    call.plain(*(name for name in call.given if name not in others))
+    if reason := operator.mixes(call.given):
+        raise MixesTokens(reason)
+    axes = operator.result_axis(row.axis)
+    if isinstance(axes, tuple):
+        return tuple(Row(axis, row.part) for axis in axes)
+    return Row(axes, row.part)
+
+
+def _common_row(call: _Call, operator: type[JobOperator]) -> Row:
+    """Where all of an operator's rows are, along none of which it mixes."""
+    rows = {name: call.row(name) for name in operator.rows if call.given.get(name) is not None}
+    if not rows:
+        raise MixesTokens("none of its arguments holds the row")
+    first, row = next(iter(rows.items()))
+    for name, other in rows.items():
+        if other != row:
+            raise MixesTokens(f"its {name} holds the row elsewhere than its {first}")
+        if row.axis >= rank_of(call.given[name]) - operator.rows[name]:
+            raise MixesTokens(f"it mixes what stands along dimension {row.axis} of its {name}")
+    return row
 
 
 _SPECIAL: Mapping[Any, Callable[[_Call], State]] = {

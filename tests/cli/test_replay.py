@@ -12,8 +12,9 @@ import pytest
 from tests.cli.test_compile import run
 from tests.models import base_of, job
 from tests.tools.test_replay import faulty, raises, wrong_tag
-from tlora_fx.compiler import compile, find_passes
+from tlora_fx.compiler import compile
 from tlora_fx.errors import PassFailed
+from tlora_fx.passes import find_passes
 from tlora_fx.pipeline import REGISTRY
 from tlora_fx.tools.replay import keep_replay, named_modules
 

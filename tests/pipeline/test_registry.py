@@ -8,8 +8,8 @@ import pytest
 
 from tests.models import error_of
 from tests.pipeline.graphs import small_graph
-from tlora_fx.compiler import find_passes
 from tlora_fx.errors import PipelineError, PluginBroken
+from tlora_fx.passes import find_passes
 from tlora_fx.pipeline import Runner, find_pass, parse_pipeline, pass_names, plugin_passes
 
 

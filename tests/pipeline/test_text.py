@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.models import error_of
-from tlora_fx.compiler import DEFAULT_PIPELINE, find_passes
+from tlora_fx.compiler import DEFAULT_PIPELINE
 from tlora_fx.errors import PipelineError
 from tlora_fx.ir.graph import JobGraph
+from tlora_fx.passes import find_passes
 from tlora_fx.passes.lower_adapters import LowerAdapters
 from tlora_fx.pipeline import REGISTRY, JobPass, checked, options_of, parse_pipeline
 

@@ -11,6 +11,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
-from tlora_fx.backend.lora_regions import Left, Lowered, lower_sites
+from tlora_fx.backend.lora_regions import BEFORE, Left, Lowered, lower_sites
 from tlora_fx.backend.rewrite import SiteRewriter, declare_tables
 from tlora_fx.backend.sites import (
     GraphRegion,
@@ -33,6 +34,9 @@ from tlora_fx.backend.sites import (
 )
 from tlora_fx.errors import BackendOptionError, BackendUnsupported, nearest
 from tlora_fx.ops.torch_compile import mark_compile_caches
+from tlora_fx.passes import find_passes
+from tlora_fx.pipeline import GroupPass, Pass, Pipeline, parse_pipeline
+from tlora_fx.pipeline.text import checked
 
 __all__ = ["BackendWarning", "compile_graph", "lower_graph"]
 
@@ -56,7 +60,7 @@ def compile_graph(
 
     gm               rewritten in place
     mode             a mode of torch.compile, handed on to Inductor
-    options          `strict`, `compute`, and Inductor's own options
+    options          `strict`, `compute`, `passes`, and Inductor's own options
     returns          what runs the graph
     raises           BackendOptionError; BackendUnsupported when strict and a branch is left
     """
@@ -98,11 +102,10 @@ def _lower_region(region: GraphRegion, wanted: Options) -> tuple[list[str], list
     rewriter = SiteRewriter(region.module)
     lowered: list[str] = []
     left = [_stray(name, user) for name, user in strays(region, sites).items()]
-    for result in lower_sites(region, sites, wanted.compute):
+    refuse = partial(_unfit, wanted=wanted)
+    for result in lower_sites(region, sites, wanted.compute, refuse, wanted.passes):
         if isinstance(result, Left):
             left.append(result)
-        elif reason := _unfit(result, wanted):
-            left.append(Left(result.calls.path, reason))
         else:
             rewriter.replace(result)
             lowered.append(result.calls.path)
@@ -204,11 +207,14 @@ class Options:
     strict     raise BackendUnsupported where a LoRA branch cannot be lowered
     compute    "float32": adapters are multiplied in the dtype that PEFT gives them, which is
                float32 unless told otherwise; "base": in the base's dtype
+    passes     group passes that run behind lower-adapters, as text or objects, or both in a list:
+               what they make of the lowered sites is compiled
     inductor   options of Inductor, by Inductor's names
     """
 
     strict: bool = False
     compute: Literal["float32", "base"] = "float32"
+    passes: Pipeline | None = None
     inductor: dict[str, Any] = field(default_factory=dict)
 
 
@@ -251,7 +257,19 @@ def _checked(name: str, value: Any) -> Any:
         raise _wrong(name, "True or False", value)
     if name == "compute" and value not in COMPUTE:
         raise _wrong(name, " or ".join(COMPUTE), value)
-    return value
+    return _passes(value) if name == "passes" else value
+
+
+def _passes(value: Any) -> Pipeline:
+    """Passes by name, or as objects; raises PipelineError for names that nobody knows."""
+    find_passes()
+    found: list[Pass] = []
+    for item in value if isinstance(value, (list, tuple)) else [value]:
+        held = [*BEFORE, *(each.name for each in found)]
+        found += parse_pipeline(item, held).passes if isinstance(item, str) else [item]
+    if wrong := [item for item in found if not isinstance(item, GroupPass)]:
+        raise _wrong("passes", "group passes, as text or objects", wrong[0])
+    return checked(found, BEFORE)
 
 
 def _inductor_name(name: str, value: Any) -> str:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,10 +19,12 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from tlora_fx.backend.sites import GraphRegion, LoraCalls, is_number, tensor_of, value_of
+from tlora_fx.errors import GraphInvalid
 from tlora_fx.ir.graph import GroupGraph, JobGraph, TensorRef, is_call, output_of
-from tlora_fx.ir.lora_sites import ADD, lowered_site
+from tlora_fx.ir.lora_sites import ADD, LoweredSite, lowered_site
 from tlora_fx.ir.shapes import fake_like
 from tlora_fx.passes.lower_adapters import LowerAdapters, NoMatch, match_frozen, match_nodes
+from tlora_fx.pipeline import Event, Pipeline, Runner
 from tlora_fx.rewriting import Miss
 
 ops = torch.ops.tlora_fx
@@ -33,6 +35,11 @@ STAND_IN = 0.5
 # A function of torch as Python prints it, with its address.
 _FUNCTION = re.compile(r"<(?:built-in )?(?:function|method) (\w+)[^>]*>")
 PRODUCTS = (aten.linear.default, aten.addmm.default, aten.matmul.default)
+#: What holds of the graph that passes of one's own run on.
+BEFORE = (
+    *("drop-export-noise", "tag-roles", "fold-layers", "check-token-parallel", "token-parallel"),
+    *("fuse-backbone", "lower-adapters"),
+)
 TABLES = {
     "segments": ((2,), torch.int32),
     "keys": ((1, 2), torch.int64),
@@ -52,6 +59,7 @@ class Lowered:
     dropout      rate, likewise
     compute      dtype in which the adapter is multiplied
     autocast     dtype in which autocast has the frozen linear multiply, or None
+    program      what passes of one's own made of it, None where they left the operator
     """
 
     calls: LoraCalls
@@ -66,6 +74,19 @@ class Lowered:
     dropout: float | fx.Node
     compute: torch.dtype
     autocast: torch.dtype | None
+    program: Program | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What passes of one's own made of a site's operator; nodes are of the group's graph.
+
+    result   node with the site's result
+    inputs   what it is made of: inputs of sites by the operator's names, such as "x", "a", "scales"
+    """
+
+    result: fx.Node
+    inputs: Mapping[fx.Node, tuple[str, Lowered]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +101,19 @@ class NotLowerable(Exception):
     """Reason why a LoRA layer has no frozen result or result of its own."""
 
 
-def lower_sites(region: GraphRegion, sites: list[LoraCalls], compute: str) -> list[Lowered | Left]:
-    """Run lower-adapters on the LoRA layers of one region; what became of each site, in order."""
+def lower_sites(
+    region: GraphRegion,
+    sites: list[LoraCalls],
+    compute: str,
+    refuse: Callable[[Lowered], str] = lambda site: "",
+    passes: Pipeline | None = None,
+) -> list[Lowered | Left]:
+    """Run lower-adapters, and passes behind it, on the LoRA layers of one region.
+
+    refuse    why a site stays as it is that could be lowered, or ""
+    returns   what became of each site, in order
+    raises    what passes raise, and GraphInvalid where they drop an adapter
+    """
     if not sites:
         return []
     sites_graph = _SiteGraph(region)
@@ -102,8 +134,81 @@ def lower_sites(region: GraphRegion, sites: list[LoraCalls], compute: str) -> li
     sites_graph.graph.lint()
     outputs: Any = output_of(sites_graph.graph).args[0]
     for index, output in zip(writes, outputs, strict=True):
-        results[index] = sites_graph.read_back(sites[index], output)
+        result = sites_graph.read_back(sites[index], output)
+        refusal = refuse(result) if isinstance(result, Lowered) else ""
+        results[index] = Left(sites[index].path, refusal) if refusal else result
+    if passes is not None and passes.passes:
+        _run_passes(group, dict(zip(writes, outputs, strict=True)), results, passes)
     return results
+
+
+def _run_passes(
+    group: GroupGraph,
+    outputs: Mapping[int, fx.Node],
+    results: list[Lowered | Left],
+    passes: Pipeline,
+) -> None:
+    """Run passes of one's own on the sites that were lowered; `results` say what became."""
+    sites = {
+        index: (site, lowered)
+        for index, node in outputs.items()
+        if isinstance(lowered := results[index], Lowered) and (site := lowered_site(node))
+    }
+    graph = group.root
+    graph.erase_node(output_of(graph))
+    graph.output(tuple(outputs[index] for index in sites))
+    graph.eliminate_dead_code()
+    for site, lowered in sites.values():
+        # Passes are to see what autocast has multiplied.
+        site.call.update_arg(list(site.arguments).index("compute_dtype"), lowered.compute)
+    runner = Runner(passes, held=BEFORE)
+    for place, item in enumerate(runner.pipeline.passes, 1):
+        runner.run_one(Event(place, item, THE_JOB, group))
+    made: Any = output_of(graph).args[0]
+    for (index, (_, lowered)), result in zip(sites.items(), made, strict=True):
+        if result is not outputs[index]:
+            program = Program(result, _inputs_of(result, lowered, sites.values(), str(passes)))
+            results[index] = replace(lowered, program=program)
+
+
+def _inputs_of(
+    result: fx.Node, own: Lowered, sites: Iterable[tuple[LoweredSite, Lowered]], passes: str
+) -> dict[fx.Node, tuple[str, Lowered]]:
+    """What a result is made of; raises GraphInvalid where that is not its adapter, or too much."""
+    banks = {s.arguments[name]: lowered for s, lowered in sites for name in ("a", "b")}
+    read = [banks[node] for node in _sources(result) if node in banks]
+    inputs: dict[fx.Node, tuple[str, Lowered]] = {}
+    # Keys of masks are those of a site that drops.
+    for site, lowered in sorted(sites, key=lambda pair: not pair[0].arguments["drops"]):
+        if lowered in read:
+            nodes = {n: v for n, v in site.arguments.items() if isinstance(v, fx.Node)}
+            for name, node in nodes.items():
+                inputs.setdefault(node, (name, lowered))
+    unknown = [n for n in _sources(result, inputs) - set(inputs) if n.op != "call_function"]
+    dropped = read.count(own) < len(("a", "b"))
+    if not dropped and not unknown:
+        return inputs
+    raise GraphInvalid(
+        f"passes '{passes}' drop an adapter"
+        if dropped
+        else f"passes '{passes}' read what Dynamo's graph does not have",
+        site=own.calls.path,
+        expected="a result that is made of its site's inputs, A and B among them",
+        found=", ".join(node.name for node in unknown) if not dropped else None,
+        help="this is a defect of the passes in the option `passes`, or they are not for it",
+    )
+
+
+def _sources(result: fx.Node, stop: Container[fx.Node] = ()) -> set[fx.Node]:
+    """All nodes that a result is made of, up to some."""
+    seen: set[fx.Node] = set()
+    left = [result]
+    while left:
+        node = left.pop()
+        if node not in seen:
+            seen.add(node)
+            left.extend(() if node in stop else node.all_input_nodes)
+    return seen
 
 
 def _ends(site: LoraCalls) -> tuple[fx.Node, fx.Node]:
@@ -237,7 +342,7 @@ class _SiteGraph:
             return
         else:
             copy = self.graph.call_function(call.target, fx.map_arg(call.args, take))
-        self._tag(copy, site, node)
+        self._tag(copy, site, node, "adapter" if branch else "shared")
         copies[node] = copy
 
     def _read(self, site: LoraCalls, value: fx.Node, source: fx.Node) -> fx.Node:
@@ -246,10 +351,10 @@ class _SiteGraph:
         self._tag(read, site, source)
         return read
 
-    def _tag(self, copy: fx.Node, site: LoraCalls, node: fx.Node) -> None:
+    def _tag(self, copy: fx.Node, site: LoraCalls, node: fx.Node, role: str = "adapter") -> None:
         self.stands[copy] = node
         copy.meta.update(
-            val=value_of(node), path=site.path, site=site.path, jobs=(THE_JOB,), role="adapter"
+            val=value_of(node), path=site.path, site=site.path, jobs=(THE_JOB,), role=role
         )
 
     def read_back(self, site: LoraCalls, result: fx.Node) -> Lowered | Left:

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tlora_fx.backend.lora_regions import Lowered
+from tlora_fx.backend.lora_regions import Lowered, Program
 from tlora_fx.backend.sites import tensor_of
 from tlora_fx.host.sources import own_source
 from tlora_fx.ops import site_id
 
 aten = torch.ops.aten
+ops = torch.ops.tlora_fx
 SOURCES = ("ops", "codegen")
 WORDS = 2**32
 PREFIX = "tlora_fx_"
@@ -48,26 +49,51 @@ class SiteRewriter:
         self.module = module
         self.graph = module.graph
         self.made: dict[Any, fx.Node] = {}
+        self.copies: dict[fx.Node, fx.Node] = {}
+        self.inputs: dict[str, dict[str, fx.Node | None]] = {}
 
     def replace(self, site: Lowered) -> None:
-        """Replace a site's calls by one operator."""
+        """Replace a site's calls by one operator, or by what passes made of it."""
         with self.graph.inserting_before(site.result):
-            x, weight = (self._cast(node, site.autocast) for node in (site.x, site.weight))
-            bias = site.bias and self._cast(site.bias, site.autocast)
-            weight = self._transposed(weight) if site.transposed else weight
-            columns = self._transposed(site.b)
-            tables = self._tables(site)
-            args = (
-                x, weight, bias, site.a, columns, *tables, site.compute,
-                *_rank_and_drops(site),
-            )  # fmt: skip
-            lowered = self.graph.call_function(torch.ops.tlora_fx.multi_lora_linear.default, args)
+            if site.program is None:
+                args = (*self._inputs(site).values(), site.compute, *_rank_and_drops(site))
+                lowered = self.graph.call_function(ops.multi_lora_linear.default, args)
+            else:
+                lowered = self._copied(site.program.result, site.program)
         lowered.meta = dict(site.result.meta)
         site.result.replace_all_uses_with(lowered)
         numbers = [n for n in (site.scaling, site.dropout) if isinstance(n, fx.Node)]
         for node in dict.fromkeys([*reversed(site.calls.nodes), *numbers]):
             if not node.users:
                 self.graph.erase_node(node)
+
+    def _inputs(self, site: Lowered) -> dict[str, fx.Node | None]:
+        """What the operator reads, by its names and in its order."""
+        x, weight = (self._cast(node, site.autocast) for node in (site.x, site.weight))
+        bias = site.bias and self._cast(site.bias, site.autocast)
+        weight = self._transposed(weight) if site.transposed else weight
+        adapters = {"a": site.a, "b": self._transposed(site.b)}
+        names = ("ranks", "scales", "rates", "segments", "keys", "token_index", "site")
+        tables = dict(zip(names, self._tables(site), strict=True))
+        return {"x": x, "weight": weight, "bias": bias, **adapters, **tables}
+
+    def _copied(self, node: fx.Node, program: Program) -> fx.Node:
+        """A node that passes made, in this graph; what sites share is copied once."""
+        if node not in self.copies:
+            if node in program.inputs:
+                name, site = program.inputs[node]
+                copy = self._inputs_once(site)[name]
+                assert copy is not None
+            else:
+                copy = self.graph.node_copy(node, lambda read: self._copied(read, program))
+                copy.meta = {"example_value": node.meta["val"]}
+            self.copies[node] = copy
+        return self.copies[node]
+
+    def _inputs_once(self, site: Lowered) -> dict[str, fx.Node | None]:
+        if site.calls.path not in self.inputs:
+            self.inputs[site.calls.path] = self._inputs(site)
+        return self.inputs[site.calls.path]
 
     def _tables(self, site: Lowered) -> list[fx.Node]:
         """The operator's tables, from ranks to site, in the order in which it takes them."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -146,10 +147,16 @@ group = command_group("List, show, explain and tune generated GPU kernels.")
 
 @group.command("list")
 def list_kinds() -> None:
-    """List the kinds of GPU kernels, and the cached generated files."""
+    """List the kinds of GPU kernels, those of packages, and the cached generated files."""
+    from tlora_fx.ops.kernels.templates import plugin_templates
+
     table = Table("kind", "what it does", box=None, pad_edge=False)
     for kind in KINDS:
         table.add_row(kind, first_line(emitter(kind).__doc__))
+    for plugin in plugin_templates():
+        told = first_line(inspect.getdoc(plugin.found)) if plugin.found else plugin.broken
+        state = "" if plugin.found else "BROKEN: "
+        table.add_row(plugin.name, f"{state}{told}  ({plugin.package})")
     console = Console()
     console.print(table)
     folder = kernel_folder()
@@ -174,6 +181,47 @@ def _cached(files: list[Path]) -> Table:
 def show(kernel: KernelOptions) -> None:
     """Print the generated source of one kernel."""
     typer.echo(build(kernel.spec()).text, nl=False)
+
+
+@group.command()
+def package(
+    name: Annotated[str, typer.Argument(help="Kernel of a package; `kernels list` lists them.")],
+    values: Annotated[
+        list[str] | None, typer.Argument(help="Its fields, as inner=4096 dtype=bfloat16.")
+    ] = None,
+    tune: Annotated[
+        int,
+        typer.Option(
+            "--tune",
+            min=0,
+            help="Time its tiles on this machine's GPU at so many tokens, and save the fastest; 0: "
+            "print its source instead.",
+        ),
+    ] = 0,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="File for the table of --tune; in your cache folder if not given.",
+        ),
+    ] = None,
+) -> None:
+    """Print the generated source of a kernel that a package brings, or tune it."""
+    from tlora_fx.ops.kernels.templates import kernel_text, template_of, tune_kernel
+    from tlora_fx.ops.kernels.tune import gpu_device
+
+    pairs = [word.partition("=") for word in values or ()]
+    if wrong := [key + sign for key, sign, _ in pairs if not sign]:
+        raise typer.BadParameter(f"write fields as NAME=VALUE, not {wrong[0]!r}")
+    template = template_of(name, {key: value for key, _, value in pairs})
+    if not tune:
+        typer.echo(kernel_text(template).text, nl=False)
+        return
+    path, times = tune_kernel(template, tune, gpu_device(), output)
+    for tile, microseconds in sorted(times.items(), key=lambda pair: pair[1]):
+        typer.echo(f"{microseconds:10.1f} µs  {tile}")
+    typer.echo(path)
 
 
 @group.command()

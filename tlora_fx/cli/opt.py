@@ -64,9 +64,9 @@ def run(
         require_readable(pipeline)
     read = sys.stdin.read() if graphs == STANDARD else None
 
-    from tlora_fx.compiler import find_passes
     from tlora_fx.graph_file import graph_text, save_graphs
     from tlora_fx.inspect.instruments import state_source
+    from tlora_fx.passes import find_passes
     from tlora_fx.pipeline import Runner, load_extension, parse_pipeline
     from tlora_fx.tools.opt import run_on
 

@@ -54,6 +54,7 @@ def run(
 def overview(default: list[str]) -> Iterator[str]:
     """All passes: ours in the order of the default pipeline, other packages' after them."""
     from tlora_fx.config.other_kinds import plugin_kinds
+    from tlora_fx.ops.job_operator import plugin_operators
     from tlora_fx.pipeline import REGISTRY, plugin_passes, plugin_planners
 
     yield "default pipeline"
@@ -76,6 +77,7 @@ def overview(default: list[str]) -> Iterator[str]:
             yield from _entry(plugin.found, plugin.package)
     yield from _others("planners", plugin_planners())
     yield from _others("adapters", plugin_kinds())
+    yield from _others("operators", plugin_operators())
     yield "\nThe default as text: tlora-fx passes --pipeline. One pass: tlora-fx passes show NAME."
 
 

@@ -19,6 +19,7 @@ from tlora_fx.ir.graph import HEAD, GroupGraph, TensorRef, is_call, placeholders
 from tlora_fx.ir.lora_sites import lowered_sites
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.host_tables import reads_on_host
+from tlora_fx.ops.job_operator import find_operator
 from tlora_fx.ops.kernels.packed import tail_columns_of
 
 ATTENTION = torch.ops.tlora_fx.packed_attention.default
@@ -71,8 +72,10 @@ def why_launched(group: GroupGraph) -> tuple[str, ...]:
 
 
 def _reads_on_host(node: fx.Node) -> bool:
-    """Whether a node calls an operator of ours that there reads a table of jobs on the host."""
+    """Whether a node calls an operator that there reads a table of jobs on the host."""
     target = node.target
+    if registered := find_operator(target):
+        return registered.on_host
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "tlora_fx":
         return False
     given = fx.map_arg(_arguments(node, target), lambda one: one.meta.get("val"))

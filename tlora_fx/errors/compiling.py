@@ -191,7 +191,8 @@ class PassMisreports(GraphInvalid, code="T0217"):
 class TagsBroken(GraphInvalid, code="T0218"):
     """A pass left a node with a role or a set of jobs that cannot be right.
 
-    `tlora_fx/ir/verifier.py` has the rules.
+    `tlora_fx/ir/verifier.py` has the rules. An operator of your own that serves several jobs must
+    be registered: `tlora_fx.ops.register_operator`.
     """
 
 
@@ -207,7 +208,16 @@ class NotIsolated(GraphInvalid, code="T0249"):
 
     It put an operator that mixes tokens of the row where jobs share the graph, or let a job read
     or write more than its own segment. Mend the pass. Where the operator works on each token by
-    itself, register a rule: `tlora_fx.passes.token_parallel.rules.rule(operator)`.
+    itself, register a rule: `tlora_fx.passes.token_parallel.rules.rule(operator)`. Where it takes
+    tables of the row or adapters of all jobs, register it: `tlora_fx.ops.register_operator`.
+    """
+
+
+class OperatorNotRegistrable(CompileError, code="T0253"):
+    """What a package says of its operator does not fit the operator's schema.
+
+    Name arguments as `torch.library` was told, and the row's tables as `tlora_fx.ops.JobOperator`
+    lists them.
     """
 
 

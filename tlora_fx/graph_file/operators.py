@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
+from tlora_fx.ops.job_operator import load_operator
 
 # Methods would be looked up by name on whatever comes; traced graphs have none.
 OPS = ("placeholder", "get_attr", "call_function", "call_module", "output")
@@ -68,7 +69,8 @@ def target_of(text: str) -> Callable[..., Any]:
         raise GraphFileNotReadable(
             "the graph calls an operator that is not there",
             found=text,
-            help="install and import the package that registers it; operators that open files, "
+            help="install the package that registers it, and import it unless one of its entry "
+            "points names the operator; operators that open files, "
             f"and those of {', '.join(REFUSED_SPACES)}, are never called"
             if text.startswith(OPERATORS)
             else "graph files name operators of torch.ops, operator and math only",
@@ -81,6 +83,8 @@ def _overload(text: str) -> Callable[..., Any] | None:
     if len(names) != 3:
         return None
     space, name, overload = names
+    if not hasattr(getattr(torch.ops, space), name):
+        load_operator(f"{space}.{name}")
     try:
         overloaded = getattr(getattr(getattr(torch.ops, space), name), overload)
     except (AttributeError, RuntimeError):

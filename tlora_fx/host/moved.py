@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
 from typing import Any
+
+#: Modules that pages of 0.1.0 named, and where their names stand now.
+MODULES = {
+    "tlora_fx.batch": "tlora_fx.model.batch",
+    "tlora_fx.driver": "tlora_fx.compiler",
+    "tlora_fx.graph": "tlora_fx.ir.graph",
+    "tlora_fx.inspect.recorder": "tlora_fx.inspect.program",
+    "tlora_fx.runtime.weights": "tlora_fx.runtime.adapters.files",
+    "tlora_fx.scheduler.bases": "tlora_fx.cost.load",
+    "tlora_fx.scheduler.cluster": "tlora_fx.cost.hardware",
+    "tlora_fx.scheduler.demand": "tlora_fx.cost.load",
+    "tlora_fx.scheduler.estimator": "tlora_fx.cost.estimator",
+    "tlora_fx.scheduler.estimator_explain": "tlora_fx.cost.estimator",
+    "tlora_fx.scheduler.estimator_profiles": "tlora_fx.cost.profile_sources",
+    "tlora_fx.scheduler.placement": "tlora_fx.scheduler.search.placement",
+    "tlora_fx.shapes": "tlora_fx.ir.shapes",
+    "tlora_fx.stored": "tlora_fx.ir.storage",
+}
 
 
 def moved_to(old: str, new: str) -> Callable[[str], Any]:
@@ -16,6 +39,8 @@ def moved_to(old: str, new: str) -> Callable[[str], Any]:
     """
 
     def find(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {old!r} has no attribute {name!r}", name=name)
         try:
             value = getattr(import_module(new), name)
         except AttributeError:
@@ -28,3 +53,21 @@ def moved_to(old: str, new: str) -> Callable[[str], Any]:
         return value
 
     return find
+
+
+class _Moved(MetaPathFinder, Loader):
+    """Finds the modules that are gone, after all that are there."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return spec_from_loader(fullname, self) if fullname in MODULES else None
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__getattr__ = moved_to(module.__name__, MODULES[module.__name__])  # type: ignore[method-assign]
+
+
+def find_moved_modules() -> None:
+    """Let the modules that are gone be imported, once a process."""
+    if not any(isinstance(finder, _Moved) for finder in sys.meta_path):
+        sys.meta_path.append(_Moved())

@@ -32,6 +32,7 @@ from tlora_fx.ir.lora_sites import LoweredSite, lowered_sites
 from tlora_fx.model.saved import SavedModel, dumped, saved_model
 from tlora_fx.model.source import gate_of
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.ops.job_operator import find_operator
 from tlora_fx.ops.kernels.support import job_capacity, rank_block
 
 logger = logging.getLogger(__name__)
@@ -250,8 +251,10 @@ def _site_kernels(site: _SiteSpec, later: bool) -> Iterator[KernelSpec]:
 
 
 def _site_spec(site: LoweredSite, jobs: int, arch: int) -> _SiteSpec | None:
-    """The site's specs, or None where PyTorch serves it: its types or sizes have no kernels."""
+    """The site's specs, or None where its types, sizes or operator have no kernels of ours."""
     arguments = site.arguments
+    if find_operator(site.operator) is not None:
+        return None
     x, a, b = (arguments[name].meta["val"] for name in ("x", "a", "b"))
     dtype, stored = (str(value.dtype).removeprefix("torch.") for value in (x, a))
     inner, outer = int(a.shape[1]), int(b.shape[1])

@@ -47,6 +47,7 @@ from tlora_fx.ir.lora_sites import (
     lowered_site,
     serves_several,
 )
+from tlora_fx.ops.job_operator import arguments_of, find_operator
 
 # Operations an element of the first input, for what is one operator here and several elsewhere.
 PER_ELEMENT = {
@@ -210,9 +211,9 @@ class FlopCounter:
         specs, kwargs = list(mapped[0]), dict(mapped[1])
         for index, length in DIVIDING.get(target, {}).items():
             specs[index] = _Spec((length,), specs[index].dtype, False)
-        if target in BANK:
-            for index in BANK[target]:
-                specs[index] = replace(specs[index], shape=(rank, *specs[index].shape[1:]))
+        for index in _banks(target):
+            specs[index] = replace(specs[index], shape=(rank, *specs[index].shape[1:]))
+        if target in MAX_RANK:
             specs[MAX_RANK[target]] = 0
         if target is EXPERTS:
             specs[5:9] = _one_job(specs[1].shape[0], specs[5][0], specs[6][0], rank)
@@ -296,6 +297,14 @@ class _Spec:
     def on_meta(self) -> Tensor:
         learning = self.learning and self.dtype.is_floating_point
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=learning)
+
+
+def _banks(target: Any) -> tuple[int, ...]:
+    """Indices of the adapters of all jobs among an operator's arguments."""
+    registered = find_operator(target)
+    if registered is None:
+        return BANK.get(target, ())
+    return tuple(map(arguments_of(target).index, registered.banks))
 
 
 def _one_job(experts: int, a: _Spec, b: _Spec, rank: int) -> list[Any]:

@@ -5,6 +5,9 @@ sites that read one input, and each site's result is an `operator.getitem` of it
 serves one site whose frozen operator is a node of its own. Each result carries the site's tags:
 role, jobs, site, path, branches. Who looks for sites asks here, so that all forms look alike.
 
+An operator of another package that was registered with banks (`ops/job_operator.py`) serves one
+site, as `multi_lora_add` does.
+
 `multi_lora_experts` serves a mixture's experts. Its adapters are the jobs' own tensors and lie in
 no bank: such a node is lowered and carries the same tags, but it is no `LoweredSite`.
 """
@@ -21,6 +24,7 @@ from torch import fx
 
 import tlora_fx.ops  # noqa: F401  (registers the operators that are named here)
 from tlora_fx.ir.graph import is_call
+from tlora_fx.ops.job_operator import find_operator
 
 ONE = torch.ops.tlora_fx.multi_lora_linear.default
 SEVERAL = torch.ops.tlora_fx.multi_lora_linears.default
@@ -50,7 +54,7 @@ class LoweredSite:
     result       the node that holds the site's result
     call         the operator that computes it
     arguments    what multi_lora_linear takes for this site, by name and in its order; of
-                 multi_lora_add `y` instead of a weight and a bias
+                 another operator that serves one site, what that takes
     """
 
     result: fx.Node
@@ -59,8 +63,8 @@ class LoweredSite:
 
     @property
     def operator(self) -> Any:
-        """Operator of a site like this alone: multi_lora_linear, or multi_lora_add."""
-        return ADD if is_call(self.call, ADD) else ONE
+        """Operator of a site like this alone: multi_lora_linear where several share one."""
+        return ONE if serves_several(self.call) else self.call.target
 
     @property
     def path(self) -> str:
@@ -91,7 +95,8 @@ def lowered_sites(graph: fx.Graph) -> Iterator[LoweredSite]:
 
 def lowered_site(node: fx.Node) -> LoweredSite | None:
     """The site whose result a node holds, None where it holds none."""
-    if is_call(node, ONE, ADD):
+    registered = find_operator(node.target)
+    if is_call(node, ONE, ADD) or (registered is not None and registered.banks):
         return LoweredSite(node, node, lowered_arguments(node))
     if not is_call(node, operator.getitem):
         return None
@@ -109,8 +114,9 @@ def serves_several(node: fx.Node) -> bool:
 
 
 def is_lowered(node: fx.Node) -> bool:
-    """Whether a node is an operator of lowered sites, or holds the result of one."""
-    return serves_several(node) or is_adapted(node) or is_call(node, SCALE)
+    """Whether a node takes each job's rows by themselves, or holds the result of such a one."""
+    joins = is_call(node, SCALE) or find_operator(node.target) is not None
+    return joins or serves_several(node) or is_adapted(node)
 
 
 def is_adapted(node: fx.Node) -> bool:

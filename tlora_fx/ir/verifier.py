@@ -159,7 +159,8 @@ def _broken(node: fx.Node, where: str, expected: str, found: str) -> TagsBroken:
         target=node.target,
         expected=expected,
         found=found,
-        help="new nodes take role and jobs from the nodes that they are made of",
+        help="new nodes take role and jobs from the nodes that they are made of; an operator of "
+        "your own that serves several jobs is registered with tlora_fx.ops.register_operator",
     )
 
 

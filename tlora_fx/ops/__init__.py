@@ -9,6 +9,7 @@ from tlora_fx.ops.expert_lora import multi_lora_experts
 from tlora_fx.ops.experts import expert_linear, expert_outer
 from tlora_fx.ops.float8 import float8_input_gradient, float8_linear, float8_rows
 from tlora_fx.ops.gated import multi_lora_gated_linear
+from tlora_fx.ops.job_operator import JobOperator, register_operator
 from tlora_fx.ops.lora import multi_lora_add, multi_lora_linear, multi_lora_linears
 from tlora_fx.ops.parallel import (
     nano_join,
@@ -35,6 +36,7 @@ from tlora_fx.ops.tables import site_id, without_dropout
 from tlora_fx.ops.torch_compile import mark_compile_caches
 
 __all__ = [
+    "JobOperator",
     "cross_entropy",
     "cross_entropy_backward",
     "dora_scale",
@@ -59,6 +61,7 @@ __all__ = [
     "packed_attention_backward",
     "quantized_linear",
     "quantized_linear_backward",
+    "register_operator",
     "segment_read",
     "segment_spread",
     "segment_sum",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tlora_fx.compiler import find_passes
 from tlora_fx.cost.mesh_fits import cut_obstacles, every_mesh
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import MeshDoesNotFit, PlanNotRunnable
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.passes import find_passes
 from tlora_fx.pipeline import Pipeline, Runner, parse_pass
 from tlora_fx.pipeline.instrument import Event
 

@@ -100,7 +100,8 @@ class Rewriter:
         what      the rewrite in words, for bisect
         tags      instead of those of the node replaced
         sources   what else it is made from, besides the match
-        returns   the new node; what was matched and nobody reads any more is erased
+        returns   the new node; what was matched and nobody reads any more is erased, and so are
+                  tensors that only it read
         raises    RewriteMismatch where shape or dtype is another
         """
         node = found.node if isinstance(found, Match) else found
@@ -109,8 +110,11 @@ class Rewriter:
             return None
         maker = self._maker(node, node, tags, (*matched, *sources))
         new = build(maker)
+        if new in maker.made and "branches" in node.meta:
+            new.meta.setdefault("branches", node.meta["branches"])
         _take_over(maker, node, new)
-        for old in matched:
+        stored = [each for old in matched for each in old.all_input_nodes if each.op == "get_attr"]
+        for old in (*matched, *stored):
             if not old._erased and not old.users and old.op != "placeholder":
                 self.graph.erase_node(old)
         return new

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 import tlora_fx.ops  # noqa: F401  (registers the operators that graph files name)
-from tlora_fx.compiler import find_passes, prepare
+from tlora_fx.compiler import prepare
 from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import Plan
 from tlora_fx.graph_file import graph_text, graphs_of_text
@@ -36,6 +36,7 @@ from tlora_fx.ops.dora import norms_kept
 from tlora_fx.parallel.apply import apply
 from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.parallel.shallow import fill_at_random, shallow
+from tlora_fx.passes import find_passes
 
 # Other work of the machine comes first, training too.
 NICENESS = 10

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 import tlora_fx.ops  # noqa: F401  (registers the operators that graph files name)
-from tlora_fx.compiler import find_passes, prepare
+from tlora_fx.compiler import prepare
 from tlora_fx.config.job import Job
 from tlora_fx.errors import FolderNotLoadable
 from tlora_fx.graph_file import load_graphs
@@ -20,6 +20,7 @@ from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.saved import SavedModel, bring
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.passes import find_passes
 from tlora_fx.pipeline import load_extension
 from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
 from tlora_fx.runtime.adapters.starts import needs_data

@@ -1,4 +1,4 @@
-"""Tests of passes: a small model, jobs, equivalence, check files, accepted texts.
+"""Tests of passes and operators: small models, equivalence, check files, accepted texts.
 
     from tlora_fx.testing import around, assert_equivalent, small_base, small_job
 
@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tlora_fx.testing.checks import check_text, run_check_file
     from tlora_fx.testing.equivalence import around, assert_equivalent, small_base, small_job
+    from tlora_fx.testing.operators import operator_tests
 
-_CHECKS = ("check_text", "run_check_file")
+_HOMES = {"check_text": "checks", "run_check_file": "checks", "operator_tests": "operators"}
 __all__ = [
     "around",
     "assert_equivalent",
     "check_text",
+    "operator_tests",
     "run_check_file",
     "small_base",
     "small_job",
@@ -35,5 +37,5 @@ def __getattr__(name: str) -> Any:
     """Import when used: a session of pytest that only takes the plugin does not wait for torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
-    home = "checks" if name in _CHECKS else "equivalence"
+    home = _HOMES.get(name, "equivalence")
     return getattr(import_module(f"{__name__}.{home}"), name)

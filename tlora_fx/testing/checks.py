@@ -60,8 +60,8 @@ def run_check_file(path: Path) -> None:
 
     raises   AssertionError as `check_text`; TloraError for graphs or passes that are wrong
     """
-    from tlora_fx.compiler import find_passes
     from tlora_fx.graph_file import graph_text, graphs_of_text
+    from tlora_fx.passes import find_passes
     from tlora_fx.pipeline import Runner, parse_pipeline
     from tlora_fx.tools.opt import run_on
 

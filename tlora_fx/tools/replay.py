@@ -18,7 +18,7 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 from safetensors import SafetensorError
 
-from tlora_fx.compiler import Prepared, find_passes, fuse, resolve_pipeline
+from tlora_fx.compiler import Prepared, fuse, resolve_pipeline
 from tlora_fx.errors import ReplayNotReadable, TloraError
 from tlora_fx.graph_file import from_document, load_document, save_document, to_document
 from tlora_fx.host.durable import replace_file
@@ -28,6 +28,7 @@ from tlora_fx.inspect.wording import plural
 from tlora_fx.ir.graph import GroupGraph, JobGraph, placeholders
 from tlora_fx.numerics import Numerics
 from tlora_fx.numerics.tensors import buffers_of
+from tlora_fx.passes import find_passes
 from tlora_fx.pipeline import (
     Event,
     GroupPass,

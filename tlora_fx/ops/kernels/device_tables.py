@@ -35,6 +35,8 @@ from tlora_fx.ops.tables import (
 _ALIGNED = 4
 # A model has a few hundred sites; a step a few rows.
 _MAX_COPIES = 4096
+# Rows of a block of packed adapters, which nobody reads here.
+_SMALL_BLOCK = 16
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -153,7 +155,7 @@ def offsets_on(table: Tensor, rows: int, device: torch.device) -> Tensor:
 
     raises   SegmentError where it does not cover the rows; TableNotOnDevice
     """
-    capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    capturing = _is_capturing(device)
     key = (table.data_ptr(), table.shape[0], rows, device)
     stamps = (stamp(table),)
     mirror = _offsets.get(key)
@@ -163,6 +165,32 @@ def offsets_on(table: Tensor, rows: int, device: torch.device) -> Tensor:
         _keep(_offsets, key, mirror)
     mirror.captured |= capturing
     return mirror.words
+
+
+def segments_on(segments: Tensor, tokens: int, device: torch.device) -> Tensor:
+    """The copy of a row's segments, in tokens: int32 [J + 1].
+
+    raises   SegmentError where they do not cover the tokens; TableNotOnDevice
+    """
+    # A row whose jobs do not drop needs no keys, and segments are none.
+    return row_tables(segments, segments, tokens, device, _is_capturing(device)).segments
+
+
+def adapters_on(
+    ranks: Tensor, scales: Tensor, rates: Tensor, site: Tensor, rows: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The copies of a site's ranks, int32 [J + 1], and scales, float32 [J].
+
+    rows     of a and b
+    raises   as `site_tables`
+    """
+    tables = ranks, scales, rates, site
+    copies = site_tables(tables, rows, _SMALL_BLOCK, device, _is_capturing(device))
+    return copies.ranks, copies.scales
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def refresh(*tables: Tensor) -> None:

@@ -382,8 +382,14 @@ def _tables(gpu: str, arch: int) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         tables = sorted(SHIPPED.glob("*.json"))
         shipped = [path for path in tables if _read(path).get("arch") == arch]
     for path in (own_table(gpu), *shipped):
-        if entries := _read(path).get("entries"):
+        if entries := entries_in(path):
             yield str(path), entries
+
+
+def entries_in(path: Path) -> list[dict[str, Any]]:
+    """Entries of a table, of whichever versions; none where it is not there."""
+    entries: list[dict[str, Any]] = _read(path).get("entries", [])
+    return entries
 
 
 def entries_of(path: Path, versions: dict[str, str]) -> list[dict[str, Any]]:
@@ -391,7 +397,7 @@ def entries_of(path: Path, versions: dict[str, str]) -> list[dict[str, Any]]:
     _read.cache_clear()
     document = _read(path)
     same = all(document.get(name) == version for name, version in versions.items())
-    return list(document.get("entries", ())) if same else []
+    return list(entries_in(path)) if same else []
 
 
 @lru_cache(maxsize=16)

@@ -154,7 +154,7 @@ def tune(
     plans_only       measure plans, with the tiles that tables have for the other kernels
     raises           KernelToolMissing where there is no GPU
     """
-    device = device or _gpu()
+    device = device or gpu_device()
     until = time.monotonic() + budget_seconds
     gpu = gpu_name(device) or "cpu"
     path = out_path or (select.SHIPPED / select.file_name(gpu) if ship else select.own_table(gpu))
@@ -184,7 +184,8 @@ def tune(
     return path
 
 
-def _gpu() -> torch.device:
+def gpu_device() -> torch.device:
+    """The GPU that is measured; raises KernelToolMissing where there is none."""
     if not torch.cuda.is_available():
         raise KernelToolMissing(
             "tuning needs a CUDA device", help="run it on the machine that will train"

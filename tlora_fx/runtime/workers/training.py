@@ -24,7 +24,7 @@ import torch
 
 import tlora_fx.passes
 import tlora_fx.planners
-from tlora_fx.compiler import compile, find_passes, prepare
+from tlora_fx.compiler import compile, prepare
 from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import JobsDiffer, NotAdmitted, OutOfMemory, TloraError
@@ -33,6 +33,7 @@ from tlora_fx.host.storage import is_full, waits_for_room
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.slots import rounded
 from tlora_fx.parallel.apply import let_go
+from tlora_fx.passes import find_passes
 from tlora_fx.pipeline import load_extension
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.callbacks import Callbacks, EachInTurn, TrainerCallback, callback_named

@@ -1,0 +1,118 @@
+"""The example of an operator with its own kernels: copied away, installed, tested, and used."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+ADDED = ["--add-pass", "own-lora@after:lower-adapters"]
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """The package in an empty folder."""
+    folder = tmp_path_factory.mktemp("outside") / "own_kernel"
+    ignored = shutil.ignore_patterns("__pycache__", "build", "dist")
+    shutil.copytree(EXAMPLES / "own_kernel", folder, ignore=ignored)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def environment(package, tmp_path_factory):
+    """The variables of a process that finds the installed package."""
+    site = tmp_path_factory.mktemp("site")
+    command = [
+        sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check",
+        "--no-deps", "--no-build-isolation", "--no-index", "--target", str(site), str(package),
+    ]  # fmt: skip
+    subprocess.run(command, check=True, capture_output=True)
+    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+def run(environment, folder, *words):
+    """Run a module of Python; all that it printed."""
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def run_its_tests(environment, package, *words):
+    """Run the package's own tests."""
+    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(package)]
+    return run(environment, package, "pytest", *options, str(package / "tests"), *words)
+
+
+@pytest.mark.slow
+def test_its_own_tests_pass(environment, package):
+    """Isolation, invariance, its reference, kernels under the interpreter, training, backend."""
+    assert "16 passed" in run_its_tests(environment, package)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_its_kernels_pass_all_checks_on_a_gpu(environment, package):
+    """In bfloat16, compiled."""
+    assert "5 passed" in run_its_tests(environment, package, "-k", "on_a_gpu")
+
+
+def test_its_pass_operator_and_kernels_are_listed(environment, package):
+    """With the package that brings them."""
+    passes = run(environment, package, "tlora_fx", "passes")
+    kernels = run(environment, package, "tlora_fx", "kernels", "list")
+
+    assert "operators from other packages" in passes
+    assert "own_kernel.fused_lora" in passes
+    assert "own-branch" in kernels
+    assert "(tlora-fx-own-kernel 0.1.0)" in kernels
+
+
+def test_the_source_of_its_kernel_is_printed(environment, package):
+    """For the fields that are given, with the command that prints it again."""
+    words = ["own-branch", "inner=48", "outer=32", "dtype=float32"]
+    text = run(environment, package, "tlora_fx", "kernels", "package", *words)
+
+    assert "INNER = tl.constexpr(48)" in text
+    assert "# again      tlora-fx kernels package own-branch inner=48 outer=32" in text
+
+
+@pytest.fixture
+def jobs(tmp_path):
+    """The quickstart's jobs without dropout, of a few steps."""
+    for name in ("base", "data"):
+        shutil.copytree(EXAMPLES / "quickstart" / name, tmp_path / name)
+    told = yaml.safe_load((EXAMPLES / "quickstart" / "jobs.yaml").read_text(encoding="utf-8"))
+    for job in told["jobs"]:
+        job["lora"]["lora_dropout"] = 0.0
+        job["max_steps"] = 3
+    (tmp_path / "jobs.yaml").write_text(yaml.safe_dump(told), encoding="utf-8")
+    return tmp_path
+
+
+@pytest.mark.slow
+def test_jobs_are_verified_and_trained_with_it(environment, jobs):
+    """Against plain PEFT, within the bound of any group."""
+    words = ["jobs.yaml", *ADDED, "--device", "cpu"]
+    told = run(environment, jobs, "tlora_fx", "verify", *words, "--steps", "3")
+    run(environment, jobs, "tlora_fx", "train", *words, "-o", "run")
+
+    assert "3 jobs train fused as they train alone" in told
+    assert len(list((jobs / "run").glob("*/adapter_model.safetensors"))) == 3
+
+
+def test_the_report_says_that_it_serves_sites(environment, jobs):
+    """All of them, because no job drops."""
+    words = ["jobs.yaml", *ADDED, "-o", "build", "--verify", "numerics", "--time"]
+
+    assert "7 sites that own_kernel serves" in run(environment, jobs, "tlora_fx", "compile", *words)
