@@ -49,8 +49,8 @@ CREATE TABLE IF NOT EXISTS samplers (
 CREATE TABLE IF NOT EXISTS commands (
     number INTEGER PRIMARY KEY AUTOINCREMENT, user TEXT NOT NULL, queue TEXT NOT NULL,
     seq INTEGER NOT NULL, kind TEXT NOT NULL, digest BLOB NOT NULL, body BLOB,
-    media TEXT, answer BLOB, made REAL NOT NULL, done REAL, tokens INTEGER NOT NULL DEFAULT 0,
-    UNIQUE (queue, seq));
+    media TEXT, answer BLOB, failed INTEGER, made REAL NOT NULL, done REAL,
+    tokens INTEGER NOT NULL DEFAULT 0, UNIQUE (queue, seq));
 CREATE INDEX IF NOT EXISTS commands_open ON commands (queue, seq) WHERE done IS NULL;
 CREATE TABLE IF NOT EXISTS checkpoints (
     path TEXT PRIMARY KEY, model TEXT NOT NULL, user TEXT NOT NULL, kind TEXT NOT NULL,
@@ -78,10 +78,14 @@ class Command:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a command came to: a body of some media type."""
+    """What a command came to: a body of some media type.
+
+    failed   whether it is an error
+    """
 
     media: str
     body: bytes
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,12 +323,15 @@ class CommandLog:
         raises   RequestGone for a number that is not there, or another's
         """
         rows = self._rows(
-            "SELECT media, answer, done FROM commands WHERE number = ? AND user = ?", number, user
-        )
+            "SELECT media, answer, failed, done FROM commands WHERE number = ? AND user = ?",
+            number, user,
+        )  # fmt: skip
         if not rows:
             raise RequestGone("there is no such future", found=number, help="repeat the request")
         [row] = rows
-        return None if row["done"] is None else Answer(row["media"], row["answer"])
+        if row["done"] is None:
+            return None
+        return Answer(row["media"], row["answer"], bool(row["failed"]))
 
     # What the trainer reads and writes.
 
@@ -351,11 +358,14 @@ class CommandLog:
         return bytes(row["body"])
 
     def done_since_kept(self, model: str) -> list[Command]:
-        """The commands that have run and that a model's snapshot does not have, with bodies."""
+        """The commands that have run and that a model's snapshot does not have, with bodies.
+
+        Those that failed are left out, but for steps: one that fails may drop gradients.
+        """
         rows = self._rows(
             "SELECT number, commands.user, queue, seq, kind, body FROM commands "
-            "JOIN models ON models.id = queue "
-            "WHERE queue = ? AND seq > kept AND seq <= ran ORDER BY seq",
+            "JOIN models ON models.id = queue WHERE queue = ? AND seq > kept AND seq <= ran "
+            "AND (NOT failed OR kind = 'optim_step') ORDER BY seq",
             model,
         )
         return [self._command(row, bytes(row["body"])) for row in rows]
@@ -371,10 +381,13 @@ class CommandLog:
             for each in outcomes:
                 command, answer = each.command, each.answer
                 base.execute(
-                    "UPDATE commands SET media = ?, answer = ?, done = ?, tokens = ? "
+                    "UPDATE commands SET media = ?, answer = ?, failed = ?, done = ?, tokens = ? "
                     "WHERE number = ? AND done IS NULL",
-                    (answer.media, answer.body, now, each.tokens, command.number),
-                )
+                    (
+                        answer.media, answer.body, answer.failed, now, each.tokens,
+                        command.number,
+                    ),
+                )  # fmt: skip
                 base.execute(
                     "UPDATE models SET ran = max(ran, ?) WHERE id = ?", (command.seq, command.queue)
                 )
