@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 
@@ -70,7 +71,7 @@ def read_forward(body):
     [field] = record.fields
     ends = np.frombuffer(field.value.offsets, "<i8") // 4
     data = np.frombuffer(field.value.data, "<f4")
-    logprobs = [data[start:end] for start, end in zip(ends[:-1], ends[1:], strict=True)]
+    logprobs = [data[start:end] for start, end in pairwise(ends)]
     return {each.key: each.value for each in message.metrics}, logprobs
 
 
@@ -110,9 +111,7 @@ class Client:
     def send(self, kind, **fields):
         self.seq += 1
         body = {"model_id": self.model, "seq_id": self.seq, **fields}
-        return self.log.append(
-            self.user, self.model, self.seq, kind, json.dumps(body).encode()
-        )
+        return self.log.append(self.user, self.model, self.seq, kind, json.dumps(body).encode())
 
     def optim_step(self, **adam):
         return self.send("optim_step", adam_params=adam)

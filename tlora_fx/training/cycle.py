@@ -8,6 +8,7 @@ failure is the answer of the request that caused it, and of no other.
 from __future__ import annotations
 
 import logging
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -70,6 +71,7 @@ class Cycle:
         self.tenants = Tenants(engine, log)
         self.active: frozenset[str] = frozenset()
         self._busy: set[str] = set()
+        self._obsolete: list[str] = []
 
     def run(self) -> bool:
         """Run what may run now; False where nothing did."""
@@ -83,7 +85,8 @@ class Cycle:
         for commands in sorted(waiting, key=lambda own: own[0].number):
             head = commands[0]
             try:
-                self._bring(head)
+                if head.seq > 0:
+                    self.bring(head.queue)
                 self._busy.add(head.queue)
                 if head.kind in (FORWARD, STEP):
                     turns[head.queue] = _turn(commands)
@@ -99,11 +102,12 @@ class Cycle:
         self._waves(turns)
         return self._sample(samples) or ran
 
-    def _bring(self, head: Command) -> None:
-        """See that a command's model is in the banks, with all that has run before."""
-        if head.seq == 0:
-            return
-        model = self.log.model(head.queue)
+    def bring(self, name: str) -> None:
+        """See that a model is in the banks, with all that has run.
+
+        raises   NoRoom; CommandRefused where it was never made; CheckpointError
+        """
+        model = self.log.model(name)
         if model.config is None:
             raise CommandRefused("the model was never made: its creation failed", model=model.id)
         if model.id in self.tenants.resident or model.kept >= 0:
@@ -309,10 +313,13 @@ class Cycle:
                 command, json_answer(answer | {"sampling_session_id": name}), sampler=sampler
             )
         path = f"tinker://{model}/{kind}/{request.path or f'{command.seq:06d}'}"
-        if self.log.checkpoints(path=path) and not request.overwrite:
-            raise CommandRefused(
-                "there is a checkpoint of this name", found=path, help="pass overwrite=True"
-            )
+        for old in self.log.checkpoints(path=path):
+            if not request.overwrite:
+                raise CommandRefused(
+                    "there is a checkpoint of this name", found=path, help="pass overwrite=True"
+                )
+            if old.folder != folder:
+                self._obsolete.append(old.folder)
         size = self.tenants.write(model, folder, whole=whole)
         expires = None if request.ttl_seconds is None else now + request.ttl_seconds
         checkpoint = Checkpoint(
@@ -345,6 +352,9 @@ class Cycle:
         if not outcomes:
             return
         self.log.finish(outcomes)
+        # Only now: nothing names them any more.
+        while self._obsolete:
+            shutil.rmtree(self.log.folder / self._obsolete.pop(), ignore_errors=True)
         for outcome in outcomes:
             resident = self.tenants.resident.get(outcome.command.queue)
             if resident is not None:
