@@ -12,9 +12,10 @@ from tempfile import mkdtemp
 import numpy as np
 
 from tlora_fx.training.cycle import Cycle
-from tlora_fx.training.engine import Engine, EngineOptions
+from tlora_fx.training.engine import Engine
 from tlora_fx.training.log import PROTOBUF, CommandLog
 from tlora_fx.training.messages import _CLASS, canonical_request
+from tlora_fx.training.options import EngineOptions
 
 VOCABULARY = 259
 

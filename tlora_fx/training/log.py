@@ -36,6 +36,7 @@ CREATE = ("create_model", "load_model")
 Kind = Literal["weights", "sampler_weights"]
 
 _TABLES = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY, user TEXT NOT NULL, made REAL NOT NULL, seen REAL NOT NULL,
     ended REAL, said TEXT NOT NULL);
@@ -212,6 +213,17 @@ class CommandLog:
         with self._lock:
             return self._base.execute(sql, values).fetchall()
 
+    def tell(self, facts: Mapping[str, Any]) -> None:
+        """Write what the trainer says of its base."""
+        with self._change() as base:
+            rows = [(name, json.dumps(value)) for name, value in facts.items()]
+            base.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows)
+
+    def facts(self) -> dict[str, Any]:
+        """What the trainer has said of its base; nothing before its first start."""
+        rows = self._rows("SELECT name, value FROM facts")
+        return {row["name"]: json.loads(row["value"]) for row in rows}
+
     # Sessions.
 
     def open_session(self, user: str, said: Mapping[str, Any]) -> str:
@@ -238,9 +250,24 @@ class CommandLog:
             if not found.rowcount:
                 raise _unknown("session", session)
 
-    def sessions(self, user: str) -> list[sqlite3.Row]:
-        """A user's sessions, newest first."""
-        return self._rows("SELECT * FROM sessions WHERE user = ? ORDER BY made DESC", user)
+    def sessions(self, user: str) -> list[str]:
+        """The ids of a user's sessions, newest first."""
+        rows = self._rows("SELECT id FROM sessions WHERE user = ? ORDER BY made DESC", user)
+        return [row["id"] for row in rows]
+
+    def session(self, user: str, session: str) -> dict[str, Any]:
+        """What a user said of a session, and what it made; raises JobUnknown."""
+        rows = self._rows("SELECT said FROM sessions WHERE id = ? AND user = ?", session, user)
+        if not rows:
+            raise _unknown("session", session)
+        tables = ("models", "samplers")
+        made = {
+            table: [row["id"] for row in self._rows(
+                f"SELECT id FROM {table} WHERE session = ? ORDER BY made", session  # noqa: S608
+            )]
+            for table in tables
+        }  # fmt: skip
+        return {"said": json.loads(rows[0]["said"]), **made}
 
     def _require_session(self, user: str, session: str) -> None:
         rows = self._rows(
