@@ -20,11 +20,12 @@ RETRY_SECONDS = 0.2
 class Futures:
     """Waits for answers, by the trainer's bell; without one by looking.
 
-    socket   of the bell
+    socket    of the bell
+    seconds   that a request waits at most
     """
 
-    def __init__(self, log: CommandLog, socket: Path) -> None:
-        self.log, self.socket = log, socket
+    def __init__(self, log: CommandLog, socket: Path, seconds: float = WAIT_SECONDS) -> None:
+        self.log, self.socket, self.seconds = log, socket, seconds
         self._waiting: dict[int, set[asyncio.Event]] = defaultdict(set)
         self._bell: asyncio.StreamWriter | None = None
 
@@ -34,10 +35,10 @@ class Futures:
             with suppress(OSError, RuntimeError):
                 self._bell.write(b"\n")
 
-    async def wait(self, user: str, number: int, seconds: float = WAIT_SECONDS) -> Answer | None:
+    async def wait(self, user: str, number: int) -> Answer | None:
         """What a command comes to, None where it takes longer; raises RequestGone."""
         loop, came = asyncio.get_running_loop(), asyncio.Event()
-        end = loop.time() + seconds
+        end = loop.time() + self.seconds
         # Before the first look: an answer that comes between is not missed.
         self._waiting[number].add(came)
         try:
@@ -46,8 +47,8 @@ class Futures:
                 if left <= 0:
                     return None
                 with suppress(TimeoutError):
-                    seconds = left if self._bell is not None else RETRY_SECONDS
-                    await asyncio.wait_for(came.wait(), min(seconds, left))
+                    pause = left if self._bell is not None else min(RETRY_SECONDS, left)
+                    await asyncio.wait_for(came.wait(), pause)
                 came.clear()
             return answer
         finally:
