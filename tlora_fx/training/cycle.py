@@ -291,9 +291,12 @@ class Cycle:
         return Outcome(command, json_answer(answer), config=config)
 
     def _require_base(self, name: str | None) -> None:
-        base = self.engine.options.base_name
-        if name not in (None, base):
-            raise CommandRefused("the service has another base", expected=base, found=name)
+        options = self.engine.options
+        # Who has to have a folder of the small base names that.
+        if name not in (None, options.base_name, options.tokenizer):
+            raise CommandRefused(
+                "the service has another base", expected=options.base_name, found=name
+            )
 
     def _save(self, command: Command, request: requests.SaveWeights) -> Outcome:
         """Write a version, and note what clients call it."""

@@ -326,9 +326,10 @@ async def retrieve_future(body: OfFuture, by: By) -> Response:
 @api.post("/create_sampling_session")
 def create_sampling_session(body: NewSampler, by: By) -> dict[str, str]:
     """A sampler of a checkpoint, or of the base."""
-    base = by.log.facts().get("base_model")
-    if body.model_path is None and body.base_model != base:
-        raise RequestRefused("the service has another base", expected=base, found=body.base_model)
+    facts = by.log.facts()
+    base, found = facts.get("base_model"), body.base_model
+    if body.model_path is None and found not in (base, facts.get("tokenizer")):
+        raise RequestRefused("the service has another base", expected=base, found=found)
     sampler = by.log.add_sampler(
         by.user.name, body.session_id, body.sampling_session_seq_id, body.model_path
     )
