@@ -4,6 +4,7 @@
 #   make test    all checks and all tests
 #   make fuzz    20,000 damaged files
 #   make docs    all pages and the reference as a site, with every link checked
+#   make tinker-sdk   the client of the Tinker API, in an environment of its own, for its tests
 #   make sizes   lines of code by room; nothing fails on a number
 #
 # pip's own settings are honoured; on a machine without a GPU an index with torch's CPU build saves
@@ -26,10 +27,10 @@ DEMO_RUN := runs/quickstart
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test check dumps format-check lint types floors unit slow fuzz docs sizes wheel-check coverage format assets clean
+.PHONY: help venv demo test check dumps format-check lint types floors unit slow fuzz docs sizes tinker-sdk wheel-check coverage format assets clean
 
 help:
-	@echo "make demo | test | check | dumps | unit | slow | fuzz | docs | sizes | wheel-check | coverage | format | assets | clean"
+	@echo "make demo | test | check | dumps | unit | slow | fuzz | docs | sizes | tinker-sdk | wheel-check | coverage | format | assets | clean"
 
 venv: $(STAMP)
 
@@ -90,6 +91,10 @@ docs: $(STAMP)
 	$(BIN)/python scripts/make_docs.py build/docs/pages
 	$(BIN)/python -m mkdocs build --strict --quiet
 	@echo "build/docs/site/index.html"
+
+tinker-sdk:
+	$(PYTHON) -m venv .tinker-sdk
+	.tinker-sdk/bin/python -m pip install --quiet --disable-pip-version-check tinker==0.38.0
 
 sizes: $(STAMP)
 	@$(BIN)/python scripts/sizes.py

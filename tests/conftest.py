@@ -61,7 +61,7 @@ LONG = (
 )
 
 # Folders whose files share compiled models: one worker runs all of them, and compiles once.
-TOGETHER = ("tests/inspect/",)
+TOGETHER = ("tests/inspect/", "tests/training/")
 
 # What was traced and probed is kept between test runs; its names say what decides it, its code too
 # (tests/traced_once.py). All else that a user's cache holds is of one run.

@@ -31,6 +31,9 @@ from tlora_fx.cli.run_options import (
 )
 from tlora_fx.errors import ServiceRefused
 
+#: Below the run's folder: the log and versions of the Tinker API.
+TINKER_FOLDER = Path("service") / "tinker"
+
 if TYPE_CHECKING:
     from tlora_fx.server.answering import Answering
     from tlora_fx.server.control import EventLog
@@ -116,6 +119,35 @@ class ServeCommandOptions(RunCommandOptions):
         "text"
     )
 
+    tinker: Annotated[
+        bool,
+        typer.Option(
+            "--tinker",
+            help="Also serve the Tinker API, to clients that call forward_backward, optim_step and "
+            "sample from their own loop.",
+        ),
+    ] = False
+    tinker_base: Annotated[
+        str | None,
+        typer.Option(
+            help="Hub id or folder of the base model of --tinker; a small one with random weights "
+            "if not given."
+        ),
+    ] = None
+    tinker_device: Annotated[
+        str, typer.Option(help="Device of --tinker: cpu, or a GPU such as cuda:0.")
+    ] = "cpu"
+    tinker_models: Annotated[
+        int,
+        typer.Option(
+            min=2,
+            help="Models of --tinker that are in memory at a time; others wait on disk.",
+        ),
+    ] = 8
+    tinker_rank: Annotated[
+        int, typer.Option(min=8, max=256, help="Largest rank of a model of --tinker.")
+    ] = 64
+
     @property
     def loopback(self) -> bool:
         """Whether only this machine can connect."""
@@ -173,11 +205,14 @@ def run(options: ServeCommandOptions) -> None:
     ) as running:  # fmt: skip
         running.before_advance = Control(store, options.output, running)
         # Only now: another service may hold the folder.
-        answer = partial(_answer, options, cluster.gpus, cluster.gpu, policy.name)
-        with StopSignals(running), _answering(options, answer, events) as answering:
-            while running.turn():
-                time.sleep(TURN_SECONDS)
-                answering.keep()
+        with StopSignals(running), _training(options, events) as (trainer, bell):
+            answer = partial(_answer, options, cluster.gpus, cluster.gpu, policy.name, bell)
+            with _answering(options, answer, events) as answering:
+                while running.turn():
+                    time.sleep(TURN_SECONDS)
+                    answering.keep()
+                    if trainer is not None:
+                        trainer.keep()
     if running.stopping:
         raise KeyboardInterrupt(f"every group is safe; go on with -o {options.output}")
 
@@ -244,11 +279,41 @@ def _answering(
         answering.close()
 
 
+@contextmanager
+def _training(
+    options: ServeCommandOptions, events: EventLog
+) -> Iterator[tuple[Answering | None, Path | None]]:
+    """Inside, a trainer runs what clients of the Tinker API ask for, if it is served.
+
+    yields   its process, and the socket by which it hears of requests
+    """
+    if not options.tinker:
+        yield None, None
+        return
+    from tlora_fx.server.tinker.trainer import training
+    from tlora_fx.training.options import EngineOptions
+
+    def died(how: str, seconds: float) -> None:
+        text = f"the process that trains for clients died ({how}); the next starts in {seconds:g} s"
+        events.say(None, "warning", [], text)
+
+    assert options.output is not None
+    engine = EngineOptions(
+        options.output / TINKER_FOLDER, base=options.tinker_base, device=options.tinker_device,
+        residents=options.tinker_models, max_rank=-(-options.tinker_rank // 8) * 8,
+    )  # fmt: skip
+    with training(engine, options.log_format, died) as started:
+        yield started
+
+
 def _answer(
-    options: ServeCommandOptions, gpus: int, gpu: str, policy: str,
+    options: ServeCommandOptions, gpus: int, gpu: str, policy: str, bell: Path | None,
     sockets: list[socket.socket], parent: Connection,
 ) -> None:  # fmt: skip
-    """Answer requests until the parent has ended; it alone hears signals."""
+    """Answer requests until the parent has ended; it alone hears signals.
+
+    bell   of the trainer; None: the Tinker API is not served
+    """
     from tlora_fx.server.app import is_address, make_app, make_service
     from tlora_fx.server.connections import make_server
     from tlora_fx.server.log_lines import log_to_stderr
@@ -272,10 +337,17 @@ def _answer(
     service = make_service(
         options.output, limits, open_to_all=options.loopback, gpus=gpus, gpu=gpu, policy=policy
     )
+    tinker = None
+    if bell is not None:
+        from tlora_fx.server.tinker.futures import Futures
+        from tlora_fx.server.tinker.routes import Tinker
+        from tlora_fx.training.log import CommandLog
+
+        log = CommandLog(options.output / TINKER_FOLDER)
+        tinker = Tinker(log, Futures(log, bell))
+    hosts = () if is_address(options.host) else (options.host,)
     server = make_server(
-        make_app(
-            service, () if is_address(options.host) else (options.host,), options.public_url or ""
-        ),
+        make_app(service, hosts, options.public_url or "", tinker),
         timeout_graceful_shutdown=5,
         ssl_certfile=options.tls_cert and str(options.tls_cert),
         ssl_keyfile=options.tls_key and str(options.tls_key),

@@ -56,6 +56,22 @@ class RequestRefused(TloraError, code="T0988"):
     """A request has invalid parameters, or the service failed."""
 
 
+class RequestGone(TloraError, code="T0990"):
+    """A session is over, or a future is not known any more.
+
+    A session ends when its client finishes it, or sends no sign of life for an hour. The client
+    repeats the request, or begins a new session.
+    """
+
+
+class CommandRefused(TloraError, code="T0991"):
+    """A request of a training client asks for what the service cannot do.
+
+    It is the answer to that request alone; the model is as it was before. The message says what to
+    ask for instead.
+    """
+
+
 class AnswerRefused(TloraError, code="T0989"):
     """The service refused a request of the client.
 

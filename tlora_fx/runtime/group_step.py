@@ -348,7 +348,7 @@ class GroupStep:
         """One optimizer step of each of these jobs, from what they have gathered.
 
         hyperparameters   by job name: `lr` for this step alone, by default the schedule's;
-                          `weight_decay` and `eps` from now on
+                          `weight_decay`, `eps`, `beta1`, `beta2` and `max_grad_norm` from now on
         returns           by job name, in the order given
         raises            StepMisuse for a job that does not train here or has gathered nothing,
                           OptimizerError for hyperparameters that its optimizer does not have;
@@ -558,8 +558,11 @@ class GroupStep:
             own = [each.grad for each in optimizer.trained.values() if each.grad is not None]
             torch._foreach_copy_(own, gradients)
 
+    def has_gathered(self, name: str) -> bool:
+        """Whether a job has gradients that no step has used; raises StepMisuse."""
+        return self._has(self.member(name).index)
+
     def _has(self, index: int) -> bool:
-        """Whether a job has gathered gradients."""
         return index in self._gathered
 
     # Membership.

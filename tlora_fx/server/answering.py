@@ -1,4 +1,4 @@
-"""Keeps a process alive that answers requests, beside the one that schedules.
+"""Keeps a process alive that answers requests or trains, beside the one that schedules.
 
 The scheduler's process listens, and each process that answers gets its sockets. The address
 therefore stays the same when one dies, and whoever connects meanwhile waits for the next one.
@@ -70,6 +70,7 @@ class Answering:
               and ends when the other end is closed
     sockets   listening
     died      is told how the process ended, and in how many seconds the next one begins
+    does      what it does, for errors
     """
 
     def __init__(
@@ -77,8 +78,9 @@ class Answering:
         target: Callable[[list[socket.socket], Connection], None],
         sockets: list[socket.socket],
         died: Callable[[str, float], None],
+        does: str = "answers requests",
     ) -> None:
-        self._target, self._sockets, self._died = target, sockets, died
+        self._target, self._sockets, self._died, self._does = target, sockets, died, does
         self._process: BaseProcess | None = None
         self._pipe: Connection | None = None
         self._started = self._due = 0.0
@@ -92,7 +94,7 @@ class Answering:
             self._pipe.recv()
         except EOFError:
             raise ServiceRefused(
-                "the process that answers requests ended at its start", help="the log says why"
+                f"the process that {self._does} ended at its start", help="the log says why"
             ) from None
 
     def keep(self) -> None:

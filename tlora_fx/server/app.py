@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
 from tempfile import NamedTemporaryFile
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
@@ -31,7 +31,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.background import BackgroundTask
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -42,6 +42,7 @@ from tlora_fx.errors import (
     LedgerError,
     QuotaReached,
     RequestConflict,
+    RequestGone,
     RequestRefused,
     StorageFailed,
     SubmissionRefused,
@@ -58,7 +59,12 @@ from tlora_fx.server.store import LOCAL, Page, ServiceStore, User
 from tlora_fx.server.submission import Intake, IntakeLimits
 from tlora_fx.server.view import Event, GroupSpan, JobStatus, Overview, RunView, log_lines
 
+if TYPE_CHECKING:
+    from tlora_fx.server.tinker.routes import Tinker
+
 logger = logging.getLogger(__name__)
+#: Of a token, where it is a key of the Tinker API.
+KEY_PREFIX = "tml-"
 #: A request's body without an upload; an upload has a bound of its own.
 BODY_BYTES, ANY_BYTES = 1 << 20, 1 << 62
 REFRESH_SECONDS = 0.5
@@ -78,7 +84,7 @@ MAX_STREAMS = 64
 #: Status in the log of a request whose client closed the connection before its end.
 HUNG_UP = 499
 STATUS = {
-    TokenRefused: 401, JobUnknown: 404, RequestConflict: 409, UploadRefused: 413,
+    TokenRefused: 401, JobUnknown: 404, RequestConflict: 409, RequestGone: 410, UploadRefused: 413,
     SubmissionRefused: 422, RequestRefused: 422, QuotaReached: 429, StorageFailed: 507,
 }  # fmt: skip
 #: Of a disk that takes nothing more.
@@ -176,6 +182,16 @@ class Service:
         )
         self.registry.register(self)
 
+    def token_of(self, headers: Headers) -> str | None:
+        """The token that a request came with, as a bearer or as a key of the Tinker API."""
+        bearer, key = _bearer(headers.get("authorization")), headers.get("x-api-key")
+        if bearer is not None or key is None:
+            return bearer
+        token = key.removeprefix(KEY_PREFIX)
+        # That API's clients send a key of any kind where none is needed.
+        needless = self.open_to_all and not self.store.tokens_required()
+        return None if needless and self.store.user_of(token) is None else token
+
     def user(self, token: str | None) -> User:
         """User who owns a token; raises TokenRefused."""
         if token is None:
@@ -268,7 +284,7 @@ async def _caller(
     request: Request, authorization: Annotated[str | None, Header()] = None
 ) -> Caller:
     service: Service = request.app.state.service
-    token = _bearer(authorization)
+    token = service.token_of(request.headers)
     return Caller(service.user(token), service, token)
 
 
@@ -608,7 +624,7 @@ class Gate:
         if request.method in ("GET", "HEAD"):
             return None
         try:
-            service.user(_bearer(request.headers.get("authorization")))
+            service.user(service.token_of(request.headers))
         except TokenRefused as refusal:
             return refusal
         return None
@@ -685,11 +701,14 @@ def _unwritten(request: Request, reason: str) -> Response:
     return problem(StorageFailed(what, reason=reason, help=help))
 
 
-def make_app(service: Service, hosts: Sequence[str] = (), public_url: str = "") -> FastAPI:
+def make_app(
+    service: Service, hosts: Sequence[str] = (), public_url: str = "", tinker: Tinker | None = None
+) -> FastAPI:
     """The application over an open run.
 
     hosts        names by which it may be called beside addresses
     public_url   where browsers find it behind a proxy; "" where they ask it itself
+    tinker       what the Tinker API stands on; None: it is not served
     """
     origins: tuple[str, ...] = ()
     if public_url:
@@ -704,9 +723,14 @@ def make_app(service: Service, hosts: Sequence[str] = (), public_url: str = "") 
             _failed,
         ),
     )  # fmt: skip
-    app.state.service = service
+    app.state.service, app.state.tinker = service, tinker
     app.add_middleware(Gate, hosts=hosts, origins=origins)
     app.include_router(api)
+    if tinker is not None:
+        from tlora_fx.server.tinker.routes import api as tinker_api
+
+        app.include_router(tinker_api)
+        service.registry.register(tinker)
     app.get("/healthz", tags=["service"])(healthz)
     app.get("/readyz", tags=["service"], responses={503: {"model": Health}})(readyz)
     app.get("/metrics", response_class=Response, tags=["service"])(metrics)
@@ -725,6 +749,8 @@ async def _life(app: FastAPI) -> AsyncIterator[None]:
         (service.intake.collect, COLLECT_SECONDS),
     )
     tasks = [asyncio.create_task(_repeat(action, seconds)) for action, seconds in work]
+    if app.state.tinker is not None:
+        tasks.append(asyncio.create_task(app.state.tinker.futures.listen()))
     yield
     for task in tasks:
         task.cancel()

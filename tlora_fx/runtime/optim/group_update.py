@@ -153,8 +153,8 @@ class GroupUpdate:
                   part of these jobs
         """
         pairs = list(zip(self.optimizers, self.states, strict=True))
-        rows = [_given(*each, each[1].options[0]) for each in pairs]
-        rows += [_given(*each, options) for each in pairs for options in each[1].options[1:]]
+        rows = [_given(optimizer, state.options[0]) for optimizer, state in pairs]
+        rows += [_given(optimizer, own) for optimizer, state in pairs for own in state.options[1:]]
         given = torch.tensor(rows, dtype=torch.float64).to(losses.device, non_blocking=True)
         return PendingOutcomes(self._run(losses, given, squares))
 
@@ -166,14 +166,14 @@ class GroupUpdate:
         )
 
 
-def _given(optimizer: JobOptimizer, state: AdamState, options: Mapping[str, Any]) -> list[float]:
+def _given(optimizer: JobOptimizer, options: Mapping[str, Any]) -> list[float]:
     """What the kernels are told of a job's group of parameters, as `ops.kernels.adam` has it."""
     update = optimizer.updates + 1
     rate, decay = options["lr"], options["weight_decay"]
     beta1, beta2 = options["betas"]
     decoupled = options["decoupled_weight_decay"]
     return [
-        state.max_norm,
+        optimizer.max_norm,
         rate / (1 - beta1**update),
         rate * decay if decoupled else 0.0,
         0.0 if decoupled else decay,

@@ -152,7 +152,8 @@ _ARGUMENTS = (
     "amsgrad maximize grad_scale found_inf"
 )
 # What one step may have otherwise than the job says.
-OVERRIDABLE = ("lr", "weight_decay", "eps")
+OVERRIDABLE = ("lr", "weight_decay", "eps", "beta1", "beta2", "max_grad_norm")
+_BETAS = ("beta1", "beta2")
 # Options that only torch's own step knows.
 _OTHERS = ("amsgrad", "maximize", "capturable", "differentiable")
 
@@ -269,7 +270,6 @@ class AdamState:
     firsts, seconds    their moments
     options            torch.optim's, of which the rates change, for each group of parameters
     groups             the index of each parameter's group
-    max_norm           gradients are clipped to it; 0 for none
     """
 
     gradients: Gradients
@@ -277,7 +277,6 @@ class AdamState:
     seconds: list[Tensor]
     options: Sequence[Mapping[str, Any]]
     groups: list[int]
-    max_norm: float
 
 
 class JobOptimizer:
@@ -297,7 +296,8 @@ class JobOptimizer:
             for name, param in params.items()
             if param.grad is not None and (part := constant_part(job, name, param.grad)) is not None
         ]
-        self._max_norm = job.max_grad_norm or 0.0
+        #: Gradients are clipped to it; 0 for none.
+        self.max_norm = job.max_grad_norm or 0.0
         #: What the optimizer knows of each: itself, or a copy in the layout that it needs.
         self._known = {name: _known_as(job, param) for name, param in self._params.items()}
         self._copies = [
@@ -350,13 +350,16 @@ class JobOptimizer:
 
         raises   OptimizerError
         """
-        known = [name for name in OVERRIDABLE if name in self._optimizer.param_groups[0]]
+        own = {*self._optimizer.param_groups[0], "max_grad_norm"}
+        own |= set(_BETAS) if "betas" in own else set()
+        known = [name for name in OVERRIDABLE if name in own]
         for name, value in options.items():
-            if name not in known or not math.isfinite(value) or value < 0:
+            limit = 1 if name in _BETAS else math.inf
+            if name not in known or not 0 <= value < limit:
                 raise OptimizerError(
                     "the optimizer does not take this for a step",
                     found=f"{name}={value}",
-                    expected=f"finite and not negative: {', '.join(known)}",
+                    expected=f"finite and not negative, betas below 1: {', '.join(known)}",
                     help="other arguments are fixed when the optimizer is made: see optim_args",
                 )
 
@@ -370,8 +373,13 @@ class JobOptimizer:
         # Of the schedule's rates, which may be 0 now.
         first = groups[0]["initial_lr"]
         ratios = [group["initial_lr"] / first if first else 1.0 for group in groups]
+        self.max_norm = float(options.get("max_grad_norm", self.max_norm))
+        plain = {k: float(v) for k, v in options.items() if k not in (*_BETAS, "max_grad_norm")}
         for group, ratio in zip(groups, ratios, strict=True):
-            group.update({name: float(value) for name, value in options.items()})
+            group.update(plain)
+            if "betas" in group:
+                betas = zip(_BETAS, group["betas"], strict=True)
+                group["betas"] = tuple(float(options.get(name, own)) for name, own in betas)
             if "lr" in options:
                 group["lr"] = float(options["lr"]) * ratio
 
@@ -414,8 +422,8 @@ class JobOptimizer:
             norm = self.gradient_norm()
         self._count()
         gradients = self._held_gradients()
-        if self._max_norm > 0:
-            gradients.clip(norm, self._max_norm)
+        if self.max_norm > 0:
+            gradients.clip(norm, self.max_norm)
         if not self._is_own:
             self._fused = self._fused or fused_adam(self._optimizer, gradients)
         for param, copy in self._copies:
@@ -464,7 +472,6 @@ class JobOptimizer:
             [state["exp_avg_sq"] for state in states],
             options,
             [group_of[param] for param in gradients.params],
-            self._max_norm,
         )
 
     def noted(self, updates: int = 1) -> None:

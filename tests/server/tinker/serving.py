@@ -1,0 +1,81 @@
+"""The service with the Tinker API on a real port, its trainer in a thread; and its client."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+
+from tests.training.clients import engine
+from tlora_fx.server.app import make_app, make_service
+from tlora_fx.server.connections import make_server
+from tlora_fx.server.submission import IntakeLimits
+from tlora_fx.server.tinker.futures import Futures
+from tlora_fx.server.tinker.routes import Tinker
+from tlora_fx.training.log import CommandLog
+from tlora_fx.training.process import run_commands
+
+SDK = Path(os.environ.get("TINKER_SDK_PYTHON", ".tinker-sdk/bin/python"))
+SDK = SDK if SDK.is_absolute() else Path(__file__).parents[3] / SDK
+SECONDS = 120
+needs_sdk = pytest.mark.skipif(
+    not SDK.is_file(), reason="no Tinker SDK: make tinker-sdk, or set TINKER_SDK_PYTHON"
+)
+
+
+def run_client(source: str, *arguments: str) -> str:
+    """What a script prints in the SDK's own environment; it succeeds."""
+    env = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "TINKER_TELEMETRY": "0"}
+    env |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "error::FutureWarning:__main__"}
+    done = subprocess.run(
+        [SDK, "-c", source, *arguments],
+        env=env, capture_output=True, text=True, timeout=SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@contextmanager
+def trainer(folder: Path, socket: Path):
+    """A trainer of the log, on an empty engine of this process."""
+    own, ready, ended = engine(), threading.Event(), threading.Event()
+    for member in list(own.step.members.values()):
+        own.step.release(member.job.name)
+    thread = threading.Thread(
+        target=run_commands, args=(CommandLog(folder), own, socket, ready.set, ended)
+    )
+    thread.start()
+    assert ready.wait(SECONDS)
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join(SECONDS)
+
+
+@contextmanager
+def serving(folder: Path, *, open_to_all: bool = True, **how):
+    """A service without a trainer: its address, its socket, and itself."""
+    with TemporaryDirectory() as place:
+        socket = Path(place) / "bell"
+        log = CommandLog(folder / "tinker")
+        service = make_service(folder, IntakeLimits(), open_to_all=open_to_all)
+        app = make_app(service, tinker=Tinker(log, Futures(log, socket, **how)))
+        server = make_server(app, port=0, timeout_graceful_shutdown=1)
+        bound = server.config.bind_socket()
+        thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+        thread.start()
+        while not server.started:
+            assert thread.is_alive()
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}", socket, service
+        finally:
+            service.ending = server.should_exit = True
+            thread.join(SECONDS)

@@ -1,0 +1,264 @@
+"""Routes without a trainer: who may ask, what has a place in the log, and futures that wait."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import httpx
+import pytest
+
+from tests.server.tinker.serving import serving
+from tests.training.clients import datum, request
+from tlora_fx.server.store import User
+from tlora_fx.training.bell import Bell
+from tlora_fx.training.log import CommandLog, Outcome, json_answer
+from tlora_fx.training.messages import _CLASS
+
+KEY = {"X-API-Key": "tml-any"}
+PROTOBUF = {"Content-Type": "application/x-protobuf"}
+
+
+class Asked:
+    """A service, and what may be asked of it."""
+
+    def __init__(self, address, socket, service, folder):
+        self.address, self.socket, self.service = address, socket, service
+        self.folder = folder
+        self.log = CommandLog(folder / "tinker")
+        self.client = httpx.Client(base_url=f"{address}/api/v1", timeout=30)
+
+    def post(self, path, body=None, key="tml-any", **more):
+        content = {"json": body} if "content" not in more else {}
+        headers = {"X-API-Key": key} | more.pop("headers", {})
+        return self.client.post(path, headers=headers, **content, **more)
+
+    def get(self, path, key="tml-any"):
+        return self.client.get(path, headers={"X-API-Key": key})
+
+    def session(self, key="tml-any"):
+        body = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
+        return self.post("/create_session", body, key).json()["session_id"]
+
+    def model(self, session):
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tlora-fx/small"}
+        return self.post("/create_model", body).json()
+
+    def finish(self, answer=None):
+        """Do what a trainer would: answer all that may run."""
+        ran = [command for own in self.log.runnable().values() for command in own]
+        self.log.finish([Outcome(each, json_answer(answer or {"did": each.kind})) for each in ran])
+        return [each.number for each in ran]
+
+
+@pytest.fixture
+def asked(tmp_path):
+    with serving(tmp_path, seconds=0.5) as (address, socket, service):
+        yield Asked(address, socket, service, tmp_path)
+
+
+def test_a_model_is_called_by_its_session_and_number(asked):
+    session = asked.session()
+    made = asked.model(session)
+
+    assert made == {"request_id": "1", "model_id": f"{session}:train:0"}
+    assert asked.model(session) == made
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "another"}
+    conflict = asked.post("/create_model", body)
+    assert conflict.status_code == 409
+    assert conflict.json()["code"] == "T0983"
+
+
+def test_a_repeat_has_the_same_future_and_another_body_is_refused(asked):
+    model = asked.model(asked.session())["model_id"]
+    body = {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.5}}
+    first = asked.post("/optim_step", body).json()
+
+    assert asked.post("/optim_step", dict(reversed(body.items()))).json() == first
+    assert asked.post("/optim_step", body | {"adam_params": {}}).status_code == 409
+    assert asked.post("/save_weights", body).status_code == 409
+
+
+def test_the_same_data_in_another_order_of_names_is_the_same_request(asked):
+    """Protobuf's maps have no order, and a client may write them anew."""
+    model = asked.model(asked.session())["model_id"]
+    message = _CLASS["ForwardBackwardRequest"]()
+    message.ParseFromString(request(model, 1, [datum([5, 6, 7], weights=[1.0, 0.5])]))
+    one = message.SerializeToString()
+    message.data[0].loss_fn_inputs.reverse()
+    other = message.SerializeToString()
+    assert one != other
+
+    sent = [
+        asked.post("/forward_backward", content=each, headers=PROTOBUF) for each in (one, other)
+    ]
+    assert sent[0].json() == sent[1].json()
+
+
+def test_what_has_no_place_in_an_order_is_refused_at_once(asked):
+    model = asked.model(asked.session())["model_id"]
+    post = asked.post
+
+    assert post("/optim_step", {"model_id": model}).status_code == 422
+    assert post("/optim_step", {"model_id": model, "seq_id": True}).status_code == 422
+    assert post("/optim_step", {"model_id": model, "seq_id": 0}).status_code == 422
+    assert post("/optim_step", {"model_id": "x:train:0", "seq_id": 1}).status_code == 404
+    assert post("/optim_step", [1]).status_code == 422
+    assert post("/optim_step", content=b"{").status_code == 422
+    assert post("/forward_backward", content=b"\xff\xff", headers=PROTOBUF).status_code == 422
+    assert post("/asample", {"sampling_session_id": "x", "seq_id": 0}).status_code == 404
+    packed = PROTOBUF | {"Content-Encoding": "zstd"}
+    assert post("/forward_backward", content=b"", headers=packed).status_code == 422
+    # All else is its model's: the trainer says what is wrong.
+    assert post("/optim_step", {"model_id": model, "seq_id": 1, "x": 1}).status_code == 200
+
+
+def test_bodies_are_bounded(asked):
+    large = asked.post("/optim_step", content=b"[" + b" " * (2 << 20))
+    assert large.status_code == 413
+    # Data may be larger than that, and is bounded too.
+    assert asked.post("/forward_backward", content=b"\xff" * (2 << 20)).status_code == 422
+    assert asked.post("/forward_backward", content=b"\xff" * (65 << 20)).status_code == 413
+
+
+def test_a_future_says_try_again_and_can_be_fetched_again(asked):
+    number = asked.model(asked.session())["request_id"]
+    body = {"request_id": number, "allow_metadata_only": True}
+    waiting = asked.post("/retrieve_future", body).json()
+    assert waiting == {"type": "try_again", "request_id": number, "queue_state": "active"}
+    asked.finish({"model_id": "x"})
+
+    assert [asked.post("/retrieve_future", body).json() for _ in range(2)] == [
+        {"model_id": "x"}, {"model_id": "x"},
+    ]  # fmt: skip
+    with serving(asked.folder) as (address, socket, service):
+        again = Asked(address, socket, service, asked.folder)
+        assert again.post("/retrieve_future", body).json() == {"model_id": "x"}
+
+
+@pytest.mark.parametrize("number", ["7", "x", "-1", "9" * 30, "1.5"])
+def test_a_future_that_is_not_there_is_gone(asked, number):
+    """The client repeats the request then."""
+    assert asked.post("/retrieve_future", {"request_id": number}).status_code == 410
+
+
+def test_the_bell_wakes_both_ends(asked):
+    """Without it a future looks again only now and then; with it, at once."""
+    bell = Bell(asked.socket)
+    assert bell.wait(10)  # it is connected
+    found = []
+
+    def run():
+        while not found:
+            if bell.wait(10) and (numbers := asked.finish()):
+                bell.ring(numbers)
+                found.extend(numbers)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    number = asked.model(asked.session())["request_id"]
+    asked.client.timeout = httpx.Timeout(30)
+    while (answer := asked.post("/retrieve_future", {"request_id": number}).json()) and (
+        answer.get("type") == "try_again"
+    ):
+        time.sleep(0.01)
+    thread.join()
+    bell.close()
+
+    assert answer == {"did": "create_model"}
+    assert found == [int(number)]
+
+
+def test_users_see_nothing_of_each_other(tmp_path):
+    with serving(tmp_path, open_to_all=False, seconds=0.2) as (address, socket, service):
+        asked = Asked(address, socket, service, tmp_path)
+        ada, bob = (f"tml-{service.store.add_user(User(name))}" for name in ("ada", "bob"))
+        session = asked.session(ada)
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "tlora-fx/small"}
+        made = asked.post("/create_model", body, ada).json()
+        model = made["model_id"]
+
+        assert asked.post("/create_session", {}, "tml-no").status_code == 401
+        assert asked.client.post("/create_session", json={}).status_code == 401
+        bearer = {"Authorization": f"Bearer {ada.removeprefix('tml-')}"}
+        assert asked.client.get("/training_runs", headers=bearer).status_code == 200
+        assert asked.post("/create_model", body, bob).status_code == 410
+        assert asked.post("/session_heartbeat", {"session_id": session}, bob).status_code == 410
+        number = {"request_id": made["request_id"]}
+        assert asked.post("/retrieve_future", number, bob).status_code == 410
+        assert asked.post("/get_info", {"model_id": model}, bob).status_code == 404
+        assert asked.get(f"/training_runs/{model}", bob).status_code == 404
+        assert asked.get(f"/training_runs/{model}", ada).json()["model_owner"] == "ada"
+        assert asked.get("/training_runs", bob).json()["training_runs"] == []
+        assert asked.get("/sessions", bob).json() == {"sessions": []}
+        assert asked.get(f"/sessions/{session}", ada).json()["training_run_ids"] == [model]
+
+
+def test_a_session_ends_once(asked):
+    session = asked.session()
+    end = {"reason": {"type": "success"}, "detail": None}
+
+    assert asked.post("/session_heartbeat", {"session_id": session}).status_code == 200
+    for _ in range(2):
+        assert asked.post(f"/sessions/{session}/finish", end).status_code == 204
+    assert asked.post("/session_heartbeat", {"session_id": session}).status_code == 410
+    assert asked.post("/sessions/nothing/finish", end).status_code == 404
+
+
+def test_requests_and_tokens_are_counted_by_user(asked):
+    asked.model(asked.session())
+    asked.finish()
+
+    text = httpx.get(f"{asked.address}/metrics").text
+    assert 'tlora_tinker_requests{kind="create_model",user="local"} 1.0' in text
+    assert 'tlora_tinker_tokens{kind="create_model",user="local"} 0.0' in text
+
+
+def test_a_page_of_another_origin_cannot_ask(asked):
+    answer = asked.post("/create_session", {}, headers={"Origin": "https://evil.example"})
+    assert answer.status_code == 403
+
+
+def test_the_api_is_served_only_where_it_was_asked_for(tmp_path):
+    from fastapi.testclient import TestClient
+
+    from tlora_fx.server.app import make_app, make_service
+    from tlora_fx.server.submission import IntakeLimits
+
+    service = make_service(tmp_path, IntakeLimits(), open_to_all=True)
+    with TestClient(make_app(service, ("testserver",))) as client:
+        assert client.post("/api/v1/create_session", json={}).status_code in (404, 405)
+
+
+def test_a_checkpoint_is_shown_and_deleted(asked):
+    from dataclasses import replace
+
+    from tlora_fx.training.log import Checkpoint
+
+    model = asked.model(asked.session())["model_id"]
+    [[command]] = asked.log.runnable().values()
+    path = f"tinker://{model}/weights/a.b"
+    config = {"rank": 4, "train_attn": True, "train_mlp": True, "train_unembed": False}
+    kept = Checkpoint(path, model, "local", "weights", "models/v", 7, 1.0, None, config, {"k": "v"})
+    named = replace(kept, path=f"tinker://{model}/sampler_weights/s", kind="sampler_weights")
+    (asked.folder / "tinker/models/v").mkdir(parents=True)
+    asked.log.finish(
+        [
+            Outcome(command, json_answer({}), checkpoint=each, config=config)
+            for each in (kept, named)
+        ]
+    )
+
+    shown = asked.get(f"/training_runs/{model}/checkpoints").json()["checkpoints"]
+    assert [each["checkpoint_id"] for each in shown] == ["weights/a.b", "sampler_weights/s"]
+    assert [each["checkpoint_type"] for each in shown] == ["training", "sampler"]
+    run = asked.get(f"/training_runs/{model}").json()
+    assert run["last_checkpoint"]["tinker_path"] == path
+    assert run["lora_rank"] == 4
+    assert asked.post("/weights_info", {"tinker_path": path}).json()["train_unembed"] is False
+    gone = asked.client.delete(f"/training_runs/{model}/checkpoints/weights/a.b", headers=KEY)
+    assert gone.status_code == 204
+    assert not (asked.folder / "tinker/models/v").exists()
+    assert asked.post("/weights_info", {"tinker_path": path}).status_code == 404
+    assert len(json.dumps(asked.get("/checkpoints").json()["checkpoints"])) > 2

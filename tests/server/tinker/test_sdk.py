@@ -1,0 +1,120 @@
+"""The client of the Tinker API, unmodified and in an environment of its own."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.server.tinker.serving import needs_sdk, run_client, serving, trainer
+from tlora_fx.server.store import User
+
+PAGE = Path(__file__).parents[3] / "docs" / "tinker.md"
+pytestmark = needs_sdk
+
+BEGIN = """
+import json, sys
+import tinker
+from tinker import types
+
+service = tinker.ServiceClient(base_url=sys.argv[1], api_key=sys.argv[2])
+
+def datum(ids, **inputs):
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(ids[:-1]),
+        loss_fn_inputs={"target_tokens": ids[1:], **inputs},
+    )
+
+def made(**how):
+    return service.create_lora_training_client(base_model="tlora-fx/small", **how).result()
+"""
+
+
+@pytest.fixture
+def address(tmp_path):
+    with serving(tmp_path) as (address, socket, _), trainer(tmp_path / "tinker", socket):
+        yield address
+
+
+def test_the_pages_example_trains_saves_samples_and_resumes(address):
+    [example] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert "http://127.0.0.1:8642" in example
+    *steps, completion, resumed = run_client(
+        example.replace("http://127.0.0.1:8642", address)
+    ).splitlines()
+
+    losses = [float(line.split()[0]) for line in steps]
+    assert len(losses) == 40
+    assert losses[-1] < losses[0] / 10
+    assert "blue" in completion
+    assert float(resumed) <= losses[-1]
+
+
+_LOSSES = """
+model = made(rank=8, train_unembed=False)
+ids = [5, 6, 7, 8]
+told = {"logprobs": [-5.5, -5.4, -5.6], "advantages": [1.0, -0.5, 0.2]}
+found = {}
+for loss in ("cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"):
+    inputs = {} if loss == "cross_entropy" else told
+    found[loss] = model.forward_backward([datum(ids, **inputs)] * 2, loss).result().metrics
+# One call of many requests, which arrive in any order.
+many = model.forward_backward([datum(ids)] * 2100, "cross_entropy").result()
+found["many"] = [many.metrics["loss:sum"], len(many.loss_fn_outputs)]
+errors = []
+for data, loss in (([datum(ids)], "stable_reinforce"), ([datum([5, 999, 7])], "cross_entropy")):
+    try:
+        model.forward_backward(data, loss).result()
+    except tinker.RequestFailedError as error:
+        errors.append([str(error), str(error.category)])
+found["errors"] = errors
+found["step"] = model.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics
+print(json.dumps(found))
+"""
+
+
+def test_losses_chunks_and_errors_reach_the_client(address):
+    found = json.loads(run_client(BEGIN + _LOSSES, address, "tml-any"))
+
+    (total, count), errors, step = (found.pop(name) for name in ("many", "errors", "step"))
+    losses = {name: each["loss:sum"] for name, each in found.items()}
+    assert count == 2100
+    assert total == pytest.approx(1050 * losses["cross_entropy"], rel=1e-6)
+    assert losses["importance_sampling"] != losses["dro"]
+    assert [category for _, category in errors] == ["user", "user"]
+    assert "importance_sampling" in errors[0][0]
+    assert step["grad_norm"] > 0
+
+
+_USERS = """
+model = made(rank=8)
+saved = model.save_state("mine").result().path
+print(saved)
+"""
+_OTHERS = """
+for action in (
+    lambda: service.create_training_client_from_state(sys.argv[3]).result(),
+    lambda: tinker.RestClient(base_url=sys.argv[1], api_key=sys.argv[2])
+        .get_weights_info_by_tinker_path(sys.argv[3]).result(),
+):
+    try:
+        action()
+    except (tinker.RequestFailedError, tinker.NotFoundError) as error:
+        print(type(error).__name__)
+"""
+
+
+def test_users_have_tokens_and_see_only_their_own(tmp_path):
+    with (
+        serving(tmp_path, open_to_all=False) as (address, socket, service),
+        trainer(tmp_path / "tinker", socket),
+    ):
+        ada, bob = (f"tml-{service.store.add_user(User(name))}" for name in ("ada", "bob"))
+        path = run_client(BEGIN + _USERS, address, ada).strip()
+        found = run_client(BEGIN + _OTHERS, address, bob, path).split()
+        with pytest.raises(AssertionError, match="AuthenticationError"):
+            run_client(BEGIN + _USERS, address, "tml-wrong")
+
+    assert found == ["RequestFailedError", "NotFoundError"]

@@ -1,0 +1,466 @@
+"""The cycle: each tenant among others is what it is alone, and what PEFT with torch.optim makes."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from peft import PeftModel, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
+
+from tests.training.clients import (
+    VOCABULARY,
+    Client,
+    cycle_of,
+    datum,
+    engine,
+    request,
+    run_all,
+)
+from tlora_fx.runtime.verify import plain_base
+from tlora_fx.tracing.adapters import written_config
+
+#: An eps beside which the moments vanish: the step is as large as the gradients, not their signs.
+SCALED = {"learning_rate": 30.0, "eps": 1e3}
+CLIPPED = {"learning_rate": 3e-3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "grad_clip_norm": 0.7}
+DECAYED = {"learning_rate": 1e-2, "weight_decay": 0.1}
+CONFIGS = (
+    {"rank": 4, "seed": 1},
+    {"rank": 12, "seed": 2, "train_unembed": False},
+    {"rank": 8, "seed": 3, "train_attn": False, "train_unembed": False},
+)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Some requests for gradients, each a loss and its data, and the optimizer step behind."""
+
+    forwards: tuple
+    adam: dict
+
+
+@cache
+def script(key, steps=2):
+    """Steps of one tenant, drawn from a key."""
+    draw = random.Random(key)
+    made = []
+    for number in range(steps):
+        forwards = []
+        for _ in range(draw.randint(1, 2)):
+            loss = draw.choice(["cross_entropy", "importance_sampling", "ppo", "gspo"])
+            forwards.append(
+                (loss, tuple(drawn_datum(draw, loss) for _ in range(draw.randint(1, 3))))
+            )
+        adam = draw.choice([SCALED, CLIPPED, DECAYED]) if number else SCALED
+        made.append(Step(tuple(forwards), adam))
+    return made
+
+
+def drawn_datum(draw, loss):
+    count = draw.randint(2, 12)
+    tokens = [draw.randrange(3, VOCABULARY) for _ in range(count)]
+    # Targets of one's own: not the next tokens.
+    targets = [draw.randrange(3, VOCABULARY) for _ in range(count)]
+    numbers = {
+        "logprobs": [float(np.float32(-draw.uniform(5, 6))) for _ in range(count)],
+        "advantages": [float(np.float32(draw.uniform(-1, 1))) for _ in range(count)],
+    }
+    weights = [float(np.float32(draw.choice([0, 1, 0.5]))) for _ in range(count)]
+    return datum(tokens, targets, **({"weights": weights} if loss == "cross_entropy" else numbers))
+
+
+def send(client, step):
+    """Append a step's requests; their futures."""
+    futures = [client.forward_backward(list(data), loss) for loss, data in step.forwards]
+    return [*futures, client.optim_step(**step.adam)]
+
+
+def adapter(cycle, client):
+    """The adapter as it is now, brought from disk where it is parked."""
+    cycle.bring(client.model)
+    tensors = cycle.tenants.member(client.model).final_adapter()
+    return {name: each.detach().clone() for name, each in tensors.items()}
+
+
+def by_peft(job, start, steps):
+    """Losses of each request and the adapter, by PEFT and torch.optim alone."""
+    backbone = engine().step.model.backbone
+    torch.manual_seed(0)
+    model = get_peft_model(plain_base(backbone), written_config(job, backbone))
+    set_peft_model_state_dict(model, {name: each.clone() for name, each in start.items()})
+    trained = [each for each in model.parameters() if each.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1.0)
+    losses = []
+    for step in steps:
+        for loss, data in step.forwards:
+            total = sum(alone_loss(model, loss, each) for each in data)
+            total.backward()
+            losses.append(float(total.detach()))
+        adam, [group] = step.adam, optimizer.param_groups
+        group["betas"] = (adam.get("beta1", 0.9), adam.get("beta2", 0.95))
+        group["lr"], group["eps"] = adam.get("learning_rate", 1e-4), adam.get("eps", 1e-12)
+        group["weight_decay"] = adam.get("weight_decay", 0.0)
+        if adam.get("grad_clip_norm"):
+            torch.nn.utils.clip_grad_norm_(trained, adam["grad_clip_norm"])
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {
+        name.replace(".default", ""): each.detach()
+        for name, each in model.named_parameters()
+        if each.requires_grad
+    }
+    return losses, found
+
+
+def alone_loss(model, loss, one):
+    """The loss of one datum, written down apart from the product."""
+    targets = torch.tensor(one["target_tokens"])
+    logits = model(input_ids=torch.tensor([one["tokens"]])).logits[0].log_softmax(-1)
+    lp = logits[torch.arange(len(targets)), targets]
+    if loss == "cross_entropy":
+        return -(torch.tensor(one["weights"], dtype=torch.float64) * lp).sum()
+    old = torch.tensor(one["logprobs"], dtype=torch.float64)
+    gain = torch.tensor(one["advantages"], dtype=torch.float64)
+    ratio = torch.exp(lp - old)
+    if loss == "importance_sampling":
+        return -(ratio * gain).sum()
+    if loss == "gspo":
+        ratio = torch.exp((lp.detach() - old).mean()) * torch.exp(lp - lp.detach())
+    return -torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).sum()
+
+
+def assert_same(found, expected, bound=1e-9):
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=bound, atol=bound)
+
+
+def play(folder, clients, order, *, killed=lambda at: False, **how):
+    """Tenants' steps in an order of turns; their answers and adapters, and what they began with.
+
+    clients   by name: config and script
+    order     names; a tenant's next step is sent, and all that can run does
+    killed    whether the trainer is replaced after a turn
+    """
+    cycle = cycle_of(folder, **how)
+    made, futures, sent = {}, {name: [] for name in clients}, dict.fromkeys(clients, 0)
+    starts = {}
+    for at, name in enumerate(order):
+        config, steps = clients[name]
+        if name not in made:
+            made[name] = Client(cycle.log, config=config)
+            run_all(cycle)
+            starts[name] = adapter(cycle, made[name]), cycle.tenants.member(made[name].model).job
+        futures[name] += send(made[name], steps[sent[name]])
+        sent[name] += 1
+        if at % 3 != 1:  # Two turns share a cycle.
+            run_all(cycle)
+        if killed(at):
+            cycle.log.close()
+            cycle = cycle_of(folder, **how)
+            for client in made.values():
+                client.log = cycle.log
+    run_all(cycle)
+    answers = {name: [made[name].result(each) for each in futures[name]] for name in made}
+    return answers, {name: adapter(cycle, made[name]) for name in made}, starts
+
+
+ORDER = ("a", "b", "c", "b", "c", "a")
+TENANTS = {name: (CONFIGS[at], script(name)) for at, name in enumerate("abc")}
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory):
+    return play(tmp_path_factory.mktemp("together"), TENANTS, ORDER)
+
+
+@pytest.mark.parametrize("name", "abc")
+def test_a_tenant_among_others_is_what_peft_makes_of_it(together, name):
+    """Losses are sums, gradients add over requests, a step clears them, and has its numbers."""
+    answers, adapters, starts = together
+    losses, expected = by_peft(starts[name][1], starts[name][0], TENANTS[name][1])
+
+    found = [each[0]["loss:sum"] for each in answers[name] if isinstance(each, tuple)]
+    assert found == pytest.approx(losses, rel=1e-9)
+    assert_same(adapters[name], expected)
+
+
+@settings(
+    max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(seed=st.integers(0, 10**6))
+def test_a_tenant_among_others_is_what_it_is_alone(tmp_path_factory, seed):
+    """Whatever the others do, and whenever they do it."""
+    draw = random.Random(seed)
+    clients = {
+        name: (draw.choice(CONFIGS) | {"seed": seed}, script(f"{seed} {name}")) for name in "abc"
+    }
+    order = [name for name in clients for _ in range(2)]
+    draw.shuffle(order)
+    answers, adapters, _ = play(tmp_path_factory.mktemp("run"), clients, order)
+    name = draw.choice("abc")
+    alone, own, _ = play(tmp_path_factory.mktemp("run"), {name: clients[name]}, [name, name])
+
+    assert_same(adapters[name], own[name])
+    for found, expected in zip(answers[name], alone[name], strict=True):
+        if isinstance(found, dict):
+            assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-9)
+        else:
+            assert found[0] == pytest.approx(expected[0], rel=1e-9)
+
+
+def test_a_killed_trainer_goes_on_where_it_was(tmp_path, together):
+    """Killed after each turn, with and without snapshots, with gathered gradients.
+
+    What runs again runs alone, in rows of another size, so the last bit may differ.
+    """
+    for every in (1, 64):
+        folder = tmp_path / str(every)
+        answers, adapters, _ = play(
+            folder, TENANTS, ORDER, killed=lambda at: True, snapshot_every=every
+        )
+        for name in TENANTS:
+            assert_same(adapters[name], together[1][name], 1e-12)
+            for found, expected in zip(answers[name], together[0][name], strict=True):
+                if isinstance(found, dict):
+                    assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
+                else:
+                    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+
+
+def test_more_models_than_slots_wait_on_disk(tmp_path):
+    """Parked and brought back between their steps, one with gathered gradients."""
+    clients = {name: (CONFIGS[0], script(name)) for name in "uvwxyz"}
+    answers, adapters, _ = play(tmp_path / "many", clients, [*"uvwxyz", *"uvwxyz"])
+
+    for name in "uz":
+        alone, own, _ = play(tmp_path / name, {name: clients[name]}, [name, name])
+        assert_same(adapters[name], own[name])
+        assert answers[name][-1]["metrics"] == pytest.approx(alone[name][-1]["metrics"], rel=1e-9)
+
+
+def test_gathered_gradients_survive_others_that_take_the_slots(tmp_path):
+    cycle = cycle_of(tmp_path)
+    first, alone = Client(cycle.log), Client(cycle.log)
+    data = [drawn_datum(random.Random(5), "cross_entropy")]
+    first.forward_backward(data)
+    run_all(cycle)
+    for _ in range(engine().options.residents + 1):
+        other = Client(cycle.log)
+        other.forward_backward(data)
+        run_all(cycle)
+    assert first.model not in cycle.tenants.resident
+    first.optim_step(**SCALED)
+    alone.forward_backward(data)
+    alone.optim_step(**SCALED)
+    run_all(cycle)
+
+    assert_same(adapter(cycle, first), adapter(cycle, alone), 0)
+
+
+GOOD = [datum([5, 6, 7, 8])]
+FAR = [datum([5, 6], [6, 7], logprobs=[-1e6, -1e6], advantages=[1.0, 1.0])]
+WRONG = {
+    "no such loss": (GOOD, "stable_reinforce", "importance_sampling"),
+    "unknown token": ([datum([5, VOCABULARY, 7])], "cross_entropy", "does not know"),
+    "unknown target": ([datum([5, 6], [6, VOCABULARY])], "cross_entropy", "does not know"),
+    "negative": ([datum([5, -6, 7])], "cross_entropy", "whole numbers"),
+    "targets": ([datum([5, 6, 7], [6])], "cross_entropy", "a target for each"),
+    "too long": ([datum([5] * 2050)], "cross_entropy", "too long"),
+    "missing": (GOOD, "ppo", "do not fit the loss"),
+    "not finite": (FAR, "importance_sampling", "not finite"),
+    "no data": ([], "cross_entropy", "no data"),
+    "not read": ([datum([5, 6], [6, 7], mask=[1, 1])], "cross_entropy", "does not read mask"),
+}
+
+
+def test_a_wrong_request_is_an_error_of_itself_alone(tmp_path):
+    """What its model has gathered stays, and its neighbours' numbers too."""
+    cycle = cycle_of(tmp_path)
+    clients = [Client(cycle.log, config=CONFIGS[0]) for _ in range(3)]
+    clean, hurt, neighbour = clients
+    wrong = []
+    for each in clients:
+        each.forward_backward(GOOD)
+    for data, loss, _ in WRONG.values():
+        wrong.append(hurt.forward_backward(data, loss))
+        neighbour.forward_backward(GOOD)
+    wrong.append(hurt.send("optim_step", adam_params={"learning_rate": -1}))
+    steps = [each.optim_step(**SCALED) for each in (clean, hurt)]
+    sums = neighbour.optim_step(**SCALED)
+    again = hurt.optim_step(**SCALED)
+    run_all(cycle)
+
+    for number, (_, _, text) in zip(wrong, WRONG.values(), strict=False):
+        error = hurt.result(number)
+        assert error["category"] == "user"
+        assert text in error["error"]
+    assert "learning_rate" in hurt.result(wrong[-1])["error"]
+    assert clean.result(steps[0]) == hurt.result(steps[1])
+    assert "no gradients" in hurt.result(again)["error"]
+    assert_same(adapter(cycle, hurt), adapter(cycle, clean), 0)
+    one, many = (clean.result(steps[0]), neighbour.result(sums))
+    times = 1 + len(WRONG)
+    assert many["metrics"]["grad_norm"] == pytest.approx(times * one["metrics"]["grad_norm"])
+
+
+def test_gradients_that_are_not_finite_end_the_step_and_not_the_model(tmp_path):
+    cycle = cycle_of(tmp_path)
+    client, clean = Client(cycle.log, config=CONFIGS[0]), Client(cycle.log, config=CONFIGS[0])
+    # Its loss is finite, and the squares of its gradients are not.
+    large = [datum([5, 6], [6, 7], logprobs=[-600.0, -600.0], advantages=[1e38, 1e38])]
+    forward = client.forward_backward(large, "importance_sampling")
+    step = client.optim_step(**SCALED)
+    run_all(cycle)
+    assert math.isfinite(client.result(forward)[0]["loss:sum"])
+    assert client.result(step)["category"] == "user"
+    assert "not finite" in client.result(step)["error"]
+
+    for each in (client, clean):
+        each.forward_backward(GOOD)
+        each.optim_step(**SCALED)
+    run_all(cycle)
+    assert_same(adapter(cycle, client), adapter(cycle, clean), 0)
+
+
+@pytest.mark.parametrize("loss", ["cross_entropy", "dro", "gspo"])
+def test_a_forward_gathers_nothing_and_says_the_same(tmp_path, loss):
+    cycle, draw = cycle_of(tmp_path), random.Random(3)
+    client = Client(cycle.log)
+    data = [drawn_datum(draw, loss) for _ in range(3)]
+    forward = client.forward_backward(data, loss, forward_only=True)
+    step = client.optim_step()
+    both = client.forward_backward(data, loss)
+    run_all(cycle)
+
+    assert "no gradients" in client.result(step)["error"]
+    (metrics, logprobs), (expected, others) = map(client.result, (forward, both))
+    assert metrics == pytest.approx(expected, rel=1e-9)
+    for found, other in zip(logprobs, others, strict=True):
+        np.testing.assert_allclose(found, other, rtol=1e-6)
+
+
+def test_a_long_request_is_cut_by_its_own_size(tmp_path):
+    """Its loss and gradients are those of its data one by one."""
+    cycle = cycle_of(tmp_path)
+    whole, parts = Client(cycle.log, config=CONFIGS[0]), Client(cycle.log, config=CONFIGS[0])
+    draw = random.Random(1)
+    data = [datum([draw.randrange(3, VOCABULARY) for _ in range(900)]) for _ in range(5)]
+    future = whole.forward_backward(data)
+    futures = [parts.forward_backward([each]) for each in data]
+    for each in (whole, parts):
+        each.optim_step(**SCALED)
+    run_all(cycle)
+
+    total = sum(parts.result(each)[0]["loss:sum"] for each in futures)
+    assert whole.result(future)[0]["loss:sum"] == pytest.approx(total, rel=1e-9)
+    assert_same(adapter(cycle, whole), adapter(cycle, parts))
+
+
+def trained(cycle, key="a", **how):
+    client = Client(cycle.log, config=CONFIGS[0], **how)
+    for step in script(key):
+        send(client, step)
+    run_all(cycle)
+    return client
+
+
+def test_a_checkpoint_goes_on_exactly_with_its_optimizer(tmp_path):
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    saved = client.send("save_weights", path="half")
+    run_all(cycle)
+    path = client.result(saved)["path"]
+    assert path == f"tinker://{client.model}/weights/half"
+    resumed = Client(cycle.log, load=path)
+    bare = Client(cycle.log, load=path, optimizer=False)
+    for each in (client, resumed, bare):
+        send(each, script("b")[0])
+    run_all(cycle)
+
+    assert resumed.result(resumed.created)["model_id"] == resumed.model
+    assert_same(adapter(cycle, resumed), adapter(cycle, client), 0)
+    assert any(
+        not torch.equal(one, other)
+        for one, other in zip(
+            adapter(cycle, bare).values(), adapter(cycle, client).values(), strict=True
+        )
+    )
+
+
+def test_a_checkpoint_is_a_peft_folder(tmp_path):
+    """PEFT loads it, and gives the log-probabilities that the trainer does."""
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    saved = client.send("save_weights", path="x")
+    future = client.forward_backward(GOOD, forward_only=True)
+    run_all(cycle)
+    checkpoint = cycle.log.checkpoint(client.result(saved)["path"], "ada")
+    model = PeftModel.from_pretrained(
+        plain_base(engine().step.model.backbone), str(tmp_path / checkpoint.folder)
+    )
+    logits = model.eval()(input_ids=torch.tensor([GOOD[0]["tokens"]])).logits[0].log_softmax(-1)
+    expected = [float(logits[at, token]) for at, token in enumerate(GOOD[0]["target_tokens"])]
+
+    np.testing.assert_allclose(client.result(future)[1][0], expected, rtol=1e-6)
+    assert checkpoint.bytes > 0
+    assert load_file(tmp_path / checkpoint.folder / "optimizer.safetensors")
+
+
+def test_a_checkpoint_keeps_its_name_unless_it_is_overwritten(tmp_path):
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    futures = [
+        client.send("save_weights", path="x"),
+        client.send("save_weights", path="x"),
+        client.send("save_weights", path="x", overwrite=True),
+        client.send("save_weights", path="../x"),
+    ]
+    run_all(cycle)
+
+    results = [client.result(each) for each in futures]
+    assert results[0]["path"] == results[2]["path"]
+    assert "overwrite=True" in results[1]["error"]
+    assert "a name has" in results[3]["error"]
+    [checkpoint] = cycle.log.checkpoints("ada")
+    assert checkpoint.folder.endswith(f"version-{client.seq - 1}")
+    folder = tmp_path / checkpoint.folder
+    assert [each.name for each in folder.parent.glob("version-*")] == [folder.name]
+
+
+def test_a_model_of_another_base_or_rank_is_never_made(tmp_path):
+    """Its creation fails, and so does what was sent after it."""
+    cycle = cycle_of(tmp_path)
+    client = Client(cycle.log, config={"rank": 512})
+    step = client.forward_backward(GOOD)
+    other = Client(cycle.log, config={"rank": 4, "train_more": True})
+    nothing = {f"train_{part}": False for part in ("attn", "mlp", "unembed")}
+    idle = Client(cycle.log, config={"rank": 4, **nothing})
+    run_all(cycle)
+
+    assert "rank of 64 at most" in client.result(client.created)["error"]
+    assert "never made" in client.result(step)["error"]
+    assert "train_more" in other.result(other.created)["error"]
+    assert "adapts nothing" in idle.result(idle.created)["error"]
+
+
+def test_a_gap_keeps_what_comes_behind_it(tmp_path):
+    """The last request comes first: chunks of one call arrive so."""
+    cycle = cycle_of(tmp_path)
+    client = Client(cycle.log)
+    late = client.log.append(
+        "ada", client.model, 2, "forward_backward", request(client.model, 2, GOOD)
+    )
+    run_all(cycle)
+    assert client.log.answer("ada", late) is None
+    client.forward_backward(GOOD)
+    run_all(cycle)
+
+    assert client.result(late)[0]["tokens:sum"] == 3

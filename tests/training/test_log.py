@@ -1,0 +1,229 @@
+"""The command log: order by number, repeats, conflicts, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tlora_fx.errors import JobUnknown, RequestConflict, RequestGone, RequestRefused
+from tlora_fx.training.log import Checkpoint, CommandLog, Outcome, Sampler, json_answer
+
+USER = "ada"
+
+
+@pytest.fixture
+def log(tmp_path):
+    return CommandLog(tmp_path)
+
+
+def model_of(log, user=USER, place=0):
+    session = log.open_session(user, {})
+    log.create(user, session, place, "create_model", b"{}")
+    return f"{session}:train:{place}"
+
+
+def run(log, limit=None):
+    """Do what may run, each command's answer being its body; what ran, in order."""
+    ran = []
+    for queue, commands in log.runnable().items():
+        for command in commands[:limit]:
+            body = log.body_of(command)
+            log.finish([Outcome(command, json_answer({"said": body.decode()}))])
+            ran.append((queue, command.seq))
+    return ran
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    arrivals=st.lists(
+        st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 7)), min_size=1, max_size=40
+    ),
+    reopened=st.lists(st.integers(0, 40), max_size=4),
+    limit=st.integers(1, 4),
+)
+def test_commands_run_once_in_order_and_never_past_a_gap(arrivals, reopened, limit):
+    """Whatever the order of arrival, the repeats and the restarts between them."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = CommandLog(Path(folder))
+        names = {key: model_of(log) for key in "ab"}
+        arrived = {key: {0} for key in "ab"}
+        ran = {key: [] for key in "ab"}
+        keys = {name: key for key, name in names.items()}
+        futures = {}
+        for at, (key, seq) in enumerate(arrivals):
+            if at in reopened:
+                log.close()
+                log = CommandLog(Path(folder))
+            body = f"{key}{seq}".encode()
+            number = log.append(USER, names[key], seq, "optim_step", body)
+            assert futures.setdefault((key, seq), number) == number
+            arrived[key].add(seq)
+            for queue, done in run(log, limit):
+                ran[keys[queue]].append(done)
+        while left := run(log):
+            for queue, done in left:
+                ran[keys[queue]].append(done)
+
+        for key in "ab":
+            first_gap = next(seq for seq in range(9) if seq not in arrived[key])
+            assert ran[key] == list(range(first_gap))
+        for (key, seq), number in futures.items():
+            answer = log.answer(USER, number)
+            done = seq in ran[key]
+            assert (answer is not None) == done
+            assert not done or json.loads(answer.body) == {"said": f"{key}{seq}"}
+        log.close()
+
+
+def test_another_body_under_one_number_is_a_conflict(log):
+    model = model_of(log)
+    log.append(USER, model, 1, "optim_step", b"a")
+
+    with pytest.raises(RequestConflict, match="another request has this number"):
+        log.append(USER, model, 1, "optim_step", b"b")
+    with pytest.raises(RequestConflict):
+        log.append(USER, model, 1, "save_weights", b"a")
+
+
+def test_an_answer_is_written_once(log):
+    model_of(log)
+    [[command]] = log.runnable().values()
+    for said in (1, 2):
+        log.finish([Outcome(command, json_answer({"said": said}))])
+
+    assert json.loads(log.answer(USER, command.number).body) == {"said": 1}
+
+
+def test_a_number_that_is_not_finite_is_never_written():
+    with pytest.raises(ValueError, match="JSON compliant"):
+        json_answer({"grad_norm": float("nan")})
+
+
+def test_nobody_sees_what_is_anothers(log):
+    model = model_of(log)
+    number = log.append(USER, model, 1, "optim_step", b"")
+    sampler = log.add_sampler(USER, model.split(":")[0], 0, None)
+
+    with pytest.raises(JobUnknown):
+        log.append("bob", model, 2, "optim_step", b"")
+    with pytest.raises(RequestGone):
+        log.answer("bob", number)
+    with pytest.raises(JobUnknown):
+        log.model(model, "bob")
+    with pytest.raises(JobUnknown):
+        log.append("bob", sampler.id, 0, "sample", b"")
+    assert log.models("bob") == []
+
+
+def test_a_number_below_one_is_refused(log):
+    with pytest.raises(RequestRefused, match="order"):
+        log.append(USER, model_of(log), 0, "optim_step", b"")
+
+
+def test_a_session_that_is_over_takes_nothing_new(log):
+    session = log.open_session(USER, {})
+    log.heard(USER, session)
+    log.end_session(USER, session)
+    log.end_session(USER, session)
+
+    with pytest.raises(RequestGone):
+        log.heard(USER, session)
+    with pytest.raises(RequestGone):
+        log.create(USER, session, 0, "create_model", b"")
+    with pytest.raises(JobUnknown):
+        log.end_session("bob", session)
+
+
+def test_samples_need_no_order(log):
+    session = log.open_session(USER, {})
+    sampler = log.add_sampler(USER, session, 0, None)
+    assert log.add_sampler(USER, session, 0, None) == sampler
+    for seq in (7, 2):
+        log.append(USER, sampler.id, seq, "sample", b"")
+
+    assert run(log) == [(sampler.id, 2), (sampler.id, 7)]
+
+
+def test_bodies_stay_until_a_snapshot_has_them(log):
+    """So that what a kill undoes can run again, in order."""
+    model = model_of(log)
+    for seq in range(1, 6):
+        log.append(USER, model, seq, "optim_step", b"%d" % seq)
+    run(log, limit=5)
+    log.keep(model, 2)
+
+    assert [each.body for each in log.done_since_kept(model)] == [b"3", b"4"]
+    assert log.model(model).kept == 2
+    # A repeat of one whose body is gone is still recognised.
+    assert log.append(USER, model, 1, "optim_step", b"1") == 2
+    with pytest.raises(RequestConflict):
+        log.append(USER, model, 1, "optim_step", b"x")
+
+
+def test_what_a_command_makes_is_there_with_its_answer(log):
+    model = model_of(log)
+    session = model.split(":")[0]
+    [[command]] = log.runnable().values()
+    path = f"tinker://{model}/weights/a"
+    made = Checkpoint(path, model, USER, "weights", "f", 5, 1.0, None, {"rank": 4}, {"x": "y"})
+    sampler = Sampler(f"{session}:sample:0", session, USER, None, "g")
+    outcome = Outcome(command, json_answer({}), 9, made, sampler, {"rank": 4})
+    log.finish([outcome, outcome])
+
+    assert log.checkpoint(path, USER) == made
+    assert log.sampler(sampler.id, USER) == sampler
+    assert log.model(model).config == {"rank": 4}
+    assert log.usage() == [(USER, "create_model", 1, 9)]
+    log.forget(made)
+    with pytest.raises(JobUnknown):
+        log.checkpoint(path, USER)
+
+
+def test_an_expired_checkpoint_is_gone(log):
+    model = model_of(log)
+    [[command]] = log.runnable().values()
+    path = f"tinker://{model}/weights/a"
+    made = Checkpoint(path, model, USER, "weights", "f", 5, 1.0, 2.0, {})
+    log.finish([Outcome(command, json_answer({}), checkpoint=made)])
+
+    assert log.checkpoints(USER) == []
+    assert log.expired() == [made]
+
+
+_WRITER = """
+import sys
+from pathlib import Path
+from tlora_fx.training.log import CommandLog
+log = CommandLog(Path(sys.argv[1]))
+session = log.open_session("ada", {})
+print(log.create("ada", session, 0, "create_model", b"")[1], flush=True)
+for seq in range(1, 100000):
+    print(log.append("ada", f"{session}:train:0", seq, "optim_step", b"x" * 1000), flush=True)
+"""
+
+
+def test_a_killed_writer_leaves_all_that_it_acknowledged(tmp_path):
+    """kill -9 in the middle of appends; what was acknowledged is there, and nothing torn."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    model = process.stdout.readline().strip()
+    seen = [int(process.stdout.readline()) for _ in range(50)]
+    os.kill(process.pid, signal.SIGKILL)
+    seen += [int(line) for line in process.stdout.read().splitlines()]
+    process.wait()
+
+    [commands] = CommandLog(tmp_path).runnable().values()
+    numbers = [command.number for command in commands]
+    assert numbers[1 : len(seen) + 1] == seen
+    assert [command.seq for command in commands] == list(range(len(commands)))
+    assert {command.queue for command in commands} == {model}

@@ -1,0 +1,184 @@
+"""Versions that clients sample from: immutable, with the trainer's log-probabilities."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.training.clients import VOCABULARY, Client, cycle_of, datum, engine, run_all
+from tlora_fx.training.log import PROTOBUF
+from tlora_fx.training.messages import _CLASS
+
+PROMPT = [5, 6, 7, 8, 9]
+FAST = {"learning_rate": 0.05}
+
+
+def drawn(client, number):
+    """Of each sequence tokens, log-probabilities and why it ended; and those of the prompt."""
+    answer = client.log.answer("ada", number)
+    assert answer is not None
+    if answer.media != PROTOBUF:
+        return json.loads(answer.body)
+    message = _CLASS["SampleResponse"]()
+    message.ParseFromString(answer.body)
+    sequences = [
+        (
+            np.frombuffer(each.tokens, "<i4").tolist(),
+            np.frombuffer(each.logprobs, "<f4"),
+            each.stop_reason,
+        )
+        for each in message.sequences
+    ]
+    return sequences, np.frombuffer(message.prompt_logprobs, "<f4")
+
+
+def step(client):
+    client.forward_backward([datum([5, 6, 7, 8])])
+    client.optim_step(**FAST)
+
+
+@pytest.fixture
+def cycle(tmp_path):
+    return cycle_of(tmp_path)
+
+
+@pytest.fixture
+def client(cycle):
+    client = Client(cycle.log)
+    for _ in range(3):
+        step(client)
+    client.send("save_weights_for_sampler", sampling_session_seq_id=0)
+    run_all(cycle)
+    return client
+
+
+@pytest.fixture
+def sampler(client):
+    return f"{client.session}:sample:0"
+
+
+def test_a_version_samples_the_same_while_its_model_trains_on(cycle, client, sampler):
+    before = client.sample(sampler, 0, PROMPT, num_samples=3)
+    run_all(cycle)
+    for _ in range(5):
+        step(client)
+    after = client.sample(sampler, 1, PROMPT, num_samples=3)
+    client.send("save_weights_for_sampler", sampling_session_seq_id=1)
+    run_all(cycle)
+    newer = client.sample(f"{client.session}:sample:1", 0, PROMPT, num_samples=3)
+    run_all(cycle)
+
+    first, second, third = (drawn(client, each)[0] for each in (before, after, newer))
+    for one, other in zip(first, second, strict=True):
+        assert one[0] == other[0]
+        np.testing.assert_array_equal(one[1], other[1])
+    assert [one[1].tolist() for one in first] != [one[1].tolist() for one in third]
+
+
+def test_log_probabilities_are_the_trainers(cycle, client, sampler):
+    """Of what was drawn, and of the prompt."""
+    number = client.sample(sampler, 0, PROMPT, prompt_logprobs=True)
+    last = client.sample(sampler, 1, PROMPT, prompt_logprobs=True, prompt_logprobs_last_n=2)
+    run_all(cycle)
+    [(tokens, logprobs, _)], prompt = drawn(client, number)
+    forward = client.forward_backward([datum([*PROMPT, *tokens])], forward_only=True)
+    run_all(cycle)
+
+    _, [expected] = client.result(forward)
+    np.testing.assert_allclose([*prompt[1:], *logprobs], expected, rtol=1e-6)
+    assert np.isnan(prompt[0])
+    _, few = drawn(client, last)
+    np.testing.assert_array_equal(np.isnan(few), [True, True, True, False, False])
+    np.testing.assert_array_equal(few[3:], prompt[3:])
+
+
+def test_a_seeded_request_draws_the_same_among_others(cycle, client, sampler):
+    """Also beside its equal: they are no two samples of one call."""
+    params = {"max_tokens": 6, "seed": 11, "stop": [], "temperature": 1.5}
+    twice = [client.sample(sampler, seq, PROMPT, params=params) for seq in (0, 1)]
+    base = cycle.log.add_sampler("ada", client.session, 7, None)
+    other = client.sample(base.id, 0, PROMPT, params=params)
+    unseeded = params | {"seed": None}
+    loose = [client.sample(sampler, seq, PROMPT, params=unseeded) for seq in (2, 3)]
+    run_all(cycle)
+
+    first, second, third, *free = (drawn(client, each)[0][0][0] for each in (*twice, other, *loose))
+    assert first == second
+    assert first != third
+    assert free[0] != free[1]
+    assert [drawn(client, each)[0][0][2] for each in twice] == [1, 1]
+
+
+def test_stop_tokens_end_a_completion(cycle, client, sampler):
+    probe = client.sample(sampler, 0, PROMPT)
+    run_all(cycle)
+    [(tokens, _, _)], _ = drawn(client, probe)
+    params = {"max_tokens": 4, "seed": 3, "stop": [tokens[1]]}
+    number = client.sample(sampler, 1, PROMPT, params=params)
+    run_all(cycle)
+
+    [(found, _, reason)], _ = drawn(client, number)
+    assert found == tokens[: tokens.index(tokens[1]) + 1]
+    assert reason == 0
+
+
+WRONG = {
+    "unknown token": ({"tokens": [VOCABULARY]}, "token ids from 0"),
+    "empty": ({"tokens": []}, "a token at least"),
+    "too long": ({"tokens": [5] * 2048}, "too long"),
+    "top-k": ({"tokens": PROMPT, "topk_prompt_logprobs": 5}, "topk_prompt_logprobs"),
+    "temperature": ({"tokens": PROMPT, "params": {"temperature": -1}}, "temperature"),
+    "last": (
+        {"tokens": PROMPT, "prompt_logprobs": True, "prompt_logprobs_last_n": 5}, "too large",
+    ),
+}  # fmt: skip
+
+
+def test_a_wrong_request_is_an_error_of_itself_alone(cycle, client, sampler):
+    good = [client.sample(sampler, 100, PROMPT)]
+    futures = [
+        client.sample(sampler, seq, **fields) for seq, (fields, _) in enumerate(WRONG.values())
+    ]
+    good.append(client.sample(sampler, 101, PROMPT))
+    run_all(cycle)
+
+    for number, (_, text) in zip(futures, WRONG.values(), strict=True):
+        error = drawn(client, number)
+        assert error["category"] == "user"
+        assert text in error["error"]
+    first, second = (drawn(client, each)[0] for each in good)
+    assert first[0][0] == second[0][0]
+
+
+def test_a_named_version_is_a_checkpoint_without_an_optimizer(cycle, client):
+    saved = client.send("save_weights_for_sampler", path="best", ttl_seconds=3600)
+    run_all(cycle)
+    path = client.result(saved)["path"]
+    checkpoint = cycle.log.checkpoint(path, "ada")
+    assert path.endswith("/sampler_weights/best")
+    assert checkpoint.expires == pytest.approx(checkpoint.made + 3600)
+    sampler = cycle.log.add_sampler("ada", client.session, 5, path)
+    number = client.sample(sampler.id, 0, PROMPT)
+    resumed = Client(cycle.log, load=path)
+    run_all(cycle)
+
+    assert drawn(client, number)[0]
+    assert "no optimizer state" in resumed.result(resumed.created)["error"]
+
+
+def test_more_versions_than_slots_take_turns(cycle, client):
+    """Each cycle draws from as many as fit."""
+    count = engine().options.residents + 2
+    for place in range(1, count):
+        step(client)
+        client.send("save_weights_for_sampler", sampling_session_seq_id=place)
+    run_all(cycle)
+    futures = [
+        client.sample(f"{client.session}:sample:{place}", 0, PROMPT) for place in range(count)
+    ]
+    run_all(cycle)
+
+    logprobs = {tuple(drawn(client, each)[0][0][1].tolist()) for each in futures}
+    assert len(logprobs) == count

@@ -1,0 +1,439 @@
+"""Routes of the Tinker API.
+
+A body is looked at only as far as its place in the log needs; the trainer reads the rest, for a
+request that was refused here would leave a gap in its model's order. Field names and paths are the
+API's.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Annotated, Any, TypeVar
+
+from fastapi import APIRouter, Depends, Request, Response
+from fastapi.concurrency import run_in_threadpool
+from prometheus_client.core import GaugeMetricFamily
+from pydantic import BaseModel
+
+from tlora_fx.errors import RequestGone, RequestRefused
+from tlora_fx.server.store import User
+from tlora_fx.server.tinker.futures import Futures
+from tlora_fx.training.log import Checkpoint, CommandLog, Model
+from tlora_fx.training.messages import canonical_request
+
+#: Bodies at most. Clients cut data at 5 MB, but one sequence may be larger.
+DATA_BYTES, PROMPT_BYTES = 64 << 20, 16 << 20
+#: What the service's client is told of itself. No compression: most bodies stay on one machine.
+CLIENT_CONFIG: Mapping[str, Any] = {
+    "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False,
+    "custom_loss_server_side": False, "sample_use_retrieve_futures": False,
+    "sample_join_sampling_session": False, "use_pyqwest_transport": False,
+}  # fmt: skip
+T = TypeVar("T")
+
+
+@dataclass(eq=False, slots=True)
+class Tinker:
+    """What the routes stand on; Prometheus reads what users have used."""
+
+    log: CommandLog
+    futures: Futures
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Requests and tokens, by user and kind."""
+        labels = ["user", "kind"]
+        requests = GaugeMetricFamily(
+            "tlora_tinker_requests", "Requests of training clients that were done.", labels=labels
+        )
+        tokens = GaugeMetricFamily(
+            "tlora_tinker_tokens", "Tokens computed for training clients.", labels=labels
+        )
+        for user, kind, count, total in self.log.usage():
+            requests.add_metric([user, kind], count)
+            tokens.add_metric([user, kind], total)
+        yield from (requests, tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Asker:
+    """Who asks, and whom."""
+
+    user: User
+    tinker: Tinker
+
+    @property
+    def log(self) -> CommandLog:
+        """The command log."""
+        return self.tinker.log
+
+
+def _asker(request: Request) -> Asker:
+    service = request.app.state.service
+    return Asker(service.user(service.token_of(request.headers)), request.app.state.tinker)
+
+
+By = Annotated[Asker, Depends(_asker)]
+api = APIRouter(prefix="/api/v1", tags=["tinker"])
+
+
+class Session(BaseModel):
+    """A new session."""
+
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class OfSession(BaseModel):
+    """A request about a session."""
+
+    session_id: str
+
+
+class OfModel(BaseModel):
+    """A request about a model."""
+
+    model_id: str
+
+
+class OfFuture(BaseModel):
+    """A request for what another one came to."""
+
+    request_id: str
+
+
+class OfPath(BaseModel):
+    """A request about a checkpoint."""
+
+    tinker_path: str
+
+
+class NewSampler(OfSession):
+    """A new sampler of a checkpoint, or of the base."""
+
+    sampling_session_seq_id: int
+    model_path: str | None = None
+    base_model: str | None = None
+
+
+# Clients and sessions.
+
+
+@api.post("/client/config")
+def client_config(by: By) -> dict[str, Any]:
+    """How clients are to behave."""
+    return dict(CLIENT_CONFIG)
+
+
+@api.post("/client/dynamic_config")
+def dynamic_config(by: By) -> dict[str, Any]:
+    """The same of what may change."""
+    return {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+
+
+@api.post("/telemetry")
+def telemetry(by: By) -> dict[str, str]:
+    """Accept what clients say of themselves; nothing is kept."""
+    return {"status": "accepted"}
+
+
+@api.get("/healthz")
+def healthz() -> dict[str, str]:
+    """Whether the service answers."""
+    return {"status": "ok"}
+
+
+@api.get("/get_server_capabilities")
+def capabilities(by: By) -> dict[str, Any]:
+    """The base that models train on."""
+    facts = by.log.facts()
+    model = {
+        "model_name": facts.get("base_model"), "max_context_length": facts.get("max_context"),
+        "trainable": True, "sampleable": facts.get("sampleable", False),
+    }  # fmt: skip
+    return {"supported_models": [model] if facts else []}
+
+
+@api.post("/create_session")
+def create_session(body: Session, by: By) -> dict[str, str]:
+    """Begin a session."""
+    session = by.log.open_session(by.user.name, body.model_dump())
+    return {"type": "create_session", "session_id": session}
+
+
+@api.post("/session_heartbeat")
+def session_heartbeat(body: OfSession, by: By) -> dict[str, str]:
+    """Keep a session alive."""
+    by.log.heard(by.user.name, body.session_id)
+    return {"type": "session_heartbeat"}
+
+
+@api.post("/sessions/{session}/finish", status_code=204)
+def finish_session(session: str, by: By) -> None:
+    """End a session; what it made stays."""
+    by.log.end_session(by.user.name, session)
+
+
+@api.get("/sessions")
+def sessions(by: By, limit: int = 20, offset: int = 0) -> dict[str, Any]:
+    """The user's sessions."""
+    return {"sessions": by.log.sessions(by.user.name)[offset : offset + limit]}
+
+
+@api.get("/sessions/{session}")
+def one_session(session: str, by: By) -> dict[str, Any]:
+    """What a session made."""
+    found = by.log.session(by.user.name, session)
+    said = found["said"]
+    return {
+        "training_run_ids": found["models"], "sampler_ids": found["samplers"],
+        "user_metadata": said.get("user_metadata"), "display_name": said.get("display_name"),
+    }  # fmt: skip
+
+
+# Commands.
+
+
+def _future(by: Asker, number: int, **more: Any) -> dict[str, Any]:
+    by.tinker.futures.ring()
+    return {"request_id": str(number), **more}
+
+
+async def _json(request: Request) -> dict[str, Any]:
+    """A body in JSON, as it came."""
+    body = await request.body()
+    try:
+        content = json.loads(body)
+    except ValueError as error:
+        raise RequestRefused("the body is no JSON", reason=error) from error
+    if not isinstance(content, dict):
+        raise RequestRefused("the body is no object of JSON")
+    return content
+
+
+def _field(content: Mapping[str, Any], name: str, kind: type[T]) -> T:
+    value = content.get(name)
+    if type(value) is not kind:
+        raise RequestRefused(
+            "a request is wrong", where=name, expected=kind.__name__, found=repr(value)[:80]
+        )
+    return value
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True).encode()
+
+
+async def _create(by: Asker, kind: str, content: dict[str, Any]) -> dict[str, Any]:
+    session, place = _field(content, "session_id", str), _field(content, "model_seq_id", int)
+    said = content.get("user_metadata")
+    number, model = await run_in_threadpool(
+        by.log.create, by.user.name, session, place, kind, _canonical(content),
+        said if isinstance(said, dict) else {},
+    )  # fmt: skip
+    return _future(by, number, model_id=model)
+
+
+@api.post("/create_model")
+async def create_model(request: Request, by: By) -> dict[str, Any]:
+    """Make a model: its first command."""
+    return await _create(by, "create_model", await _json(request))
+
+
+async def _append(by: Asker, kind: str, queue: str, seq: int, body: bytes) -> int:
+    return await run_in_threadpool(by.log.append, by.user.name, queue, seq, kind, body)
+
+
+async def _command(request: Request, by: Asker, kind: str) -> dict[str, Any]:
+    content = await _json(request)
+    model, seq = _field(content, "model_id", str), _field(content, "seq_id", int)
+    number = await _append(by, kind, model, seq, _canonical(content))
+    return _future(by, number, model_id=model)
+
+
+@api.post("/load_weights")
+async def load_weights(request: Request, by: By) -> dict[str, Any]:
+    """Load a checkpoint: into a new model, or into one that is there."""
+    content = await _json(request)
+    if content.get("session_id") is not None:
+        return await _create(by, "load_model", content)
+    return await _command(request, by, "load_weights")
+
+
+@api.post("/optim_step")
+async def optim_step(request: Request, by: By) -> dict[str, Any]:
+    """One optimizer step."""
+    return await _command(request, by, "optim_step")
+
+
+@api.post("/save_weights")
+async def save_weights(request: Request, by: By) -> dict[str, Any]:
+    """Save weights and optimizer under a name."""
+    return await _command(request, by, "save_weights")
+
+
+@api.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(request: Request, by: By) -> dict[str, Any]:
+    """Save a version to sample from."""
+    return await _command(request, by, "save_weights_for_sampler")
+
+
+@api.post("/forward_backward", max_body_size=DATA_BYTES)
+async def forward_backward(request: Request, by: By) -> dict[str, Any]:
+    """Gradients of a loss, or its value alone; the body is a protobuf message."""
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise RequestRefused("the body is compressed", help="see client/config")
+    body = await request.body()
+    model, seq, canonical = await run_in_threadpool(canonical_request, body)
+    number = await _append(by, "forward_backward", model, seq, canonical)
+    return _future(by, number, model_id=model)
+
+
+@api.post("/asample", max_body_size=PROMPT_BYTES)
+async def asample(request: Request, by: By) -> dict[str, Any]:
+    """Completions of a prompt by a sampler."""
+    content = await _json(request)
+    queue, seq = _field(content, "sampling_session_id", str), _field(content, "seq_id", int)
+    number = await _append(by, "sample", queue, seq, _canonical(content))
+    count = content.get("num_samples", 1)
+    count = count if isinstance(count, int) else 1
+    # A client reads as many as it asked for; a request for more than this fails anyway.
+    ids = [f"{queue}:{seq}:{each}" for each in range(min(count, 4096))]
+    return _future(by, number, sample_sequence_ids=ids)
+
+
+@api.post("/retrieve_future")
+async def retrieve_future(body: OfFuture, by: By) -> Response:
+    """What a command came to; fetched as often as one likes."""
+    if not body.request_id.isdecimal() or len(body.request_id) > 18:
+        raise RequestGone("there is no such future", found=body.request_id[:80])
+    answer = await by.tinker.futures.wait(by.user.name, int(body.request_id))
+    if answer is not None:
+        return Response(answer.body, media_type=answer.media)
+    content = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
+    return Response(json.dumps(content), media_type="application/json")
+
+
+# Samplers.
+
+
+@api.post("/create_sampling_session")
+def create_sampling_session(body: NewSampler, by: By) -> dict[str, str]:
+    """A sampler of a checkpoint, or of the base."""
+    facts = by.log.facts()
+    base, found = facts.get("base_model"), body.base_model
+    if body.model_path is None and found not in (base, facts.get("tokenizer")):
+        raise RequestRefused("the service has another base", expected=base, found=found)
+    sampler = by.log.add_sampler(
+        by.user.name, body.session_id, body.sampling_session_seq_id, body.model_path
+    )
+    return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
+
+
+@api.get("/samplers/{sampler}")
+def one_sampler(sampler: str, by: By) -> dict[str, Any]:
+    """What a sampler samples from."""
+    found, base = by.log.sampler(sampler, by.user.name), by.log.facts().get("base_model")
+    return {"sampler_id": found.id, "base_model": base, "model_path": found.path}
+
+
+# Models and checkpoints.
+
+
+@api.post("/get_info")
+def get_info(body: OfModel, by: By) -> dict[str, Any]:
+    """What a model is."""
+    model, facts = by.log.model(body.model_id, by.user.name), by.log.facts()
+    base = facts.get("base_model")
+    data = {"arch": "lora", "model_name": base, "tokenizer_id": facts.get("tokenizer")}
+    return {
+        "type": "get_info", "model_data": data, "model_id": model.id, "model_name": base,
+        "is_lora": True, "lora_rank": (model.config or {}).get("rank"),
+        "optimizer_config": {"type": "adamw"},
+    }  # fmt: skip
+
+
+def _time(seconds: float | None) -> str | None:
+    return None if seconds is None else datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _shown(checkpoint: Checkpoint) -> dict[str, Any]:
+    kind = "training" if checkpoint.kind == "weights" else "sampler"
+    return {
+        "checkpoint_id": checkpoint.path.split("/", 3)[3], "checkpoint_type": kind,
+        "time": _time(checkpoint.made), "tinker_path": checkpoint.path,
+        "size_bytes": checkpoint.bytes, "expires_at": _time(checkpoint.expires),
+        "user_metadata": dict(checkpoint.said) or None,
+    }  # fmt: skip
+
+
+def _run(model: Model, by: Asker) -> dict[str, Any]:
+    """A model, as a training run is shown."""
+    saved = by.log.checkpoints(by.user.name, model=model.id)
+    last = {each.kind: _shown(each) for each in saved}
+    return {
+        "training_run_id": model.id, "base_model": by.log.facts().get("base_model"),
+        "model_owner": model.user, "is_lora": True, "corrupted": False,
+        "lora_rank": (model.config or {}).get("rank"), "last_request_time": _time(model.asked),
+        "last_checkpoint": last.get("weights"),
+        "last_sampler_checkpoint": last.get("sampler_weights"),
+        "user_metadata": {key: str(value) for key, value in model.said.items()} or None,
+    }  # fmt: skip
+
+
+def _page(items: list[T], limit: int, offset: int) -> tuple[list[T], dict[str, int]]:
+    return items[offset : offset + limit], {
+        "offset": offset, "limit": limit, "total_count": len(items)
+    }  # fmt: skip
+
+
+@api.get("/training_runs")
+def training_runs(by: By, limit: int = 20, offset: int = 0) -> dict[str, Any]:
+    """The user's models."""
+    models, cursor = _page(by.log.models(by.user.name), limit, offset)
+    return {"training_runs": [_run(model, by) for model in models], "cursor": cursor}
+
+
+@api.get("/training_runs/{model}")
+def training_run(model: str, by: By) -> dict[str, Any]:
+    """One model."""
+    return _run(by.log.model(model, by.user.name), by)
+
+
+@api.get("/training_runs/{model}/checkpoints")
+def checkpoints_of(model: str, by: By) -> dict[str, Any]:
+    """The checkpoints of a model."""
+    found = by.log.checkpoints(by.user.name, model=by.log.model(model, by.user.name).id)
+    return {"checkpoints": [_shown(each) for each in found]}
+
+
+@api.delete("/training_runs/{model}/checkpoints/{checkpoint:path}", status_code=204)
+def delete_checkpoint(model: str, checkpoint: str, by: By) -> None:
+    """Delete a checkpoint; who samples from it goes on until its weights have to be read again."""
+    found = by.log.checkpoint(f"tinker://{model}/{checkpoint}", by.user.name)
+    by.log.forget(found)
+    shutil.rmtree(by.log.folder / found.folder, ignore_errors=True)
+
+
+@api.get("/checkpoints")
+def checkpoints(by: By, limit: int = 100, offset: int = 0) -> dict[str, Any]:
+    """The user's checkpoints."""
+    found, cursor = _page(by.log.checkpoints(by.user.name)[::-1], limit, offset)
+    return {"checkpoints": [_shown(each) for each in found], "cursor": cursor}
+
+
+@api.post("/weights_info")
+def weights_info(body: OfPath, by: By) -> dict[str, Any]:
+    """What a checkpoint can be loaded into."""
+    config = by.log.checkpoint(body.tinker_path, by.user.name).config
+    parts = {name: config[name] for name in ("train_unembed", "train_mlp", "train_attn")}
+    return {
+        "base_model": by.log.facts().get("base_model"), "is_lora": True,
+        "lora_rank": config["rank"], "optimizer_config": {"type": "adamw"}, **parts,
+    }  # fmt: skip

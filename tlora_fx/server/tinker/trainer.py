@@ -1,0 +1,60 @@
+"""The trainer's process, as the service starts it and keeps it alive."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+from socket import socket
+from typing import TYPE_CHECKING
+
+from tlora_fx.server.answering import Answering
+from tlora_fx.server.log_lines import log_to_stderr
+
+if TYPE_CHECKING:
+    from tlora_fx.training.options import EngineOptions
+
+
+@contextmanager
+def training(
+    options: EngineOptions, log_format: str, died: Callable[[str, float], None]
+) -> Iterator[tuple[Answering, Path]]:
+    """Inside, a trainer runs; yields what keeps it alive, and the socket of its bell.
+
+    died     as of `Answering`
+    raises   ServiceRefused where it does not start
+    """
+    # A path of a socket is short, and a run's folder may not be.
+    with tempfile.TemporaryDirectory(prefix="tlora-fx-") as folder:
+        bell = Path(folder) / "bell"
+        process = Answering(partial(_train, options, bell, log_format), [], died, "trains")
+        try:
+            process.start()
+            yield process, bell
+        finally:
+            process.close()
+
+
+def _train(
+    options: EngineOptions, bell: Path, log_format: str, sockets: list[socket], parent: Connection
+) -> None:
+    """Train until the parent has ended; it alone hears signals."""
+    from tlora_fx.training.process import train
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    log_to_stderr(log_format)
+    ended = threading.Event()
+
+    def watch() -> None:
+        with suppress(EOFError, OSError):
+            parent.recv()
+        ended.set()
+
+    threading.Thread(target=watch, daemon=True).start()
+    train(options, bell, lambda: parent.send(True), ended)

@@ -1,0 +1,403 @@
+"""The cycle: what models of clients may run now, together, and each one's answer at once.
+
+Each model gives its leading `forward_backward`s and the `optim_step` behind them. The first of each
+share one forward and backward, then the second of each; steps that are due are done together. A
+failure is the answer of the request that caused it, and of no other.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from tlora_fx.errors import CommandRefused, NotFinite, TloraError
+from tlora_fx.runtime.step_batches import Batch, StepOutput, require_batch
+from tlora_fx.training import requests
+from tlora_fx.training.datums import batch_of, loss_of
+from tlora_fx.training.engine import Engine
+from tlora_fx.training.log import (
+    PROTOBUF,
+    Answer,
+    Checkpoint,
+    Command,
+    CommandLog,
+    Kind,
+    Outcome,
+    Sampler,
+    json_answer,
+    sampler_id,
+)
+from tlora_fx.training.messages import forward_output, read_request
+from tlora_fx.training.sampling import draw, read_sample
+from tlora_fx.training.tenants import NoRoom, Tenants, version_folder
+
+logger = logging.getLogger(__name__)
+FORWARD, STEP, SAMPLE = "forward_backward", "optim_step", "sample"
+LOADS = ("create_model", "load_model", "load_weights")
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A request for gradients or log-probabilities, read and checked."""
+
+    command: Command
+    batch: Batch
+    forward_only: bool
+
+
+class Cycle:
+    """Runs the commands of a log on an engine.
+
+    finished         is told the numbers of commands that have an answer now
+    snapshot_every   commands of a model between two snapshots of it
+    """
+
+    def __init__(
+        self,
+        log: CommandLog,
+        engine: Engine,
+        finished: Callable[[Iterable[int]], None] = lambda numbers: None,
+        snapshot_every: int = 64,
+    ) -> None:
+        self.log, self.engine, self.finished = log, engine, finished
+        self.snapshot_every = snapshot_every
+        self.tenants = Tenants(engine, log)
+        self.active: frozenset[str] = frozenset()
+        self._busy: set[str] = set()
+        self._obsolete: list[str] = []
+
+    def run(self) -> bool:
+        """Run what may run now; False where nothing did."""
+        runnable = self.log.runnable()
+        self._busy = set()
+        samples = [c for own in runnable.values() for c in own if c.kind == SAMPLE]
+        waiting = [own for own in runnable.values() if own[0].kind != SAMPLE]
+        turns: dict[str, deque[Command]] = {}
+        ran = False
+        # Who has waited longest comes first, for there may not be room for all.
+        for commands in sorted(waiting, key=lambda own: own[0].number):
+            head = commands[0]
+            try:
+                if head.seq > 0:
+                    self.bring(head.queue)
+                self._busy.add(head.queue)
+                if head.kind in (FORWARD, STEP):
+                    turns[head.queue] = _turn(commands)
+                else:
+                    self._finish([self._alone(head)])
+            except NoRoom:
+                self._busy.discard(head.queue)
+                continue
+            except Exception as error:  # noqa: BLE001  (it is the answer)
+                self._finish([self._failed(head, error)])
+            ran = True
+        self.active = frozenset(turns)
+        self._waves(turns)
+        return self._sample(samples) or ran
+
+    def bring(self, name: str) -> None:
+        """See that a model is in the banks, with all that has run.
+
+        raises   NoRoom; CommandRefused where it was never made; CheckpointError
+        """
+        model = self.log.model(name)
+        if model.config is None:
+            raise CommandRefused("the model was never made: its creation failed", model=model.id)
+        if model.id in self.tenants.resident or model.kept >= 0:
+            self.tenants.enter(model, busy=self._busy)
+        if model.id in self.tenants.resident and self.tenants.resident[model.id].ran >= model.ran:
+            return
+        for command in self.log.done_since_kept(model.id):
+            self._again(command)
+
+    def _again(self, command: Command) -> None:
+        """Run a command whose answer is written; one that failed fails again."""
+        with suppress(TloraError):
+            if command.kind == FORWARD:
+                if isinstance(read := self._read(command), Forward) and not read.forward_only:
+                    self._accumulate({command.queue: read})
+            elif command.kind == STEP:
+                self._step({command.queue: command})
+            elif command.kind in LOADS:
+                self._load(command)
+        if command.queue in self.tenants.resident:
+            self.tenants.resident[command.queue].ran = command.seq
+
+    # Gradients and steps.
+
+    def _waves(self, turns: dict[str, deque[Command]]) -> None:
+        while turns:
+            heads = {m: own.popleft() for m, own in turns.items() if own[0].kind == FORWARD}
+            self._finish(self._forwards(heads))
+            due = {m: own.popleft() for m, own in turns.items() if own and own[0].kind == STEP}
+            self._finish(self._step(due))
+            turns = {model: own for model, own in turns.items() if own}
+            self._take_snapshots()
+
+    def _forwards(self, heads: Mapping[str, Command]) -> list[Outcome]:
+        """Run one request of each model."""
+        outcomes: list[Outcome] = []
+        forwards: dict[str, Forward] = {}
+        for model, command in heads.items():
+            read = self._read(replace(command, body=self.log.body_of(command)))
+            if isinstance(read, Forward):
+                forwards[model] = read
+            else:
+                outcomes.append(read)
+        asked = {model: each for model, each in forwards.items() if not each.forward_only}
+        for model, output in self._accumulate(asked).items():
+            command = asked[model].command
+            if isinstance(output, Exception) or output.error is not None:
+                error = output if isinstance(output, Exception) else output.error
+                assert error is not None
+                outcomes.append(self._failed(command, error))
+            else:
+                assert output.logprobs is not None
+                outcomes.append(_scored(command, output.logprobs, output.loss, output.tokens))
+        return outcomes + [
+            self._score(model, each) for model, each in forwards.items() if each.forward_only
+        ]
+
+    def _read(self, command: Command) -> Forward | Outcome:
+        """A request that can be run, or why it cannot."""
+        try:
+            request = read_request(command.body)
+            batch = batch_of(request, self.engine.positions)
+            job = self.tenants.member(command.queue).job
+            require_batch(job, batch, self.engine.step.model.group.vocabulary, alone=True)
+            _require_targets(batch, self.engine.step.model.group.vocabulary)
+        except Exception as error:  # noqa: BLE001  (it is the answer)
+            return self._failed(command, error)
+        return Forward(command, batch, request.forward_only)
+
+    def _accumulate(self, asked: Mapping[str, Forward]) -> dict[str, StepOutput | Exception]:
+        """Gradients of one request of each model, together."""
+        if not asked:
+            return {}
+        names = {self.tenants.resident[model].name: model for model in asked}
+        batches = {name: asked[model].batch for name, model in names.items()}
+        try:
+            outputs = self.engine.step.accumulate(batches)
+            return {names[name]: output for name, output in outputs.items()}
+        except Exception as error:  # noqa: BLE001  (it is the answer)
+            if len(asked) == 1:
+                return dict.fromkeys(asked, error)
+        # It was no single model's fault; alone, some may fit.
+        found: dict[str, StepOutput | Exception] = {}
+        for model, each in asked.items():
+            found |= self._accumulate({model: each})
+        return found
+
+    def _score(self, model: str, forward: Forward) -> Outcome:
+        name, batch = self.tenants.resident[model].name, forward.batch
+        try:
+            logprobs = self.engine.step.score({name: batch.micro_batches})[name]
+            loss = loss_of(batch, logprobs)
+        except Exception as error:  # noqa: BLE001  (it is the answer)
+            return self._failed(forward.command, error)
+        tokens = sum(len(s.input_ids) for micro in batch.micro_batches for s in micro)
+        return _scored(forward.command, logprobs, loss, tokens)
+
+    def _step(self, due: Mapping[str, Command]) -> list[Outcome]:
+        """One optimizer step of each of these models."""
+        outcomes: list[Outcome] = []
+        options: dict[str, dict[str, float]] = {}
+        commands: dict[str, Command] = {}
+        for model, command in due.items():
+            name = self.tenants.resident[model].name
+            try:
+                body = command.body or self.log.body_of(command)
+                request = requests.read_json(requests.OptimStep, body)
+                if not self.tenants.is_dirty(model):
+                    raise CommandRefused(
+                        "there are no gradients to step by", help="call forward_backward first"
+                    )
+            except Exception as error:  # noqa: BLE001  (it is the answer)
+                outcomes.append(self._failed(command, error))
+                continue
+            options[name], commands[name] = request.adam_params.as_options(), command
+        try:
+            updates = self.engine.step.apply(options) if options else {}
+        except Exception as error:  # noqa: BLE001  (it is the answer)
+            return outcomes + [self._failed(each, error) for each in commands.values()]
+        for name, update in updates.items():
+            if not update.updated:
+                wrong = NotFinite("the gradients are not finite: the step was not done")
+                outcomes.append(self._failed(commands[name], wrong))
+                continue
+            numbers = {
+                "grad_norm": update.grad_norm, "learning_rate": update.learning_rate,
+                "step": update.step,
+            }  # fmt: skip
+            outcomes.append(Outcome(commands[name], json_answer({"metrics": numbers})))
+        return outcomes
+
+    def _take_snapshots(self) -> None:
+        for model in self._busy & set(self.tenants.resident):
+            resident = self.tenants.resident[model]
+            late = resident.ran - resident.kept >= self.snapshot_every
+            if late and not self.tenants.is_dirty(model):
+                self.tenants.keep(model)
+
+    # Models and versions.
+
+    def _alone(self, command: Command) -> Outcome:
+        """Run a command that is neither gradients nor a step."""
+        try:
+            command = replace(command, body=self.log.body_of(command))
+            if command.kind in LOADS:
+                return self._load(command)
+            if command.kind == "save_weights":
+                return self._save(command, requests.read_json(requests.SaveWeights, command.body))
+            if command.kind == "save_weights_for_sampler":
+                return self._save(
+                    command, requests.read_json(requests.SaveWeightsForSampler, command.body)
+                )
+            raise CommandRefused("there is no such command", found=command.kind)
+        except NoRoom:
+            raise
+        except Exception as error:  # noqa: BLE001  (it is the answer)
+            return self._failed(command, error)
+
+    def _load(self, command: Command) -> Outcome:
+        """Make a model, anew or from a checkpoint."""
+        model, version = command.queue, None
+        if command.kind == "create_model":
+            request = requests.read_json(requests.CreateModel, command.body)
+            self._require_base(request.base_model)
+            config = request.config(model)
+            answer = {"type": "create_model", "model_id": model}
+        else:
+            load = requests.read_json(requests.LoadWeights, command.body)
+            self._require_base(load.base_model)
+            version = self.tenants.read(self.log.checkpoint(load.path, command.user).folder)
+            if load.optimizer and version.state is None:
+                raise CommandRefused(
+                    "the checkpoint has no optimizer state",
+                    found=load.path, help="load one that save_state made",
+                )  # fmt: skip
+            if not load.optimizer:
+                version = replace(version, state=None)
+            config = dict(version.config)
+            answer = {"type": "load_weights", "path": load.path, "model_id": model}
+        self.tenants.make(model, config, version, seq=command.seq, busy=self._busy)
+        return Outcome(command, json_answer(answer), config=config)
+
+    def _require_base(self, name: str | None) -> None:
+        options = self.engine.options
+        # Who has to have a folder of the small base names that.
+        if name not in (None, options.base_name, options.tokenizer):
+            raise CommandRefused(
+                "the service has another base", expected=options.base_name, found=name
+            )
+
+    def _save(self, command: Command, request: requests.SaveWeights) -> Outcome:
+        """Write a version, and note what clients call it."""
+        model, now = command.queue, time.time()
+        row, config = self.log.model(model), self.tenants.resident[model].config
+        whole = not isinstance(request, requests.SaveWeightsForSampler)
+        kind: Kind = "weights" if whole else "sampler_weights"
+        folder = version_folder(model, command.seq)
+        answer: dict[str, str] = {"type": command.kind}
+        if isinstance(request, requests.SaveWeightsForSampler) and request.path is None:
+            if request.sampling_session_seq_id is None:
+                raise CommandRefused("the weights need a path or a sampling_session_seq_id")
+            name = sampler_id(row.session, request.sampling_session_seq_id)
+            self.tenants.write(model, folder, whole=False)
+            sampler = Sampler(name, row.session, row.user, None, folder)
+            return Outcome(
+                command, json_answer(answer | {"sampling_session_id": name}), sampler=sampler
+            )
+        path = f"tinker://{model}/{kind}/{request.path or f'{command.seq:06d}'}"
+        for old in self.log.checkpoints(path=path):
+            if not request.overwrite:
+                raise CommandRefused(
+                    "there is a checkpoint of this name", found=path, help="pass overwrite=True"
+                )
+            if old.folder != folder:
+                self._obsolete.append(old.folder)
+        size = self.tenants.write(model, folder, whole=whole)
+        expires = None if request.ttl_seconds is None else now + request.ttl_seconds
+        checkpoint = Checkpoint(
+            path, model, row.user, kind, folder, size, now, expires, config,
+            request.user_metadata or {},
+        )  # fmt: skip
+        return Outcome(command, json_answer(answer | {"path": path}), checkpoint=checkpoint)
+
+    def _sample(self, commands: Sequence[Command]) -> bool:
+        """Draw what was asked of versions for which there is room; False where there is none."""
+        asked, outcomes = [], []
+        for command in commands:
+            try:
+                folder = self.log.sampler(command.queue).folder
+                key = self.tenants.enter_version(folder, busy=self._busy)
+                self._busy.add(key)
+                body = self.log.body_of(command)
+                asked.append(read_sample(replace(command, body=body), key, self.tenants))
+            except NoRoom:
+                continue
+            except Exception as error:  # noqa: BLE001  (it is the answer)
+                outcomes.append(self._failed(command, error))
+        self._finish(outcomes + draw(asked, self.tenants, self._failed))
+        return bool(asked or outcomes)
+
+    # Answers.
+
+    def _finish(self, outcomes: Sequence[Outcome]) -> None:
+        """Write answers, and tell who waits for them."""
+        if not outcomes:
+            return
+        self.log.finish(outcomes)
+        # Only now: nothing names them any more.
+        while self._obsolete:
+            shutil.rmtree(self.log.folder / self._obsolete.pop(), ignore_errors=True)
+        for outcome in outcomes:
+            resident = self.tenants.resident.get(outcome.command.queue)
+            if resident is not None:
+                resident.ran = max(resident.ran, outcome.command.seq)
+        self.finished([outcome.command.number for outcome in outcomes])
+
+    def _failed(self, command: Command, error: Exception) -> Outcome:
+        """An error as the answer of its command."""
+        mine = not isinstance(error, TloraError)
+        if mine:
+            logger.error("command %s failed", command.number, exc_info=error)
+        text = f"the trainer failed: {type(error).__name__}; see its log" if mine else str(error)
+        content = {"error": text, "category": "server" if mine else "user"}
+        return Outcome(command, replace(json_answer(content), failed=True))
+
+
+def _turn(commands: Sequence[Command]) -> deque[Command]:
+    """The leading forward_backwards, and the step behind them."""
+    turn: deque[Command] = deque()
+    for command in commands:
+        if command.kind not in (FORWARD, STEP):
+            break
+        turn.append(command)
+        if command.kind == STEP:
+            break
+    return turn
+
+
+def _require_targets(batch: Batch, vocabulary: int) -> None:
+    """Refuse a target that the base does not know; `require_batch` looks at inputs alone."""
+    largest = max(max(s.labels) for micro in batch.micro_batches for s in micro)
+    if largest >= vocabulary:
+        raise CommandRefused(
+            "a target is a token that the base does not know",
+            expected=f"token ids below {vocabulary}", found=largest,
+        )  # fmt: skip
+
+
+def _scored(command: Command, logprobs: Sequence[Tensor], loss: float, tokens: int) -> Outcome:
+    arrays = [each.double().cpu().numpy() for each in logprobs]
+    targets = sum(map(len, arrays))
+    body = forward_output(arrays, {"loss:sum": loss, "tokens:sum": float(targets)})
+    return Outcome(command, Answer(PROTOBUF, body), tokens)

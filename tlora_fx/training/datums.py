@@ -1,0 +1,118 @@
+"""What a client sends to learn from, as batches of `GroupStep`.
+
+A client's targets are shifted already: target i is predicted from tokens 0 to i. A `Sample` has
+labels that are not shifted, so a sequence of n tokens with n targets becomes one of n + 1 tokens,
+the last of which nobody reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tlora_fx.errors import CommandRefused
+from tlora_fx.model.batch import IGNORED
+from tlora_fx.model.objectives import FIELDS, LOSSES, Scores, SequenceLoss, terms_of, token_losses
+from tlora_fx.runtime.data.samples import Sample
+from tlora_fx.runtime.step_batches import Batch
+from tlora_fx.training.messages import Datum, ForwardBackward
+
+#: A request is cut into micro-batches of so many tokens, which depends on no other request.
+MICRO_TOKENS = 2048
+TARGETS = "target_tokens"
+#: Losses that clients ask for and that the service does not have.
+INSTEAD = {
+    "stable_reinforce": "its definition is not public: use loss_fn='importance_sampling' or 'ppo'",
+    "custom": "use forward_backward_custom, which computes the loss in the client",
+}
+
+
+def batch_of(request: ForwardBackward, positions: int | None) -> Batch:
+    """The batch that a request asks to learn from.
+
+    positions   tokens of a sequence at most; None: any number
+    raises      CommandRefused for a loss that is not there and data that does not fit it. Whether
+                the base knows the tokens, and the loss the options, is `require_batch`'s to say
+    """
+    if request.loss not in LOSSES:
+        raise CommandRefused(
+            "there is no such loss",
+            expected=", ".join(LOSSES),
+            found=request.loss,
+            help=INSTEAD.get(request.loss, ""),
+        )
+    options: dict[str, float] = {}
+    for name, value in request.options.items():
+        if isinstance(value, str):
+            raise CommandRefused(f"option '{name}' of the loss is a text", expected="a number")
+        options[name] = value
+    if not request.data:
+        raise CommandRefused("the request has no data")
+    samples = [_sample(at, datum, request.loss, positions) for at, datum in enumerate(request.data)]
+    return Batch(_cut(samples), loss=request.loss, loss_options=options, reduction="sum")
+
+
+def _sample(at: int, datum: Datum, loss: str, positions: int | None) -> Sample:
+    tokens, inputs = datum.tokens, dict(datum.inputs)
+    targets = inputs.pop(TARGETS, None)
+    if targets is None or len(targets) != len(tokens) or not len(tokens):
+        raise CommandRefused(
+            f"datum {at} needs a target for each of its tokens",
+            expected=f"{TARGETS} of {len(tokens)} numbers, and a token at least",
+            found="none" if targets is None else len(targets),
+        )
+    if positions is not None and len(tokens) >= positions:
+        raise CommandRefused(
+            f"datum {at} is too long", expected=f"fewer than {positions} tokens", found=len(tokens)
+        )
+    if targets.dtype.kind != "i" or min(tokens.min(), targets.min()) < 0:
+        raise CommandRefused(
+            f"datum {at} has a token that is none", expected="whole numbers from 0"
+        )
+    if unknown := sorted(set(inputs) - set(FIELDS)):
+        raise CommandRefused(
+            f"the loss '{loss}' does not read {', '.join(unknown)} of datum {at}",
+            expected=f"{TARGETS}, {', '.join(FIELDS)}",
+        )
+    said = {name: (0.0, *map(float, values)) for name, values in inputs.items()}
+    return Sample((*map(int, tokens), int(targets[-1])), (IGNORED, *map(int, targets)), **said)
+
+
+def _cut(samples: Sequence[Sample]) -> list[list[Sample]]:
+    """Micro-batches of whole samples, each of MICRO_TOKENS at most or of one sample."""
+    cut: list[list[Sample]] = []
+    size = MICRO_TOKENS
+    for sample in samples:
+        size += len(sample.input_ids)
+        if size > MICRO_TOKENS:
+            cut.append([])
+            size = len(sample.input_ids)
+        cut[-1].append(sample)
+    return cut
+
+
+def loss_of(batch: Batch, logprobs: Sequence[Tensor]) -> float:
+    """The loss of a batch from its log-probabilities, where no gradients were asked for.
+
+    logprobs   of each sample's targets, [n] each
+    """
+    total, rest = 0.0, [each.double().cpu() for each in logprobs]
+    for objective in batch.objectives(Scores(), 1):
+        own, rest = rest[: len(objective.given)], rest[len(objective.given) :]
+        counts = [len(each) for each in own]
+        if objective.is_by_token:
+            terms = terms_of([objective], [0], [sum(counts)])
+            assert terms is not None
+            total += float(token_losses(torch.cat(own), terms.values).sum())
+            continue
+        bounds = (0, *np.cumsum(counts).tolist())
+        given = tuple(
+            {name: torch.tensor(said, dtype=torch.float64) for name, said in of.items()}
+            for of in objective.given
+        )
+        sequences = SequenceLoss(0, objective, 0, bounds, given)
+        total += float(sequences.loss(-torch.cat(own)))
+    return total

@@ -1,0 +1,87 @@
+"""One base with open slots: what models of clients train on, and versions are sampled from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from tlora_fx.compiler import compile
+from tlora_fx.config.job import Job
+from tlora_fx.errors import CommandRefused, GenerationError
+from tlora_fx.ir.graph import OpenSlots
+from tlora_fx.model.backbone import Backbone, load_backbone, longest_sequence
+from tlora_fx.runtime.group_step import GroupStep
+from tlora_fx.runtime.sampling.sampler import Sampler
+from tlora_fx.training.options import EngineOptions
+
+#: Clients do not say it.
+ALPHA = 32
+PARTS = ("train_attn", "train_mlp", "train_unembed")
+_FIRST = "first"
+_ATTENTION = ("attn", "attention")
+
+
+class Engine:
+    """A compiled base without members, with its weights.
+
+    step        runs its members
+    sampler     None where the base cannot be sampled from; `refusal` says why
+    positions   tokens of a sequence at most; None: any number
+    """
+
+    def __init__(self, options: EngineOptions) -> None:
+        self.options, self.base = options, options.spec()
+        self._sites = _sites(load_backbone(self.base))
+        everything = self.job(_FIRST, dict.fromkeys(PARTS, True) | {"rank": 8, "seed": 0})
+        slots = OpenSlots(
+            sites=tuple(name for names in self._sites.values() for name in names),
+            rows=max(options.max_rank, ALPHA * options.residents),
+            jobs=options.residents, rank=options.max_rank, dropout=False,
+        )  # fmt: skip
+        self.step = GroupStep(compile([everything], open=slots), device=options.device)
+        self.step.prepare()
+        self.step.release(_FIRST)
+        self.positions = longest_sequence(self.step.model.backbone.model)
+        self.sampler: Sampler | None = None
+        self.refusal = ""
+        try:
+            self.sampler = Sampler(self.step)
+        except GenerationError as error:
+            self.refusal = str(error)
+
+    def job(self, name: str, config: Mapping[str, Any]) -> Job:
+        """The job of a model or version.
+
+        config   its rank, seed, and which parts of the base it adapts
+        raises   CommandRefused where it adapts nothing
+        """
+        targets = [each for part in PARTS if config[part] for each in self._sites[part]]
+        if not targets:
+            raise CommandRefused(
+                "the model adapts nothing", expected=f"one at least of {', '.join(PARTS)}"
+            )
+        return Job(
+            name=name, base=self.base, seed=config["seed"], max_steps=1, max_grad_norm=0.0,
+            lr_scheduler_type="constant", data={"path": "none"},
+            lora={"r": config["rank"], "lora_alpha": ALPHA, "target_modules": targets},
+        )  # fmt: skip
+
+
+def _sites(backbone: Backbone) -> dict[str, list[str]]:
+    """By part, the linears of a base, as PEFT's target modules name them."""
+    model: Any = backbone.model
+    head = model.get_output_embeddings()
+    found: dict[str, dict[str, None]] = {part: {} for part in PARTS}
+    for path, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        parent, name = path.split(".")[-2:] if "." in path else ("", path)
+        if module is head:
+            part = "train_unembed"
+        else:
+            part = "train_attn" if any(word in parent for word in _ATTENTION) else "train_mlp"
+        # A parent's name tells those apart that attention and MLP call alike.
+        found[part][f"{parent}.{name}" if parent and module is not head else name] = None
+    return {part: list(names) for part, names in found.items()}

@@ -1,0 +1,551 @@
+"""The command log: what clients asked of their models, in order, and what they were answered.
+
+It is one SQLite file. The process that answers HTTP appends commands and reads answers; the
+trainer reads commands and writes answers. Both may be killed at any moment.
+
+A model's commands have sequence numbers from 0. A command may run when all with smaller numbers
+have run. `models.ran` is the last one that did, `models.kept` the last one that the model's
+snapshot has; bodies from there on are kept, to run again after a kill. A sampler's commands have
+numbers too, by which repeats are recognised, but no order.
+
+A commit survives a kill of its process. A power failure may lose the last ones, which clients
+then repeat, for nobody knows their futures any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal
+
+from tlora_fx.errors import JobUnknown, LedgerError, RequestConflict, RequestGone, RequestRefused
+
+#: A session without a sign of life for so long is over.
+SESSION_SECONDS = 3600.0
+JSON, PROTOBUF = "application/json", "application/x-protobuf"
+CREATE = ("create_model", "load_model")
+Kind = Literal["weights", "sampler_weights"]
+
+_TABLES = """
+CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, user TEXT NOT NULL, made REAL NOT NULL, seen REAL NOT NULL,
+    ended REAL, said TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS models (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, user TEXT NOT NULL, made REAL NOT NULL,
+    asked REAL NOT NULL, ran INTEGER NOT NULL DEFAULT -1, kept INTEGER NOT NULL DEFAULT -1,
+    config TEXT, said TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS samplers (
+    id TEXT PRIMARY KEY, session TEXT NOT NULL, user TEXT NOT NULL, made REAL NOT NULL,
+    path TEXT, folder TEXT);
+CREATE TABLE IF NOT EXISTS commands (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, user TEXT NOT NULL, queue TEXT NOT NULL,
+    seq INTEGER NOT NULL, kind TEXT NOT NULL, digest BLOB NOT NULL, body BLOB,
+    media TEXT, answer BLOB, failed INTEGER, made REAL NOT NULL, done REAL,
+    tokens INTEGER NOT NULL DEFAULT 0, UNIQUE (queue, seq));
+CREATE INDEX IF NOT EXISTS commands_open ON commands (queue, seq) WHERE done IS NULL;
+CREATE TABLE IF NOT EXISTS checkpoints (
+    path TEXT PRIMARY KEY, model TEXT NOT NULL, user TEXT NOT NULL, kind TEXT NOT NULL,
+    folder TEXT NOT NULL, bytes INTEGER NOT NULL, made REAL NOT NULL, expires REAL,
+    config TEXT NOT NULL, said TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS checkpoints_model ON checkpoints (model);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One request of a client to a model or a sampler.
+
+    number   of the whole log; its future is called by it
+    queue    the model's or sampler's id
+    """
+
+    number: int
+    user: str
+    queue: str
+    seq: int
+    kind: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What a command came to: a body of some media type.
+
+    failed   whether it is an error
+    """
+
+    media: str
+    body: bytes
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An immutable version of a model's weights.
+
+    path     as clients name it: tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME
+    folder   where it lies, below the log's own
+    config   of the model's adapter, as `models.config`
+    said     what the user attached
+    """
+
+    path: str
+    model: str
+    user: str
+    kind: str
+    folder: str
+    bytes: int
+    made: float
+    expires: float | None
+    config: Mapping[str, Any]
+    said: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """Weights that a client samples from.
+
+    path     of the checkpoint; None for the base, or for a version without a name
+    folder   of the version; None for the base
+    """
+
+    id: str
+    session: str
+    user: str
+    path: str | None
+    folder: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What running a command came to, written as one.
+
+    tokens       that the trainer computed for it
+    checkpoint   that it made
+    sampler      that it made
+    config       of the adapter that it gave a model
+    """
+
+    command: Command
+    answer: Answer
+    tokens: int = 0
+    checkpoint: Checkpoint | None = None
+    sampler: Sampler | None = None
+    config: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """A row of the models.
+
+    ran, kept   see this module
+    config      of its adapter; None until it was made
+    """
+
+    id: str
+    session: str
+    user: str
+    made: float
+    asked: float
+    ran: int
+    kept: int
+    config: Mapping[str, Any] | None
+    said: Mapping[str, Any]
+
+
+def json_answer(content: Mapping[str, Any]) -> Answer:
+    """An answer in JSON; a number that is not finite is a mistake of ours."""
+    return Answer(JSON, json.dumps(content, allow_nan=False).encode())
+
+
+class CommandLog:
+    """The log in a folder; any thread may call it.
+
+    raises   LedgerError where the file cannot be opened
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._lock = threading.RLock()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._base = sqlite3.connect(
+                folder / "log.sqlite", isolation_level=None, check_same_thread=False, timeout=30
+            )
+            self._base.row_factory = sqlite3.Row
+            self._base.execute("PRAGMA journal_mode=WAL")
+            self._base.execute("PRAGMA synchronous=NORMAL")
+            self._base.executescript(_TABLES)
+        except (sqlite3.Error, OSError) as error:
+            raise LedgerError(
+                "the log of training commands cannot be opened",
+                file=folder / "log.sqlite",
+                reason=error,
+                help="choose another folder with -o, or mend the disk",
+            ) from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._base.close()
+
+    @contextmanager
+    def _change(self) -> Iterator[sqlite3.Connection]:
+        with self._lock:
+            self._base.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._base
+            except BaseException:
+                self._base.execute("ROLLBACK")
+                raise
+            self._base.execute("COMMIT")
+
+    def _rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
+        with self._lock:
+            return self._base.execute(sql, values).fetchall()
+
+    def tell(self, facts: Mapping[str, Any]) -> None:
+        """Write what the trainer says of its base."""
+        with self._change() as base:
+            rows = [(name, json.dumps(value)) for name, value in facts.items()]
+            base.executemany("INSERT OR REPLACE INTO facts VALUES (?, ?)", rows)
+
+    def facts(self) -> dict[str, Any]:
+        """What the trainer has said of its base; nothing before its first start."""
+        rows = self._rows("SELECT name, value FROM facts")
+        return {row["name"]: json.loads(row["value"]) for row in rows}
+
+    # Sessions.
+
+    def open_session(self, user: str, said: Mapping[str, Any]) -> str:
+        """A new session of a user; returns its id."""
+        session, now = f"s{secrets.token_hex(8)}", time.time()
+        with self._change() as base:
+            row = (session, user, now, now, None, json.dumps(said))
+            base.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?)", row)
+        return session
+
+    def heard(self, user: str, session: str) -> None:
+        """Note a sign of life; raises RequestGone where the session is over or another's."""
+        with self._change() as base:
+            self._require_session(user, session)
+            base.execute("UPDATE sessions SET seen = ? WHERE id = ?", (time.time(), session))
+
+    def end_session(self, user: str, session: str) -> None:
+        """End a session; ending it again changes nothing. Raises JobUnknown."""
+        with self._change() as base:
+            found = base.execute(
+                "UPDATE sessions SET ended = coalesce(ended, ?) WHERE id = ? AND user = ?",
+                (time.time(), session, user),
+            )
+            if not found.rowcount:
+                raise _unknown("session", session)
+
+    def sessions(self, user: str) -> list[str]:
+        """The ids of a user's sessions, newest first."""
+        rows = self._rows("SELECT id FROM sessions WHERE user = ? ORDER BY made DESC", user)
+        return [row["id"] for row in rows]
+
+    def session(self, user: str, session: str) -> dict[str, Any]:
+        """What a user said of a session, and what it made; raises JobUnknown."""
+        rows = self._rows("SELECT said FROM sessions WHERE id = ? AND user = ?", session, user)
+        if not rows:
+            raise _unknown("session", session)
+        tables = ("models", "samplers")
+        made = {
+            table: [row["id"] for row in self._rows(
+                f"SELECT id FROM {table} WHERE session = ? ORDER BY made", session  # noqa: S608
+            )]
+            for table in tables
+        }  # fmt: skip
+        return {"said": json.loads(rows[0]["said"]), **made}
+
+    def _require_session(self, user: str, session: str) -> None:
+        rows = self._rows(
+            "SELECT 1 FROM sessions WHERE id = ? AND user = ? AND ended IS NULL AND seen > ?",
+            session, user, time.time() - SESSION_SECONDS,
+        )  # fmt: skip
+        if not rows:
+            raise RequestGone(
+                "the session is over", found=session, help="begin a new one: ServiceClient()"
+            )
+
+    # Commands.
+
+    def create(
+        self, user: str, session: str, place: int, kind: str, body: bytes,
+        said: Mapping[str, Any] | None = None,
+    ) -> tuple[int, str]:  # fmt: skip
+        """The first command of a model, which makes it; its number and the model's id.
+
+        raises   RequestGone where the session is over, RequestConflict as `append`
+        """
+        model, now = f"{session}:train:{place}", time.time()
+        assert kind in CREATE
+        with self._change() as base:
+            self._require_session(user, session)
+            base.execute(
+                "INSERT OR IGNORE INTO models (id, session, user, made, asked, said) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                (model, session, user, now, now, json.dumps(said or {})),
+            )
+            return self._append(base, user, model, 0, kind, body), model
+
+    def append(self, user: str, queue: str, seq: int, kind: str, body: bytes) -> int:
+        """A command of a model or sampler; the same again is the same number.
+
+        body     canonical: equal requests have equal bytes
+        raises   JobUnknown for another's queue, or one that is not there; RequestConflict where the
+                 number has another body; RequestRefused for a number below 1
+        """
+        with self._change() as base:
+            for table in ("models", "samplers"):
+                sql = f"SELECT 1 FROM {table} WHERE id = ? AND user = ?"  # noqa: S608  (constants)
+                if base.execute(sql, (queue, user)).fetchone():
+                    break
+            else:
+                raise _unknown("model or sampler", queue)
+            if table == "models" and seq < 1:
+                raise RequestRefused(
+                    "a request has no place in its model's order",
+                    expected="seq_id of 1 or more", found=seq,
+                )  # fmt: skip
+            base.execute("UPDATE models SET asked = ? WHERE id = ?", (time.time(), queue))
+            return self._append(base, user, queue, seq, kind, body)
+
+    def _append(
+        self, base: sqlite3.Connection, user: str, queue: str, seq: int, kind: str, body: bytes
+    ) -> int:
+        digest = hashlib.sha256(kind.encode() + b"\0" + body).digest()
+        known = base.execute(
+            "SELECT number, digest FROM commands WHERE queue = ? AND seq = ?", (queue, seq)
+        ).fetchone()
+        if known is None:
+            number = base.execute(
+                "INSERT INTO commands (user, queue, seq, kind, digest, body, made) "
+                "VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (user, queue, seq, kind, digest, body, time.time()),
+            ).lastrowid
+            assert number is not None
+            return number
+        if known["digest"] != digest:
+            raise RequestConflict(
+                "another request has this number",
+                model=queue, seq_id=seq, help="each request of a model takes the next seq_id",
+            )  # fmt: skip
+        return int(known["number"])
+
+    def answer(self, user: str, number: int) -> Answer | None:
+        """What a command came to, None while it waits or runs.
+
+        raises   RequestGone for a number that is not there, or another's
+        """
+        rows = self._rows(
+            "SELECT media, answer, failed, done FROM commands WHERE number = ? AND user = ?",
+            number, user,
+        )  # fmt: skip
+        if not rows:
+            raise RequestGone("there is no such future", found=number, help="repeat the request")
+        [row] = rows
+        if row["done"] is None:
+            return None
+        return Answer(row["media"], row["answer"], bool(row["failed"]))
+
+    # What the trainer reads and writes.
+
+    def runnable(self) -> dict[str, list[Command]]:
+        """By model or sampler, the commands that may run now, in order, up to the first gap."""
+        rows = self._rows(
+            "SELECT number, commands.user, queue, seq, kind, models.ran FROM commands "
+            "LEFT JOIN models ON models.id = queue WHERE done IS NULL ORDER BY queue, seq"
+        )
+        found: dict[str, list[Command]] = {}
+        for queue, own in groupby(rows, key=lambda row: str(row["queue"])):
+            commands = list(own)
+            if (ran := commands[0]["ran"]) is not None:
+                ready = [row for at, row in enumerate(commands, ran + 1) if row["seq"] == at]
+            else:
+                ready = commands
+            if ready:
+                found[queue] = [self._command(row) for row in ready]
+        return found
+
+    def body_of(self, command: Command) -> bytes:
+        """The body of a command that `runnable` has named."""
+        [row] = self._rows("SELECT body FROM commands WHERE number = ?", command.number)
+        return bytes(row["body"])
+
+    def done_since_kept(self, model: str) -> list[Command]:
+        """The commands that have run and that a model's snapshot does not have, with bodies.
+
+        Those that failed are left out, but for steps: one that fails may drop gradients.
+        """
+        rows = self._rows(
+            "SELECT number, commands.user, queue, seq, kind, body FROM commands "
+            "JOIN models ON models.id = queue WHERE queue = ? AND seq > kept AND seq <= ran "
+            "AND (NOT failed OR kind = 'optim_step') ORDER BY seq",
+            model,
+        )
+        return [self._command(row, bytes(row["body"])) for row in rows]
+
+    @staticmethod
+    def _command(row: sqlite3.Row, body: bytes = b"") -> Command:
+        return Command(row["number"], row["user"], row["queue"], row["seq"], row["kind"], body)
+
+    def finish(self, outcomes: Iterable[Outcome]) -> None:
+        """Write what commands came to; one that has an answer already keeps it."""
+        now = time.time()
+        with self._change() as base:
+            for each in outcomes:
+                command, answer = each.command, each.answer
+                base.execute(
+                    "UPDATE commands SET media = ?, answer = ?, failed = ?, done = ?, tokens = ? "
+                    "WHERE number = ? AND done IS NULL",
+                    (
+                        answer.media, answer.body, answer.failed, now, each.tokens,
+                        command.number,
+                    ),
+                )  # fmt: skip
+                base.execute(
+                    "UPDATE models SET ran = max(ran, ?) WHERE id = ?", (command.seq, command.queue)
+                )
+                if each.config is not None:
+                    config = json.dumps(each.config)
+                    base.execute(
+                        "UPDATE models SET config = ? WHERE id = ?", (config, command.queue)
+                    )
+                if each.checkpoint is not None:
+                    self._keep(base, each.checkpoint)
+                if each.sampler is not None:
+                    self._add_sampler(base, each.sampler)
+
+    def keep(self, model: str, seq: int) -> None:
+        """Note that a snapshot has all up to a number; bodies before it are let go."""
+        with self._change() as base:
+            base.execute("UPDATE models SET kept = ? WHERE id = ?", (seq, model))
+            base.execute(
+                "UPDATE commands SET body = NULL WHERE queue = ? AND seq <= ? AND done IS NOT NULL",
+                (model, seq),
+            )
+
+    # Models, samplers, checkpoints.
+
+    def model(self, name: str, user: str | None = None) -> Model:
+        """A model; raises JobUnknown where it is not there, or another user's."""
+        for model in self.models(user, name):
+            return model
+        raise _unknown("model", name)
+
+    def models(self, user: str | None = None, name: str | None = None) -> list[Model]:
+        """Models, newest first: all, or a user's, or one."""
+        rows = self._rows(
+            "SELECT * FROM models WHERE (?1 IS NULL OR user = ?1) AND (?2 IS NULL OR id = ?2) "
+            "ORDER BY made DESC",
+            user, name,
+        )  # fmt: skip
+        return [
+            Model(
+                row["id"], row["session"], row["user"], row["made"], row["asked"], row["ran"],
+                row["kept"], row["config"] and json.loads(row["config"]), json.loads(row["said"]),
+            )
+            for row in rows
+        ]  # fmt: skip
+
+    def add_sampler(self, user: str, session: str, place: int, path: str | None) -> Sampler:
+        """A sampler of a checkpoint, or of the base; the same again is the same one.
+
+        raises   RequestGone where the session is over, JobUnknown where there is no such checkpoint
+        """
+        folder = None if path is None else self.checkpoint(path, user).folder
+        sampler = Sampler(sampler_id(session, place), session, user, path, folder)
+        with self._change() as base:
+            self._require_session(user, session)
+            self._add_sampler(base, sampler)
+        return sampler
+
+    def _add_sampler(self, base: sqlite3.Connection, sampler: Sampler) -> None:
+        row = (
+            sampler.id, sampler.session, sampler.user, time.time(), sampler.path, sampler.folder,
+        )  # fmt: skip
+        base.execute("INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, ?)", row)
+
+    def sampler(self, name: str, user: str | None = None) -> Sampler:
+        """A sampler; raises JobUnknown."""
+        rows = self._rows(
+            "SELECT id, session, user, path, folder FROM samplers "
+            "WHERE id = ?1 AND (?2 IS NULL OR user = ?2)",
+            name, user,
+        )  # fmt: skip
+        if not rows:
+            raise _unknown("sampler", name)
+        return Sampler(*rows[0])
+
+    def _keep(self, base: sqlite3.Connection, checkpoint: Checkpoint) -> None:
+        base.execute(
+            "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (
+                checkpoint.path, checkpoint.model, checkpoint.user, checkpoint.kind,
+                checkpoint.folder, checkpoint.bytes, checkpoint.made, checkpoint.expires,
+                json.dumps(checkpoint.config), json.dumps(checkpoint.said),
+            ),
+        )  # fmt: skip
+
+    def checkpoints(
+        self, user: str | None = None, *, model: str | None = None, path: str | None = None
+    ) -> list[Checkpoint]:
+        """Checkpoints that have not expired, oldest first."""
+        rows = self._rows(
+            "SELECT * FROM checkpoints WHERE (?1 IS NULL OR user = ?1) "
+            "AND (?2 IS NULL OR model = ?2) AND (?3 IS NULL OR path = ?3) "
+            "AND (expires IS NULL OR expires > ?4) ORDER BY made",
+            user, model, path, time.time(),
+        )  # fmt: skip
+        return [_checkpoint(row) for row in rows]
+
+    def checkpoint(self, path: str, user: str | None = None) -> Checkpoint:
+        """A checkpoint; raises JobUnknown where it is not there, expired, or another's."""
+        for checkpoint in self.checkpoints(user, path=path):
+            return checkpoint
+        raise _unknown("checkpoint", path)
+
+    def expired(self) -> list[Checkpoint]:
+        """Checkpoints whose time is over."""
+        rows = self._rows("SELECT * FROM checkpoints WHERE expires <= ?", time.time())
+        return [_checkpoint(row) for row in rows]
+
+    def forget(self, checkpoint: Checkpoint) -> None:
+        """Forget a checkpoint."""
+        with self._change() as base:
+            base.execute("DELETE FROM checkpoints WHERE path = ?", (checkpoint.path,))
+
+    def usage(self) -> Sequence[tuple[str, str, int, int]]:
+        """By user and kind: commands that were done, and tokens that the trainer computed."""
+        rows = self._rows(
+            "SELECT user, kind, count(*), sum(tokens) FROM commands WHERE done IS NOT NULL "
+            "GROUP BY user, kind ORDER BY user, kind"
+        )
+        return [(row[0], row[1], row[2], row[3]) for row in rows]
+
+
+def sampler_id(session: str, place: int) -> str:
+    """The id of a session's n-th sampler."""
+    return f"{session}:sample:{place}"
+
+
+def _checkpoint(row: sqlite3.Row) -> Checkpoint:
+    fields = dict(row)
+    fields |= {name: json.loads(fields[name]) for name in ("config", "said")}
+    return Checkpoint(**fields)
+
+
+def _unknown(what: str, found: str) -> JobUnknown:
+    return JobUnknown(f"there is no such {what}", found=found)

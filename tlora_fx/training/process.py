@@ -1,0 +1,80 @@
+"""The trainer's process: an engine, a cycle, and the bell by which it hears of new commands."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from tlora_fx.training.bell import Bell
+from tlora_fx.training.cycle import Cycle
+from tlora_fx.training.engine import Engine
+from tlora_fx.training.log import CommandLog
+from tlora_fx.training.options import EngineOptions
+
+logger = logging.getLogger(__name__)
+#: For which a cycle waits for models that took part in the one before.
+GATHER_SECONDS = 0.01
+#: Between looks at the log without a ring, and between looks for expired checkpoints.
+LOOK_SECONDS, TIDY_SECONDS = 1.0, 60.0
+
+
+def train(
+    options: EngineOptions, socket: Path, ready: Callable[[], None], ended: threading.Event
+) -> None:
+    """Make an engine, and run commands until the end; arguments as of `run_commands`."""
+    run_commands(CommandLog(options.folder), Engine(options), socket, ready, ended)
+
+
+def run_commands(
+    log: CommandLog, engine: Engine, socket: Path, ready: Callable[[], None], ended: threading.Event
+) -> None:
+    """Run the commands of a log until the end.
+
+    socket   where the bell is
+    ready    called once commands run
+    """
+    options = engine.options
+    log.tell(
+        {
+            "base_model": options.base_name, "tokenizer": options.tokenizer,
+            "max_context": None if engine.positions is None else engine.positions - 1,
+            "sampleable": engine.sampler is not None,
+        }
+    )  # fmt: skip
+    bell = Bell(socket)
+    cycle = Cycle(log, engine, bell.ring)
+    ready()
+    tidied = 0.0
+    while not ended.is_set():
+        try:
+            if not cycle.run():
+                bell.wait(LOOK_SECONDS)
+                gather(cycle, bell)
+        except Exception:
+            # A full disk, for one: what has no answer yet runs again.
+            logger.exception("a cycle failed", extra={"event": "error"})
+            ended.wait(LOOK_SECONDS)
+        if time.monotonic() - tidied > TIDY_SECONDS:
+            tidied = time.monotonic()
+            tidy(log)
+    bell.close()
+    log.close()
+
+
+def gather(cycle: Cycle, bell: Bell) -> None:
+    """Wait a moment for the models of the last cycle, whose clients are about to ask again."""
+    end = time.monotonic() + GATHER_SECONDS
+    while (left := end - time.monotonic()) > 0:
+        if cycle.active <= cycle.log.runnable().keys() or not bell.wait(left):
+            return
+
+
+def tidy(log: CommandLog) -> None:
+    """Delete checkpoints that have expired."""
+    for checkpoint in log.expired():
+        log.forget(checkpoint)
+        shutil.rmtree(log.folder / checkpoint.folder, ignore_errors=True)

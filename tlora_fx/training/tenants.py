@@ -1,0 +1,181 @@
+"""Which models and versions lie in the banks, and which wait on disk.
+
+A model on disk is a snapshot of its adapter and moments, and the commands that have run since.
+What was used longest ago makes room for another one. Gathered gradients are in no snapshot, so a
+model that has some goes last: its commands since the snapshot have to run again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import OrderedDict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tlora_fx.errors import NotAdmitted
+from tlora_fx.runtime.adapters.files import load_adapter
+from tlora_fx.runtime.member import Member
+from tlora_fx.training.engine import PARTS, Engine
+from tlora_fx.training.log import CommandLog, Model
+from tlora_fx.training.versions import Version, read_version, write_version
+
+#: Below the log's folder.
+MODELS = "models"
+#: The base alone: an adapter of zeros.
+_NOTHING: Mapping[str, Any] = {**dict.fromkeys(PARTS, True), "rank": 8, "seed": 0}
+
+
+class NoRoom(Exception):
+    """All that lies in the banks is needed now."""
+
+
+@dataclass(eq=False, slots=True)
+class Resident:
+    """A model or version in the banks.
+
+    name     of its job
+    config   of its adapter
+    model    its id; None for a version
+    ran      the last command that its weights have
+    kept     the last one that its snapshot has
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    model: str | None = None
+    ran: int = -1
+    kept: int = -1
+
+
+class Tenants:
+    """Models and versions of one engine, by key: a model's id, or a version's folder."""
+
+    def __init__(self, engine: Engine, log: CommandLog) -> None:
+        self.engine, self.log = engine, log
+        self.resident: OrderedDict[str, Resident] = OrderedDict()
+
+    def member(self, key: str) -> Member:
+        """The member of a resident."""
+        return self.engine.step.member(self.resident[key].name)
+
+    def is_dirty(self, key: str) -> bool:
+        """Whether a resident has gathered gradients."""
+        return self.engine.step.has_gathered(self.resident[key].name)
+
+    def make(
+        self, model: str, config: Mapping[str, Any], version: Version | None,
+        *, seq: int, busy: Collection[str],
+    ) -> None:  # fmt: skip
+        """Let a model in anew; what it was before, and has gathered, is dropped.
+
+        version   what it starts from; its moments too, where it has a state
+        seq       of the command that asks for it
+        raises    NoRoom; NotAdmitted, CommandRefused, AdapterFolderError where it never fits
+        """
+        if model in self.resident:
+            self._leave(model)
+        kept = self.log.model(model).kept
+        self._let_in(model, Resident(_name_of(model), config, model, seq - 1, kept), version, busy)
+
+    def enter(self, model: Model, *, busy: Collection[str]) -> Resident:
+        """See that a model lies in the banks, as its snapshot has it; it has one.
+
+        busy     residents that are needed now
+        raises   NoRoom, CheckpointError
+        """
+        if model.id not in self.resident:
+            version = read_version(self._snapshot(model.id, model.kept))
+            resident = Resident(
+                _name_of(model.id), version.config, model.id, model.kept, model.kept
+            )
+            self._let_in(model.id, resident, version, busy)
+        self.resident.move_to_end(model.id)
+        return self.resident[model.id]
+
+    def enter_version(self, folder: str | None, *, busy: Collection[str]) -> str:
+        """See that a version lies in the banks; returns its key.
+
+        folder   below the log's; None: the base alone
+        raises   NoRoom, CheckpointError
+        """
+        key = folder or "base"
+        if key not in self.resident:
+            version = Version(_NOTHING, {}) if folder is None else self.read(folder)
+            resident = Resident(_name_of(key), version.config)
+            version = Version(version.config, version.adapter)
+            self._let_in(key, resident, version if folder else None, busy)
+        self.resident.move_to_end(key)
+        return key
+
+    def read(self, folder: str) -> Version:
+        """A version; raises CheckpointError."""
+        return read_version(self.log.folder / folder)
+
+    def write(self, model: str, folder: str, *, whole: bool) -> int:
+        """Write a resident model as a version; returns its bytes."""
+        place = self.log.folder / folder
+        place.parent.mkdir(parents=True, exist_ok=True)
+        options, config = self.engine.options, self.resident[model].config
+        backbone = self.engine.step.model.backbone
+        return write_version(
+            place, self.member(model), config, backbone, options.base_name, whole=whole
+        )
+
+    def keep(self, model: str) -> None:
+        """Write a snapshot of a resident model without gathered gradients."""
+        resident = self.resident[model]
+        if resident.ran == resident.kept:
+            return
+        target = self._snapshot(model, resident.ran)
+        self.write(model, str(target.relative_to(self.log.folder)), whole=True)
+        self.log.keep(model, resident.ran)
+        before, resident.kept = resident.kept, resident.ran
+        if before >= 0:
+            shutil.rmtree(self._snapshot(model, before), ignore_errors=True)
+
+    def _snapshot(self, model: str, seq: int) -> Path:
+        return self.log.folder / MODELS / _name_of(model) / f"snapshot-{seq}"
+
+    def _let_in(
+        self, key: str, resident: Resident, version: Version | None, busy: Collection[str]
+    ) -> None:
+        step = self.engine.step
+        job = self.engine.job(resident.name, resident.config)
+        step.model.require_fits(job)
+        state = None if version is None else version.state
+        while True:
+            try:
+                step.admit(job, state, may_grow=False)
+                break
+            except NotAdmitted:
+                if not self._make_room(busy):
+                    raise NoRoom from None
+        if version is not None and state is None:
+            parameters = step.member(resident.name).parameters
+            load_adapter(parameters, version.adapter, f"a version for {key}")
+        self.resident[key] = resident
+
+    def _make_room(self, busy: Collection[str]) -> bool:
+        """Let the one go that was used longest ago; False where none may."""
+        idle = [key for key in self.resident if key not in busy]
+        for key in sorted(idle, key=self.is_dirty):
+            if self.resident[key].model is not None and not self.is_dirty(key):
+                self.keep(key)
+            self._leave(key)
+            return True
+        return False
+
+    def _leave(self, key: str) -> None:
+        self.engine.step.release(self.resident.pop(key).name)
+
+
+def _name_of(key: str) -> str:
+    """A job's name of a model's id or a version's folder."""
+    return key.replace(":", ".").replace("/", ".")
+
+
+def version_folder(model: str, seq: int) -> str:
+    """Where the version lies that a model's command makes, below the log's folder."""
+    return f"{MODELS}/{_name_of(model)}/version-{seq}"
