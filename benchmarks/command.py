@@ -10,6 +10,7 @@ cold       `--compile`, no cache of ours, of Triton or of Inductor; Python's byt
 warm       the same again
 plain      warm, without `--compile`
 long       warm, for --long steps: rounds from the 20th on are compared with the frozen model
+launched   warm, with `--no-cuda-graphs`: its memory is what that of `long` is compared with
 beside     no cache, `--compile --no-wait-for-compile`, for twice as many steps
 one        with --gpus: warm, on one GPU
 PLAN       with --gpus: warm, `--gpus N --plan PLAN --compile`
@@ -76,6 +77,7 @@ def main() -> None:
     else:
         arms = {"cold": (warm, given.steps), "warm": (warm, given.steps)}
         arms |= {"plain": ([], given.steps), "long": (warm, given.long)}
+        arms["launched"] = ([*warm, "--no-cuda-graphs"], given.steps)
         arms["beside"] = ([*warm, "--no-wait-for-compile"], 2 * given.steps)
     wanted = given.arms.split(",") if given.arms else [*arms]
     for name, (options, steps) in arms.items():
@@ -187,6 +189,7 @@ def command(given: argparse.Namespace, name: str, options: list[str], steps: int
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
+    memory = _memory_watch(given.device)
     try:
         status: int | str = process.wait(given.limit)
     except subprocess.TimeoutExpired:
@@ -195,6 +198,8 @@ def command(given: argparse.Namespace, name: str, options: list[str], steps: int
         status = f"stopped after {given.limit} s"
     ended = time.perf_counter() - began
     reader.join(5)
+    memory.terminate()
+    used = [int(word) for word in memory.communicate()[0].split() if word.isdecimal()]
     if status != 0:
         print("\n".join(line for _, line in lines[-30:]), flush=True)
     start = output / "start.json"
@@ -208,10 +213,24 @@ def command(given: argparse.Namespace, name: str, options: list[str], steps: int
         "seconds to the first step": phases.get("seconds"),
         "phases": phases.get("phases", {}),
         "seconds": round(ended, 1),
+        "most MiB on a GPU": max(used, default=None),
         "rounds": rounds,
         "said": [line for _, line in lines if line.startswith(("plan:", "rows", "warning:"))],
         "plans": {path.stem: plan_of(path) for path in sorted(output.glob("*plan.json"))},
     }
+
+
+def _memory_watch(device: str) -> subprocess.Popen[str]:
+    """A process that prints how much memory of the GPUs is used, in MiB, four times a second."""
+    words = [
+        "nvidia-smi",
+        "--query-gpu=memory.used",
+        "--format=csv,noheader,nounits",
+        "-lms",
+        "250",
+    ]
+    watch = words if device == "cuda" else ["true"]
+    return subprocess.Popen(watch, stdout=subprocess.PIPE, text=True)
 
 
 def plan_of(path: Path) -> dict[str, Any]:
@@ -346,7 +365,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--fill-alone", action="store_true", help="with --gpus: fill the caches")
     parser.add_argument("--filled", action="store_true", help="with --gpus: the caches are filled")
     parser.add_argument(
-        "--arms", help="which of cold, warm, plain, long, or of one and the plans; all by default"
+        "--arms",
+        help="which of the arms above; all of this number of GPUs by default",
     )
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of each job")
     parser.add_argument("--long", type=int, default=170, help="the same of `long`, and of plans")
