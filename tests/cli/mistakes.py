@@ -132,7 +132,7 @@ FIELDS: list[tuple[tuple[str | int, ...], Any, str]] = [
     ((*JOB, "output_dir"), "out", "train -o FOLDER"),
     ((*JOB, "logging_steps"), 1, "metrics.jsonl has every step"),
     ((*JOB, "deepspeed"), "zero2.json", "--plan fsdp"),
-    ((*JOB, "load_in_4bit"), True, "docs/quantised-base.md"),
+    ((*JOB, "load_in_4bit"), True, "write quantize: nf4 under 'base'"),
     ((*JOB, "resume_from_checkpoint"), True, "train --resume"),
     ((*JOB, "group_by_length"), True, "rows are packed"),
     ((*JOB, "train_on_inputs"), False, "completion_only_loss"),

@@ -548,6 +548,11 @@ class SuperModel(nn.Module):
         names = {name for entry in self._layout.reformed for name in entry.names}
         return names - set(self._layout.base)
 
+    def stored_parts(self, name: str) -> list[Tensor]:
+        """What is stored in place of a tensor of the base, by canonical name; [] where it stays."""
+        entries = self._layout.reformed
+        return [entry.location.tensor for entry in entries if entry.names == (name,)]
+
     def base_shard(self, name: str) -> Shard | None:
         """Shard of a tensor of the base that this process holds, None for the whole."""
         locations = self._layout.base.get(name)

@@ -306,6 +306,7 @@ def _own_copy(base_model: nn.Module) -> nn.Module:
         for param in base_model.parameters()
         if param.dim() > 1
     }
+    memo |= {id(buffer): buffer for buffer in base_model.buffers()}
     return copy.deepcopy(base_model, memo)
 
 

@@ -188,6 +188,7 @@ def test_a_qlora_file_of_axolotl(imported):
     assert (job.eval_strategy, job.early_stopping_patience) == ("epoch", 3)
     assert job.report_to == ["wandb"]
     assert changes == {"load_in_4bit", "datasets.0.type", "evals_per_epoch"}
+    assert (job.base.quantize, "not rounded again" in reasons["load_in_4bit"]) == ("nf4", True)
     assert reasons["logging_steps"] == "every step is logged, in metrics.jsonl"
     assert reasons["fp16"] == "it has no value"
 
@@ -318,6 +319,31 @@ def test_a_qlora_file_of_llama_factory(imported, tmp_path):
     assert (job.save_steps, job.seed, job.base.trust_remote_code) == (200, 42, True)
     assert changes == {"quantization_bit", "template", "max_samples"}
     assert reasons["report_to"] == "trackers are tensorboard, wandb, trackio, mlflow"
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "form", "expected"),
+    [
+        (LLAMA_FACTORY, {"double_quantization": False}, "nf4", set()),
+        (LLAMA_FACTORY, {"quantization_bit": 8}, "int8", {"quantization_bit"}),
+        (LLAMA_FACTORY, {"quantization_bit": 2}, None, {"quantization_bit"}),
+        (LLAMA_FACTORY, {"quantization_method": "hqq"}, "nf4",
+         {"quantization_bit", "quantization_method"}),
+        (AXOLOTL, {"load_in_4bit": False}, None, set()),
+        (TRL, {"load_in_4bit": True}, "nf4", set()),
+        (TRL, {"load_in_4bit": True, "use_bnb_nested_quant": True}, "nf4",
+         {"use_bnb_nested_quant"}),
+        (TRL, {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "nf4",
+         {"bnb_4bit_quant_type"}),
+        (TRL, {"load_in_8bit": True}, "int8", {"load_in_8bit"}),
+    ],
+)  # fmt: skip
+def test_a_base_in_fewer_bits_is_carried(imported, config, given, form, expected):
+    """What bitsandbytes would round otherwise is told."""
+    job, _, changes = imported(config, **given)
+
+    assert job.base.quantize == form
+    assert {key for key in changes if "quant" in key or "load_in" in key} == expected
 
 
 def test_preferences_and_mixtures_of_llama_factory(imported):

@@ -61,6 +61,7 @@ def carry(draft: Draft) -> None:
         draft,
         "load_in_4bit", "load_in_8bit",
         options=("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
+        nested="use_bnb_nested_quant",
     )  # fmt: skip
     _carry_data(draft)
     draft.leave_key("ignore_bias_buffers", "it is of distributed training alone")
