@@ -137,7 +137,7 @@ FIELDS: list[tuple[tuple[str | int, ...], Any, str]] = [
     ((*JOB, "group_by_length"), True, "rows are packed"),
     ((*JOB, "train_on_inputs"), False, "completion_only_loss"),
     ((*JOB, "sample_packing"), True, "it is called 'packing' here"),
-    ((*JOB, "beta"), 0.1, "'beta' needs method dpo or orpo"),
+    ((*JOB, "beta"), 0.1, "'beta' needs method dpo, orpo or kto"),
     ((*JOB, "method"), "ppo", "one of sft, dpo, orpo"),
     ((*JOB, "method"), "dpo", "no column 'chosen'"),
     ((*JOB, "loss_type"), "sigmoid", "method says which loss"),

@@ -356,7 +356,8 @@ def _steps_and_extremes(
     for step, outcome in enumerate(fused.steps):
         yield step, order.batches(step), outcome
     for samples, outcome in fused.extremes:
-        yield len(fused.steps), lines_of([samples]), outcome
+        most = fused.run.job.max_length if fused.run.job.method == "kto" else None
+        yield len(fused.steps), lines_of([samples], most), outcome
 
 
 class _Largest:

@@ -287,7 +287,7 @@ def test_preferences_and_an_adapter_of_axolotl(imported, tmp_path):
     ("more", "told"),
     [
         ({"adapter": None}, "adapter: without it Axolotl trains the whole model"),
-        ({"rl": "grpo"}, "rl: expected dpo or orpo, found 'grpo'"),
+        ({"rl": "grpo"}, "rl: expected dpo, orpo or kto, found 'grpo'"),
         ({"base_model": None}, "base_model: the base model is not named"),
         ({"learning_rate": -1}, "learning_rate: wrong value of 'learning_rate', expected a number"),
         ({"learning_rate": "fast"}, "learning_rate: expected a number, found 'fast'"),
@@ -319,6 +319,23 @@ def test_a_qlora_file_of_llama_factory(imported, tmp_path):
     assert (job.save_steps, job.seed, job.base.trust_remote_code) == (200, 42, True)
     assert changes == {"quantization_bit", "template", "max_samples"}
     assert reasons["report_to"] == "trackers are tensorboard, wandb, trackio, mlflow"
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "weights", "shuffles"),
+    [
+        (AXOLOTL, {"rl": "kto", "rl_beta": 0.2, "kto_desirable_weight": 1.5, "sample_packing": None,
+                   "datasets": [{"path": "a.jsonl"}]}, (1.5, 1.0), True),
+        (TRL, {"loss_type": "kto", "beta": 0.2, "undesirable_weight": 0.5, "packing": None,
+               "completion_only_loss": None, "assistant_only_loss": None}, (1.0, 0.5), False),
+    ],
+)  # fmt: skip
+def test_kto_is_carried(imported, config, given, weights, shuffles):
+    """Its beta, weights, and the order of its samples, which TRL does not shuffle."""
+    job, _, _ = imported(config, **given)
+
+    assert (job.method, job.beta, job.shuffle) == ("kto", 0.2, shuffles)
+    assert (job.desirable_weight, job.undesirable_weight) == weights
 
 
 @pytest.mark.parametrize(
