@@ -22,7 +22,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import fx
 
-from tlora_fx.errors import PipelineError
+from tlora_fx.errors import BaseRefused, PipelineError
 from tlora_fx.ir.graph import GroupGraph, TensorRef, is_call
 from tlora_fx.ir.lora_sites import ADD, ONE, LoweredSite, lowered_site, serves_several
 from tlora_fx.ir.storage import stored_as
@@ -49,6 +49,8 @@ class QuantizeBase(GroupPass):
     at_least   smallest matrix to quantise, in elements; smaller ones stay as they are
     products   with to=float8, also multiply in float8: round activations and gradients too, with
                one scale per token
+    required   refuse a job whose branch reads a matrix that would be stored, such as DoRA's, not
+               leave the matrix as it is for all jobs
     backward   with products=true, how the backward gets the transposed matrix: copy keeps it too,
                one byte more per element; turn transposes it for each product; restore restores the
                matrix and multiplies in the dtype of the activations
@@ -61,6 +63,7 @@ class QuantizeBase(GroupPass):
     to: Literal["nf4", "int8", "float8"] = "nf4"
     at_least: int = 4096
     products: bool = False
+    required: bool = False
     backward: Backward = "copy"
 
     def run(self, group: GroupGraph) -> None:
@@ -93,13 +96,21 @@ class QuantizeBase(GroupPass):
         outer, inner = product.shape
         if outer * inner < self.at_least or outer == group.vocabulary:
             return False
-        others = [user.name for user in product.weight.users if user not in inside]
+        others = [user for user in product.weight.users if user not in inside]
         form, dtype = (outer, inner), product.ref.dtype
         reason = no_product(form, dtype) if self.products else misfit(self.to, form, dtype)
+        path = f"{where}.{product.path}".strip(".")
+        if others and self.required and not reason:
+            jobs = {job for user in others for job in user.meta["jobs"]}
+            raise BaseRefused(
+                f"a job reads a matrix of the base that is stored in {self.to}",
+                job=", ".join(sorted(jobs)) or None,
+                found=f"{', '.join(user.name for user in others)} at {path}",
+                help="leave out what reads it, such as use_dora, or leave out quantize",
+            )
         if others:
-            reason = f"{', '.join(others)} reads its matrix too"
+            reason = f"{', '.join(user.name for user in others)} reads its matrix too"
         if reason:
-            path = f"{where}.{product.path}".strip(".")
             group.notes.append((self.name, f"{path} is not stored in {self.to}: {reason}"))
         return not reason
 

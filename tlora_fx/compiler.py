@@ -121,7 +121,8 @@ def compile(
     raises        TloraError, whose subclasses name the job, the node and the line of model code
     """
     watch = watch_from(log_words())
-    passes = resolve_pipeline(pipeline)
+    jobs = as_jobs(jobs)
+    passes = _quantising(resolve_pipeline(pipeline), jobs)
     _require_fusing(passes)
     lowers = _lowers(passes)
     if watch.stop_after is not None:
@@ -210,7 +211,8 @@ def run_passes(
     verify, instruments, on_failure   as of `compile`
     """
     watch = watch_from(log_words())
-    passes = resolve_pipeline(pipeline)
+    jobs = as_jobs(jobs)
+    passes = _quantising(resolve_pipeline(pipeline), jobs)
     lowers = _lowers(passes)
     last = stop_after or watch.stop_after
     if last is not None:
@@ -218,6 +220,25 @@ def run_passes(
     runner = _runner(passes, instruments, verify, watch)
     with runner.phase("compile"):
         return _fuse(_prepare_for(jobs, runner, dropout=True, lowers=lowers), runner, on_failure)
+
+
+def _quantising(passes: Pipeline, jobs: Sequence[Job]) -> Pipeline:
+    """The pipeline, with the pass that stores the jobs' base in the form that they name.
+
+    raises    PipelineError where the pipeline has such a pass already
+    """
+    form = jobs[0].base.quantize if jobs else None
+    names = [item.name for item in passes.passes]
+    if form is None or "fuse-backbone" not in names:
+        return passes
+    if "quantize-base" in names:
+        raise PipelineError(
+            "the base and the pipeline both say how the base is quantised",
+            found=f"quantize: {form}, and {passes.passes[names.index('quantize-base')]}",
+            help="leave out one of them",
+        )
+    place = "before:lower-adapters" if _lowers(passes) else "after:fuse-backbone"
+    return passes.adding(f"quantize-base{{to={form} required=true}}@{place}")
 
 
 def _lowers(passes: Pipeline) -> bool:

@@ -15,6 +15,7 @@ from tlora_fx.errors import JobError, JobFileError
 
 #: A right value of each key that hints name.
 VALUES: dict[str, Any] = {
+    "quantize": "nf4",
     "adam_beta1": 0.8, "adam_epsilon": 1e-6, "attention": "batch", "beta": 0.2, "columns": {},
     "completion_only_loss": False, "data": {"path": "x.csv"}, "dtype": "float32",
     "early_stopping_patience": 2, "eval_data": {"path": "y.csv"}, "eval_split": 0.2,

@@ -20,10 +20,10 @@ from tlora_fx.config.job import DataSpec, Job
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import JobError, PlanNotRunnable, SuperModelMisuse
 from tlora_fx.parallel.apply import require_whole_pairs
-from tlora_fx.runtime.adapters.files import adapter_tensors
+from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base
 from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
-from tlora_fx.runtime.verify import bounds_of, plain_base, verify
+from tlora_fx.runtime.verify import bounds_of, verify
 
 BETA = 0.3
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -107,7 +107,7 @@ def test_pairs_are_refused_where_rows_do_not_run_whole(tmp_path: Path, tokenizer
     jobs = group(tmp_path, "dpo", steps=1)
     model = compile(jobs)
 
-    with pytest.raises(PlanNotRunnable, match="jobs that learn from pairs"):
+    with pytest.raises(PlanNotRunnable, match="losses beside cross entropy"):
         require_whole_pairs(model, Plan(planner="single"), cuts=True)
     sharded = Plan(planner="fsdp", mesh=MeshShape(dp=2), shard_base=True)
     with pytest.raises(PlanNotRunnable, match="dp=2"):

@@ -16,9 +16,9 @@ from tests.runtime.groups import draw_samples, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.errors import NotFinite, StepMisuse
 from tlora_fx.model.loss import ChunkedLoss
+from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.group_step import Batch, GroupStep
-from tlora_fx.runtime.verify import plain_base
 
 TARGETS = ["q_proj", "down_proj"]
 RL = ("importance_sampling", "ppo", "cispo", "dro", "gspo")

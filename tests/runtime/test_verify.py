@@ -18,7 +18,7 @@ from tlora_fx.compiler import compile, resolve_pipeline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.runtime import verify as verifying
-from tlora_fx.runtime.adapters.files import adapter_tensors
+from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.job_run import RoundReport
 from tlora_fx.runtime.trainer import Trainer
@@ -31,7 +31,6 @@ from tlora_fx.runtime.verify import (
     bounds_of,
     declared,
     extreme_batches,
-    plain_base,
     verify,
 )
 

@@ -15,8 +15,7 @@ from torch import nn
 from tlora_fx.config.adapter_folder import CONFIG
 from tlora_fx.config.job import Job
 from tlora_fx.errors import AdapterFolderError
-from tlora_fx.model.backbone import load_backbone
-from tlora_fx.runtime.adapters.files import plain_base
+from tlora_fx.runtime.adapters.quantised import trained_base
 from tlora_fx.runtime.results_table import (
     as_csv,
     as_text,
@@ -119,7 +118,7 @@ class JobResult:
                 "the job left no adapter", folder=self.adapter, found=self.reason or self.status
             )
         module = self.job.base.module
-        base = _own_view(module) if module is not None else plain_base(load_backbone(self.job.base))
+        base = trained_base([self.job], None if module is None else _own_view(module))
         model: PeftModel = PeftModel.from_pretrained(base, str(self.adapter))
         return model.eval()
 

@@ -61,6 +61,8 @@ class BaseSpec(Spec):
     seed               seed of the random weights of a base that is given by `config`
     tokenizer          hub id or folder of the tokenizer; None: that of the model or config
     dtype              dtype of the base's weights and activations
+    quantize           form in which matrices of the layers are stored: nf4, int8 or float8; None:
+                       as they are
     attention          packed: samples of all jobs stand in one row without padding; batch: padded
                        rows, for models that mix the tokens of a row; auto: packed where the base
                        allows it
@@ -83,6 +85,7 @@ class BaseSpec(Spec):
     seed: StrictInt = Field(default=0, ge=0, lt=SEED_LIMIT)
     tokenizer: PathOrId | None = None
     dtype: DtypeName = "bfloat16"
+    quantize: Literal["nf4", "int8", "float8"] | None = None
     attention: Literal["auto", "packed", "batch"] = "auto"
     trust_remote_code: StrictBool = False
     task: Literal["CAUSAL_LM", "SEQ_CLS"] = "CAUSAL_LM"
@@ -122,6 +125,13 @@ class BaseSpec(Spec):
                 help="train this one with PEFT and transformers' Trainer",
             )
         return task
+
+    @field_validator("quantize")
+    @classmethod
+    def _has_the_form(cls, form: str | None, info: ValidationInfo) -> str | None:
+        if form is not None and info.data.get("dtype") == "float64":
+            raise refuse(f"a base in float64 has no matrices in {form}", help="dtype: bfloat16")
+        return form
 
     @field_validator("config")
     @classmethod

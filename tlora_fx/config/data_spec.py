@@ -23,8 +23,8 @@ from tlora_fx.config.validation import Spec, refuse
 from tlora_fx.errors import nearest
 
 FormatName = Literal[
-    "auto", "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label",
-    "tokens",
+    "auto", "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference",
+    "unpaired-preference", "label", "tokens",
 ]  # fmt: skip
 ColumnName = Literal[
     "prompt", "completion", "messages", "text", "instruction", "input", "output", "conversations",
@@ -38,6 +38,7 @@ COLUMNS_OF: Mapping[str, frozenset[str]] = {
     "alpaca": frozenset({"instruction", "output"}),
     "sharegpt": frozenset({"conversations"}),
     "preference": frozenset({"chosen", "rejected"}),
+    "unpaired-preference": frozenset({"prompt", "completion", "label"}),
     "label": frozenset({"text", "label"}),
     "tokens": frozenset({"input_ids"}),
 }
@@ -49,6 +50,7 @@ OPTIONAL_COLUMNS: Mapping[str, frozenset[str]] = {
     "alpaca": frozenset({"input", "system", "history"}),
     "sharegpt": frozenset({"tools", "system", "history", "loss_mask"}),
     "preference": frozenset({"prompt", "tools", "system", "history"}),
+    "unpaired-preference": frozenset({"tools", "system", "history"}),
     "label": frozenset(),
     "tokens": frozenset(
         {"labels", "attention_mask", "completion_mask", "assistant_masks", "loss_mask"}

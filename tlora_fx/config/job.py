@@ -74,7 +74,7 @@ __all__ = [
     "TrackerName",
 ]
 
-Method = Literal["sft", "dpo", "orpo"]
+Method = Literal["sft", "dpo", "orpo", "kto"]
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
@@ -84,6 +84,8 @@ _FUNCTION = re.compile(r"[^:]+:[A-Za-z_]\w*")
 _BEYOND_MATRICES = ("use_dora", "bias", "lora_bias", "modules_to_save", "trainable_token_indices")
 #: Beta where a job names none, as in TRL.
 BETA = 0.1
+#: Methods that compare with the base, or with the adapter that a job continues.
+COMPARING = ("dpo", "kto")
 #: What an evaluation always measures; a job's own function may add more.
 EVAL_METRICS = ("loss", "mean_token_accuracy", "exact_match")
 #: And of a classifier.
@@ -202,7 +204,12 @@ def _fits_the_method(base: BaseSpec | None, method: str, format: str) -> None:
     _fits_the_task(base, method, format)
     if method == "sft" and format == "preference":
         raise refuse("the format 'preference' needs pairs to be compared", help="method: dpo")
-    if method != "sft" and format not in ("auto", "preference"):
+    if method != "kto" and format == "unpaired-preference":
+        raise refuse("the format 'unpaired-preference' is of another method", help="method: kto")
+    if method == "kto" and format not in ("auto", "unpaired-preference"):
+        what = f"method 'kto' learns from judged completions, not from the format '{format}'"
+        raise refuse(what, help="give prompt, completion and label, format: unpaired-preference")
+    if method in ("dpo", "orpo") and format not in ("auto", "preference"):
         what = f"method '{method}' learns from pairs, not from the format '{format}'"
         raise refuse(what, help="give chosen and rejected, format: preference")
 
@@ -234,13 +241,18 @@ class Job(Spec):
                                  interleave_datasets of datasets: as soon as one is used up, or
                                  when all are, where the others begin again
     method                       sft: learn from samples; dpo, orpo: learn from pairs of a chosen
-                                 and a rejected completion, as TRL's trainers do
+                                 and a rejected completion; kto: learn from completions that are
+                                 desirable or not; as TRL's trainers do
     loss                         loss of method sft; None: the cross entropy of the next token, on a
                                  base whose own loss is the same; cross_entropy: that loss also on a
                                  base that computes another one by itself
-    beta                         beta of the dpo or orpo loss; None: 0.1
-    reference                    what dpo compares with where the job continues an adapter: the
-                                 adapter as it is loaded, or the base alone
+    label_smoothing_factor       part of a target's weight that is spread over all tokens, in
+                                 training with method sft
+    beta                         beta of the dpo, orpo or kto loss; None: 0.1
+    desirable_weight             weight of the desirable completions in the kto loss
+    undesirable_weight           weight of the others
+    reference                    what dpo and kto compare with where the job continues an adapter:
+                                 the adapter as it is loaded, or the base alone
     completion_only_loss         train only the tokens of completions; None: if the data has any
     assistant_only_loss          train only the assistant's turns; None: if the data has any
     packing                      put several samples into one sequence of `max_length` tokens;
@@ -337,7 +349,10 @@ class Job(Spec):
     mixing: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
     method: Method = Field(default="sft", validate_default=True)
     loss: Literal["cross_entropy"] | None = None
+    label_smoothing_factor: StrictFloat = Field(default=0.0, ge=0, lt=1)
     beta: StrictFloat | None = Field(default=None, gt=0)
+    desirable_weight: StrictFloat = Field(default=1.0, ge=0)
+    undesirable_weight: StrictFloat = Field(default=1.0, ge=0)
     reference: Literal["adapter", "base"] = "adapter"
     completion_only_loss: StrictBool | None = None
     assistant_only_loss: StrictBool | None = None
@@ -448,24 +463,27 @@ class Job(Spec):
         for format in ["auto"] if data is None else [part.format for part in data.parts]:
             _fits_the_method(info.data.get("base"), method, format)
         bare = next((name for name in _BEYOND_MATRICES if lora.get(name, "none") != "none"), "")
-        if method == "dpo" and bare and lora[bare]:
-            what = f"method 'dpo' compares with the base, which '{bare}' changes beside A and B"
+        compares = f"method '{method}' compares with the base"
+        if method in COMPARING and bare and lora[bare]:
+            what = f"{compares}, which '{bare}' changes beside A and B"
             raise refuse(what, help=f"leave '{bare}' out")
-        if method == "dpo" and kind_of(lora) != "LORA":
-            what = (
-                f"method 'dpo' compares with the base, which is not at hand under {kind_of(lora)}"
-            )
+        if method in COMPARING and kind_of(lora) != "LORA":
+            what = f"{compares}, which is not at hand under {kind_of(lora)}"
             raise refuse(what, help="train LoRA, or take method: orpo")
         return method
 
     @field_validator("reference")
     @classmethod
     def _is_of_dpo(cls, reference: str, info: ValidationInfo) -> str:
-        if reference == "base" and info.data.get("method", "dpo") != "dpo":
-            raise refuse("'reference' needs method dpo", help="leave it out, or set method: dpo")
+        if reference == "base" and info.data.get("method", "dpo") not in COMPARING:
+            what = "'reference' needs method dpo or kto"
+            raise refuse(what, help="leave it out, or set the method")
         return reference
 
-    @field_validator("loss", "beta", "completion_only_loss", "assistant_only_loss", "packing")
+    @field_validator(
+        "loss", "label_smoothing_factor", "beta", "completion_only_loss", "assistant_only_loss",
+        "packing",
+    )  # fmt: skip
     @classmethod
     def _belongs_to_the_method(cls, value: Any, info: ValidationInfo) -> Any:
         name, method, data = str(info.field_name), info.data.get("method"), info.data.get("data")
@@ -475,13 +493,30 @@ class Job(Spec):
         if base is not None and base.is_classifier:
             raise refuse(f"'{name}' is of language models", help="leave it out of a classifier")
         if name == "beta" and method == "sft":
-            raise refuse("'beta' needs method dpo or orpo", help="leave it out, or set method: dpo")
+            what = "'beta' needs method dpo, orpo or kto"
+            raise refuse(what, help="leave it out, or set method: dpo")
         if name != "beta" and method != "sft":
             raise refuse(f"'{name}' needs method sft", help="leave it out")
         parts = () if data is None else data.parts
         if name.endswith("_loss") and any(part.loss_on != "auto" for part in parts):
             raise refuse(f"'{name}' and 'loss_on' exclude each other", help="keep one")
         return value
+
+    @field_validator("desirable_weight", "undesirable_weight")
+    @classmethod
+    def _is_of_kto(cls, weight: float, info: ValidationInfo) -> float:
+        if weight != 1 and info.data.get("method", "kto") != "kto":
+            what = f"'{info.field_name}' needs method kto"
+            raise refuse(what, help="leave it out, or set method: kto")
+        return weight
+
+    @field_validator("per_device_train_batch_size")
+    @classmethod
+    def _has_others_to_compare(cls, size: int, info: ValidationInfo) -> int:
+        if size == 1 and info.data.get("method") == "kto":
+            what = "method 'kto' compares the completions of a batch, and a batch has one sample"
+            raise refuse(what, help="give a greater per_device_train_batch_size")
+        return size
 
     @field_validator("max_steps")
     @classmethod
@@ -807,7 +842,8 @@ class Job(Spec):
     @property
     def has_adapter_reference(self) -> bool:
         """Whether the job compares with the adapter that it continues, and not with the base."""
-        return self.method == "dpo" and self.adapter is not None and self.reference == "adapter"
+        compares = self.method in COMPARING and self.reference == "adapter"
+        return compares and self.adapter is not None
 
     @property
     def assumes_common_loss(self) -> bool:
@@ -816,13 +852,26 @@ class Job(Spec):
 
     @property
     def is_preference(self) -> bool:
-        """Whether the job learns from pairs of a chosen and a rejected completion."""
+        """Whether the job learns from what is preferred: pairs, or judged completions."""
         return self.method != "sft"
+
+    @property
+    def trains_matrices_alone(self) -> bool:
+        """Whether it trains LoRA's two matrices and nothing beside them."""
+        lora = self.lora_fields
+        return self.is_lora and all(
+            lora.get(key, "none") in ("none", None, False, []) for key in _BEYOND_MATRICES
+        )
+
+    @property
+    def has_own_loss(self) -> bool:
+        """Whether its loss is another one than the sum of its targets' cross entropy."""
+        return self.is_preference or self.label_smoothing_factor > 0
 
     @property
     def sequences_per_sample(self) -> int:
         """Sequences of what a batch counts as one sample."""
-        return 2 if self.is_preference else 1
+        return 2 if self.method in ("dpo", "orpo") else 1
 
     @property
     def best_metric(self) -> str:

@@ -85,6 +85,8 @@ BASE_KEYS: Mapping[str, str] = {
     "tokenizer_config": "tokenizer",
     "torch_dtype": "dtype",
     "precision": "dtype",
+    "quantization": "quantize",
+    "quantise": "quantize",
     "attn_implementation": "attention",
     "task_type": "task",
 }
@@ -129,8 +131,9 @@ ELSEWHERE: Mapping[str, str] = {
     "fsdp": "leave it out; to shard the base: train --plan fsdp",
     "device": "give it on the command line: train --device cuda",
     "num_gpus": "train --gpus 4, or write gpus under 'schedule'",
-    "load_in_4bit": "leave it out: docs/quantised-base.md says how a base is quantised",
-    "load_in_8bit": "leave it out: docs/quantised-base.md says how a base is quantised",
+    "load_in_4bit": "write quantize: nf4 under 'base'",
+    "load_in_8bit": "write quantize: int8 under 'base'",
+    "quantize": "write it under 'base'",
     "group_by_length": "leave it out: rows are packed, nothing is padded",
     "padding_free": "leave it out: rows are packed, nothing is padded",
     "dataloader_num_workers": "leave it out: samples are read before training",
@@ -157,7 +160,7 @@ PYTHON_KEYS: Mapping[str, str] = {
     "data_collator": "leave it out: rows are packed, nothing is padded",
     "compute_loss_func": "leave it out: method says which loss",
     "preprocess_logits_for_metrics": "leave it out: compute_metrics gets token ids, not logits",
-    "quantization_config": "leave it out: docs/quantised-base.md says how a base is quantised",
+    "quantization_config": "give it with the base, as base={'model': ..., 'quantize': 'nf4'}",
     **dict.fromkeys(
         ("dtype", "torch_dtype"), "give it with the base, as base={'model': ..., 'dtype': ...}"
     ),

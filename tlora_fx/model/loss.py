@@ -110,7 +110,8 @@ class ChunkedLoss(nn.Module):
             row = (hidden, target_rows, targets, target_segments)
             return self._in_pieces(chunk, self.pieces, *row, *tables)
         if self._terms is not None:
-            chunk = partial(_chunk_by_terms, chunk, self._logprobs)
+            means = partial(self._chunk_with_means, finish) if self._terms.smooths else None
+            chunk = partial(_chunk_by_terms, means or chunk, self._logprobs)
         row_tables = dict(zip(self.tables, tables, strict=True))
         flat = hidden.reshape(-1, hidden.shape[-1])
         if target_rows.shape[0] == 0:
@@ -209,7 +210,9 @@ class ChunkedLoss(nn.Module):
         """What `chunk` takes, for one chunk's rows after the other."""
         for start, stop in pairwise(self._cuts(target_rows.shape[0])):
             rows = target_rows[start:stop]
-            terms = () if self._terms is None else (start, self._terms.values[start:stop])
+            # What is evaluated or scored is the log-probability, whatever a job trains by.
+            asked = None if self.predicted is not None else self._terms
+            terms = () if asked is None else (start, asked.values[start:stop])
             yield (
                 flat.index_select(0, rows).unsqueeze(self.width_dim),
                 targets[start:stop],
@@ -338,6 +341,13 @@ class ChunkedLoss(nn.Module):
         """The loss of each of n rows whose hidden states are to be finished; as `chunk`."""
         return self.chunk(finish(hidden), targets, *tables)
 
+    def _chunk_with_means(
+        self, finish: Finish | None, hidden: Tensor, targets: Tensor, *tables: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `chunk`, and the mean log-probability of all tokens at each row, [n]."""
+        logits = _wide(self._logits(hidden if finish is None else finish(hidden), tables))
+        return self._token_losses(logits, targets), logits.mean(-1) - logits.logsumexp(-1)
+
     def _chunk_scores(
         self, hidden: Tensor, targets: Tensor, *tables: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -365,16 +375,17 @@ class ChunkedLoss(nn.Module):
 
 
 def _chunk_by_terms(
-    chunk: Chunk, kept: dict[int, Tensor], hidden: Tensor, targets: Tensor, *rest: Any
+    chunk: Callable[..., Any], kept: dict[int, Tensor], hidden: Tensor, targets: Tensor, *rest: Any
 ) -> Tensor:
     """The loss of each of n rows by its terms, which stand behind the tables.
 
     kept   gets the rows' log-probabilities, by the place of the first row
     """
     *tables, start, values = rest
-    losses = chunk(hidden, targets, *tables)
+    found: Any = chunk(hidden, targets, *tables)
+    losses, means = found if isinstance(found, tuple) else (found, None)
     kept[start] = -losses.detach()
-    return token_losses(-losses, values)
+    return token_losses(-losses, values, means)
 
 
 def _wide(logits: Tensor) -> Tensor:

@@ -9,7 +9,9 @@ All losses are sums over tokens; who asks for a mean divides by a normalizer.
 sources   importance sampling and the clipped ratio: Schulman et al., Proximal Policy Optimization
           Algorithms, equations 6 and 7; cispo: MiniMax-M1; gspo, in its token form: Zheng et al.,
           Group Sequence Policy Optimization; dro: Richemond et al., Offline Regularised
-          Reinforcement Learning for Large Language Models Alignment
+          Reinforcement Learning for Large Language Models Alignment; kto: Ethayarajh et al., KTO:
+          Model Alignment as Prospect Theoretic Optimization, equation 7, with the estimate of the
+          divergence that TRL's KTOTrainer makes; label smoothing: torch's cross entropy
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from torch import Tensor
 FIELDS = ("weights", "logprobs", "advantages")
 #: Losses by token, each with its options and their defaults.
 BY_TOKEN: Mapping[str, Mapping[str, float]] = {
-    "cross_entropy": {},
+    "cross_entropy": {"label_smoothing": 0.0},
     "importance_sampling": {},
     "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
@@ -35,12 +37,14 @@ BY_TOKEN: Mapping[str, Mapping[str, float]] = {
 #: Losses by sequence, each with its options and their defaults.
 BY_SEQUENCE: Mapping[str, Mapping[str, float]] = {
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
 }
 LOSSES = {**BY_TOKEN, **BY_SEQUENCE}
 #: What a sample has to say of its tokens for a loss; `weights` are 1 where it says nothing.
 NEEDS: Mapping[str, tuple[str, ...]] = {
     "cross_entropy": (),
     **dict.fromkeys(("importance_sampling", "ppo", "cispo", "dro", "gspo"), FIELDS[1:]),
+    "kto": ("desirable",),
 }
 #: From the log-probabilities of a micro-batch's sequences, [n] each, and what their samples say of
 #: these tokens, by name, to the sum of the losses, or that and numbers to report by name.
@@ -66,7 +70,8 @@ class Objective:
 
     loss      a name of LOSSES, or a function of one's own
     options   all options of a loss with a name
-    given     of each sequence, what its sample says of its target tokens, by name
+    given     of each sequence, what its sample says of its target tokens, by name; () where none
+              is asked. Of kto whether the sequence is desirable: one number, 0 or 1
     scores    where log-probabilities and metrics go
     """
 
@@ -87,10 +92,12 @@ class TokenTerms:
 
     values   [N, 6], float64: what FIELDS names, two options of the loss, and its kind
     asked    by job: the first token of its sequences in its step, and where its scores go
+    smooths  whether a job's labels are smoothed
     """
 
     values: Tensor
     asked: Mapping[int, tuple[int, Scores]]
+    smooths: bool = False
 
     def to(self, device: torch.device | str) -> TokenTerms:
         """The same on a device."""
@@ -106,11 +113,12 @@ class TokenTerms:
             scores.logprobs[first] = logprobs[bounds[job] : bounds[job + 1]]
 
 
-def token_losses(logprobs: Tensor, values: Tensor) -> Tensor:
+def token_losses(logprobs: Tensor, values: Tensor, means: Tensor | None = None) -> Tensor:
     """The loss of each token, [n], by the kind that stands in its row.
 
     logprobs   [n]
     values     [n, 6], as of `TokenTerms`
+    means      [n], of the log-probabilities of all tokens there; None where no label is smoothed
     """
     values = values.to(logprobs.dtype)
     weights, old, advantages, first, second, kinds = values.unbind(1)
@@ -120,7 +128,7 @@ def token_losses(logprobs: Tensor, values: Tensor) -> Tensor:
     ratio = torch.exp(torch.where(by_ratio, logprobs - old, 0.0))
     clipped = torch.minimum(torch.maximum(ratio, first), second)
     gains = {
-        "cross_entropy": logprobs,
+        "cross_entropy": logprobs if means is None else (1 - first) * logprobs + first * means,
         "importance_sampling": ratio * advantages,
         "ppo": torch.minimum(ratio * advantages, clipped * advantages),
         "cispo": clipped.detach() * logprobs * advantages,
@@ -141,6 +149,7 @@ class SequenceLoss:
     first      first token of the job's sequences in its step
     bounds     where each sequence's target rows begin among the job's own, and where the last ends
     given      of each sequence what its sample says of its target tokens: by name, [n], float64
+    base       losses of the job's target rows by the base alone, [N]; None where none are asked for
     """
 
     job: int
@@ -148,18 +157,28 @@ class SequenceLoss:
     first: int
     bounds: tuple[int, ...]
     given: tuple[Mapping[str, Tensor], ...]
+    base: Tensor | None = None
 
-    #: A loss that is compared with the base's has it beside it (`preference.Pairs`).
-    needs_base = False
+    @property
+    def needs_base(self) -> bool:
+        """Whether the loss compares with the base."""
+        return self.objective.loss == "kto"
+
+    def with_base(self, losses: Tensor) -> SequenceLoss:
+        """The same with the base's losses of the job's target rows, [N]."""
+        return replace(self, base=losses)
 
     def loss(self, losses: Tensor) -> Tensor:
         """The sum of the sequences' losses, [], from the job's token losses, [n]."""
         logprobs = [-losses[start:stop] for start, stop in pairwise(self.bounds)]
         scores = self.objective.scores
-        scores.logprobs[self.first] = -losses.detach()
+        # What stands behind the sequences of samples is mismatched: see `mismatched`.
+        scores.logprobs[self.first] = -losses.detach()[: self.bounds[len(self.given)]]
         given: list[Mapping[str, Tensor]] = [
             {name: said.to(losses) for name, said in of.items()} for of in self.given
         ]
+        if self.objective.loss == "kto":
+            return self._kto(losses, torch.cat([of["desirable"] for of in given]))
         if isinstance(self.objective.loss, str):
             options = self.objective.options
             terms = [_gspo(own, of, options) for own, of in zip(logprobs, given, strict=True)]
@@ -168,6 +187,48 @@ class SequenceLoss:
         total, metrics = found if isinstance(found, tuple) else (found, {})
         scores.metrics[self.first] = {name: float(value) for name, value in metrics.items()}
         return _one_number(total, losses)
+
+    def _kto(self, losses: Tensor, desirable: Tensor) -> Tensor:
+        """The losses of sequences, the first half, by the divergence of the mismatched ones.
+
+        desirable   [sequences], 0 or 1
+        """
+        assert self.base is not None, "the base was not asked"
+        gains = self.base.to(losses) - losses
+        sums = torch.stack([gains[start:stop].sum() for start, stop in pairwise(self.bounds)])
+        own, others = sums.chunk(2)
+        divergence = others.detach().mean().clamp(min=0)
+        options = self.objective.options
+        margins = torch.where(desirable > 0, own - divergence, divergence - own)
+        weights = torch.where(
+            desirable > 0, options["desirable_weight"], options["undesirable_weight"]
+        )
+        return (weights * (1 - torch.sigmoid(options["beta"] * margins))).sum()
+
+
+Tokens: TypeAlias = Sequence[int]
+
+
+def mismatched(
+    sequences: Sequence[Tokens], labels: Sequence[Tokens], none: int, most: int
+) -> tuple[list[Tokens], list[Tokens]]:
+    """Each sequence's prompt with the completion of the one before it, the first with the last's.
+
+    By them kto estimates how far an adapter is from the base.
+
+    labels    of each sequence, unshifted; the first that is a target begins the completion
+    none      what a label is that is no target
+    most      tokens of a sequence that are kept
+    returns   sequences and labels
+    """
+    starts = [next(at for at, each in enumerate(own) if each != none) for own in labels]
+    ids: list[Tokens] = []
+    targets: list[Tokens] = []
+    for index, start in enumerate(starts):
+        begin = starts[index - 1]
+        ids.append([*sequences[index][:start], *sequences[index - 1][begin:]][:most])
+        targets.append([*[none] * start, *labels[index - 1][begin:]][:most])
+    return ids, targets
 
 
 def _gspo(
@@ -216,13 +277,14 @@ def terms_of(
             continue
         assert isinstance(own.loss, str)
         for column, name in enumerate(FIELDS):
-            if name in own.given[0]:
+            if own.given and name in own.given[0]:
                 said = [value for given in own.given for value in given[name]]
                 values[start:stop, column] = torch.tensor(said, dtype=torch.float64)
         for column, option in enumerate(own.options.values(), len(FIELDS)):
             values[start:stop, column] = option
         values[start:stop, -1] = _KINDS[own.loss]
-    return TokenTerms(values, asked)
+    smooths = any(own is not None and own.options.get("label_smoothing") for own in objectives)
+    return TokenTerms(values, asked, smooths)
 
 
 def sequence_losses(

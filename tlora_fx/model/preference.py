@@ -55,6 +55,10 @@ class Pairs:
         """Whether the loss compares with the base."""
         return self.preference.method == "dpo"
 
+    def with_base(self, losses: Tensor) -> Pairs:
+        """The same with the base's losses of the job's target rows, [N]."""
+        return replace(self, base=segment_sum(losses, self.segments))
+
     def loss(self, losses: Tensor) -> Tensor:
         """The sum of the pairs' losses.
 
@@ -123,11 +127,6 @@ def with_base(
     segments   int32 [J + 1] on the CPU, of that row
     """
     spans = list(pairwise(segments.tolist()))
-    compared: list[Pairs | SequenceLoss] = []
-    for own in pairs:
-        start, stop = spans[own.job]
-        if isinstance(own, Pairs) and own.needs_base:
-            compared.append(replace(own, base=segment_sum(losses[start:stop], own.segments)))
-        else:
-            compared.append(own)
-    return tuple(compared)
+    return tuple(
+        own.with_base(losses[slice(*spans[own.job])]) if own.needs_base else own for own in pairs
+    )

@@ -321,7 +321,7 @@ class SuperModel(nn.Module):
         self._compiled_with = options
         self.extend_weights()
         layers = [block for block in self.group.blocks.values() if block.name != HEAD]
-        if not layers and any(job.is_preference for job in self.jobs):
+        if not layers and any(job.has_own_loss for job in self.jobs):
             return  # such a loss is no part of the graph: the model runs as it is
         if not layers:
             compile_method([self], "_run", list(row_sizes(self.group.root).values()), options)
@@ -405,11 +405,11 @@ class SuperModel(nn.Module):
         raises        SuperModelMisuse before `materialize`
         """
         self._require_weights()
-        if any(job.is_preference for job in self.jobs):
+        if any(job.has_own_loss for job in self.jobs):
             raise SuperModelMisuse(
-                "a loss of pairs is no part of the graph, and cannot be exported",
-                jobs=", ".join(job.name for job in self.jobs if job.is_preference),
-                help="export a model of jobs with method sft",
+                "a loss beside cross entropy is no part of the graph, and cannot be exported",
+                jobs=", ".join(job.name for job in self.jobs if job.has_own_loss),
+                help="export a model of jobs with method sft, without label_smoothing_factor",
             )
         return export_net(self.net, self.group, self._loss(), max_targets)
 
@@ -554,6 +554,11 @@ class SuperModel(nn.Module):
         """Canonical names of the base's tensors that are stored in another form alone."""
         names = {name for entry in self._layout.reformed for name in entry.names}
         return names - set(self._layout.base)
+
+    def stored_parts(self, name: str) -> list[Tensor]:
+        """What is stored in place of a tensor of the base, by canonical name; [] where it stays."""
+        entries = self._layout.reformed
+        return [entry.location.tensor for entry in entries if entry.names == (name,)]
 
     def base_shard(self, name: str) -> Shard | None:
         """Shard of a tensor of the base that this process holds, None for the whole."""

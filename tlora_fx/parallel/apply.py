@@ -182,15 +182,16 @@ def require_nano(plan: Plan, wanted: bool) -> None:
 
 
 def require_whole_pairs(model: SuperModel, plan: Plan, *, cuts: bool) -> None:
-    """Refuse plans under which rows of pairs do not run whole, or not twice.
+    """Refuse plans under which rows of other losses do not run whole, or not twice.
 
     cuts      whether rows are cut into nano-batches
     raises    PlanNotRunnable
     """
-    names = [job.name for job in model.jobs if job.is_preference]
-    if names and (cuts or plan.mesh.pp > 1 or shards(plan)):
+    names = [job.name for job in model.jobs if job.has_own_loss]
+    smooths = any(job.label_smoothing_factor for job in model.jobs)
+    if names and (cuts or plan.mesh.pp > 1 or shards(plan) or (smooths and plan.mesh.tp > 1)):
         raise PlanNotRunnable(
-            "jobs that learn from pairs need rows that run whole",
+            "losses beside cross entropy need rows that run whole",
             plan=f"{plan.planner} on {plan.mesh}",
             jobs=", ".join(names),
             help="use a plan with pp=1, without a sharded base and without nano-batches, such as "

@@ -224,8 +224,12 @@ def require_base_fits(
     )
 
 
+#: Of a number in a form, without scales; embeddings and the head keep the base's dtype.
+_LEAST_BYTES = {"nf4": 0.5, "int8": 1, "float8": 1}
+
+
 def base_bytes(base: BaseSpec) -> int | None:
-    """Bytes of a base's weights in the dtype in which they are loaded, by its files' headers.
+    """Bytes that a base's weights take at least as they are loaded, by its files' headers.
 
     None where they are not on this machine, or a header cannot be read.
     """
@@ -234,7 +238,8 @@ def base_bytes(base: BaseSpec) -> int | None:
     except BaseNotLoadable:
         return None
     numbers = sum(math.prod(tensor.shape) for header in headers for tensor in header.values())
-    return numbers * ITEM_BYTES[base.dtype] if numbers else None
+    item = _LEAST_BYTES[base.quantize] if base.quantize else ITEM_BYTES[base.dtype]
+    return int(numbers * item) or None
 
 
 def require_job_folders(jobs: Sequence[Job], output: Path) -> None:

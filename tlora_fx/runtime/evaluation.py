@@ -163,7 +163,7 @@ class Evaluator:
 
     def _metrics(self, data: JobData, loss_sum: float, tokens: np.ndarray) -> dict[str, float]:
         if data.job.is_preference:
-            return {"eval_loss": loss_sum / (len(data.evaluation) // 2)}
+            return {"eval_loss": loss_sum / (len(data.evaluation) // data.job.sequences_per_sample)}
         if data.job.base.is_classifier:
             return self._label_metrics(data, loss_sum, tokens)
         of_samples = [_targets(sample) for sample in data.evaluation]

@@ -32,9 +32,9 @@ from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.adapters.files import (
     adapter_tensors,
     canonical_names,
-    plain_base,
     read_adapter,
 )
+from tlora_fx.runtime.adapters.quantised import hold_parts, modules_copied, trained_base
 from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.chats.renderer import template_of
 from tlora_fx.runtime.data.layout import CHATS
@@ -137,7 +137,8 @@ class AdapterGenerator:
             for name, folder in folders.items()
         }
         formats = {name: str(job.data.format) for name, job in jobs.items()}
-        return cls(plain_base(backbone).to(device).eval(), tokenizer, adapters, formats)
+        base = trained_base([*jobs.values()], device=device)
+        return cls(base.eval(), tokenizer, adapters, formats)
 
     def encode(self, prompt: str | Messages) -> list[int]:
         """Tokens of a text as it is, or of messages by the chat template, with a turn begun.
@@ -278,8 +279,8 @@ class AdapterGenerator:
 
 def _own_copy(base: nn.Module) -> nn.Module:
     """The module tree anew, over the same matrices; PEFT puts adapters into it, and biases."""
-    shared = [*base.parameters(), *base.buffers()]
-    return copy.deepcopy(base, {id(tensor): tensor for tensor in shared if tensor.dim() > 1})
+    shared = [*(each for each in base.parameters() if each.dim() > 1), *base.buffers()]
+    return copy.deepcopy(base, {id(tensor): tensor for tensor in shared})
 
 
 def _pad_token(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -305,7 +306,7 @@ def resident_base(model: SuperModel) -> nn.Module:
     """The base as transformers runs it, over the tensors of a model that trains; none is copied.
 
     model    has its weights, whole
-    raises   GenerationError where the base is no model of transformers, or is quantised
+    raises   GenerationError where the base is no model of transformers, or a pass quantised it
     """
     backbone = model.backbone
     if backbone.spec.module is not None:
@@ -313,11 +314,16 @@ def resident_base(model: SuperModel) -> nn.Module:
             "the base is an nn.Module, which does not generate", help="generate with it yourself"
         )
     base: Any = build_skeleton(backbone.spec)
-    canonical = canonical_names(backbone)
-    for path, module in base.named_modules():
+    canonical, form = canonical_names(backbone), backbone.spec.quantize
+    copied = modules_copied(model.jobs)
+    for path, module in list(base.named_modules()):
         stem = f"{path}." if path else ""
         for name in [name for name, held in module._parameters.items() if held is not None]:
-            tensor = _resident(model, canonical[f"{stem}{name}"])
+            own = canonical[f"{stem}{name}"]
+            if form is not None and (parts := model.stored_parts(own)):
+                hold_parts(module, name, form, parts, restored=path.rpartition(".")[2] in copied)
+                continue
+            tensor = _resident(model, own)
             module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
     device = next(base.parameters()).device
     for module in base.modules():

@@ -42,8 +42,8 @@ from tlora_fx.runtime.data.batching import (
     Cutting,
     MicroBatches,
     RowBucketer,
+    count_row_tokens,
     count_terms,
-    count_tokens,
     cut_round,
     ladder_of,
     rows_of_round,
@@ -54,7 +54,13 @@ from tlora_fx.runtime.group_updater import GroupUpdater
 from tlora_fx.runtime.isolation import RoundResult, is_out_of_memory, run_isolated
 from tlora_fx.runtime.member import Member
 from tlora_fx.runtime.optim.rank_allocation import regularise
-from tlora_fx.runtime.step_batches import Batch, StepOutput, logprobs_of, require_batch
+from tlora_fx.runtime.step_batches import (
+    Batch,
+    StepOutput,
+    logprobs_of,
+    require_base_beside,
+    require_batch,
+)
 
 logger = logging.getLogger(__name__)
 DataStarts = Mapping[str, Mapping[str, Tensor]]
@@ -253,7 +259,9 @@ class GroupStep:
         }
         self._require(given)
         micro = {index: batch.micro_batches for index, batch in given.items()}
-        terms = {i: count_terms(self.members[i].job, each) for i, each in micro.items()}
+        terms = {
+            i: count_terms(self.members[i].job, each, given[i].loss) for i, each in micro.items()
+        }
         normalizers = {index: batch.divisor(terms[index]) for index, batch in given.items()}
         scores = {index: Scores() for index, batch in given.items() if batch.loss is not None}
         objectives = self._objectives(given, scores)
@@ -276,7 +284,8 @@ class GroupStep:
         values = ran.losses.tolist()
         outputs: dict[str, StepOutput] = {}
         for index, batch in given.items():
-            job, tokens = self.members[index].job, count_tokens(batch.micro_batches)
+            job = self.members[index].job
+            tokens = count_row_tokens(job, batch.micro_batches, batch.loss)
             error, loss = ran.errors.get(index), values[index]
             if error is None and not math.isfinite(loss):
                 self._restore_gradients(index, before[index])
@@ -313,6 +322,8 @@ class GroupStep:
         }
         scores = {index: Scores() for index in given}
         self._require(given)
+        for index in given if by_base else ():
+            require_base_beside(self.members[index].job)
         objectives = self._objectives(given, scores)
         micro = {index: batch.micro_batches for index, batch in given.items()}
         for row in self.rows_of(micro, objectives):
@@ -415,7 +426,7 @@ class GroupStep:
         if graphs is None or graphs.refused or not self.captures:
             return
         ladder = RowLadder()
-        if not any(job.is_preference for job in self.model.jobs):
+        if not any(job.has_own_loss for job in self.model.jobs):
             parts, abreast = self.plan.parts, self.bucketer.abreast
             shared = self.plan.mesh.tp
             ladder = ladder_of(self.model.jobs, data, self.cutting, parts, abreast, shared)

@@ -130,6 +130,7 @@ def _base(model: SuperModel, *, whole: bool) -> dict[str, Any]:
     given = tensor_digests(backbone.values) if spec.module is not None else None
     return {
         "dtype": spec.dtype,
+        "quantize": spec.quantize,
         "config": _plain(config),
         "seed": spec.seed if spec.config is not None else None,
         "tensors": given or base_digests(spec),
@@ -312,8 +313,9 @@ def _of_steps(job: Job, before: int, now: int, done: int) -> Iterator[tuple[str,
 
 
 def _of_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
-    for key in ("dtype", "seed", "config"):
-        for at, old, new in _apart(before[key], now[key], key):
+    for key in ("dtype", "quantize", "seed", "config"):
+        # Older checkpoints do not say that the base was not quantised.
+        for at, old, new in _apart(before.get(key), now[key], key):
             yield Difference(f"the base: {at} was {old}, is {new}", "altering")
     compared = False
     for kind in ("tensors", "whole"):

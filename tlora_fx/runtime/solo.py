@@ -159,7 +159,7 @@ def _backward(
     reference: Reference | None = None,
 ) -> float:
     """Add the gradients of one optimizer step; returns its loss."""
-    pairs = sum(map(len, batches)) // 2
+    compared = sum(map(len, batches)) // 2
     labels = [line.labels for batch in batches for line in batch]
     targets = sum(label != NO_TARGET for line in labels for label in line[job.label_shift :])
     device = next(model.parameters()).device
@@ -167,8 +167,12 @@ def _backward(
     for batch in batches:
         ids, labels_of, attended, index = (part.to(device) for part in pad(batch))
         with nullcontext() if drop is None else drop.row(step, index):
-            if job.is_preference:
-                loss = _pair_loss(model, job, ids, labels_of, attended, reference) / pairs
+            if job.method == "kto":
+                wanted = torch.tensor([line.desirable is True for line in batch], device=device)
+                found = _compared(model, ids, labels_of, attended, reference)
+                loss = _kto_loss(job, *found, wanted) / compared
+            elif job.is_preference:
+                loss = _pair_loss(model, job, ids, labels_of, attended, reference) / compared
             elif job.base.is_classifier:
                 ids = ids.masked_fill(attended == 0, padding)
                 loss = _label_loss(model, job, ids, labels_of, attended) / targets
@@ -183,9 +187,10 @@ def _loss(
     model: PeftModel, job: Job, ids: Tensor, labels: Tensor, attended: Tensor, targets: int
 ) -> Tensor:
     """The token losses of a micro-batch, summed, over the number of targets of the whole step."""
+    smoothing = job.label_smoothing_factor
     if not _is_transformers(model):
         out = model(ids)
-    elif job.loss is not None:
+    elif job.loss is not None or smoothing:
         out = model(input_ids=ids, attention_mask=attended, use_cache=False)
     else:
         out = model(
@@ -198,8 +203,10 @@ def _loss(
         loss: Tensor = out.loss
         return loss
     logits = out["logits"] if type(out) is dict else getattr(out, "logits", out)
-    flat = logits[:, :-1].float().flatten(0, 1)
-    return F.cross_entropy(flat, labels[:, 1:].flatten(), reduction="sum") / targets
+    wide = torch.promote_types(torch.float32, logits.dtype)
+    flat, wanted = logits[:, :-1].to(wide).flatten(0, 1), labels[:, 1:].flatten()
+    total = F.cross_entropy(flat, wanted, reduction="sum", label_smoothing=smoothing)
+    return total / targets
 
 
 def _label_loss(
@@ -244,22 +251,12 @@ def _pair_loss(
 
     reference    what the job trains, with its values in what dpo compares with; None: the base
     """
-
-    def token_losses() -> Tensor:
-        out = model(input_ids=ids, attention_mask=attended, use_cache=False)
-        logits = out.logits[:, :-1].transpose(1, 2)
-        return F.cross_entropy(logits, labels[:, 1:], reduction="none")
-
     beta = BETA if job.beta is None else job.beta
     if job.method == "dpo":
-        was_training = model.training
-        # Before the job's own losses, whose backward reads its tensors as they were.
-        with torch.no_grad(), _as_reference(model.eval(), reference):
-            base = token_losses()
-        model.train(was_training)
-        gain = (base - token_losses()).sum(1)
+        base, losses = _compared(model, ids, labels, attended, reference)
+        gain = (base - losses).sum(1)
         return -F.logsigmoid(beta * (gain[::2] - gain[1::2])).sum()
-    losses = token_losses()
+    losses = _token_losses(model, ids, labels, attended)
     trained = labels[:, 1:] != NO_TARGET
     # A chosen line's prompt counts for its likelihood, not for its odds.
     prompts = trained[1::2].int().argmax(1)
@@ -270,6 +267,40 @@ def _pair_loss(
         odds.append(log - torch.log1p(-torch.exp(log)))
     likelihood = losses[::2][trained[::2]].mean() * len(prompts)
     return likelihood - beta * F.logsigmoid(odds[0] - odds[1]).sum()
+
+
+def _kto_loss(job: Job, base: Tensor, losses: Tensor, wanted: Tensor) -> Tensor:
+    """The losses of a micro-batch's samples, summed; lines of the second half are mismatched."""
+    gain = (base - losses).sum(1)
+    samples = len(gain) // 2
+    far = gain[samples:].detach().mean().clamp(min=0)
+    beta = BETA if job.beta is None else job.beta
+    good = job.desirable_weight * (1 - torch.sigmoid(beta * (gain[:samples] - far)))
+    bad = job.undesirable_weight * (1 - torch.sigmoid(beta * (far - gain[:samples])))
+    return good[wanted[:samples]].sum() + bad[~wanted[:samples]].sum()
+
+
+def _token_losses(model: PeftModel, ids: Tensor, labels: Tensor, attended: Tensor) -> Tensor:
+    """The loss of each token but the first of each line, [B, S - 1]."""
+    out = model(input_ids=ids, attention_mask=attended, use_cache=False)
+    logits = out.logits[:, :-1].transpose(1, 2)
+    return F.cross_entropy(logits, labels[:, 1:], reduction="none")
+
+
+def _compared(
+    model: PeftModel,
+    ids: Tensor,
+    labels: Tensor,
+    attended: Tensor,
+    reference: Reference | None,
+) -> tuple[Tensor, Tensor]:
+    """Token losses of what a job compares with, and of the job itself."""
+    was_training = model.training
+    # Before the job's own losses, whose backward reads its tensors as they were.
+    with torch.no_grad(), _as_reference(model.eval(), reference):
+        base = _token_losses(model, ids, labels, attended)
+    model.train(was_training)
+    return base, _token_losses(model, ids, labels, attended)
 
 
 @contextmanager
@@ -306,6 +337,7 @@ def _own_copy(base_model: nn.Module) -> nn.Module:
         for param in base_model.parameters()
         if param.dim() > 1
     }
+    memo |= {id(buffer): buffer for buffer in base_model.buffers()}
     return copy.deepcopy(base_model, memo)
 
 

@@ -14,7 +14,7 @@ from tlora_fx.config.job import Job
 from tlora_fx.errors import StepMisuse
 from tlora_fx.model.batch import IGNORED
 from tlora_fx.model.objectives import FIELDS, LOSSES, NEEDS, Objective, OwnLoss, Scores
-from tlora_fx.runtime.data.batching import MicroBatches
+from tlora_fx.runtime.data.batching import MicroBatches, judged
 from tlora_fx.runtime.data.samples import Sample
 
 
@@ -57,7 +57,11 @@ class Batch:
         options = {**LOSSES[loss], **self.loss_options} if isinstance(loss, str) else {}
         names = NEEDS[loss] if isinstance(loss, str) else FIELDS[1:]
         return [
-            Objective(loss, options, [_of_targets(each, shift, names) for each in samples], scores)
+            judged(options, samples, scores)
+            if loss == "kto"
+            else Objective(
+                loss, options, [_of_targets(each, shift, names) for each in samples], scores
+            )
             for samples in self.micro_batches
         ]
 
@@ -68,7 +72,7 @@ class StepOutput:
 
     loss       sum of token losses over the batch's normalizer; NaN where the batch failed
     tokens     of the batch
-    terms      its target tokens, or pairs
+    terms      its target tokens, or pairs, or samples of kto
     error      why it failed: the job's gradients are then what they were before the call
     logprobs   of each sample the log-probabilities of its target tokens, [n] each, on the model's
                device; None where the batch names no loss, or failed
@@ -175,6 +179,8 @@ def _require_loss(job: Job, batch: Batch, samples: Sequence[Sample], *, alone: b
                 expected=", ".join(known) or "no options",
                 found=f"{name}={value}",
             )
+    if loss == "kto":
+        _require_judged(job, samples)
     for number, sample in enumerate(samples):
         for name, found in _wrong_fields(loss, sample):
             raise StepMisuse(
@@ -183,6 +189,30 @@ def _require_loss(job: Job, batch: Batch, samples: Sequence[Sample], *, alone: b
                 expected=f"{len(sample.labels)} finite numbers, one for each label",
                 found=found,
             )
+
+
+def _require_judged(job: Job, samples: Sequence[Sample]) -> None:
+    """Refuse what kto cannot compare: samples without a judgement, a base that is not at hand."""
+    require_base_beside(job)
+    for number, sample in enumerate(samples):
+        if sample.desirable is None or not _targets(sample, job.label_shift):
+            raise StepMisuse(
+                f"sample {number} does not fit the loss kto",
+                job=job.name,
+                expected="Sample(..., desirable=True or False), with a target",
+                found=f"desirable={sample.desirable}",
+            )
+
+
+def require_base_beside(job: Job) -> None:
+    """Refuse to ask the base of a job that trains more than A and B; raises StepMisuse."""
+    if not (job.has_adapter_reference or job.trains_matrices_alone):
+        raise StepMisuse(
+            "the base alone is not at hand beside this job's adapter",
+            job=job.name,
+            expected="LoRA without DoRA, biases and trained modules",
+            help="score it in a step of another job",
+        )
 
 
 def _wrong_fields(loss: Any, sample: Sample) -> Iterator[tuple[str, str]]:

@@ -33,9 +33,9 @@ from tlora_fx.runtime.adapters.files import (
     adapter_tensors,
     continued_adapter,
     load_adapter,
-    plain_base,
     saved_name,
 )
+from tlora_fx.runtime.adapters.quantised import trained_base
 from tlora_fx.runtime.checks import check_fits, load_all_data
 from tlora_fx.runtime.data.batching import MicroBatches
 from tlora_fx.runtime.data.sample_order import Line, SampleOrder, in_another_layout, lines_of
@@ -194,7 +194,7 @@ def _compare(
         fused = {run.job.name: _Fused(run) for run in trainer.runs}
         _train(trainer, fused, steps)
         _run_extremes(trainer, fused)
-    base = plain_base(model.backbone).to(trainer.device)
+    base = trained_base(jobs, device=trainer.device)
     for job in jobs:
         start = fused[job.name].adapters[0]
         alone = SoloTrainer(job, base, data[job.name], start, masks)
@@ -356,7 +356,8 @@ def _steps_and_extremes(
     for step, outcome in enumerate(fused.steps):
         yield step, order.batches(step), outcome
     for samples, outcome in fused.extremes:
-        yield len(fused.steps), lines_of([samples]), outcome
+        most = fused.run.job.max_length if fused.run.job.method == "kto" else None
+        yield len(fused.steps), lines_of([samples], most), outcome
 
 
 class _Largest:

@@ -188,6 +188,7 @@ def test_a_qlora_file_of_axolotl(imported):
     assert (job.eval_strategy, job.early_stopping_patience) == ("epoch", 3)
     assert job.report_to == ["wandb"]
     assert changes == {"load_in_4bit", "datasets.0.type", "evals_per_epoch"}
+    assert (job.base.quantize, "not rounded again" in reasons["load_in_4bit"]) == ("nf4", True)
     assert reasons["logging_steps"] == "every step is logged, in metrics.jsonl"
     assert reasons["fp16"] == "it has no value"
 
@@ -286,7 +287,7 @@ def test_preferences_and_an_adapter_of_axolotl(imported, tmp_path):
     ("more", "told"),
     [
         ({"adapter": None}, "adapter: without it Axolotl trains the whole model"),
-        ({"rl": "grpo"}, "rl: expected dpo or orpo, found 'grpo'"),
+        ({"rl": "grpo"}, "rl: expected dpo, orpo or kto, found 'grpo'"),
         ({"base_model": None}, "base_model: the base model is not named"),
         ({"learning_rate": -1}, "learning_rate: wrong value of 'learning_rate', expected a number"),
         ({"learning_rate": "fast"}, "learning_rate: expected a number, found 'fast'"),
@@ -318,6 +319,48 @@ def test_a_qlora_file_of_llama_factory(imported, tmp_path):
     assert (job.save_steps, job.seed, job.base.trust_remote_code) == (200, 42, True)
     assert changes == {"quantization_bit", "template", "max_samples"}
     assert reasons["report_to"] == "trackers are tensorboard, wandb, trackio, mlflow"
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "weights", "shuffles"),
+    [
+        (AXOLOTL, {"rl": "kto", "rl_beta": 0.2, "kto_desirable_weight": 1.5, "sample_packing": None,
+                   "datasets": [{"path": "a.jsonl"}]}, (1.5, 1.0), True),
+        (TRL, {"loss_type": "kto", "beta": 0.2, "undesirable_weight": 0.5, "packing": None,
+               "completion_only_loss": None, "assistant_only_loss": None}, (1.0, 0.5), False),
+    ],
+)  # fmt: skip
+def test_kto_is_carried(imported, config, given, weights, shuffles):
+    """Its beta, weights, and the order of its samples, which TRL does not shuffle."""
+    job, _, _ = imported(config, **given)
+
+    assert (job.method, job.beta, job.shuffle) == ("kto", 0.2, shuffles)
+    assert (job.desirable_weight, job.undesirable_weight) == weights
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "form", "expected"),
+    [
+        (LLAMA_FACTORY, {"double_quantization": False}, "nf4", set()),
+        (LLAMA_FACTORY, {"quantization_bit": 8}, "int8", {"quantization_bit"}),
+        (LLAMA_FACTORY, {"quantization_bit": 2}, None, {"quantization_bit"}),
+        (LLAMA_FACTORY, {"quantization_method": "hqq"}, "nf4",
+         {"quantization_bit", "quantization_method"}),
+        (AXOLOTL, {"load_in_4bit": False}, None, set()),
+        (TRL, {"load_in_4bit": True}, "nf4", set()),
+        (TRL, {"load_in_4bit": True, "use_bnb_nested_quant": True}, "nf4",
+         {"use_bnb_nested_quant"}),
+        (TRL, {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, "nf4",
+         {"bnb_4bit_quant_type"}),
+        (TRL, {"load_in_8bit": True}, "int8", {"load_in_8bit"}),
+    ],
+)  # fmt: skip
+def test_a_base_in_fewer_bits_is_carried(imported, config, given, form, expected):
+    """What bitsandbytes would round otherwise is told."""
+    job, _, changes = imported(config, **given)
+
+    assert job.base.quantize == form
+    assert {key for key in changes if "quant" in key or "load_in" in key} == expected
 
 
 def test_preferences_and_mixtures_of_llama_factory(imported):

@@ -16,7 +16,7 @@ from tests.runtime.groups import VOCABULARY, make_job, tiny_base
 from tlora_fx import Batch, GroupStep, OpenSlots, Sampler
 from tlora_fx.compiler import compile, resolve_pipeline
 from tlora_fx.errors import GenerationError, StepMisuse
-from tlora_fx.runtime.verify import plain_base
+from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.tracing.adapters import written_config
 
 KINDS = {

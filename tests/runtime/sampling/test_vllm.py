@@ -19,7 +19,7 @@ from tests.runtime.sampling.test_sampler import draw_adapter, drawn_prompts
 from tlora_fx import Batch, GroupStep, Sampler, VllmSampler
 from tlora_fx.compiler import compile
 from tlora_fx.errors import GenerationError, SamplingServerError, StepMisuse
-from tlora_fx.runtime.verify import plain_base
+from tlora_fx.runtime.adapters.files import plain_base
 
 LORA = {
     "plain": {"r": 4},

@@ -121,14 +121,14 @@ _IDLE = frozenset({
     "embeddings_skip_upcast", "float32", "torchdistx_path", "use_ray", "ray_run_name",
     "ray_num_workers", "resources_per_worker", "vllm", "trl", "max_prompt_len",
     "dpo_use_logits_to_keep", "quantization", "comet", "merge_method", "debug", "bench_split",
-    "kto_desirable_weight", "kto_undesirable_weight", "eval_causal_lm", "lora_model_dir_merge",
+    "eval_causal_lm", "lora_model_dir_merge",
 })  # fmt: skip
 _IDLE_PREFIXES = (
     "wandb_", "mlflow_", "comet_", "gradio_", "unsloth_", "liger_", "cut_cross_entropy", "fsdp_",
     "pose_", "pretrain_multipack", "relora_", "jagged_restart", "lisa_", "swanlab_", "ddp_",
     "is_", "use_comet", "trackio_", "torchao_",
 )  # fmt: skip
-_METHODS = {"dpo": "dpo", "orpo": "orpo"}
+_METHODS = {"dpo": "dpo", "orpo": "orpo", "kto": "kto"}
 _LINEAR = frozenset({
     "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
 })  # fmt: skip
@@ -158,7 +158,8 @@ def carry(draft: Draft) -> None:
         draft.put("tokenizer_config", "base.tokenizer", draft.path(tokenizer))
     draft.move_flag("trust_remote_code", "base.trust_remote_code")
     carry_dtype(draft)
-    carry_quantisation(draft, "load_in_4bit", "load_in_8bit", options=("bnb_config_kwargs",))
+    keys = ("load_in_4bit", "load_in_8bit")
+    carry_quantisation(draft, *keys, options=("bnb_config_kwargs",), nests=True)
     _carry_method(draft)
     _carry_lora(draft)
     _carry_data(draft)
@@ -180,9 +181,13 @@ def _carry_method(draft: Draft) -> None:
     if method is None:
         return
     if not isinstance(method, str) or method not in _METHODS:
-        draft.refuse("rl", f"expected dpo or orpo, found {method!r}")
+        draft.refuse("rl", f"expected dpo, orpo or kto, found {method!r}")
         return
     draft.put("rl", "method", _METHODS[method])
+    for name in ("desirable_weight", "undesirable_weight"):
+        if method == "kto":
+            draft.move(f"kto_{name}", name)
+        draft.leave_key(f"kto_{name}", "it is of method kto")
     for key in ("rl_beta", "dpo_beta", "orpo_alpha"):
         if (
             draft.has(key)
@@ -325,11 +330,12 @@ def _format(draft: Draft, at: str, kind: Any, name: str, entry: dict[str, Any]) 
     """Format and columns of a data set; takes keys of `entry`."""
     if isinstance(kind, dict):
         return _own_format(draft, at, kind)
-    if draft.job.get("method") in ("dpo", "orpo"):
+    if (method := draft.job.get("method")) in _METHODS:
         draft.leave(f"{at}.type", kind, "columns of preferences are recognised by their names",
                     changes=kind is not None)  # fmt: skip
         columns = {ours: entry.pop(key) for key, ours in _PREFERENCE.items() if key in entry}
-        return {"format": "preference"} | ({"columns": columns} if columns else {})
+        format = "unpaired-preference" if method == "kto" else "preference"
+        return {"format": format} | ({"columns": columns} if columns else {})
     if name in {"chat_template", "sharegpt"}:
         return _chat_format(draft, at, name, entry)
     if kind is None:

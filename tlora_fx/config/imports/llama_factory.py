@@ -135,6 +135,7 @@ def carry(draft: Draft) -> None:
     carry_quantisation(
         draft, "quantization_bit",
         options=("quantization_method", "quantization_type", "double_quantization"),
+        nested="double_quantization", nests=True,
     )  # fmt: skip
     _carry_method(draft)
     _carry_lora(draft)

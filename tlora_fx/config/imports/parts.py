@@ -13,10 +13,15 @@ _DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "fl
 _HALF = (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("pure_bf16", "bfloat16"),
          ("fp16", "float16"), ("float16", "float16"))  # fmt: skip
 FILE = "a file has no splits and configurations, and is read whole"
-QUANTISED = (
-    "the base keeps its dtype; the pass quantize-base stores it in 4 or 8 bits: "
-    "docs/quantised-base.md"
-)
+BITS = "a base is stored in nf4, int8 or float8"
+NF4 = "a base in 4 bits is stored in nf4, with a float32 scale for each 64 numbers"
+_NESTS = "scales are float32, and not rounded again: docs/quantised-base.md"
+_ROUNDS_INPUTS = "bitsandbytes rounds what a matrix in int8 is multiplied with too"
+_STORED: Mapping[str, Mapping[Any, str]] = {
+    "load_in_4bit": {True: "nf4"},
+    "load_in_8bit": {True: "int8"},
+    "quantization_bit": {4: "nf4", 8: "int8"},
+}
 
 
 def carry_model(draft: Draft, key: str) -> None:
@@ -61,13 +66,38 @@ def carry_dtype(draft: Draft, keys: Sequence[str] = ()) -> None:
         draft.base["dtype"] = "float32"
 
 
-def carry_quantisation(draft: Draft, *keys: str, options: Sequence[str] = ()) -> None:
-    """Leave out what says that the base is loaded in fewer bits."""
-    is_quantised = any(truth(draft.rest.get(key)) not in (None, False, 0) for key in keys)
+def carry_quantisation(
+    draft: Draft, *keys: str, options: Sequence[str] = (), nested: str = "", nests: bool = False
+) -> None:
+    """Carry the form in which the base is stored.
+
+    options   keys of bitsandbytes, which say how
+    nested    the one of them that says that scales are rounded too; nests: its default
+    """
     for key in keys:
-        draft.leave_key(key, QUANTISED, changes=True)
+        if (value := draft.take(key)) is None:
+            continue
+        form = _STORED[key].get(truth(value))
+        if form is not None:
+            draft.put(key, "base.quantize", form)
+        else:
+            is_off = truth(value) in (False, 0)
+            draft.leave(key, value, OFF if is_off else BITS, changes=not is_off)
+        if form == "int8":
+            draft.leave(key, value, _ROUNDS_INPUTS, changes=True)
+        if form == "nf4" and (draft.rest.get(nested) is None and nests):
+            draft.leave(key, value, _NESTS, changes=True)
+    form = draft.base.get("quantize")
     for key in options:
-        draft.leave_key(key, f"see {keys[0]}" if is_quantised else "the base is not quantised")
+        value = truth(draft.take(key)) if draft.has(key) else None
+        if value is None:
+            continue
+        why = "the base is not quantised" if form is None else OFF
+        changes = form == "nf4" and value not in (False, "nf4", "bnb", "bitsandbytes")
+        if changes and key != "bnb_4bit_quant_storage":
+            draft.leave(key, value, _NESTS if key == nested else NF4, changes=True)
+        else:
+            draft.leave(key, value, why)
 
 
 def carry_targets(draft: Draft, key: str, *, all_names: Sequence[str] = ()) -> None:

@@ -42,11 +42,14 @@ _DPO: Mapping[str, tuple[Any, str]] = {
     "max_prompt_length": (None, "max_length bounds prompt and completion together"),
     "max_completion_length": (None, "max_length bounds prompt and completion together"),
 }
+#: Keys of `trl kto` alone.
+_KTO = ("desirable_weight", "undesirable_weight")
 
 
 def carry(draft: Draft) -> None:
     """Carry all keys of a config file of TRL."""
-    is_dpo = any(draft.has(key) for key in ("beta", *_DPO))
+    is_kto = draft.rest.get("loss_type") == "kto" or any(draft.has(key) for key in _KTO)
+    is_dpo = not is_kto and any(draft.has(key) for key in ("beta", *_DPO))
     draft.name(draft.rest.get("run_name"), _folder(draft.rest.get("output_dir")))
     draft.leave_key("run_name", "it names the job")
     carry_model(draft, "model_name_or_path")
@@ -61,6 +64,7 @@ def carry(draft: Draft) -> None:
         draft,
         "load_in_4bit", "load_in_8bit",
         options=("bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage"),
+        nested="use_bnb_nested_quant",
     )  # fmt: skip
     _carry_data(draft)
     draft.leave_key("ignore_bias_buffers", "it is of distributed training alone")
@@ -69,6 +73,13 @@ def carry(draft: Draft) -> None:
     if is_dpo:
         _carry_dpo(draft)
         defaults |= {"learning_rate": 1e-6}
+    if is_kto:
+        draft.job["method"] = "kto"
+        for key in ("beta", *_KTO):
+            draft.move(key, key)
+        if (loss := draft.take("loss_type")) is not None:
+            draft.leave("loss_type", loss, "see method", changes=loss != "kto")
+        defaults |= {"learning_rate": 1e-6, "train_sampling_strategy": "sequential"}
     carry_trainer(draft, defaults)
 
 

@@ -16,7 +16,7 @@ import torch
 from tlora_fx.config.job import BETA, Job
 from tlora_fx.cost.load import balanced_cuts
 from tlora_fx.model.batch import IGNORED, SMALLEST, JobTokens, PackedBatch, pack, pad, size_of_jobs
-from tlora_fx.model.objectives import Objective
+from tlora_fx.model.objectives import Objective, Scores, mismatched
 from tlora_fx.model.preference import Preference
 from tlora_fx.model.row_ladder import RowLadder, RowSize, repeating_length
 from tlora_fx.model.supermodel import SuperModel
@@ -52,19 +52,21 @@ def rows_of_round(
             if number >= len(micro_batches):
                 continue
             samples = micro_batches[number]
-            tokens = sum(len(sample.input_ids) for sample in samples)
+            objective = own[index][number] if index in own else objective_of(jobs[index], samples)
+            sequences, labels = _sequences(jobs[index], samples, objective)
+            tokens = sum(map(len, sequences))
             if size and size + tokens > max_row_tokens:
                 yield row
                 row, size = _empty(jobs), 0
             row[index] = JobTokens(
-                [sample.input_ids for sample in samples],
-                [sample.labels for sample in samples],
+                sequences,
+                labels,
                 jobs[index].seed,
                 steps[index],
                 offsets[index],
                 preference_of(jobs[index]),
                 jobs[index].label_shift,
-                own[index][number] if index in own else None,
+                objective,
             )
             offsets[index] += tokens
             size += tokens
@@ -73,14 +75,51 @@ def rows_of_round(
 
 def preference_of(job: Job) -> Preference | None:
     """How a job compares pairs, None where it learns from each sample by itself."""
-    if job.method == "sft":
-        return None
-    return Preference(job.method, BETA if job.beta is None else job.beta)
+    match job.method:
+        case "dpo" | "orpo" as method:
+            return Preference(method, BETA if job.beta is None else job.beta)
+    return None
 
 
-def count_terms(job: Job, micro_batches: MicroBatches) -> int:
-    """What the loss of an optimizer step is a mean over: pairs, or target tokens."""
-    if job.is_preference:
+def objective_of(job: Job, samples: Sequence[Sample]) -> Objective | None:
+    """The loss of a job's micro-batch, where its own fields ask for another one than usual."""
+    if job.method == "kto":
+        options = {
+            "beta": BETA if job.beta is None else job.beta,
+            "desirable_weight": job.desirable_weight,
+            "undesirable_weight": job.undesirable_weight,
+        }
+        return judged(options, samples, Scores())
+    if job.label_smoothing_factor:
+        smoothed = {"label_smoothing": job.label_smoothing_factor}
+        return Objective("cross_entropy", smoothed, (), Scores())
+    return None
+
+
+def judged(options: Mapping[str, float], samples: Sequence[Sample], scores: Scores) -> Objective:
+    """The kto loss of a micro-batch."""
+    given = [{"desirable": (float(bool(sample.desirable)),)} for sample in samples]
+    return Objective("kto", options, given, scores)
+
+
+def _sequences(
+    job: Job, samples: Sequence[Sample], objective: Objective | None
+) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+    """Token ids and labels of the sequences of a micro-batch; kto adds those that it compares."""
+    ids = [sample.input_ids for sample in samples]
+    labels = [sample.labels for sample in samples]
+    if objective is None or objective.loss != "kto":
+        return [*ids], [*labels]
+    more = mismatched(ids, labels, IGNORED, job.max_length)
+    return [*ids, *more[0]], [*labels, *more[1]]
+
+
+def count_terms(job: Job, micro_batches: MicroBatches, loss: object = None) -> int:
+    """What the loss of an optimizer step is a mean over: pairs, samples, or target tokens.
+
+    loss   of a loop of one's own; None: the job's
+    """
+    if job.is_preference or loss == "kto":
         return sum(map(len, micro_batches)) // job.sequences_per_sample
     return count_targets(micro_batches, job.label_shift)
 
@@ -96,8 +135,21 @@ def count_targets(micro_batches: MicroBatches, shift: int = 1) -> int:
 
 
 def count_tokens(micro_batches: MicroBatches) -> int:
-    """Tokens of an optimizer step."""
+    """Tokens of an optimizer step's samples."""
     return sum(len(sample.input_ids) for samples in micro_batches for sample in samples)
+
+
+def count_row_tokens(job: Job, micro_batches: MicroBatches, loss: object) -> int:
+    """Tokens that rows hold of an optimizer step; those that kto compares too.
+
+    loss   of a loop of one's own; None: the job's
+    """
+    count = count_tokens(micro_batches)
+    if "kto" in (loss, job.method):
+        for samples in micro_batches:
+            ids, labels = [each.input_ids for each in samples], [each.labels for each in samples]
+            count += sum(map(len, mismatched(ids, labels, IGNORED, job.max_length)[0]))
+    return count
 
 
 def _empty(jobs: Sequence[Job]) -> list[JobTokens]:

@@ -273,6 +273,8 @@ class ChunkEncoder:
             self._draft = partial(
                 self._encoder.draft_label, base=base, most=most, position=position
             )
+        elif job.method == "kto":
+            self._draft = self._encoder.draft_judged
         elif job.is_preference:
             self._draft = self._encoder.draft_pair
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -104,7 +104,7 @@ class TextEncoder:
             said = (("user", self._question(ours)), ("assistant", self._text(ours, "output")))
             messages = [{"role": role, "content": text} for role, text in said]
             return self._chats.render(led(Conversation(messages), lead), None)
-        if format == "prompt-completion":
+        if format in ("prompt-completion", "unpaired-preference"):
             pair = self._said(ours, "completion")
             if pair is not None:
                 prompt, reply = led(pair[0], self._lead(ours)), pair[1]
@@ -229,6 +229,18 @@ class TextEncoder:
             return (made if completion else made._replace(spans=()),)
 
         return Draft(finish, texts=(_encodable(prompt), _encodable(prompt + completion)))
+
+    def draft_judged(self, fields: Mapping[str, Any]) -> Draft:
+        """A prompt, its completion, and whether that is desirable; raises BadRowError."""
+        value = self._ours(fields)["label"]
+        if value not in (True, False):
+            raise BadRowError(f"the label of a completion is true or false, and here {value!r}")
+        made = self.draft(fields)
+
+        def finish(chats: Sequence[Encoded], ids: Sequence[list[int]]) -> tuple[TokenRow, ...]:
+            return tuple(row._replace(code=int(value)) for row in made.finish(chats, ids))
+
+        return replace(made, finish=finish)
 
     def draft_label(
         self, fields: Mapping[str, Any], base: BaseSpec, most: int, position: LabelPosition

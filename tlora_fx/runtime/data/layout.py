@@ -20,8 +20,11 @@ from tlora_fx.runtime.chats.conversations import is_conversation
 from tlora_fx.runtime.data.text_files import DataRow, separated_otherwise
 
 Format = Literal[
-    "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference", "label", "tokens"
-]
+    "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference",
+    "unpaired-preference", "label", "tokens",
+]  # fmt: skip
+#: Formats of other methods and tasks than plain training.
+_APART = ("preference", "unpaired-preference", "label")
 FORMATS: tuple[Format, ...] = get_args(Format)
 CHATS = ("messages", "sharegpt")
 #: Rows that are looked at before the first one is encoded.
@@ -245,7 +248,8 @@ class _RowCheck:
                 file=where,
                 job=self.job.name,
                 found=f"{name}: {str(value).lower()}",
-                help=f"keep the rows that are wanted, and set {ignoring} in the job's data",
+                help=f"set method: kto, or keep the rows that are wanted and set {ignoring} in the "
+                "job's data",
             )
         return UnreadColumnError(
             f"the column '{name}' looks as if it said what is trained, and is not read",
@@ -273,7 +277,7 @@ def _has(
 
 def _trains_completions(job: Job, format: Format, where: str, seen: frozenset[str]) -> bool:
     """Whether completions alone are trained; raises MissingColumnError where there are none."""
-    if format in ("preference", "label"):
+    if format in _APART:
         return True
     if format == "tokens":
         return _trains_marked(job, where, seen)
@@ -328,10 +332,10 @@ def _wanted(job: Job) -> list[Format]:
     if job.data.format != "auto":
         return [job.data.format]
     if job.method != "sft":
-        return ["preference"]
+        return ["unpaired-preference" if job.method == "kto" else "preference"]
     if job.base.is_classifier:
         return ["label"]
-    formats: list[Format] = [format for format in FORMATS if format not in ("preference", "label")]
+    formats: list[Format] = [format for format in FORMATS if format not in _APART]
     mapped = set(job.data.mapped_columns)
     return [name for name in formats if mapped <= columns_of(name)]
 

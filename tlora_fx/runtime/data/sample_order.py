@@ -26,13 +26,15 @@ NO_TARGET = -100
 class Line:
     """A sequence as one line of a batch.
 
-    labels   not shifted, -100 where a token is no target
-    first    index of its first token in the job's step
+    labels     not shifted, -100 where a token is no target
+    first      index of its first token in the job's step
+    desirable  of kto, whether the completion is wanted
     """
 
     ids: Sequence[int]
     labels: Sequence[int]
     first: int
+    desirable: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,9 @@ class SampleOrder:
         taken = [units[int(index)] for index in order[starts[number] :][: starts.step]]
         size = self.job.per_device_train_batch_size
         batches = (taken[first : first + size] for first in range(0, len(taken), size))
-        return lines_of([[self.samples[at] for unit in own for at in unit] for own in batches])
+        most = self.job.max_length if self.job.method == "kto" else None
+        samples = [[self.samples[at] for unit in own for at in unit] for own in batches]
+        return lines_of(samples, most)
 
     def _steps_of_epoch(self) -> range:
         """Where in the order of an epoch each of its steps begins."""
@@ -75,16 +79,31 @@ class SampleOrder:
         return range(0, len(self.samples if self.units is None else self.units), size)
 
 
-def lines_of(batches: Sequence[Sequence[Sample]]) -> list[list[Line]]:
-    """The micro-batches of one step, whose tokens are counted through all of them."""
+def lines_of(batches: Sequence[Sequence[Sample]], most: int | None = None) -> list[list[Line]]:
+    """The micro-batches of one step, whose tokens are counted through all of them.
+
+    most    of kto, the longest sequence: behind its samples a batch has each prompt again, with the
+            completion of the sample before it
+    """
     lines: list[list[Line]] = []
     first = 0
     for batch in batches:
         lines.append([])
         for sample in batch:
-            lines[-1].append(Line(sample.input_ids, sample.labels, first))
+            lines[-1].append(Line(sample.input_ids, sample.labels, first, sample.desirable))
             first += len(sample.input_ids)
+        for own, other in zip(batch, [*batch[-1:], *batch[:-1]], strict=True) if most else ():
+            prompt = [own.input_ids[at] for at in range(_prompt(own))]
+            ids = [*prompt, *other.input_ids[_prompt(other) :]][:most]
+            labels = [*[NO_TARGET] * len(prompt), *other.labels[_prompt(other) :]][:most]
+            lines[-1].append(Line(ids, labels, first))
+            first += len(ids)
     return lines
+
+
+def _prompt(sample: Sample) -> int:
+    """Tokens before the first target."""
+    return int(np.argmax(np.array(sample.labels) != NO_TARGET))
 
 
 def in_another_layout(

@@ -314,7 +314,7 @@ def samples_of_steps(job: Job) -> int | None:
 
 def units_of(job: Job, samples: Sequence[Sample]) -> Units | None:
     """What batches of a job count as one sample, by indices of samples; None: each sample."""
-    if job.is_preference:
+    if job.sequences_per_sample == 2:
         return np.arange(len(samples) // 2 * 2).reshape(-1, 2)
     return packed(lengths_of(samples).tolist(), job.max_length) if job.packing else None
 
@@ -344,7 +344,7 @@ def held_out(samples: Samples, job: Job) -> tuple[Samples, Samples]:
 
     raises  EmptyDataError when none is left to train on
     """
-    size = 2 if job.is_preference else 1
+    size = job.sequences_per_sample
     total = len(samples) // size
     count = math.ceil(job.eval_split * total)
     if count >= total:
@@ -501,7 +501,11 @@ def _cut(job: Job, table: TokenTable) -> tuple[SampleTable, DataReport]:
         report.format, whole = layout.format, not layout.on_completion
         report.layout = layout.line() + _by_default(job, layout)
     cut = Cut(
-        job.max_length, whole, odd_spans=job.method == "orpo", labelled=job.base.is_classifier
+        job.max_length,
+        whole,
+        odd_spans=job.method == "orpo",
+        labelled=job.base.is_classifier,
+        judged=job.method == "kto",
     )
     # The first token has no token before it that could predict it.
     trained = table.trained(job.label_shift, job.max_length, whole=whole).reshape(-1, size)

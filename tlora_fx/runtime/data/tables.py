@@ -90,7 +90,7 @@ class TokenRow(NamedTuple):
 
     ids      token ids
     spans    start and end of each run of trained tokens, one after the other, in order
-    code     the label as of `label_code`, for classifiers
+    code     the label as of `label_code`, for classifiers; of kto, whether it is desirable
     differs  the prompt's tokens alone are no prefix of the sequence's
     cut      the tokenizer has cut the text
     final    jobs that train all tokens train these spans too: of a conversation they leave out the
@@ -262,6 +262,8 @@ class Sample:
     weights      factor of the token's loss; None: 1
     logprobs     log-probability of the token when it was sampled
     advantages   how much better than expected the token was
+
+    desirable    for kto, whether the completion is wanted
     """
 
     input_ids: tuple[int, ...]
@@ -269,6 +271,7 @@ class Sample:
     weights: tuple[float, ...] | None = None
     logprobs: tuple[float, ...] | None = None
     advantages: tuple[float, ...] | None = None
+    desirable: bool | None = None
 
     @property
     def is_scored(self) -> bool:
@@ -285,12 +288,14 @@ class Cut:
     whole       all tokens are trained, not only the spans, but where spans are final
     odd_spans   of pairs, only the second sequence is trained by its spans, the first one whole
     labelled    one token has a label, which is not the token's id
+    judged      the code of a sequence says whether it is desirable
     """
 
     max_length: int
     whole: bool = False
     odd_spans: bool = False
     labelled: bool = False
+    judged: bool = False
 
 
 class TokenSamples(Sequence[Sample], ABC):
@@ -305,7 +310,13 @@ class TokenSamples(Sequence[Sample], ABC):
         if isinstance(index, slice):
             return self.take(np.arange(len(self))[index])
         ids, labels = self.arrays(index)
-        return Sample(tuple(ids.tolist()), tuple(labels.tolist()))
+        return Sample(
+            tuple(ids.tolist()), tuple(labels.tolist()), desirable=self.is_desirable(index)
+        )
+
+    @abstractmethod
+    def is_desirable(self, index: int) -> bool | None:
+        """Whether a sample is desirable; None where samples are not judged."""
 
     @abstractmethod
     def arrays(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -357,6 +368,10 @@ class SampleTable(TokenSamples):
     def arrays(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """See `TokenSamples.arrays`."""
         return self._arrays(int(self.rows[index]))
+
+    def is_desirable(self, index: int) -> bool | None:
+        """See `TokenSamples.is_desirable`."""
+        return bool(self.table.codes[self.rows[index]]) if self.cut.judged else None
 
     def take(self, indices: np.ndarray) -> SampleTable:
         """See `TokenSamples.take`."""
@@ -471,6 +486,10 @@ class MixedTable(TokenSamples):
         """See `TokenSamples.arrays`."""
         return self.tables[int(self.origin[index])].arrays(int(self.places[index]))
 
+    def is_desirable(self, index: int) -> bool | None:
+        """See `TokenSamples.is_desirable`."""
+        return self.tables[int(self.origin[index])].is_desirable(int(self.places[index]))
+
     def take(self, indices: np.ndarray) -> MixedTable:
         """See `TokenSamples.take`."""
         return MixedTable(self.tables, self.origin[indices], self.places[indices])
@@ -572,7 +591,9 @@ def largest_id(samples: Sequence[Sample]) -> int:
 def digest_of(samples: Sequence[Sample]) -> str:
     """`TokenSamples.digest` of any samples."""
     if isinstance(samples, TokenSamples):
-        return samples.digest()
+        digest, judged = samples.digest(), map(samples.is_desirable, range(len(samples)))
+        flags = bytes(flag for flag in judged if flag is not None)
+        return hashlib.sha256(digest.encode() + flags).hexdigest()[:_SHOWN] if flags else digest
     parts = [[getattr(s, name) for s in samples] for name in ("input_ids", "labels")]
     ids, labels = ([np.array(line, np.int32) for line in lines] for lines in parts)
     return _digest(lengths_of(samples), ids, labels)
