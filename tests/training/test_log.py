@@ -42,7 +42,7 @@ def run(log, limit=None):
     return ran
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     arrivals=st.lists(
         st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 7)), min_size=1, max_size=40
@@ -130,7 +130,8 @@ def test_a_number_below_one_is_refused(log):
 
 
 def test_a_session_that_is_over_takes_nothing_new(log):
-    session = log.open_session(USER, {})
+    model = model_of(log)
+    session = model.split(":")[0]
     log.heard(USER, session)
     log.end_session(USER, session)
     log.end_session(USER, session)
@@ -138,7 +139,11 @@ def test_a_session_that_is_over_takes_nothing_new(log):
     with pytest.raises(RequestGone):
         log.heard(USER, session)
     with pytest.raises(RequestGone):
-        log.create(USER, session, 0, "create_model", b"")
+        log.create(USER, session, 1, "create_model", b"")
+    with pytest.raises(RequestGone):
+        log.append(USER, model, 1, "optim_step", b"")
+    with pytest.raises(RequestGone):
+        log.add_sampler(USER, session, 0, None)
     with pytest.raises(JobUnknown):
         log.end_session("bob", session)
 

@@ -57,6 +57,7 @@ class Cycle:
 
     finished         is told the numbers of commands that have an answer now
     snapshot_every   commands of a model between two snapshots of it
+    active           models that had gradients or a step the last time any had
     """
 
     def __init__(
@@ -98,7 +99,8 @@ class Cycle:
             except Exception as error:  # noqa: BLE001  (it is the answer)
                 self._finish([self._failed(head, error)])
             ran = True
-        self.active = frozenset(turns)
+        if turns:
+            self.active = frozenset(turns)
         self._waves(turns)
         return self._sample(samples) or ran
 

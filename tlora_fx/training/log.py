@@ -236,9 +236,8 @@ class CommandLog:
 
     def heard(self, user: str, session: str) -> None:
         """Note a sign of life; raises RequestGone where the session is over or another's."""
-        with self._change() as base:
-            self._require_session(user, session)
-            base.execute("UPDATE sessions SET seen = ? WHERE id = ?", (time.time(), session))
+        with self._change():
+            self._hear(user, session)
 
     def end_session(self, user: str, session: str) -> None:
         """End a session; ending it again changes nothing. Raises JobUnknown."""
@@ -269,7 +268,7 @@ class CommandLog:
         }  # fmt: skip
         return {"said": json.loads(rows[0]["said"]), **made}
 
-    def _require_session(self, user: str, session: str) -> None:
+    def _hear(self, user: str, session: str) -> None:
         rows = self._rows(
             "SELECT 1 FROM sessions WHERE id = ? AND user = ? AND ended IS NULL AND seen > ?",
             session, user, time.time() - SESSION_SECONDS,
@@ -278,6 +277,7 @@ class CommandLog:
             raise RequestGone(
                 "the session is over", found=session, help="begin a new one: ServiceClient()"
             )
+        self._base.execute("UPDATE sessions SET seen = ? WHERE id = ?", (time.time(), session))
 
     # Commands.
 
@@ -292,7 +292,7 @@ class CommandLog:
         model, now = f"{session}:train:{place}", time.time()
         assert kind in CREATE
         with self._change() as base:
-            self._require_session(user, session)
+            self._hear(user, session)
             base.execute(
                 "INSERT OR IGNORE INTO models (id, session, user, made, asked, said) "
                 "VALUES (?, ?, ?, ?, ?, ?)",
@@ -304,16 +304,18 @@ class CommandLog:
         """A command of a model or sampler; the same again is the same number.
 
         body     canonical: equal requests have equal bytes
-        raises   JobUnknown for another's queue, or one that is not there; RequestConflict where the
-                 number has another body; RequestRefused for a number below 1
+        raises   JobUnknown for another's queue, or one that is not there; RequestGone where its
+                 session is over; RequestConflict where the number has another body; RequestRefused
+                 for a number below 1
         """
         with self._change() as base:
             for table in ("models", "samplers"):
-                sql = f"SELECT 1 FROM {table} WHERE id = ? AND user = ?"  # noqa: S608  (constants)
-                if base.execute(sql, (queue, user)).fetchone():
+                sql = f"SELECT session FROM {table} WHERE id = ? AND user = ?"  # noqa: S608
+                if row := base.execute(sql, (queue, user)).fetchone():
                     break
             else:
                 raise _unknown("model or sampler", queue)
+            self._hear(user, row["session"])
             if table == "models" and seq < 1:
                 raise RequestRefused(
                     "a request has no place in its model's order",
@@ -468,7 +470,7 @@ class CommandLog:
         folder = None if path is None else self.checkpoint(path, user).folder
         sampler = Sampler(sampler_id(session, place), session, user, path, folder)
         with self._change() as base:
-            self._require_session(user, session)
+            self._hear(user, session)
             self._add_sampler(base, sampler)
         return sampler
 

@@ -2,8 +2,7 @@
 
 They are described by field numbers, so that a server needs no client's package. Fields that the
 service does not read are left out; what a client sends in them is skipped, as protobuf does. Maps
-are lists of entries and the messages are proto2's, which is the same on the wire and tells a
-missing field from an empty one.
+are lists of entries, which is the same on the wire, and can be sorted.
 """
 
 from __future__ import annotations
@@ -47,7 +46,9 @@ STOP_REASONS = {"stop": 0, "length": 1}
 
 def _classes() -> dict[str, Any]:
     """A class for each message."""
-    file = descriptor_pb2.FileDescriptorProto(name=f"{_PACKAGE}.proto", package=_PACKAGE)
+    file = descriptor_pb2.FileDescriptorProto(
+        name=f"{_PACKAGE}.proto", package=_PACKAGE, syntax="proto3"
+    )
     kinds = descriptor_pb2.FieldDescriptorProto
     for name, fields in _MESSAGES.items():
         message = file.message_type.add(name=name)
@@ -60,7 +61,6 @@ def _classes() -> dict[str, Any]:
                 each.type, each.type_name = kinds.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
             else:
                 each.type = getattr(kinds, f"TYPE_{kind.upper()}")
-                each.options.packed = kind == "int64" and each.label == kinds.LABEL_REPEATED
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return {
@@ -117,7 +117,7 @@ def _parsed(name: str, body: bytes) -> Any:
     message = _CLASS[name]()
     try:
         message.ParseFromString(body)
-    except (DecodeError, UnicodeDecodeError) as error:
+    except DecodeError as error:
         raise RequestRefused(f"the body is no {name}", reason=error) from error
     return message
 
@@ -133,7 +133,7 @@ def read_request(body: bytes) -> ForwardBackward:
     options: dict[str, float | str] = {each.key: each.value for each in message.loss_fn_config}
     for each in message.loss_fn_config_v2:
         value = each.value
-        options[each.key] = value.text if value.HasField("text") else value.number
+        options[each.key] = value.text or value.number
     return ForwardBackward(
         message.model_id, message.seq_id, data, message.loss_fn, options, message.forward_only
     )
