@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.models import save_config
@@ -50,15 +52,20 @@ def test_compile_writes_the_dump_and_sums_it_up(jobs, tmp_path, capsys):
     assert "\x1b" not in out
 
 
-def test_compile_takes_a_pipeline(jobs, tmp_path):
-    """In the text form of pipelines, with options."""
+def test_compile_takes_a_pipeline(jobs, tmp_path, capsys):
+    """In the text form of pipelines, with options; what passes did is printed and written."""
     text = (
         "drop-export-noise,tag-roles,fold-layers,check-token-parallel,"
         "fuse-backbone{max-jobs=2},lower-adapters,key-dropouts,lower-loss"
     )
-    assert run("compile", jobs, "-o", tmp_path, "--pipeline", text) == 0
+    words = ("--pipeline", text, "--pass-statistics")
+    assert run("compile", jobs, "-o", tmp_path, *words) == 0
 
     assert Listing.load(tmp_path).blocks[-1].name == "Head"
+    rows = json.loads((tmp_path / "passes/statistics.json").read_text())["passes"]
+    assert [row["name"] for row in rows] == [name.partition("{")[0] for name in text.split(",")]
+    assert rows[5]["rules"]
+    assert "  lower-adapters" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from tlora_fx.cli.options import (
     Load,
     PipelineText,
     PrintAfter,
+    Statistics,
     StopAfter,
     Strict,
     Time,
@@ -49,6 +50,7 @@ def run(
     verify: VerifyPasses = None,
     strict: Strict = False,
     time: Time = False,
+    pass_statistics: Statistics = False,
     print_after: PrintAfter = None,
     dump_changed: DumpChanged = None,
     stop_after: StopAfter = None,
@@ -85,9 +87,10 @@ def run(
         from tlora_fx.graph_file import SUFFIX
         from tlora_fx.inspect.dump import dump
         from tlora_fx.inspect.program import Recorder
+        from tlora_fx.inspect.statistics import PassStatistics
         from tlora_fx.tools.replay import keep_replay
     passes = pipeline_of(pipeline, add_pass, load)
-    instruments = instruments_of(time, print_after, dump_changed, verify, strict)
+    instruments = instruments_of(time, print_after, dump_changed, verify, strict, pass_statistics)
     on_failure = partial(keep_replay, _folder(output) / "replay")
     if stop_after is not None or output.suffix == SUFFIX:
         group = run_passes(
@@ -103,7 +106,8 @@ def run(
             given, passes, verify=verify, instruments=instruments, on_failure=on_failure
         )
     with _phase(console, seconds, "write"):
-        listing = dump(model, output, recorder.stages if states else ())
+        statistics = next((one for one in instruments if isinstance(one, PassStatistics)), None)
+        listing = dump(model, output, recorder.stages if states else (), statistics)
     for line in summary(listing, seconds, output):
         echo(line)
 

@@ -12,6 +12,7 @@ from tlora_fx.cli.options import (
     DumpChanged,
     Load,
     PrintAfter,
+    Statistics,
     Strict,
     Time,
     VerifyPasses,
@@ -50,6 +51,7 @@ def run(
     verify: VerifyPasses = None,
     strict: Strict = False,
     time: Time = False,
+    pass_statistics: Statistics = False,
     print_after: PrintAfter = None,
     dump_changed: DumpChanged = None,
 ) -> None:
@@ -74,7 +76,7 @@ def run(
     for extension in load or ():
         load_extension(extension)
     subject = _graphs(read, graphs)
-    instruments = instruments_of(time, print_after, dump_changed, verify, strict)
+    instruments = instruments_of(time, print_after, dump_changed, verify, strict, pass_statistics)
     passes = parse_pipeline(pipeline, subject.facts)
     run_on(subject, Runner(passes, instruments, verify or "structure", held=subject.facts))
     if output is not None:

@@ -147,6 +147,15 @@ Strict = Annotated[
     ),
 ]
 Time = Annotated[bool, typer.Option("--time", help="Print how long each compiler pass takes.")]
+Statistics = Annotated[
+    bool,
+    typer.Option(
+        "--pass-statistics",
+        "--time-passes",
+        help="Print what each compiler pass and each of its rewrite rules did: times, nodes, "
+        "shapes, matches and misses.",
+    ),
+]
 PrintAfter = Annotated[
     list[str] | None,
     typer.Option(
@@ -209,11 +218,13 @@ def instruments_of(
     dump_changed: Path | None,
     verify: Checks | None = None,
     strict: bool = False,
+    statistics: bool = False,
 ) -> list[Instrument]:
     """Instruments that the options ask for; they write to stderr."""
     from tlora_fx.inspect.instruments import Watch
 
-    watch = Watch(time, tuple(print_after or ()), dump_changed, verify=verify, strict=strict)
+    wanted = tuple(print_after or ())
+    watch = Watch(time, wanted, dump_changed, verify=verify, strict=strict, statistics=statistics)
     return watch.instruments()
 
 

@@ -26,6 +26,7 @@ from tlora_fx.inspect.listing import make_listing
 from tlora_fx.inspect.program import make_program
 from tlora_fx.inspect.program_text import render_program
 from tlora_fx.inspect.schema import STAGES_FOLDER, Listing, PassStage, Program
+from tlora_fx.inspect.statistics import FILE, PassStatistics
 from tlora_fx.inspect.text import render_report, render_text
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.ir.lora_sites import LoweredSite, lowered_sites
@@ -40,13 +41,18 @@ logger = logging.getLogger(__name__)
 COMPILED = "compiled"
 KERNELS = "kernels"
 GRAPHS = f"graph{SUFFIX}"
-_STAGE = re.compile(r"\d{2,}-[a-z0-9-]+\.(json|txt)")
+_STAGE = re.compile(r"\d{2,}-[a-z0-9-]+\.(json|txt)|statistics\.json")
 _KERNEL = re.compile(r"[a-z_]+_\d+x\d+_\w+_sm\d+_[0-9a-f]{8}\.py")
 GRANULE = 16
 ARCHITECTURE = 90
 
 
-def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()) -> Listing:
+def dump(
+    model: SuperModel,
+    folder: Path | str,
+    stages: Sequence[PassStage] = (),
+    statistics: PassStatistics | None = None,
+) -> Listing:
     """Write `ssm.py`, `ssm.txt`, `ssm.json`, `program.json`, `graph.tfx`, `report.txt`, `kernels/`.
 
     With `model.json`, `tlora_fx.load` makes a model of the folder. There is none for a base that is
@@ -55,10 +61,11 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()
     where it runs. Each file is replaced at once, what else lies in the folder stays. The model
     needs no weights.
 
-    stages    what every pass left (see `Recorder`): `passes/NN-NAME.json`, and `.txt` to read;
-              those of an earlier dump go, with or without new ones
-    returns   what `ssm.txt` and `report.txt` were made of
-    raises    DumpNotWritable
+    stages      what every pass left (see `Recorder`): `passes/NN-NAME.json`, and `.txt` to read;
+                those of an earlier dump go, with or without new ones
+    statistics  what passes did: `passes/statistics.json`
+    returns     what `ssm.txt` and `report.txt` were made of
+    raises      DumpNotWritable
     """
     folder = Path(folder)
     listing = make_listing(model)
@@ -73,6 +80,7 @@ def dump(model: SuperModel, folder: Path | str, stages: Sequence[PassStage] = ()
         Program.FILE: program.to_json(),
         **_graph_file(model),
         **_stage_files(stages, listing.base.title),
+        **({} if statistics is None else {f"{STAGES_FOLDER}/{FILE}": statistics.to_json()}),
         **{f"{KERNELS}/{name}": text for name, text in kernels.files.items()},
     }
     foreign = [name for name in files if (folder / name).exists()]

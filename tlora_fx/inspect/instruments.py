@@ -3,7 +3,7 @@
 All of it goes to one stream, stderr unless another is given. The same can be asked for on the
 command line, from Python, and by the environment variable `TLORA_FX_LOG`:
 
-    TLORA_FX_LOG=time,print-after=changed,dump-changed=states,verify=numerics
+    TLORA_FX_LOG=time,pass-statistics,print-after=changed,dump-changed=states,verify=numerics
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import TextIO, cast, get_args
 
 from tlora_fx.errors import PipelineError, nearest
 from tlora_fx.host.environment import LOG
+from tlora_fx.inspect.statistics import PassStatistics
 from tlora_fx.inspect.wording import plural
 from tlora_fx.ir.graph import GroupGraph, JobGraph
 from tlora_fx.ir.verifier import owners
@@ -198,6 +199,7 @@ class Watch:
     stop_after      the last pass to run
     verify          what is checked after each pass
     strict          check numbers after each pass, and fail where they cannot be compared
+    statistics      print what passes and their rules did
     """
 
     time: bool = False
@@ -206,12 +208,15 @@ class Watch:
     stop_after: str | None = None
     verify: Verify | None = None
     strict: bool = False
+    statistics: bool = False
 
     def instruments(self, out: TextIO | None = None) -> list[Instrument]:
         """Instruments that these settings ask for."""
         found: list[Instrument] = [PrintAfter(name, out) for name in self.print_after]
         if self.dump_changed is not None:
             found.append(DumpChanged(self.dump_changed))
+        if self.statistics:
+            found.append(PassStatistics(out))
         if self.verify == "numerics" or self.strict:
             found.append(Numerics(out=out or sys.stderr, strict=self.strict))
         return [Timing(out), *found] if self.time else found
@@ -230,6 +235,8 @@ def watch_from(words: str) -> Watch:
 def _with(watch: Watch, name: str, value: str) -> Watch:
     if name == "time" and not value:
         return replace(watch, time=True)
+    if name == "pass-statistics" and not value:
+        return replace(watch, statistics=True)
     if name == "print-after" and value:
         return replace(watch, print_after=(*watch.print_after, value))
     if name == "dump-changed" and value:
@@ -238,12 +245,12 @@ def _with(watch: Watch, name: str, value: str) -> Watch:
         return replace(watch, stop_after=value)
     if name == "verify" and value in get_args(Verify):
         return replace(watch, verify=cast(Verify, value))
-    words = ("time", "print-after", "dump-changed", "stop-after", "verify")
+    words = ("time", "pass-statistics", "print-after", "dump-changed", "stop-after", "verify")
     raise PipelineError(
         f"{LOG} cannot be read",
         found=f"{name}={value}" if value else name,
         nearest=nearest(name, words) if name not in words else None,
-        expected="time, print-after=NAME|all|changed, dump-changed=DIR, stop-after=NAME, "
-        "verify=none|structure|numerics",
+        expected="time, pass-statistics, print-after=NAME|all|changed, dump-changed=DIR, "
+        "stop-after=NAME, verify=none|structure|numerics",
         help="separate words by commas",
     )

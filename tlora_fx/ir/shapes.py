@@ -130,16 +130,18 @@ def propagate(
     graph: fx.Graph,
     blocks: dict[str, Block] | None = None,
     before: Callable[[fx.Node], object] = lambda node: None,
-) -> None:
+) -> int:
     """Give every operator's node its value anew.
 
     Placeholders and get_attr nodes keep theirs. What a job's segment holds gets a size of its
     own, one for each job.
 
     before    is called with each node
+    returns   the number of operators that ran: those that are given other values than last time
     raises    GraphInvalid, naming the node at which the operators disagree
     """
     mode = fake_mode_of(graph)
+    ran = 0
     by_layer = {layer: block for block in (blocks or {}).values() for layer in block.instances}
     for node in graph.nodes:
         before(node)
@@ -150,18 +152,20 @@ def propagate(
             output = next(node for node in reversed(block.graph.nodes) if node.op == "output")
             node.meta["val"] = fx.map_arg(output.args[0], lambda n: n.meta["val"])
         if node.op == "call_function":
-            give_value(node, mode)
+            ran += give_value(node, mode)
+    return ran
 
 
-def give_value(node: fx.Node, mode: FakeTensorMode) -> None:
+def give_value(node: fx.Node, mode: FakeTensorMode) -> bool:
     """Give an operator's node its value, where it is given other values than when it last ran.
 
+    returns   whether it ran
     raises    GraphInvalid, where the operator does not take them
     """
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     known = node.meta.get(RUN)
     if known is not None and known.gave(node, mode, args, kwargs):
-        return
+        return False
     try:
         value = _run(node, mode, args, kwargs)
     except Exception as error:
@@ -175,6 +179,7 @@ def give_value(node: fx.Node, mode: FakeTensorMode) -> None:
     if "val" not in node.meta or not _same(node.meta["val"], value):
         node.meta["val"] = value
     node.meta[RUN] = _Run(mode, node.target, args, kwargs, node.meta["val"])
+    return True
 
 
 def _run(node: fx.Node, mode: FakeTensorMode, args: Any, kwargs: Any) -> Any:

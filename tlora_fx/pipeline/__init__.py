@@ -16,8 +16,6 @@ import traceback
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
@@ -43,6 +41,14 @@ from tlora_fx.pipeline.registry import (
     plugin_planners,
     register,
 )
+from tlora_fx.pipeline.rewrites import (
+    Rewrites,
+    RuleStatistics,
+    count,
+    counting,
+    rewrite_allowed,
+    watched_rules,
+)
 from tlora_fx.pipeline.text import Pipeline, checked, parse_pass, parse_pipeline
 
 __all__ = [
@@ -60,6 +66,7 @@ __all__ = [
     "Pipeline",
     "Plugin",
     "Rewrites",
+    "RuleStatistics",
     "Runner",
     "Verify",
     "checked",
@@ -75,6 +82,7 @@ __all__ = [
     "plugin_planners",
     "register",
     "rewrite_allowed",
+    "watched_rules",
 ]
 
 
@@ -192,14 +200,15 @@ class Runner:
     def _run(self, event: Event) -> Done:
         item, graphs = event.item, event.graphs
         changed: Change
+        rewrites = self.rewrites.setdefault(event.place, Rewrites(self.limits.get(event.place)))
+        rewrites.rules = {} if any(one.watches_rules for one in self.instruments) else None
+        measured = _Measured(_nodes(graphs), len(rewrites.descriptions), rewrites.statistics.copy())
         self._facts.require(item, graphs)
         before, values = self._before(graphs)
         if self.verify != "none" and (self._adapted is None or self._adapted[0] is not graphs):
             self._adapted = graphs, adapted(graphs)
         resting = self._facts.before(item, graphs) if self.verify != "none" else {}
-        rewrites = self.rewrites.setdefault(event.place, Rewrites(self.limits.get(event.place)))
-        asked, counted = len(rewrites.descriptions), rewrites.statistics.copy()
-        start = time.perf_counter()
+        measured.lap()
         try:
             with counting(rewrites):
                 claim = item.run(graphs)  # type: ignore[attr-defined]
@@ -207,13 +216,14 @@ class Runner:
             raise
         except Exception as error:
             raise _failed(event, error) from error
-        ran = time.perf_counter()
-        self._propagate(event)
+        measured.lap()
+        measured.shapes = self._propagate(event)
+        measured.lap()
         record_all(graphs, item.name, event.subject)
         if self.verify == "none":
             self._facts.provide(item, graphs)
             changed = "code" if before is None else before.change_to(fingerprint(graphs))
-            return self._done(event, start, ran, changed, rewrites, asked, counted)
+            return measured.done(event, changed, rewrites)
         _check_values(event, values)
         check_tags(graphs)
         self._check_adapters(event)
@@ -222,22 +232,7 @@ class Runner:
         self._seen = (graphs, after)
         changed = before.change_to(after) if before is not None else "code"
         _check_claim(event, claim, changed)
-        return self._done(event, start, ran, changed, rewrites, asked, counted)
-
-    def _done(
-        self,
-        event: Event,
-        start: float,
-        ran: float,
-        changed: Change,
-        rewrites: Rewrites,
-        asked: int,
-        counted: Counter[str],
-    ) -> Done:
-        statistics = dict(rewrites.statistics - counted)
-        made = len(rewrites.descriptions) - asked
-        checked = time.perf_counter() - ran
-        return Done(*_fields(event), ran - start, checked, changed, made, statistics)
+        return measured.done(event, changed, rewrites)
 
     def _before(self, graphs: JobGraph | GroupGraph) -> tuple[Fingerprint | None, Values]:
         """Fingerprint and values of the graphs before a pass; the one after the last serves."""
@@ -268,16 +263,18 @@ class Runner:
                 help='this is a defect of the pass, or it declares preserves_numerics = "no"',
             )
 
-    def _propagate(self, event: Event) -> None:
+    def _propagate(self, event: Event) -> int:
+        """Give nodes their values anew; the number of operators that ran for it."""
+        ran = 0
         try:
             for owner in owners(event.graphs):
                 for graph in owner.graphs() if self.verify != "none" else ():
                     graph.lint()
                     _check_output(event, graph)
                 for block in owner.blocks.values():
-                    propagate(block.graph)
+                    ran += propagate(block.graph)
                 if len(owner.root.nodes):
-                    propagate(owner.root, owner.blocks)
+                    ran += propagate(owner.root, owner.blocks)
         except TloraError:
             raise
         except Exception as error:
@@ -286,6 +283,7 @@ class Runner:
                 found=f"{type(error).__name__}: {error}",
                 help="this is a defect of the pass",
             ) from error
+        return ran
 
     def _tell(self, event: Event, error: TloraError) -> None:
         self.failed = (self.events, event)
@@ -302,8 +300,46 @@ def record_all(graphs: JobGraph | GroupGraph, made_by: str, subject: str) -> Non
         name_nodes(owner)
 
 
-def _fields(event: Event) -> tuple[int, JobPass | GroupPass, str, JobGraph | GroupGraph]:
-    return event.place, event.item, event.subject, event.graphs  # type: ignore[return-value]
+class _Measured:
+    """What is measured of one run of a pass.
+
+    nodes      before it
+    asked      rewrites that it asked for on earlier graphs
+    counted    its statistics of earlier graphs
+    """
+
+    def __init__(self, nodes: int, asked: int, counted: Counter[str]) -> None:
+        self.nodes, self.asked, self.counted = nodes, asked, counted
+        self.shapes = 0
+        self._times = [time.perf_counter()]
+
+    def lap(self) -> None:
+        """The next part begins: the pass, shapes, checks."""
+        self._times.append(time.perf_counter())
+
+    def done(self, event: Event, changed: Change, rewrites: Rewrites) -> Done:
+        """The run as instruments are told of it."""
+        began, started, ran, shaped = self._times
+        checked = time.perf_counter() - ran + started - began
+        return Done(
+            event.place,
+            event.item,
+            event.subject,
+            event.graphs,
+            seconds=ran - started,
+            check_seconds=checked,
+            changed=changed,
+            rewrites=len(rewrites.descriptions) - self.asked,
+            statistics=dict(rewrites.statistics - self.counted),
+            shape_seconds=shaped - ran,
+            shapes=self.shapes,
+            nodes=(self.nodes, _nodes(event.graphs)),
+            rules=rewrites.rules or {},
+        )
+
+
+def _nodes(graphs: JobGraph | GroupGraph) -> int:
+    return sum(len(graph.nodes) for owner in owners(graphs) for graph in owner.graphs())
 
 
 def _check_output(event: Event, graph: fx.Graph) -> None:
@@ -417,55 +453,3 @@ def _node_at(trace: TracebackType | None) -> fx.Node | None:
             innermost = nodes.get("node", next(reversed(nodes.values())))
         trace = trace.tb_next
     return innermost
-
-
-@dataclass(slots=True)
-class Rewrites:
-    """The rewrites of one pass, over all its graphs; at most `limit` are allowed, None: all.
-
-    What it counts besides stands in `statistics`.
-
-    They are counted so that `bisect` can find the one that breaks a check. A pass asks before each
-    that stands on its own, and leaves the place as it is where that is refused.
-    """
-
-    limit: int | None = None
-    descriptions: list[str] = field(default_factory=list)
-    statistics: Counter[str] = field(default_factory=Counter)
-
-    def take(self, what: str) -> bool:
-        """Count one more; whether it may be made."""
-        self.descriptions.append(what)
-        return self.limit is None or len(self.descriptions) <= self.limit
-
-
-_running: ContextVar[Rewrites | None] = ContextVar("rewrites", default=None)
-
-
-@contextmanager
-def counting(rewrites: Rewrites) -> Iterator[None]:
-    """Count what is asked for inside."""
-    token = _running.set(rewrites)
-    try:
-        yield
-    finally:
-        _running.reset(token)
-
-
-def count(name: str, amount: int = 1) -> None:
-    """Add to a statistic of the running pass, which `--time` shows.
-
-    name      one that the pass declares in `statistics`; another one is shown as it is
-    """
-    rewrites = _running.get()
-    if rewrites is not None:
-        rewrites.statistics[name] += amount
-
-
-def rewrite_allowed(what: str) -> bool:
-    """Count a rewrite of the running pass; False where a bisection holds it back.
-
-    what    where it rewrites and into what: "multi_lora_linear at layers_0_31.mlp.up_proj"
-    """
-    rewrites = _running.get()
-    return rewrites is None or rewrites.take(what)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from tlora_fx.ir.graph import GroupGraph, JobGraph
 from tlora_fx.pipeline.passes import Pass
+from tlora_fx.pipeline.rewrites import RuleStatistics
 from tlora_fx.pipeline.text import Pipeline
 
 Change = Literal["code", "tags", ""]
@@ -35,10 +36,14 @@ class Event:
 class Done(Event):
     """A pass that ran.
 
-    check_seconds    of shapes and checks after it
+    check_seconds    of shapes and checks, before and after it
     changed          "code", "tags" where only tags changed, "" where nothing did
     rewrites         that it asked for
     statistics       what it counted, by the names that it declares
+    shape_seconds    the part of check_seconds in which values were propagated
+    shapes           operators that ran for that
+    nodes            in its graphs, before and after it
+    rules            what became of its rules, by name; for an instrument that `watches_rules`
     """
 
     seconds: float
@@ -46,10 +51,19 @@ class Done(Event):
     changed: Change
     rewrites: int = 0
     statistics: Mapping[str, int] = field(default_factory=dict)
+    shape_seconds: float = 0.0
+    shapes: int = 0
+    nodes: tuple[int, int] = (0, 0)
+    rules: Mapping[str, RuleStatistics] = field(default_factory=dict)
 
 
 class Instrument:
-    """Watches; every method may be left out."""
+    """Watches; every method may be left out.
+
+    watches_rules    passes count for it what becomes of their rules
+    """
+
+    watches_rules: ClassVar[bool] = False
 
     def started(self, pipeline: Pipeline) -> None:
         """Compiling begins, or begins again in another form: forget what was seen."""

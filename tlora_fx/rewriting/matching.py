@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from torch import fx
 
+from tlora_fx.pipeline import RuleStatistics, watched_rules
 from tlora_fx.rewriting.patterns import Condition, Pattern, PatternSearch, SearchState
 
 
@@ -70,12 +71,35 @@ class Miss:
         return False
 
 
-def match(pattern: Pattern, node: Any, given: Mapping[str, Any] | None = None) -> Match | Miss:
+def match(
+    pattern: Pattern, node: Any, given: Mapping[str, Any] | None = None, rule: str = ""
+) -> Match | Miss:
     """Match a pattern at a node.
 
     given     captures that are known before, such as the value that a call must read
+    rule      what statistics call it, instead of the pattern
     returns   a Match, which is true, or a Miss, which is false
     """
+    rules = watched_rules()
+    if rules is None:
+        return _match(pattern, node, given)
+    counted = rules.setdefault(rule or title(pattern), RuleStatistics())
+    with counted.timed():
+        result = _match(pattern, node, given)
+    counted.tries += 1
+    if isinstance(result, Match):
+        counted.matches += 1
+    else:
+        counted.misses[result.failed] += 1
+    return result
+
+
+def title(pattern: Pattern) -> str:
+    """What statistics call a pattern."""
+    return pattern.name or pattern.shown()
+
+
+def _match(pattern: Pattern, node: Any, given: Mapping[str, Any] | None) -> Match | Miss:
     search, start = PatternSearch(), SearchState(dict(given or {}))
     for state in pattern.walk(node, start, search, None):
         return Match(pattern, node, state.captures, state.described(), state.conditions())

@@ -18,8 +18,8 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from tlora_fx.errors import RewriteMismatch, RewritesEndless
 from tlora_fx.ir.graph import MADE_FROM, ORIGIN, TensorRef, derive
 from tlora_fx.ir.shapes import RUN, fake_like, fake_mode_of, give_value, type_text
-from tlora_fx.pipeline import rewrite_allowed
-from tlora_fx.rewriting.matching import Match, find, match
+from tlora_fx.pipeline import rewrite_allowed, watched_rules
+from tlora_fx.rewriting.matching import Match, find, match, title
 from tlora_fx.rewriting.patterns import Pattern
 
 # What new nodes take from the node that they stand for; "axis" only where the value is the same.
@@ -347,11 +347,10 @@ def rewrite_greedily(
             for index, rule in enumerate(ordered):
                 if (node, index) in held_back or not _may_fit(rule, node):
                     continue
-                found = match(rule.pattern, node, given)
+                found = match(rule.pattern, node, given, rule.name)
                 if not isinstance(found, Match):
                     continue
-                name = f"{rule.name} at {node.name}" if rule.name else ""
-                if rewriter.replace(found, rule.build(found), name) is None:
+                if _apply(rewriter, rule, found) is None:
                     held_back.add((node, index))
                     continue
                 made, changed = made + 1, True
@@ -364,6 +363,16 @@ def rewrite_greedily(
                     help="a rule undoes what another one does: leave one of them out",
                 )
     return made
+
+
+def _apply(rewriter: Rewriter, rule: RewriteRule, found: Match) -> fx.Node | None:
+    """Put what a rule makes in place of its match; None where a bisection holds it back."""
+    name = f"{rule.name} at {found.node.name}" if rule.name else ""
+    rules = watched_rules()
+    if rules is None:
+        return rewriter.replace(found, rule.build(found), name)
+    with rules[rule.name or title(rule.pattern)].timed():
+        return rewriter.replace(found, rule.build(found), name)
 
 
 def _may_fit(rule: RewriteRule, node: fx.Node) -> bool:
