@@ -81,7 +81,7 @@ unit: $(STAMP)
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 slow: $(STAMP)
-	TLORA_FX_RANDOM=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m slow
+	TLORA_FX_RANDOM=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "slow or hypothesis"
 	$(BIN)/python scripts/wheel_check.py --each
 
 fuzz: $(STAMP)

@@ -72,13 +72,15 @@ if _RUN:
     os.environ["TLORA_FX_CACHE"] = str(Path(_RUN) / "cache")
     os.environ["TLORA_FX_TEST_TRACES"] = str(kept_between_runs.link(Path(_RUN) / "cache"))
 
-# Tests assert no times, and a machine may be busy. What guards main draws the same examples each
-# time; TLORA_FX_RANDOM=1 (`make slow` sets it) draws new ones.
+# Tests assert no times, and a machine may be busy. What guards main draws the same few examples
+# each time; TLORA_FX_RANDOM=1 (`make slow` sets it) draws new ones, and more.
+_RANDOM = "TLORA_FX_RANDOM" in os.environ
 settings.register_profile(
     "patient",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-    derandomize="TLORA_FX_RANDOM" not in os.environ,
+    derandomize=not _RANDOM,
+    max_examples=100 if _RANDOM else 25,
 )
 settings.load_profile("patient")
 
@@ -123,6 +125,13 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 20, 100)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_left_to_collect() -> None:
+    """What earlier files have left, such as compiled models, is never looked at again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

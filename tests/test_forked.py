@@ -19,10 +19,12 @@ sys.exit(7)
 """
 
 
-@pytest.fixture
-def server(tmp_path):
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
     """One that has imported nothing more; a word in its memory comes with each fork."""
-    made = forked.Server(tmp_path, lambda: setattr(sys, "imported_before", True))
+    made = forked.Server(
+        tmp_path_factory.mktemp("server"), lambda: setattr(sys, "imported_before", True)
+    )
     yield made
     made.close()
 

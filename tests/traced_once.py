@@ -2,8 +2,8 @@
 
 A compilation gets a copy of the graph that an earlier one traced, if all that decides it is equal:
 the base's config, modules and code, and the job's adapters; of plain LoRA what is in a graph, which
-its rates and starts are not. So it is with a base's own loss, which is compared with that of the
-next token. Tests of tracing (tests/tracing) do both each time.
+its rates and starts are not. So it is with the sites of adapters, and with a base's own loss, which
+is compared with that of the next token. Tests of tracing (tests/tracing) do all of it each time.
 
 Processes of a group (tests/parallel/processes.py) train the same jobs under plan after plan. There
 passes run once over equal jobs too.
@@ -35,6 +35,7 @@ from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.numerics.state import copy_state
 from tlora_fx.pipeline import Runner
+from tlora_fx.runtime import checks as _checks
 from tlora_fx.tracing.adapters import graph_structure
 from tlora_fx.tracing.export import wrap_pruned
 
@@ -44,7 +45,9 @@ with suppress(ImportError):
 
 Trace = Callable[..., JobGraph]
 compiler: Any = _compiler
+checks: Any = _checks
 _known: dict[Hashable, JobGraph] = {}
+_sites: dict[Hashable, dict[str, AdapterSite]] = {}
 _wrapped: set[Hashable] = set()
 _compared: dict[Hashable, str | None] = {}
 TRACES = "TLORA_FX_TEST_TRACES"
@@ -56,7 +59,9 @@ def install() -> None:
     if not hasattr(compiler.job_graph, "plain"):
         compiler.base_graph = _base(compiler.base_graph)
         compiler.job_graph = _job(compiler.job_graph)
-        compiler.require_common_loss = _loss(compiler.require_common_loss)
+        compiler.resolved_sites = _resolved(compiler.resolved_sites)
+        for module in (compiler, checks):
+            module.require_common_loss = _loss(module.require_common_loss)
 
 
 def install_fused() -> None:
@@ -70,8 +75,9 @@ def uninstall() -> None:
     """Trace each time."""
     os.environ[environment.TRACE_CACHE] = "0"
     if hasattr(compiler.job_graph, "plain"):
-        for name in ("base_graph", "job_graph", "require_common_loss"):
+        for name in ("base_graph", "job_graph", "resolved_sites", "require_common_loss"):
             setattr(compiler, name, getattr(compiler, name).plain)
+        checks.require_common_loss = checks.require_common_loss.plain
 
 
 def _base(plain: Trace) -> Trace:
@@ -134,6 +140,21 @@ def _fuse(plain: Callable[..., GroupGraph]) -> Callable[..., GroupGraph]:
 
     fuse.plain = plain  # type: ignore[attr-defined]
     return fuse
+
+
+def _resolved(plain: Callable[..., list[dict[str, AdapterSite]]]) -> Callable[..., Any]:
+    def resolved_sites(jobs: Sequence[Job], backbone: Backbone) -> list[dict[str, AdapterSite]]:
+        if _is_from_python(backbone):
+            return plain(jobs, backbone)
+        model, code = _model(backbone), _code(LoraLayer.__subclasses__())
+        keys = [(model, code, repr(sorted(job.lora_fields.items())), job.optim) for job in jobs]
+        unknown = {key: job for key, job in zip(keys, jobs, strict=True) if key not in _sites}
+        if unknown:
+            _sites.update(zip(unknown, plain([*unknown.values()], backbone), strict=True))
+        return [dict(_sites[key]) for key in keys]
+
+    resolved_sites.plain = plain  # type: ignore[attr-defined]
+    return resolved_sites
 
 
 def _loss(plain: Callable[..., str | None]) -> Callable[..., str | None]:

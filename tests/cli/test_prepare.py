@@ -27,12 +27,11 @@ class Listen(tlora_fx.TrainerCallback):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """The quickstart with jobs of one step, and variables that name an empty cache."""
+    """One step of a job of the quickstart, and variables that name an empty cache."""
     folder = tmp_path_factory.mktemp("prepare")
     shutil.copytree(QUICKSTART, folder, dirs_exist_ok=True)
     content = yaml.safe_load((folder / "jobs.yaml").read_text())
-    for job in content["jobs"]:
-        job["max_steps"] = 1
+    content["jobs"] = [job | {"max_steps": 1} for job in content["jobs"][-1:]]
     (folder / "jobs.yaml").write_text(yaml.safe_dump(content))
     return folder, {**os.environ, "TLORA_FX_CACHE": str(folder / "cache")}
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.cost.facts import LINEARS, load, row
+from tests.cost.facts import load, row
 from tests.models import FAMILIES, base_of, job
 from tests.parallel.graph_times import with_graphs
 from tests.sampled import sampled
@@ -17,13 +17,14 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.cost.profile_sources import roofline_profile
 from tlora_fx.cost.step_time import CostModel
 
+TARGETS = ["q_proj", "down_proj"]
 BRANCHES = ("segment_read", "segment_write")
 DROPPING = ("keyed_dropout", *BRANCHES)
 MODELS = {
+    "dora with dropout": ({}, {"use_dora": True, "lora_dropout": 0.1}, DROPPING),
     "plain": ({}, {}, ()),
     "dropout": ({}, {"lora_dropout": 0.1}, ()),
     "dora": ({}, {"use_dora": True}, ()),
-    "dora with dropout": ({}, {"use_dora": True, "lora_dropout": 0.1}, DROPPING),
     "bias of its own": ({}, {"lora_bias": True}, BRANCHES),
     "module of its own": ({}, {"modules_to_save": ["lm_head"]}, BRANCHES),
     "head": ({"vocab_size": 64}, {"target_modules": ["lm_head"]}, ("multi_lora_linear",)),
@@ -33,12 +34,12 @@ MODELS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sampled(MODELS))
+@pytest.mark.parametrize("name", sampled(MODELS, len(MODELS)))
 def test_a_model_says_what_no_graph_can_hold(tmp_path, name):
     """By the operators that jobs' own parts are made of."""
     sizes, lora, expected = MODELS[name]
     base = base_of(tmp_path, "llama", dtype="bfloat16", num_hidden_layers=2, **sizes)
-    given = {"target_modules": ["q_proj", "down_proj"]} | lora
+    given = {"target_modules": TARGETS} | lora
 
     found = facts_of(compile([job("one", base, **given)]))
 
@@ -47,20 +48,21 @@ def test_a_model_says_what_no_graph_can_hold(tmp_path, name):
 
 
 @pytest.mark.parametrize(
-    ("family", "expected"),
+    ("family", "sizes", "expected"),
     sampled(
         [
-            ("gpt2", ()),
-            ("gemma2", ("packed_attention",)),
-            ("bloom", ("batch form",)),
-            ("phi3-longrope", ("segment_switch",)),
-            ("qwen3", ()),
-        ]
+            ("gemma2", {"num_hidden_layers": 1}, ("packed_attention",)),
+            ("gpt2", {"n_layer": 1}, ()),
+            ("bloom", {"n_layer": 1}, ("batch form",)),
+            ("phi3-longrope", {"num_hidden_layers": 1}, ("segment_switch",)),
+            ("qwen3", {"num_hidden_layers": 1}, ()),
+        ],
+        5,
     ),
 )
-def test_a_base_may_keep_all_its_jobs_from_it(tmp_path, family, expected):
+def test_a_base_may_keep_all_its_jobs_from_it(tmp_path, family, sizes, expected):
     """Capped scores, tables chosen by length, padded batches."""
-    base = base_of(tmp_path, family, dtype="bfloat16")
+    base = base_of(tmp_path, family, dtype="bfloat16", **sizes)
     targets = list(FAMILIES[family].targets)
 
     assert facts_of(compile([job("one", base, target_modules=targets)])).launched == expected
@@ -70,7 +72,7 @@ def test_one_job_keeps_its_group_from_it(tmp_path):
     """As one graph for all of them would hold the branch too."""
     base = base_of(tmp_path, "llama", dtype="bfloat16", num_hidden_layers=2)
     plain, dora = (
-        job(name, base, target_modules=LINEARS, lora_dropout=0.1, use_dora=name == "dora")
+        job(name, base, target_modules=TARGETS, lora_dropout=0.1, use_dora=name == "dora")
         for name in ("plain", "dora")
     )
 
@@ -81,7 +83,7 @@ def test_one_job_keeps_its_group_from_it(tmp_path):
 def test_adapters_that_compute_in_float32_have_no_kernels(tmp_path):
     """Nor have those on a base in float32."""
     base = base_of(tmp_path, "llama", dtype="bfloat16", num_hidden_layers=2)
-    one = job("one", base, target_modules=["q_proj", "down_proj"])
+    one = job("one", base, target_modules=TARGETS)
     wide = one.model_copy(update={"adapter_compute": "float32"})
 
     assert facts_of(compile([wide])).launched == ("multi_lora_linear",)
@@ -90,7 +92,7 @@ def test_adapters_that_compute_in_float32_have_no_kernels(tmp_path):
 def test_rows_of_such_a_model_cost_what_launching_them_costs(tmp_path):
     """Whatever the plan and the profile know of graphs."""
     base = base_of(tmp_path, "llama", dtype="bfloat16", num_hidden_layers=2)
-    facts = facts_of(compile([job("one", base, target_modules=LINEARS)]))
+    facts = facts_of(compile([job("one", base, target_modules=TARGETS)]))
     plain = roofline_profile(GPUS["h200"], facts).model_copy(update={"source": "measured"})
     profile, plan, given = with_graphs(plain), Plan(planner="test"), load(512, jobs=1)
     launched = replace(facts, launched=("segment_read",))
@@ -98,4 +100,4 @@ def test_rows_of_such_a_model_cost_what_launching_them_costs(tmp_path):
     assert plan.captures
     before = row(CostModel(facts, plain), plan, given)
     assert row(CostModel(facts, profile), plan, given) == pytest.approx(before)
-    assert row(CostModel(launched, profile), plan, given) > 2 * before
+    assert row(CostModel(launched, profile), plan, given) > 1.5 * before

@@ -11,10 +11,9 @@ from tlora_fx.host import collector, phases
 
 @pytest.fixture
 def restored():
-    """The thresholds, and what was frozen, are as before afterwards."""
+    """The thresholds are as before afterwards."""
     before = gc.get_threshold()
     yield before
-    gc.unfreeze()
     gc.set_threshold(*before)
 
 

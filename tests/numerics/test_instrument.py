@@ -64,7 +64,7 @@ def test_every_pass_keeps_its_word_on_other_architectures(tmp_path, verdicts, fa
 
 def test_every_pass_keeps_its_word_on_a_model_written_by_hand(verdicts):
     """Such a model is traced whole; its own dropout is keyed."""
-    assert_kept(verdicts(hand_written(plain(rate=0.2))))
+    assert_kept(verdicts(hand_written(plain(layers=1, rate=0.2))))
 
 
 def test_jobs_that_share_graphs_are_run_with_their_own_numbers(tmp_path, verdicts):

@@ -282,7 +282,7 @@ def few_rows(monkeypatch):
     return heads
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("family", sampled(["llama", "gpt2"]))
 def test_a_large_head_is_tried_by_some_of_its_rows(tmp_path, few_rows, family):
     """Also where embeddings are tied to it; logits of 32 tokens agree as all do."""
     base = base_of(tmp_path, family, "float64")

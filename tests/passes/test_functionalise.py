@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.models import Plain, assert_equals_peft, error_of, hand_written, ready, tokens
+from tests.sampled import sampled
 from tlora_fx.compiler import compile
 from tlora_fx.errors import BaseNotTraceable
 
@@ -17,7 +18,7 @@ class InPlace(Plain):
     """Writes into its activations."""
 
     def __init__(self, write) -> None:
-        super().__init__(layers=2)
+        super().__init__(layers=1)
         self.write = write
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -101,7 +102,7 @@ def test_writes_that_nobody_else_sees_become_new_tensors():
     assert_equals_peft(ready(jobs), [tokens([5, 3], seed=1)], WIDE)
 
 
-@pytest.mark.parametrize("write", [part_of_it, part_twice, put_together])
+@pytest.mark.parametrize("write", sampled([part_of_it, part_twice, put_together]))
 def test_a_write_into_a_part_makes_a_new_whole(write):
     """What reads the memory later reads the whole with the part in it."""
     model = ready(hand_written(InPlace(write)))
@@ -109,7 +110,7 @@ def test_a_write_into_a_part_makes_a_new_whole(write):
     assert_equals_peft(model, [tokens([5, 3], seed=1)], WIDE)
 
 
-@pytest.mark.parametrize("write", [fresh, aliased, shown_part, buffered, copied])
+@pytest.mark.parametrize("write", sampled([fresh, aliased, shown_part, buffered, copied]))
 def test_writes_that_others_see_are_refused(write):
     """A write through or behind a view names operator and line."""
     text = error_of(lambda: compile(hand_written(InPlace(write))), BaseNotTraceable)

@@ -18,6 +18,7 @@ from tests.models import (
     run_fused,
     tokens,
 )
+from tests.traced import KINDS
 from tlora_fx.ir.graph import is_call
 from tlora_fx.ir.lora_sites import SCALE, lowered_sites
 from tlora_fx.passes.lower_adapters import DROPPED
@@ -129,8 +130,8 @@ def test_padded_batches_are_lowered_too():
 
 def test_with_dropout_it_runs_as_it_is(tmp_path):
     """PEFT multiplies the dropped input by the frozen weight again; that is told."""
-    base = base_of(tmp_path, "gpt2")
-    model = ready([job("drops", base, r=2, target_modules=TWO, use_dora=True, lora_dropout=0.1)])
+    base = base_of(tmp_path, "llama", "float32")
+    model = ready([job("drops", base, **KINDS["dora"])])
 
     told = [text for name, text in model.group.notes if name == "lower-adapters"]
     assert told

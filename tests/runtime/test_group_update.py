@@ -12,6 +12,7 @@ from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tests.runtime.test_isolation import (  # noqa: F401
     PARTS,
     Break,
+    ended_after,
     jobs_of,
     test_a_disk_that_is_full_for_all_ends_the_run,
 )
@@ -157,9 +158,9 @@ def test_jobs_with_another_optimizer_do_their_own_step_and_others_theirs_at_once
 
 
 @pytest.mark.parametrize("part", sorted(PARTS.keys() - {"optimizer"}))
-def test_a_broken_part_ends_its_job_and_no_other(base, tmp_path, part):
+def test_a_broken_part_ends_its_job_and_no_other(base, ended_after, tmp_path, part):  # noqa: F811
     """As where each job's optimizer does its own step, which here none does."""
-    broken(base, tmp_path, part)
+    broken(base, ended_after, tmp_path, part)
 
 
 def test_a_full_disk_at_a_jobs_last_step_is_told_of_and_ends_nothing(base, tmp_path):
@@ -182,13 +183,13 @@ def test_a_full_disk_at_a_jobs_last_step_is_told_of_and_ends_nothing(base, tmp_p
     assert (tmp_path / "run" / "a" / "adapter_model.safetensors").exists()
 
 
-def test_a_full_disk_costs_lines_of_metrics_and_no_step(base, tmp_path):
+def test_a_full_disk_costs_lines_of_metrics_and_no_step(base, ended_after, tmp_path):  # noqa: F811
     """The job goes on from its last step where the run is resumed."""
     jobs, broken_one = jobs_of(base), Break("metrics")
     train(jobs, tmp_path / "run", broken_one)
     # The line of step 1 is written when the job is at step 2.
     assert broken_one.runs["a"].reason.startswith("step 1: ")
-    healthy = train(jobs, tmp_path / "healthy")
+    healthy, folder = ended_after(5)
     model = compile(jobs)
     Trainer(model, output=tmp_path / "run", device="cpu", data=make_data(jobs), resume=True).run()
 
@@ -196,6 +197,6 @@ def test_a_full_disk_costs_lines_of_metrics_and_no_step(base, tmp_path):
         theirs = healthy.job_parameters(job.name)
         for name, param in model.job_parameters(job.name).items():
             torch.testing.assert_close(param, theirs[name], rtol=1e-12, atol=1e-12)
-    lines, every = (losses_of(tmp_path / folder, jobs)["a"] for folder in ("run", "healthy"))
+    lines, every = (losses_of(at, jobs)["a"] for at in (tmp_path / "run", folder))
     assert 3 <= len(lines) < len(every)
     assert set(lines) <= set(every)

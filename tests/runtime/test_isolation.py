@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -105,18 +107,30 @@ PARTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def ended_after(base, tmp_path_factory):
+    """The model and folder of a run whose first job ends by itself after some rounds."""
+
+    @cache
+    def train_so_far(rounds):
+        folder = tmp_path_factory.mktemp("without")
+        return train(jobs_of(base, steps=rounds), folder)[0], folder
+
+    return train_so_far
+
+
 @pytest.mark.parametrize("part", PARTS)
-def test_a_broken_part_ends_its_job_and_no_other(base, tmp_path, part):
+def test_a_broken_part_ends_its_job_and_no_other(base, ended_after, tmp_path, part):
     """The neighbours are bitwise as where the job ended there by itself."""
     rounds, reason = PARTS[part]
-    without, _ = train(jobs_of(base, steps=rounds), tmp_path / "without")
+    without, folder = ended_after(rounds)
     jobs = jobs_of(base)
     model, runs = train(jobs, tmp_path / "sick", Break(part))
 
     assert runs["a"].status == "failed"
     assert reason in runs["a"].reason
     neighbours = jobs[1:]
-    assert losses_of(tmp_path / "sick", neighbours) == losses_of(tmp_path / "without", neighbours)
+    assert losses_of(tmp_path / "sick", neighbours) == losses_of(folder, neighbours)
     for name in "bc":
         assert runs[name].status == "done"
         one, two = (adapter_tensors(each.job_parameters(name)) for each in (without, model))
@@ -124,15 +138,14 @@ def test_a_broken_part_ends_its_job_and_no_other(base, tmp_path, part):
 
 
 @pytest.mark.parametrize("part", ["metrics", "callback", "adapter"])
-def test_what_is_no_fault_of_the_job_is_made_good_by_resuming(base, tmp_path, part):
+def test_what_is_no_fault_of_the_job_is_made_good_by_resuming(base, ended_after, tmp_path, part):
     """A disk that is full for one file costs no night of training."""
     jobs = jobs_of(base)
     train(jobs, tmp_path / "run", Break(part))
-    train(jobs, tmp_path / "healthy")
     _, runs = train(jobs, tmp_path / "run", resume=True)
 
     assert runs["a"].status == "done"
-    one, two = (losses_of(tmp_path / name, jobs)["a"] for name in ("run", "healthy"))
+    one, two = (losses_of(at, jobs)["a"] for at in (tmp_path / "run", ended_after(5)[1]))
     assert one == pytest.approx(two, rel=1e-12)
     assert (tmp_path / "run" / "a" / "adapter_model.safetensors").exists()
 
@@ -174,16 +187,15 @@ class Small(TrainerCallback):
         self.warnings.append(text)
 
 
-def test_jobs_that_have_room_one_by_one_go_on_in_shorter_rows(base, tmp_path):
+def test_jobs_that_have_room_one_by_one_go_on_in_shorter_rows(base, ended_after, tmp_path):
     """Nobody is at fault; it is told once, and the results are the same."""
     jobs = jobs_of(base)
     small = Small(18)
     _, runs = train(jobs, tmp_path / "small", small)
-    train(jobs, tmp_path / "large")
 
     assert {run.status for run in runs.values()} == {"done"}
     assert [text for text in small.warnings if "no memory for the rows" in text]
-    one, two = (losses_of(tmp_path / name, jobs) for name in ("small", "large"))
+    one, two = (losses_of(at, jobs) for at in (tmp_path / "small", ended_after(5)[1]))
     for job in jobs:
         assert one[job.name] == pytest.approx(two[job.name], rel=1e-9)
 

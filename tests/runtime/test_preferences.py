@@ -150,20 +150,30 @@ def test_a_job_of_pairs_trains_as_by_trl(tmp_path: Path, tokenizer: Any, method:
     assert max(float(change.abs().max()) for change in moved) > 1e-2
 
 
-def continuing(folder: Path, tokenizer: Any, steps: int, **fields: Any) -> list[Job]:
-    """The same jobs, of which that of pairs continues an adapter that is no zero."""
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
+    """A folder of jobs that have trained three steps, in its folder `run`."""
+    folder = tmp_path_factory.mktemp("before")
     jobs = group(folder, "dpo", steps=3)
-    Trainer(compile(jobs), output=folder / "before", data=data_of(jobs, tokenizer)).run()
-    first = {"lora": None, "adapter": folder / "before" / "pairs", "max_steps": steps, **fields}
+    Trainer(compile(jobs), output=folder / "run", data=data_of(jobs, tokenizer)).run()
+    return folder
+
+
+def continuing(before: Path, steps: int, **fields: Any) -> list[Job]:
+    """The same jobs, of which that of pairs continues an adapter that is no zero."""
+    jobs = group(before, "dpo", steps=3)
+    first = {"lora": None, "adapter": before / "run" / "pairs", "max_steps": steps, **fields}
     given = {key: getattr(jobs[0], key) for key in jobs[0].model_fields_set}
     return [Job(**{**given, **first}), jobs[1].model_copy(update={"max_steps": steps})]
 
 
-def test_a_continued_adapter_is_its_own_reference(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_continued_adapter_is_its_own_reference(
+    tmp_path: Path, before: Path, tokenizer: Any
+) -> None:
     """20 steps as by TRL, which keeps a copy of a loaded adapter to compare with."""
     from peft import PeftModel
 
-    jobs = continuing(tmp_path, tokenizer, 20)
+    jobs = continuing(before, 20)
     model = compile(jobs)
     Trainer(model, output=tmp_path / "run", data=data_of(jobs, tokenizer)).run()
     base = plain_base(model.backbone)
@@ -174,9 +184,11 @@ def test_a_continued_adapter_is_its_own_reference(tmp_path: Path, tokenizer: Any
     assert losses_of(tmp_path / "run", jobs)["pairs"] == pytest.approx(losses, abs=2e-6)
 
 
-def test_a_continued_adapter_may_be_compared_with_the_base(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_continued_adapter_may_be_compared_with_the_base(
+    tmp_path: Path, before: Path, tokenizer: Any
+) -> None:
     """It begins with the margin that it has; only dpo compares."""
-    jobs = continuing(tmp_path, tokenizer, 1, reference="base")
+    jobs = continuing(before, 1, reference="base")
     Trainer(compile(jobs), output=tmp_path / "run", data=data_of(jobs, tokenizer)).run()
 
     assert abs(losses_of(tmp_path / "run", jobs)["pairs"][0] - math.log(2)) > 1e-4
@@ -192,9 +204,9 @@ class StopAtTwo(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def test_a_resumed_job_keeps_its_reference(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_resumed_job_keeps_its_reference(tmp_path: Path, before: Path, tokenizer: Any) -> None:
     """The adapter that the folder holds, not the one that the checkpoint holds."""
-    jobs = continuing(tmp_path, tokenizer, 4, save_steps=2, num_train_epochs=None)
+    jobs = continuing(before, 4, save_steps=2, num_train_epochs=None)
     data = data_of(jobs, tokenizer)
     Trainer(compile(jobs), output=tmp_path / "whole", data=data).run()
     with pytest.raises(KeyboardInterrupt):
@@ -205,9 +217,9 @@ def test_a_resumed_job_keeps_its_reference(tmp_path: Path, tokenizer: Any) -> No
     assert cut == pytest.approx(whole, abs=1e-12)
 
 
-def test_a_continued_job_of_pairs_is_verified(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_continued_job_of_pairs_is_verified(before: Path, tokenizer: Any) -> None:
     """Beside a job of texts, with dropout, against plain PEFT with a copy of the adapter."""
-    jobs = continuing(tmp_path, tokenizer, 2)
+    jobs = continuing(before, 2)
     rows = list(verify(jobs, 2, device="cpu", data=data_of(jobs, tokenizer)))
 
     assert all(row.within(bounds_of("float64", "cpu")) for row in rows)

@@ -30,7 +30,7 @@ PLAN = Plan(planner="single")
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory):
     """Two jobs, the second with samples of up to 60 tokens, and room for more by its file."""
-    base = tiny_base(tmp_path_factory.mktemp("base"), dtype="float32")
+    base = tiny_base(tmp_path_factory.mktemp("base"))
     few = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}
     return [make_job(base, "short"), make_job(base, "long", max_length=4096, **few)]
 

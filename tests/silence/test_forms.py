@@ -6,12 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.sampled import sampled
 from tests.silence.cases.forms import FORMS
 from tests.silence.modules import HIDDEN, decoder
 from tests.silence.oracle import judge
 
 
-@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("name", sampled(FORMS))
 def test_a_right_form_trains_as_alone(name):
     """In batch form, for it takes no positions."""
     verdict = judge(FORMS[name], "auto")

@@ -87,7 +87,7 @@ class Twice(Plain):
 @pytest.mark.parametrize("rate", [0.0, 0.25])
 def test_a_module_that_runs_twice_learns_from_both_runs(rate):
     """As with PEFT: one A and B, whose gradients add; with dropout, a mask for each run."""
-    (one,) = hand_written(Twice(layers=2))
+    (one,) = hand_written(Twice(layers=1))
     one = one.model_copy(update={"lora": {**one.lora, "lora_dropout": rate}})
     model = ready([one])
     part = tokens([5, 3])

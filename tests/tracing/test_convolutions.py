@@ -123,7 +123,7 @@ def jobs_on(convolve, attention="auto", **options):
     return [job(f"job{r}", base, r=r, target_modules=targets) for r in (2, 3)]
 
 
-@pytest.mark.parametrize("what", sampled(CAUSAL, 4))
+@pytest.mark.parametrize("what", sampled(CAUSAL, len(CAUSAL)))
 def test_a_causal_convolution_is_packed_and_equals_each_sequence_alone(what):
     """Losses and gradients of all adapters, whatever the neighbours."""
     convolve, options = CAUSAL[what]
@@ -134,7 +134,7 @@ def test_a_causal_convolution_is_packed_and_equals_each_sequence_alone(what):
     assert_equals_peft(model, parts, WIDE)
 
 
-@pytest.mark.parametrize("what", sampled(OTHER, 3))
+@pytest.mark.parametrize("what", sampled(OTHER, len(OTHER)))
 def test_another_convolution_is_not_packed(what):
     """The refusal says what it does to the row."""
     convolve, options = OTHER[what]

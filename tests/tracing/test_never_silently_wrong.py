@@ -76,7 +76,7 @@ class Careless(Plain):
 
 def test_attention_over_the_whole_row_is_caught_by_the_token_check():
     """The check names the operator, its line in the model and how to register a rule."""
-    jobs = hand_written(Careless(layers=2), "packed")
+    jobs = hand_written(Careless(layers=1), "packed")
 
     text = error_of(lambda: compile(jobs), NotTokenParallel)
 
@@ -91,7 +91,7 @@ class Mean(Plain):
     """Adds something of the whole row to every token."""
 
     def __init__(self, what) -> None:
-        super().__init__(layers=2)
+        super().__init__(layers=1)
         self.what = what
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, use_cache: bool = False) -> Tensor:
@@ -385,7 +385,7 @@ class ScaledHead(Plain):
 
 def test_a_head_that_mixes_tokens_of_a_line_is_refused():
     """The head runs on single rows, so in batch form it may not look along the line."""
-    text = error_of(lambda: compile(hand_written(ScaledHead(layers=2))), NotTokenParallel)
+    text = error_of(lambda: compile(hand_written(ScaledHead(layers=1))), NotTokenParallel)
 
     assert "it reduces over the row" in text
 
@@ -403,7 +403,7 @@ class Spectrum(Plain):
 
 def test_gradients_pass_through_complex_numbers():
     """An adapter whose gradient comes that way alone is trained, and not taken for idle."""
-    model = ready(hand_written(Spectrum(layers=2), "batch"))
+    model = ready(hand_written(Spectrum(layers=1), "batch"))
 
     assert_equals_peft(model, [tokens([9, 7], seed=1)], WIDE)
 

@@ -19,7 +19,7 @@ class Sized(Plain):
     """A model that does something with its embeddings [B, S, H] before its layers."""
 
     def __init__(self, what) -> None:
-        super().__init__(layers=2)
+        super().__init__(layers=1)
         self.what = what
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ OF_LINES = {
 }
 
 
-@pytest.mark.parametrize("name", sampled([*VALUES, *OF_LINES]))
+@pytest.mark.parametrize("name", sampled([*VALUES, *OF_LINES], 9))
 def test_a_size_of_a_padded_batch_is_no_value(name):
     """It changes with the neighbours' lines and lengths."""
     jobs = hand_written(Sized({**VALUES, **OF_LINES}[name]))
@@ -87,7 +87,7 @@ def test_a_size_of_a_padded_batch_is_no_value(name):
     assert "test_sizes.py" in text
 
 
-@pytest.mark.parametrize("name", sampled(VALUES))
+@pytest.mark.parametrize("name", sampled(VALUES, 5))
 def test_the_tokens_of_a_packed_row_are_no_value(name):
     """It is the number of all jobs' tokens."""
     jobs = hand_written(PackedSized(VALUES[name]), "packed")
@@ -118,7 +118,7 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(SHAPES))
+@pytest.mark.parametrize("name", sampled(SHAPES, 4))
 def test_a_size_may_be_a_shape(name):
     """What holds the same at every size is right in any row."""
     model = ready(hand_written(Sized(SHAPES[name])))
