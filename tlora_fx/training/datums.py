@@ -8,6 +8,7 @@ the last of which nobody reads.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -77,7 +78,7 @@ def _sample(at: int, datum: Datum, loss: str, positions: int | None) -> Sample:
             f"the loss '{loss}' does not read {', '.join(unknown)} of datum {at}",
             expected=f"{TARGETS}, {', '.join(FIELDS)}",
         )
-    said = {name: (0.0, *map(float, values)) for name, values in inputs.items()}
+    said: dict[str, Any] = {name: (0.0, *map(float, values)) for name, values in inputs.items()}
     return Sample((*map(int, tokens), int(targets[-1])), (IGNORED, *map(int, targets)), **said)
 
 
