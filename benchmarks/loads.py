@@ -35,9 +35,10 @@ STYLE = """
 text { font: 12px system-ui, sans-serif; fill: #1b2126; } .middle { text-anchor: middle; }
 .end { text-anchor: end; } .grid { stroke: #cfd6dc; fill: none; }
 .axis, .tick { stroke: #56616b; fill: none; } .line { fill: none; stroke-width: 2; }
-.line.s0, .line.s2 { stroke: #0072b2; } .bar.s0, .dot.s0, .bar.s2, .dot.s2 { fill: #0072b2; }
-.line.s1, .line.s3 { stroke: #d55e00; } .bar.s1, .dot.s1, .bar.s3, .dot.s3 { fill: #d55e00; }
-.line.s2, .line.s3 { stroke-dasharray: 5 4; } .whisker { stroke: #1b2126; fill: none; }
+.line.s0 { stroke: #0072b2; } .bar.s0, .dot.s0 { fill: #0072b2; }
+.line.s1 { stroke: #d55e00; } .bar.s1, .dot.s1 { fill: #d55e00; }
+.line.s2 { stroke: #7fb8e0; } .bar.s2, .dot.s2 { fill: #7fb8e0; }
+.line.s3 { stroke: #f0a868; } .bar.s3, .dot.s3 { fill: #f0a868; }
 """
 
 
@@ -84,7 +85,7 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
 
 
 def chart(result: dict[str, Any], trace: str = "synthetic") -> str:
-    """Gains by load of one trace, as SVG; both clusters in one line, for load is what counts."""
+    """Gains by load of one trace, as SVG: means over the seeds, on the smallest cluster."""
     series: list[Series] = []
     for metric, name in (("throughput", "samples/s"), ("completion", "completion")):
         for baseline, who in (("megatron", "megatron"), ("megatron:backfill=true", "overtaking")):
@@ -94,10 +95,8 @@ def chart(result: dict[str, Any], trace: str = "synthetic") -> str:
                 if (one["trace"], one["baseline"]) == (trace, baseline)
                 and one["gpus"] == min(point["gpus"] for point in result["points"])
             ]
-            mean, low, high = ([one[metric][part] for one in own] for part in range(3))
-            x = [one["load"] for one in own]
-            name_of_line = f"{name}, over {who}"
-            series.append(Series(name_of_line, mean, low, high, x, colour=len(series)))
+            mean, x = [one[metric][0] for one in own], [one["load"] for one in own]
+            series.append(Series(f"{name}, over {who}", mean, x=x, colour=len(series)))
     title = "Gain of tlora by load"
     y_label = "times the baseline's"
     drawn = lines(title, "load", y_label, series, log_x=True, log_y=True, zero=False)
