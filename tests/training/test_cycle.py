@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
 from dataclasses import dataclass
 from functools import cache
 
@@ -351,8 +352,7 @@ def test_a_long_request_is_cut_by_its_own_size(tmp_path):
     """Its loss and gradients are those of its data one by one."""
     cycle = cycle_of(tmp_path)
     whole, parts = Client(cycle.log, config=CONFIGS[0]), Client(cycle.log, config=CONFIGS[0])
-    draw = random.Random(1)
-    data = [datum([draw.randrange(3, VOCABULARY) for _ in range(900)]) for _ in range(5)]
+    data = long_data()
     future = whole.forward_backward(data)
     futures = [parts.forward_backward([each]) for each in data]
     for each in (whole, parts):
@@ -362,6 +362,68 @@ def test_a_long_request_is_cut_by_its_own_size(tmp_path):
     total = sum(parts.result(each)[0]["loss:sum"] for each in futures)
     assert whole.result(future)[0]["loss:sum"] == pytest.approx(total, rel=1e-9)
     assert_same(adapter(cycle, whole), adapter(cycle, parts))
+
+
+def long_data(count=5, key=1):
+    draw = random.Random(key)
+    return [datum([draw.randrange(3, VOCABULARY) for _ in range(900)]) for _ in range(count)]
+
+
+def test_a_small_request_waits_for_a_piece_of_a_large_one(tmp_path):
+    """And the large one's numbers are what they are without it."""
+    cycle = cycle_of(tmp_path)
+    large, small, alone = (Client(cycle.log, config=CONFIGS[0]) for _ in range(3))
+    run_all(cycle)
+    slow = large.forward_backward(long_data())
+    step = large.optim_step(**SCALED)
+    cycle.run()
+    quick = small.forward_backward(GOOD), small.optim_step(**SCALED)
+    cycle.run()
+    assert [cycle.log.answer("ada", each) is not None for each in (*quick, slow)] == [1, 1, 0]
+    run_all(cycle)
+    other = alone.forward_backward(long_data()), alone.optim_step(**SCALED)
+    run_all(cycle)
+
+    assert large.result(slow)[0] == pytest.approx(alone.result(other[0])[0], rel=1e-9)
+    assert large.result(step)["metrics"] == pytest.approx(
+        alone.result(other[1])["metrics"], rel=1e-9
+    )
+    assert_same(adapter(cycle, large), adapter(cycle, alone))
+
+
+def test_a_large_request_that_fails_at_its_end_leaves_nothing(tmp_path):
+    """Its model keeps what it had gathered before, and that alone."""
+    cycle = cycle_of(tmp_path)
+    hurt, clean = (Client(cycle.log, config=CONFIGS[0]) for _ in range(2))
+    for each in (hurt, clean):
+        each.forward_backward(GOOD)
+    told = {"logprobs": [-5.5] * 899, "advantages": [0.5] * 899}
+    data = [{**each, **told} for each in long_data()] + FAR
+    number = hurt.forward_backward(data, "importance_sampling")
+    for each in (hurt, clean):
+        each.optim_step(**SCALED)
+    run_all(cycle)
+
+    assert "not finite" in hurt.result(number)["error"]
+    assert_same(adapter(cycle, hurt), adapter(cycle, clean), 0)
+
+
+def test_a_model_outlives_the_checkpoint_that_it_came_from(tmp_path):
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    saved = client.send("save_weights", path="x")
+    run_all(cycle)
+    path = client.result(saved)["path"]
+    resumed = Client(cycle.log, load=path)
+    send(resumed, script("b")[0])
+    run_all(cycle)
+    expected = adapter(cycle, resumed)
+    checkpoint = cycle.log.checkpoint(path)
+    cycle.log.forget(checkpoint)
+    shutil.rmtree(tmp_path / checkpoint.folder)
+    cycle = cycle_of(tmp_path)
+
+    assert_same(adapter(cycle, resumed), expected, 1e-12)
 
 
 def trained(cycle, key="a", **how):
