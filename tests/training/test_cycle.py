@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 import shutil
+import sqlite3
 from dataclasses import dataclass
 from functools import cache
 
@@ -27,6 +28,7 @@ from tests.training.clients import (
 )
 from tlora_fx.runtime.verify import plain_base
 from tlora_fx.tracing.adapters import written_config
+from tlora_fx.training.log import CommandLog
 
 #: An eps beside which the moments vanish: the step is as large as the gradients, not their signs.
 SCALED = {"learning_rate": 30.0, "eps": 1e3}
@@ -234,6 +236,38 @@ def test_a_killed_trainer_goes_on_where_it_was(tmp_path, together):
                     assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
                 else:
                     assert found[0] == pytest.approx(expected[0], rel=1e-12)
+
+
+def test_what_was_not_written_down_runs_again(tmp_path, monkeypatch, together):
+    """The disk takes no answers now and then; nothing is counted twice."""
+    draw, finish, failed = random.Random(4), CommandLog.finish, []
+
+    def full(log, outcomes):
+        if draw.random() < 0.3:
+            failed.append(len(outcomes))
+            raise sqlite3.OperationalError("database or disk is full")
+        finish(log, outcomes)
+
+    cycle = cycle_of(tmp_path)
+    clients = {name: Client(cycle.log, config=TENANTS[name][0]) for name in TENANTS}
+    futures = {
+        name: [each for step in TENANTS[name][1] for each in send(client, step)]
+        for name, client in clients.items()
+    }
+    monkeypatch.setattr(CommandLog, "finish", full)
+    ran = True
+    while ran:
+        try:
+            ran = cycle.run()
+        except sqlite3.OperationalError:
+            cycle.forget()
+    monkeypatch.undo()
+
+    assert len(failed) > 3
+    for name, client in clients.items():
+        assert_same(adapter(cycle, client), together[1][name], 1e-12)
+        last = client.result(futures[name][-1])["metrics"]
+        assert last == pytest.approx(together[0][name][-1]["metrics"], rel=1e-12)
 
 
 def test_more_models_than_slots_wait_on_disk(tmp_path):

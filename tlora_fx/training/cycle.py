@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -97,15 +98,19 @@ class Cycle:
         self._running: dict[str, Forward] = {}
         self._busy: set[str] = set()
         self._obsolete: list[str] = []
+        self._starved = False
 
     def run(self) -> bool:
         """Run a piece of each of what may run now; False where nothing may."""
         runnable = self.log.runnable()
         self._busy = set(self._running)
         samples = [c for own in runnable.values() for c in own if c.kind == SAMPLE]
+        ran = False
+        if self._starved:
+            # Models that always have something to run would leave no room for a version.
+            ran, samples = self._sample(samples), []
         waiting = [own for own in runnable.values() if own[0].kind != SAMPLE]
         turns: dict[str, list[Command]] = {}
-        ran = False
         # Who has waited longest comes first, for there may not be room for all.
         for commands in sorted(waiting, key=lambda own: own[0].number):
             head = commands[0]
@@ -120,28 +125,43 @@ class Cycle:
             except NoRoom:
                 self._busy.discard(head.queue)
                 continue
+            except (OSError, sqlite3.Error):
+                raise
             except Exception as error:  # noqa: BLE001  (it is the answer)
                 self._finish([self._failed(head, error)])
             ran = True
         if turns:
             self.active = frozenset(turns)
             self._wave(turns)
-        return self._sample(samples) or ran
+        return (bool(samples) and self._sample(samples)) or ran
 
     def bring(self, name: str) -> None:
         """See that a model is in the banks, with all that has run.
 
         raises   NoRoom; CommandRefused where it was never made; CheckpointError
         """
+        if name in self.tenants.resident:
+            self.tenants.resident.move_to_end(name)
+            return
         model = self.log.model(name)
         if model.config is None:
-            raise CommandRefused("the model was never made: its creation failed", model=model.id)
-        if model.id in self.tenants.resident or model.kept >= 0:
-            self.tenants.enter(model, busy=self._busy)
-        if model.id in self.tenants.resident and self.tenants.resident[model.id].ran >= model.ran:
-            return
-        for command in self.log.done_since_kept(model.id):
-            self._again(command)
+            raise CommandRefused("the model was never made: its creation failed", model=name)
+        try:
+            if model.kept >= 0:
+                self.tenants.enter(model, busy=self._busy)
+            for command in self.log.done_since_kept(name):
+                self._again(command)
+        except BaseException:
+            # Whoever is resident has all that has run.
+            self._running.pop(name, None)
+            self.tenants.leave(name)
+            raise
+
+    def forget(self) -> None:
+        """Let all go that lies in memory, after a failure in the middle: the log has the truth."""
+        self._running.clear()
+        for key in list(self.tenants.resident):
+            self.tenants.leave(key)
 
     def _again(self, command: Command) -> None:
         """Run a command whose answer is written; one that failed fails again."""
@@ -381,7 +401,7 @@ class Cycle:
 
     def _sample(self, commands: Sequence[Command]) -> bool:
         """Draw what was asked of versions for which there is room; False where there is none."""
-        asked, outcomes = [], []
+        asked, outcomes, self._starved = [], [], False
         for command in commands:
             try:
                 folder = self.log.sampler(command.queue).folder
@@ -390,7 +410,7 @@ class Cycle:
                 body = self.log.body_of(command)
                 asked.append(read_sample(replace(command, body=body), key, self.tenants))
             except NoRoom:
-                continue
+                self._starved = True
             except Exception as error:  # noqa: BLE001  (it is the answer)
                 outcomes.append(self._failed(command, error))
         self._finish(outcomes + draw(asked, self.tenants, self._failed))
