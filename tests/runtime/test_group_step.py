@@ -268,6 +268,59 @@ def test_hyperparameters_that_an_optimizer_does_not_have_are_refused(jobs, data)
     assert group.apply({"a": {}, "c": {}})["c"].updated
 
 
+def test_all_that_adam_takes_may_change_from_step_to_step(jobs, data):
+    """As a torch.optim.AdamW whose options are set before each step, and clipping beside it."""
+    group = group_of(jobs["a"])
+    group.prepare()
+    parameters = [each.detach().clone() for each in group.member("a").optimizer.trained.values()]
+    plain = torch.optim.AdamW(parameters, lr=1.0)
+    for step, options in enumerate(
+        (
+            {"lr": 0.1, "beta1": 0.5, "beta2": 0.7, "eps": 1e-3, "max_grad_norm": 0.0},
+            {"lr": 0.2, "beta1": 0.8, "weight_decay": 0.1, "max_grad_norm": 0.3},
+            {"lr": 0.05, "beta2": 0.9},
+        )
+    ):
+        group.accumulate({"a": data["a"].step(step)})
+        trained = group.member("a").optimizer.trained.values()
+        for own, each in zip(parameters, trained, strict=True):
+            own.grad = each.grad.clone()
+        [known] = plain.param_groups
+        known |= {name: options[name] for name in ("lr", "eps", "weight_decay") if name in options}
+        if not step:
+            known["weight_decay"] = jobs["a"].weight_decay
+        betas = zip(("beta1", "beta2"), known["betas"], strict=True)
+        known["betas"] = tuple(options.get(name, beta) for name, beta in betas)
+        if step:
+            torch.nn.utils.clip_grad_norm_(parameters, 0.3)
+        plain.step()
+        group.apply({"a": options})
+        for own, each in zip(parameters, trained, strict=True):
+            torch.testing.assert_close(own, each.detach(), rtol=1e-12, atol=1e-12)
+
+
+def test_a_job_goes_back_to_what_it_had_gathered(jobs, data):
+    """And has nothing where it had nothing; its neighbour keeps all."""
+    group, straight = (group_of(jobs["a"], jobs["b"]) for _ in range(2))
+    group.prepare()
+    nothing = group.gathered("a")
+    both = {name: data[name].step(0) for name in "ab"}
+    group.accumulate(both)
+    had = group.gathered("a")
+    group.accumulate(both)
+    group.put_back("a", had)
+    straight.accumulate(both)
+    straight.accumulate({"b": both["b"]})
+    assert group.apply({"a": {}, "b": {}}) == straight.apply({"a": {}, "b": {}})
+
+    group.accumulate(both)
+    group.put_back("a", nothing)
+    assert not group.has_gathered("a")
+    assert group.has_gathered("b")
+    with pytest.raises(StepMisuse):
+        group.apply({"a": {}})
+
+
 def test_jobs_join_leave_and_wait_in_memory(jobs, data):
     """One that was parked goes on as if it had stayed; one that was released leaves its state."""
     group = GroupStep(compile([jobs["a"]], open=SLOTS), device="cpu")

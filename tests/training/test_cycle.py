@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import shutil
+import sqlite3
 from dataclasses import dataclass
 from functools import cache
 
@@ -26,6 +28,7 @@ from tests.training.clients import (
 )
 from tlora_fx.runtime.verify import plain_base
 from tlora_fx.tracing.adapters import written_config
+from tlora_fx.training.log import CommandLog
 
 #: An eps beside which the moments vanish: the step is as large as the gradients, not their signs.
 SCALED = {"learning_rate": 30.0, "eps": 1e3}
@@ -235,6 +238,38 @@ def test_a_killed_trainer_goes_on_where_it_was(tmp_path, together):
                     assert found[0] == pytest.approx(expected[0], rel=1e-12)
 
 
+def test_what_was_not_written_down_runs_again(tmp_path, monkeypatch, together):
+    """The disk takes no answers now and then; nothing is counted twice."""
+    draw, finish, failed = random.Random(4), CommandLog.finish, []
+
+    def full(log, outcomes):
+        if draw.random() < 0.3:
+            failed.append(len(outcomes))
+            raise sqlite3.OperationalError("database or disk is full")
+        finish(log, outcomes)
+
+    cycle = cycle_of(tmp_path)
+    clients = {name: Client(cycle.log, config=TENANTS[name][0]) for name in TENANTS}
+    futures = {
+        name: [each for step in TENANTS[name][1] for each in send(client, step)]
+        for name, client in clients.items()
+    }
+    monkeypatch.setattr(CommandLog, "finish", full)
+    ran = True
+    while ran:
+        try:
+            ran = cycle.run()
+        except sqlite3.OperationalError:
+            cycle.forget()
+    monkeypatch.undo()
+
+    assert len(failed) > 3
+    for name, client in clients.items():
+        assert_same(adapter(cycle, client), together[1][name], 1e-12)
+        last = client.result(futures[name][-1])["metrics"]
+        assert last == pytest.approx(together[0][name][-1]["metrics"], rel=1e-12)
+
+
 def test_more_models_than_slots_wait_on_disk(tmp_path):
     """Parked and brought back between their steps, one with gathered gradients."""
     clients = {name: (CONFIGS[0], script(name)) for name in "uvwxyz"}
@@ -351,8 +386,7 @@ def test_a_long_request_is_cut_by_its_own_size(tmp_path):
     """Its loss and gradients are those of its data one by one."""
     cycle = cycle_of(tmp_path)
     whole, parts = Client(cycle.log, config=CONFIGS[0]), Client(cycle.log, config=CONFIGS[0])
-    draw = random.Random(1)
-    data = [datum([draw.randrange(3, VOCABULARY) for _ in range(900)]) for _ in range(5)]
+    data = long_data()
     future = whole.forward_backward(data)
     futures = [parts.forward_backward([each]) for each in data]
     for each in (whole, parts):
@@ -362,6 +396,68 @@ def test_a_long_request_is_cut_by_its_own_size(tmp_path):
     total = sum(parts.result(each)[0]["loss:sum"] for each in futures)
     assert whole.result(future)[0]["loss:sum"] == pytest.approx(total, rel=1e-9)
     assert_same(adapter(cycle, whole), adapter(cycle, parts))
+
+
+def long_data(count=5, key=1):
+    draw = random.Random(key)
+    return [datum([draw.randrange(3, VOCABULARY) for _ in range(900)]) for _ in range(count)]
+
+
+def test_a_small_request_waits_for_a_piece_of_a_large_one(tmp_path):
+    """And the large one's numbers are what they are without it."""
+    cycle = cycle_of(tmp_path)
+    large, small, alone = (Client(cycle.log, config=CONFIGS[0]) for _ in range(3))
+    run_all(cycle)
+    slow = large.forward_backward(long_data())
+    step = large.optim_step(**SCALED)
+    cycle.run()
+    quick = small.forward_backward(GOOD), small.optim_step(**SCALED)
+    cycle.run()
+    assert [cycle.log.answer("ada", each) is not None for each in (*quick, slow)] == [1, 1, 0]
+    run_all(cycle)
+    other = alone.forward_backward(long_data()), alone.optim_step(**SCALED)
+    run_all(cycle)
+
+    assert large.result(slow)[0] == pytest.approx(alone.result(other[0])[0], rel=1e-9)
+    assert large.result(step)["metrics"] == pytest.approx(
+        alone.result(other[1])["metrics"], rel=1e-9
+    )
+    assert_same(adapter(cycle, large), adapter(cycle, alone))
+
+
+def test_a_large_request_that_fails_at_its_end_leaves_nothing(tmp_path):
+    """Its model keeps what it had gathered before, and that alone."""
+    cycle = cycle_of(tmp_path)
+    hurt, clean = (Client(cycle.log, config=CONFIGS[0]) for _ in range(2))
+    for each in (hurt, clean):
+        each.forward_backward(GOOD)
+    told = {"logprobs": [-5.5] * 899, "advantages": [0.5] * 899}
+    data = [{**each, **told} for each in long_data()] + FAR
+    number = hurt.forward_backward(data, "importance_sampling")
+    for each in (hurt, clean):
+        each.optim_step(**SCALED)
+    run_all(cycle)
+
+    assert "not finite" in hurt.result(number)["error"]
+    assert_same(adapter(cycle, hurt), adapter(cycle, clean), 0)
+
+
+def test_a_model_outlives_the_checkpoint_that_it_came_from(tmp_path):
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    saved = client.send("save_weights", path="x")
+    run_all(cycle)
+    path = client.result(saved)["path"]
+    resumed = Client(cycle.log, load=path)
+    send(resumed, script("b")[0])
+    run_all(cycle)
+    expected = adapter(cycle, resumed)
+    checkpoint = cycle.log.checkpoint(path)
+    cycle.log.forget(checkpoint)
+    shutil.rmtree(tmp_path / checkpoint.folder)
+    cycle = cycle_of(tmp_path)
+
+    assert_same(adapter(cycle, resumed), expected, 1e-12)
 
 
 def trained(cycle, key="a", **how):

@@ -124,6 +124,21 @@ def test_stop_tokens_end_a_completion(cycle, client, sampler):
     assert reason == 0
 
 
+def test_models_that_never_rest_leave_room_to_sample(cycle, client, sampler):
+    """Each slot has a model with more to run; the version has its turn all the same."""
+    others = [Client(cycle.log) for _ in range(engine().options.residents)]
+    run_all(cycle)
+    number = None
+    for turn in range(6):
+        for other in others:
+            other.forward_backward([datum([5, 6, 7])])
+        if turn == 1:
+            number = client.sample(sampler, 0, PROMPT)
+        cycle.run()
+
+    assert drawn(client, number)[0]
+
+
 WRONG = {
     "unknown token": ({"tokens": [VOCABULARY]}, "token ids from 0"),
     "empty": ({"tokens": []}, "a token at least"),

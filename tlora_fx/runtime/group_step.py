@@ -84,12 +84,16 @@ class StepUpdate:
 
 
 @dataclass(slots=True)
-class _Gathered:
-    """What a job has gathered since its last optimizer step."""
+class Gathered:
+    """What a job has gathered since its last optimizer step.
+
+    gradients   copies, where they were asked for
+    """
 
     loss: float = 0.0
     tokens: int = 0
     batches: int = 0
+    gradients: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +150,7 @@ class GroupStep:
         self.captures = self.options.cuda_graphs and lengthened
         self.row_tokens = self.options.max_row_tokens
         self.cutting = Cutting.of(self.model, self.options.max_row_tokens)
-        self._gathered: dict[int, _Gathered] = {}
+        self._gathered: dict[int, Gathered] = {}
         self._parked: dict[str, JobState] = {}
 
     # Weights.
@@ -265,11 +269,11 @@ class GroupStep:
         normalizers = {index: batch.divisor(terms[index]) for index, batch in given.items()}
         scores = {index: Scores() for index, batch in given.items() if batch.loss is not None}
         objectives = self._objectives(given, scores)
-        before = {index: self._copied_gradients(index) for index in given}
+        before = {index: self._gathered_by(index) for index in given}
 
         def forget(indices: Iterable[int]) -> None:
             for index in indices:
-                self._restore_gradients(index, before[index])
+                self._put_back(index, before[index])
             self.free_memory()
 
         try:
@@ -288,10 +292,10 @@ class GroupStep:
             tokens = count_row_tokens(job, batch.micro_batches, batch.loss)
             error, loss = ran.errors.get(index), values[index]
             if error is None and not math.isfinite(loss):
-                self._restore_gradients(index, before[index])
+                self._put_back(index, before[index])
                 error = NotFinite("a batch's loss is not finite", job=job.name, found=loss)
             if error is None:
-                own = self._gathered.setdefault(index, _Gathered())
+                own = self._gathered.setdefault(index, Gathered())
                 own.loss, own.tokens = own.loss + loss, own.tokens + tokens
                 own.batches += 1
             shown = math.nan if error else loss
@@ -554,20 +558,30 @@ class GroupStep:
         if self.mesh.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _copied_gradients(self, index: int) -> list[Tensor] | None:
-        """A job's gradients, where it has gathered any; None where they are all zero."""
+    def gathered(self, name: str) -> Gathered:
+        """What a job has gathered, to go back to by `put_back`; raises StepMisuse."""
+        return self._gathered_by(self.member(name).index)
+
+    def put_back(self, name: str, gathered: Gathered) -> None:
+        """Let a job have gathered what it had when `gathered` was called, and no more."""
+        self._put_back(self.member(name).index, gathered)
+
+    def _gathered_by(self, index: int) -> Gathered:
         if not self._has(index):
-            return None
+            return Gathered()
         trained = self.members[index].optimizer.trained.values()
-        return [each.grad.clone() for each in trained if each.grad is not None]
+        gradients = [each.grad.clone() for each in trained if each.grad is not None]
+        return replace(self._gathered[index], gradients=gradients)
 
     @torch.no_grad()
-    def _restore_gradients(self, index: int, gradients: list[Tensor] | None) -> None:
+    def _put_back(self, index: int, gathered: Gathered) -> None:
         optimizer = self.members[index].optimizer
         optimizer.zero_grad()
-        if gradients:
+        self._gathered.pop(index, None)
+        if gathered.batches:
+            self._gathered[index] = replace(gathered, gradients=[])
             own = [each.grad for each in optimizer.trained.values() if each.grad is not None]
-            torch._foreach_copy_(own, gradients)
+            torch._foreach_copy_(own, gathered.gradients)
 
     def has_gathered(self, name: str) -> bool:
         """Whether a job has gradients that no step has used; raises StepMisuse."""

@@ -1,23 +1,26 @@
 """The cycle: what models of clients may run now, together, and each one's answer at once.
 
-Each model gives its leading `forward_backward`s and the `optim_step` behind them. The first of each
-share one forward and backward, then the second of each; steps that are due are done together. A
-failure is the answer of the request that caused it, and of no other.
+Each model gives its first request for gradients. One that is large is cut, by its own size alone,
+and gives one piece a cycle: so who asks for little waits for a piece of others, and not for all
+that they ask for. Pieces of all models share one forward and backward. Steps that are due then are
+done together. A failure is the answer of the request that caused it, and of no other.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from tlora_fx.errors import CommandRefused, NotFinite, TloraError
+from tlora_fx.runtime.data.batching import count_tokens
+from tlora_fx.runtime.group_step import Gathered
 from tlora_fx.runtime.step_batches import Batch, StepOutput, require_batch
 from tlora_fx.training import requests
 from tlora_fx.training.datums import batch_of, loss_of
@@ -43,13 +46,34 @@ FORWARD, STEP, SAMPLE = "forward_backward", "optim_step", "sample"
 LOADS = ("create_model", "load_model", "load_weights")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class Forward:
-    """A request for gradients or log-probabilities, read and checked."""
+    """A request for gradients or log-probabilities that was read and checked, as far as it is.
+
+    pieces   micro-batches that are still to run, as batches
+    before   what its model had gathered when it began
+    """
 
     command: Command
-    batch: Batch
+    pieces: deque[Batch]
     forward_only: bool
+    before: Gathered | None = None
+    loss: float = 0.0
+    tokens: int = 0
+    logprobs: list[Tensor] = field(default_factory=list)
+
+    def take(self, logprobs: Sequence[Tensor], loss: float, tokens: int) -> None:
+        """Add what its first piece came to."""
+        self.pieces.popleft()
+        self.logprobs += logprobs
+        self.loss, self.tokens = self.loss + loss, self.tokens + tokens
+
+    def outcome(self) -> Outcome:
+        """Its answer, once no piece is left."""
+        arrays = [each.double().cpu().numpy() for each in self.logprobs]
+        targets = float(sum(map(len, arrays)))
+        body = forward_output(arrays, {"loss:sum": self.loss, "tokens:sum": targets})
+        return Outcome(self.command, Answer(PROTOBUF, body), self.tokens)
 
 
 class Cycle:
@@ -71,17 +95,22 @@ class Cycle:
         self.snapshot_every = snapshot_every
         self.tenants = Tenants(engine, log)
         self.active: frozenset[str] = frozenset()
+        self._running: dict[str, Forward] = {}
         self._busy: set[str] = set()
         self._obsolete: list[str] = []
+        self._starved = False
 
     def run(self) -> bool:
-        """Run what may run now; False where nothing did."""
+        """Run a piece of each of what may run now; False where nothing may."""
         runnable = self.log.runnable()
-        self._busy = set()
+        self._busy = set(self._running)
         samples = [c for own in runnable.values() for c in own if c.kind == SAMPLE]
-        waiting = [own for own in runnable.values() if own[0].kind != SAMPLE]
-        turns: dict[str, deque[Command]] = {}
         ran = False
+        if self._starved:
+            # Models that always have something to run would leave no room for a version.
+            ran, samples = self._sample(samples), []
+        waiting = [own for own in runnable.values() if own[0].kind != SAMPLE]
+        turns: dict[str, list[Command]] = {}
         # Who has waited longest comes first, for there may not be room for all.
         for commands in sorted(waiting, key=lambda own: own[0].number):
             head = commands[0]
@@ -90,101 +119,133 @@ class Cycle:
                     self.bring(head.queue)
                 self._busy.add(head.queue)
                 if head.kind in (FORWARD, STEP):
-                    turns[head.queue] = _turn(commands)
+                    turns[head.queue] = commands
                 else:
                     self._finish([self._alone(head)])
             except NoRoom:
                 self._busy.discard(head.queue)
                 continue
+            except (OSError, sqlite3.Error):
+                raise
             except Exception as error:  # noqa: BLE001  (it is the answer)
                 self._finish([self._failed(head, error)])
             ran = True
         if turns:
             self.active = frozenset(turns)
-        self._waves(turns)
-        return self._sample(samples) or ran
+            self._wave(turns)
+        return (bool(samples) and self._sample(samples)) or ran
 
     def bring(self, name: str) -> None:
         """See that a model is in the banks, with all that has run.
 
         raises   NoRoom; CommandRefused where it was never made; CheckpointError
         """
+        if name in self.tenants.resident:
+            self.tenants.resident.move_to_end(name)
+            return
         model = self.log.model(name)
         if model.config is None:
-            raise CommandRefused("the model was never made: its creation failed", model=model.id)
-        if model.id in self.tenants.resident or model.kept >= 0:
-            self.tenants.enter(model, busy=self._busy)
-        if model.id in self.tenants.resident and self.tenants.resident[model.id].ran >= model.ran:
-            return
-        for command in self.log.done_since_kept(model.id):
-            self._again(command)
+            raise CommandRefused("the model was never made: its creation failed", model=name)
+        try:
+            if model.kept >= 0:
+                self.tenants.enter(model, busy=self._busy)
+            for command in self.log.done_since_kept(name):
+                self._again(command)
+        except BaseException:
+            # Whoever is resident has all that has run.
+            self._running.pop(name, None)
+            self.tenants.leave(name)
+            raise
+
+    def forget(self) -> None:
+        """Let all go that lies in memory, after a failure in the middle: the log has the truth."""
+        self._running.clear()
+        for key in list(self.tenants.resident):
+            self.tenants.leave(key)
 
     def _again(self, command: Command) -> None:
         """Run a command whose answer is written; one that failed fails again."""
-        with suppress(TloraError):
-            if command.kind == FORWARD:
-                if isinstance(read := self._read(command), Forward) and not read.forward_only:
-                    self._accumulate({command.queue: read})
-            elif command.kind == STEP:
-                self._step({command.queue: command})
-            elif command.kind in LOADS:
-                self._load(command)
-        if command.queue in self.tenants.resident:
-            self.tenants.resident[command.queue].ran = command.seq
+        if command.kind == FORWARD:
+            while not self._forwards({command.queue: command}):
+                continue
+        elif command.kind == STEP:
+            self._step({command.queue: command})
+        elif command.kind in LOADS:
+            self._load(command)
+        self.tenants.resident[command.queue].ran = command.seq
 
     # Gradients and steps.
 
-    def _waves(self, turns: dict[str, deque[Command]]) -> None:
-        while turns:
-            heads = {m: own.popleft() for m, own in turns.items() if own[0].kind == FORWARD}
-            self._finish(self._forwards(heads))
-            due = {m: own.popleft() for m, own in turns.items() if own and own[0].kind == STEP}
-            self._finish(self._step(due))
-            turns = {model: own for model, own in turns.items() if own}
-            self._take_snapshots()
+    def _wave(self, turns: Mapping[str, Sequence[Command]]) -> None:
+        """A piece of each model's first request, and the steps that are due then."""
+        heads = {model: own[0] for model, own in turns.items() if own[0].kind == FORWARD}
+        outcomes = self._forwards(heads)
+        self._finish(outcomes)
+        done = {outcome.command.queue for outcome in outcomes}
+        due = {}
+        for model, own in turns.items():
+            left = own[1:] if model in done else own
+            if left and left[0].kind == STEP:
+                due[model] = left[0]
+        self._finish(self._step(due))
+        self._take_snapshots()
 
     def _forwards(self, heads: Mapping[str, Command]) -> list[Outcome]:
-        """Run one request of each model."""
+        """Run one piece of one request of each model; what is done then."""
         outcomes: list[Outcome] = []
-        forwards: dict[str, Forward] = {}
         for model, command in heads.items():
-            read = self._read(replace(command, body=self.log.body_of(command)))
-            if isinstance(read, Forward):
-                forwards[model] = read
-            else:
-                outcomes.append(read)
-        asked = {model: each for model, each in forwards.items() if not each.forward_only}
-        for model, output in self._accumulate(asked).items():
-            command = asked[model].command
-            if isinstance(output, Exception) or output.error is not None:
-                error = output if isinstance(output, Exception) else output.error
-                assert error is not None
-                outcomes.append(self._failed(command, error))
-            else:
+            if model not in self._running:
+                try:
+                    self._running[model] = self._read(command)
+                except Exception as error:  # noqa: BLE001  (it is the answer)
+                    outcomes.append(self._failed(command, error))
+        asked = {model: self._running[model] for model in heads if model in self._running}
+        gradients = {model: own for model, own in asked.items() if not own.forward_only}
+        found = self._accumulate(gradients)
+        found |= {
+            model: self._score(model, own) for model, own in asked.items() if own.forward_only
+        }
+        for model, forward in asked.items():
+            output = found[model]
+            wrong = output if isinstance(output, Exception) else output.error
+            if wrong is None:
+                assert not isinstance(output, Exception)
                 assert output.logprobs is not None
-                outcomes.append(_scored(command, output.logprobs, output.loss, output.tokens))
-        return outcomes + [
-            self._score(model, each) for model, each in forwards.items() if each.forward_only
-        ]
+                forward.take(output.logprobs, output.loss, output.tokens)
+                if forward.pieces:
+                    continue
+            elif forward.before is not None:
+                self.engine.step.put_back(self.tenants.resident[model].name, forward.before)
+            del self._running[model]
+            failed = None if wrong is None else self._failed(forward.command, wrong)
+            outcomes.append(failed or forward.outcome())
+        return outcomes
 
-    def _read(self, command: Command) -> Forward | Outcome:
-        """A request that can be run, or why it cannot."""
-        try:
-            request = read_request(command.body)
-            batch = batch_of(request, self.engine.positions)
-            job = self.tenants.member(command.queue).job
-            require_batch(job, batch, self.engine.step.model.group.vocabulary, alone=True)
-            _require_targets(batch, self.engine.step.model.group.vocabulary)
-        except Exception as error:  # noqa: BLE001  (it is the answer)
-            return self._failed(command, error)
-        return Forward(command, batch, request.forward_only)
+    def _read(self, command: Command) -> Forward:
+        """A request that can be run; raises CommandRefused, StepMisuse."""
+        request = read_request(command.body or self.log.body_of(command))
+        batch = batch_of(request, self.engine.positions)
+        resident, vocabulary = self.tenants.resident[command.queue], self._vocabulary
+        job = self.tenants.member(command.queue).job
+        require_batch(job, batch, vocabulary, alone=True)
+        _require_targets(batch, vocabulary)
+        pieces = deque(replace(batch, micro_batches=[micro]) for micro in batch.micro_batches)
+        forward = Forward(command, pieces, request.forward_only)
+        if len(pieces) > 1 and not request.forward_only:
+            # Of a single piece that fails, nothing stays anyway.
+            forward.before = self.engine.step.gathered(resident.name)
+        return forward
+
+    @property
+    def _vocabulary(self) -> int:
+        return self.engine.step.model.group.vocabulary
 
     def _accumulate(self, asked: Mapping[str, Forward]) -> dict[str, StepOutput | Exception]:
-        """Gradients of one request of each model, together."""
+        """Gradients of one piece of each model, together."""
         if not asked:
             return {}
         names = {self.tenants.resident[model].name: model for model in asked}
-        batches = {name: asked[model].batch for name, model in names.items()}
+        batches = {name: asked[model].pieces[0] for name, model in names.items()}
         try:
             outputs = self.engine.step.accumulate(batches)
             return {names[name]: output for name, output in outputs.items()}
@@ -197,15 +258,16 @@ class Cycle:
             found |= self._accumulate({model: each})
         return found
 
-    def _score(self, model: str, forward: Forward) -> Outcome:
-        name, batch = self.tenants.resident[model].name, forward.batch
+    def _score(self, model: str, forward: Forward) -> StepOutput | Exception:
+        """The loss and log-probabilities of one piece, without gradients."""
+        name, batch = self.tenants.resident[model].name, forward.pieces[0]
         try:
             logprobs = self.engine.step.score({name: batch.micro_batches})[name]
             loss = loss_of(batch, logprobs)
         except Exception as error:  # noqa: BLE001  (it is the answer)
-            return self._failed(forward.command, error)
-        tokens = sum(len(s.input_ids) for micro in batch.micro_batches for s in micro)
-        return _scored(forward.command, logprobs, loss, tokens)
+            return error
+        tokens = count_tokens(batch.micro_batches)
+        return StepOutput(loss, tokens, sum(map(len, logprobs)), logprobs=logprobs)
 
     def _step(self, due: Mapping[str, Command]) -> list[Outcome]:
         """One optimizer step of each of these models."""
@@ -290,6 +352,10 @@ class Cycle:
             config = dict(version.config)
             answer = {"type": "load_weights", "path": load.path, "model_id": model}
         self.tenants.make(model, config, version, seq=command.seq, busy=self._busy)
+        if version is not None:
+            # The checkpoint may be deleted before this runs again.
+            self.tenants.resident[model].ran = command.seq
+            self.tenants.keep(model)
         return Outcome(command, json_answer(answer), config=config)
 
     def _require_base(self, name: str | None) -> None:
@@ -335,7 +401,7 @@ class Cycle:
 
     def _sample(self, commands: Sequence[Command]) -> bool:
         """Draw what was asked of versions for which there is room; False where there is none."""
-        asked, outcomes = [], []
+        asked, outcomes, self._starved = [], [], False
         for command in commands:
             try:
                 folder = self.log.sampler(command.queue).folder
@@ -344,7 +410,7 @@ class Cycle:
                 body = self.log.body_of(command)
                 asked.append(read_sample(replace(command, body=body), key, self.tenants))
             except NoRoom:
-                continue
+                self._starved = True
             except Exception as error:  # noqa: BLE001  (it is the answer)
                 outcomes.append(self._failed(command, error))
         self._finish(outcomes + draw(asked, self.tenants, self._failed))
@@ -376,18 +442,6 @@ class Cycle:
         return Outcome(command, replace(json_answer(content), failed=True))
 
 
-def _turn(commands: Sequence[Command]) -> deque[Command]:
-    """The leading forward_backwards, and the step behind them."""
-    turn: deque[Command] = deque()
-    for command in commands:
-        if command.kind not in (FORWARD, STEP):
-            break
-        turn.append(command)
-        if command.kind == STEP:
-            break
-    return turn
-
-
 def _require_targets(batch: Batch, vocabulary: int) -> None:
     """Refuse a target that the base does not know; `require_batch` looks at inputs alone."""
     largest = max(max(s.labels) for micro in batch.micro_batches for s in micro)
@@ -396,10 +450,3 @@ def _require_targets(batch: Batch, vocabulary: int) -> None:
             "a target is a token that the base does not know",
             expected=f"token ids below {vocabulary}", found=largest,
         )  # fmt: skip
-
-
-def _scored(command: Command, logprobs: Sequence[Tensor], loss: float, tokens: int) -> Outcome:
-    arrays = [each.double().cpu().numpy() for each in logprobs]
-    targets = sum(map(len, arrays))
-    body = forward_output(arrays, {"loss:sum": loss, "tokens:sum": float(targets)})
-    return Outcome(command, Answer(PROTOBUF, body), tokens)

@@ -57,6 +57,7 @@ def run_commands(
         except Exception:
             # A full disk, for one: what has no answer yet runs again.
             logger.exception("a cycle failed", extra={"event": "error"})
+            cycle.forget()
             ended.wait(LOOK_SECONDS)
         if time.monotonic() - tidied > TIDY_SECONDS:
             tidied = time.monotonic()

@@ -74,25 +74,20 @@ class Tenants:
         seq       of the command that asks for it
         raises    NoRoom; NotAdmitted, CommandRefused, AdapterFolderError where it never fits
         """
-        if model in self.resident:
-            self._leave(model)
+        self.leave(model)
         kept = self.log.model(model).kept
         self._let_in(model, Resident(_name_of(model), config, model, seq - 1, kept), version, busy)
 
     def enter(self, model: Model, *, busy: Collection[str]) -> Resident:
-        """See that a model lies in the banks, as its snapshot has it; it has one.
+        """Let a model in as its snapshot has it; it has one.
 
         busy     residents that are needed now
         raises   NoRoom, CheckpointError
         """
-        if model.id not in self.resident:
-            version = read_version(self._snapshot(model.id, model.kept))
-            resident = Resident(
-                _name_of(model.id), version.config, model.id, model.kept, model.kept
-            )
-            self._let_in(model.id, resident, version, busy)
-        self.resident.move_to_end(model.id)
-        return self.resident[model.id]
+        version = read_version(self._snapshot(model.id, model.kept))
+        resident = Resident(_name_of(model.id), version.config, model.id, model.kept, model.kept)
+        self._let_in(model.id, resident, version, busy)
+        return resident
 
     def enter_version(self, folder: str | None, *, busy: Collection[str]) -> str:
         """See that a version lies in the banks; returns its key.
@@ -152,10 +147,13 @@ class Tenants:
             except NotAdmitted:
                 if not self._make_room(busy):
                     raise NoRoom from None
-        if version is not None and state is None:
-            parameters = step.member(resident.name).parameters
-            load_adapter(parameters, version.adapter, f"a version for {key}")
         self.resident[key] = resident
+        if version is not None and state is None:
+            try:
+                load_adapter(self.member(key).parameters, version.adapter, f"a version for {key}")
+            except BaseException:
+                self.leave(key)
+                raise
 
     def _make_room(self, busy: Collection[str]) -> bool:
         """Let the one go that was used longest ago; False where none may."""
@@ -163,12 +161,14 @@ class Tenants:
         for key in sorted(idle, key=self.is_dirty):
             if self.resident[key].model is not None and not self.is_dirty(key):
                 self.keep(key)
-            self._leave(key)
+            self.leave(key)
             return True
         return False
 
-    def _leave(self, key: str) -> None:
-        self.engine.step.release(self.resident.pop(key).name)
+    def leave(self, key: str) -> None:
+        """Let a resident go as it is; what is none stays none."""
+        if key in self.resident:
+            self.engine.step.release(self.resident.pop(key).name)
 
 
 def _name_of(key: str) -> str:
