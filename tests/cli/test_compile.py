@@ -73,6 +73,7 @@ def test_compile_takes_a_pipeline(jobs, tmp_path, capsys):
     [
         (["--pipeline", "fuse-backbon"], "T0211"),
         (["--pipeline", "drop-export-noise{x=1}"], "T0211"),
+        (["--disable-pass", "fuse-backbone"], "T0211"),
     ],
 )
 def test_a_wrong_pipeline_exits_with_1(jobs, tmp_path, capsys, arguments, code):

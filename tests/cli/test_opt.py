@@ -14,8 +14,15 @@ from tests.cli.test_passes import refused, told
 from tests.models import error_of
 from tlora_fx.cli import main
 from tlora_fx.compiler import run_passes
-from tlora_fx.errors import PipelineError
-from tlora_fx.graph_file import graph_text, graphs_of_text, load_graphs, save_graphs
+from tlora_fx.errors import GraphFileNotReadable, PipelineError
+from tlora_fx.graph_file import (
+    graph_text,
+    graphs_of_text,
+    load_document,
+    load_graphs,
+    save_graphs,
+    split_document,
+)
 from tlora_fx.ir.verifier import fingerprint
 from tlora_fx.numerics import instrument as numerics
 from tlora_fx.pipeline import Runner, parse_pipeline, registry
@@ -173,6 +180,83 @@ def test_a_pass_that_loses_an_adapter_is_caught_by_structure(files, capsys, tmp_
 
     assert status != 0
     assert "pass 'lose' drops adapters" in err
+
+
+def test_graphs_are_printed_after_passes_that_changed_them(files, capsys):
+    """And after no other."""
+    with pytest.raises(SystemExit):
+        main(["opt", str(files / "fused.tfx"), "--pipeline", "lower-adapters,key-dropouts,dce",
+              "--print", "nothing", "--print-after-change"])  # fmt: skip
+
+    printed = re.findall("# after .*", capsys.readouterr().err)
+    assert printed == ["# after 1 lower-adapters on group", "# after 2 key-dropouts on group"]
+
+
+def test_a_disabled_pass_does_not_run(files, capsys):
+    """It is left out of the pipeline."""
+    words = ["opt", files / "fused.tfx", "--print", "graph", "--pipeline"]
+    disabled = ("--disable-pass", "dce", "--disable-pass", "lower-loss")
+
+    without = told(capsys, *words, f"{REST},dce", *disabled)
+
+    assert without == told(capsys, *words, REST.removesuffix(",lower-loss"))
+
+
+@pytest.mark.parametrize(
+    ("disabled", "message"),
+    [
+        ("key-dropout", "nearest  key-dropouts"),
+        ("lower-adapters", "pass 'share-input' stands before what it requires"),
+    ],
+)
+def test_a_pass_that_others_need_is_not_disabled(files, capsys, disabled, message):
+    """Nor one that the pipeline does not have."""
+    words = ["opt", str(files / "fused.tfx"), "--pipeline", REST, "--disable-pass", disabled]
+    text, status = refused(capsys, *words)
+
+    assert status == 1
+    assert message in text
+
+
+@pytest.fixture
+def several(files, tmp_path):
+    """Two graphs in one file."""
+    texts = [(files / name).read_text() for name in ("fused.tfx", "whole.tfx")]
+    (tmp_path / "several.tfx").write_text("// -----\n".join(texts))
+    return tmp_path / "several.tfx"
+
+
+def test_a_file_of_several_graphs_is_split(files, several, capsys, tmp_path):
+    """Each is run by itself; the result is such a file again."""
+    out = tmp_path / "out.tfx"
+    told(capsys, "opt", several, "--split-input-file", "--pipeline", "dce", "-o", out)
+
+    for part, name in zip(split_document(load_document(out)), ("fused", "whole"), strict=True):
+        told(capsys, "opt", files / f"{name}.tfx", "--pipeline", "dce", "-o", tmp_path / "one.tfx")
+        assert part.text == (tmp_path / "one.tfx").read_text()
+
+
+def test_other_graphs_of_a_file_run_where_one_fails(several, capsys):
+    """Lines count from the file's begin; the exit status is 1."""
+    lines = several.read_text().splitlines(keepends=True)
+    wrong = lines.index("// -----\n") + 8
+    lines.insert(wrong, "what(is, this)\n")
+    several.write_text("".join(lines))
+
+    with pytest.raises(SystemExit) as stop:
+        main(["opt", str(several), "--split-input-file", "--print", "graph"])
+    out, err = capsys.readouterr()
+
+    assert stop.value.code == 1
+    assert re.search(rf"line +{wrong + 1}\n", err)
+    assert out.startswith("graphs(")
+
+
+def test_a_file_of_several_graphs_says_so(several):
+    """Where it is read as one."""
+    message = error_of(lambda: load_graphs(several), GraphFileNotReadable)
+
+    assert "opt --split-input-file" in message
 
 
 def test_a_job_pass_is_refused_on_fused_graphs(files):

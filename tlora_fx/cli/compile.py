@@ -13,10 +13,12 @@ import typer
 
 from tlora_fx.cli.options import (
     AddPass,
+    DisablePass,
     DumpChanged,
     Load,
     PipelineText,
     PrintAfter,
+    PrintAfterChange,
     Statistics,
     StopAfter,
     Strict,
@@ -46,12 +48,14 @@ def run(
     ],
     pipeline: PipelineText = None,
     add_pass: AddPass = None,
+    disable_pass: DisablePass = None,
     load: Load = None,
     verify: VerifyPasses = None,
     strict: Strict = False,
     time: Time = False,
     pass_statistics: Statistics = False,
     print_after: PrintAfter = None,
+    print_after_change: PrintAfterChange = False,
     dump_changed: DumpChanged = None,
     stop_after: StopAfter = None,
     states: Annotated[
@@ -89,8 +93,10 @@ def run(
         from tlora_fx.inspect.program import Recorder
         from tlora_fx.inspect.statistics import PassStatistics
         from tlora_fx.tools.replay import keep_replay
-    passes = pipeline_of(pipeline, add_pass, load)
-    instruments = instruments_of(time, print_after, dump_changed, verify, strict, pass_statistics)
+    passes = pipeline_of(pipeline, add_pass, load, disable_pass)
+    instruments = instruments_of(
+        time, print_after, dump_changed, verify, strict, pass_statistics, print_after_change
+    )
     on_failure = partial(keep_replay, _folder(output) / "replay")
     if stop_after is not None or output.suffix == SUFFIX:
         group = run_passes(

@@ -164,6 +164,20 @@ PrintAfter = Annotated[
         "changed them (changed); repeatable.",
     ),
 ]
+PrintAfterChange = Annotated[
+    bool,
+    typer.Option(
+        "--print-after-change",
+        help="Print the graphs after each pass that changed them, as --print-after changed.",
+    ),
+]
+DisablePass = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--disable-pass",
+        help="Leave this compiler pass out (NAME); refused if a later one needs it; repeatable.",
+    ),
+]
 DumpChanged = Annotated[
     Path | None,
     typer.Option(
@@ -184,18 +198,22 @@ StopAfter = Annotated[
 
 
 def pipeline_of(
-    pipeline: str | None, added: list[str] | None, loaded: list[str] | None = None
+    pipeline: str | None,
+    added: list[str] | None,
+    loaded: list[str] | None = None,
+    disabled: list[str] | None = None,
 ) -> Pipeline:
     """The pipeline that the options mean; raises PipelineError, PluginBroken.
 
     loaded    files and modules whose passes it may name: they are imported first
+    disabled  names of passes that are left out
     """
     from tlora_fx.compiler import resolve_pipeline
     from tlora_fx.pipeline import load_extension
 
     for extension in loaded or ():
         load_extension(extension)
-    return resolve_pipeline(pipeline, added or ())
+    return resolve_pipeline(pipeline, added or ()).without(disabled or ())
 
 
 def require_pipeline(
@@ -219,11 +237,12 @@ def instruments_of(
     verify: Checks | None = None,
     strict: bool = False,
     statistics: bool = False,
+    after_change: bool = False,
 ) -> list[Instrument]:
     """Instruments that the options ask for; they write to stderr."""
     from tlora_fx.inspect.instruments import Watch
 
-    wanted = tuple(print_after or ())
+    wanted = (*(print_after or ()), *(["changed"] if after_change else []))
     watch = Watch(time, wanted, dump_changed, verify=verify, strict=strict, statistics=statistics)
     return watch.instruments()
 

@@ -10,6 +10,7 @@ equal structure share one graph in it, as they do in a group.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from tlora_fx.host.durable import replace_file
 from tlora_fx.ir.graph import GroupGraph, JobGraph
 
 __all__ = [
+    "SEPARATOR",
     "SUFFIX",
     "Document",
     "from_document",
@@ -29,6 +31,7 @@ __all__ = [
     "load_graphs",
     "save_document",
     "save_graphs",
+    "split_document",
     "to_document",
 ]
 
@@ -37,6 +40,9 @@ __all__ = [
 SUFFIX = ".tfx"
 #: The graph file of a folder.
 GRAPH = f"graph{SUFFIX}"
+#: A line between several graphs of one file.
+SEPARATOR = "// -----"
+_SEPARATED = re.compile(rf"^{SEPARATOR}[ \t]*(?:\n|\Z)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +50,12 @@ class Document:
     """Graphs as text, which later passes leave alone.
 
     file    what errors call it
+    line    of the file at which the text begins
     """
 
     text: str
     file: str = "text"
+    line: int = 1
 
     @property
     def is_edited(self) -> bool:
@@ -72,7 +80,16 @@ def to_document(graphs: JobGraph | GroupGraph) -> Document:
 
 def from_document(document: Document) -> JobGraph | GroupGraph:
     """The graphs of a document, as they were when it was made; raises GraphFileNotReadable."""
-    return parse(document.text, document.file)
+    return parse(document.text, document.file, document.line)
+
+
+def split_document(document: Document) -> list[Document]:
+    """The documents of a file that holds several graphs, parted by lines `// -----`."""
+    parts, line = [], document.line
+    for text in _SEPARATED.split(document.text):
+        parts.append(Document(text, document.file, line))
+        line += text.count("\n") + 1
+    return parts
 
 
 def graph_text(graphs: JobGraph | GroupGraph, *, tables: bool = True) -> str:

@@ -63,19 +63,20 @@ STRANGE = (
 )  # fmt: skip
 
 
-def parse(text: str, file: object = "text") -> JobGraph | GroupGraph:
+def parse(text: str, file: object = "text", line: int = 1) -> JobGraph | GroupGraph:
     """The graphs of a text, with the names, values, tags and origins that it was written from.
 
     What was changed since it was written is verified: operators take what they are given, values
     have the types that stand there, tags hold, and all sites of jobs have their adapters.
 
     file      what errors call it
+    line      of the file at which the text begins
     raises    GraphFileNotReadable, naming line and column
     """
     reader = _Reader(is_edited=not is_as_written(text))
     try:
         with _without_collection():
-            return reader.graphs(_statements(text))
+            return reader.graphs(_statements("\n" * (line - 1) + text))
     except GraphFileNotReadable as error:
         raise _placed(error, file, reader.place) from error
     except STRANGE as error:
@@ -132,7 +133,9 @@ def _statements(text: str) -> list[ast.stmt]:
             line=error.lineno,
             column=error.offset,
             found=f"{error.msg}: {(error.text or '').strip()[:80]}",
-            help="the file is damaged; write it anew",
+            help="it holds several graphs: tlora-fx opt --split-input-file reads them"
+            if (error.text or "").startswith("// ---")
+            else "the file is damaged; write it anew",
         ) from error
     except (ValueError, RecursionError, MemoryError) as error:
         raise GraphFileNotReadable(

@@ -54,6 +54,16 @@ class Pipeline:
             )
         return len(names) - names[::-1].index(name)
 
+    def without(self, names: Collection[str], held: Collection[str] = ()) -> Pipeline:
+        """The pipeline without any pass of these names.
+
+        held      as of `checked`
+        raises    PipelineError where it has none, and where a later pass requires one
+        """
+        for name in names:
+            self.place_of(name)
+        return checked((item for item in self.passes if item.name not in names), held)
+
     def adding(self, text: str) -> Pipeline:
         """The pipeline with one more pass: "my-pass{option=3}@after:fuse-backbone".
 

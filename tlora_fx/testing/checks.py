@@ -55,22 +55,23 @@ def check_text(text: str, checks: str | Path) -> None:
         raise AssertionError(f"{told.getvalue().strip()}\n\n{text}")
 
 
-def run_check_file(path: Path) -> None:
+def run_check_file(path: Path, part: int = 0) -> None:
     """Run a check file's pipeline on its graphs, and compare what comes out with its checks.
 
+    part     of a file that holds several, parted by lines `// -----`: which one
     raises   AssertionError as `check_text`; TloraError for graphs or passes that are wrong
     """
-    from tlora_fx.graph_file import graph_text, graphs_of_text
+    from tlora_fx.graph_file import from_document, graph_text, load_document, split_document
     from tlora_fx.passes import find_passes
     from tlora_fx.pipeline import Runner, parse_pipeline
     from tlora_fx.tools.opt import run_on
 
     find_passes()
-    text = path.read_text(encoding="utf-8")
-    graphs = graphs_of_text(text, path)
-    passes = parse_pipeline(pipeline_of(text), graphs.facts)
+    parts = split_document(load_document(path))
+    graphs = from_document(parts[part])
+    passes = parse_pipeline(pipeline_of(parts[part].text), graphs.facts)
     run_on(graphs, Runner(passes, held=graphs.facts))
-    check_text(graph_text(graphs, tables=False), path)
+    check_text(graph_text(graphs, tables=False), path if len(parts) == 1 else parts[part].text)
 
 
 def pipeline_of(text: str) -> str:

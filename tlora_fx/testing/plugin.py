@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,21 +58,29 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 class CheckFile(pytest.File):
-    """A check file: one test."""
+    """A check file: one test, or one for each of the parts that lines `// -----` part."""
 
     def collect(self) -> Iterator[pytest.Item]:
-        """The test, which is called as the file."""
-        yield CheckItem.from_parent(self, name=self.path.stem)
+        """The tests, which are called as the file; further ones have a number."""
+        from tlora_fx.graph_file import load_document, split_document
+
+        for part in range(len(split_document(load_document(self.path)))):
+            name = f"{self.path.stem}-{part + 1}" if part else self.path.stem
+            yield CheckItem.from_parent(self, name=name, part=part)
 
 
 class CheckItem(pytest.Item):
-    """Runs a check file."""
+    """Runs one part of a check file."""
+
+    def __init__(self, part: int, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.part = part
 
     def runtest(self) -> None:
         """Compare what the pipeline makes of the graphs with the checks."""
         from tlora_fx.testing.checks import run_check_file
 
-        run_check_file(self.path)
+        run_check_file(self.path, self.part)
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException]) -> str:  # type: ignore[override]
         """Failure text, without the frames that found it."""
