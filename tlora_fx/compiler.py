@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import pkgutil
 from collections.abc import Callable, Hashable, Sequence
@@ -125,7 +126,7 @@ def compile(
     """
     watch = watch_from(log_words())
     jobs = as_jobs(jobs)
-    passes = _quantising(resolve_pipeline(pipeline), jobs)
+    passes = _as_asked(resolve_pipeline(pipeline), jobs)
     _require_fusing(passes)
     lowers = _lowers(passes)
     if watch.stop_after is not None:
@@ -215,7 +216,7 @@ def run_passes(
     """
     watch = watch_from(log_words())
     jobs = as_jobs(jobs)
-    passes = _quantising(resolve_pipeline(pipeline), jobs)
+    passes = _as_asked(resolve_pipeline(pipeline), jobs)
     lowers = _lowers(passes)
     last = stop_after or watch.stop_after
     if last is not None:
@@ -223,6 +224,16 @@ def run_passes(
     runner = _runner(passes, instruments, verify, watch)
     with runner.phase("compile"):
         return _fuse(_prepare_for(jobs, runner, dropout=True, lowers=lowers), runner, on_failure)
+
+
+def _as_asked(passes: Pipeline, jobs: Sequence[Job]) -> Pipeline:
+    """The pipeline, with the passes that fields of the jobs ask for; raises PipelineError."""
+    names = [item.name for item in passes.passes]
+    alphas = [job.neftune_noise_alpha or 0.0 for job in jobs]
+    if any(alphas) and "key-dropouts" in names:
+        text = json.dumps(alphas, separators=(",", ":"))
+        passes = passes.adding(f"add-noise{{alphas={text}}}@after:key-dropouts")
+    return _quantising(passes, jobs)
 
 
 def _quantising(passes: Pipeline, jobs: Sequence[Job]) -> Pipeline:

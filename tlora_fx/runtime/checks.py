@@ -165,6 +165,7 @@ def _what_is_compiled(job: Job) -> dict[str, object]:
         "lora": job.lora_fields,
         "adapter_dtype": job.adapter_dtype,
         "adapter_compute": job.adapter_compute,
+        "neftune_noise_alpha": job.neftune_noise_alpha or 0.0,
     }
 
 
