@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
@@ -122,7 +123,7 @@ def compile(
     """
     watch = watch_from(log_words())
     jobs = as_jobs(jobs)
-    passes = _quantising(resolve_pipeline(pipeline), jobs)
+    passes = _as_asked(resolve_pipeline(pipeline), jobs)
     _require_fusing(passes)
     lowers = _lowers(passes)
     if watch.stop_after is not None:
@@ -212,7 +213,7 @@ def run_passes(
     """
     watch = watch_from(log_words())
     jobs = as_jobs(jobs)
-    passes = _quantising(resolve_pipeline(pipeline), jobs)
+    passes = _as_asked(resolve_pipeline(pipeline), jobs)
     lowers = _lowers(passes)
     last = stop_after or watch.stop_after
     if last is not None:
@@ -220,6 +221,16 @@ def run_passes(
     runner = _runner(passes, instruments, verify, watch)
     with runner.phase("compile"):
         return _fuse(_prepare_for(jobs, runner, dropout=True, lowers=lowers), runner, on_failure)
+
+
+def _as_asked(passes: Pipeline, jobs: Sequence[Job]) -> Pipeline:
+    """The pipeline, with the passes that fields of the jobs ask for; raises PipelineError."""
+    names = [item.name for item in passes.passes]
+    alphas = [job.neftune_noise_alpha or 0.0 for job in jobs]
+    if any(alphas) and "key-dropouts" in names:
+        text = json.dumps(alphas, separators=(",", ":"))
+        passes = passes.adding(f"add-noise{{alphas={text}}}@after:key-dropouts")
+    return _quantising(passes, jobs)
 
 
 def _quantising(passes: Pipeline, jobs: Sequence[Job]) -> Pipeline:

@@ -450,6 +450,12 @@ def _keyed_dropout(call: _Call) -> State:
     return x
 
 
+def _embedding_noise(call: _Call) -> State:
+    x = call.row("x")
+    call.tables(x.part, "segments", "keys", "token_index", "cu_seqlens")
+    return x
+
+
 def _attention(call: _Call) -> State:
     rows = [call.row(name) for name in ("q", "k", "v")]
     part = one_part(rows)
@@ -598,6 +604,7 @@ _SPECIAL: Mapping[Any, Callable[[_Call], State]] = {
     ops.sequence_cumsum.default: _sequence_cumsum,
     ops.sequence_conv1d.default: _sequence_conv1d,
     ops.keyed_dropout.default: _keyed_dropout,
+    ops.embedding_noise.default: _embedding_noise,
     ops.packed_attention.default: _attention,
     ONE: _lowered,
     SEVERAL: _lowered,

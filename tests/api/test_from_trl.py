@@ -122,7 +122,7 @@ def test_a_base_by_name_has_the_dtype_of_model_init_kwargs():
 
 #: A value of each field that is refused, where `REFUSED` says the neutral one.
 WRONG = {
-    "neftune_noise_alpha": 5.0, "loss_type": "dft",
+    "loss_type": "dft",
     "optim_target_modules": ["attn"], "router_aux_loss_coef": 0.1, "data_seed": 1,
     "dataloader_drop_last": True, "shuffle_dataset": True, "truncation_mode": "keep_end",
     "packing_strategy": "wrapped", "padding_free": True, "chat_template_path": "t",
@@ -147,9 +147,10 @@ def test_a_field_that_would_change_numbers_is_refused_by_its_name(name):
     assert f"Job.from_trl(args): '{name}': " in str(caught.value)
 
 
-def test_smoothed_labels_are_taken_over():
-    """By transformers' name."""
-    assert job_of(label_smoothing_factor=0.1)[0].label_smoothing_factor == 0.1
+def test_smoothed_labels_and_noise_are_taken_over():
+    """By transformers' names."""
+    job = job_of(label_smoothing_factor=0.1, neftune_noise_alpha=5)[0]
+    assert (job.label_smoothing_factor, job.neftune_noise_alpha) == (0.1, 5.0)
 
 
 def test_all_refusals_are_told_at_once():

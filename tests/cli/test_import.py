@@ -12,7 +12,7 @@ model_name_or_path: org/base
 dataset_name: org/data
 use_peft: true
 output_dir: runs/first
-neftune_noise_alpha: 5
+eval_on_start: true
 """
 
 
@@ -38,10 +38,12 @@ def test_a_job_file_is_written_with_what_was_left_out(command, tmp_path):
     code, out, err = command("config.yaml", "-o", "jobs.yaml")
 
     assert (code, out) == (0, "")
-    assert "the job trains otherwise:\n  neftune_noise_alpha: 5 (there is no NEFTune)\n" in err
+    assert (
+        "the job trains otherwise:\n  eval_on_start: true (evaluations come after steps)\n" in err
+    )
     assert "jobs.yaml is written: TRL, job first" in err
     text = (tmp_path / "jobs.yaml").read_text()
-    assert "#   neftune_noise_alpha: 5 (there is no NEFTune)\n" in text
+    assert "#   eval_on_start: true (evaluations come after steps)\n" in text
     [job] = load_job_file(tmp_path / "jobs.yaml").jobs
     assert job.name == "first"
 
@@ -58,7 +60,7 @@ def test_without_an_output_the_job_file_is_printed(command, tmp_path):
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (("config.yaml", "--strict", "-o", "new.yaml"), "neftune_noise_alpha"),
+        (("config.yaml", "--strict", "-o", "new.yaml"), "eval_on_start"),
         (("config.yaml", "-o", "config.yaml"), "would be overwritten"),
         (("config.yaml", "-o", "no/jobs.yaml"), "there is no such folder"),
         (("none.yaml",), "the config file cannot be read"),

@@ -125,6 +125,14 @@ def test_what_is_declared_to_read_always_refuses_to_be_captured(monkeypatch, nam
         "segment_read": (x, segments, 0, 0),
         "segment_write": (x, x[:2], segments, 0, 0),
         "segment_switch": (x.view(1, 5, 1), x.view(1, 5, 1), index.view(1, 5), segments, 3),
+        "embedding_noise": (
+            x.view(1, 5, 1),
+            [1.0, 0.0],
+            segments,
+            keys,
+            index.view(1, 5),
+            segments,
+        ),
         "keyed_dropout": (x.view(5, 1), rates, segments, keys, index, torch.tensor(1), 1),
         "nano_tables": (segments, segments, 1, 0),
     }

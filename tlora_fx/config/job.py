@@ -248,6 +248,8 @@ class Job(Spec):
                                  base that computes another one by itself
     label_smoothing_factor       part of a target's weight that is spread over all tokens, in
                                  training with method sft
+    neftune_noise_alpha          size of the noise that NEFTune adds to embeddings in training with
+                                 method sft; None or 0: no noise
     beta                         beta of the dpo, orpo or kto loss; None: 0.1
     desirable_weight             weight of the desirable completions in the kto loss
     undesirable_weight           weight of the others
@@ -350,6 +352,7 @@ class Job(Spec):
     method: Method = Field(default="sft", validate_default=True)
     loss: Literal["cross_entropy"] | None = None
     label_smoothing_factor: StrictFloat = Field(default=0.0, ge=0, lt=1)
+    neftune_noise_alpha: StrictFloat | None = Field(default=None, ge=0, allow_inf_nan=False)
     beta: StrictFloat | None = Field(default=None, gt=0)
     desirable_weight: StrictFloat = Field(default=1.0, ge=0)
     undesirable_weight: StrictFloat = Field(default=1.0, ge=0)
@@ -481,8 +484,8 @@ class Job(Spec):
         return reference
 
     @field_validator(
-        "loss", "label_smoothing_factor", "beta", "completion_only_loss", "assistant_only_loss",
-        "packing",
+        "loss", "label_smoothing_factor", "neftune_noise_alpha", "beta", "completion_only_loss",
+        "assistant_only_loss", "packing",
     )  # fmt: skip
     @classmethod
     def _belongs_to_the_method(cls, value: Any, info: ValidationInfo) -> Any:
@@ -867,6 +870,11 @@ class Job(Spec):
     def has_own_loss(self) -> bool:
         """Whether its loss is another one than the sum of its targets' cross entropy."""
         return self.is_preference or self.label_smoothing_factor > 0
+
+    @property
+    def needs_whole_batches(self) -> bool:
+        """Whether its numbers depend on which sequences are in a micro-batch."""
+        return self.is_preference or bool(self.neftune_noise_alpha)
 
     @property
     def sequences_per_sample(self) -> int:

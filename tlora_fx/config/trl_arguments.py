@@ -22,7 +22,7 @@ SAME = (
     "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "lr_scheduler_type", "optim",
     "seed", "per_device_eval_batch_size", "eval_strategy", "load_best_model_at_end",
     "metric_for_best_model", "greater_is_better", "packing", "completion_only_loss",
-    "assistant_only_loss", "report_to", "label_smoothing_factor",
+    "assistant_only_loss", "report_to", "label_smoothing_factor", "neftune_noise_alpha",
 )  # fmt: skip
 #: Fields that `mapped_fields` reads.
 READ = (
@@ -34,7 +34,6 @@ READ = (
 _ONE_DTYPE = "the base has one dtype, in which it computes"
 #: Fields that change numbers and have no equal, with the reason; refused unless they are as here.
 REFUSED: Mapping[str, tuple[Any, str]] = {
-    "neftune_noise_alpha": (None, "there is no NEFTune"),
     "loss_type": ("nll", "method 'sft' has the loss 'nll' alone"),
     "optim_target_modules": (None, "GaLore and its kin train the base, which is frozen"),
     "router_aux_loss_coef": (None, "auxiliary losses of routers are not trained"),

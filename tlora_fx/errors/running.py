@@ -96,7 +96,8 @@ class TokenizerNotLoadable(TloraError, code="T0409"):
 class DataDoesNotFit(TloraError, code="T0410"):
     """A job's samples have token ids or lengths that the base cannot take.
 
-    If token ids are too large, give the tokenizer that belongs to the base.
+    If token ids are too large, give the tokenizer that belongs to the base, or resize the base for
+    added tokens (docs/in-python.md).
     """
 
 

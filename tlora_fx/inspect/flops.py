@@ -54,7 +54,7 @@ PER_ELEMENT = {
     "_softmax": 4, "softmax": 4, "_log_softmax": 4, "log_softmax": 4, "rms_norm": 4,
     "layer_norm": 7, "native_layer_norm": 7, "group_norm": 7, "linalg_norm": 2,
     "linalg_vector_norm": 2, "var": 3, "var_mean": 3, "cumsum": 1, "sequence_cumsum": 1,
-    "keyed_dropout": 1, "dora_columns": 1,
+    "keyed_dropout": 1, "dora_columns": 1, "embedding_noise": 1,
 }  # fmt: skip
 # Operations a logit: the largest, the difference, the exponential and the sum.
 SOFTMAX = 4

@@ -140,6 +140,12 @@ class Membership:
                     f"job '{job.name}' does not fit the running model",
                     field=field, expected=expected, found=found, help=ALONE,
                 )  # fmt: skip
+        if job.neftune_noise_alpha:
+            raise NotAdmitted(
+                f"job '{job.name}' does not fit the running model",
+                field="neftune_noise_alpha", expected="no noise on embeddings",
+                found=job.neftune_noise_alpha, help=ALONE,
+            )  # fmt: skip
         if self._resolved is None or self._resolved[0] is not job:
             self._resolved = job, self.resolve(job)
         sites = self._resolved[1]

@@ -405,11 +405,12 @@ class SuperModel(nn.Module):
         raises        SuperModelMisuse before `materialize`
         """
         self._require_weights()
-        if any(job.has_own_loss for job in self.jobs):
+        if own := [job.name for job in self.jobs if job.has_own_loss or job.neftune_noise_alpha]:
             raise SuperModelMisuse(
-                "a loss beside cross entropy is no part of the graph, and cannot be exported",
-                jobs=", ".join(job.name for job in self.jobs if job.has_own_loss),
-                help="export a model of jobs with method sft, without label_smoothing_factor",
+                "losses beside cross entropy, and noise, cannot be exported",
+                jobs=", ".join(own),
+                help="export a model of jobs with method sft, label_smoothing_factor: 0 and "
+                "neftune_noise_alpha: 0",
             )
         return export_net(self.net, self.group, self._loss(), max_targets)
 

@@ -51,7 +51,7 @@ class Setting:
 
     layers    which layers run; others hand their input on
     watch     told every value, in order
-    silent    no dropout drops
+    silent    no dropout drops, and there is no noise
     logits    the head runs on all tokens of the row, and logits are returned in place of losses
     wide      half precision runs as this dtype
     """
@@ -125,6 +125,8 @@ class Interpreter:
                 return self.dropouts.drop(node, args, place)
             if is_call(node, ATTENTION):
                 args = self.dropouts.with_site(node, args, place)
+            if self.setting.silent and is_call(node, torch.ops.tlora_fx.embedding_noise.default):
+                return args[0]
             if self.reader.scales(node):
                 args = (args[0], self.reader.scaling(node, place), *args[2:])
             return target(*args, **kwargs)

@@ -11,6 +11,7 @@ from tlora_fx.ops.float8 import float8_input_gradient, float8_linear, float8_row
 from tlora_fx.ops.gated import multi_lora_gated_linear
 from tlora_fx.ops.job_operator import JobOperator, register_operator
 from tlora_fx.ops.lora import multi_lora_add, multi_lora_linear, multi_lora_linears
+from tlora_fx.ops.noise import embedding_noise
 from tlora_fx.ops.parallel import (
     nano_join,
     nano_split,
@@ -40,6 +41,7 @@ __all__ = [
     "cross_entropy",
     "cross_entropy_backward",
     "dora_scale",
+    "embedding_noise",
     "expert_linear",
     "expert_outer",
     "float8_input_gradient",

@@ -90,6 +90,7 @@ RULES: Mapping[str, Rule] = {
     "segment_write": _always,
     "segment_switch": _always,
     "keyed_dropout": _always,
+    "embedding_noise": _always,
     "nano_tables": _always,
     "packed_attention": _written_out,
     "multi_lora_linear": _one_by_one,

@@ -187,11 +187,11 @@ def require_whole_pairs(model: SuperModel, plan: Plan, *, cuts: bool) -> None:
     cuts      whether rows are cut into nano-batches
     raises    PlanNotRunnable
     """
-    names = [job.name for job in model.jobs if job.has_own_loss]
+    names = [job.name for job in model.jobs if job.has_own_loss or job.needs_whole_batches]
     smooths = any(job.label_smoothing_factor for job in model.jobs)
     if names and (cuts or plan.mesh.pp > 1 or shards(plan) or (smooths and plan.mesh.tp > 1)):
         raise PlanNotRunnable(
-            "losses beside cross entropy need rows that run whole",
+            "losses beside cross entropy, and noise, need rows that run whole",
             plan=f"{plan.planner} on {plan.mesh}",
             jobs=", ".join(names),
             help="use a plan with pp=1, without a sharded base and without nano-batches, such as "

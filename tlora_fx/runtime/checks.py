@@ -83,7 +83,8 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
                 job=name,
                 expected=f"token ids below {vocabulary}",
                 found=largest,
-                help="give the tokenizer that belongs to the base",
+                help="give the tokenizer that belongs to the base, or give the base rows for new "
+                "tokens: resize_token_embeddings of transformers, and save it with the tokenizer",
             )
         target = largest
         if not backbone.spec.is_classifier and classes is not None and target >= classes:
@@ -165,6 +166,7 @@ def _what_is_compiled(job: Job) -> dict[str, object]:
         "lora": job.lora_fields,
         "adapter_dtype": job.adapter_dtype,
         "adapter_compute": job.adapter_compute,
+        "neftune_noise_alpha": job.neftune_noise_alpha or 0.0,
     }
 
 

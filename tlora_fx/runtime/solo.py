@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -32,6 +33,7 @@ from tlora_fx.errors import OracleError
 from tlora_fx.model.backbone import has_sdpa
 from tlora_fx.numerics.noise import disturbed_embeddings
 from tlora_fx.ops.dropout import keep_scale, threshold_of
+from tlora_fx.ops.noise import noise_rows
 from tlora_fx.ops.philox import sixteens
 from tlora_fx.ops.tables import site_id
 from tlora_fx.runtime.adapters.starts import constant_part
@@ -166,7 +168,8 @@ def _backward(
     total = 0.0
     for batch in batches:
         ids, labels_of, attended, index = (part.to(device) for part in pad(batch))
-        with nullcontext() if drop is None else drop.row(step, index):
+        noise = _noise(model, job, step, index, max(len(line.ids) for line in batch))
+        with noise, nullcontext() if drop is None else drop.row(step, index):
             if job.method == "kto":
                 wanted = torch.tensor([line.desirable is True for line in batch], device=device)
                 found = _compared(model, ids, labels_of, attended, reference)
@@ -181,6 +184,31 @@ def _backward(
         torch.autograd.backward(loss)
         total += loss.item()
     return total
+
+
+@contextmanager
+def _noise(model: PeftModel, job: Job, step: int, index: Tensor, longest: int) -> Iterator[None]:
+    """Within this, NEFTune's noise is added to embeddings, as TRL's hook does; it is the job's own.
+
+    index     of each token in the job's step, [B, S]
+    longest   tokens of the longest line
+    """
+    alpha = job.neftune_noise_alpha or 0.0
+
+    def add(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        width = output.shape[-1]
+        drawn = noise_rows(index.flatten(), width, (job.seed, step)).view(output.shape)
+        return output + (drawn * alpha / math.sqrt(longest * width)).to(output.dtype)
+
+    if not alpha:
+        yield
+        return
+    base: Any = model.get_base_model()
+    handle = base.get_input_embeddings().register_forward_hook(add)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _loss(

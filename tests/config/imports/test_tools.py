@@ -454,13 +454,15 @@ def test_a_file_of_trl_has_no_splits(imported):
 
 
 def test_values_that_change_numbers_are_told_apart_from_others(imported):
-    """NEFTune changes the training; its default does not, and neither does a path for logs."""
-    _, reasons, changes = imported(
-        TRL, neftune_noise_alpha=5, label_smoothing_factor=0.0, logging_dir="logs", made_up=3
-    )
+    """A last batch that is dropped changes the training; NEFTune and smoothing are taken over."""
+    job, reasons, changes = imported(
+        TRL, neftune_noise_alpha=5.0, label_smoothing_factor=0.1, logging_dir="logs", made_up=3,
+        dataloader_drop_last=True,
+    )  # fmt: skip
 
-    assert {"neftune_noise_alpha", "made_up"} <= changes
-    assert not {"label_smoothing_factor", "logging_dir"} & changes
+    assert (job.neftune_noise_alpha, job.label_smoothing_factor) == (5.0, 0.1)
+    assert {"dataloader_drop_last", "made_up"} <= changes
+    assert not {"label_smoothing_factor", "neftune_noise_alpha", "logging_dir"} & changes
     assert reasons["made_up"].startswith("this version of tlora-fx does not know the key")
 
 

@@ -221,7 +221,7 @@ class Cutting:
     """How the rows of a model may be cut.
 
     whole            a micro-batch stays whole in its row, because the base's graph depends on it,
-                     or a job compares its sequences
+                     or a job compares its sequences, or noise is as large as they are long
     square_tokens    a sequence of so many tokens costs as much in attention as in all else
     max_row_tokens   a part is at most as long, where its sequences allow it
     """
@@ -236,7 +236,7 @@ class Cutting:
         switches = torch.ops.tlora_fx.segment_switch.default
         nodes = (node for graph in model.group.graphs() for node in graph.nodes)
         whole = any(node.op == "call_function" and node.target is switches for node in nodes)
-        whole = whole or any(job.is_preference for job in model.jobs)
+        whole = whole or any(job.needs_whole_batches for job in model.jobs)
         # The products of a layer with hidden size h multiply 12 h² numbers a token, causal
         # attention h a token and token before it.
         hidden = getattr(model.backbone.config, "hidden_size", None) or 1024
