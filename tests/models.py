@@ -168,18 +168,20 @@ MIXTURES: Mapping[str, Family] = {
 }  # fmt: skip
 
 
+class Wide:
+    """torch for a model's code, in which float32 is float64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
 def in_float64(monkeypatch: Any, family: str) -> None:
     """Let a mixture's code compute in float64 where it asks for torch.float32.
 
     A base that other tests trace needs another config: graphs are kept by it.
     """
-
-    class Wide:
-        float32 = float = torch.float64
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
     config = getattr(transformers, MIXTURES[family].config[0])
     code = importlib.import_module(config.__module__.replace("configuration", "modeling"))
     monkeypatch.setattr(code, "torch", Wide())
