@@ -21,6 +21,7 @@ from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer, 
 from torch import Tensor, nn
 from transformers import get_scheduler
 
+from tests.silence.mixes.drawn import EPSILON
 from tlora_fx.config.job import Job
 from tlora_fx.runtime.data.samples import JobData, Sample
 from tlora_fx.runtime.solo import KeyedDropout, choose_attention
@@ -149,14 +150,16 @@ def _optimizer(job: Job, model: Any, trained: list[nn.Parameter]) -> torch.optim
         optimizer: torch.optim.Optimizer = create_lorafa_optimizer(
             model, lora["r"], lora["lora_alpha"], job.learning_rate, decay, lora["use_rslora"]
         )
-        optimizer.param_groups[0]["eps"] = job.adam_epsilon
+        optimizer.param_groups[0]["eps"] = EPSILON
+        optimizer.defaults["lr"] = job.learning_rate  # from which a schedule's end is reckoned
         return optimizer
     make = getattr(torch.optim, CLASSES[str(job.optim)])
+    arguments = {"lr": job.learning_rate} | ({} if job.optim == "sgd" else {"eps": EPSILON})
     if job.loraplus_lr_ratio is None:
-        return make(trained, lr=job.learning_rate, weight_decay=decay)
+        return make(trained, weight_decay=decay, **arguments)
     optimizer = create_loraplus_optimizer(
-        model, make, lr=job.learning_rate, loraplus_lr_ratio=job.loraplus_lr_ratio,
-        loraplus_weight_decay=decay,
+        model, make, loraplus_lr_ratio=job.loraplus_lr_ratio, loraplus_weight_decay=decay,
+        **arguments,
     )  # fmt: skip
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
     return optimizer

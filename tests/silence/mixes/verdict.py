@@ -8,7 +8,7 @@ import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.parallel.processes import run_processes
 from tests.silence.mixes.alone import RESIDUAL, Alone, train_alone
-from tests.silence.mixes.drawn import PLANS, Mix, draw, wide
+from tests.silence.mixes.drawn import COMING, FAMILIES, PLANS, Mix, draw, wide
 from tests.silence.oracle import Verdict, refusal
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import Job
@@ -40,7 +40,8 @@ from tlora_fx.runtime.trainer import Trainer
 
 #: Largest relative difference of a loss, and of a tensor to what training changed in the adapter.
 LOSS, UPDATE = 1e-9, 1e-7
-SLOTS = OpenSlots(rows=64, jobs=4, rank=16)
+#: Why jobs did not come; None where the run had ended before they asked.
+Refusals = Mapping[str, TloraError | None]
 
 
 class Watch(TrainerCallback):
@@ -96,7 +97,8 @@ def judge(seed: int, folder: Path) -> tuple[Mix, dict[str, Verdict]]:
         for name, job in mix.jobs.items():
             if not (output / name / "metrics.jsonl").exists():
                 assert name in refused, f"{name} did not train, and nobody said so"
-                verdicts[name] = refusal(refused[name], mix.way)
+                if refused[name] is not None:
+                    verdicts[name] = refusal(refused[name], mix.way)
                 continue
             rows = read_metrics(output / name / "metrics.jsonl")
             steps = sum("loss" in row for row in rows)
@@ -115,8 +117,8 @@ def judge(seed: int, folder: Path) -> tuple[Mix, dict[str, Verdict]]:
     return mix, verdicts
 
 
-def trained(mix: Mix, output: Path) -> Mapping[str, TloraError]:
-    """Train a mix in its way; why jobs were refused that came later."""
+def trained(mix: Mix, output: Path) -> Refusals:
+    """Train a mix in its way."""
     if mix.way in PLANS:
         failed = run_processes(2, train_as_one_of_two, mix.seed, output)[0]
         if failed is not None:
@@ -124,15 +126,16 @@ def trained(mix: Mix, output: Path) -> Mapping[str, TloraError]:
         return {}
     if mix.way == "killed":
         in_a_fork(lambda: train(mix, output, kill=mix.kill))
-        in_a_fork(lambda: train(mix, output, resume=(output / "checkpoints").exists()))
+        in_a_fork(lambda: train(mix, output, resume=output.exists()))
         return {}
     return train(mix, output)
 
 
-def train(mix: Mix, output: Path, kill: int = 0, **options: Any) -> Mapping[str, TloraError]:
+def train(mix: Mix, output: Path, kill: int = 0, **options: Any) -> Refusals:
     """Train a mix in this process."""
     first = list(mix.jobs.values())[: mix.first]
-    model = compile(first, open=SLOTS if mix.way == "come and go" else None)
+    slots = OpenSlots(sites=FAMILIES[mix.family].targets, rows=64, jobs=4, rank=16)
+    model = compile(first, open=slots if mix.way == COMING else None)
     if mix.way in PLANS:
         options["plan"] = find_planner(mix.way).plan(model, MeshShape.parse(PLANS[mix.way]))
     watch = Watch(mix, kill)
@@ -140,7 +143,8 @@ def train(mix: Mix, output: Path, kill: int = 0, **options: Any) -> Mapping[str,
         model, output=output, device="cpu", data=mix.data, callback=watch, **options
     )
     watch.trainer.run()
-    return watch.refused
+    unasked = {name: None for _, do, name in watch.script if do == "admit"}
+    return unasked | watch.refused
 
 
 def train_as_one_of_two(seed: int, output: Path) -> TloraError | None:
@@ -195,9 +199,8 @@ def of_adapters(folder: Path, job: Job, base: Any, alone: Alone) -> float:
     assert found.keys() == alone.end.keys()
     changes = {name: float((alone.end[name] - alone.start[name]).norm()) for name in found}
     floor = max(changes.values()) * 1e-3
-    assert floor > 0 or not alone.losses
     tensors = [
-        float((tensor - alone.end[name]).norm()) / max(changes[name], floor, 1e-300)
+        float((tensor - alone.end[name]).norm()) / (max(changes[name], floor) or 1.0)
         for name, tensor in found.items()
     ]
     ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
@@ -205,14 +208,15 @@ def of_adapters(folder: Path, job: Job, base: Any, alone: Alone) -> float:
         plain = base.eval()(ids).logits
         loaded = peft.PeftModel.from_pretrained(base, folder).double().eval()(ids).logits
         expected = alone.model.eval()(ids).logits
-    logits = float((loaded - expected).norm() / (plain - expected).norm())
+    logits = float((loaded - expected).norm()) / (float((plain - expected).norm()) or 1.0)
     return largest([value / UPDATE for value in (*tensors, logits)])
 
 
 def first_half(name: str, tensor: Tensor) -> Tensor:
     """What a job trains of an adapter of twice its rank, whose other half takes the start away."""
-    down = ".lora_A." in name
-    return tensor[: len(tensor) // 2] if down else tensor[:, : tensor.shape[1] // 2]
+    if ".lora_A." in name:
+        return tensor[: len(tensor) // 2]
+    return tensor[:, : tensor.shape[1] // 2] if ".lora_B." in name else tensor
 
 
 def largest(differences: Any) -> float:
