@@ -165,6 +165,17 @@ MIXTURES: Mapping[str, Family] = {
              "layer_types": ["full_attention"] * 2},
         )
     ),
+    "longcat-flash": Family(
+        (
+            "LongcatFlashConfig",
+            {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "ffn_hidden_size": 48,
+             "num_attention_heads": 4, "max_position_embeddings": 64, "q_lora_rank": 8,
+             "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "qk_head_dim": 16,
+             "head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "zero_expert_num": 2,
+             "moe_topk": 2, "expert_ffn_hidden_size": 24},
+        ),
+        ("q_b_proj", "o_proj"),
+    ),
 }  # fmt: skip
 
 

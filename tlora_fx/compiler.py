@@ -351,12 +351,12 @@ def _require_one_base(jobs: Sequence[Job]) -> None:
     if doubled:
         raise JobsDiffer("two jobs have one name", found=", ".join(doubled), help="rename one")
     for job in jobs[1:]:
-        for field in ("base", "adapter_dtype", "adapter_compute"):
-            expected, found = getattr(first, field), getattr(job, field)
+        for name in ("base", "adapter_dtype", "adapter_compute"):
+            expected, found = getattr(first, name), getattr(job, name)
             if expected != found:
                 raise JobsDiffer(
                     f"jobs '{first.name}' and '{job.name}' cannot share a backbone",
-                    field=field,
+                    field=name,
                     expected=f"{expected} (job {first.name})",
                     found=f"{found} (job {job.name})",
                     help="load both with one base and dtype, or put them into different groups",

@@ -24,9 +24,7 @@ def test_jobs_of_a_mix_train_as_alone(seed, tmp_path):
 
 
 @pytest.mark.slow
-@settings(
-    max_examples=100, phases=[Phase.generate], suppress_health_check=list(HealthCheck)
-)
+@settings(max_examples=100, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
 def test_jobs_of_many_mixes_train_as_alone_or_are_refused(seed, tmp_path_factory):
     """Others each time."""

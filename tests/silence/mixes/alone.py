@@ -78,7 +78,7 @@ def train_alone(
         if job.max_grad_norm:
             # LoRA-FA's A has no gradient.
             torch.nn.utils.clip_grad_norm_(model.parameters(), job.max_grad_norm)
-        with mock.patch.object(lorafa, "is_bf16_available", lambda: False):
+        with mock.patch.object(lorafa, "is_bf16_available", return_value=False):
             optimizer.step()
         if _kind(job) == "ADALORA":
             model.base_model.update_and_allocate(step)
@@ -204,5 +204,5 @@ def _regularise(model: Any, job: Job) -> None:
     if _kind(job) != "ADALORA":
         return
     tuner, outputs = model.base_model, SimpleNamespace(loss=torch.zeros(()))
-    with mock.patch.object(tuner.model, "forward", lambda: outputs):
+    with mock.patch.object(tuner.model, "forward", return_value=outputs):
         tuner.forward().loss.backward()

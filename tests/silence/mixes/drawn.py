@@ -161,9 +161,11 @@ def _job(source: random.Random, base: BaseSpec, family: Family, name: str, kind:
         "per_device_train_batch_size": source.randint(1, 3),
         "gradient_accumulation_steps": source.choice([1, 1, 2]),
         "max_steps": steps, "seed": source.randrange(2**31), "shuffle": False, "optim": optim,
-        "learning_rate": 0.3 if optim == "sgd" else 0.01, "save_steps": source.choice([1, 2, 100]),
-        "weight_decay": source.choice([0.0, 0.1]), "max_grad_norm": source.choice([None, 1.0, 0.02]),
-        "lr_scheduler_type": source.choice(SCHEDULES), "warmup_steps": source.choice([0, 1, steps - 1]), "adam_epsilon": EPSILON,
+        "learning_rate": 0.3 if optim == "sgd" else 0.01,
+        "save_steps": source.choice([1, 2, 100]), "weight_decay": source.choice([0.0, 0.1]),
+        "max_grad_norm": source.choice([None, 1.0, 0.02]), "adam_epsilon": EPSILON,
+        "lr_scheduler_type": source.choice(SCHEDULES),
+        "warmup_steps": source.choice([0, 1, steps - 1]),
     }  # fmt: skip
     if optim in ("rmsprop", "adagrad"):
         fields["optim_args"] = {"eps": EPSILON}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tests.parallel.processes import run_processes
-from tests.silence.mixes.alone import RESIDUAL, Alone, train_alone
+from tests.silence.mixes.alone import Alone, train_alone
 from tests.silence.mixes.drawn import COMING, FAMILIES, PLANS, Mix, draw, wide
 from tests.silence.oracle import Verdict, refusal
 from tlora_fx.compiler import compile
@@ -26,7 +26,6 @@ from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import TloraError
 from tlora_fx.ir.graph import OpenSlots
-from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.adapters.files import (
     adapter_tensors,
