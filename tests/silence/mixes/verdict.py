@@ -26,6 +26,7 @@ from tlora_fx.config.job import Job
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import TloraError
 from tlora_fx.ir.graph import OpenSlots
+from tlora_fx.model.backbone import Backbone
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.adapters.files import (
     adapter_tensors,
@@ -77,7 +78,7 @@ class Watch(TrainerCallback):
 
 def judge(seed: int, folder: Path) -> tuple[Mix, dict[str, Verdict]]:
     """The mix of a seed, and a verdict on each of its jobs."""
-    mix = draw(seed, folder)
+    mix, output = draw(seed, folder), folder / f"run-{seed}"
     with wide(mix.family), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -88,32 +89,36 @@ def judge(seed: int, folder: Path) -> tuple[Mix, dict[str, Verdict]]:
                 name: {k: t.clone() for k, t in adapter_tensors(model.job_parameters(name)).items()}
                 for name in mix.jobs
             }
-            output = folder / f"run-{seed}"
             refused = trained(mix, output)
         except Exception as error:  # noqa: BLE001  (whatever is no error of ours is looked for)
             return mix, dict.fromkeys(mix.jobs, refusal(error, mix.way))
         verdicts = {}
-        for name, job in mix.jobs.items():
-            if not (output / name / "metrics.jsonl").exists():
-                assert name in refused, f"{name} did not train, and nobody said so"
-                if refused[name] is not None:
-                    verdicts[name] = refusal(refused[name], mix.way)
-                continue
-            rows = read_metrics(output / name / "metrics.jsonl")
-            steps = sum("loss" in row for row in rows)
-            base = plain_base(model.backbone)
-            alone = train_alone(job, base, mix.data[name], starts[name], steps)
-            difference = of_losses(job, rows, alone)
-            if (output / name / "adapter_model.safetensors").exists():
-                difference = max(
-                    difference,
-                    of_adapters(output / name, job, plain_base(model.backbone), alone),
+        for name in mix.jobs:
+            if (output / name / "metrics.jsonl").exists():
+                verdicts[name] = beside_alone(
+                    mix, name, output / name, model.backbone, starts[name]
                 )
-            else:
-                assert json.loads((output / name / "status.json").read_text())["status"] == "paused"
-            right = difference <= 1
-            verdicts[name] = Verdict("equal" if right else "wrong", mix.way, difference)
+            elif (error := refused[name]) is not None:
+                verdicts[name] = refusal(error, mix.way)
     return mix, verdicts
+
+
+def beside_alone(
+    mix: Mix, name: str, folder: Path, backbone: Backbone, start: Mapping[str, Tensor]
+) -> Verdict:
+    """Compare what a job left in its folder with the job alone, for as many steps."""
+    job, rows = mix.jobs[name], read_metrics(folder / "metrics.jsonl")
+    steps = sum("loss" in row for row in rows)
+    alone = train_alone(job, plain_base(backbone), mix.data[name], start, steps)
+    difference = of_losses(job, rows, alone)
+    status = json.loads((folder / "status.json").read_text())["status"]
+    assert status == "done" or mix.way == COMING, status
+    assert steps == job.max_steps or mix.way == COMING
+    if status != "paused":
+        difference = max(difference, of_adapters(folder, job, plain_base(backbone), alone))
+        changed = any(not tensor.equal(alone.start[key]) for key, tensor in alone.end.items())
+        assert changed or not any(row.get("learning_rate") for row in rows)
+    return Verdict("equal" if difference <= 1 else "wrong", mix.way, difference)
 
 
 def trained(mix: Mix, output: Path) -> Refusals:
