@@ -165,7 +165,27 @@ MIXTURES: Mapping[str, Family] = {
              "layer_types": ["full_attention"] * 2},
         )
     ),
+    "longcat-flash": Family(
+        (
+            "LongcatFlashConfig",
+            {"vocab_size": VOCABULARY, "hidden_size": 32, "num_layers": 2, "ffn_hidden_size": 48,
+             "num_attention_heads": 4, "max_position_embeddings": 64, "q_lora_rank": 8,
+             "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "qk_head_dim": 16,
+             "head_dim": 8, "v_head_dim": 8, "n_routed_experts": 4, "zero_expert_num": 2,
+             "moe_topk": 2, "expert_ffn_hidden_size": 24},
+        ),
+        ("q_b_proj", "o_proj"),
+    ),
 }  # fmt: skip
+
+
+class Wide:
+    """torch for a model's code, in which float32 is float64."""
+
+    float32 = float = torch.float64
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 def in_float64(monkeypatch: Any, family: str) -> None:
@@ -173,13 +193,6 @@ def in_float64(monkeypatch: Any, family: str) -> None:
 
     A base that other tests trace needs another config: graphs are kept by it.
     """
-
-    class Wide:
-        float32 = float = torch.float64
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(torch, name)
-
     config = getattr(transformers, MIXTURES[family].config[0])
     code = importlib.import_module(config.__module__.replace("configuration", "modeling"))
     monkeypatch.setattr(code, "torch", Wide())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -42,6 +42,7 @@ from tlora_fx.model.slots import VECTOR
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics import Numerics, watch_numerics
 from tlora_fx.numerics.probe_cache import probe_once
+from tlora_fx.numerics.state import copy_state
 from tlora_fx.passes import find_passes
 from tlora_fx.passes.token_parallel.check import CheckTokenParallel
 from tlora_fx.pipeline import Instrument, Pipeline, Runner, Verify, parse_pipeline
@@ -52,6 +53,7 @@ from tlora_fx.tracing.adapters import (
     require_trained,
     resolve_sites,
 )
+from tlora_fx.tracing.layers import plan_layers
 from tlora_fx.tracing.rope import prepare_rope
 from tlora_fx.tracing.trace_cache import (
     base_graph,
@@ -83,6 +85,7 @@ class Prepared:
     sites    each job's adapters by module path
     exact    every branch must carry its own numbers, because no pass lowers the plain ones
     notes    what the report says of the base
+    traced   graphs of the base alone, by form and whether equal layers were left out
     """
 
     jobs: list[Job]
@@ -90,6 +93,7 @@ class Prepared:
     sites: Sites
     exact: bool = False
     notes: tuple[str, ...] = ()
+    traced: dict[tuple[Form, bool], JobGraph] = field(default_factory=dict)
 
 
 #: Called with what was being fused, the runner that met the error, and the error.
@@ -370,12 +374,12 @@ def _require_one_base(jobs: Sequence[Job]) -> None:
     if doubled:
         raise JobsDiffer("two jobs have one name", found=", ".join(doubled), help="rename one")
     for job in jobs[1:]:
-        for field in ("base", "adapter_dtype", "adapter_compute"):
-            expected, found = getattr(first, field), getattr(job, field)
+        for name in ("base", "adapter_dtype", "adapter_compute"):
+            expected, found = getattr(first, name), getattr(job, name)
             if expected != found:
                 raise JobsDiffer(
                     f"jobs '{first.name}' and '{job.name}' cannot share a backbone",
-                    field=field,
+                    field=name,
                     expected=f"{expected} (job {first.name})",
                     found=f"{found} (job {job.name})",
                     help="load both with one base and dtype, or put them into different groups",
@@ -467,17 +471,19 @@ def _probe(group: GroupGraph, given: Prepared) -> None:
 def _fuse_folded(given: Prepared, runner: Runner, form: Form) -> GroupGraph:
     """Fold as far as the model allows.
 
-    Equal structures first, then equal numbers too, then each layer by itself, then no layers.
+    Equal structures first, then equal numbers too, then each layer by itself, then no layers. What
+    is no chain of layers is never folded, and its jobs may share a graph.
     """
     attempts: list[tuple[Fold, bool]] = [
-        ("structures", False), ("structures", True), ("layers", True), ("nothing", True)
+        ("structures", False), ("structures", True), ("layers", True), ("nothing", False),
+        ("nothing", True),
     ]  # fmt: skip
     reasons: list[str] = []
     chained = True
     for fold, exact in attempts:
         if given.exact and not exact:
             continue
-        if not chained and fold != "nothing":
+        if (not chained and fold != "nothing") or (chained and (fold, exact) == attempts[3]):
             continue
         try:
             numbers = ", each with its own numbers" if exact else ""
@@ -503,7 +509,7 @@ def _fuse_once(given: Prepared, runner: Runner, form: Form, fold: Fold, exact: b
     backbone = given.backbone
     runner.start()
     with runner.phase("trace the base"):
-        base = base_graph(backbone, form, fold == "structures")
+        base = _traced_base(given, form, folds=fold == "structures")
     _run_job(runner, base, fold)
     if fold == "nothing":  # Without folding, tracing takes longest: the base is looked at before.
         _refuse_early(runner, GroupGraph(base, [], exact))
@@ -525,6 +531,19 @@ def _fuse_once(given: Prepared, runner: Runner, form: Form, fold: Fold, exact: b
         group.notes.extend(graph.notes)
     runner.run_group(group)
     return group
+
+
+def _traced_base(given: Prepared, form: Form, *, folds: bool) -> JobGraph:
+    """The base's graph, for passes to change; it is traced once, whatever is tried with it."""
+    if (form, folds) not in given.traced:
+        graph = given.traced[form, folds] = base_graph(given.backbone, form, folds)
+        if folds and graph.plan is not None and len(graph.plan.traced()) == len(graph.plan.layers):
+            every = plan_layers(given.backbone, fold=False)
+            given.traced[form, False] = replace(graph, plan=every, notes=[])
+    kept = given.traced[form, folds]
+    copied = copy_state(kept)
+    assert isinstance(copied, JobGraph)
+    return replace(copied, notes=list(kept.notes))
 
 
 def _refuse_early(runner: Runner, base: GroupGraph) -> None:

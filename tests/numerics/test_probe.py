@@ -181,7 +181,7 @@ class SeesAll(nn.Module):
         hidden, places = self.out(self.embed(ids)), torch.arange(ids.shape[1], device=ids.device)
         seen = (places[:, None] >= places) | (ids == self.ID)[:, :, None]
         scores = (hidden @ hidden.transpose(1, 2)).masked_fill(~seen, -torch.inf)
-        return self.head(hidden + scores.softmax(-1) @ hidden)
+        return self.head(hidden + 9 * scores.softmax(-1) @ hidden)
 
 
 def test_ids_of_the_samples_are_tried(tmp_path):
@@ -196,6 +196,44 @@ def test_ids_of_the_samples_are_tried(tmp_path):
     assert not probe_loaded(*parts, ids=[[7, 8, 9], [1]]).skipped
     text = error_of(lambda: probe_loaded(*parts, ids=[[7, 8, SeesAll.ID], []]), FusedDiffers)
     assert "job 'one'" in text
+
+
+class Steep(nn.Module):
+    """A model of single tokens that makes much of a rounding, as a router's choice does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out, self.head = nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        return self.head(torch.sin(200 * self.out(self.embed(ids))))
+
+
+def in_bfloat16(module: nn.Module, **options):
+    """What the probe finds of a job on a module in bfloat16, with its weights."""
+    base = BaseSpec(module=module.bfloat16(), dtype="bfloat16", attention="batch")
+    model = compile([job("one", base, r=2, target_modules=["out"])])
+    value = base_tensors(model.backbone).__getitem__
+    return probe_loaded(model.group, model.backbone, model.jobs, value, 20, **options)
+
+
+def test_where_half_precision_differs_float32_decides():
+    """Both sides round elsewhere; that the graph is right is seen where they round less."""
+    torch.manual_seed(7)
+    found = in_bfloat16(Steep())
+
+    assert "differ by" in found.rounding
+    assert found.rounding.endswith("in bfloat16")
+    assert found.gradient < 2e-4
+
+
+def test_what_differs_in_float32_too_is_refused():
+    """Half precision excuses nothing."""
+    torch.manual_seed(7)
+    text = error_of(lambda: in_bfloat16(SeesAll(), ids=[[SeesAll.ID]]), FusedDiffers)
+
+    assert "logits of" in text
 
 
 def test_the_longest_sample_is_cut_rather_than_left_out(tmp_path):

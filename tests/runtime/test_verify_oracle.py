@@ -30,6 +30,7 @@ from tlora_fx.config.job import BaseSpec, DataSpec, Job
 from tlora_fx.errors import OracleError
 from tlora_fx.runtime.data.sample_order import SampleOrder, in_another_layout, lines_of
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
+from tlora_fx.runtime.solo import SoloTrainer
 
 VOCABULARY, STEPS = 37, 3
 DROPPED = ("llama", "gpt2", "opt", "gemma2", "mistral", "plain")
@@ -297,6 +298,19 @@ def test_a_start_of_another_job_is_refused(change):
 
     with pytest.raises(OracleError, match=name.replace(".", r"\.")):
         train_alone(job, base, data_of(job), start, 1, masks=False)
+
+
+def test_a_schedule_of_lora_fa_ends_where_that_of_others_does():
+    """PEFT's maker of the optimizer leaves the rate out where schedules read it."""
+    job = job_of("gpt2", optim="lorafa", lr_scheduler_type="polynomial", max_steps=2)
+    base = model_of("gpt2")
+    solo = SoloTrainer(job, base, data_of(job), start_of(job, base), masks=False)
+
+    for step in range(2):
+        solo.gradients(solo.order.batches(step), step)
+        solo.update()
+
+    assert solo._schedule.get_last_lr() == [pytest.approx(1e-7)]
 
 
 @given(

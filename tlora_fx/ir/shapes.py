@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -204,8 +205,11 @@ def _dispatch(target: Any, mode: FakeTensorMode, args: Any, kwargs: Any) -> Any:
         return target(*args, **kwargs)
 
 
-# What operators of ATen made of plain sizes: dtype, device and sizes of one tensor.
-_RESULTS: dict[Any, tuple[torch.dtype, torch.device, int, tuple[Any, ...]]] = {}
+# What operators of ATen made: dtype, device and sizes of one tensor; of a mode's symbolic sizes,
+# as the layers of a traced graph have them, by mode.
+_Results = dict[Any, tuple[torch.dtype, torch.device, int, tuple[Any, ...]]]
+_RESULTS: _Results = {}
+_SYMBOLIC: WeakKeyDictionary[FakeTensorMode, _Results] = WeakKeyDictionary()
 MAX_RESULTS = 65_536
 _NAMED = (bool, float, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
 _SEGMENT_SIZES = range(FIRST_SEGMENT_SIZE, FIRST_SEGMENT_SIZE + 2 * MAX_JOBS, 2)
@@ -222,7 +226,8 @@ def _run_once(target: Any, mode: FakeTensorMode, args: Any, kwargs: Any) -> Any:
     autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
     try:
         key = (target, torch.get_default_dtype(), autocast, sizes.key((args, kwargs)))
-        known = _RESULTS.get(key)
+        results = _SYMBOLIC.setdefault(mode, {}) if sizes.symbolic else _RESULTS
+        known = results.get(key)
         if known is not None:
             dtype, device, rank, plain = known
             found = [sizes.number(size) for size in plain]
@@ -232,10 +237,10 @@ def _run_once(target: Any, mode: FakeTensorMode, args: Any, kwargs: Any) -> Any:
     value = _dispatch(target, mode, args, kwargs)
     if type(value) is FakeTensor and not value.requires_grad and value.storage_offset() == 0:
         with suppress(_NoKey):
-            plain = tuple(sizes.plain(size) for size in (*value.shape, *value.stride()))
-            if len(_RESULTS) >= MAX_RESULTS:
-                _RESULTS.clear()
-            _RESULTS[key] = (value.dtype, value.device, value.dim(), plain)
+            plain = tuple(sizes.kept(size) for size in (*value.shape, *value.stride()))
+            if len(results) >= MAX_RESULTS:
+                results.clear()
+            results[key] = (value.dtype, value.device, value.dim(), plain)
     return value
 
 
@@ -248,11 +253,13 @@ class _Sizes:
 
     scalars    whether keys tell one float from another
     segment    the size of the segment; None before one is met
+    symbolic   whether a size is an expression of the mode's symbols
     """
 
     def __init__(self, *, scalars: bool = True) -> None:
         self.scalars = scalars
         self.segment: int | None = None
+        self.symbolic = False
 
     def key(self, value: Any) -> Any:
         """Something hashable that is equal for equal arguments; raises _NoKey."""
@@ -261,7 +268,7 @@ class _Sizes:
                 raise _NoKey
             numbers = (*value.shape, *value.stride(), value.storage_offset())
             return value.dtype, value.device, value.dim(), tuple(map(self.plain, numbers))
-        if type(value) is int:
+        if type(value) in (int, torch.SymInt):
             return self.plain(value)
         if type(value) is float and not self.scalars:
             return float
@@ -274,7 +281,10 @@ class _Sizes:
         raise _NoKey
 
     def plain(self, size: Any) -> Any:
-        """A number, or how many times the segment it is; raises _NoKey."""
+        """A number, how many times the segment it is, or its expression; raises _NoKey."""
+        if type(size) is torch.SymInt:
+            self.symbolic = True
+            return ("symbol", size.node.expr)
         if type(size) is not int:
             raise _NoKey
         if size < FIRST_SEGMENT_SIZE:
@@ -285,12 +295,20 @@ class _Sizes:
             raise _NoKey
         return ("segment", size // self.segment)
 
-    def number(self, plain: Any) -> int:
-        """The number that `plain` gave, of this job's segment."""
-        if isinstance(plain, int):
-            return plain
+    def kept(self, size: Any) -> Any:
+        """What `number` makes the size of again; raises _NoKey."""
+        if type(size) is not torch.SymInt:
+            return self.plain(size)
+        if not self.symbolic:
+            raise _NoKey
+        return size
+
+    def number(self, kept: Any) -> Any:
+        """The size again, of this job's segment."""
+        if type(kept) in (int, torch.SymInt):
+            return kept
         assert self.segment is not None
-        return int(plain[1] * self.segment)
+        return int(kept[1] * self.segment)
 
 
 def _segment_shape(whole: Tensor, job: int, dim: int) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from random import Random
 from typing import Any
@@ -82,6 +82,7 @@ class ProbeResult:
     gradient   the same of all gradients of a job
     bound      what passes
     skipped    why nothing was compared, "" where it was
+    rounding   how far the base's half precision parts, where float32 agrees; "" where it does not
     """
 
     lengths: tuple[int, ...] = ()
@@ -89,6 +90,7 @@ class ProbeResult:
     gradient: float = 0.0
     bound: float = 0.0
     skipped: str = ""
+    rounding: str = ""
 
     def __str__(self) -> str:
         if self.skipped:
@@ -142,7 +144,8 @@ def probe_loaded(
     """Try a fused graph on the base's weights, where they lie.
 
     A base that is large runs with the first and the last layer of each structure: deeper, half
-    precision makes much of rounding, and less is seen in more time.
+    precision makes much of rounding, and less is seen in more time. Where half precision differs,
+    float32 decides: a router that chooses experts by little makes any difference of a rounding.
 
     value     a tensor of the base by canonical name
     longest   tokens of the jobs' longest sample
@@ -150,19 +153,40 @@ def probe_loaded(
     ids       of each job, those that its samples hold: a model may treat one unlike all others
     raises    FusedDiffers, naming job, sequence and the first module whose values part
     """
-    lengths = _lengths(backbone, tokens, longest)
-    tensors, layers = _Loaded(group, value), _layers(group, backbone)
-    return _Probe(group, backbone, jobs, tensors, layers, lengths, None, ids).run()
+    lengths, layers = _lengths(backbone, tokens, longest), _layers(group, backbone)
+
+    def tried(wide: torch.dtype | None) -> ProbeResult:
+        tensors = _Loaded(group, value, wide)
+        return _Probe(group, backbone, jobs, tensors, layers, lengths, wide, ids).run()
+
+    try:
+        return tried(None)
+    except FusedDiffers as differs:
+        if backbone.dtype not in HALF:
+            raise
+        try:
+            found = tried(torch.float32)
+        except torch.OutOfMemoryError:
+            raise differs from None
+        if found.skipped:
+            raise
+        kind = str(backbone.dtype).removeprefix("torch.")
+        return replace(found, rounding=f"{differs.facts['found']} in {kind}")
 
 
 class _Damped(Seeded):
     """Seeded tensors whose adapters add about as much whatever their scaling.
 
     Beside branches that outweigh the base, rounding is all that is seen.
+
+    wide   in place of half precision
     """
 
-    def __init__(self, group: GroupGraph, buffers: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, group: GroupGraph, buffers: Mapping[str, Tensor], wide: torch.dtype | None
+    ) -> None:
         super().__init__(0, buffers)
+        self._wide = wide
         self._factors = {
             job.name: 1 / max([1.0, *(abs(site.scaling) for site in job.sites.values())])
             for job in group.jobs
@@ -171,11 +195,14 @@ class _Damped(Seeded):
     def own(self, job: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor that a job trains."""
         known = (job, name, shape) in self._own
-        tensor = super().own(job, name, shape, dtype)
+        tensor = super().own(job, name, shape, self._dtype(dtype))
         if not known and any(up in name for up in ("lora_B", "lora_embedding_B")):
             with torch.no_grad():
                 tensor.mul_(self._factors[job])
         return tensor
+
+    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._wide if self._wide is not None and dtype in HALF else dtype
 
 
 class _Wide(_Damped):
@@ -192,12 +219,9 @@ class _Wide(_Damped):
         wide: torch.dtype | None,
         head: frozenset[str] = frozenset(),
     ) -> None:
-        super().__init__(group, buffers_of(backbone))
-        self._wide, self._head = wide, head
+        super().__init__(group, buffers_of(backbone), wide)
+        self._head = head
         self._tables = _embeddings(backbone)
-
-    def _dtype(self, dtype: torch.dtype) -> torch.dtype:
-        return self._wide if self._wide is not None and dtype in HALF else dtype
 
     def base(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of the base; of an embedding the rows that the probe's tokens read."""
@@ -210,10 +234,6 @@ class _Wide(_Damped):
             table[:rows] = self._draw(f"base {name}", (rows, *shape[1:]), dtype)
             self._base[name] = table
         return super().base(name, shape, dtype)
-
-    def own(self, job: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor that a job trains."""
-        return super().own(job, name, shape, self._dtype(dtype))
 
 
 def _embeddings(backbone: Backbone) -> set[str]:
@@ -239,13 +259,15 @@ def _large_head(backbone: Backbone) -> frozenset[str]:
 class _Loaded(_Damped):
     """The base's own tensors; those of jobs are drawn."""
 
-    def __init__(self, group: GroupGraph, value: Callable[[str], Tensor]) -> None:
-        super().__init__(group, {})
+    def __init__(
+        self, group: GroupGraph, value: Callable[[str], Tensor], wide: torch.dtype | None
+    ) -> None:
+        super().__init__(group, {}, wide)
         self._value = value
 
     def base(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of the base, where it lies."""
-        return self._value(name).detach().to(dtype)
+        return self._value(name).detach().to(self._dtype(dtype))
 
     def _draw(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return super()._draw(name, shape, dtype).to(self.device)

@@ -494,6 +494,7 @@ def _lorafa(job: Job, model: PeftModel, arguments: dict[str, Any]) -> torch.opti
     config: Any = model.peft_config["default"]
     optimizer = create_lorafa_optimizer(model, config.r, config.lora_alpha, job.learning_rate)
     optimizer.param_groups[0].update(arguments)
+    optimizer.defaults["lr"] = job.learning_rate  # where schedules read it
     plain = optimizer.step
 
     def step(_: Any, closure: Any = None) -> Any:

@@ -611,14 +611,20 @@ def try_base(
     """
     model, mesh = group.model, group.mesh
     if base is None:
-        skipped = probe_base(model, data).skipped
+        found = probe_base(model, data)
     elif group.plan.mesh.tp == 1:
 
         def tried() -> ProbeResult:
             return probe_ends(model, data, base, mesh.device) if mesh.leader else ProbeResult()
 
-        skipped = ranks.together(tried).skipped
+        found = ranks.together(tried)
     else:
-        skipped = next((why for name, why in model.group.notes if name == "probe"), "")
-    if skipped:
-        warn(f"the base was not tried against itself: {skipped}")
+        why = next((why for name, why in model.group.notes if name == "probe"), "")
+        found = ProbeResult(skipped=why)
+    if found.skipped:
+        warn(f"the base was not tried against itself: {found.skipped}")
+    if found.rounding:
+        warn(
+            f"a rounding may change much in this base: beside the base alone {found.rounding}, and "
+            "float32 agrees"
+        )

@@ -1,8 +1,8 @@
 """Mixtures of experts as two operators, put into models through transformers' ExpertsInterface.
 
 What a model's own code does with a token for each expert by its number (`one_hot`, `nonzero`, a
-loop over the experts that were hit) cannot be traced. Routing stays the model's own. Llama 4 and
-DBRX know no such interface: a forward of ours stands in for theirs.
+loop over the experts that were hit) cannot be traced. Routing stays the model's own. Llama 4, DBRX
+and LongCat-Flash know no such interface: a forward of ours stands in for theirs.
 
 Each product is a module of its own, at the path of the parameter that it multiplies with, so that
 what PEFT adapts by `target_parameters` is a site like any other. PEFT itself would add an adapter's
@@ -25,8 +25,8 @@ from tlora_fx.errors import BaseNotTraceable
 from tlora_fx.ir.graph import ROUTER_PRODUCT
 
 IMPLEMENTATION = "tlora_fx"
-#: A class of transformers whose matrices are [E, in, out] each, though it does not say so.
-LLAMA4_EXPERTS = "Llama4TextExperts"
+#: Classes of transformers that do not say how their matrices lie: whether [E, in, out].
+UNDECLARED = {"Llama4TextExperts": True, "LongcatFlashExperts": False}
 
 
 def use_expert_products(model: nn.Module) -> None:
@@ -78,7 +78,7 @@ def is_router(module: nn.Module) -> bool:
 def is_experts(module: nn.Module) -> bool:
     """Whether a module holds the matrices of all experts of a mixture, as transformers has them."""
     declared = hasattr(module, "is_transposed") and hasattr(module, "has_gate")
-    return declared or type(module).__name__ == LLAMA4_EXPERTS
+    return declared or type(module).__name__ in UNDECLARED
 
 
 def product_names(experts: Any) -> tuple[str, str]:
@@ -112,7 +112,8 @@ def _unwrapped(model: nn.Module) -> dict[tuple[int, str], Any]:
 def _make_product(experts: Any, name: str, wrapper: Any) -> None:
     """Replace a parameter of experts by the module that multiplies with it."""
     bias = experts._parameters.pop(f"{name}_bias", None)
-    turned = getattr(experts, "is_transposed", True)
+    unsaid = UNDECLARED.get(type(experts).__name__)
+    turned: Any = getattr(experts, "is_transposed", unsaid)
     product: nn.Module = ExpertProduct(experts._parameters.pop(name), bias, turned)
     if wrapper is not None:
         # PEFT takes [E, out, in] where the class does not say how its matrices lie.
@@ -327,5 +328,23 @@ def _dbrx(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     return mixed.view(hidden.shape)
 
 
+def _longcat(self: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """The forward of LongCat-Flash's experts, of which the last ones return a token as it is.
+
+    hidden    [T, H]
+    index     [T, K]
+    weights   [T, K]
+    returns   [T, H]
+    """
+    count = self.num_routed_experts
+    gate, up = self.gate_up_proj(hidden, index).chunk(2, dim=-1)
+    x = self.down_proj(self.act_fn(gate) * up, index.clamp(max=count - 1))
+    x = torch.where((index < count).unsqueeze(-1), x, hidden.unsqueeze(1))
+    mixed: Tensor = (x * weights.unsqueeze(-1)).sum(1)
+    return mixed.to(hidden.dtype)
+
+
 #: What stands in for the forward of mixtures without transformers' interface, by their class.
-OWN_CODE: dict[str, Callable[..., Any]] = {"Llama4TextMoe": _llama4, "DbrxExperts": _dbrx}
+OWN_CODE: dict[str, Callable[..., Any]] = {
+    "Llama4TextMoe": _llama4, "DbrxExperts": _dbrx, "LongcatFlashExperts": _longcat,
+}  # fmt: skip
