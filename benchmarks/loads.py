@@ -101,7 +101,8 @@ def chart(result: dict[str, Any], trace: str = "synthetic") -> str:
     y_label = "times the baseline's"
     drawn = lines(title, "load", y_label, series, log_x=True, log_y=True, zero=False)
     head = '<svg xmlns="http://www.w3.org/2000/svg" width="760" '
-    return drawn.replace("<svg ", head, 1).replace("</title>", f"</title><style>{STYLE}</style>", 1)
+    paper = f'</title><style>{STYLE}</style><rect width="100%" height="100%" fill="#ffffff"/>'
+    return drawn.replace("<svg ", head, 1).replace("</title>", paper, 1)
 
 
 def main() -> None:
