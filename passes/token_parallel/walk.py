@@ -230,7 +230,7 @@ class RowWalk:
         joins = is_call(node, ops.segment_write.default, EXPERTS, SCALE)
         if own and not joins and not (registered and registered.per_job):
             return self._by_one_job(node, own, flat)
-        if registered is not None:
+        if registered is not None and any(state is not None for state in flat):
             return _registered(_Call(self, node), registered)
         special = _SPECIAL.get(node.target)
         if special is not None:

@@ -33,7 +33,7 @@ from tlora_fx.ops.segments import (
     sequence_conv1d,
     sequence_cumsum,
 )
-from tlora_fx.ops.tables import site_id, without_dropout
+from tlora_fx.ops.tables import site_id, token_bounds, without_dropout
 from tlora_fx.ops.torch_compile import mark_compile_caches
 
 __all__ = [
@@ -72,6 +72,7 @@ __all__ = [
     "sequence_conv1d",
     "sequence_cumsum",
     "site_id",
+    "token_bounds",
     "tp_argmax",
     "tp_copy",
     "tp_cross_entropy",

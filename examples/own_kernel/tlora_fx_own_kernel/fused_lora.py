@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from tlora_fx.ops import JobOperator, register_operator
+from tlora_fx.ops import JobOperator, register_operator, token_bounds
 from tlora_fx.ops.kernels import adapters_on, load_kernel, segments_on, uses_kernels
 from tlora_fx_own_kernel.kernels import Branch, Gradient
 
@@ -130,9 +130,8 @@ def _gradient(
 def _jobs(
     tokens: int, segments: Tensor, ranks: Tensor, scales: Tensor
 ) -> Iterator[tuple[slice, slice, float]]:
-    """Each job's tokens, its rows of A and B, and its scale; a unit may be several tokens."""
-    unit = tokens // max(int(segments[-1]), 1)
-    bounds = pairwise((segments * unit).tolist()), pairwise(ranks.tolist())
+    """Each job's tokens, its rows of A and B, and its scale."""
+    bounds = pairwise(token_bounds(segments, tokens)), pairwise(ranks.tolist())
     for span, own, scale in zip(*bounds, scales.tolist(), strict=True):
         yield slice(*span), slice(*own), scale
 
