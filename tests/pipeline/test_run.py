@@ -143,6 +143,16 @@ def with_tensor(graph):
     return graph
 
 
+def relu(x):
+    """The pattern, as fx traces it."""
+    return aten.relu.default(x)
+
+
+def neg(x):
+    """What is put in its place."""
+    return aten.neg.default(x)
+
+
 def test_what_fx_offers_runs_in_a_pass():
     """Dead code goes, also beside layers and tensors; a GraphModule shares the graph."""
 
@@ -151,7 +161,7 @@ def test_what_fx_offers_runs_in_a_pass():
         with root.inserting_before(relu_of(graph)):
             root.call_module("layers.0", (relu_of(graph).args[0],))
         module = fx.GraphModule(root.owning_module, root)
-        replace_pattern(module, lambda y: aten.relu.default(y), lambda y: aten.neg.default(y))
+        replace_pattern(module, relu, neg)
         root.lint()
         assert root.eliminate_dead_code()
         made = relu_of(graph)

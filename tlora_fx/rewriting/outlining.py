@@ -122,7 +122,8 @@ def inline_block(graphs: JobGraph | GroupGraph, call: fx.Node) -> list[fx.Node] 
     path = str(call.target)
     named = ((n, b) for n, b in graphs.blocks.items() if path in b.instances)
     name, block = next(named, ("", None))
-    if block is None or not isinstance(output_of(block.graph).args[0], fx.Node):
+    result = output_of(block.graph).args[0] if block is not None else None
+    if block is None or not isinstance(result, fx.Node):
         raise NotOutlinable(
             "this is no call of a block, or its block hands on several values",
             node=call.format_node(),
@@ -135,7 +136,6 @@ def inline_block(graphs: JobGraph | GroupGraph, call: fx.Node) -> list[fx.Node] 
     copies: dict[fx.Node, fx.Node] = dict(
         zip(placeholders(block.graph).values(), call.args, strict=True)  # type: ignore[arg-type]
     )
-    result = output_of(block.graph).args[0]
     new = []
     for node in block.graph.nodes:
         if node.op in ("placeholder", "output"):
