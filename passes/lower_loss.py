@@ -15,7 +15,7 @@ import networkx as nx
 import torch
 from torch import fx
 
-from tlora_fx.errors import BaseRefused
+from tlora_fx.errors import BaseRefused, GraphInvalid
 from tlora_fx.ir.graph import (
     HEAD,
     LOSS,
@@ -102,7 +102,13 @@ def head_of(root: fx.Graph) -> tuple[fx.Node, list[fx.Node]]:
     raises    BaseRefused when there is none
     """
     logits = output_of(root).args[0]
-    assert isinstance(logits, fx.Node)
+    if not isinstance(logits, fx.Node):
+        raise GraphInvalid(
+            "the graph returns something else than its logits",
+            expected="one value",
+            found=str(logits)[:100],
+            help="a pass before lower-loss changed what the graph returns",
+        )
     ways = digraph(root)
     before = {logits, *nx.ancestors(ways, logits)}
     hidden = _narrowest(root, ways, before)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from torch import fx
+from torch.fx import replace_pattern
 
 from tests.models import error_of
 from tests.pipeline.graphs import Does, add_relu, aten, relu_of, small_graph
-from tlora_fx.errors import GraphInvalid, PassFailed, PassMisreports
-from tlora_fx.ir.graph import ancestry, derive, origin_of
+from tlora_fx.errors import GraphInvalid, NotOutlinable, PassFailed, PassMisreports
+from tlora_fx.ir.graph import TensorRef, ancestry, derive, origin_of
 from tlora_fx.ir.shapes import propagate
+from tlora_fx.ir.storage import stored_as
 from tlora_fx.pipeline import Halted, Instrument, Pipeline, Runner, rewrite_allowed
+from tlora_fx.rewriting import inline_block
 
 
 def run(*what, **options):
@@ -72,6 +78,99 @@ def test_a_pass_that_breaks_a_graph_is_named_with_the_node(what, error, told):
 
     assert "does" in text
     assert told in text
+
+
+def without_values(graph):
+    """Forget all of the nodes."""
+    for node in graph.root.nodes:
+        node.meta.clear()
+
+
+def without_a_value(graph):
+    """Add an input, and say nothing of it."""
+    relu = relu_of(graph)
+    with graph.root.inserting_before(relu):
+        relu.update_arg(0, graph.root.placeholder("y"))
+
+
+def other_layer(graph):
+    """Call what nobody has."""
+    relu = relu_of(graph)
+    with graph.root.inserting_after(relu):
+        made = graph.root.call_module("nowhere", (relu,))
+    relu.replace_all_uses_with(made, lambda user: user is not made)
+
+
+def nothing_to_inline(graph):
+    """Inline a call of an operator."""
+    inline_block(graph, relu_of(graph))
+
+
+def stored_by(form):
+    """A pass that stores a frozen tensor in a form."""
+    return lambda graph: stored_as(TensorRef("base", "w", (2, 3), torch.float32), form) and None
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        (without_values, "no node of a graph has a value"),
+        (without_a_value, "%y : [num_users=1] = placeholder"),
+        (other_layer, "a graph calls a layer that no block runs"),
+        (nothing_to_inline, "this is no call of a block"),
+        (stored_by(partial(torch.transpose, dim0=0, dim1=1)), "that calls a partial or lambda"),
+        (stored_by(torch.matmul), "does not run on these tensors"),
+        (lambda graph: fx.GraphModule(graph.root), "fx.GraphModule(graph.owning_module, graph)"),
+        (
+            lambda graph: fx.GraphModule({}, with_tensor(graph.root)),
+            "fx.GraphModule(graph.owning_module, graph)",
+        ),
+    ],
+)
+def test_a_mistake_of_an_author_is_told_with_what_to_do(what, told):
+    """None is an assertion of ours."""
+    text = error_of(lambda: run(what), (GraphInvalid, PassFailed, NotOutlinable))
+
+    assert told in text
+    assert "AssertionError" not in text
+
+
+def with_tensor(graph):
+    """The graph with a stored tensor in front."""
+    with graph.inserting_before(next(iter(graph.nodes))):
+        node = graph.get_attr("mlp.weight")
+    node.meta["val"] = next(n for n in graph.nodes if "val" in n.meta).meta["val"]
+    return graph
+
+
+def relu(x):
+    """The pattern, as fx traces it."""
+    return aten.relu.default(x)
+
+
+def neg(x):
+    """What is put in its place."""
+    return aten.neg.default(x)
+
+
+def test_what_fx_offers_runs_in_a_pass():
+    """Dead code goes, also beside layers and tensors; a GraphModule shares the graph."""
+
+    def rewrites(graph):
+        root = with_tensor(graph.root)
+        with root.inserting_before(relu_of(graph)):
+            root.call_module("layers.0", (relu_of(graph).args[0],))
+        module = fx.GraphModule(root.owning_module, root)
+        replace_pattern(module, relu, neg)
+        root.lint()
+        assert root.eliminate_dead_code()
+        made = relu_of(graph)
+        made.meta["val"] = made.args[0].meta["val"]
+
+    graph = run(rewrites)
+
+    assert [str(node.target) for node in graph.root.nodes] == ["x", "aten.neg.default", "output"]
+    assert graph.root.owning_module is None
 
 
 def test_a_node_says_where_a_pass_failed():

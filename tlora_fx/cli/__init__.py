@@ -61,6 +61,7 @@ COMMANDS = {
     "plan": "Choose how to split a model over GPUs; needs no GPU.",
     "prepare": "Fill the caches from which train starts, without training.",
     "profile": "Measure time and memory of a model's layers on this machine.",
+    "reduce": "Shrink a graph file on which something fails.",
     "replay": "Run a failed compiler pass again, from its replay folder.",
     "report": "Write an HTML report of a run: losses, speed, groups.",
     "results": "Show the results of a run as a table, or write them as CSV.",

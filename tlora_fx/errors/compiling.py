@@ -359,6 +359,14 @@ class BisectFails(CompileError, code="T0230"):
     """
 
 
+class ReduceFails(CompileError, code="T0260"):
+    """The check of a reduction cannot be run, or does not fail on the file as it is.
+
+    The check exits with 0 if the failure is still there. Negate a command that succeeds on good
+    graphs: `sh -c '! command "$0"'`.
+    """
+
+
 class FolderNotLoadable(CompileError, code="T0256"):
     """A folder holds no compiled model, or its ssm.py cannot be imported.
 

@@ -20,7 +20,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from tlora_fx.errors import GraphInvalid
-from tlora_fx.ir.graph import Block, is_call
+from tlora_fx.ir.graph import LOSS, Block, is_call, output_of
 
 # Segments have plain sizes, which fake tensors handle far faster than symbols. They are odd and
 # larger than any dimension of a model, so that none is taken for another or for a model's own.
@@ -93,12 +93,16 @@ def _segments_text(size: int) -> str:
 
 
 def fake_mode_of(graph: fx.Graph) -> FakeTensorMode:
-    """The mode that the graph's own values belong to."""
+    """The mode that the graph's own values belong to; raises GraphInvalid where it has none."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, FakeTensor):
             return value.fake_mode
-    raise AssertionError("a graph without values")
+    raise GraphInvalid(
+        "no node of a graph has a value",
+        expected="fake tensors as meta['val'] of its inputs",
+        help="keep node.meta of inputs: values of operators are made of theirs",
+    )
 
 
 def fake_tensor(
@@ -150,8 +154,15 @@ def propagate(
             block = by_layer[str(node.target)]
             _check_layer_inputs(node, block)
             # The value of a layer call is what the block's output node carries.
-            output = next(node for node in reversed(block.graph.nodes) if node.op == "output")
-            node.meta["val"] = fx.map_arg(output.args[0], lambda n: n.meta["val"])
+            node.meta["val"] = _values_of(output_of(block.graph))[0][0]
+        elif node.op == "call_module" and blocks is not None and node.target != LOSS:
+            raise GraphInvalid(
+                "a graph calls a layer that no block runs",
+                node=node.format_node(),
+                expected=", ".join(list(by_layer)[:6]) or "no layer",
+                found=node.target,
+                help="the pass that changed the call, or the blocks, is at fault",
+            )
         if node.op == "call_function":
             ran += give_value(node, mode)
     return ran
@@ -163,7 +174,7 @@ def give_value(node: fx.Node, mode: FakeTensorMode) -> bool:
     returns   whether it ran
     raises    GraphInvalid, where the operator does not take them
     """
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = _values_of(node)
     known = node.meta.get(RUN)
     if known is not None and known.gave(node, mode, args, kwargs):
         return False
@@ -181,6 +192,21 @@ def give_value(node: fx.Node, mode: FakeTensorMode) -> bool:
         node.meta["val"] = value
     node.meta[RUN] = _Run(mode, node.target, args, kwargs, node.meta["val"])
     return True
+
+
+def _values_of(node: fx.Node) -> Any:
+    """The arguments of a node with values in place of nodes; raises GraphInvalid."""
+    try:
+        return fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    except KeyError:
+        lacks = next(source for source in node.all_input_nodes if "val" not in source.meta)
+        raise GraphInvalid(
+            "a node reads one that has no value",
+            node=node.format_node(),
+            found=lacks.format_node() or lacks.name,
+            help="helpers of tlora_fx.rewriting give values; whoever makes an input or a stored "
+            "tensor sets its node.meta['val']",
+        ) from None
 
 
 def _run(node: fx.Node, mode: FakeTensorMode, args: Any, kwargs: Any) -> Any:

@@ -36,7 +36,8 @@ def stored_as(refs: TensorRef | Sequence[TensorRef], form: Form, name: str = "")
     raises   StoredFormWrong for a tensor that is not the base's, or a function without a name
     """
     originals = (refs,) if isinstance(refs, TensorRef) else tuple(refs)
-    path = f"{form.__module__}:{form.__qualname__}"
+    # What has no name of its own, such as a functools.partial, cannot be found again.
+    path = f"{form.__module__}:{getattr(form, '__qualname__', f'<{type(form).__name__}>')}"
     wrong = [ref for ref in originals if ref.owner != "base" or ref.originals]
     if wrong or not originals or "<" in path:
         raise StoredFormWrong(
@@ -44,9 +45,20 @@ def stored_as(refs: TensorRef | Sequence[TensorRef], form: Form, name: str = "")
             tensor=", ".join(ref.name for ref in wrong or originals) or "none",
             found=f"owner {(wrong or originals)[0].owner}, form {path}" if originals else path,
             expected="tensors of the base as they are, and a function at the top of a module",
-            help="only frozen tensors have other forms, and functions are found by their name",
+            help="only frozen tensors have other forms, and functions are found by their name: "
+            "write a function at the top of a module that calls a partial or lambda",
         )
-    stored = form(*(torch.empty(ref.shape, dtype=ref.dtype, device="meta") for ref in originals))
+    try:
+        empty = (torch.empty(ref.shape, dtype=ref.dtype, device="meta") for ref in originals)
+        stored = form(*empty)
+    except Exception as error:
+        raise StoredFormWrong(
+            "the function of a stored form does not run on these tensors",
+            tensor=", ".join(ref.name for ref in originals),
+            form=path,
+            found=f"{type(error).__name__}: {error}",
+            help="it takes the tensors in their order, and runs on the meta device",
+        ) from error
     return TensorRef(
         "base", name or originals[0].name, tuple(stored.shape), stored.dtype, path, originals
     )

@@ -26,6 +26,7 @@ from torch import fx
 from tlora_fx.config.plugins import Plugin
 from tlora_fx.errors import GraphInvalid, PassFailed, PassMisreports, TloraError
 from tlora_fx.ir.graph import TRACE, GroupGraph, JobGraph, record
+from tlora_fx.ir.modules import owning_modules
 from tlora_fx.ir.names import name_nodes
 from tlora_fx.ir.shapes import propagate, remember_runs, type_text
 from tlora_fx.ir.verifier import Fingerprint, adapted, check_tags, fingerprint, named_graphs, owners
@@ -89,6 +90,7 @@ __all__ = [
 #: Where our own code lies, and the folder of libraries.
 OURS = Path(__file__).parents[1]
 INSTALLED = "site-packages"
+GRAPH_MODULE = inspect.getfile(fx.GraphModule)
 Verify = Literal["none", "structure", "numerics"]
 Values = dict[fx.Node, torch.Tensor]
 
@@ -203,6 +205,7 @@ class Runner:
         rewrites = self.rewrites.setdefault(event.place, Rewrites(self.limits.get(event.place)))
         rewrites.rules = {} if any(one.watches_rules for one in self.instruments) else None
         measured = _Measured(_nodes(graphs), len(rewrites.descriptions), rewrites.statistics.copy())
+        fused = isinstance(graphs, GroupGraph) and graphs.fused
         self._facts.require(item, graphs)
         before, values = self._before(graphs)
         if self.verify != "none" and (self._adapted is None or self._adapted[0] is not graphs):
@@ -210,13 +213,20 @@ class Runner:
         resting = self._facts.before(item, graphs) if self.verify != "none" else {}
         measured.lap()
         try:
-            with counting(rewrites):
+            with counting(rewrites), owning_modules(graphs):
                 claim = item.run(graphs)  # type: ignore[attr-defined]
         except TloraError:
             raise
         except Exception as error:
             raise _failed(event, error) from error
         measured.lap()
+        if fused and not graphs.fused:  # type: ignore[union-attr]
+            raise GraphInvalid(
+                f"pass '{item.name}' left no graph of the group",
+                expected="nodes in group.root",
+                found="none",
+                help="this is a defect of the pass",
+            )
         measured.shapes = self._propagate(event)
         measured.lap()
         record_all(graphs, item.name, event.subject)
@@ -414,8 +424,19 @@ def _failed(event: Event, error: Exception) -> PassFailed:
         node=node.format_node() if node is not None else "none that can be told",
         source=(node.meta.get("source") or None) if node is not None else None,
         found=error,
-        help="this is a defect of the pass",
+        help=_help_with(error),
     )
+
+
+def _help_with(error: Exception) -> str:
+    """What to do about an error of a pass; fx says nothing of the module that it lacks."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if "GraphModule.__init__()" in str(error) or any(f.filename == GRAPH_MODULE for f in frames):
+        return (
+            "graphs name tensors and layers by path, which a module must have: write "
+            "fx.GraphModule(graph.owning_module, graph); it shares the graph"
+        )
+    return "this is a defect of the pass"
 
 
 def author_line(item: Pass, trace: TracebackType | None) -> str | None:

@@ -103,8 +103,8 @@ def _match(pattern: Pattern, node: Any, given: Mapping[str, Any] | None) -> Matc
     search, start = PatternSearch(), SearchState(dict(given or {}))
     for state in pattern.walk(node, start, search, None):
         return Match(pattern, node, state.captures, state.described(), state.conditions())
-    failed = search.failed
-    assert failed is not None
+    # A pattern of somebody's own may fit nothing and tell the search of no failure.
+    failed = search.failed or Condition(pattern, node, None)
     before = search.state.described()
     at = failed.value if isinstance(failed.value, fx.Node) else None
     if at is None and before:

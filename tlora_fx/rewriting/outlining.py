@@ -115,16 +115,27 @@ def outline_block(
 
 
 def inline_block(graphs: JobGraph | GroupGraph, call: fx.Node) -> list[fx.Node] | None:
-    """Replace a call of a block by the block's own nodes; these, or None where it is held back."""
+    """Replace a call of a block by the block's own nodes; these, or None where it is held back.
+
+    raises    NotOutlinable for a node that calls no block, and a block that hands on several values
+    """
     path = str(call.target)
-    name, block = next((n, b) for n, b in graphs.blocks.items() if path in b.instances)
+    named = ((n, b) for n, b in graphs.blocks.items() if path in b.instances)
+    name, block = next(named, ("", None))
+    result = output_of(block.graph).args[0] if block is not None else None
+    if block is None or not isinstance(result, fx.Node):
+        raise NotOutlinable(
+            "this is no call of a block, or its block hands on several values",
+            node=call.format_node(),
+            expected="a call of a layer: "
+            + ", ".join(layer for b in graphs.blocks.values() for layer in b.instances[:2]),
+            help="give inline_block a node whose op is call_module",
+        )
     if not rewrite_allowed(f"inline {path}"):
         return None
     copies: dict[fx.Node, fx.Node] = dict(
         zip(placeholders(block.graph).values(), call.args, strict=True)  # type: ignore[arg-type]
     )
-    result = output_of(block.graph).args[0]
-    assert isinstance(result, fx.Node), "a block hands on one value"
     new = []
     for node in block.graph.nodes:
         if node.op in ("placeholder", "output"):
