@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import numpy as np
 
@@ -18,13 +18,14 @@ from tlora_fx.training.messages import _CLASS, canonical_request
 from tlora_fx.training.options import EngineOptions
 
 VOCABULARY = 259
+#: Of the small base; gone with the process.
+_FOLDER = TemporaryDirectory(prefix="tlora-fx-training-")
 
 
 @cache
 def engine(residents=4):
     """One engine of a process; what trained on it before has left when a cycle begins."""
-    folder = Path(mkdtemp(prefix="tlora-training-"))
-    return Engine(EngineOptions(folder, dtype="float64", residents=residents))
+    return Engine(EngineOptions(Path(_FOLDER.name), dtype="float64", residents=residents))
 
 
 def cycle_of(folder, own=None, **how):

@@ -176,13 +176,17 @@ class CommandLog:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._lock = threading.RLock()
+        self._lock, self._read_lock = threading.Lock(), threading.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._base = sqlite3.connect(
-                folder / "log.sqlite", isolation_level=None, check_same_thread=False, timeout=30
+            # Who reads an answer does not wait for who writes a body.
+            self._base, self._reader = (
+                sqlite3.connect(
+                    folder / "log.sqlite", isolation_level=None, check_same_thread=False, timeout=30
+                )
+                for _ in range(2)
             )
-            self._base.row_factory = sqlite3.Row
+            self._base.row_factory = self._reader.row_factory = sqlite3.Row
             self._base.execute("PRAGMA journal_mode=WAL")
             self._base.execute("PRAGMA synchronous=NORMAL")
             self._base.executescript(_TABLES)
@@ -196,6 +200,7 @@ class CommandLog:
 
     def close(self) -> None:
         """Close the file."""
+        self._reader.close()
         self._base.close()
 
     @contextmanager
@@ -210,8 +215,9 @@ class CommandLog:
             self._base.execute("COMMIT")
 
     def _rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
-        with self._lock:
-            return self._base.execute(sql, values).fetchall()
+        """Rows as the last change left them."""
+        with self._read_lock:
+            return self._reader.execute(sql, values).fetchall()
 
     def tell(self, facts: Mapping[str, Any]) -> None:
         """Write what the trainer says of its base."""

@@ -7,7 +7,6 @@ model that has some goes last: its commands since the snapshot have to run again
 
 from __future__ import annotations
 
-import shutil
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -19,7 +18,13 @@ from tlora_fx.runtime.adapters.files import load_adapter
 from tlora_fx.runtime.member import Member
 from tlora_fx.training.engine import PARTS, Engine
 from tlora_fx.training.log import CommandLog, Model
-from tlora_fx.training.versions import Version, read_version, write_version
+from tlora_fx.training.versions import (
+    Version,
+    read_snapshot,
+    read_version,
+    write_snapshot,
+    write_version,
+)
 
 #: Below the log's folder.
 MODELS = "models"
@@ -84,7 +89,7 @@ class Tenants:
         busy     residents that are needed now
         raises   NoRoom, CheckpointError
         """
-        version = read_version(self._snapshot(model.id, model.kept))
+        version = read_snapshot(self._snapshot(model.id, model.kept))
         resident = Resident(_name_of(model.id), version.config, model.id, model.kept, model.kept)
         self._let_in(model.id, resident, version, busy)
         return resident
@@ -123,15 +128,14 @@ class Tenants:
         resident = self.resident[model]
         if resident.ran == resident.kept:
             return
-        target = self._snapshot(model, resident.ran)
-        self.write(model, str(target.relative_to(self.log.folder)), whole=True)
+        write_snapshot(self._snapshot(model, resident.ran), self.member(model), resident.config)
         self.log.keep(model, resident.ran)
         before, resident.kept = resident.kept, resident.ran
         if before >= 0:
-            shutil.rmtree(self._snapshot(model, before), ignore_errors=True)
+            self._snapshot(model, before).unlink(missing_ok=True)
 
     def _snapshot(self, model: str, seq: int) -> Path:
-        return self.log.folder / MODELS / _name_of(model) / f"snapshot-{seq}"
+        return self.log.folder / MODELS / _name_of(model) / f"snapshot-{seq}.safetensors"
 
     def _let_in(
         self, key: str, resident: Resident, version: Version | None, busy: Collection[str]

@@ -126,8 +126,8 @@ def test_killed_processes_lose_and_double_nothing(tmp_path):
 
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    found = train(tmp_path / "a" / "run", kill, 6)
-    expected = train(tmp_path / "b" / "run", lambda *_: False, 6)
+    found = train(tmp_path / "a" / "run", kill, 4)
+    expected = train(tmp_path / "b" / "run", lambda *_: False, 4)
 
     assert len(set(kills)) == 3
     for own, other in zip(found, expected, strict=True):
