@@ -21,7 +21,7 @@ from tests.models import (
 )
 from tests.quantised import decoded
 from tlora_fx.compiler import prepare, resolve_pipeline, run_passes
-from tlora_fx.errors import MissingPackageError, PipelineError
+from tlora_fx.errors import BaseRefused, MissingPackageError, PipelineError
 from tlora_fx.ir.lora_sites import lowered_sites
 from tlora_fx.ir.verifier import named_graphs
 from tlora_fx.model.batch import pack
@@ -117,6 +117,18 @@ def test_matrices_of_layers_are_stored_and_others_stay(llama, form):
         if node.op == "get_attr" and node.meta["tensor"].originals
     }
     assert forms == {f"tlora_fx.ops.quantized:{form}_{p}" for p in FORMS[form].parts}
+
+
+def test_where_the_form_is_required_a_job_that_reads_a_matrix_is_refused(llama):
+    """By its name, and by what reads it: DoRA's norm."""
+    told = error_of(
+        lambda: quantised(llama, "quantize-base{to=nf4 required=true}@before:lower-adapters"),
+        BaseRefused,
+    )
+
+    assert "stored in nf4" in told
+    assert "job    dora" in told
+    assert f"at {LAYER}.self_attn.v_proj" in told
 
 
 def sites_of(group):

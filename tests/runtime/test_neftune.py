@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor, nn
 from transformers.integrations.neftune import neftune_post_forward_hook
 
-from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
+from tests.runtime.groups import draw_samples, losses_of, make_data, make_job, tiny_base
+from tests.runtime.test_step_losses import by_peft, job_of
 from tlora_fx.compiler import compile
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import JobError, NotAdmitted, PlanNotRunnable
@@ -17,6 +20,7 @@ from tlora_fx.ops import without_dropout
 from tlora_fx.ops.noise import embedding_noise, noise_rows
 from tlora_fx.ops.philox import philox
 from tlora_fx.parallel.apply import require_whole_pairs
+from tlora_fx.runtime.group_step import Batch, GroupStep
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.verify import bounds_of, verify
 
@@ -37,6 +41,38 @@ def test_jobs_with_noise_train_as_they_would_alone(tmp_path, form, dropout):
 
     beyond = [row for row in found if not row.within(bounds_of("float64", "cpu"))]
     assert not beyond, "\n".join(map(str, beyond))
+
+
+def test_one_step_with_noise_is_that_of_peft_with_a_hook(tmp_path):
+    """Loss and adapter of a job beside another one, which has none."""
+    base = tiny_base(tmp_path)
+    jobs = [job_of(base, "a", neftune_noise_alpha=5.0, seed=9), job_of(base, "b")]
+    step = GroupStep(compile(jobs), device="cpu")
+    step.prepare()
+    start = {name: step.member(name).final_adapter() for name in "ab"}
+    batches = {name: Batch([draw_samples(name, 9, 1)]) for name in "ab"}
+    out = step.accumulate(batches)
+    step.apply({"a": {}, "b": {}})
+    length = len(batches["a"].micro_batches[0][0].input_ids)
+
+    def add(module, inputs, output):
+        size = 5.0 / math.sqrt(length * output.shape[-1])
+        return output + size * noise_rows(torch.arange(length), output.shape[-1], (9, 0))[None]
+
+    still, _, _ = by_peft(step.model.backbone, jobs[1], start["b"], [batches["b"]])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nn.Embedding, "forward", hooked(nn.Embedding.forward, add))
+        loss, _, after = by_peft(step.model.backbone, jobs[0], start["a"], [batches["a"]])
+
+    assert out["b"].loss == pytest.approx(still, abs=1e-9)
+    assert out["a"].loss == pytest.approx(loss, abs=1e-7)
+    adapter = step.member("a").final_adapter()
+    assert all(torch.allclose(adapter[key], after[key], rtol=0, atol=1e-7) for key in after)
+
+
+def hooked(forward, add):
+    """An embedding's forward with noise behind it."""
+    return lambda self, ids: add(self, (ids,), forward(self, ids))
 
 
 def rows_of(form):

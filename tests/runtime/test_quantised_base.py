@@ -17,7 +17,7 @@ from tests.runtime.conftest import UNMARKED
 from tests.runtime.groups import make_data, make_job
 from tlora_fx.compiler import compile, resolve_pipeline, run_passes
 from tlora_fx.config.job import BaseSpec, Job
-from tlora_fx.errors import BaseRefused, JobError, PipelineError, ResumeMismatch
+from tlora_fx.errors import JobError, PipelineError, ResumeMismatch
 from tlora_fx.ops.quantized import FORMS
 from tlora_fx.runtime.adapters.files import adapter_tensors
 from tlora_fx.runtime.generation import AdapterGenerator, Prompt, SamplingOptions
@@ -166,15 +166,6 @@ def test_a_merged_model_is_the_restored_base_with_the_adapter(folder, run, tmp_p
     assert torch.allclose(merged.eval()(ids).logits, adapted(ids).logits, atol=1e-4)
     names = safetensors.torch.load_file(next((tmp_path / "merged").glob("*.safetensors")))
     assert all(tensor.dtype == torch.float32 for tensor in names.values())
-
-
-def test_dora_is_refused_where_its_matrix_is_stored(folder):
-    """The error names the job and what reads the matrix; on others DoRA goes."""
-    job = make_job(spec(folder), "dora", lora={"use_dora": True})
-    with pytest.raises(BaseRefused, match="stored in nf4") as caught:
-        run_passes([job])
-
-    assert "job    dora" in str(caught.value)
 
 
 def test_the_form_is_told_in_one_place(folder):
