@@ -54,11 +54,14 @@ def scaled() -> nn.Module:
         ([Layer(object()), Layer(object()), Layer()], [0, 1, 2]),
         ([Layer(n) for n in range(3)], [0, 0, 0]),
         ([Layer(n) for n in (0, 1, 1)], [0, 1, 1]),
+        ([Layer(2 * n + 1) for n in range(3)], [0, 0, 0]),
+        ([Layer(2 * n + 2) for n in range(3)], [0, 1, 2]),
+        ([Layer(n) for n in (1, 3, 4)], [0, 1, 2]),
         ([scaled(), scaled(), Layer()], [0, 0, 2]),
     ],
 )
 def test_layers_are_equal_by_what_they_compute(layers, expected):
-    """Attributes, partials, buffers; an attribute that is the index everywhere is left out."""
+    """Attributes, partials, buffers; one that counts layers, or parts of them, is left out."""
     assert groups(Stack(*layers)) == expected
 
 

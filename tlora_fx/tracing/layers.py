@@ -1,8 +1,9 @@
 """Find equal layers of a model, so that few of them need to be built and traced.
 
 Two layers are equal when their modules agree in class, plain attributes, shapes, dtypes and
-buffers. An attribute that holds the layer's own index is left out of the comparison, and armed:
-if the layer's forward reads it, the index is part of what the layer computes.
+buffers. An attribute that holds the layer's own index, or that of a part of it, is left out of the
+comparison, and armed: if the layer's forward reads it, the index is part of what the layer
+computes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Hashable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -82,19 +84,29 @@ def plan_layers(
 
 
 def index_attributes(model: nn.Module, layers: list[str]) -> set[tuple[str, str]]:
-    """Attributes (path inside the layer, name) that hold the layer's own index in every layer."""
+    """Attributes (path inside the layer, name) that count the layers or equal parts of them.
+
+    A layer with two attentions numbers them 2i and 2i + 1.
+    """
     if len(layers) < SMALLEST_LIST:
         return set()
-    common: set[tuple[str, str]] | None = None
-    for index, layer in enumerate(layers):
-        here = {
-            (path, name)
+    numbers = [
+        {
+            (path, name): int.__add__(value, 0)  # one that is armed stays unread
             for path, module in model.get_submodule(layer).named_modules()
             for name, value in vars(module).items()
-            if type(value) in (int, LayerIndex) and int.__eq__(value, index)
+            if type(value) in (int, LayerIndex)
         }
-        common = here if common is None else common & here
-    return common or set()
+        for layer in layers
+    ]
+    common = set(numbers[0]).intersection(*numbers[1:])
+    steps = {key: numbers[1][key] - numbers[0][key] for key in common}
+    return {
+        key
+        for key, step in steps.items()
+        if 0 <= numbers[0][key] < step
+        and all(after[key] - own[key] == step for own, after in pairwise(numbers))
+    }
 
 
 def structure_key(backbone: Backbone, layer: str, skipped: set[tuple[str, str]]) -> Hashable:
@@ -164,11 +176,11 @@ def pruned_copy(backbone: Backbone, plan: LayerPlan) -> tuple[nn.Module, list[in
         model.get_submodule(parent)._modules[name] = stand_in
     read: list[int] = []
     for path, name in index_attributes(backbone.model, list(plan.layers)):
-        for index, layer in enumerate(plan.layers):
-            if layer in traced:
-                armed = LayerIndex(index)
-                armed.read = read
-                setattr(model.get_submodule(f"{layer}.{path}" if path else layer), name, armed)
+        for layer in traced:
+            module = model.get_submodule(f"{layer}.{path}" if path else layer)
+            armed = LayerIndex(getattr(module, name))
+            armed.read = read
+            setattr(module, name, armed)
     for layer in traced if left_out else ():
         calls.watch(layer, model.get_submodule(layer))
     return model, read, calls
