@@ -36,28 +36,38 @@ from tests import forked, kept_between_runs
 _MODELS = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tests.traced"]
 pytest_plugins = [*_MODELS, "tlora_fx.testing.plugin"]
 
-# Files that take half a minute or more. They begin first, that no worker is left with one alone.
+# Files that take longest, these first, that no worker is left with one alone.
 LONG = (
-    "backend/test_inductor.py",
-    "backend/test_lowering.py",
-    "cli/test_train_processes.py",
-    "codegen/test_interpreted.py",
-    "examples/test_sd_lora.py",
-    "graph_file/test_document.py",
-    "inspect/test_listing.py",
     "ops/test_interpreted.py",
-    "parallel/test_pipeline.py",
     "parallel/test_trainer_plans.py",
-    "runtime/test_evaluation.py",
-    "runtime/sampling/test_sampler.py",
-    "scheduler/test_admission.py",
-    "scheduler/test_service.py",
-    "silence/test_written.py",
-    "tracing/test_never_silently_wrong.py",
-    "model/test_classifiers.py",
-    "model/test_compiled.py",
+    "runtime/test_elastic.py",
+    "scheduler/test_service_trainers.py",
+    "cli/test_train_processes.py",
+    "cli/test_prepare.py",
+    "tracing/test_trace_cache.py",
+    "tracing/test_mixtures.py",
     "model/test_exported.py",
+    "scheduler/test_service.py",
+    "inspect/test_listing.py",
     "numerics/test_probe.py",
+    "runtime/test_compilation.py",
+    "test_docs.py",
+    "cli/test_train.py",
+    "parallel/test_pipeline.py",
+    "numerics/test_instrument.py",
+    "scheduler/test_admission.py",
+    "passes/tensor_parallel/test_shard.py",
+    "server/test_control.py",
+    "runtime/test_preferences.py",
+    "runtime/test_evaluation.py",
+    "codegen/test_interpreted.py",
+    "server/test_connections.py",
+    "tracing/test_never_silently_wrong.py",
+    "examples/test_grpo.py",
+    "runtime/test_train_experts.py",
+    "silence/test_written.py",
+    "graph_file/test_edited.py",
+    "backend/test_lowering.py",
 )
 
 # Folders whose files share compiled models: one worker runs all of them, and compiles once.
@@ -99,8 +109,9 @@ ONE_OF = {name: int(number) for name, _, number in _LINES if number}
 @pytest.hookimpl(tryfirst=True)  # before `-m` looks at marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long files first; tests marked `gpu` are skipped where torch sees no CUDA device."""
-    long = {HERE / name for name in LONG}
-    items.sort(key=lambda item: item.path not in long)  # stable: the others keep their order
+    order = {HERE / name: index for index, name in enumerate(LONG)}
+    # Stable: the others keep their order.
+    items.sort(key=lambda item: order.get(item.path, len(order)))
     cases: Counter[str] = Counter()
     for item in items:
         path = item.path.relative_to(HERE).as_posix() if item.path.is_relative_to(HERE) else ""

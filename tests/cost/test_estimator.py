@@ -33,7 +33,7 @@ JOBS = st.builds(
 )
 GROUPS = st.lists(JOBS, min_size=1, max_size=8).map(Demand.total)
 GPUS = st.integers(1, 128)
-QUICK = settings(max_examples=60, deadline=None)
+QUICK = settings(max_examples=25, deadline=None)
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from tlora_fx.scheduler.state import Decision, Group, JobRequest, SchedulerState
 
 BOUNDED = ("tlora", "tlora-paper", "no-kernel-fuser", "oracle")
 GROUPING = ("tlora", "tlora-paper", "oracle")
-CASES = settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+CASES = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 MANY = settings(CASES, max_examples=400)
 
 

@@ -48,7 +48,7 @@ def test_bases_that_bypass_the_packed_operator_run_padded_and_equal_peft(tmp_pat
     if family == "bloom" and OLD_TRANSFORMERS:
         pytest.skip("this transformers' Bloom numbers the lines of a batch and is refused by name")
     layers = "n_layer" if family == "bloom" else "num_hidden_layers"
-    base = base_of(tmp_path, family, **{layers: 2})
+    base = base_of(tmp_path, family, **{layers: 1})
     model = ready(two_jobs(base, FAMILIES[family].targets))
 
     assert model.group.form == "batch"
@@ -174,7 +174,7 @@ def test_what_works_on_single_tokens_is_shared_and_right(what):
 @pytest.fixture(scope="module")
 def longrope(tmp_path_factory):
     """Two jobs on a longrope Phi-3 whose original length is six."""
-    base = base_of(tmp_path_factory.mktemp("phi3"), "phi3-longrope", num_hidden_layers=2)
+    base = base_of(tmp_path_factory.mktemp("phi3"), "phi3-longrope", num_hidden_layers=1)
     return ready(two_jobs(base, FAMILIES["phi3"].targets))
 
 
@@ -228,7 +228,7 @@ def test_gemma2_on_meta_keeps_what_no_checkpoint_holds(tmp_path):
 
 def test_layers_that_compute_with_their_index_are_not_folded(tmp_path):
     """GPT-2 with scale_attn_by_inverse_layer_idx: each layer has its own code."""
-    base = base_of(tmp_path, "gpt2", scale_attn_by_inverse_layer_idx=True)
+    base = base_of(tmp_path, "gpt2", n_layer=2, scale_attn_by_inverse_layer_idx=True)
     model = ready(two_jobs(base, ["c_attn", "c_fc"]))
 
     assert all(len(block.instances) == 1 for block in model.group.blocks.values())

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.models import Plain, error_of, hand_written
+from tests.sampled import sampled
 from tlora_fx.compiler import compile
 from tlora_fx.errors import BaseNotTraceable, NotTokenParallel
 
@@ -38,7 +39,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("words", FAILURES)
+@pytest.mark.parametrize("words", sampled(FAILURES))
 def test_a_refusal_is_in_our_words(words):
     """What, the line of model code, what may stand there, what to do; torch's text comes last."""
     text = error_of(lambda: compile(hand_written(Failing(FAILURES[words]))), BaseNotTraceable)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset, interleave_datasets
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.cli import main
@@ -52,7 +52,6 @@ def digest(data: Any, tokenizer: Any, **fields: Any) -> str:
     strategy=st.sampled_from(["first_exhausted", "all_exhausted"]),
     draw=st.data(),
 )
-@settings(max_examples=60)
 def test_the_order_is_that_of_interleave_datasets(counts, seed, strategy, draw):
     """By weights that need not add up to one."""
     weights = draw.draw(st.lists(st.floats(0.1, 9), min_size=len(counts), max_size=len(counts)))
