@@ -112,8 +112,7 @@ def _unwrapped(model: nn.Module) -> dict[tuple[int, str], Any]:
 def _make_product(experts: Any, name: str, wrapper: Any) -> None:
     """Replace a parameter of experts by the module that multiplies with it."""
     bias = experts._parameters.pop(f"{name}_bias", None)
-    unsaid = UNDECLARED.get(type(experts).__name__)
-    turned: Any = getattr(experts, "is_transposed", unsaid)
+    turned = bool(getattr(experts, "is_transposed", UNDECLARED.get(type(experts).__name__)))
     product: nn.Module = ExpertProduct(experts._parameters.pop(name), bias, turned)
     if wrapper is not None:
         # PEFT takes [E, out, in] where the class does not say how its matrices lie.
