@@ -206,21 +206,28 @@ class RowSizes:
     def _require_same_far(
         self, known: _Known, place: int, word: str, first: Any, *, still: bool, shifts: bool
     ) -> None:
-        """The same at sizes around the numbers that it was made with, and far beyond."""
+        """The same at sizes around the numbers that it was made with, and at far larger ones."""
         before = first
-        for number in self._far(known, still=still):
+        for number in (*self._few(known), *self._far(known, still=still)):
             numbers = [*self.tried[0]]
             numbers[place] = number
             try:
                 value = known.at(self._sizes(numbers), {})
             except (RuntimeError, IndexError, ValueError, TypeError):
                 continue  # such as a table that ends
-            if not _overlap(before, value, shifts):
+            few = number < self.tried[0][place]
+            if not _overlap(first if few else before, value, shifts):
                 raise SizeIsValue(
-                    f"it holds values that depend on the size of the row: others from {number} "
-                    f"{word} on"
+                    f"it holds values that depend on the size of the row: others "
+                    f"{'up to' if few else 'from'} {number} {word}{'' if few else ' on'}"
                 )
-            before = value
+            before = before if few else value
+
+    def _few(self, known: _Known) -> list[int]:
+        """Sizes below the usual ones, around the numbers that a tensor was made with."""
+        least = min(numbers[-1] for numbers in self.tried)
+        tried = {n + d for n in known.numbers if 1 < n <= least for d in (-1, 0, 1)}
+        return sorted(n for n in tried if 1 < n < least)
 
     def _far(self, known: _Known, *, still: bool) -> list[int]:
         """Sizes to try a tensor at besides the usual ones, in order."""

@@ -58,6 +58,11 @@ def test_a_switch_by_place_trains_as_alone(monkeypatch):
     assert judged(make, 2048, monkeypatch).outcome == "equal"
 
 
+def test_a_switch_of_some_places_below_the_usual_sizes_is_refused(monkeypatch):
+    """Rows of thirteen tokens and more are alike; a sample of nine beside one of fifteen is not."""
+    assert judged(mixing("at some places", 8), 8, monkeypatch).outcome == "refused"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", LIMITS)
 @pytest.mark.parametrize("name", SWITCHES)
