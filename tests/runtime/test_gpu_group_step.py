@@ -10,7 +10,7 @@ import torch
 
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
-from tlora_fx.runtime.group_step import Batch, GroupStep, StepOptions
+from tlora_fx.runtime.group_step import Batch, GroupStep
 from tlora_fx.runtime.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -129,28 +129,3 @@ def scored(batch):
         ]
         for samples in batch
     ]
-
-
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_captured_rows_of_named_losses_are_those_that_run(jobs, data, smoothing):
-    """Losses and log-probabilities of eight steps, most of which are replayed."""
-    options = {"label_smoothing": smoothing} if smoothing else {}
-    captured, plain = (
-        GroupStep(
-            compile(list(jobs.values())), device="cuda", options=StepOptions(cuda_graphs=graphs)
-        )
-        for graphs in (True, False)
-    )
-    for _ in range(8):
-        named = Batch(data["a"].step(0), loss="cross_entropy", loss_options=options)
-        batches = {"a": named, "b": data["b"].step(0)}
-        told = [group.accumulate(batches) for group in (captured, plain)]
-        for group in (captured, plain):
-            group.apply({"a": {}, "b": {}})
-        for name, expected in told[1].items():
-            found = told[0][name]
-            assert found.error is None
-            assert found.loss == pytest.approx(expected.loss, rel=1e-4)
-            for mine, theirs in zip(found.logprobs or (), expected.logprobs or (), strict=True):
-                torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
-    assert captured.graphs.rows_replayed >= 5
