@@ -271,12 +271,11 @@ def test_jobs_with_equal_adapters_are_looked_at_once(base, monkeypatch):
     jobs = [job(name, base, r=rank, target_modules=["q_proj"]) for name, rank in ranks.items()]
     asked = []
 
-    def counted(job, backbone):
-        asked.append(job.name)
-        return resolve_sites(job, backbone)
+    def counted(jobs, backbone):
+        asked.extend(each.name for each in jobs)
+        return [resolve_sites(each, backbone) for each in jobs]
 
-    monkeypatch.setattr("tlora_fx.tracing.trace_cache.resolve_sites", counted)
-    monkeypatch.setenv("TLORA_FX_TRACE_CACHE", "0")  # what was found before is kept there
+    monkeypatch.setattr(compiler, "resolved_sites", counted)
     prepared = compiler.prepare(jobs)
 
     assert asked == ["a", "b"]

@@ -36,7 +36,8 @@ def test_without_a_command_of_its_own_nothing_changes(restored):
     phases.end()
 
     assert gc.get_threshold() == restored
-    assert gc.get_freeze_count() == frozen
+    # What was frozen before may end meanwhile.
+    assert gc.get_freeze_count() <= frozen
 
 
 def test_compiling_collects_rarely_and_leaves_the_collector_as_it_was(restored):

@@ -19,6 +19,7 @@ from tlora_fx.config.job import BaseSpec
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.runtime import verify as verifying
 from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base
+from tlora_fx.runtime.adapters.quantised import trained_base
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.job_run import RoundReport
 from tlora_fx.runtime.trainer import Trainer
@@ -166,12 +167,12 @@ class Kinked(nn.Module):
 def test_a_base_passes_a_rounding_beside_its_kink_and_no_further(monkeypatch, apart, kinks, passes):
     """One token's ReLUs open on one side only; nothing but their gradients is of any size."""
 
-    def moved(backbone):
-        base = plain_base(backbone)
+    def moved(jobs, **where):
+        base = trained_base(jobs, **where)
         base.embed.weight.data[5, 0] += apart * base.embed.weight[5, 0].abs()
         return base
 
-    monkeypatch.setattr(verifying, "plain_base", moved)
+    monkeypatch.setattr(verifying, "trained_base", moved)
     base = BaseSpec(module=Kinked(), dtype="float32")
     job = make_job(base, "a", lora={"target_modules": ["mix"]}, shuffle=False)
     samples = [Sample((5, 7), (5, 7))]
@@ -227,14 +228,14 @@ def test_extremes_are_the_longest_the_shortest_and_both(size, expected):
 def test_a_base_that_is_a_little_wrong_is_found(tmp_path, monkeypatch):
     """One layer's weights are a ten-thousandth too large on one side."""
 
-    def wrong(backbone):
-        base = plain_base(backbone)
+    def wrong(jobs, **where):
+        base = trained_base(jobs, **where)
         with torch.no_grad():
             for parameter in base.model.layers[1].parameters():
                 parameter.mul_(1 + 1e-4)
         return base
 
-    monkeypatch.setattr(verifying, "plain_base", wrong)
+    monkeypatch.setattr(verifying, "trained_base", wrong)
     jobs = jobs_on(tiny_base(tmp_path, "float32"), dropout=0.0)
 
     found = list(verify(jobs, steps=3, device="cpu", data=make_data(jobs)))

@@ -456,7 +456,8 @@ def test_a_job_of_other_data_waits_at_a_restart_unless_that_is_accepted(
     """Its file holds other samples than its checkpoint was made with; the others go on."""
     file = file_digest(QUICKSTART / "data" / "records.jsonl")
     same, other = ({"path": "records.jsonl", "file": kind, "samples": "x"} for kind in (file, "y"))
-    base = {"dtype": "bfloat16", "seed": 0, "config": {}, "tensors": None, "whole": None}
+    base = {"dtype": "bfloat16", "quantize": None, "seed": 0, "config": {}}
+    base |= {"tensors": None, "whole": None}
     described = {"data": {"a": same, "b": other}, "base": base}
     for name in "ab":
         write_job(tmp_path / "jobs", name, 200)

@@ -75,7 +75,7 @@ class Careless(Plain):
 
 
 def test_attention_over_the_whole_row_is_caught_by_the_token_check():
-    """The check names the operator, its line in the model and how to register a rule."""
+    """The check names the operator and its line; nobody is to register one of torch."""
     jobs = hand_written(Careless(layers=1), "packed")
 
     text = error_of(lambda: compile(jobs), NotTokenParallel)
@@ -84,7 +84,7 @@ def test_attention_over_the_whole_row_is_caught_by_the_token_check():
     assert "it multiplies every token with every other" in text
     assert "models.py" in text
     assert "scores = q @ k.transpose(1, 2)" in text
-    assert "tlora_fx.passes.token_parallel.rules.rule" in text
+    assert "register" not in text
 
 
 class Mean(Plain):

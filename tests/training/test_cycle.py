@@ -26,7 +26,7 @@ from tests.training.clients import (
     request,
     run_all,
 )
-from tlora_fx.runtime.verify import plain_base
+from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.tracing.adapters import written_config
 from tlora_fx.training.log import CommandLog
 
