@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import fx
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 import tlora_fx.ops  # noqa: F401  (registers the operators)
 from tlora_fx.errors import GraphInvalid
@@ -193,3 +194,21 @@ def test_branches_that_are_alike_are_run_once(monkeypatch):
     assert ran == [aten.linear.default, aten.linear.default, aten.mul.Tensor]
     assert node(graph, aten.mul.Tensor).meta["val"].shape == (1, segment_size(0), 32)
     assert [*graph.nodes][-1].meta["val"].shape == (1, segment_size(7), 32)
+
+
+def test_sizes_that_follow_from_values_are_others_each_time():
+    """Of two tensors of one form each has as many places as its values say."""
+    mode, graph = FakeTensorMode(shape_env=ShapeEnv()), fx.Graph()
+    x = graph.placeholder("x")
+    dynamic = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+    x.meta["val"] = mode.from_tensor(
+        torch.ones(6), symbolic_context=dynamic, source=ConstantSource("x")
+    )
+    others = [graph.call_function(op, (x,)) for op in (aten.neg.default, aten.neg.default)]
+    found = [graph.call_function(aten.nonzero.default, (each,)) for each in (x, *others)]
+    graph.output(tuple(found))
+    propagate(graph)
+
+    sizes = {each.meta["val"].shape[0].node.expr for each in found}
+    assert len(sizes) == 3
+    assert len({each.meta["val"].shape[0].node.expr for each in (x, *others)}) == 1

@@ -228,6 +228,23 @@ def test_where_half_precision_differs_float32_decides():
     assert found.gradient < 2e-4
 
 
+def test_what_is_wrong_in_half_precision_alone_is_refused(monkeypatch):
+    """As a kernel of that dtype may be: float32 agrees, and the base itself rounds by far less."""
+    fused = probe._Probe._fused
+
+    def wrong(own, *args):
+        outcomes = fused(own, *args)
+        if own.wide is None:
+            for outcome in outcomes.values():
+                outcome.logits = [1.5 * logits for logits in outcome.logits]
+        return outcomes
+
+    monkeypatch.setattr(probe._Probe, "_fused", wrong)
+    text = error_of(lambda: in_bfloat16(plain()), FusedDiffers)
+
+    assert "logits of" in text
+
+
 def test_what_differs_in_float32_too_is_refused():
     """Half precision excuses nothing."""
     torch.manual_seed(7)

@@ -252,7 +252,7 @@ def _run_once(target: Any, mode: FakeTensorMode, args: Any, kwargs: Any) -> Any:
     autocast = torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")
     try:
         key = (target, torch.get_default_dtype(), autocast, sizes.key((args, kwargs)))
-        results = _SYMBOLIC.setdefault(mode, {}) if sizes.symbolic else _RESULTS
+        results = _SYMBOLIC.setdefault(mode, {}) if sizes.symbols else _RESULTS
         known = results.get(key)
         if known is not None:
             dtype, device, rank, plain = known
@@ -279,13 +279,13 @@ class _Sizes:
 
     scalars    whether keys tell one float from another
     segment    the size of the segment; None before one is met
-    symbolic   whether a size is an expression of the mode's symbols
+    symbols    of the mode, of which sizes of arguments are made
     """
 
     def __init__(self, *, scalars: bool = True) -> None:
         self.scalars = scalars
         self.segment: int | None = None
-        self.symbolic = False
+        self.symbols: set[Any] = set()
 
     def key(self, value: Any) -> Any:
         """Something hashable that is equal for equal arguments; raises _NoKey."""
@@ -308,9 +308,10 @@ class _Sizes:
 
     def plain(self, size: Any) -> Any:
         """A number, how many times the segment it is, or its expression; raises _NoKey."""
-        if type(size) is torch.SymInt:
-            self.symbolic = True
+        if type(size) is torch.SymInt and (symbols := size.node.expr.free_symbols):
+            self.symbols |= symbols
             return ("symbol", size.node.expr)
+        size = int(size) if type(size) is torch.SymInt else size
         if type(size) is not int:
             raise _NoKey
         if size < FIRST_SEGMENT_SIZE:
@@ -323,10 +324,10 @@ class _Sizes:
 
     def kept(self, size: Any) -> Any:
         """What `number` makes the size of again; raises _NoKey."""
-        if type(size) is not torch.SymInt:
+        if type(size) is not torch.SymInt or not size.node.expr.free_symbols:
             return self.plain(size)
-        if not self.symbolic:
-            raise _NoKey
+        if not size.node.expr.free_symbols <= self.symbols:
+            raise _NoKey  # a size that follows from values, and is another one each time
         return size
 
     def number(self, kept: Any) -> Any:

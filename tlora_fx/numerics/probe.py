@@ -144,8 +144,10 @@ def probe_loaded(
     """Try a fused graph on the base's weights, where they lie.
 
     A base that is large runs with the first and the last layer of each structure: deeper, half
-    precision makes much of rounding, and less is seen in more time. Where half precision differs,
-    float32 decides: a router that chooses experts by little makes any difference of a rounding.
+    precision makes much of rounding, and less is seen in more time. A router that chooses experts
+    by little makes any difference of a rounding. So where half precision differs, both run in
+    float32 too: there they must agree, and the fused graph's half precision must be about as near
+    to it as the base's own.
 
     value     a tensor of the base by canonical name
     longest   tokens of the jobs' longest sample
@@ -155,20 +157,22 @@ def probe_loaded(
     """
     lengths, layers = _lengths(backbone, tokens, longest), _layers(group, backbone)
 
-    def tried(wide: torch.dtype | None) -> ProbeResult:
+    def probe(wide: torch.dtype | None) -> _Probe:
         tensors = _Loaded(group, value, wide)
-        return _Probe(group, backbone, jobs, tensors, layers, lengths, wide, ids).run()
+        return _Probe(group, backbone, jobs, tensors, layers, lengths, wide, ids)
 
+    half = probe(None)
     try:
-        return tried(None)
+        return half.run()
     except FusedDiffers as differs:
         if backbone.dtype not in HALF:
             raise
+        exact = probe(torch.float32)
         try:
-            found = tried(torch.float32)
+            found = exact.run()
         except torch.OutOfMemoryError:
             raise differs from None
-        if found.skipped:
+        if found.skipped or not half.is_as_near_as_the_base(exact):
             raise
         kind = str(backbone.dtype).removeprefix("torch.")
         return replace(found, rounding=f"{differs.facts['found']} in {kind}")
@@ -343,6 +347,23 @@ class _Probe:
         self.chosen = _one_of_each(group, self.jobs)
         still = wide is not None or _drops(group, backbone)
         self.alone = BaseAlone(backbone, tensors, layers, wide, still=still)
+        self.outcomes: dict[int, tuple[Outcome, Outcome]] = {}
+
+    def is_as_near_as_the_base(self, exact: _Probe) -> bool:
+        """Whether fused numbers are about as near to exact ones as the base's own, after `run`.
+
+        exact    the same in a wider dtype
+        """
+        if self.lengths != exact.lengths:
+            return False
+        base, fused = 0.0, 0.0
+        for index, sides in self.outcomes.items():
+            wide, _ = exact.outcomes[index]
+            base, fused = (
+                max([known, *_differences(wide, own)])
+                for known, own in zip((base, fused), sides, strict=True)
+            )
+        return fused <= max(TIMES_NOISE_WIDE * base, self._bound())
 
     def run(self) -> ProbeResult:
         """Compare, at all lengths at which the base runs.
@@ -376,6 +397,9 @@ class _Probe:
         if self.device.type == "cuda":
             ahead.try_once("probe", self.backbone, self._fused)
         fused = self._fused()
+        self.outcomes = {
+            index: (outcome, fused[self.jobs[index].name]) for index, outcome in alone.items()
+        }
         worst_logits = worst_gradient = 0.0
         for index, outcome in alone.items():
             job, bound = self.jobs[index], self._bound()
@@ -411,14 +435,7 @@ class _Probe:
             self.alone.run(job, sequences, copies=2),
             self.alone.run(job, sequences, disturbed=True),
         ]
-        noise = max(
-            difference
-            for other in others
-            for difference in (
-                relative(_flat(alone.gradients), _flat(other.gradients)),
-                *(relative(a, b) for a, b in zip(alone.logits, other.logits, strict=True)),
-            )
-        )
+        noise = max(difference for other in others for difference in _differences(alone, other))
         wide = bound >= ROUNDED
         times, most = (TIMES_NOISE_WIDE, MAX_WIDE) if wide else (TIMES_NOISE, MAX_NARROW)
         return max(bound, min(times * noise, most * bound))
@@ -581,6 +598,12 @@ def _one_of_each(group: GroupGraph, jobs: Sequence[Job]) -> list[int]:
         kinds = frozenset((path, site.kind, rest) for path, site in sites.items())
         seen.setdefault(kinds, index)
     return [index for kinds, index in seen.items() if not any(kinds < other for other in seen)]
+
+
+def _differences(one: Outcome, other: Outcome) -> Iterator[float]:
+    """How far another outcome is from one: all gradients together, and each sequence's logits."""
+    yield relative(_flat(one.gradients), _flat(other.gradients, one.gradients))
+    yield from (relative(a, b) for a, b in zip(one.logits, other.logits, strict=True))
 
 
 def _flat(gradients: Mapping[str, Tensor], like: Mapping[str, Tensor] | None = None) -> Tensor:
