@@ -10,7 +10,7 @@ import torch
 
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
-from tlora_fx.runtime.group_step import Batch, GroupStep
+from tlora_fx.runtime.group_step import Batch, GroupStep, StepOptions
 from tlora_fx.runtime.trainer import Trainer
 
 pytestmark = pytest.mark.gpu
@@ -129,3 +129,31 @@ def scored(batch):
         ]
         for samples in batch
     ]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_captured_rows_of_named_losses_are_those_that_run(tmp_path, smoothing):
+    """Losses and log-probabilities of eight steps, most of which are replayed."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    base = tiny_base(tmp_path / "base", "bfloat16", hidden_size=128, **heads)
+    jobs = [make_job(base, name, seed=seed, max_steps=9) for seed, name in enumerate("ab")]
+    data = make_data(jobs)
+    options = {"label_smoothing": smoothing} if smoothing else {}
+    captured, plain = (
+        GroupStep(compile(jobs), device="cuda", options=StepOptions(cuda_graphs=graphs))
+        for graphs in (True, False)
+    )
+    for _ in range(8):
+        named = Batch(data["a"].step(0), loss="cross_entropy", loss_options=options)
+        batches = {"a": named, "b": Batch(scored(data["b"].step(0)), loss="ppo")}
+        told = [group.accumulate(batches) for group in (captured, plain)]
+        for group in (captured, plain):
+            group.apply({"a": {}, "b": {}})
+        for name, expected in told[1].items():
+            found = told[0][name]
+            assert found.error is None
+            assert found.loss == pytest.approx(expected.loss, rel=2e-3)
+            for mine, theirs in zip(found.logprobs or (), expected.logprobs or (), strict=True):
+                torch.testing.assert_close(mine, theirs, rtol=2e-3, atol=2e-2)
+    assert captured.graphs.refused == ""
+    assert captured.graphs.rows_replayed >= 5

@@ -139,6 +139,7 @@ def repeating_form(row: PackedBatch, sizes: tuple[int, int, int] | None = None) 
         target_rows=torch.cat([row.target_rows, row.target_rows[-1:].expand(missing)]),
         targets=F.pad(row.targets, (0, missing), value=IGNORED),
         target_segments=segments,
+        terms=None if row.terms is None else row.terms.padded(missing),
     )
 
 

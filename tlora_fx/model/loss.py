@@ -134,17 +134,15 @@ class ChunkedLoss(nn.Module):
         return with_preferences(sums, losses, target_segments, self._pairs) if self._pairs else sums
 
     @contextmanager
-    def by_terms(self, terms: TokenTerms, segments: Tensor) -> Iterator[None]:
-        """Inside, target rows have other losses, and their log-probabilities are kept.
-
-        segments   int32 [J + 1] on the CPU: job j owns this run of target rows
-        """
+    def by_terms(self, terms: TokenTerms) -> Iterator[None]:
+        """Inside, target rows have other losses, and their log-probabilities are kept."""
         self._terms, self._logprobs = terms, {}
         try:
             yield
             if self._logprobs:
                 kept = [self._logprobs[start] for start in sorted(self._logprobs)]
-                terms.keep(torch.cat(kept), segments)
+                terms.logprobs = torch.cat(kept)
+                terms.keep(terms.logprobs)
         finally:
             self._terms, self._logprobs = None, {}
 

@@ -22,6 +22,7 @@ from itertools import accumulate, pairwise
 from typing import Any, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 #: What a sample may say of a token, in the order of the columns of `TokenTerms.values`.
@@ -86,31 +87,38 @@ class Objective:
         return isinstance(self.loss, str) and self.loss in BY_TOKEN
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class TokenTerms:
     """Losses by token of a row's target rows.
 
-    values   [N, 6], float64: what FIELDS names, two options of the loss, and its kind
-    asked    by job: the first token of its sequences in its step, and where its scores go
-    smooths  whether a job's labels are smoothed
+    values    [N, 6], float64: what FIELDS names, two options of the loss, and its kind
+    asked     by job: the first token of its sequences in its step, where its scores go, and which
+              of the row's target rows are its own
+    smooths   whether a job's labels are smoothed
+    logprobs  [N], once the row has run: of its target rows
     """
 
     values: Tensor
-    asked: Mapping[int, tuple[int, Scores]]
+    asked: Mapping[int, tuple[int, Scores, slice]]
     smooths: bool = False
+    logprobs: Tensor | None = None
 
     def to(self, device: torch.device | str) -> TokenTerms:
         """The same on a device."""
         return replace(self, values=self.values.to(device, non_blocking=True))
 
-    def keep(self, logprobs: Tensor, segments: Tensor) -> None:
-        """Keep the log-probabilities of the row's target rows, [N], where jobs ask for theirs.
+    def padded(self, rows: int) -> TokenTerms:
+        """The same with so many more rows behind the others, which have no target."""
+        return replace(self, values=F.pad(self.values, (0, 0, 0, rows)))
 
-        segments   int32 [J + 1] on the CPU: job j owns this run of target rows
-        """
-        bounds = segments.tolist()
-        for job, (first, scores) in self.asked.items():
-            scores.logprobs[first] = logprobs[bounds[job] : bounds[job + 1]]
+    def unasked(self) -> TokenTerms:
+        """Values of its own, of which nobody gets the log-probabilities."""
+        return replace(self, values=self.values.clone(), asked={}, logprobs=None)
+
+    def keep(self, logprobs: Tensor) -> None:
+        """Keep the log-probabilities of the row's target rows, [N], where jobs ask for theirs."""
+        for first, scores, own in self.asked.values():
+            scores.logprobs[first] = logprobs[own]
 
 
 def token_losses(logprobs: Tensor, values: Tensor, means: Tensor | None = None) -> Tensor:
@@ -263,16 +271,19 @@ def terms_of(
     firsts       first token of each job's sequences in its step
     counts       target rows of each job
     """
+    ends = [*accumulate(counts)]
     asked = {
-        job: (first, own.scores)
-        for job, (own, first) in enumerate(zip(objectives, firsts, strict=True))
+        job: (first, own.scores, slice(end - count, end))
+        for job, (own, first, end, count) in enumerate(
+            zip(objectives, firsts, ends, counts, strict=True)
+        )
         if own is not None and own.is_by_token
     }
     if not asked:
         return None
     values = torch.zeros(sum(counts), len(FIELDS) + 3, dtype=torch.float64)
     values[:, 0] = 1.0
-    for own, (start, stop) in zip(objectives, pairwise([0, *accumulate(counts)]), strict=True):
+    for own, (start, stop) in zip(objectives, pairwise([0, *ends]), strict=True):
         if own is None or not own.is_by_token or start == stop:
             continue
         assert isinstance(own.loss, str)

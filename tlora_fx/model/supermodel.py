@@ -213,9 +213,7 @@ class SuperModel(nn.Module):
         if row.compared is not None:
             losses = self.score(row.compared, [own.job for own in pairs])
             pairs = with_base(pairs, losses, row.compared.target_segments)
-        terms = (
-            nullcontext() if row.terms is None else loss.by_terms(row.terms, row.target_segments)
-        )
+        terms = nullcontext() if row.terms is None else loss.by_terms(row.terms)
         with loss.comparing(pairs), terms:
             return self._run(*self._tensors(row))
 

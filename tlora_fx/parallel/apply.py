@@ -280,7 +280,7 @@ class RowRunner:
             self._compile_ahead(row, weights)
             losses = self._captured(row, weights)
             if losses is None:
-                if self.graphs is not None and self.nano is None and row.is_plain:
+                if self.graphs is not None and self.nano is None and not row.pairs:
                     row = self.graphs.formed(row)
                 losses = self._run(row, weights)
             total = losses if total is None else total + losses
@@ -348,7 +348,7 @@ class RowRunner:
         if self.graphs is None:
             return None
         self.graphs.rows_run += 1
-        if self.nano is not None or not row.is_plain:
+        if self.nano is not None or row.pairs:
             return None
         return self.graphs.run(row, weights)
 

@@ -55,12 +55,14 @@ NormCalls = dict[tuple[object, ...], Callable[[], Tensor]]
 class Position(NamedTuple):
     """Where a graph is used: by which stage of its process, in which slot, for which rows.
 
-    A process that runs whole rows has one stage and one slot.
+    A process that runs whole rows has one stage and one slot. Rows have kinds of losses: cross
+    entropy, those of `TokenTerms`, and these with smoothed labels.
     """
 
     stage: int
     slot: int
     key: RowSize
+    kind: int = 0
 
 
 @dataclass(eq=False)
@@ -68,6 +70,7 @@ class CapturedRow:
     """One form's tensors, and what is launched for a row of it.
 
     row             a row of the form on the device, its tables on the CPU; overwritten by the next
+    terms           losses of the row that is in it, with who asks for their log-probabilities
     weights         [J] likewise
     adapted_sites   sites whose kernels are in it
     lengths         what is kept of weights, if anything; see `lengths_kept`
@@ -80,6 +83,7 @@ class CapturedRow:
     lengths: Lengths | None
 
     def __post_init__(self) -> None:
+        self.terms = self.row.terms
         self.row = copied(self.row).to(self.device)
         self.weights = self.weights.clone()
         self.adapted_sites = self.model.adapted_sites
@@ -88,6 +92,7 @@ class CapturedRow:
     def load(self, row: PackedBatch, weights: Tensor) -> None:
         """Overwrite the row by another one of its form."""
         overwrite(self.row, row)
+        self.terms = row.terms
         self.weights.copy_(weights, non_blocking=True)
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
@@ -147,7 +152,7 @@ class GraphCache(Generic[Captured]):
         self.skipped_no_memory = self.captured = 0
         self.rows_run = self.rows_replayed = 0
         self._graphs: OrderedDict[Position, Captured] = OrderedDict()
-        self._seen: Counter[tuple[int, RowSize]] = Counter()
+        self._seen: Counter[tuple[int, RowSize, int]] = Counter()
         self._came: Counter[Position] = Counter()
         self._under_way = 1
         self._pools: dict[int, Any] = {}
@@ -195,7 +200,7 @@ class GraphCache(Generic[Captured]):
 
     def _loaded(self, position: Position, row: PackedBatch, weights: Tensor) -> Captured | None:
         """The graph of a position with this row in it; None where there is none."""
-        self._seen[position.stage, position.key] += 1
+        self._seen[position.stage, position.key, position.kind] += 1
         self._came[position] += 1
         graph = self._graphs.get(position)
         if graph is None:
@@ -211,7 +216,7 @@ class GraphCache(Generic[Captured]):
 
     def _is_worth(self, position: Position) -> bool:
         """Whether a form has come again, and has a place, or one that a much rarer one takes."""
-        if self._seen[position.stage, position.key] <= WARMUP_ROWS:
+        if self._seen[position.stage, position.key, position.kind] <= WARMUP_ROWS:
             return False
         there = self._there(position)
         return len(there) < MAX_GRAPHS or self._came[position] > 2 * self._came[there[0]]
@@ -264,7 +269,7 @@ class GraphCache(Generic[Captured]):
 
     def _leave(self, position: Position, graph: Captured) -> None:
         """Leave a form for now: there is no memory for its graph."""
-        self._seen[position.stage, position.key] = 0
+        self._seen[position.stage, position.key, position.kind] = 0
         self.skipped_no_memory += 1
         graph.release()
         logger.info("no memory for a CUDA graph of %s", position)
@@ -330,11 +335,12 @@ class RowGraphs(GraphCache["RowGraph"]):
         if not self._may_capture(row):
             return None
         row = padded_by(self.ladder, row)
-        position = Position(0, 0, size_of(row))
+        kind = 0 if row.terms is None else 1 + row.terms.smooths
+        position = Position(0, 0, size_of(row), kind)
         graph = self._loaded(position, row, weights)
         if graph is not None:
             return graph.replay()
-        if position.key in self.ladder.steps and self._waits:
+        if not kind and position.key in self.ladder.steps and self._waits:
             return self._run_first(position.key, row, weights)
         if not self._is_worth(position):
             return None
@@ -405,7 +411,7 @@ class RowGraphs(GraphCache["RowGraph"]):
 
         row   on the CPU, as all that are given
         """
-        formed = self.formed(row) if row.is_plain else row
+        formed = row if row.pairs else self.formed(row)
         yield formed
         if self._is_step(formed):
             for step in self.ladder.steps:
@@ -470,6 +476,7 @@ class RowGraph(CapturedRow):
         super().__post_init__()
         self._graph: torch.cuda.CUDAGraph | None = None
         self._losses, self.kept = torch.empty(0), 0
+        self._logprobs: Tensor | None = None
 
     def run(self, *, adds: bool = True) -> tuple[Tensor, int]:
         """Run forward and backward as they are.
@@ -488,6 +495,7 @@ class RowGraph(CapturedRow):
             elif losses.requires_grad:
                 leaves = [leaf for leaf in self.model.parameters() if leaf.requires_grad]
                 torch.autograd.grad(losses.sum(), leaves, allow_unused=True)
+        self._tell(None if self.row.terms is None else self.row.terms.logprobs)
         return losses.detach(), self.kept
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
@@ -501,11 +509,22 @@ class RowGraph(CapturedRow):
             serving(self._packing),
             lengths_kept(self.lengths),
         ):
-            losses = self.model.weighted(self.row, self.weights)
-            add_gradients(losses, self.model, self.kept)
-            if self.gathering is not None:
-                self.gathering.join()
-        self._graph, self._losses = graph, losses.detach()
+            self._launch()
+        self._graph = graph
+
+    def _launch(self) -> None:
+        """Launch what the graph holds; it leaves losses and log-probabilities in tensors of its."""
+        losses = self.model.weighted(self.row, self.weights)
+        add_gradients(losses, self.model, self.kept)
+        if self.gathering is not None:
+            self.gathering.join()
+        self._losses = losses.detach()
+        self._logprobs = None if self.row.terms is None else self.row.terms.logprobs
+
+    def _tell(self, logprobs: Tensor | None) -> None:
+        """Give jobs the log-probabilities of the row that is in the graph."""
+        if self.terms is not None and logprobs is not None:
+            self.terms.keep(logprobs)
 
     def release(self) -> None:
         """See `CapturedRow.release`."""
@@ -516,6 +535,7 @@ class RowGraph(CapturedRow):
         """Run the row as it was loaded; [J], a copy."""
         assert self._graph is not None, "captured before"
         self._graph.replay()
+        self._tell(None if self._logprobs is None else self._logprobs.clone())
         return self._losses.clone()
 
 
@@ -659,13 +679,15 @@ def overwrite(own: PackedBatch, row: PackedBatch) -> None:
     """Overwrite the row of a graph by another one with the same key, on the CPU."""
     for name, tensor in row.tensors().items():
         getattr(own, name).copy_(tensor, non_blocking=True)
+    if own.terms is not None and row.terms is not None:
+        own.terms.values.copy_(row.terms.values, non_blocking=True)
     refresh(own.segments, own.keys, own.target_segments)
 
 
 def copied(row: PackedBatch) -> PackedBatch:
     """The row in tensors of its own."""
     copies: dict[str, Any] = {name: tensor.clone() for name, tensor in row.tensors().items()}
-    return replace(row, **copies)
+    return replace(row, **copies, terms=None if row.terms is None else row.terms.unasked())
 
 
 def broken(error: Exception) -> PlanNotRunnable:

@@ -335,7 +335,7 @@ class GroupStep:
             moved = row.to(self.mesh.device)
             with norms_kept():
                 losses = self.model.score(moved, [*given] if by_base else ())
-            row.terms.keep(-losses, row.target_segments)
+            row.terms.keep(-losses)
         return {
             self.members[index].job.name: logprobs_of(
                 scores[index], batch.micro_batches, self.members[index].job.label_shift

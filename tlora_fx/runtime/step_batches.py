@@ -24,8 +24,8 @@ class Batch:
 
     micro_batches   lists of samples; a micro-batch stays whole in one row
     normalizer      the sum of the token losses is divided by it; None: as `reduction` says
-    loss            None: cross entropy, or that of the job's `method`, in rows that may run as CUDA
-                    graphs, without log-probabilities; else a name of `objectives.LOSSES`, or a
+    loss            None: cross entropy, or that of the job's own fields, without
+                    log-probabilities; else a name of `objectives.LOSSES`, or a
                     function of the log-probabilities of one micro-batch's sequences, a list of
                     tensors [n], and of what their samples say, a list of dicts of tensors [n]. It
                     returns a sum of losses, [], or that and a dict of numbers
