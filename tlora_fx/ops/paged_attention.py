@@ -1,28 +1,25 @@
 """Attention over keys and values that stay in pages, for sequences that grow by one token a row.
 
 A row of whole sequences attends as it does in training, and its keys and values are kept. A row of
-single tokens attends to what is kept. A kernel of torch reads the pages where it can; else they are
-gathered, and scores are taken in float32 at least.
+single tokens attends to what is kept: on CUDA by a kernel that reads the pages; else, and where
+scores are capped or have sinks, pages are gathered, and scores are taken in float32 at least.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from tlora_fx.ops.attention import flash_fits_row
 from tlora_fx.ops.attention_rule import AttentionRule, attending_by, wide_dtype
 
 
 def page_tokens(device: torch.device) -> int:
-    """Tokens of a page: torch's kernel on CUDA reads pages of multiples of 256."""
-    return 256 if device.type == "cuda" else 16
+    """Tokens of a page: the kernel on CUDA reads pages of multiples of 64."""
+    return 64 if device.type == "cuda" else 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +37,26 @@ class RowPages:
     tables: Tensor | None = None
     lengths: Tensor | None = None
     longest: int = 0
+
+    def to(self, device: torch.device) -> RowPages:
+        """The same on a device."""
+        return self._changed(lambda each: each.to(device, non_blocking=True))
+
+    def cloned(self) -> RowPages:
+        """The same in tensors of its own."""
+        return self._changed(torch.clone)
+
+    def overwrite(self, other: RowPages) -> None:
+        """Take another row's numbers, of the same sizes, into the same tensors."""
+        for name in ("slots", "tables", "lengths"):
+            own = getattr(self, name)
+            if own is not None:
+                own.copy_(getattr(other, name), non_blocking=True)
+
+    def _changed(self, change: Callable[[Tensor], Tensor]) -> RowPages:
+        tables = None if self.tables is None else change(self.tables)
+        lengths = None if self.lengths is None else change(self.lengths)
+        return RowPages(change(self.slots), tables, lengths, self.longest)
 
 
 @dataclass(slots=True)
@@ -107,8 +124,11 @@ def attend_pages(
     """
     assert row.tables is not None
     assert row.lengths is not None
-    if flash_fits_row(q, values[0], sinks, rule) and _kernel_reads_pages():
-        return _by_kernel(q, keys, values, row, rule)
+    if q.is_cuda and q.dtype != torch.float64 and sinks is None and not rule.softcap:
+        from tlora_fx.ops.kernels import paged_attention  # Triton is not everywhere.
+
+        read = row.tables, row.lengths, row.longest
+        return paged_attention.attend(q, keys, values, *read, rule.scale, rule.window)
     tables = row.tables[:, : -(-row.longest // keys.shape[1])].long()
     k, v = keys[tables].flatten(1, 2), values[tables].flatten(1, 2)
     behind = row.lengths[:, None] - 1 - torch.arange(k.shape[1], device=q.device)
@@ -128,28 +148,3 @@ def attend_pages(
     # What others left in a page, which may be NaN, is read by nobody.
     seen = v.to(wide).masked_fill(hidden[..., None, None], 0)
     return torch.einsum("bgsl,blge->bgse", weights, seen).flatten(1, 2).to(q.dtype)
-
-
-@lru_cache(maxsize=1)
-def _kernel_reads_pages() -> bool:
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "block_table" in inspect.signature(varlen_attn).parameters
-
-
-def _by_kernel(
-    q: Tensor, keys: Tensor, values: Tensor, row: RowPages, rule: AttentionRule
-) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
-
-    starts = torch.arange(len(q) + 1, dtype=torch.int32, device=q.device)
-    out = varlen_attn(
-        *(q.contiguous(), keys, values, starts, None, 1, row.longest),
-        scale=rule.scale,
-        window_size=(rule.window - 1 if rule.window > 0 else -1, 0),
-        enable_gqa=True,
-        seqused_k=row.lengths,
-        block_table=row.tables,
-    )
-    assert isinstance(out, Tensor)
-    return out

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tlora_fx.runtime.sampling.draw import DrawOptions, draw_tokens, numbers_of
+from tlora_fx.runtime.sampling.draw import CHUNK, DrawOptions, draw_tokens, numbers_of
 
 
 def by_hand(logits, number, options):
@@ -52,6 +52,27 @@ def test_tokens_are_those_of_the_definition(data):
         by_hand([*row], number, options) for row, number in zip(logits, numbers, strict=True)
     ]
     assert drawn.tolist() == expected
+
+
+@pytest.mark.parametrize("vocabulary", [CHUNK - 1, CHUNK, 3 * CHUNK + 5])
+@pytest.mark.parametrize("share", [1.0, 0.02])
+def test_a_large_vocabulary_has_one_distribution_function(vocabulary, share):
+    """Of whole chunks without a token too, and at the ends."""
+    draw = np.random.default_rng(vocabulary)
+    logits = draw.normal(size=(40, vocabulary)) * 3
+    logits[draw.random(logits.shape) >= share] = -np.inf
+    logits[:, vocabulary // 2] = 0.0
+    numbers = np.concatenate([[0.0, np.nextafter(1.0, 0.0)], draw.random(38)])
+
+    drawn = draw_tokens(torch.tensor(logits), torch.tensor(numbers), DrawOptions())
+
+    weights = np.exp(logits - logits.max(1, keepdims=True))
+    for row, number, token in zip(weights, numbers, drawn.tolist(), strict=True):
+        ends = row.cumsum()
+        before, after = ends[token] - row[token], ends[token]
+        assert row[token] > 0
+        slack = 1e-12 * ends[-1]
+        assert before - slack <= number * ends[-1] <= after + slack
 
 
 @pytest.mark.parametrize("number", [0.0, 0.5, np.nextafter(1.0, 0.0)])

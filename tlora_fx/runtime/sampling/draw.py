@@ -8,7 +8,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+
+#: Tokens of the vocabulary whose shares are summed together.
+CHUNK = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +39,30 @@ def draw_tokens(logits: Tensor, numbers: Tensor, options: DrawOptions) -> Tensor
     if options.temperature == 0:
         return logits.argmax(-1)
     # In float64, that neither the order of sums nor a neighbour moves a border between tokens.
-    shares = _filtered(logits.double() / options.temperature, options).softmax(-1).cumsum(-1)
-    numbers = numbers.to(shares.device) * shares[:, -1]
-    drawn = torch.searchsorted(shares, numbers[:, None], right=True).squeeze(1)
-    return drawn.clamp_(max=logits.shape[1] - 1)
+    scores = _filtered(logits.double() / options.temperature, options)
+    return _drawn(scores, numbers.to(scores.device))
+
+
+def _drawn(scores: Tensor, numbers: Tensor) -> Tensor:
+    """As `draw_tokens`: first the chunk of the vocabulary in which the place is, then the token.
+
+    A distribution function of a whole vocabulary is slow on a GPU: a block sums a row.
+    """
+    count, vocabulary = scores.shape
+    shares = torch.exp(scores - scores.amax(-1, keepdim=True))
+    chunks = F.pad(shares, (0, -vocabulary % CHUNK)).view(count, -1, CHUNK)
+    ends = chunks.sum(-1).cumsum(-1)
+    # Where a number is rounded up to the whole sum, the last chunk that is not empty has its place.
+    last = (ends < ends[:, -1:]).sum(-1, keepdim=True)
+    places = numbers[:, None] * ends[:, -1:]
+    chunk = torch.minimum(torch.searchsorted(ends, places, right=True), last)
+    before = torch.where(chunk > 0, ends.gather(1, (chunk - 1).clamp(min=0)), 0)
+    inside = chunks.gather(1, chunk[:, :, None].expand(-1, 1, CHUNK)).squeeze(1)
+    borders = inside.cumsum(-1)
+    # Likewise for the last token of the chunk that has a share.
+    final = (borders < borders[:, -1:]).sum(-1, keepdim=True)
+    token = torch.minimum(torch.searchsorted(borders, places - before, right=True), final)
+    return (chunk * CHUNK + token).squeeze(1).clamp_(max=vocabulary - 1)
 
 
 def _filtered(scores: Tensor, options: DrawOptions) -> Tensor:

@@ -16,13 +16,13 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tlora_fx.model.batch import IGNORED, JobTokens, PackedBatch, pack
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import norms_kept
 from tlora_fx.ops.paged_attention import KeyValuePages, RowPages, page_tokens
-from tlora_fx.runtime.sampling.draw import DrawOptions, draw_tokens
+from tlora_fx.runtime.sampling.draw import DrawOptions
+from tlora_fx.runtime.sampling.token_graphs import TokenGraphs, TokenRow, draw_row, size_for
 
 FinishReason = Literal["stop", "length", "not_finite"]
 
@@ -95,6 +95,7 @@ class Engine:
     max_sequences   completions that grow at a time
     max_row_tokens  prompts share a row up to so many tokens; a longer one has a row for itself
     stops           whether a completion ends with its last token
+    graphs          rows of single tokens run by these, in their pages, where they are given
     """
 
     def __init__(
@@ -107,11 +108,13 @@ class Engine:
         max_sequences: int,
         max_row_tokens: int,
         stops: Callable[[Sequence[int]], bool],
+        graphs: TokenGraphs | None = None,
     ) -> None:
         self.model, self.device, self.options, self.stops = model, device, options, stops
         self.max_sequences, self.max_row_tokens = max_sequences, max_row_tokens
         self.page_tokens = page_tokens(device)
-        self.cache = KeyValuePages(pages, self.page_tokens)
+        self.graphs = graphs
+        self.cache = KeyValuePages(pages, self.page_tokens) if graphs is None else graphs.cache
         self.pages = PageAllocation(pages)
         self.growing: list[GrowingSequence] = []
 
@@ -168,7 +171,8 @@ class Engine:
             for position in range(len(group[0].request.prompt))
         ]
         sequences = [sequence for group in groups for sequence in group]
-        tokens, logprobs = self._draw(row, RowPages(self._moved(slots)), sequences)
+        given = self._given(row, RowPages(torch.tensor(slots)), sequences)
+        tokens, logprobs = self._draw(given, len(sequences))
         self._copy_last_pages(groups)
         self.growing += sequences
         self._take(sequences, tokens, logprobs)
@@ -187,18 +191,32 @@ class Engine:
     def _go_on(self) -> None:
         """One more token of each completion that grows."""
         self.growing.sort(key=lambda sequence: sequence.request.job)
-        growing = list(self.growing)
+        growing, graphs = list(self.growing), self.graphs
         positions = [len(each.request.prompt) + len(each.tokens) - 1 for each in growing]
-        row = self._row([each.request for each in growing], [each.tokens[-1:] for each in growing])
-        row.position_ids[0, : len(positions)] = torch.tensor(positions)
         slots = [self._slot(*each) for each in zip(growing, positions, strict=True)]
-        width = max(len(each.pages) for each in growing)
-        tables = [each.pages + [0] * (width - len(each.pages)) for each in growing]
-        lengths = [position + 1 for position in positions]
-        numbers = torch.tensor(tables, dtype=torch.int32), torch.tensor(lengths, dtype=torch.int32)
-        on_device = [each.to(self.device, non_blocking=True) for each in numbers]
-        pages = RowPages(self._moved(slots), on_device[0], on_device[1], max(lengths))
-        self._take(growing, *self._draw(row, pages, growing))
+        requests = [each.request for each in growing]
+        tokens = [each.tokens[-1:] for each in growing]
+        tables, lengths = [each.pages for each in growing], [at + 1 for at in positions]
+        width, longest = max(map(len, tables)), max(lengths)
+        if graphs is not None:
+            # What fills up the row counts as the last job's, and has a page that nobody reads.
+            width, longest = graphs.width, graphs.width * self.page_tokens
+            spare = graphs.cache.pages - 1
+            more = size_for(len(growing)) - len(growing)
+            slots += [spare * self.page_tokens] * more
+            requests, tokens = requests + requests[-1:] * more, tokens + [[0]] * more
+            tables, lengths = tables + [[spare]] * more, lengths + [1] * more
+            positions += [0] * more
+        row = self._row(requests, tokens)
+        row.position_ids[0, : len(positions)] = torch.tensor(positions)
+        pages = RowPages(
+            torch.tensor(slots),
+            torch.tensor([each + [0] * (width - len(each)) for each in tables], dtype=torch.int32),
+            torch.tensor(lengths, dtype=torch.int32),
+            longest,
+        )
+        given = self._given(row, pages, growing, len(slots))
+        self._take(growing, *self._draw(given, len(growing), graphs))
 
     def _row(self, requests: Sequence[Request], ids: Sequence[Sequence[int]]) -> PackedBatch:
         """A row of these tokens, by job, each sequence with a target behind its last one."""
@@ -210,22 +228,25 @@ class Engine:
             parts[job] = JobTokens(sequences, labels, shift=0)
         return pack(parts)
 
-    def _draw(
-        self, row: PackedBatch, pages: RowPages, sequences: Sequence[GrowingSequence]
-    ) -> tuple[list[int], list[float]]:
-        """The next token of each sequence and its log-probability."""
+    def _given(
+        self, row: PackedBatch, pages: RowPages, sequences: Sequence[GrowingSequence], size: int = 0
+    ) -> TokenRow:
+        """A row with the numbers that draw its sequences' next tokens, and others up to a size."""
+        numbers = torch.zeros(max(size, len(sequences)), dtype=torch.float64)
         drawn = [each.numbers[len(each.tokens)] for each in sequences]
-        numbers = torch.tensor(drawn, dtype=torch.float64).to(self.device, non_blocking=True)
-        start = 0
+        numbers[: len(drawn)] = torch.tensor(drawn, dtype=torch.float64)
+        return TokenRow(row, pages, numbers)
 
-        def draw(logits: Tensor) -> Tensor:
-            nonlocal start
-            start += len(logits)
-            return draw_tokens(logits, numbers[start - len(logits) : start], self.options)
-
-        with self.cache.row(pages):
-            tokens, logprobs = self.model.draw(row.to(self.device), draw)
-        return tokens.tolist(), logprobs.tolist()
+    def _draw(
+        self, given: TokenRow, count: int, graphs: TokenGraphs | None = None
+    ) -> tuple[list[int], list[float]]:
+        """The next token of each of the row's first sequences, and its log-probability."""
+        if graphs is None:
+            moved = given.to(self.device)
+            tokens, logprobs = draw_row(self.model, self.cache, moved, self.options)
+        else:
+            tokens, logprobs = graphs.draw(given)
+        return tokens.tolist()[:count], logprobs.tolist()[:count]
 
     def _take(
         self, sequences: Sequence[GrowingSequence], tokens: list[int], logprobs: list[float]
@@ -249,6 +270,3 @@ class Engine:
     def _slot(self, sequence: GrowingSequence, position: int) -> int:
         page, offset = divmod(position, self.page_tokens)
         return sequence.pages[page] * self.page_tokens + offset
-
-    def _moved(self, slots: list[int]) -> Tensor:
-        return torch.tensor(slots, dtype=torch.int64).to(self.device, non_blocking=True)

@@ -24,7 +24,8 @@ from tlora_fx.ir.graph import HEAD, is_call, placeholders
 from tlora_fx.model.backbone import longest_sequence
 from tlora_fx.model.batch import IGNORED
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.ops.paged_attention import page_tokens
+from tlora_fx.ops.kernels.select import is_strict
+from tlora_fx.ops.paged_attention import KeyValuePages, page_tokens
 from tlora_fx.passes.operator_facts import argument
 from tlora_fx.runtime.cpu_threads import few_threads
 from tlora_fx.runtime.data.samples import Sample
@@ -33,6 +34,7 @@ from tlora_fx.runtime.generation import generation_config
 from tlora_fx.runtime.group_step import GroupStep
 from tlora_fx.runtime.sampling.draw import DrawOptions, numbers_of
 from tlora_fx.runtime.sampling.engine import Engine, FinishReason, GrowingSequence, Request
+from tlora_fx.runtime.sampling.token_graphs import TokenGraphs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,13 +74,15 @@ class Sampler:
     """Draws completions with the adapters that a `GroupStep` trains, all jobs in one batch.
 
     Nothing is copied or loaded: each call sees the adapters as they are then. Keys and values are
-    kept in pages, which a call allocates and frees.
+    kept in pages. On a GPU tokens are drawn by CUDA graphs, and those and the pages stay for the
+    next call, until `release`; else a call allocates and frees its pages.
 
     step            one process runs it
     tokenizer       for stop strings; by default the base's
     max_sequences   completions that grow at a time; others wait for a place
     cache_tokens    tokens whose keys and values fit into the pages; by default those of the
                     `max_sequences` longest of a call
+    refused         why tokens of the model are not drawn by CUDA graphs on a GPU, or ""
     raises          GenerationError for a model that cannot continue from kept keys and values
     """
 
@@ -86,6 +90,8 @@ class Sampler:
     tokenizer: PreTrainedTokenizerBase | None = None
     max_sequences: int = 64
     cache_tokens: int | None = None
+    graphs: TokenGraphs | None = field(default=None, init=False, repr=False)
+    refused: str = field(default="", init=False)
     _positions: int | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -180,7 +186,30 @@ class Sampler:
             max_sequences=self.max_sequences,
             max_row_tokens=self.step.row_tokens,
             stops=stops,
+            graphs=self._graphs_for(pages, needs[0], options),
         )
+
+    def release(self) -> None:
+        """Free the pages and graphs that were kept for the next call."""
+        if self.graphs is not None:
+            self.graphs.release()
+            self.graphs = None
+
+    def _graphs_for(self, pages: int, width: int, options: DrawOptions) -> TokenGraphs | None:
+        """Graphs whose pages hold so many, of sequences of up to `width`, and one that is spare."""
+        device = self.step.mesh.device
+        if device.type != "cuda" or not self.step.options.cuda_graphs or is_strict():
+            return None
+        if self.graphs is not None and self.graphs.refused:
+            self.refused = self.graphs.refused
+            self.release()
+        if self.refused:
+            return None
+        if self.graphs is None or not self.graphs.fits(pages + 1, width, options):
+            self.release()
+            cache = KeyValuePages(pages + 1, page_tokens(device))
+            self.graphs = TokenGraphs(self.step.model, device, cache, options, width)
+        return self.graphs
 
     def _stops(self, stop: Sequence[int | str] | None) -> Callable[[Sequence[int]], bool]:
         """Whether a completion ends with its last token."""
