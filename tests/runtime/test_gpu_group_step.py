@@ -10,6 +10,7 @@ import torch
 
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
+from tlora_fx.runtime.data.samples import Sample
 from tlora_fx.runtime.group_step import Batch, GroupStep, StepOptions
 from tlora_fx.runtime.trainer import Trainer
 
@@ -131,24 +132,35 @@ def scored(batch):
     ]
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_captured_rows_of_named_losses_are_those_that_run(tmp_path, smoothing):
+def spread(logprobs, given):
+    """A loss that mixes the sequences of a micro-batch."""
+    means = torch.stack([own.mean() for own in logprobs])
+    return torch.logsumexp(-means, 0), {"mean": means.mean()}
+
+
+@pytest.mark.parametrize("kind", ["by token", "smoothed", "by sequence"])
+def test_captured_rows_of_losses_are_those_that_run(tmp_path, kind):
     """Losses and log-probabilities of eight steps, most of which are replayed."""
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     base = tiny_base(tmp_path / "base", "bfloat16", hidden_size=128, **heads)
-    jobs = [make_job(base, name, seed=seed, max_steps=9) for seed, name in enumerate("ab")]
+    jobs = [make_job(base, name, seed=seed, max_steps=9) for seed, name in enumerate("abcd")]
+    jobs[-1] = jobs[-1].model_copy(update={"method": "dpo"})
     data = make_data(jobs)
-    options = {"label_smoothing": smoothing} if smoothing else {}
+    options = {"label_smoothing": 0.1} if kind == "smoothed" else {}
     captured, plain = (
         GroupStep(compile(jobs), device="cuda", options=StepOptions(cuda_graphs=graphs))
         for graphs in (True, False)
     )
+    pair = [Sample((4, 5, 6, *rest), (-100,) * 3 + rest) for rest in ((7, 8, 9), (1, 2))]
     for _ in range(8):
-        named = Batch(data["a"].step(0), loss="cross_entropy", loss_options=options)
-        batches = {"a": named, "b": Batch(scored(data["b"].step(0)), loss="ppo")}
+        own = {name: data[name].step(0) for name in "abc"}
+        batches = {"a": Batch(own["a"], loss="cross_entropy", loss_options=options)}
+        batches["b"] = Batch(scored(own["b"]), loss="ppo")
+        if kind == "by sequence":
+            batches |= {"c": Batch(own["c"], loss=spread), "d": Batch([[*pair, *pair]])}
         told = [group.accumulate(batches) for group in (captured, plain)]
         for group in (captured, plain):
-            group.apply({"a": {}, "b": {}})
+            group.apply({name: {} for name in batches})
         for name, expected in told[1].items():
             found = told[0][name]
             assert found.error is None

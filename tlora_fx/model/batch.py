@@ -110,7 +110,8 @@ class PackedBatch:
         }
         compared = None if self.compared is None else self.compared.to(device)
         terms = None if self.terms is None else self.terms.to(device)
-        return PackedBatch(**moved, pairs=self.pairs, compared=compared, terms=terms)
+        pairs = tuple(own.to(device) for own in self.pairs)
+        return PackedBatch(**moved, pairs=pairs, compared=compared, terms=terms)
 
 
 def repeating_form(row: PackedBatch, sizes: tuple[int, int, int] | None = None) -> PackedBatch:

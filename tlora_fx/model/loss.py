@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlora_fx.config.base_spec import Objective
 from tlora_fx.model.batch import IGNORED
-from tlora_fx.model.objectives import SequenceLoss, TokenTerms, token_losses
-from tlora_fx.model.preference import Pairs, with_preferences
+from tlora_fx.model.objectives import TokenTerms, token_losses
 from tlora_fx.ops import cross_entropy, segment_spread, segment_sum, tp_argmax, tp_cross_entropy
 from tlora_fx.ops.parallel import GROUP
 
@@ -80,7 +79,7 @@ class ChunkedLoss(nn.Module):
         self.predicted: list[Tensor] | None = None
         self.token_losses: list[Tensor] | None = None
         self._draw: Draw | None = None
-        self._pairs: Sequence[Pairs | SequenceLoss] = ()
+        self._is_by_row = False
         self._terms: TokenTerms | None = None
         self._logprobs: dict[int, Tensor] = {}
         self.width_dim = 1 if lines else 0
@@ -103,7 +102,7 @@ class ChunkedLoss(nn.Module):
         target_segments   int32 [J + 1] on the CPU
         tables            the row's tables, as named by `tables`
         finish            done to each hidden state before the head: a norm that is compiled with it
-        returns           [J], float32, or wider where the logits are
+        returns           [J], float32, or wider where the logits are; by row, [N]
         """
         chunk: Chunk = self.chunk if finish is None else partial(self.finished_chunk, finish)
         if self.pieces is not None:
@@ -118,7 +117,8 @@ class ChunkedLoss(nn.Module):
             wide = torch.promote_types(torch.float32, hidden.dtype)
             if self.predicted is not None:
                 self.predicted.append(target_rows)
-            return flat[:0].sum().to(wide).expand(target_segments.shape[0] - 1)
+            jobs = target_segments.shape[0] - 1
+            return flat[:0].sum().to(wide).expand(0 if self._is_by_row else jobs)
         shared = (target_rows, targets, target_segments, row_tables)
         if self.predicted is not None:
             losses = self._scored(self._chunks(flat, *shared), finish)
@@ -130,8 +130,9 @@ class ChunkedLoss(nn.Module):
             losses = torch.cat([self._losses(chunk, args) for args in chunks])
         if self.token_losses is not None:
             self.token_losses.append(losses)
-        sums = cast(Tensor, segment_sum(losses, target_segments))
-        return with_preferences(sums, losses, target_segments, self._pairs) if self._pairs else sums
+        if self._is_by_row:
+            return losses
+        return cast(Tensor, segment_sum(losses, target_segments))
 
     @contextmanager
     def by_terms(self, terms: TokenTerms) -> Iterator[None]:
@@ -147,13 +148,13 @@ class ChunkedLoss(nn.Module):
             self._terms, self._logprobs = None, {}
 
     @contextmanager
-    def comparing(self, pairs: Sequence[Pairs | SequenceLoss]) -> Iterator[None]:
-        """Inside, jobs that have pairs give the loss of these in place of their targets' sum."""
-        self._pairs = pairs
+    def by_row(self) -> Iterator[None]:
+        """Inside, each forward gives the loss of each target row: some depend on other rows'."""
+        self._is_by_row = True
         try:
             yield
         finally:
-            self._pairs = ()
+            self._is_by_row = False
 
     @contextmanager
     def scoring(self) -> Iterator[list[Tensor]]:
@@ -229,7 +230,7 @@ class ChunkedLoss(nn.Module):
         Not where it depends on other rows' losses, nor where the whole model is compiled as one:
         Dynamo traces no backward inside a forward.
         """
-        still = torch.compiler.is_compiling() or bool(self._pairs)
+        still = torch.compiler.is_compiling() or self._is_by_row
         return self.frozen and torch.is_grad_enabled() and not still
 
     def _losses_ahead(

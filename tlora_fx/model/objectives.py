@@ -58,11 +58,11 @@ class Scores:
     """What one call of `accumulate` finds of a job beside its gradients.
 
     logprobs   by the first token of a micro-batch in the job's step: of its target tokens, [n]
-    metrics    likewise: the numbers that an own loss reports
+    metrics    likewise: the numbers that an own loss reports, or tensors of one
     """
 
     logprobs: dict[int, Tensor] = field(default_factory=dict)
-    metrics: dict[int, Mapping[str, float]] = field(default_factory=dict)
+    metrics: dict[int, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +173,20 @@ class SequenceLoss:
         return self.objective.loss == "kto"
 
     def with_base(self, losses: Tensor) -> SequenceLoss:
-        """The same with the base's losses of the job's target rows, [N]."""
-        return replace(self, base=losses)
+        """The same with the base's losses of the job's target rows, [N], or with more behind."""
+        return replace(self, base=losses[: self.bounds[-1]])
+
+    def to(self, device: torch.device | str) -> SequenceLoss:
+        """The same with what samples say on a device."""
+        moved = [
+            {name: said.to(device, non_blocking=True) for name, said in of.items()}
+            for of in self.given
+        ]
+        return replace(self, given=tuple(moved))
 
     def loss(self, losses: Tensor) -> Tensor:
-        """The sum of the sequences' losses, [], from the job's token losses, [n]."""
+        """The sum of the sequences' losses, [], from the job's token losses, [n] or with more."""
+        losses = losses[: self.bounds[-1]]  # Behind them stands what fills up the row.
         logprobs = [-losses[start:stop] for start, stop in pairwise(self.bounds)]
         scores = self.objective.scores
         # What stands behind the sequences of samples is mismatched: see `mismatched`.
@@ -193,7 +202,7 @@ class SequenceLoss:
             return torch.stack(terms).sum()
         found = self.objective.loss(logprobs, given)
         total, metrics = found if isinstance(found, tuple) else (found, {})
-        scores.metrics[self.first] = {name: float(value) for name, value in metrics.items()}
+        scores.metrics[self.first] = {name: _number(value) for name, value in metrics.items()}
         return _one_number(total, losses)
 
     def _kto(self, losses: Tensor, desirable: Tensor) -> Tensor:
@@ -250,6 +259,11 @@ def _gspo(
     clipped = ratio.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
     gains = torch.minimum(ratio * given["advantages"], clipped * given["advantages"])
     return -(given["weights"] * gains).sum()
+
+
+def _number(value: Any) -> Any:
+    """A number to report; one on a device stays there, for nothing waits for it yet."""
+    return value.detach() if isinstance(value, Tensor) and value.numel() == 1 else float(value)
 
 
 def _one_number(total: Any, losses: Tensor) -> Tensor:

@@ -56,17 +56,21 @@ class Pairs:
         return self.preference.method == "dpo"
 
     def with_base(self, losses: Tensor) -> Pairs:
-        """The same with the base's losses of the job's target rows, [N]."""
-        return replace(self, base=segment_sum(losses, self.segments))
+        """The same with the base's losses of the job's target rows, [N], or with more behind."""
+        return replace(self, base=segment_sum(losses[: int(self.segments[-1])], self.segments))
+
+    def to(self, device: torch.device | str) -> Pairs:
+        """The same: its table stays on the CPU."""
+        return self
 
     def loss(self, losses: Tensor) -> Tensor:
         """The sum of the pairs' losses.
 
-        losses    [N], of the job's own target rows
+        losses    [N], of the job's own target rows, or with more behind them
         returns   []
         raises    AssertionError where the base's losses are needed and not there
         """
-        sums: Tensor = segment_sum(losses, self.segments)
+        sums: Tensor = segment_sum(losses[: int(self.segments[-1])], self.segments)
         prompts, chosen, rejected = sums.view(-1, _PARTS).unbind(1)
         beta = self.preference.beta
         if self.preference.method == "dpo":

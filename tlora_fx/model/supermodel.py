@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import MethodType
 from typing import Any, cast
@@ -34,9 +34,9 @@ from tlora_fx.model.compiled import (
 from tlora_fx.model.elastic import Admission, Membership, Resolve
 from tlora_fx.model.loss import ChunkedLoss, Draw, Finish
 from tlora_fx.model.module_builder import Reformed, TensorLocation, build_module, run_source
-from tlora_fx.model.preference import with_base
+from tlora_fx.model.preference import with_base, with_preferences
 from tlora_fx.model.source import FINISH, class_name, group_source
-from tlora_fx.ops import norms_kept, without_dropout
+from tlora_fx.ops import norms_kept, segment_sum, without_dropout
 from tlora_fx.ops.kernels.packed import extended_weights
 
 # Rows of adapters for which weights of an open model are extended, where banks may grow to so many.
@@ -209,13 +209,36 @@ class SuperModel(nn.Module):
         self._require_weights()
         if row.is_plain:
             return self._run(*self._tensors(row))
-        pairs, loss = row.pairs, self._loss()
-        if row.compared is not None:
-            losses = self.score(row.compared, [own.job for own in pairs])
-            pairs = with_base(pairs, losses, row.compared.target_segments)
-        terms = nullcontext() if row.terms is None else loss.by_terms(row.terms)
-        with loss.comparing(pairs), terms:
+        row = self.with_reference(row)
+        if row.pairs:
+            return self.sums_of(row, self.token_losses(row))
+        with self._terms_of(row):
             return self._run(*self._tensors(row))
+
+    def with_reference(self, row: PackedBatch) -> PackedBatch:
+        """The row whose pairs know the losses of what they are compared with, by a forward.
+
+        row   on the model's device
+        """
+        if row.compared is None:
+            return row
+        losses = self.score(row.compared, [own.job for own in row.pairs])
+        pairs = with_base(row.pairs, losses, row.compared.target_segments)
+        return replace(row, pairs=pairs, compared=None)
+
+    def token_losses(self, row: PackedBatch) -> Tensor:
+        """The loss of each target row, [N], for `sums_of`: some jobs have losses of sequences."""
+        with self._loss().by_row(), self._terms_of(row):
+            return self._run(*self._tensors(row))
+
+    def sums_of(self, row: PackedBatch, losses: Tensor) -> Tensor:
+        """Each job's loss, [J], by the losses of the row's target rows, [N]."""
+        segments = row.target_segments
+        sums = cast(Tensor, segment_sum(losses, segments))
+        return with_preferences(sums, losses, segments, row.pairs)
+
+    def _terms_of(self, row: PackedBatch) -> AbstractContextManager[None]:
+        return nullcontext() if row.terms is None else self._loss().by_terms(row.terms)
 
     def _tensors(self, row: PackedBatch) -> Iterator[Tensor]:
         return (getattr(row, name) for name in self._inputs)
@@ -234,17 +257,16 @@ class SuperModel(nn.Module):
         row        on the model's device
         compared   jobs that are scored by what they compare with: the base, or their reference
         """
-        jobs = compared
-        changed = [pair for job in jobs for pair in self._reference_of(self.jobs[job].name)]
-        kept = [parameter.detach().clone() for parameter, _ in changed]
+        changed = [pair for job in compared for pair in self._reference_of(self.jobs[job].name)]
+        own = [parameter.detach() for parameter, _ in changed]
         with torch.no_grad(), without_dropout(), self._loss().scoring() as losses:
+            kept = [torch.empty_like(each) for each in own]
+            _copy_all(kept, own)
             try:
-                for parameter, value in changed:
-                    parameter.zero_() if value is None else parameter.copy_(value)
+                _copy_all(own, [torch.zeros_like(p) if v is None else v for p, v in changed])
                 self._run(*self._tensors(row))
             finally:
-                for (parameter, _), value in zip(changed, kept, strict=True):
-                    parameter.copy_(value)
+                _copy_all(own, kept)
         return losses[0]
 
     def draw(self, row: PackedBatch, draw: Draw) -> tuple[Tensor, Tensor]:
@@ -704,6 +726,12 @@ def _name_of_peft(name: str, sites: Mapping[str, AdapterSite]) -> str:
     path, part, tail = name.removeprefix(PEFT_PREFIX).partition(".lora_")
     site = sites.get(path)
     return name if site is None else f"{PEFT_PREFIX}{site.wrapper}{part}{tail}"
+
+
+def _copy_all(targets: list[Tensor], sources: list[Tensor]) -> None:
+    """Copy tensors by few launches, whatever their number."""
+    if targets:
+        torch._foreach_copy_(targets, sources)
 
 
 def _wrong(name: str, expected: object, found: Tensor | None) -> SuperModelMisuse:

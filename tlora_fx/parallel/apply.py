@@ -278,9 +278,11 @@ class RowRunner:
         for given in rows[self.mesh.dp_rank :: self.mesh.shape.dp]:
             row = given
             self._compile_ahead(row, weights)
+            if self.graphs is not None and self.nano is None:
+                row = self.graphs.with_reference(row, weights)
             losses = self._captured(row, weights)
             if losses is None:
-                if self.graphs is not None and self.nano is None and not row.pairs:
+                if self.graphs is not None and self.nano is None:
                     row = self.graphs.formed(row)
                 losses = self._run(row, weights)
             total = losses if total is None else total + losses
@@ -348,7 +350,7 @@ class RowRunner:
         if self.graphs is None:
             return None
         self.graphs.rows_run += 1
-        if self.nano is not None or row.pairs:
+        if self.nano is not None:
             return None
         return self.graphs.run(row, weights)
 
@@ -391,7 +393,8 @@ def start_nothing(model: SuperModel, row: PackedBatch, weights: Tensor) -> None:
 def each_structure_once(model: SuperModel) -> Iterator[list[nn.Module]]:
     """Inside, a layer gives what an earlier one of its structure gave, instead of running.
 
-    A layer whose inputs ask for a gradient, where those of the earlier one did not, runs too.
+    A layer whose inputs ask for a gradient, where those of the earlier one did not, runs too, and
+    so does one whose inputs have other shapes: a row may run beside what it is compared with.
 
     yields   the layers that did not run
     """
@@ -400,7 +403,7 @@ def each_structure_once(model: SuperModel) -> Iterator[list[nn.Module]]:
     own: list[tuple[nn.Module, Any]] = []
 
     def give(name: str, layer: nn.Module, forward: Callable[..., Any], *inputs: Tensor) -> Any:
-        key = name, *(value.requires_grad for value in inputs)
+        key = name, *((value.requires_grad, value.shape) for value in inputs)
         if key in given:
             idle.append(layer)
         else:

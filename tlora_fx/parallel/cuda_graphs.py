@@ -22,7 +22,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from traceback import clear_frames
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -34,11 +34,12 @@ from torch import Tensor, nn
 from tlora_fx.cost.model_facts import CAPTURED_TOKENS
 from tlora_fx.errors import PlanNotRunnable, TloraError
 from tlora_fx.model.batch import PackedBatch, example_row, padded_by, size_of
+from tlora_fx.model.preference import with_base
 from tlora_fx.model.row_ladder import RowLadder, RowSize
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.dora import Lengths, Norms, lengths_kept, norms_at_once
 from tlora_fx.ops.kernels import refresh, release
-from tlora_fx.ops.kernels.pack_together import Packing, noting, serving
+from tlora_fx.ops.kernels.pack_together import Packing, noting, served, serving
 from tlora_fx.ops.kernels.select import cut_by_jobs
 from tlora_fx.parallel.peer_copies import SideStreams
 
@@ -55,14 +56,14 @@ NormCalls = dict[tuple[object, ...], Callable[[], Tensor]]
 class Position(NamedTuple):
     """Where a graph is used: by which stage of its process, in which slot, for which rows.
 
-    A process that runs whole rows has one stage and one slot. Rows have kinds of losses: cross
-    entropy, those of `TokenTerms`, and these with smoothed labels.
+    A process that runs whole rows has one stage and one slot. Rows have kinds of losses (see
+    `kind_of`); a row that is scored for what pairs are compared with has the jobs of these.
     """
 
     stage: int
     slot: int
     key: RowSize
-    kind: int = 0
+    kind: int | tuple[int, ...] = 0
 
 
 @dataclass(eq=False)
@@ -93,6 +94,10 @@ class CapturedRow:
         """Overwrite the row by another one of its form."""
         overwrite(self.row, row)
         self.terms = row.terms
+        if row.pairs:
+            pairs = tuple(own.to(self.device) for own in row.pairs)
+            compared = None if row.compared is None else row.compared.to(self.device)
+            self.row = replace(self.row, pairs=pairs, compared=compared)
         self.weights.copy_(weights, non_blocking=True)
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
@@ -152,7 +157,7 @@ class GraphCache(Generic[Captured]):
         self.skipped_no_memory = self.captured = 0
         self.rows_run = self.rows_replayed = 0
         self._graphs: OrderedDict[Position, Captured] = OrderedDict()
-        self._seen: Counter[tuple[int, RowSize, int]] = Counter()
+        self._seen: Counter[Position] = Counter()
         self._came: Counter[Position] = Counter()
         self._under_way = 1
         self._pools: dict[int, Any] = {}
@@ -196,11 +201,13 @@ class GraphCache(Generic[Captured]):
 
     def _may_capture(self, row: PackedBatch) -> bool:
         may = not self.refused and self.largest_row > 0 and len(row.target_rows) > 0
-        return may and row.input_ids.numel() <= self.most
+        # What compares sequences runs between two graphs: other processes would have to wait.
+        together = self.group is not None or self.gathering is not None
+        return may and row.input_ids.numel() <= self.most and not (row.pairs and together)
 
     def _loaded(self, position: Position, row: PackedBatch, weights: Tensor) -> Captured | None:
         """The graph of a position with this row in it; None where there is none."""
-        self._seen[position.stage, position.key, position.kind] += 1
+        self._seen[position._replace(slot=0)] += 1
         self._came[position] += 1
         graph = self._graphs.get(position)
         if graph is None:
@@ -211,12 +218,12 @@ class GraphCache(Generic[Captured]):
             return None
         self._graphs.move_to_end(position)
         graph.load(row, weights)
-        self.rows_replayed += 1
+        self.rows_replayed += not isinstance(position.kind, tuple)
         return graph
 
     def _is_worth(self, position: Position) -> bool:
         """Whether a form has come again, and has a place, or one that a much rarer one takes."""
-        if self._seen[position.stage, position.key, position.kind] <= WARMUP_ROWS:
+        if self._seen[position._replace(slot=0)] <= WARMUP_ROWS:
             return False
         there = self._there(position)
         return len(there) < MAX_GRAPHS or self._came[position] > 2 * self._came[there[0]]
@@ -269,7 +276,7 @@ class GraphCache(Generic[Captured]):
 
     def _leave(self, position: Position, graph: Captured) -> None:
         """Leave a form for now: there is no memory for its graph."""
-        self._seen[position.stage, position.key, position.kind] = 0
+        self._seen[position._replace(slot=0)] = 0
         self.skipped_no_memory += 1
         graph.release()
         logger.info("no memory for a CUDA graph of %s", position)
@@ -335,19 +342,44 @@ class RowGraphs(GraphCache["RowGraph"]):
         if not self._may_capture(row):
             return None
         row = padded_by(self.ladder, row)
-        kind = 0 if row.terms is None else 1 + row.terms.smooths
-        position = Position(0, 0, size_of(row), kind)
+        position = Position(0, 0, size_of(row), kind_of(row))
         graph = self._loaded(position, row, weights)
         if graph is not None:
             return graph.replay()
-        if not kind and position.key in self.ladder.steps and self._waits:
+        if row.is_plain and position.key in self.ladder.steps and self._waits:
             return self._run_first(position.key, row, weights)
         if not self._is_worth(position):
             return None
-        graph = RowGraph(self.model, row, weights, self.device, self._lengths, self.gathering)
+        made = ComparingRowGraph if row.pairs else RowGraph
+        graph = made(self.model, row, weights, self.device, self._lengths, self.gathering)
         losses, kept = graph.run()
         self._keep(position, graph, kept)
         return losses
+
+    def with_reference(self, row: PackedBatch, weights: Tensor) -> PackedBatch:
+        """The row whose pairs know what they are compared with, where a graph can say it.
+
+        row   on the CPU; what it is compared with is left in it where that is to be run as it is
+        """
+        compared = row.compared
+        if compared is None or not (self._may_capture(row) and self._may_capture(compared)):
+            return row
+        compared = padded_by(self.ladder, compared)
+        jobs = tuple(own.job for own in row.pairs)
+        position = Position(0, 0, size_of(compared), jobs)
+        graph = self._loaded(position, compared, weights)
+        if graph is not None:
+            losses = graph.replay()
+        elif self._is_worth(position):
+            graph = ScoringGraph(
+                self.model, compared, weights, self.device, self._lengths, self.gathering, jobs
+            )
+            losses, kept = graph.run()
+            self._keep(position, graph, kept)
+        else:
+            return row
+        pairs = with_base(row.pairs, losses, compared.target_segments)
+        return replace(row, pairs=pairs, compared=None)
 
     @property
     def _waits(self) -> bool:
@@ -411,7 +443,7 @@ class RowGraphs(GraphCache["RowGraph"]):
 
         row   on the CPU, as all that are given
         """
-        formed = row if row.pairs else self.formed(row)
+        formed = self.formed(row)
         yield formed
         if self._is_step(formed):
             for step in self.ladder.steps:
@@ -486,9 +518,11 @@ class RowGraph(CapturedRow):
                   gradient's accumulator of another stream alive; and the bytes that the forward
                   kept for the backward
         """
+        # What it is compared with runs by other adapters: nothing of that is noted.
+        row = self._compared()
         before = torch.cuda.memory_allocated(self.device)
         with noting(self._packing), lengths_kept(self.lengths):
-            losses = self.model.weighted(self.row, self.weights)
+            losses = self.model.weighted(row, self.weights)
             self.kept = max(0, torch.cuda.memory_allocated(self.device) - before)
             if adds:
                 add_gradients(losses, self.model, self.kept)
@@ -500,17 +534,23 @@ class RowGraph(CapturedRow):
 
     def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
         """See `CapturedRow.capture`."""
-        graph = torch.cuda.CUDAGraph()
         self._packing.settle(self.device)
         # Its kernel is compiled before the capture, which can load none.
         self._packing.start()
-        with (
-            torch.cuda.graph(graph, pool=pool, stream=stream),
-            serving(self._packing),
-            lengths_kept(self.lengths),
-        ):
-            self._launch()
-        self._graph = graph
+        self._graph = self._noted(self._launch, pool, stream, serving(self._packing))
+
+    def _noted(
+        self,
+        launch: Callable[[], None],
+        pool: Any,
+        stream: torch.cuda.Stream,
+        packed: AbstractContextManager[None],
+    ) -> torch.cuda.CUDAGraph:
+        """A graph of what is launched."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=pool, stream=stream), packed, lengths_kept(self.lengths):
+            launch()
+        return graph
 
     def _launch(self) -> None:
         """Launch what the graph holds; it leaves losses and log-probabilities in tensors of its."""
@@ -520,6 +560,11 @@ class RowGraph(CapturedRow):
             self.gathering.join()
         self._losses = losses.detach()
         self._logprobs = None if self.row.terms is None else self.row.terms.logprobs
+
+    def _compared(self) -> PackedBatch:
+        """The row, whose pairs know the losses of what they are compared with."""
+        with lengths_kept(self.lengths):
+            return self.model.with_reference(self.row)
 
     def _tell(self, logprobs: Tensor | None) -> None:
         """Give jobs the log-probabilities of the row that is in the graph."""
@@ -537,6 +582,79 @@ class RowGraph(CapturedRow):
         self._graph.replay()
         self._tell(None if self._logprobs is None else self._logprobs.clone())
         return self._losses.clone()
+
+
+@dataclass(eq=False)
+class ComparingRowGraph(RowGraph):
+    """Two graphs of a row in which jobs have losses of whole sequences: forward and backward.
+
+    The first leaves the loss of each target row, and the second takes what their gradients are.
+    What compares sequences runs between them as it is: it may be a function of the user's.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._backward: torch.cuda.CUDAGraph | None = None
+        self._forwarded: Tensor | None = None
+        self._token_losses = self._gradients = torch.empty(0)
+
+    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        """See `CapturedRow.capture`."""
+        super().capture(pool, stream)
+        self._gradients = torch.zeros_like(self._token_losses)
+        packed = served(self._packing)
+        self._backward = self._noted(self._launch_backward, pool, stream, packed)
+
+    def _launch(self) -> None:
+        self._forwarded = self.model.token_losses(self.row)
+        self._token_losses = self._forwarded.detach()
+        self._logprobs = None if self.row.terms is None else self.row.terms.logprobs
+
+    def _launch_backward(self) -> None:
+        forwarded, self._forwarded = self._forwarded, None
+        assert forwarded is not None, "the forward was launched before"
+        add_gradients(forwarded * self._gradients, self.model, self.kept)
+
+    def release(self) -> None:
+        """See `CapturedRow.release`."""
+        self._backward = None
+        super().release()
+
+    def replay(self) -> Tensor:
+        """Run the row as it was loaded; [J]."""
+        assert self._graph is not None, "captured before"
+        assert self._backward is not None, "captured before"
+        row = self._compared()
+        self._graph.replay()
+        self._tell(None if self._logprobs is None else self._logprobs.clone())
+        # A function may keep what it is given: the next row overwrites what is in the graph.
+        losses = self._token_losses.clone().requires_grad_()
+        sums = self.model.sums_of(row, losses) * self.weights
+        self._gradients.copy_(torch.autograd.grad(sums.sum(), losses)[0])
+        self._backward.replay()
+        return sums.detach()
+
+
+@dataclass(eq=False)
+class ScoringGraph(RowGraph):
+    """A graph of the losses of a row's targets by what some jobs are compared with.
+
+    jobs   those, by index
+    """
+
+    jobs: tuple[int, ...]
+
+    def run(self, *, adds: bool = True) -> tuple[Tensor, int]:
+        """The losses, [N]; nothing is kept for a backward."""
+        with lengths_kept(self.lengths):
+            return self.model.score(self.row, self.jobs), 0
+
+    def capture(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        """See `CapturedRow.capture`; sites pack for themselves, for the adapters change in it."""
+        self._graph = self._noted(self._launch, pool, stream, nullcontext())
+
+    def _launch(self) -> None:
+        self._losses = self.model.score(self.row, self.jobs)
 
 
 class NormGraph:
@@ -673,6 +791,15 @@ def add_together(leaves: Sequence[Tensor], found: Sequence[Tensor | None]) -> No
 def _is_watched(leaf: Tensor) -> bool:
     """Whether somebody waits for the moment at which a gradient has been added."""
     return bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
+
+
+def kind_of(row: PackedBatch) -> int:
+    """The kind of a row's losses: those of one kind are computed by the same launches.
+
+    They are cross entropy, those of `TokenTerms`, and these with smoothed labels; each beside
+    losses of whole sequences, or without.
+    """
+    return (0 if row.terms is None else 1 + row.terms.smooths) + 3 * bool(row.pairs)
 
 
 def overwrite(own: PackedBatch, row: PackedBatch) -> None:

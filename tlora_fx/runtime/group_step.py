@@ -303,7 +303,10 @@ class GroupStep:
             if error is None and index in scores:
                 found = scores[index]
                 logprobs = logprobs_of(found, batch.micro_batches, job.label_shift)
-                metrics = tuple(found.metrics[first] for first in sorted(found.metrics))
+                metrics = tuple(
+                    {name: float(value) for name, value in found.metrics[first].items()}
+                    for first in sorted(found.metrics)
+                )
                 output = replace(output, logprobs=logprobs, metrics=metrics)
             outputs[job.name] = output
         return outputs

@@ -130,6 +130,13 @@ def noting(packing: Packing) -> Iterator[None]:
 def serving(packing: Packing) -> Iterator[None]:
     """Pack what was noted, at once; meanwhile its sites pack nothing."""
     packing.start()
+    with served(packing):
+        yield
+
+
+@contextmanager
+def served(packing: Packing) -> Iterator[None]:
+    """What was noted is packed already: meanwhile its sites pack nothing."""
     with _held(_serving, packing):
         yield
 
