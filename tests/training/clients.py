@@ -28,12 +28,15 @@ def engine(residents=4):
     return Engine(EngineOptions(Path(_FOLDER.name), dtype="float64", residents=residents))
 
 
-def cycle_of(folder, own=None, **how):
+def cycle_of(folder, own=None, parked_bytes=None, **how):
     """A cycle of a log, on an empty engine: what a trainer that was killed begins with."""
     own = own or engine()
     for member in list(own.step.members.values()):
         own.step.release(member.job.name)
-    return Cycle(CommandLog(folder), own, **how)
+    cycle = Cycle(CommandLog(folder), own, **how)
+    if parked_bytes is not None:
+        cycle.tenants.parked_bytes = parked_bytes
+    return cycle
 
 
 def datum(tokens, targets=None, **inputs):

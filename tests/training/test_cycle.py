@@ -26,6 +26,7 @@ from tests.training.clients import (
     request,
     run_all,
 )
+from tlora_fx.ops.kernels.select import strict
 from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.tracing.adapters import written_config
 from tlora_fx.training.log import CommandLog
@@ -238,6 +239,37 @@ def test_a_killed_trainer_goes_on_where_it_was(tmp_path, together):
                     assert found[0] == pytest.approx(expected[0], rel=1e-12)
 
 
+@pytest.mark.parametrize("every", [1, 3, 64])
+def test_strict_bits_depend_on_no_neighbour_and_on_no_kill(tmp_path, every):
+    """Killed after each turn, with gathered gradients in a snapshot or behind it."""
+    with strict():
+        answers, adapters, _ = play(
+            tmp_path / "all", TENANTS, ORDER, killed=lambda at: True, snapshot_every=every
+        )
+        for name, client in TENANTS.items():
+            alone, own, _ = play(tmp_path / name, {name: client}, [name, name])
+            assert repr(answers[name]) == repr(alone[name])
+            assert_same(adapters[name], own[name], 0)
+
+
+def test_a_checkpoint_holds_gathered_gradients(tmp_path):
+    """Who resumes from it with the optimizer steps by them, and who resumes without has none."""
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    client.forward_backward(GOOD)
+    saved = client.send("save_weights", path="half")
+    run_all(cycle)
+    path = client.result(saved)["path"]
+    resumed = Client(cycle.log, load=path)
+    bare = Client(cycle.log, load=path, optimizer=False)
+    steps = [each.optim_step(**CLIPPED) for each in (client, resumed, bare)]
+    run_all(cycle)
+
+    assert client.result(steps[0]) == resumed.result(steps[1])
+    assert_same(adapter(cycle, resumed), adapter(cycle, client), 0)
+    assert "no gradients" in bare.result(steps[2])["error"]
+
+
 def test_what_was_not_written_down_runs_again(tmp_path, monkeypatch, together):
     """The disk takes no answers now and then; nothing is counted twice."""
     draw, finish, failed = random.Random(4), CommandLog.finish, []
@@ -270,10 +302,13 @@ def test_what_was_not_written_down_runs_again(tmp_path, monkeypatch, together):
         assert last == pytest.approx(together[0][name][-1]["metrics"], rel=1e-12)
 
 
-def test_more_models_than_slots_wait_on_disk(tmp_path):
+@pytest.mark.parametrize("parked_bytes", [0, 1 << 16, 1 << 30])
+def test_more_models_than_slots_wait_in_memory_and_on_disk(tmp_path, parked_bytes):
     """Parked and brought back between their steps, one with gathered gradients."""
     clients = {name: (CONFIGS[0], script(name)) for name in "uvwxyz"}
-    answers, adapters, _ = play(tmp_path / "many", clients, [*"uvwxyz", *"uvwxyz"])
+    answers, adapters, _ = play(
+        tmp_path / "many", clients, [*"uvwxyz", *"uvwxyz"], parked_bytes=parked_bytes
+    )
 
     for name in "uz":
         alone, own, _ = play(tmp_path / name, {name: clients[name]}, [name, name])
@@ -281,8 +316,9 @@ def test_more_models_than_slots_wait_on_disk(tmp_path):
         assert answers[name][-1]["metrics"] == pytest.approx(alone[name][-1]["metrics"], rel=1e-9)
 
 
-def test_gathered_gradients_survive_others_that_take_the_slots(tmp_path):
-    cycle = cycle_of(tmp_path)
+@pytest.mark.parametrize("parked_bytes", [0, 1 << 30])
+def test_gathered_gradients_survive_others_that_take_the_slots(tmp_path, parked_bytes):
+    cycle = cycle_of(tmp_path, parked_bytes=parked_bytes)
     first, alone = Client(cycle.log), Client(cycle.log)
     data = [drawn_datum(random.Random(5), "cross_entropy")]
     first.forward_backward(data)
@@ -292,6 +328,7 @@ def test_gathered_gradients_survive_others_that_take_the_slots(tmp_path):
         other.forward_backward(data)
         run_all(cycle)
     assert first.model not in cycle.tenants.resident
+    assert (first.model in cycle.tenants.parked) == bool(parked_bytes)
     first.optim_step(**SCALED)
     alone.forward_backward(data)
     alone.optim_step(**SCALED)

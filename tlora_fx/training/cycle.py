@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from tlora_fx.errors import CommandRefused, NotFinite, TloraError
+from tlora_fx.ops.kernels.select import is_strict
 from tlora_fx.runtime.data.batching import count_tokens
 from tlora_fx.runtime.group_step import Gathered
 from tlora_fx.runtime.step_batches import Batch, StepOutput, require_batch
@@ -40,6 +41,7 @@ from tlora_fx.training.log import (
 from tlora_fx.training.messages import forward_output, read_request
 from tlora_fx.training.sampling import draw, read_sample
 from tlora_fx.training.tenants import NoRoom, Tenants, version_folder
+from tlora_fx.training.versions import Version
 
 logger = logging.getLogger(__name__)
 FORWARD, STEP, SAMPLE = "forward_backward", "optim_step", "sample"
@@ -147,9 +149,9 @@ class Cycle:
         if model.config is None:
             raise CommandRefused("the model was never made: its creation failed", model=name)
         try:
-            if model.kept >= 0:
-                self.tenants.enter(model, busy=self._busy)
-            for command in self.log.done_since_kept(name):
+            self.tenants.enter(model, busy=self._busy)
+            at = self.tenants.resident[name].ran if name in self.tenants.resident else -1
+            for command in self.log.done_since(name, at):
                 self._again(command)
         except BaseException:
             # Whoever is resident has all that has run.
@@ -160,8 +162,7 @@ class Cycle:
     def forget(self) -> None:
         """Let all go that lies in memory, after a failure in the middle: the log has the truth."""
         self._running.clear()
-        for key in list(self.tenants.resident):
-            self.tenants.leave(key)
+        self.tenants.forget()
 
     def _again(self, command: Command) -> None:
         """Run a command whose answer is written; one that failed fails again."""
@@ -244,6 +245,9 @@ class Cycle:
         """Gradients of one piece of each model, together."""
         if not asked:
             return {}
+        if len(asked) > 1 and is_strict() and self.engine.step.mesh.device.type == "cpu":
+            # Its products round a token's numbers by how many tokens there are.
+            return {model: self._accumulate({model: each})[model] for model, each in asked.items()}
         names = {self.tenants.resident[model].name: model for model in asked}
         batches = {name: asked[model].pieces[0] for name, model in names.items()}
         try:
@@ -307,7 +311,8 @@ class Cycle:
         for model in self._busy & set(self.tenants.resident):
             resident = self.tenants.resident[model]
             late = resident.ran - resident.kept >= self.snapshot_every
-            if late and not self.tenants.is_dirty(model):
+            # Of half a request there are gradients that nothing would take back.
+            if late and model not in self._running:
                 self.tenants.keep(model)
 
     # Models and versions.
@@ -332,7 +337,8 @@ class Cycle:
 
     def _load(self, command: Command) -> Outcome:
         """Make a model, anew or from a checkpoint."""
-        model, version = command.queue, None
+        model = command.queue
+        version: Version | None = None
         if command.kind == "create_model":
             request = requests.read_json(requests.CreateModel, command.body)
             self._require_base(request.base_model)
@@ -348,7 +354,7 @@ class Cycle:
                     found=load.path, help="load one that save_state made",
                 )  # fmt: skip
             if not load.optimizer:
-                version = replace(version, state=None)
+                version = Version(version.config, version.adapter)
             config = dict(version.config)
             answer = {"type": "load_weights", "path": load.path, "model_id": model}
         self.tenants.make(model, config, version, seq=command.seq, busy=self._busy)

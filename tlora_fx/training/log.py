@@ -392,17 +392,17 @@ class CommandLog:
         [row] = self._rows("SELECT body FROM commands WHERE number = ?", command.number)
         return bytes(row["body"])
 
-    def done_since_kept(self, model: str) -> list[Command]:
-        """The commands that have run and that a model's snapshot does not have, with bodies.
+    def done_since(self, model: str, seq: int) -> list[Command]:
+        """The commands of a model behind a number that have run, with bodies.
 
         Those that failed are left out, but for steps: one that fails may drop gradients.
         """
         rows = self._rows(
             "SELECT number, commands.user, queue, seq, kind, body FROM commands "
-            "JOIN models ON models.id = queue WHERE queue = ? AND seq > kept AND seq <= ran "
+            "JOIN models ON models.id = queue WHERE queue = ? AND seq > ? AND seq <= ran "
             "AND (NOT failed OR kind = 'optim_step') ORDER BY seq",
-            model,
-        )
+            model, seq,
+        )  # fmt: skip
         return [self._command(row, bytes(row["body"])) for row in rows]
 
     @staticmethod
