@@ -29,6 +29,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,6 @@ import torch
 from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.rounds import shape_of
 from benchmarks.step_mixes import SEED, Shape
-from tests.training.clients import Client, datum, request
 from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.runtime.step_batches import Batch
 from tlora_fx.training.cycle import Cycle
@@ -49,6 +50,8 @@ from tlora_fx.training.messages import read_request
 from tlora_fx.training.options import EngineOptions
 from tlora_fx.training.process import run_commands
 
+#: Clients in one process, untyped.
+CLIENTS: Any = import_module("tests.training.clients")
 #: The client's own default.
 RANK = 32
 #: Adapters stay as they are, so that all arms compute the same.
@@ -111,7 +114,7 @@ class Bench:
     """Tenants of one cycle."""
 
     cycle: Cycle
-    clients: Sequence[Client]
+    clients: Sequence[Any]
     given: argparse.Namespace
 
     def arms(self, length: int) -> Figures:
@@ -167,7 +170,7 @@ class Bench:
         vocabulary = self.cycle.engine.step.model.group.vocabulary
         return {
             client.model: [
-                datum(torch.randint(0, vocabulary, (length + 1,), generator=draw).tolist())
+                CLIENTS.datum(torch.randint(0, vocabulary, (length + 1,), generator=draw).tolist())
             ]
             for client in self.clients
         }
@@ -272,15 +275,15 @@ class Bench:
             for _ in range(2):
                 note("parked_in_memory", lambda: tenants._make_room(()))
                 size = tenants.parked[client.model][1].nbytes
-                note("from_memory", lambda model=client.model: cycle.bring(model))
+                note("from_memory", partial(cycle.bring, client.model))
             memory, tenants.parked_bytes = tenants.parked_bytes, 0
             note("parked_on_disk", lambda: tenants._make_room(()))
             tenants.parked_bytes = memory
             file = tenants._snapshot(client.model, cycle.log.model(client.model).kept)
             _uncache(file)
-            note("read", lambda file=file: file.read_bytes())
+            note("read", file.read_bytes)
             _uncache(file)
-            note("from_disk", lambda model=client.model: cycle.bring(model))
+            note("from_disk", partial(cycle.bring, client.model))
         figures: Figures = {name: _spread(own) for name, own in found.items()}
         figures["mib_a_model"] = _figure(size / 2**20)
         rate = figures["read"]["median"] / figures["from_disk"]["median"]
@@ -381,15 +384,16 @@ def _answer(folder: Path, bell: Path, port: Any) -> None:
     server.run([bound])
 
 
-def _client(cycle: Cycle) -> Client:
-    return Client(cycle.log, config={"rank": RANK, "seed": 1})
+def _client(cycle: Cycle) -> Any:
+    return CLIENTS.Client(cycle.log, config={"rank": RANK, "seed": 1})
 
 
 def _body(client: Any, data: Sequence[Any]) -> bytes:
-    return request(client.model, client.seq, data)
+    body: bytes = CLIENTS.request(client.model, client.seq, data)
+    return body
 
 
-def _disturb(cycle: Cycle, client: Client) -> None:
+def _disturb(cycle: Cycle, client: Any) -> None:
     """Let no matrix be zero, as after some steps."""
     torch.manual_seed(SEED)
     for parameter in cycle.tenants.member(client.model).parameters.values():
