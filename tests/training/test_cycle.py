@@ -30,6 +30,7 @@ from tlora_fx.ops.kernels.select import strict
 from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.tracing.adapters import written_config
 from tlora_fx.training.log import CommandLog
+from tlora_fx.training.times import REASONS, explained
 
 #: An eps beside which the moments vanish: the step is as large as the gradients, not their signs.
 SCALED = {"learning_rate": 30.0, "eps": 1e3}
@@ -274,11 +275,11 @@ def test_what_was_not_written_down_runs_again(tmp_path, monkeypatch, together):
     """The disk takes no answers now and then; nothing is counted twice."""
     draw, finish, failed = random.Random(4), CommandLog.finish, []
 
-    def full(log, outcomes):
+    def full(log, outcomes, ran=None):
         if draw.random() < 0.3:
             failed.append(len(outcomes))
             raise sqlite3.OperationalError("database or disk is full")
-        finish(log, outcomes)
+        finish(log, outcomes, ran)
 
     cycle = cycle_of(tmp_path)
     clients = {name: Client(cycle.log, config=TENANTS[name][0]) for name in TENANTS}
@@ -460,6 +461,36 @@ def test_a_small_request_waits_for_a_piece_of_a_large_one(tmp_path):
         alone.result(other[1])["metrics"], rel=1e-9
     )
     assert_same(adapter(cycle, large), adapter(cycle, alone))
+
+
+def test_models_that_do_not_fit_a_cycle_take_turns(tmp_path):
+    """The log says which pieces ran together; what they compute is the same, to the bit."""
+    with strict():
+        cycle = cycle_of(tmp_path)
+        cycle.shares.budget = 2000
+        clients = [Client(cycle.log, config=CONFIGS[0]) for _ in range(4)]
+        run_all(cycle)
+        *many, small = clients
+        futures = [(each.forward_backward(long_data()), each.optim_step(**SCALED)) for each in many]
+        small.forward_backward(GOOD)
+        small.optim_step(**SCALED)
+        cycle.run()
+        assert small.model not in cycle.log.runnable()
+        run_all(cycle)
+        results = [
+            (one.result(a), one.result(b)) for one, (a, b) in zip(many, futures, strict=True)
+        ]
+
+    assert repr(results[0]) == repr(results[1]) == repr(results[2])
+    rows = cycle.log.cycles("ada", small.session)
+    assert rows[0]["together"] == 2
+    [forward] = [row for row in cycle.log.times(model=many[0].model) if row["seq"] == 1]
+    assert forward["pieces"] == 3
+    assert 0 < forward["own"] <= forward["computed"]
+    said = explained(forward)
+    assert said["slowdown"] >= 1
+    assert sum(said["seconds"].values()) == pytest.approx(said["done"] - said["made"], abs=1e-3)
+    assert said["why"] == REASONS[max(said["seconds"], key=said["seconds"].get)]
 
 
 def test_a_large_request_that_fails_at_its_end_leaves_nothing(tmp_path):

@@ -187,7 +187,7 @@ def test_what_a_command_makes_is_there_with_its_answer(log):
     assert log.checkpoint(path, USER) == made
     assert log.sampler(sampler.id, USER) == sampler
     assert log.model(model).config == {"rank": 4}
-    assert log.usage() == [(USER, "create_model", 1, 9)]
+    assert [tuple(row) for row in log.usage()] == [(USER, "create_model", 1, 9, 0.0)]
     log.forget(made)
     with pytest.raises(JobUnknown):
         log.checkpoint(path, USER)

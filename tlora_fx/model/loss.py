@@ -520,7 +520,7 @@ class _LossAhead(torch.autograd.Function):
 
 @contextmanager
 def _without_gradients(trained: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
-    """Inside, these have no gradients; afterwards those they had, and the others are in the list."""
+    """Inside, these have no gradients; what they get is in the list afterwards, and not theirs."""
     before, found = [each.grad for each in trained], list[Tensor | None]()
     for each in trained:
         each.grad = None

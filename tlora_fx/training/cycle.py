@@ -2,8 +2,10 @@
 
 Each model gives its first request for gradients. One that is large is cut, by its own size alone,
 and gives one piece a cycle: so who asks for little waits for a piece of others, and not for all
-that they ask for. Pieces of all models share one forward and backward. Steps that are due then are
-done together. A failure is the answer of the request that caused it, and of no other.
+that they ask for. Pieces of all models share one forward and backward, and where they are too many
+for a cycle, fair shares decide whose run. Steps that are due then are done together. A failure is
+the answer of the request that caused it, and of no other. The log is told which pieces ran together
+and how long that took.
 """
 
 from __future__ import annotations
@@ -13,7 +15,8 @@ import shutil
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -26,6 +29,8 @@ from tlora_fx.runtime.step_batches import Batch, StepOutput, require_batch
 from tlora_fx.training import requests
 from tlora_fx.training.datums import batch_of, loss_of
 from tlora_fx.training.engine import Engine
+from tlora_fx.training.fair_shares import FairShares
+from tlora_fx.training.folders import version_folder
 from tlora_fx.training.log import (
     PROTOBUF,
     Answer,
@@ -34,17 +39,20 @@ from tlora_fx.training.log import (
     CommandLog,
     Kind,
     Outcome,
+    Ran,
     Sampler,
     json_answer,
     sampler_id,
 )
 from tlora_fx.training.messages import forward_output, read_request
-from tlora_fx.training.sampling import draw, read_sample
-from tlora_fx.training.tenants import NoRoom, Tenants, version_folder
+from tlora_fx.training.sampling import Asked, draw, read_sample
+from tlora_fx.training.tenants import NoRoom, Tenants
 from tlora_fx.training.versions import Version
 
 logger = logging.getLogger(__name__)
 FORWARD, STEP, SAMPLE = "forward_backward", "optim_step", "sample"
+#: Of a cycle; a piece that is larger runs alone.
+CYCLE_TOKENS = 8192
 LOADS = ("create_model", "load_model", "load_weights")
 
 
@@ -69,6 +77,11 @@ class Forward:
         self.pieces.popleft()
         self.logprobs += logprobs
         self.loss, self.tokens = self.loss + loss, self.tokens + tokens
+
+    @property
+    def next_tokens(self) -> int:
+        """Tokens of its next piece."""
+        return count_tokens(self.pieces[0].micro_batches)
 
     def outcome(self) -> Outcome:
         """Its answer, once no piece is left."""
@@ -97,6 +110,7 @@ class Cycle:
         self.snapshot_every = snapshot_every
         self.tenants = Tenants(engine, log)
         self.active: frozenset[str] = frozenset()
+        self.shares = FairShares(CYCLE_TOKENS)
         self._running: dict[str, Forward] = {}
         self._busy: set[str] = set()
         self._obsolete: list[str] = []
@@ -167,8 +181,9 @@ class Cycle:
     def _again(self, command: Command) -> None:
         """Run a command whose answer is written; one that failed fails again."""
         if command.kind == FORWARD:
-            while not self._forwards({command.queue: command}):
-                continue
+            self._begin(command)
+            while command.queue in self._running:
+                self._run_pieces([command.queue])
         elif command.kind == STEP:
             self._step({command.queue: command})
         elif command.kind in LOADS:
@@ -179,28 +194,51 @@ class Cycle:
 
     def _wave(self, turns: Mapping[str, Sequence[Command]]) -> None:
         """A piece of each model's first request, and the steps that are due then."""
-        heads = {model: own[0] for model, own in turns.items() if own[0].kind == FORWARD}
-        outcomes = self._forwards(heads)
-        self._finish(outcomes)
+        outcomes: list[Outcome] = []
+        heads = [own[0] for own in turns.values() if own[0].kind == FORWARD]
+        for command in heads:
+            outcomes += self._begin(command)
+        costs = {
+            model: self._running[model].next_tokens
+            for model in (command.queue for command in heads)
+            if model in self._running
+        }
+        chosen = {self._running[model].command: costs[model] for model in self.shares.choose(costs)}
+        with self._timed(FORWARD, chosen) as ran:
+            outcomes += self._run_pieces([command.queue for command in chosen])
+        self._finish(outcomes, ran)
         done = {outcome.command.queue for outcome in outcomes}
         due = {}
         for model, own in turns.items():
             left = own[1:] if model in done else own
             if left and left[0].kind == STEP:
                 due[model] = left[0]
-        self._finish(self._step(due))
+        with self._timed(STEP, dict.fromkeys(due.values(), 0)) as ran:
+            outcomes = self._step(due)
+        self._finish(outcomes, ran)
         self._take_snapshots()
 
-    def _forwards(self, heads: Mapping[str, Command]) -> list[Outcome]:
-        """Run one piece of one request of each model; what is done then."""
+    @contextmanager
+    def _timed(self, kind: str, tokens: Mapping[Command, int]) -> Iterator[Ran]:
+        """Times what runs inside of these commands together."""
+        ran = Ran(kind, time.time(), tokens)
+        start = time.perf_counter()
+        yield ran
+        ran.seconds = time.perf_counter() - start
+
+    def _begin(self, command: Command) -> list[Outcome]:
+        """Read a request for gradients, if it is not running already; its failure, if it fails."""
+        if command.queue not in self._running:
+            try:
+                self._running[command.queue] = self._read(command)
+            except Exception as error:  # noqa: BLE001  (it is the answer)
+                return [self._failed(command, error)]
+        return []
+
+    def _run_pieces(self, models: Iterable[str]) -> list[Outcome]:
+        """Run a piece of the running request of each model; what is done then."""
         outcomes: list[Outcome] = []
-        for model, command in heads.items():
-            if model not in self._running:
-                try:
-                    self._running[model] = self._read(command)
-                except Exception as error:  # noqa: BLE001  (it is the answer)
-                    outcomes.append(self._failed(command, error))
-        asked = {model: self._running[model] for model in heads if model in self._running}
+        asked = {model: self._running[model] for model in models}
         gradients = {model: own for model, own in asked.items() if not own.forward_only}
         found = self._accumulate(gradients)
         found |= {
@@ -407,7 +445,9 @@ class Cycle:
 
     def _sample(self, commands: Sequence[Command]) -> bool:
         """Draw what was asked of versions for which there is room; False where there is none."""
-        asked, outcomes, self._starved = [], [], False
+        asked: list[Asked] = []
+        outcomes: list[Outcome] = []
+        self._starved = False
         for command in commands:
             try:
                 folder = self.log.sampler(command.queue).folder
@@ -419,16 +459,23 @@ class Cycle:
                 self._starved = True
             except Exception as error:  # noqa: BLE001  (it is the answer)
                 outcomes.append(self._failed(command, error))
-        self._finish(outcomes + draw(asked, self.tenants, self._failed))
+        tokens = {each.command: len(each.prompt) for each in asked}
+        with self._timed(SAMPLE, tokens) as ran:
+            outcomes += draw(asked, self.tenants, self._failed)
+        ran.tokens = {each.command: each.tokens for each in outcomes if each.command in tokens}
+        self._finish(outcomes, ran)
         return bool(asked or outcomes)
 
     # Answers.
 
-    def _finish(self, outcomes: Sequence[Outcome]) -> None:
-        """Write answers, and tell who waits for them."""
-        if not outcomes:
+    def _finish(self, outcomes: Sequence[Outcome], ran: Ran | None = None) -> None:
+        """Write answers, and tell who waits for them.
+
+        ran   what was computed
+        """
+        if not outcomes and not (ran and ran.tokens):
             return
-        self.log.finish(outcomes)
+        self.log.finish(outcomes, ran)
         # Only now: nothing names them any more.
         while self._obsolete:
             shutil.rmtree(self.log.folder / self._obsolete.pop(), ignore_errors=True)

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 GATHER_SECONDS = 0.01
 #: Between looks at the log without a ring, and between looks for expired checkpoints.
 LOOK_SECONDS, TIDY_SECONDS = 1.0, 60.0
+#: For which answers can be fetched again.
+KEPT_SECONDS = 24 * 3600.0
 
 
 def train(
@@ -75,7 +77,8 @@ def gather(cycle: Cycle, bell: Bell) -> None:
 
 
 def tidy(log: CommandLog) -> None:
-    """Delete checkpoints that have expired."""
+    """Delete checkpoints that have expired, and forget answers that nobody fetches any more."""
+    log.prune(time.time() - KEPT_SECONDS)
     for checkpoint in log.expired():
         log.forget(checkpoint)
         shutil.rmtree(log.folder / checkpoint.folder, ignore_errors=True)

@@ -18,6 +18,7 @@ from tlora_fx.host.memory import free_bytes
 from tlora_fx.runtime.adapters.files import load_adapter
 from tlora_fx.runtime.member import Member
 from tlora_fx.training.engine import PARTS, Engine
+from tlora_fx.training.folders import MODELS, folder_name
 from tlora_fx.training.log import CommandLog, Model
 from tlora_fx.training.versions import (
     Version,
@@ -27,8 +28,6 @@ from tlora_fx.training.versions import (
     write_version,
 )
 
-#: Below the log's folder.
-MODELS = "models"
 #: Of the main memory that is free when a trainer starts, the share for models that wait there.
 PARKED_SHARE = 0.25
 #: The base alone: an adapter of zeros.
@@ -90,7 +89,9 @@ class Tenants:
         """
         self.leave(model)
         kept = self.log.model(model).kept
-        self._let_in(model, Resident(_name_of(model), config, model, seq - 1, kept), version, busy)
+        self._let_in(
+            model, Resident(folder_name(model), config, model, seq - 1, kept), version, busy
+        )
 
     def enter(self, model: Model, *, busy: Collection[str]) -> None:
         """Let a model in that waits in main memory, or else as its snapshot has it.
@@ -103,7 +104,7 @@ class Tenants:
         elif model.kept >= 0:
             version = read_snapshot(self._snapshot(model.id, model.kept))
             kept = model.kept
-            resident = Resident(_name_of(model.id), version.config, model.id, kept, kept)
+            resident = Resident(folder_name(model.id), version.config, model.id, kept, kept)
         else:
             return
         self._let_in(model.id, resident, version, busy)
@@ -118,7 +119,7 @@ class Tenants:
         key = folder or "base"
         if key not in self.resident:
             version = Version(_NOTHING, {}) if folder is None else self.read(folder)
-            resident = Resident(_name_of(key), version.config)
+            resident = Resident(folder_name(key), version.config)
             version = Version(version.config, version.adapter)
             self._let_in(key, resident, version if folder else None, busy)
         self.resident.move_to_end(key)
@@ -159,7 +160,7 @@ class Tenants:
             self._snapshot(resident.model, before).unlink(missing_ok=True)
 
     def _snapshot(self, model: str, seq: int) -> Path:
-        return self.log.folder / MODELS / _name_of(model) / f"snapshot-{seq}.safetensors"
+        return self.log.folder / MODELS / folder_name(model) / f"snapshot-{seq}.safetensors"
 
     def _let_in(
         self, key: str, resident: Resident, version: Version | None, busy: Collection[str]
@@ -213,13 +214,3 @@ class Tenants:
         self.parked.clear()
         for key in list(self.resident):
             self.leave(key)
-
-
-def _name_of(key: str) -> str:
-    """A job's name of a model's id or a version's folder."""
-    return key.replace(":", ".").replace("/", ".")
-
-
-def version_folder(model: str, seq: int) -> str:
-    """Where the version lies that a model's command makes, below the log's folder."""
-    return f"{MODELS}/{_name_of(model)}/version-{seq}"
