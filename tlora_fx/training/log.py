@@ -263,12 +263,13 @@ class CommandLog:
 
     # Sessions.
 
-    def open_session(self, user: str, said: Mapping[str, Any]) -> str:
-        """A new session of a user; returns its id."""
-        session, now = f"s{secrets.token_hex(8)}", time.time()
+    def open_session(self, user: str, said: Mapping[str, Any], key: str = "") -> str:
+        """A new session of a user, the same again for the same key; returns its id."""
+        seed, now = f"{user} {key}".encode() if key else secrets.token_bytes(), time.time()
+        session = f"s{hashlib.sha256(seed).hexdigest()[:16]}"
         with self._change() as base:
             row = (session, user, now, now, None, json.dumps(said))
-            base.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?)", row)
+            base.execute("INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, ?)", row)
         return session
 
     def heard(self, user: str, session: str) -> None:

@@ -164,11 +164,15 @@ class Ttl(BaseModel):
 
 
 class Copy(Ttl):
-    """A copy of a checkpoint in a model of a session; there are no projects to copy it to."""
+    """A copy of a checkpoint in a model of a session; by default of one of its own.
+
+    There are no projects: whichever is named, the copy is the user's.
+    """
 
     source_path: str
-    session_id: str
-    model_seq_id: int = Field(ge=0)
+    session_id: str | None = None
+    model_seq_id: int = Field(default=0, ge=0)
+    destination_project_id: str | None = None
 
 
 class NewSampler(OfSession):
@@ -533,11 +537,13 @@ def unpublish_checkpoint(model: str, checkpoint: str, by: By) -> None:
 
 
 @api.post("/copy_weights")
-def copy_weights(body: Copy, by: By) -> dict[str, str]:
+def copy_weights(body: Copy, by: By, request: Request) -> dict[str, str]:
     """Copy a checkpoint into a model of a session, by links; the same again is the same copy."""
     by.require_quota("save_weights")
     source, now = by.log.checkpoint(body.source_path, by.user.name), time.time()
-    model = f"{body.session_id}:train:{body.model_seq_id}"
+    key = request.headers.get("x-idempotency-key", "")
+    session = body.session_id or by.log.open_session(by.user.name, {}, key)
+    model = f"{session}:train:{body.model_seq_id}"
     name = source.path.split("/", 3)[3]
     folder = copy_version(by.log.folder, source.folder, model, name)
     expires = None if body.ttl_seconds is None else now + body.ttl_seconds
@@ -545,7 +551,7 @@ def copy_weights(body: Copy, by: By) -> dict[str, str]:
         source, path=f"tinker://{model}/{name}", model=model, user=by.user.name, folder=folder,
         made=now, expires=expires, public=False,
     )  # fmt: skip
-    by.log.copy(copy, by.user.name, body.session_id)
+    by.log.copy(copy, by.user.name, session)
     return {"tinker_path": copy.path}
 
 
