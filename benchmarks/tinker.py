@@ -105,6 +105,9 @@ def measured(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Fig
         _disturb(cycle, client)
     for length in given.lengths:
         yield f"{length} tokens a request", bench.arms(length)
+    if (graphs := engine.step.graphs) is not None:
+        numbers = ("captured", "rows_run", "rows_replayed", "skipped_no_memory", "refused")
+        yield "graphs", {name: getattr(graphs, name) for name in numbers}
     yield "http", bench.over_http(min(given.lengths))
     yield "models", bench.models()
 

@@ -229,7 +229,12 @@ def test_a_killed_trainer_goes_on_where_it_was(tmp_path, together):
     for every in (1, 64):
         folder = tmp_path / str(every)
         answers, adapters, _ = play(
-            folder, TENANTS, ORDER, killed=lambda at: True, snapshot_every=every
+            folder,
+            TENANTS,
+            ORDER,
+            killed=lambda at: True,
+            snapshot_every=every,
+            snapshot_share=math.inf,
         )
         for name in TENANTS:
             assert_same(adapters[name], together[1][name], 1e-12)
@@ -245,7 +250,12 @@ def test_strict_bits_depend_on_no_neighbour_and_on_no_kill(tmp_path, every):
     """Killed after each turn, with gathered gradients in a snapshot or behind it."""
     with strict():
         answers, adapters, _ = play(
-            tmp_path / "all", TENANTS, ORDER, killed=lambda at: True, snapshot_every=every
+            tmp_path / "all",
+            TENANTS,
+            ORDER,
+            killed=lambda at: True,
+            snapshot_every=every,
+            snapshot_share=math.inf,
         )
         for name, client in TENANTS.items():
             alone, own, _ = play(tmp_path / name, {name: client}, [name, name])
@@ -269,6 +279,23 @@ def test_a_checkpoint_holds_gathered_gradients(tmp_path):
     assert client.result(steps[0]) == resumed.result(steps[1])
     assert_same(adapter(cycle, resumed), adapter(cycle, client), 0)
     assert "no gradients" in bare.result(steps[2])["error"]
+
+
+def test_snapshots_take_a_share_of_the_time_at_most(tmp_path, monkeypatch):
+    """Large models are snapshotted less often: what runs again after a kill takes no longer."""
+    cycle = cycle_of(tmp_path, snapshot_every=2)
+    client, kept = Client(cycle.log), []
+    monkeypatch.setattr(CommandLog, "keep", lambda log, model, seq: kept.append(seq))
+    counts = []
+    for keep_seconds, since in ((0.0, 0.0), (1e6, 0.0), (1e6, 1e8)):
+        send(client, script("a")[0])
+        cycle.tenants.keep_seconds = keep_seconds
+        if client.model in cycle.tenants.resident:
+            cycle.tenants.resident[client.model].since = since
+        run_all(cycle)
+        counts.append(len(kept))
+
+    assert 0 < counts[0] == counts[1] < counts[2]
 
 
 def test_what_was_not_written_down_runs_again(tmp_path, monkeypatch, together):

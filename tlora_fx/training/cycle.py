@@ -54,6 +54,10 @@ FORWARD, STEP, SAMPLE = "forward_backward", "optim_step", "sample"
 #: Of a cycle; a piece that is larger runs alone.
 CYCLE_TOKENS = 8192
 LOADS = ("create_model", "load_model", "load_weights")
+SAVES: Mapping[str, type[requests.SaveWeights]] = {
+    "save_weights": requests.SaveWeights,
+    "save_weights_for_sampler": requests.SaveWeightsForSampler,
+}
 
 
 @dataclass(eq=False, slots=True)
@@ -95,7 +99,8 @@ class Cycle:
     """Runs the commands of a log on an engine.
 
     finished         is told the numbers of commands that have an answer now
-    snapshot_every   commands of a model between two snapshots of it
+    snapshot_every   commands of a model between two snapshots of it, at least
+    snapshot_share   of the time of its cycles that snapshots of a model may take
     active           models that had gradients or a step the last time any had
     """
 
@@ -105,9 +110,10 @@ class Cycle:
         engine: Engine,
         finished: Callable[[Iterable[int]], None] = lambda numbers: None,
         snapshot_every: int = 64,
+        snapshot_share: float = 0.1,
     ) -> None:
         self.log, self.engine, self.finished = log, engine, finished
-        self.snapshot_every = snapshot_every
+        self.snapshot_every, self.snapshot_share = snapshot_every, snapshot_share
         self.tenants = Tenants(engine, log)
         self.active: frozenset[str] = frozenset()
         self.shares = FairShares(CYCLE_TOKENS)
@@ -264,7 +270,8 @@ class Cycle:
         """A request that can be run; raises CommandRefused, StepMisuse."""
         request = read_request(command.body or self.log.body_of(command))
         batch = batch_of(request, self.engine.positions)
-        resident, vocabulary = self.tenants.resident[command.queue], self._vocabulary
+        resident = self.tenants.resident[command.queue]
+        vocabulary = self.engine.step.model.group.vocabulary
         job = self.tenants.member(command.queue).job
         require_batch(job, batch, vocabulary, alone=True)
         _require_targets(batch, vocabulary)
@@ -274,10 +281,6 @@ class Cycle:
             # Of a single piece that fails, nothing stays anyway.
             forward.before = self.engine.step.gathered(resident.name)
         return forward
-
-    @property
-    def _vocabulary(self) -> int:
-        return self.engine.step.model.group.vocabulary
 
     def _accumulate(self, asked: Mapping[str, Forward]) -> dict[str, StepOutput | Exception]:
         """Gradients of one piece of each model, together."""
@@ -349,6 +352,7 @@ class Cycle:
         for model in self._busy & set(self.tenants.resident):
             resident = self.tenants.resident[model]
             late = resident.ran - resident.kept >= self.snapshot_every
+            late = late and self.tenants.keep_seconds <= self.snapshot_share * resident.since
             # Of half a request there are gradients that nothing would take back.
             if late and model not in self._running:
                 self.tenants.keep(model)
@@ -361,12 +365,8 @@ class Cycle:
             command = replace(command, body=self.log.body_of(command))
             if command.kind in LOADS:
                 return self._load(command)
-            if command.kind == "save_weights":
-                return self._save(command, requests.read_json(requests.SaveWeights, command.body))
-            if command.kind == "save_weights_for_sampler":
-                return self._save(
-                    command, requests.read_json(requests.SaveWeightsForSampler, command.body)
-                )
+            if command.kind in SAVES:
+                return self._save(command, requests.read_json(SAVES[command.kind], command.body))
             raise CommandRefused("there is no such command", found=command.kind)
         except NoRoom:
             raise
@@ -483,6 +483,9 @@ class Cycle:
             resident = self.tenants.resident.get(outcome.command.queue)
             if resident is not None:
                 resident.ran = max(resident.ran, outcome.command.seq)
+        for command in ran.tokens if ran else ():
+            if ran and (resident := self.tenants.resident.get(command.queue)) is not None:
+                resident.since += ran.seconds
         self.finished([outcome.command.number for outcome in outcomes])
 
     def _failed(self, command: Command, error: Exception) -> Outcome:

@@ -13,7 +13,6 @@ from tlora_fx.training.bell import Bell
 from tlora_fx.training.cycle import Cycle
 from tlora_fx.training.engine import Engine
 from tlora_fx.training.log import CommandLog
-from tlora_fx.training.options import EngineOptions
 
 logger = logging.getLogger(__name__)
 #: For which a cycle waits for models that took part in the one before.
@@ -22,13 +21,6 @@ GATHER_SECONDS = 0.01
 LOOK_SECONDS, TIDY_SECONDS = 1.0, 60.0
 #: For which answers can be fetched again.
 KEPT_SECONDS = 24 * 3600.0
-
-
-def train(
-    options: EngineOptions, socket: Path, ready: Callable[[], None], ended: threading.Event
-) -> None:
-    """Make an engine, and run commands until the end; arguments as of `run_commands`."""
-    run_commands(CommandLog(options.folder), Engine(options), socket, ready, ended)
 
 
 def run_commands(

@@ -7,6 +7,7 @@ commands that have run since; so is one whose trainer was killed.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class Resident:
     model    its id; None for a version
     ran      the last command that its weights have
     kept     the last one that its snapshot has
+    since    seconds of the cycles that it took part in since then
     """
 
     name: str
@@ -54,18 +56,21 @@ class Resident:
     model: str | None = None
     ran: int = -1
     kept: int = -1
+    since: float = 0.0
 
 
 class Tenants:
     """Models and versions of one engine, by key: a model's id, or a version's folder.
 
     parked_bytes   of main memory that models may wait in
+    keep_seconds   that the last snapshot took
     """
 
     def __init__(self, engine: Engine, log: CommandLog, parked_bytes: int | None = None) -> None:
         self.engine, self.log = engine, log
         share = int(PARKED_SHARE * free_bytes())
         self.parked_bytes = share if parked_bytes is None else parked_bytes
+        self.keep_seconds = 0.0
         self.resident: OrderedDict[str, Resident] = OrderedDict()
         self.parked: OrderedDict[str, tuple[Resident, Version]] = OrderedDict()
 
@@ -153,8 +158,10 @@ class Tenants:
         assert resident.model is not None
         if resident.ran == resident.kept:
             return
+        start = time.perf_counter()
         write_snapshot(self._snapshot(resident.model, resident.ran), version)
         self.log.keep(resident.model, resident.ran)
+        self.keep_seconds, resident.since = time.perf_counter() - start, 0.0
         before, resident.kept = resident.kept, resident.ran
         if before >= 0:
             self._snapshot(resident.model, before).unlink(missing_ok=True)

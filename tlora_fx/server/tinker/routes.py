@@ -522,18 +522,14 @@ def keep_checkpoint(model: str, checkpoint: str, body: Ttl, by: By) -> None:
     by.log.change(found, expires=expires, public=found.public)
 
 
-@api.post("/training_runs/{model}/checkpoints/{checkpoint:path}/publish", status_code=204)
-def publish_checkpoint(model: str, checkpoint: str, by: By) -> None:
-    """Let all users load a checkpoint."""
+@api.api_route(
+    "/training_runs/{model}/checkpoints/{checkpoint:path}/publish",
+    methods=["POST", "DELETE"], status_code=204,
+)  # fmt: skip
+def publish_checkpoint(model: str, checkpoint: str, by: By, request: Request) -> None:
+    """Let all users load a checkpoint, or only its owner."""
     found = _own(by, model, checkpoint)
-    by.log.change(found, expires=found.expires, public=True)
-
-
-@api.delete("/training_runs/{model}/checkpoints/{checkpoint:path}/publish", status_code=204)
-def unpublish_checkpoint(model: str, checkpoint: str, by: By) -> None:
-    """Let only its owner load a checkpoint."""
-    found = _own(by, model, checkpoint)
-    by.log.change(found, expires=found.expires, public=False)
+    by.log.change(found, expires=found.expires, public=request.method == "POST")
 
 
 @api.post("/copy_weights")
