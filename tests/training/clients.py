@@ -90,6 +90,7 @@ class Client:
     session: str = ""
     load: str = ""
     optimizer: bool = True
+    optimizer_config: dict = field(default_factory=lambda: {"type": "adamw"})
 
     def __post_init__(self):
         self.session = self.session or self.log.open_session(self.user, {})
@@ -102,7 +103,7 @@ class Client:
             return
         body = {
             "session_id": self.session, "model_seq_id": 0, "base_model": "tlora-fx/small",
-            "lora_config": self.config,
+            "lora_config": self.config, "optimizer_config": self.optimizer_config,
         }  # fmt: skip
         self.created, _ = self.log.create(
             self.user, self.session, 0, "create_model", json.dumps(body).encode()

@@ -632,6 +632,7 @@ def test_a_model_of_another_base_or_rank_is_never_made(tmp_path):
     client = Client(cycle.log, config={"rank": 512})
     step = client.forward_backward(GOOD)
     other = Client(cycle.log, config={"rank": 4, "train_more": True})
+    muon = Client(cycle.log, optimizer_config={"type": "dimuon"})
     nothing = {f"train_{part}": False for part in ("attn", "mlp", "unembed")}
     idle = Client(cycle.log, config={"rank": 4, **nothing})
     run_all(cycle)
@@ -640,6 +641,7 @@ def test_a_model_of_another_base_or_rank_is_never_made(tmp_path):
     assert "never made" in client.result(step)["error"]
     assert "train_more" in other.result(other.created)["error"]
     assert "adapts nothing" in idle.result(idle.created)["error"]
+    assert "'dimuon' is not served: use adamw" in muon.result(muon.created)["error"]
 
 
 def test_a_gap_keeps_what_comes_behind_it(tmp_path):
