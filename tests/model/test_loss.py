@@ -41,7 +41,9 @@ def test_chunks_of_any_size_give_each_jobs_sum_and_gradients(head, lines, chunk,
     loss.chunk_rows = chunk
     hidden, rows, targets, segments = inputs(lines)
     weights = torch.tensor([0.3, 5.0, 0.7], dtype=torch.float64)
-    loss.weights = torch.tensor([0.3, 0.0, 2.0]) if chunk > 2 else None
+    if chunk > 2:
+        # Of a head that is trained they are exact.
+        loss.weights = torch.tensor([0.3, 0.0, 2.0]) if frozen else weights
 
     found = loss(hidden, rows, targets, segments)
     (found * weights).sum().backward()
@@ -116,11 +118,17 @@ def test_what_chunks_begin_with_is_done_to_every_row(head, lines, frozen):
         torch.testing.assert_close(mine, wanted)
 
 
-@pytest.mark.parametrize(("frozen", "products"), [(False, 4), (True, 2)])
-def test_a_frozen_head_computes_no_logits_twice(head, frozen, products):
-    """One product for the logits and one for the hidden states' gradient."""
+@pytest.mark.parametrize(
+    ("frozen", "known", "products"), [(False, False, 4), (False, True, 3), (True, False, 2)]
+)
+def test_logits_are_computed_once(head, frozen, known, products):
+    """One product for them, one for the hidden states' gradient, and one for a trained head's.
+
+    A trained head whose weights are not known computes them twice.
+    """
     loss = ChunkedLoss(head.requires_grad_(not frozen), WORDS, (), frozen=frozen)
     hidden, *rest = inputs(lines=False)
+    loss.weights = torch.ones(3) if known else None
 
     with FlopCounterMode(display=False) as counted:
         loss(hidden, *rest).sum().backward()

@@ -89,6 +89,28 @@ def test_graphs_give_the_losses_and_gradients_of_their_rows(tmp_path, dtype, com
     assert replayed > 10
 
 
+@pytest.mark.parametrize("chunk_rows", [1024, 16])
+def test_graphs_of_an_adapted_head_give_the_gradients_of_their_rows(tmp_path, chunk_rows):
+    """It reads tables of its chunks, which are other numbers for each row."""
+    targets = ["q_proj", "down_proj", "lm_head"]
+    model, mesh = loaded(tiny_base(tmp_path, "bfloat16", **WIDE), False, target_modules=targets)
+    model._loss().chunk_rows = chunk_rows
+    runner, plain = apply(model, PLAN, mesh, largest_row=256), apply(model, PLAN, mesh)
+    leaves, weights = leaves_of(model), torch.tensor([0.5, 2.0, 1.0], device="cuda")
+    for seed in range(24):
+        row = row_of(seed % 4, [(2, 1, 3), (1, 4, 1), (4, 1, 1)][seed % 3])
+        found, expected = [], []
+        for one, told, given in ((runner, found, row), (plain, expected, repeating_form(row))):
+            told.append(one.run([given], weights))
+            told += [leaf.grad.clone() for leaf in leaves]
+            torch._foreach_zero_([leaf.grad for leaf in leaves])
+        for mine, wanted in zip(found, expected, strict=True):
+            assert (mine - wanted).norm() <= 2e-2 * wanted.norm() + 1e-6
+
+    assert runner.graphs.refused == ""
+    assert runner.graphs.rows_replayed > 10
+
+
 @pytest.mark.parametrize("compiled", [False, True])
 def test_the_steps_of_a_ladder_are_captured_at_once(tmp_path, compiled):
     """Rows have the losses and gradients of rows that are launched; a capture leaves none."""

@@ -17,6 +17,7 @@ from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import PlanNotRunnable, TableNotOnDevice
 from tlora_fx.ir.graph import HEAD
 from tlora_fx.model.batch import IGNORED, JobTokens, pack, repeating_form, size_of, size_of_jobs
+from tlora_fx.model.loss import _segments_of_chunk, segments_of_chunks
 from tlora_fx.model.row_ladder import RowLadder, RowSize
 from tlora_fx.ops import dora, segment_read, segment_sum, tables
 from tlora_fx.ops.dora import Norms
@@ -65,6 +66,21 @@ def test_a_repeating_form_has_the_losses_and_gradients_of_its_row(tmp_path, dora
     for one, two in zip(*found, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
     assert any(one.abs().sum() > 0 for one in found[0][1:])
+
+
+def test_tables_of_chunks_follow_the_table_that_they_were_made_of():
+    """A captured head reads copies of them; one that stays as it is has no new version."""
+    segments = torch.tensor([0, 3, 9], dtype=torch.int32)
+    own = _segments_of_chunk(segments, 2, 6)
+    version = own._version
+    assert _segments_of_chunk(segments, 2, 6) is own
+    assert own._version == version
+    segments.copy_(torch.tensor([0, 5, 9]))
+
+    [again] = segments_of_chunks(segments)
+    assert again is own
+    assert own.tolist() == [0, 3, 4]
+    assert segments_of_chunks(segments.clone()) == []
 
 
 @pytest.mark.parametrize(("watched", "kept"), [(False, 10**6), (False, 0), (True, 10**6)])

@@ -28,12 +28,15 @@ def engine(residents=4):
     return Engine(EngineOptions(Path(_FOLDER.name), dtype="float64", residents=residents))
 
 
-def cycle_of(folder, own=None, **how):
+def cycle_of(folder, own=None, parked_bytes=None, **how):
     """A cycle of a log, on an empty engine: what a trainer that was killed begins with."""
     own = own or engine()
     for member in list(own.step.members.values()):
         own.step.release(member.job.name)
-    return Cycle(CommandLog(folder), own, **how)
+    cycle = Cycle(CommandLog(folder), own, **how)
+    if parked_bytes is not None:
+        cycle.tenants.parked_bytes = parked_bytes
+    return cycle
 
 
 def datum(tokens, targets=None, **inputs):
@@ -87,6 +90,7 @@ class Client:
     session: str = ""
     load: str = ""
     optimizer: bool = True
+    optimizer_config: dict = field(default_factory=lambda: {"type": "adamw"})
 
     def __post_init__(self):
         self.session = self.session or self.log.open_session(self.user, {})
@@ -99,7 +103,7 @@ class Client:
             return
         body = {
             "session_id": self.session, "model_seq_id": 0, "base_model": "tlora-fx/small",
-            "lora_config": self.config,
+            "lora_config": self.config, "optimizer_config": self.optimizer_config,
         }  # fmt: skip
         self.created, _ = self.log.create(
             self.user, self.session, 0, "create_model", json.dumps(body).encode()

@@ -26,9 +26,11 @@ from tests.training.clients import (
     request,
     run_all,
 )
+from tlora_fx.ops.kernels.select import strict
 from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.tracing.adapters import written_config
 from tlora_fx.training.log import CommandLog
+from tlora_fx.training.times import REASONS, explained
 
 #: An eps beside which the moments vanish: the step is as large as the gradients, not their signs.
 SCALED = {"learning_rate": 30.0, "eps": 1e3}
@@ -227,7 +229,12 @@ def test_a_killed_trainer_goes_on_where_it_was(tmp_path, together):
     for every in (1, 64):
         folder = tmp_path / str(every)
         answers, adapters, _ = play(
-            folder, TENANTS, ORDER, killed=lambda at: True, snapshot_every=every
+            folder,
+            TENANTS,
+            ORDER,
+            killed=lambda at: True,
+            snapshot_every=every,
+            snapshot_share=math.inf,
         )
         for name in TENANTS:
             assert_same(adapters[name], together[1][name], 1e-12)
@@ -238,15 +245,68 @@ def test_a_killed_trainer_goes_on_where_it_was(tmp_path, together):
                     assert found[0] == pytest.approx(expected[0], rel=1e-12)
 
 
+@pytest.mark.parametrize("every", [1, 3, 64])
+def test_strict_bits_depend_on_no_neighbour_and_on_no_kill(tmp_path, every):
+    """Killed after each turn, with gathered gradients in a snapshot or behind it."""
+    with strict():
+        answers, adapters, _ = play(
+            tmp_path / "all",
+            TENANTS,
+            ORDER,
+            killed=lambda at: True,
+            snapshot_every=every,
+            snapshot_share=math.inf,
+        )
+        for name, client in TENANTS.items():
+            alone, own, _ = play(tmp_path / name, {name: client}, [name, name])
+            assert repr(answers[name]) == repr(alone[name])
+            assert_same(adapters[name], own[name], 0)
+
+
+def test_a_checkpoint_holds_gathered_gradients(tmp_path):
+    """Who resumes from it with the optimizer steps by them, and who resumes without has none."""
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    client.forward_backward(GOOD)
+    saved = client.send("save_weights", path="half")
+    run_all(cycle)
+    path = client.result(saved)["path"]
+    resumed = Client(cycle.log, load=path)
+    bare = Client(cycle.log, load=path, optimizer=False)
+    steps = [each.optim_step(**CLIPPED) for each in (client, resumed, bare)]
+    run_all(cycle)
+
+    assert client.result(steps[0]) == resumed.result(steps[1])
+    assert_same(adapter(cycle, resumed), adapter(cycle, client), 0)
+    assert "no gradients" in bare.result(steps[2])["error"]
+
+
+def test_snapshots_take_a_share_of_the_time_at_most(tmp_path, monkeypatch):
+    """Large models are snapshotted less often: what runs again after a kill takes no longer."""
+    cycle = cycle_of(tmp_path, snapshot_every=2)
+    client, kept = Client(cycle.log), []
+    monkeypatch.setattr(CommandLog, "keep", lambda log, model, seq: kept.append(seq))
+    counts = []
+    for keep_seconds, since in ((0.0, 0.0), (1e6, 0.0), (1e6, 1e8)):
+        send(client, script("a")[0])
+        cycle.tenants.keep_seconds = keep_seconds
+        if client.model in cycle.tenants.resident:
+            cycle.tenants.resident[client.model].since = since
+        run_all(cycle)
+        counts.append(len(kept))
+
+    assert 0 < counts[0] == counts[1] < counts[2]
+
+
 def test_what_was_not_written_down_runs_again(tmp_path, monkeypatch, together):
     """The disk takes no answers now and then; nothing is counted twice."""
     draw, finish, failed = random.Random(4), CommandLog.finish, []
 
-    def full(log, outcomes):
+    def full(log, outcomes, ran=None):
         if draw.random() < 0.3:
             failed.append(len(outcomes))
             raise sqlite3.OperationalError("database or disk is full")
-        finish(log, outcomes)
+        finish(log, outcomes, ran)
 
     cycle = cycle_of(tmp_path)
     clients = {name: Client(cycle.log, config=TENANTS[name][0]) for name in TENANTS}
@@ -270,10 +330,13 @@ def test_what_was_not_written_down_runs_again(tmp_path, monkeypatch, together):
         assert last == pytest.approx(together[0][name][-1]["metrics"], rel=1e-12)
 
 
-def test_more_models_than_slots_wait_on_disk(tmp_path):
+@pytest.mark.parametrize("parked_bytes", [0, 1 << 16, 1 << 30])
+def test_more_models_than_slots_wait_in_memory_and_on_disk(tmp_path, parked_bytes):
     """Parked and brought back between their steps, one with gathered gradients."""
     clients = {name: (CONFIGS[0], script(name)) for name in "uvwxyz"}
-    answers, adapters, _ = play(tmp_path / "many", clients, [*"uvwxyz", *"uvwxyz"])
+    answers, adapters, _ = play(
+        tmp_path / "many", clients, [*"uvwxyz", *"uvwxyz"], parked_bytes=parked_bytes
+    )
 
     for name in "uz":
         alone, own, _ = play(tmp_path / name, {name: clients[name]}, [name, name])
@@ -281,8 +344,9 @@ def test_more_models_than_slots_wait_on_disk(tmp_path):
         assert answers[name][-1]["metrics"] == pytest.approx(alone[name][-1]["metrics"], rel=1e-9)
 
 
-def test_gathered_gradients_survive_others_that_take_the_slots(tmp_path):
-    cycle = cycle_of(tmp_path)
+@pytest.mark.parametrize("parked_bytes", [0, 1 << 30])
+def test_gathered_gradients_survive_others_that_take_the_slots(tmp_path, parked_bytes):
+    cycle = cycle_of(tmp_path, parked_bytes=parked_bytes)
     first, alone = Client(cycle.log), Client(cycle.log)
     data = [drawn_datum(random.Random(5), "cross_entropy")]
     first.forward_backward(data)
@@ -292,6 +356,7 @@ def test_gathered_gradients_survive_others_that_take_the_slots(tmp_path):
         other.forward_backward(data)
         run_all(cycle)
     assert first.model not in cycle.tenants.resident
+    assert (first.model in cycle.tenants.parked) == bool(parked_bytes)
     first.optim_step(**SCALED)
     alone.forward_backward(data)
     alone.optim_step(**SCALED)
@@ -425,6 +490,36 @@ def test_a_small_request_waits_for_a_piece_of_a_large_one(tmp_path):
     assert_same(adapter(cycle, large), adapter(cycle, alone))
 
 
+def test_models_that_do_not_fit_a_cycle_take_turns(tmp_path):
+    """The log says which pieces ran together; what they compute is the same, to the bit."""
+    with strict():
+        cycle = cycle_of(tmp_path)
+        cycle.shares.budget = 2000
+        clients = [Client(cycle.log, config=CONFIGS[0]) for _ in range(4)]
+        run_all(cycle)
+        *many, small = clients
+        futures = [(each.forward_backward(long_data()), each.optim_step(**SCALED)) for each in many]
+        small.forward_backward(GOOD)
+        small.optim_step(**SCALED)
+        cycle.run()
+        assert small.model not in cycle.log.runnable()
+        run_all(cycle)
+        results = [
+            (one.result(a), one.result(b)) for one, (a, b) in zip(many, futures, strict=True)
+        ]
+
+    assert repr(results[0]) == repr(results[1]) == repr(results[2])
+    rows = cycle.log.cycles("ada", small.session)
+    assert rows[0]["together"] == 2
+    [forward] = [row for row in cycle.log.times(model=many[0].model) if row["seq"] == 1]
+    assert forward["pieces"] == 3
+    assert 0 < forward["own"] <= forward["computed"]
+    said = explained(forward)
+    assert said["slowdown"] >= 1
+    assert sum(said["seconds"].values()) == pytest.approx(said["done"] - said["made"], abs=1e-3)
+    assert said["why"] == REASONS[max(said["seconds"], key=said["seconds"].get)]
+
+
 def test_a_large_request_that_fails_at_its_end_leaves_nothing(tmp_path):
     """Its model keeps what it had gathered before, and that alone."""
     cycle = cycle_of(tmp_path)
@@ -537,6 +632,7 @@ def test_a_model_of_another_base_or_rank_is_never_made(tmp_path):
     client = Client(cycle.log, config={"rank": 512})
     step = client.forward_backward(GOOD)
     other = Client(cycle.log, config={"rank": 4, "train_more": True})
+    muon = Client(cycle.log, optimizer_config={"type": "dimuon"})
     nothing = {f"train_{part}": False for part in ("attn", "mlp", "unembed")}
     idle = Client(cycle.log, config={"rank": 4, **nothing})
     run_all(cycle)
@@ -545,6 +641,7 @@ def test_a_model_of_another_base_or_rank_is_never_made(tmp_path):
     assert "never made" in client.result(step)["error"]
     assert "train_more" in other.result(other.created)["error"]
     assert "adapts nothing" in idle.result(idle.created)["error"]
+    assert "'dimuon' is not served: use adamw" in muon.result(muon.created)["error"]
 
 
 def test_a_gap_keeps_what_comes_behind_it(tmp_path):

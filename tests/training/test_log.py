@@ -166,7 +166,7 @@ def test_bodies_stay_until_a_snapshot_has_them(log):
     run(log, limit=5)
     log.keep(model, 2)
 
-    assert [each.body for each in log.done_since_kept(model)] == [b"3", b"4"]
+    assert [each.body for each in log.done_since(model, log.model(model).kept)] == [b"3", b"4"]
     assert log.model(model).kept == 2
     # A repeat of one whose body is gone is still recognised.
     assert log.append(USER, model, 1, "optim_step", b"1") == 2
@@ -187,7 +187,7 @@ def test_what_a_command_makes_is_there_with_its_answer(log):
     assert log.checkpoint(path, USER) == made
     assert log.sampler(sampler.id, USER) == sampler
     assert log.model(model).config == {"rank": 4}
-    assert log.usage() == [(USER, "create_model", 1, 9)]
+    assert [tuple(row) for row in log.usage()] == [(USER, "create_model", 1, 9, 0.0)]
     log.forget(made)
     with pytest.raises(JobUnknown):
         log.checkpoint(path, USER)

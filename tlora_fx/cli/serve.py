@@ -141,12 +141,17 @@ class ServeCommandOptions(RunCommandOptions):
         int,
         typer.Option(
             min=2,
-            help="Models of --tinker that are in memory at a time; others wait on disk.",
+            help="Models of --tinker that are on the device at a time; others wait.",
         ),
     ] = 8
     tinker_rank: Annotated[
         int, typer.Option(min=8, max=256, help="Largest rank of a model of --tinker.")
     ] = 64
+
+    tinker_price: Annotated[
+        float,
+        typer.Option(min=0, help="Price of an hour of the device of --tinker, for /metrics."),
+    ] = 0.0
 
     @property
     def loopback(self) -> bool:
@@ -344,7 +349,7 @@ def _answer(
         from tlora_fx.training.log import CommandLog
 
         log = CommandLog(options.output / TINKER_FOLDER)
-        tinker = Tinker(log, Futures(log, bell))
+        tinker = Tinker(log, Futures(log, bell), options.tinker_price)
     hosts = () if is_address(options.host) else (options.host,)
     server = make_server(
         make_app(service, hosts, options.public_url or "", tinker),

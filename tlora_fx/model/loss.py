@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tlora_fx.config.base_spec import Objective
 from tlora_fx.model.batch import IGNORED
@@ -43,16 +44,19 @@ class ChunkedLoss(nn.Module):
     lines        whether jobs own lines, as in batch form: each row is then a line of one token
     shards       processes that hold the logits of a piece of the vocabulary each; `vocabulary` is
                  then a piece's size
-    frozen       no job trains anything in the head: the hidden state's gradient is then taken in
-                 the forward, chunk by chunk, and no logits are computed twice
+    frozen       no job trains anything in the head
+
+    The hidden state's gradient, and that of what is trained in the head, is taken in the forward,
+    chunk by chunk, so that no logits are computed twice. For a head that is not frozen this needs
+    `weights`, and one process.
 
     `objective` says what a row's loss is of: its next token, or a classifier's label.
 
     `pieces` is set while a program is exported: the number of chunks, whatever the row. Chunks of
     such a program are not computed again in the backward.
 
-    `weights` is set while rows run whose losses are then multiplied by it, [J]: a frozen head's
-    gradient is taken for it, so that its numbers are those of a loss that was weighted at once.
+    `weights` is set while rows run whose losses are then multiplied by it, [J]: gradients are taken
+    for it, so that their numbers are those of a loss that was weighted at once.
 
     `predicted` is set while a model is evaluated. Each forward then adds a tensor to it, int64 [N]:
     the most likely token at each target row. `token_losses` likewise gets the loss of each, [N].
@@ -231,7 +235,9 @@ class ChunkedLoss(nn.Module):
         Dynamo traces no backward inside a forward.
         """
         still = torch.compiler.is_compiling() or self._is_by_row
-        return self.frozen and torch.is_grad_enabled() and not still
+        # FSDP2 gathers a head, and sums its gradients, around its forward and backward.
+        alone = self.weights is not None and not torch.distributed.is_initialized()
+        return (self.frozen or alone) and torch.is_grad_enabled() and not still
 
     def _losses_ahead(
         self,
@@ -244,10 +250,11 @@ class ChunkedLoss(nn.Module):
     ) -> Tensor:
         """The losses of all rows, which know their gradients; `rest` as `_chunks` takes it."""
         ahead: Any = _LossAhead.apply
+        trained = () if self.frozen else [p for p in self.head.parameters() if p.requires_grad]
         chunks = self._chunks(flat.detach(), target_rows, targets, *rest)
         # Rows that fill up a captured row name its last one again: they go behind all others.
         row_index = torch.where(targets == IGNORED, flat.shape[0], target_rows)
-        return cast(Tensor, ahead(flat, row_index, weights, chunks, chunk))
+        return cast(Tensor, ahead(flat, row_index, weights, chunks, chunk, *trained))
 
     def _row_weights(self, hidden: Tensor, target_segments: Tensor, rows: int) -> Tensor:
         """What each row's loss is going to be multiplied with, as far as that is known, [rows]."""
@@ -255,7 +262,8 @@ class ChunkedLoss(nn.Module):
         if self.weights is None:
             return hidden.new_ones(rows, dtype=dtype)
         # A weight that is none gives a gradient all the same, if one is asked for.
-        own = torch.where(self.weights == 0, 1, self.weights).to(dtype)
+        own = torch.where(self.weights == 0, 1, self.weights) if self.frozen else self.weights
+        own = own.to(dtype)
         return cast(Tensor, segment_spread(own, target_segments, rows))
 
     def _scored(self, chunks: Iterator[tuple[Tensor, ...]], finish: Finish | None) -> Tensor:
@@ -318,7 +326,7 @@ class ChunkedLoss(nn.Module):
         """The row's tables for the rows of one chunk."""
         chunk_tables: dict[str, Any] = dict(row_tables)
         if "segments" in row_tables:
-            chunk_tables["segments"] = (segments.clamp(start, stop) - start).to(torch.int32)
+            chunk_tables["segments"] = _segments_of_chunk(segments, start, stop)
         if "token_index" in row_tables:
             index = row_tables["token_index"].reshape(-1).index_select(0, rows)
             chunk_tables["token_index"] = index.unsqueeze(self.width_dim)
@@ -387,6 +395,25 @@ def _chunk_by_terms(
     return token_losses(-losses, values, means)
 
 
+#: By a row's table of target rows, those of its chunks: while it lives, they keep their places.
+_CHUNKS: MutableMapping[Tensor, dict[tuple[int, int], Tensor]] = WeakIdKeyDictionary()
+
+
+def _segments_of_chunk(segments: Tensor, start: int, stop: int) -> Tensor:
+    """A row's segments as those of some of its target rows, int32 [J + 1] on the CPU."""
+    own = (segments.clamp(start, stop) - start).to(torch.int32)
+    if torch.compiler.is_compiling() or type(segments) is not Tensor:
+        return own
+    kept = _CHUNKS.setdefault(segments, {}).setdefault((start, stop), own)
+    # What did not change has no new version: its copies on the device are still right.
+    return kept if torch.equal(kept, own) else kept.copy_(own)
+
+
+def segments_of_chunks(segments: Tensor) -> list[Tensor]:
+    """Tables that forwards made of a row's, as it is now; a captured graph reads copies of them."""
+    return [_segments_of_chunk(segments, *cut) for cut in _CHUNKS.get(segments, {})]
+
+
 def _wide(logits: Tensor) -> Tensor:
     """Logits in float32 or wider."""
     return logits.to(torch.promote_types(torch.float32, logits.dtype))
@@ -443,6 +470,7 @@ class _LossAhead(torch.autograd.Function):
         weights: Tensor,
         chunks: Iterator[tuple[Tensor, ...]],
         losses_of: Chunk,
+        *trained: Tensor,
     ) -> Tensor:
         """The losses, [N], of rows of hidden states.
 
@@ -451,22 +479,25 @@ class _LossAhead(torch.autograd.Function):
         weights     [N], what each loss is going to be multiplied with
         chunks      as `ChunkedLoss._chunks` makes them
         losses_of   a chunk's losses, as `ChunkedLoss.chunk`
+        trained     what else they depend on; the weights are exact then
         """
         gradients: list[Tensor] = []
         losses: list[Tensor] = []
         start = 0
-        for hidden, targets, *tables in chunks:
-            stop = start + len(targets)
-            with torch.enable_grad():
-                leaf = hidden.requires_grad_()
-                chunk_losses = losses_of(leaf, targets, *tables)
-                # Not autograd.grad, under which hooks such as a FLOP counter's do not work.
-                chunk_losses.backward(weights[start:stop].to(chunk_losses.dtype))  # type: ignore[no-untyped-call]
-            assert leaf.grad is not None
-            gradients.append(leaf.grad)
-            losses.append(chunk_losses.detach())
-            start = stop
+        with _without_gradients(trained) as own:
+            for hidden, targets, *tables in chunks:
+                stop = start + len(targets)
+                with torch.enable_grad():
+                    leaf = hidden.requires_grad_()
+                    chunk_losses = losses_of(leaf, targets, *tables)
+                    # Not autograd.grad, under which hooks such as a FLOP counter's do not work.
+                    chunk_losses.backward(weights[start:stop].to(chunk_losses.dtype))  # type: ignore[no-untyped-call]
+                assert leaf.grad is not None
+                gradients.append(leaf.grad)
+                losses.append(chunk_losses.detach())
+                start = stop
         ctx.size = flat.shape
+        ctx.own, ctx.exact = own, bool(trained)
         ctx.save_for_backward(row_index, weights, *gradients)
         return torch.cat(losses)
 
@@ -475,7 +506,8 @@ class _LossAhead(torch.autograd.Function):
     def backward(ctx: Any, *grad_losses: Tensor) -> tuple[Tensor | None, ...]:
         """The hidden states' gradient, in their dtype; zeros in rows without a target."""
         row_index, weights, *gradients = ctx.saved_tensors
-        factors = (grad_losses[0] / weights).unsqueeze(1)
+        exact = weights.new_ones(len(weights)) if ctx.exact else grad_losses[0] / weights
+        factors = exact.unsqueeze(1)
         tokens, width = ctx.size
         rows = gradients[0].new_empty(len(row_index), width)
         start = 0
@@ -484,4 +516,18 @@ class _LossAhead(torch.autograd.Function):
             # The product is rounded where it is written: no float32 of all rows exists.
             torch.mul(gradient.reshape(-1, width), factors[part], out=rows[part])
         whole = rows.new_zeros(tokens + 1, width).index_copy_(0, row_index, rows)
-        return whole[:tokens], None, None, None, None
+        return whole[:tokens], None, None, None, None, *ctx.own
+
+
+@contextmanager
+def _without_gradients(trained: Sequence[Tensor]) -> Iterator[list[Tensor | None]]:
+    """Inside, these have no gradients; what they get is in the list afterwards, and not theirs."""
+    before, found = [each.grad for each in trained], list[Tensor | None]()
+    for each in trained:
+        each.grad = None
+    try:
+        yield found
+    finally:
+        found += [each.grad for each in trained]
+        for each, gradient in zip(trained, before, strict=True):
+            each.grad = gradient

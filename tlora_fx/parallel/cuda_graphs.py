@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from tlora_fx.cost.model_facts import CAPTURED_TOKENS
 from tlora_fx.errors import PlanNotRunnable, TloraError
 from tlora_fx.model.batch import PackedBatch, example_row, padded_by, size_of
+from tlora_fx.model.loss import segments_of_chunks
 from tlora_fx.model.preference import with_base
 from tlora_fx.model.row_ladder import RowLadder, RowSize
 from tlora_fx.model.supermodel import SuperModel
@@ -111,7 +112,8 @@ class CapturedRow:
 
     def release(self) -> None:
         """Let go of what the graph read on the device; it is not replayed any more."""
-        release(self.row.segments, self.row.keys, self.row.target_segments)
+        own = self.row.target_segments
+        release(self.row.segments, self.row.keys, own, *segments_of_chunks(own))
 
 
 Captured = TypeVar("Captured", bound=CapturedRow)
@@ -808,7 +810,7 @@ def overwrite(own: PackedBatch, row: PackedBatch) -> None:
         getattr(own, name).copy_(tensor, non_blocking=True)
     if own.terms is not None and row.terms is not None:
         own.terms.values.copy_(row.terms.values, non_blocking=True)
-    refresh(own.segments, own.keys, own.target_segments)
+    refresh(own.segments, own.keys, own.target_segments, *segments_of_chunks(own.target_segments))
 
 
 def copied(row: PackedBatch) -> PackedBatch:

@@ -36,6 +36,7 @@ from tlora_fx.parallel.uploads import UploadedTensors
 from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.adapters.files import base_tensors, start_adapter, start_adapters
 from tlora_fx.runtime.checkpoints.store import JobState
+from tlora_fx.runtime.checkpoints.tensor_file import moved
 from tlora_fx.runtime.checks import probe_base
 from tlora_fx.runtime.cpu_threads import on_few_threads, settle_threads
 from tlora_fx.runtime.data.batching import (
@@ -87,13 +88,13 @@ class StepUpdate:
 class Gathered:
     """What a job has gathered since its last optimizer step.
 
-    gradients   copies, where they were asked for
+    gradients   by the parameter's name, copies, where they were asked for
     """
 
     loss: float = 0.0
     tokens: int = 0
     batches: int = 0
-    gradients: list[Tensor] = field(default_factory=list)
+    gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -566,15 +567,20 @@ class GroupStep:
         return self._gathered_by(self.member(name).index)
 
     def put_back(self, name: str, gathered: Gathered) -> None:
-        """Let a job have gathered what it had when `gathered` was called, and no more."""
+        """Let a job have gathered what `gathered` said, here or before it left, and no more."""
         self._put_back(self.member(name).index, gathered)
 
     def _gathered_by(self, index: int) -> Gathered:
         if not self._has(index):
             return Gathered()
-        trained = self.members[index].optimizer.trained.values()
-        gradients = [each.grad.clone() for each in trained if each.grad is not None]
-        return replace(self._gathered[index], gradients=gradients)
+        return replace(
+            self._gathered[index],
+            gradients={name: each.clone() for name, each in self._gradients_of(index).items()},
+        )
+
+    def _gradients_of(self, index: int) -> dict[str, Tensor]:
+        trained = self.members[index].optimizer.trained.items()
+        return {name: each.grad for name, each in trained if each.grad is not None}
 
     @torch.no_grad()
     def _put_back(self, index: int, gathered: Gathered) -> None:
@@ -582,9 +588,10 @@ class GroupStep:
         optimizer.zero_grad()
         self._gathered.pop(index, None)
         if gathered.batches:
-            self._gathered[index] = replace(gathered, gradients=[])
-            own = [each.grad for each in optimizer.trained.values() if each.grad is not None]
-            torch._foreach_copy_(own, gathered.gradients)
+            self._gathered[index] = replace(gathered, gradients={})
+            given = moved(gathered.gradients, self.mesh.device)
+            own = self._gradients_of(index)
+            torch._foreach_copy_([*own.values()], [given[name] for name in own])
 
     def has_gathered(self, name: str) -> bool:
         """Whether a job has gradients that no step has used; raises StepMisuse."""

@@ -2,8 +2,10 @@
 
 Each model gives its first request for gradients. One that is large is cut, by its own size alone,
 and gives one piece a cycle: so who asks for little waits for a piece of others, and not for all
-that they ask for. Pieces of all models share one forward and backward. Steps that are due then are
-done together. A failure is the answer of the request that caused it, and of no other.
+that they ask for. Pieces of all models share one forward and backward, and where they are too many
+for a cycle, fair shares decide whose run. Steps that are due then are done together. A failure is
+the answer of the request that caused it, and of no other. The log is told which pieces ran together
+and how long that took.
 """
 
 from __future__ import annotations
@@ -13,18 +15,22 @@ import shutil
 import sqlite3
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
 from tlora_fx.errors import CommandRefused, NotFinite, TloraError
+from tlora_fx.ops.kernels.select import is_strict
 from tlora_fx.runtime.data.batching import count_tokens
 from tlora_fx.runtime.group_step import Gathered
 from tlora_fx.runtime.step_batches import Batch, StepOutput, require_batch
 from tlora_fx.training import requests
 from tlora_fx.training.datums import batch_of, loss_of
 from tlora_fx.training.engine import Engine
+from tlora_fx.training.fair_shares import FairShares
+from tlora_fx.training.folders import version_folder
 from tlora_fx.training.log import (
     PROTOBUF,
     Answer,
@@ -33,17 +39,25 @@ from tlora_fx.training.log import (
     CommandLog,
     Kind,
     Outcome,
+    Ran,
     Sampler,
     json_answer,
     sampler_id,
 )
 from tlora_fx.training.messages import forward_output, read_request
-from tlora_fx.training.sampling import draw, read_sample
-from tlora_fx.training.tenants import NoRoom, Tenants, version_folder
+from tlora_fx.training.sampling import Asked, draw, read_sample
+from tlora_fx.training.tenants import NoRoom, Tenants
+from tlora_fx.training.versions import Version
 
 logger = logging.getLogger(__name__)
 FORWARD, STEP, SAMPLE = "forward_backward", "optim_step", "sample"
+#: Of a cycle; a piece that is larger runs alone.
+CYCLE_TOKENS = 8192
 LOADS = ("create_model", "load_model", "load_weights")
+SAVES: Mapping[str, type[requests.SaveWeights]] = {
+    "save_weights": requests.SaveWeights,
+    "save_weights_for_sampler": requests.SaveWeightsForSampler,
+}
 
 
 @dataclass(eq=False, slots=True)
@@ -68,6 +82,11 @@ class Forward:
         self.logprobs += logprobs
         self.loss, self.tokens = self.loss + loss, self.tokens + tokens
 
+    @property
+    def next_tokens(self) -> int:
+        """Tokens of its next piece."""
+        return count_tokens(self.pieces[0].micro_batches)
+
     def outcome(self) -> Outcome:
         """Its answer, once no piece is left."""
         arrays = [each.double().cpu().numpy() for each in self.logprobs]
@@ -80,7 +99,8 @@ class Cycle:
     """Runs the commands of a log on an engine.
 
     finished         is told the numbers of commands that have an answer now
-    snapshot_every   commands of a model between two snapshots of it
+    snapshot_every   commands of a model between two snapshots of it, at least
+    snapshot_share   of the time of its cycles that snapshots of a model may take
     active           models that had gradients or a step the last time any had
     """
 
@@ -90,11 +110,13 @@ class Cycle:
         engine: Engine,
         finished: Callable[[Iterable[int]], None] = lambda numbers: None,
         snapshot_every: int = 64,
+        snapshot_share: float = 0.1,
     ) -> None:
         self.log, self.engine, self.finished = log, engine, finished
-        self.snapshot_every = snapshot_every
+        self.snapshot_every, self.snapshot_share = snapshot_every, snapshot_share
         self.tenants = Tenants(engine, log)
         self.active: frozenset[str] = frozenset()
+        self.shares = FairShares(CYCLE_TOKENS)
         self._running: dict[str, Forward] = {}
         self._busy: set[str] = set()
         self._obsolete: list[str] = []
@@ -147,9 +169,9 @@ class Cycle:
         if model.config is None:
             raise CommandRefused("the model was never made: its creation failed", model=name)
         try:
-            if model.kept >= 0:
-                self.tenants.enter(model, busy=self._busy)
-            for command in self.log.done_since_kept(name):
+            self.tenants.enter(model, busy=self._busy)
+            at = self.tenants.resident[name].ran if name in self.tenants.resident else -1
+            for command in self.log.done_since(name, at):
                 self._again(command)
         except BaseException:
             # Whoever is resident has all that has run.
@@ -160,14 +182,14 @@ class Cycle:
     def forget(self) -> None:
         """Let all go that lies in memory, after a failure in the middle: the log has the truth."""
         self._running.clear()
-        for key in list(self.tenants.resident):
-            self.tenants.leave(key)
+        self.tenants.forget()
 
     def _again(self, command: Command) -> None:
         """Run a command whose answer is written; one that failed fails again."""
         if command.kind == FORWARD:
-            while not self._forwards({command.queue: command}):
-                continue
+            self._begin(command)
+            while command.queue in self._running:
+                self._run_pieces([command.queue])
         elif command.kind == STEP:
             self._step({command.queue: command})
         elif command.kind in LOADS:
@@ -178,28 +200,51 @@ class Cycle:
 
     def _wave(self, turns: Mapping[str, Sequence[Command]]) -> None:
         """A piece of each model's first request, and the steps that are due then."""
-        heads = {model: own[0] for model, own in turns.items() if own[0].kind == FORWARD}
-        outcomes = self._forwards(heads)
-        self._finish(outcomes)
+        outcomes: list[Outcome] = []
+        heads = [own[0] for own in turns.values() if own[0].kind == FORWARD]
+        for command in heads:
+            outcomes += self._begin(command)
+        costs = {
+            model: self._running[model].next_tokens
+            for model in (command.queue for command in heads)
+            if model in self._running
+        }
+        chosen = {self._running[model].command: costs[model] for model in self.shares.choose(costs)}
+        with self._timed(FORWARD, chosen) as ran:
+            outcomes += self._run_pieces([command.queue for command in chosen])
+        self._finish(outcomes, ran)
         done = {outcome.command.queue for outcome in outcomes}
         due = {}
         for model, own in turns.items():
             left = own[1:] if model in done else own
             if left and left[0].kind == STEP:
                 due[model] = left[0]
-        self._finish(self._step(due))
+        with self._timed(STEP, dict.fromkeys(due.values(), 0)) as ran:
+            outcomes = self._step(due)
+        self._finish(outcomes, ran)
         self._take_snapshots()
 
-    def _forwards(self, heads: Mapping[str, Command]) -> list[Outcome]:
-        """Run one piece of one request of each model; what is done then."""
+    @contextmanager
+    def _timed(self, kind: str, tokens: Mapping[Command, int]) -> Iterator[Ran]:
+        """Times what runs inside of these commands together."""
+        ran = Ran(kind, time.time(), tokens)
+        start = time.perf_counter()
+        yield ran
+        ran.seconds = time.perf_counter() - start
+
+    def _begin(self, command: Command) -> list[Outcome]:
+        """Read a request for gradients, if it is not running already; its failure, if it fails."""
+        if command.queue not in self._running:
+            try:
+                self._running[command.queue] = self._read(command)
+            except Exception as error:  # noqa: BLE001  (it is the answer)
+                return [self._failed(command, error)]
+        return []
+
+    def _run_pieces(self, models: Iterable[str]) -> list[Outcome]:
+        """Run a piece of the running request of each model; what is done then."""
         outcomes: list[Outcome] = []
-        for model, command in heads.items():
-            if model not in self._running:
-                try:
-                    self._running[model] = self._read(command)
-                except Exception as error:  # noqa: BLE001  (it is the answer)
-                    outcomes.append(self._failed(command, error))
-        asked = {model: self._running[model] for model in heads if model in self._running}
+        asked = {model: self._running[model] for model in models}
         gradients = {model: own for model, own in asked.items() if not own.forward_only}
         found = self._accumulate(gradients)
         found |= {
@@ -225,7 +270,8 @@ class Cycle:
         """A request that can be run; raises CommandRefused, StepMisuse."""
         request = read_request(command.body or self.log.body_of(command))
         batch = batch_of(request, self.engine.positions)
-        resident, vocabulary = self.tenants.resident[command.queue], self._vocabulary
+        resident = self.tenants.resident[command.queue]
+        vocabulary = self.engine.step.model.group.vocabulary
         job = self.tenants.member(command.queue).job
         require_batch(job, batch, vocabulary, alone=True)
         _require_targets(batch, vocabulary)
@@ -236,14 +282,13 @@ class Cycle:
             forward.before = self.engine.step.gathered(resident.name)
         return forward
 
-    @property
-    def _vocabulary(self) -> int:
-        return self.engine.step.model.group.vocabulary
-
     def _accumulate(self, asked: Mapping[str, Forward]) -> dict[str, StepOutput | Exception]:
         """Gradients of one piece of each model, together."""
         if not asked:
             return {}
+        if len(asked) > 1 and is_strict() and self.engine.step.mesh.device.type == "cpu":
+            # Its products round a token's numbers by how many tokens there are.
+            return {model: self._accumulate({model: each})[model] for model, each in asked.items()}
         names = {self.tenants.resident[model].name: model for model in asked}
         batches = {name: asked[model].pieces[0] for name, model in names.items()}
         try:
@@ -307,7 +352,9 @@ class Cycle:
         for model in self._busy & set(self.tenants.resident):
             resident = self.tenants.resident[model]
             late = resident.ran - resident.kept >= self.snapshot_every
-            if late and not self.tenants.is_dirty(model):
+            late = late and self.tenants.keep_seconds <= self.snapshot_share * resident.since
+            # Of half a request there are gradients that nothing would take back.
+            if late and model not in self._running:
                 self.tenants.keep(model)
 
     # Models and versions.
@@ -318,12 +365,8 @@ class Cycle:
             command = replace(command, body=self.log.body_of(command))
             if command.kind in LOADS:
                 return self._load(command)
-            if command.kind == "save_weights":
-                return self._save(command, requests.read_json(requests.SaveWeights, command.body))
-            if command.kind == "save_weights_for_sampler":
-                return self._save(
-                    command, requests.read_json(requests.SaveWeightsForSampler, command.body)
-                )
+            if command.kind in SAVES:
+                return self._save(command, requests.read_json(SAVES[command.kind], command.body))
             raise CommandRefused("there is no such command", found=command.kind)
         except NoRoom:
             raise
@@ -332,7 +375,8 @@ class Cycle:
 
     def _load(self, command: Command) -> Outcome:
         """Make a model, anew or from a checkpoint."""
-        model, version = command.queue, None
+        model = command.queue
+        version: Version | None = None
         if command.kind == "create_model":
             request = requests.read_json(requests.CreateModel, command.body)
             self._require_base(request.base_model)
@@ -348,7 +392,7 @@ class Cycle:
                     found=load.path, help="load one that save_state made",
                 )  # fmt: skip
             if not load.optimizer:
-                version = replace(version, state=None)
+                version = Version(version.config, version.adapter)
             config = dict(version.config)
             answer = {"type": "load_weights", "path": load.path, "model_id": model}
         self.tenants.make(model, config, version, seq=command.seq, busy=self._busy)
@@ -401,7 +445,9 @@ class Cycle:
 
     def _sample(self, commands: Sequence[Command]) -> bool:
         """Draw what was asked of versions for which there is room; False where there is none."""
-        asked, outcomes, self._starved = [], [], False
+        asked: list[Asked] = []
+        outcomes: list[Outcome] = []
+        self._starved = False
         for command in commands:
             try:
                 folder = self.log.sampler(command.queue).folder
@@ -413,16 +459,23 @@ class Cycle:
                 self._starved = True
             except Exception as error:  # noqa: BLE001  (it is the answer)
                 outcomes.append(self._failed(command, error))
-        self._finish(outcomes + draw(asked, self.tenants, self._failed))
+        tokens = {each.command: len(each.prompt) for each in asked}
+        with self._timed(SAMPLE, tokens) as ran:
+            outcomes += draw(asked, self.tenants, self._failed)
+        ran.tokens = {each.command: each.tokens for each in outcomes if each.command in tokens}
+        self._finish(outcomes, ran)
         return bool(asked or outcomes)
 
     # Answers.
 
-    def _finish(self, outcomes: Sequence[Outcome]) -> None:
-        """Write answers, and tell who waits for them."""
-        if not outcomes:
+    def _finish(self, outcomes: Sequence[Outcome], ran: Ran | None = None) -> None:
+        """Write answers, and tell who waits for them.
+
+        ran   what was computed
+        """
+        if not outcomes and not (ran and ran.tokens):
             return
-        self.log.finish(outcomes)
+        self.log.finish(outcomes, ran)
         # Only now: nothing names them any more.
         while self._obsolete:
             shutil.rmtree(self.log.folder / self._obsolete.pop(), ignore_errors=True)
@@ -430,6 +483,9 @@ class Cycle:
             resident = self.tenants.resident.get(outcome.command.queue)
             if resident is not None:
                 resident.ran = max(resident.ran, outcome.command.seq)
+        for command in ran.tokens if ran else ():
+            if ran and (resident := self.tenants.resident.get(command.queue)) is not None:
+                resident.since += ran.seconds
         self.finished([outcome.command.number for outcome in outcomes])
 
     def _failed(self, command: Command, error: Exception) -> Outcome:

@@ -8,6 +8,9 @@ have run. `models.ran` is the last one that did, `models.kept` the last one that
 snapshot has; bodies from there on are kept, to run again after a kill. A sampler's commands have
 numbers too, by which repeats are recognised, but no order.
 
+Each cycle that computed something is there too, with the pieces that it ran together. A piece's
+seconds are its part of the cycle's, by tokens. `usage` adds them up by user.
+
 A commit survives a kill of its process. A power failure may lose the last ones, which clients
 then repeat, for nobody knows their futures any more.
 """
@@ -20,7 +23,7 @@ import secrets
 import sqlite3
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -56,8 +59,18 @@ CREATE INDEX IF NOT EXISTS commands_open ON commands (queue, seq) WHERE done IS 
 CREATE TABLE IF NOT EXISTS checkpoints (
     path TEXT PRIMARY KEY, model TEXT NOT NULL, user TEXT NOT NULL, kind TEXT NOT NULL,
     folder TEXT NOT NULL, bytes INTEGER NOT NULL, made REAL NOT NULL, expires REAL,
-    config TEXT NOT NULL, said TEXT NOT NULL);
+    config TEXT NOT NULL, said TEXT NOT NULL, public INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS checkpoints_model ON checkpoints (model);
+CREATE TABLE IF NOT EXISTS cycles (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, began REAL NOT NULL,
+    seconds REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS pieces (
+    command INTEGER NOT NULL, cycle INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    seconds REAL NOT NULL, PRIMARY KEY (command, cycle)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS pieces_cycle ON pieces (cycle);
+CREATE TABLE IF NOT EXISTS usage (
+    user TEXT NOT NULL, kind TEXT NOT NULL, requests INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    seconds REAL NOT NULL, PRIMARY KEY (user, kind)) WITHOUT ROWID;
 """
 
 
@@ -97,6 +110,7 @@ class Checkpoint:
     folder   where it lies, below the log's own
     config   of the model's adapter, as `models.config`
     said     what the user attached
+    public   whether all users may load it and sample from it
     """
 
     path: str
@@ -109,6 +123,7 @@ class Checkpoint:
     expires: float | None
     config: Mapping[str, Any]
     said: Mapping[str, Any] = field(default_factory=dict)
+    public: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +157,22 @@ class Outcome:
     checkpoint: Checkpoint | None = None
     sampler: Sampler | None = None
     config: Mapping[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Ran:
+    """What a cycle computed together.
+
+    kind      of its commands
+    began     seconds since the epoch
+    tokens    by command, of its piece
+    seconds   of all
+    """
+
+    kind: str
+    began: float
+    tokens: Mapping[Command, int]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,12 +263,13 @@ class CommandLog:
 
     # Sessions.
 
-    def open_session(self, user: str, said: Mapping[str, Any]) -> str:
-        """A new session of a user; returns its id."""
-        session, now = f"s{secrets.token_hex(8)}", time.time()
+    def open_session(self, user: str, said: Mapping[str, Any], key: str = "") -> str:
+        """A new session of a user, the same again for the same key; returns its id."""
+        seed, now = f"{user} {key}".encode() if key else secrets.token_bytes(), time.time()
+        session = f"s{hashlib.sha256(seed).hexdigest()[:16]}"
         with self._change() as base:
             row = (session, user, now, now, None, json.dumps(said))
-            base.execute("INSERT INTO sessions VALUES (?, ?, ?, ?, ?, ?)", row)
+            base.execute("INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, ?)", row)
         return session
 
     def heard(self, user: str, session: str) -> None:
@@ -311,8 +343,9 @@ class CommandLog:
 
         body     canonical: equal requests have equal bytes
         raises   JobUnknown for another's queue, or one that is not there; RequestGone where its
-                 session is over; RequestConflict where the number has another body; RequestRefused
-                 for a number below 1
+                 session is over, or the command ran so long ago that it was forgotten;
+                 RequestConflict where the number has another body; RequestRefused for a number
+                 below 1
         """
         with self._change() as base:
             for table in ("models", "samplers"):
@@ -338,6 +371,9 @@ class CommandLog:
             "SELECT number, digest FROM commands WHERE queue = ? AND seq = ?", (queue, seq)
         ).fetchone()
         if known is None:
+            ran = base.execute("SELECT ran FROM models WHERE id = ?", (queue,)).fetchone()
+            if ran is not None and seq <= ran["ran"]:
+                raise RequestGone("the request ran long ago", model=queue, seq_id=seq)
             number = base.execute(
                 "INSERT INTO commands (user, queue, seq, kind, digest, body, made) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -392,30 +428,35 @@ class CommandLog:
         [row] = self._rows("SELECT body FROM commands WHERE number = ?", command.number)
         return bytes(row["body"])
 
-    def done_since_kept(self, model: str) -> list[Command]:
-        """The commands that have run and that a model's snapshot does not have, with bodies.
+    def done_since(self, model: str, seq: int) -> list[Command]:
+        """The commands of a model behind a number that have run, with bodies.
 
         Those that failed are left out, but for steps: one that fails may drop gradients.
         """
         rows = self._rows(
             "SELECT number, commands.user, queue, seq, kind, body FROM commands "
-            "JOIN models ON models.id = queue WHERE queue = ? AND seq > kept AND seq <= ran "
+            "JOIN models ON models.id = queue WHERE queue = ? AND seq > ? AND seq <= ran "
             "AND (NOT failed OR kind = 'optim_step') ORDER BY seq",
-            model,
-        )
+            model, seq,
+        )  # fmt: skip
         return [self._command(row, bytes(row["body"])) for row in rows]
 
     @staticmethod
     def _command(row: sqlite3.Row, body: bytes = b"") -> Command:
         return Command(row["number"], row["user"], row["queue"], row["seq"], row["kind"], body)
 
-    def finish(self, outcomes: Iterable[Outcome]) -> None:
-        """Write what commands came to; one that has an answer already keeps it."""
+    def finish(self, outcomes: Iterable[Outcome], ran: Ran | None = None) -> None:
+        """Write what commands came to; one that has an answer already keeps it.
+
+        ran   what was computed for them, and for others that are not done yet
+        """
         now = time.time()
         with self._change() as base:
+            if ran is not None and ran.tokens:
+                self._note(base, ran)
             for each in outcomes:
                 command, answer = each.command, each.answer
-                base.execute(
+                written = base.execute(
                     "UPDATE commands SET media = ?, answer = ?, failed = ?, done = ?, tokens = ? "
                     "WHERE number = ? AND done IS NULL",
                     (
@@ -423,6 +464,8 @@ class CommandLog:
                         command.number,
                     ),
                 )  # fmt: skip
+                if written.rowcount:
+                    self._use(base, command, requests=1, tokens=each.tokens)
                 base.execute(
                     "UPDATE models SET ran = max(ran, ?) WHERE id = ?", (command.seq, command.queue)
                 )
@@ -436,6 +479,30 @@ class CommandLog:
                 if each.sampler is not None:
                     self._add_sampler(base, each.sampler)
 
+    def _note(self, base: sqlite3.Connection, ran: Ran) -> None:
+        cycle = base.execute(
+            "INSERT INTO cycles (kind, began, seconds) VALUES (?, ?, ?)",
+            (ran.kind, ran.began, ran.seconds),
+        ).lastrowid
+        whole = sum(ran.tokens.values())
+        for command, tokens in ran.tokens.items():
+            part = tokens / whole if whole else 1 / len(ran.tokens)
+            row = (command.number, cycle, tokens, part * ran.seconds)
+            base.execute("INSERT INTO pieces VALUES (?, ?, ?, ?)", row)
+            self._use(base, command, seconds=part * ran.seconds)
+
+    @staticmethod
+    def _use(
+        base: sqlite3.Connection, command: Command, *, requests: int = 0, tokens: int = 0,
+        seconds: float = 0.0,
+    ) -> None:  # fmt: skip
+        base.execute(
+            "INSERT INTO usage VALUES (?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET "
+            "requests = requests + excluded.requests, tokens = tokens + excluded.tokens, "
+            "seconds = seconds + excluded.seconds",
+            (command.user, command.kind, requests, tokens, seconds),
+        )
+
     def keep(self, model: str, seq: int) -> None:
         """Note that a snapshot has all up to a number; bodies before it are let go."""
         with self._change() as base:
@@ -443,6 +510,20 @@ class CommandLog:
             base.execute(
                 "UPDATE commands SET body = NULL WHERE queue = ? AND seq <= ? AND done IS NOT NULL",
                 (model, seq),
+            )
+
+    def prune(self, before: float) -> None:
+        """Forget commands that were answered before a time and that their snapshot has."""
+        old = (
+            "SELECT number FROM commands LEFT JOIN models ON models.id = queue "
+            "WHERE done < ? AND seq <= coalesce(kept, seq)"
+        )
+        with self._change() as base:
+            base.execute(f"DELETE FROM pieces WHERE command IN ({old})", (before,))  # noqa: S608
+            base.execute(f"DELETE FROM commands WHERE number IN ({old})", (before,))  # noqa: S608
+            base.execute(
+                "DELETE FROM cycles WHERE began < ? AND number NOT IN (SELECT cycle FROM pieces)",
+                (before,),
             )
 
     # Models, samplers, checkpoints.
@@ -499,11 +580,11 @@ class CommandLog:
 
     def _keep(self, base: sqlite3.Connection, checkpoint: Checkpoint) -> None:
         base.execute(
-            "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 checkpoint.path, checkpoint.model, checkpoint.user, checkpoint.kind,
                 checkpoint.folder, checkpoint.bytes, checkpoint.made, checkpoint.expires,
-                json.dumps(checkpoint.config), json.dumps(checkpoint.said),
+                json.dumps(checkpoint.config), json.dumps(checkpoint.said), checkpoint.public,
             ),
         )  # fmt: skip
 
@@ -520,10 +601,35 @@ class CommandLog:
         return [_checkpoint(row) for row in rows]
 
     def checkpoint(self, path: str, user: str | None = None) -> Checkpoint:
-        """A checkpoint; raises JobUnknown where it is not there, expired, or another's."""
-        for checkpoint in self.checkpoints(user, path=path):
-            return checkpoint
+        """A checkpoint; raises JobUnknown where it is not there, expired, or another's own."""
+        for checkpoint in self.checkpoints(path=path):
+            if checkpoint.public or user in (None, checkpoint.user):
+                return checkpoint
         raise _unknown("checkpoint", path)
+
+    def change(self, checkpoint: Checkpoint, *, expires: float | None, public: bool) -> None:
+        """Let a checkpoint stay for another time, or show it to others or to nobody."""
+        with self._change() as base:
+            sql = "UPDATE checkpoints SET expires = ?, public = ? WHERE path = ?"
+            base.execute(sql, (expires, public, checkpoint.path))
+
+    def copy(self, checkpoint: Checkpoint, user: str, session: str) -> None:
+        """Note a checkpoint that lies in its folder, and the model of a session that has it.
+
+        raises   RequestGone where the session is over, RequestConflict where the model has commands
+        """
+        with self._change() as base:
+            self._hear(user, session)
+            known = "SELECT 1 FROM commands WHERE queue = ?"
+            if base.execute(known, (checkpoint.model,)).fetchone():
+                raise RequestConflict("the model trains already", model=checkpoint.model)
+            row = (checkpoint.model, session, user, checkpoint.made, checkpoint.made, "{}")
+            base.execute(
+                "INSERT OR IGNORE INTO models (id, session, user, made, asked, said) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                row,
+            )
+            self._keep(base, checkpoint)
 
     def expired(self) -> list[Checkpoint]:
         """Checkpoints whose time is over."""
@@ -535,13 +641,46 @@ class CommandLog:
         with self._change() as base:
             base.execute("DELETE FROM checkpoints WHERE path = ?", (checkpoint.path,))
 
-    def usage(self) -> Sequence[tuple[str, str, int, int]]:
-        """By user and kind: commands that were done, and tokens that the trainer computed."""
-        rows = self._rows(
-            "SELECT user, kind, count(*), sum(tokens) FROM commands WHERE done IS NOT NULL "
-            "GROUP BY user, kind ORDER BY user, kind"
-        )
-        return [(row[0], row[1], row[2], row[3]) for row in rows]
+    def usage(self) -> list[sqlite3.Row]:
+        """By `user` and `kind`: `requests` that were done, computed `tokens`, and `seconds`."""
+        return self._rows("SELECT * FROM usage ORDER BY user, kind")
+
+    def times(
+        self, user: str | None = None, *, model: str | None = None, session: str | None = None,
+        limit: int = 1000,
+    ) -> list[sqlite3.Row]:  # fmt: skip
+        """When requests came, ran and were answered, newest first; see `training.times`.
+
+        `before` is when the model's request before it was answered, `began` when its first piece
+        ran, `computed` and `own` seconds of its cycles and its part of them, `together` the most
+        pieces in one of them.
+        """
+        return self._rows(
+            "SELECT c.number, c.user, c.queue, c.seq, c.kind, c.made, c.done, c.failed, c.tokens, "
+            "b.done AS before, min(y.began) AS began, sum(y.seconds) AS computed, "
+            "sum(p.seconds) AS own, count(p.cycle) AS pieces, "
+            "max((SELECT count(*) FROM pieces q WHERE q.cycle = p.cycle)) AS together "
+            "FROM (SELECT * FROM commands WHERE (?1 IS NULL OR user = ?1) "
+            "AND (?2 IS NULL OR queue = ?2) "
+            "AND (?3 IS NULL OR queue IN (SELECT id FROM models WHERE session = ?3 "
+            "UNION SELECT id FROM samplers WHERE session = ?3)) ORDER BY number DESC LIMIT ?4) c "
+            "LEFT JOIN commands b ON b.queue = c.queue AND b.seq = c.seq - 1 "
+            "LEFT JOIN pieces p ON p.command = c.number LEFT JOIN cycles y ON y.number = p.cycle "
+            "GROUP BY c.number ORDER BY c.number DESC",
+            user, model, session, limit,
+        )  # fmt: skip
+
+    def cycles(self, user: str, session: str) -> list[sqlite3.Row]:
+        """The pieces of a session's requests, with their cycles, in order."""
+        return self._rows(
+            "SELECT c.queue, c.seq, c.kind, p.cycle, p.tokens, y.began, y.seconds, "
+            "(SELECT count(*) FROM pieces q WHERE q.cycle = p.cycle) AS together "
+            "FROM commands c JOIN pieces p ON p.command = c.number "
+            "JOIN cycles y ON y.number = p.cycle WHERE c.user = ? AND c.queue IN "
+            "(SELECT id FROM models WHERE session = ? UNION SELECT id FROM samplers "
+            "WHERE session = ?) ORDER BY y.began",
+            user, session, session,
+        )  # fmt: skip
 
 
 def sampler_id(session: str, place: int) -> str:
@@ -552,7 +691,7 @@ def sampler_id(session: str, place: int) -> str:
 def _checkpoint(row: sqlite3.Row) -> Checkpoint:
     fields = dict(row)
     fields |= {name: json.loads(fields[name]) for name in ("config", "said")}
-    return Checkpoint(**fields)
+    return Checkpoint(**fields | {"public": bool(fields["public"])})
 
 
 def _unknown(what: str, found: str) -> JobUnknown:

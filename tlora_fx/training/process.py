@@ -13,20 +13,14 @@ from tlora_fx.training.bell import Bell
 from tlora_fx.training.cycle import Cycle
 from tlora_fx.training.engine import Engine
 from tlora_fx.training.log import CommandLog
-from tlora_fx.training.options import EngineOptions
 
 logger = logging.getLogger(__name__)
 #: For which a cycle waits for models that took part in the one before.
 GATHER_SECONDS = 0.01
 #: Between looks at the log without a ring, and between looks for expired checkpoints.
 LOOK_SECONDS, TIDY_SECONDS = 1.0, 60.0
-
-
-def train(
-    options: EngineOptions, socket: Path, ready: Callable[[], None], ended: threading.Event
-) -> None:
-    """Make an engine, and run commands until the end; arguments as of `run_commands`."""
-    run_commands(CommandLog(options.folder), Engine(options), socket, ready, ended)
+#: For which answers can be fetched again.
+KEPT_SECONDS = 24 * 3600.0
 
 
 def run_commands(
@@ -75,7 +69,8 @@ def gather(cycle: Cycle, bell: Bell) -> None:
 
 
 def tidy(log: CommandLog) -> None:
-    """Delete checkpoints that have expired."""
+    """Delete checkpoints that have expired, and forget answers that nobody fetches any more."""
+    log.prune(time.time() - KEPT_SECONDS)
     for checkpoint in log.expired():
         log.forget(checkpoint)
         shutil.rmtree(log.folder / checkpoint.folder, ignore_errors=True)

@@ -66,7 +66,7 @@ class Optimizer(Request):
     @model_validator(mode="after")
     def _is_here(self) -> Self:
         if self.type not in (None, "adamw"):
-            raise ValueError(f"the optimizer is adamw, not {self.type}")
+            raise ValueError(f"'{self.type}' is not served: use adamw, or leave it out")
         return self
 
 

@@ -87,19 +87,15 @@ def draw(
         else:
             groups.append(Together(options, [each]))
     outcomes = []
-    for group in groups:
+    while groups:
+        group = groups.pop(0)
         try:
             outcomes += _drawn(group, tenants, fail)
         except Exception as error:  # noqa: BLE001  (it is the answer)
-            alone = [Together(group.options, [each]) for each in group.asked]
-            if len(alone) == 1:
+            if len(group.asked) == 1:
                 outcomes.append(fail(group.asked[0].command, error))
-                continue
-            for own in alone:
-                try:
-                    outcomes += _drawn(own, tenants, fail)
-                except Exception as reason:  # noqa: BLE001
-                    outcomes.append(fail(own.asked[0].command, reason))
+            else:
+                groups += [Together(group.options, [each]) for each in group.asked]
     return outcomes
 
 

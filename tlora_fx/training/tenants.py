@@ -1,12 +1,13 @@
-"""Which models and versions lie in the banks, and which wait on disk.
+"""Which models and versions lie in the banks, and which wait in main memory or on disk.
 
-A model on disk is a snapshot of its adapter and moments, and the commands that have run since.
-What was used longest ago makes room for another one. Gathered gradients are in no snapshot, so a
-model that has some goes last: its commands since the snapshot have to run again.
+What was used longest ago makes room for another one: a model waits in main memory, with what it has
+gathered, and where that is full, on disk. A model on disk is a snapshot of all that, and the
+commands that have run since; so is one whose trainer was killed.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -14,9 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from tlora_fx.errors import NotAdmitted
+from tlora_fx.host.memory import free_bytes
 from tlora_fx.runtime.adapters.files import load_adapter
 from tlora_fx.runtime.member import Member
 from tlora_fx.training.engine import PARTS, Engine
+from tlora_fx.training.folders import MODELS, folder_name
 from tlora_fx.training.log import CommandLog, Model
 from tlora_fx.training.versions import (
     Version,
@@ -26,8 +29,8 @@ from tlora_fx.training.versions import (
     write_version,
 )
 
-#: Below the log's folder.
-MODELS = "models"
+#: Of the main memory that is free when a trainer starts, the share for models that wait there.
+PARKED_SHARE = 0.25
 #: The base alone: an adapter of zeros.
 _NOTHING: Mapping[str, Any] = {**dict.fromkeys(PARTS, True), "rank": 8, "seed": 0}
 
@@ -45,6 +48,7 @@ class Resident:
     model    its id; None for a version
     ran      the last command that its weights have
     kept     the last one that its snapshot has
+    since    seconds of the cycles that it took part in since then
     """
 
     name: str
@@ -52,14 +56,23 @@ class Resident:
     model: str | None = None
     ran: int = -1
     kept: int = -1
+    since: float = 0.0
 
 
 class Tenants:
-    """Models and versions of one engine, by key: a model's id, or a version's folder."""
+    """Models and versions of one engine, by key: a model's id, or a version's folder.
 
-    def __init__(self, engine: Engine, log: CommandLog) -> None:
+    parked_bytes   of main memory that models may wait in
+    keep_seconds   that the last snapshot took
+    """
+
+    def __init__(self, engine: Engine, log: CommandLog, parked_bytes: int | None = None) -> None:
         self.engine, self.log = engine, log
+        share = int(PARKED_SHARE * free_bytes())
+        self.parked_bytes = share if parked_bytes is None else parked_bytes
+        self.keep_seconds = 0.0
         self.resident: OrderedDict[str, Resident] = OrderedDict()
+        self.parked: OrderedDict[str, tuple[Resident, Version]] = OrderedDict()
 
     def member(self, key: str) -> Member:
         """The member of a resident."""
@@ -81,18 +94,26 @@ class Tenants:
         """
         self.leave(model)
         kept = self.log.model(model).kept
-        self._let_in(model, Resident(_name_of(model), config, model, seq - 1, kept), version, busy)
+        self._let_in(
+            model, Resident(folder_name(model), config, model, seq - 1, kept), version, busy
+        )
 
-    def enter(self, model: Model, *, busy: Collection[str]) -> Resident:
-        """Let a model in as its snapshot has it; it has one.
+    def enter(self, model: Model, *, busy: Collection[str]) -> None:
+        """Let a model in that waits in main memory, or else as its snapshot has it.
 
         busy     residents that are needed now
         raises   NoRoom, CheckpointError
         """
-        version = read_snapshot(self._snapshot(model.id, model.kept))
-        resident = Resident(_name_of(model.id), version.config, model.id, model.kept, model.kept)
+        if model.id in self.parked:
+            resident, version = self.parked[model.id]
+        elif model.kept >= 0:
+            version = read_snapshot(self._snapshot(model.id, model.kept))
+            kept = model.kept
+            resident = Resident(folder_name(model.id), version.config, model.id, kept, kept)
+        else:
+            return
         self._let_in(model.id, resident, version, busy)
-        return resident
+        self.parked.pop(model.id, None)
 
     def enter_version(self, folder: str | None, *, busy: Collection[str]) -> str:
         """See that a version lies in the banks; returns its key.
@@ -103,7 +124,7 @@ class Tenants:
         key = folder or "base"
         if key not in self.resident:
             version = Version(_NOTHING, {}) if folder is None else self.read(folder)
-            resident = Resident(_name_of(key), version.config)
+            resident = Resident(folder_name(key), version.config)
             version = Version(version.config, version.adapter)
             self._let_in(key, resident, version if folder else None, busy)
         self.resident.move_to_end(key)
@@ -117,25 +138,36 @@ class Tenants:
         """Write a resident model as a version; returns its bytes."""
         place = self.log.folder / folder
         place.parent.mkdir(parents=True, exist_ok=True)
-        options, config = self.engine.options, self.resident[model].config
-        backbone = self.engine.step.model.backbone
-        return write_version(
-            place, self.member(model), config, backbone, options.base_name, whole=whole
-        )
+        version = self._version(model)
+        if not whole:
+            version = Version(version.config, version.adapter)
+        base, backbone = self.engine.options.base_name, self.engine.step.model.backbone
+        return write_version(place, version, self.member(model).job, backbone, base)
 
     def keep(self, model: str) -> None:
-        """Write a snapshot of a resident model without gathered gradients."""
-        resident = self.resident[model]
+        """Write a snapshot of a resident model."""
+        self._keep(self.resident[model], self._version(model))
+
+    def _version(self, model: str) -> Version:
+        """A resident as it is; steps reach it."""
+        resident, state = self.resident[model], self.member(model).state()
+        gathered = self.engine.step.gathered(resident.name)
+        return Version(resident.config, state.adapter, state, gathered)
+
+    def _keep(self, resident: Resident, version: Version) -> None:
+        assert resident.model is not None
         if resident.ran == resident.kept:
             return
-        write_snapshot(self._snapshot(model, resident.ran), self.member(model), resident.config)
-        self.log.keep(model, resident.ran)
+        start = time.perf_counter()
+        write_snapshot(self._snapshot(resident.model, resident.ran), version)
+        self.log.keep(resident.model, resident.ran)
+        self.keep_seconds, resident.since = time.perf_counter() - start, 0.0
         before, resident.kept = resident.kept, resident.ran
         if before >= 0:
-            self._snapshot(model, before).unlink(missing_ok=True)
+            self._snapshot(resident.model, before).unlink(missing_ok=True)
 
     def _snapshot(self, model: str, seq: int) -> Path:
-        return self.log.folder / MODELS / _name_of(model) / f"snapshot-{seq}.safetensors"
+        return self.log.folder / MODELS / folder_name(model) / f"snapshot-{seq}.safetensors"
 
     def _let_in(
         self, key: str, resident: Resident, version: Version | None, busy: Collection[str]
@@ -152,34 +184,40 @@ class Tenants:
                 if not self._make_room(busy):
                     raise NoRoom from None
         self.resident[key] = resident
-        if version is not None and state is None:
-            try:
+        try:
+            if version is not None and state is None:
                 load_adapter(self.member(key).parameters, version.adapter, f"a version for {key}")
-            except BaseException:
-                self.leave(key)
-                raise
+            if version is not None and version.gathered.batches:
+                step.put_back(resident.name, version.gathered)
+        except BaseException:
+            self.leave(key)
+            raise
 
     def _make_room(self, busy: Collection[str]) -> bool:
         """Let the one go that was used longest ago; False where none may."""
-        idle = [key for key in self.resident if key not in busy]
-        for key in sorted(idle, key=self.is_dirty):
-            if self.resident[key].model is not None and not self.is_dirty(key):
-                self.keep(key)
-            self.leave(key)
-            return True
+        for key, resident in self.resident.items():
+            if key not in busy:
+                if resident.model is not None:
+                    self._park(key)
+                self.leave(key)
+                return True
         return False
+
+    def _park(self, model: str) -> None:
+        """Copy a resident to main memory; those who wait there longest go on to the disk."""
+        self.parked[model] = (self.resident[model], self._version(model).in_main_memory())
+        while sum(version.nbytes for _, version in self.parked.values()) > self.parked_bytes:
+            key = next(iter(self.parked))
+            self._keep(*self.parked[key])
+            del self.parked[key]
 
     def leave(self, key: str) -> None:
         """Let a resident go as it is; what is none stays none."""
         if key in self.resident:
             self.engine.step.release(self.resident.pop(key).name)
 
-
-def _name_of(key: str) -> str:
-    """A job's name of a model's id or a version's folder."""
-    return key.replace(":", ".").replace("/", ".")
-
-
-def version_folder(model: str, seq: int) -> str:
-    """Where the version lies that a model's command makes, below the log's folder."""
-    return f"{MODELS}/{_name_of(model)}/version-{seq}"
+    def forget(self) -> None:
+        """Let all go that lies in memory: the log and the disk have the truth."""
+        self.parked.clear()
+        for key in list(self.resident):
+            self.leave(key)

@@ -2,6 +2,7 @@
 
     adapter_config.json, adapter_model.safetensors   as PEFT has them
     optimizer.safetensors                            moments, where training may go on from it
+    gradients.safetensors                            those that no step had used, where there were
     state.json                                       format, counters, and the optimizer's numbers
 
 A folder is written under another name and then renamed, so that one that is there is whole. What
@@ -14,7 +15,7 @@ import json
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,53 +24,68 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from tlora_fx.config.job import Job
 from tlora_fx.errors import CheckpointError
 from tlora_fx.host.durable import replace_file, sync_folder, write_synced
 from tlora_fx.host.formats import require_known_stamp, stamp
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.runtime.adapters.files import write_adapter
 from tlora_fx.runtime.checkpoints.store import JobState
-from tlora_fx.runtime.checkpoints.tensor_file import tensor_bytes
-from tlora_fx.runtime.member import Member
+from tlora_fx.runtime.checkpoints.tensor_file import as_file, tensor_bytes
+from tlora_fx.runtime.group_step import Gathered
 from tlora_fx.tracing.adapters import written_config
 
 FORMAT = 1
-STATE, OPTIMIZER, ADAPTER = "state.json", "optimizer.safetensors", "adapter_model.safetensors"
+STATE, ADAPTER = "state.json", "adapter_model.safetensors"
+OPTIMIZER, GRADIENTS = "optimizer.safetensors", "gradients.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """What a folder holds.
+    """An adapter, and what training needs to go on from it.
 
-    config   of the adapter, as `Engine.job` takes it
-    state    None where it is for sampling alone
+    config     of the adapter, as `Engine.job` takes it
+    state      None where it is for sampling alone
+    gathered   gradients that no step had used
     """
 
     config: Mapping[str, Any]
     adapter: Mapping[str, Tensor]
     state: JobState | None = None
+    gathered: Gathered = field(default_factory=Gathered)
+
+    def in_main_memory(self) -> Version:
+        """Copies there, which no step reaches."""
+        assert self.state is not None
+        state = self.state.with_own_values()
+        state = replace(state, adapter=as_file(state.adapter), optimizer=as_file(state.optimizer))
+        gathered = replace(self.gathered, gradients=as_file(self.gathered.gradients))
+        return Version(self.config, state.adapter, state, gathered)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        moments = {} if self.state is None else self.state.optimizer
+        parts = (self.adapter, moments, self.gathered.gradients)
+        return sum(each.nbytes for tensors in parts for each in tensors.values())
 
 
-def write_version(
-    folder: Path, member: Member, config: Mapping[str, Any], backbone: Backbone, base: str,
-    *, whole: bool,
-) -> int:  # fmt: skip
-    """Write a member as it is; a folder of that name is replaced.
+def write_version(folder: Path, version: Version, job: Job, backbone: Backbone, base: str) -> int:
+    """Write a version; a folder of that name is replaced.
 
-    config    as of `Version`
+    job       whose adapter it is
     base      its name, for PEFT
-    whole     with the optimizer's state
     returns   bytes of its files
     raises    OSError, AdapterFolderError
     """
-    state = member.state()
     fresh = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
-    write_adapter(fresh, state.adapter, written_config(member.job, backbone), base)
-    content = _content(config, state) if whole else {**stamp(FORMAT), "config": dict(config)}
-    if whole:
-        write_synced(fresh / OPTIMIZER, tensor_bytes(state.optimizer))
-    write_synced(fresh / STATE, json.dumps(content).encode())
+    write_adapter(fresh, version.adapter, written_config(job, backbone), base)
+    if version.state is not None:
+        write_synced(fresh / OPTIMIZER, tensor_bytes(version.state.optimizer))
+    if version.gathered.batches:
+        write_synced(fresh / GRADIENTS, tensor_bytes(version.gathered.gradients))
+    write_synced(fresh / STATE, json.dumps(_content(version)).encode())
     sync_folder(fresh)
     size = sum(file.stat().st_size for file in fresh.iterdir())
     shutil.rmtree(folder, ignore_errors=True)
@@ -86,19 +102,26 @@ def read_version(folder: Path) -> Version:
         adapter = load_file(folder / ADAPTER)
         if "optimizer" not in content:
             return Version(content["config"], adapter)
-        return _version(content, adapter, load_file(folder / OPTIMIZER))
+        gradients = load_file(folder / GRADIENTS) if "gathered" in content else {}
+        return _version(content, adapter, load_file(folder / OPTIMIZER), gradients)
 
 
-def write_snapshot(file: Path, member: Member, config: Mapping[str, Any]) -> None:
-    """Write all that a member needs to go on as one file, which is there whole or not at all.
+def write_snapshot(file: Path, version: Version) -> None:
+    """Write all that a model needs to go on as one file, which is there whole or not at all.
 
-    config   as of `Version`
     raises   OSError
     """
-    state = member.state()
-    content = json.dumps(_content(config, state)).encode()
-    tensors = {f"adapter/{name}": each for name, each in state.adapter.items()}
-    tensors |= {f"optimizer/{name}": each for name, each in state.optimizer.items()}
+    assert version.state is not None
+    content = json.dumps(_content(version)).encode()
+    tensors = {
+        f"{part}/{name}": each
+        for part, own in (
+            ("adapter", version.adapter),
+            ("optimizer", version.state.optimizer),
+            ("gradients", version.gathered.gradients),
+        )
+        for name, each in own.items()
+    }
     tensors[STATE] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
     file.parent.mkdir(parents=True, exist_ok=True)
     replace_file(file, bytes(tensor_bytes(tensors)))
@@ -110,26 +133,30 @@ def read_snapshot(file: Path) -> Version:
         tensors = load_file(file)
         content = json.loads(tensors.pop(STATE).numpy().tobytes())
         require_known_stamp("the snapshot", file, content, known=FORMAT)
-        parts: dict[str, dict[str, Tensor]] = {"adapter": {}, "optimizer": {}}
+        parts: dict[str, dict[str, Tensor]] = {"adapter": {}, "optimizer": {}, "gradients": {}}
         for key, tensor in tensors.items():
             part, _, name = key.partition("/")
             parts[part][name] = tensor
-        return _version(content, parts["adapter"], parts["optimizer"])
+        return _version(content, **parts)
 
 
-def _content(config: Mapping[str, Any], state: JobState) -> dict[str, Any]:
-    return {
-        **stamp(FORMAT), "config": dict(config), "optimizer": state.optimizer_values,
-        "step": state.step, "tokens": state.tokens,
-    }  # fmt: skip
+def _content(version: Version) -> dict[str, Any]:
+    content: dict[str, Any] = {**stamp(FORMAT), "config": dict(version.config)}
+    if (state := version.state) is not None:
+        content |= {"optimizer": state.optimizer_values, "step": state.step, "tokens": state.tokens}
+    if (own := version.gathered).batches:
+        content["gathered"] = {"loss": own.loss, "tokens": own.tokens, "batches": own.batches}
+    return content
 
 
 def _version(
-    content: Mapping[str, Any], adapter: Mapping[str, Tensor], moments: Mapping[str, Tensor]
-) -> Version:
+    content: Mapping[str, Any], adapter: Mapping[str, Tensor], optimizer: Mapping[str, Tensor],
+    gradients: Mapping[str, Tensor],
+) -> Version:  # fmt: skip
     step, tokens = content["step"], content["tokens"]
-    state = JobState(adapter, moments, content["optimizer"], step, 0, tokens)
-    return Version(content["config"], adapter, state)
+    state = JobState(adapter, optimizer, content["optimizer"], step, 0, tokens)
+    gathered = Gathered(**content.get("gathered", {}), gradients=gradients)
+    return Version(content["config"], adapter, state, gathered)
 
 
 @contextmanager
@@ -137,7 +164,7 @@ def _reading(place: Path) -> Iterator[None]:
     """Inside, what cannot be read is a CheckpointError."""
     try:
         yield
-    except (OSError, ValueError, KeyError, safetensors.SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
         raise CheckpointError(
             "a version of a model cannot be read",
             path=place,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -106,9 +105,13 @@ def train(run, kill, steps):
     return answers
 
 
+KILLS = 60
+
+
 @pytest.mark.slow
-def test_killed_processes_lose_and_double_nothing(tmp_path):
+def test_killed_processes_lose_and_double_nothing_and_change_no_bit(tmp_path, monkeypatch):
     """The trainer, who answers, or both with the service, while requests wait for them."""
+    monkeypatch.setenv("TLORA_FX_STRICT", "1")
     draw, kills = random.Random(7), []
 
     def kill(number, process):
@@ -126,12 +129,11 @@ def test_killed_processes_lose_and_double_nothing(tmp_path):
 
     (tmp_path / "a").mkdir()
     (tmp_path / "b").mkdir()
-    found = train(tmp_path / "a" / "run", kill, 4)
-    expected = train(tmp_path / "b" / "run", lambda *_: False, 4)
+    found = train(tmp_path / "a" / "run", kill, KILLS)
+    expected = train(tmp_path / "b" / "run", lambda *_: False, KILLS)
 
-    assert len(set(kills)) == 3
-    for own, other in zip(found, expected, strict=True):
-        assert own[0] == pytest.approx(other[0], rel=1e-4)
-        assert own[1] == pytest.approx(other[1], rel=1e-4)
-        assert own[2]["metrics"] == pytest.approx(other[2]["metrics"], rel=1e-4)
-    assert json.dumps(found[-1][2])
+    assert {name: kills.count(name) for name in kills} == {
+        "one": KILLS // 3, "other": KILLS // 3, "service": KILLS // 3,
+    }  # fmt: skip
+    assert found == expected
+    assert found[-1][0]["loss:sum"] < found[0][0]["loss:sum"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -13,8 +14,9 @@ from tests.server.tinker.serving import serving
 from tests.training.clients import datum, request
 from tlora_fx.server.store import User
 from tlora_fx.training.bell import Bell
-from tlora_fx.training.log import CommandLog, Outcome, json_answer
+from tlora_fx.training.log import Checkpoint, Command, CommandLog, Outcome, Ran, json_answer
 from tlora_fx.training.messages import _CLASS
+from tlora_fx.training.times import REASONS
 
 KEY = {"X-API-Key": "tml-any"}
 PROTOBUF = {"Content-Type": "application/x-protobuf"}
@@ -45,10 +47,12 @@ class Asked:
         body = {"session_id": session, "model_seq_id": 0, "base_model": "tlora-fx/small"}
         return self.post("/create_model", body).json()
 
-    def finish(self, answer=None):
-        """Do what a trainer would: answer all that may run."""
+    def finish(self, answer=None, seconds=0.0):
+        """Do what a trainer would: answer all that may run, which takes so long together."""
         ran = [command for own in self.log.runnable().values() for command in own]
-        self.log.finish([Outcome(each, json_answer(answer or {"did": each.kind})) for each in ran])
+        cycle = Ran("forward_backward", time.time(), dict.fromkeys(ran, 3), seconds)
+        outcomes = [Outcome(each, json_answer(answer or {"did": each.kind}), 3) for each in ran]
+        self.log.finish(outcomes, cycle if seconds else None)
         return [each.number for each in ran]
 
 
@@ -195,6 +199,30 @@ def test_users_see_nothing_of_each_other(tmp_path):
         assert asked.get(f"/sessions/{session}", ada).json()["training_run_ids"] == [model]
 
 
+def test_a_published_checkpoint_can_be_used_by_all_and_changed_by_its_owner(tmp_path):
+    with serving(tmp_path, open_to_all=False, seconds=0.2) as (address, socket, service):
+        asked = Asked(address, socket, service, tmp_path)
+        ada, bob = (f"tml-{service.store.add_user(User(name))}" for name in ("ada", "bob"))
+        body = {"session_id": asked.session(ada), "model_seq_id": 0, "base_model": "x"}
+        model = asked.post("/create_model", body, ada).json()["model_id"]
+        [[command]] = asked.log.runnable().values()
+        config = {"rank": 4, "train_attn": True, "train_mlp": True, "train_unembed": False}
+        kept = Checkpoint(f"tinker://{model}/weights/a", model, "ada", "weights", "v", 7, 1.0, None,
+                          config)  # fmt: skip
+        asked.log.finish([Outcome(command, json_answer({}), checkpoint=kept, config=config)])
+        place, info = f"/training_runs/{model}/checkpoints/weights/a", {"tinker_path": kept.path}
+
+        assert asked.post("/weights_info", info, bob).status_code == 404
+        assert asked.post(f"{place}/publish", {}, bob).status_code == 404
+        assert asked.post(f"{place}/publish", {}, ada).status_code == 204
+        assert asked.post("/weights_info", info, bob).json()["lora_rank"] == 4
+        assert asked.client.delete(place, headers={"X-API-Key": bob}).status_code == 404
+        assert asked.get("/checkpoints", bob).json()["checkpoints"] == []
+        hidden = asked.client.delete(f"{place}/publish", headers={"X-API-Key": ada})
+        assert hidden.status_code == 204
+        assert asked.post("/weights_info", info, bob).status_code == 404
+
+
 def test_a_session_ends_once(asked):
     session = asked.session()
     end = {"reason": {"type": "success"}, "detail": None}
@@ -206,13 +234,90 @@ def test_a_session_ends_once(asked):
     assert asked.post("/sessions/nothing/finish", end).status_code == 404
 
 
-def test_requests_and_tokens_are_counted_by_user(asked):
-    asked.model(asked.session())
-    asked.finish()
+def test_requests_tokens_seconds_and_price_are_counted_by_user(tmp_path):
+    with serving(tmp_path, price=2.5) as (address, socket, service):
+        asked = Asked(address, socket, service, tmp_path)
+        asked.model(asked.session())
+        asked.model(asked.session())
+        asked.finish(seconds=36.0)
+        for _ in range(2):  # answered again after a restart, nothing is counted twice
+            asked.log.finish([Outcome(Command(1, "local", "q", 0, "x", b""), json_answer({}), 9)])
+        text = httpx.get(f"{asked.address}/metrics").text
 
-    text = httpx.get(f"{asked.address}/metrics").text
-    assert 'tlora_tinker_requests{kind="create_model",user="local"} 1.0' in text
-    assert 'tlora_tinker_tokens{kind="create_model",user="local"} 0.0' in text
+    expected = {"requests": 2.0, "tokens": 6.0, "seconds": 36.0, "price": 0.025}
+    for name, value in expected.items():
+        assert f'tlora_tinker_{name}{{kind="create_model",user="local"}} {value}' in text
+    assert 'tlora_tinker_slowdown{user="local"} 1.0' in text
+
+
+def test_a_request_says_what_it_waited_for(asked):
+    session = asked.session()
+    model = asked.model(session)["model_id"]
+    asked.finish(seconds=0.01)
+    asked.post("/optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+    asked.finish(seconds=0.02)
+    found = asked.get(f"/training_runs/{model}/requests").json()
+
+    assert [each["kind"] for each in found["requests"]] == ["optim_step", "create_model"]
+    assert found["requests"][0]["own_seconds"] == pytest.approx(0.02)
+    assert found["requests"][0]["why"] in REASONS.values()
+    assert found["slowdown_p95"] >= 1
+    exported = asked.get(f"/sessions/{session}/trace_export").json()
+    assert exported["status"] == "ready"
+    events = httpx.get(exported["url"], headers=KEY).json()["traceEvents"]
+    spans = [each for each in events if each["ph"] == "X"]
+    assert [each["tid"] for each in spans] == [1, 1, 2, 2]
+    assert spans[3]["dur"] == pytest.approx(2e4)
+    assert [each["args"]["name"] for each in events if each["ph"] == "M"] == [model]
+    assert asked.get("/sessions/another/trace").status_code == 404
+
+
+def test_who_has_used_all_hours_or_bytes_gets_no_more(tmp_path):
+    with serving(tmp_path, open_to_all=False, seconds=0.2) as (address, socket, service):
+        asked = Asked(address, socket, service, tmp_path)
+        ada, bob = (
+            f"tml-{service.store.add_user(user)}"
+            for user in (User("ada", gpu_hours=0.01), User("bob"))
+        )
+        body = {"session_id": asked.session(ada), "model_seq_id": 0, "base_model": "x"}
+        model = asked.post("/create_model", body, ada).json()["model_id"]
+        step = {"model_id": model, "seq_id": 1, "adam_params": {}}
+        assert asked.post("/optim_step", step, ada).status_code == 200
+        asked.finish(seconds=37.0)
+        refused = asked.post("/optim_step", step | {"seq_id": 2}, ada)
+
+        assert refused.status_code == 429
+        assert "no GPU-hours are left" in refused.text
+        body |= {"session_id": asked.session(bob)}
+        model = asked.post("/create_model", body, bob).json()["model_id"]
+        [[command]] = asked.log.runnable().values()
+        kept = Checkpoint(
+            "tinker://m/weights/a", model, "bob", "weights", "v", 11 << 30, 1.0, None, {}
+        )
+        asked.log.finish([Outcome(command, json_answer({}), checkpoint=kept)])
+        save = {"model_id": model, "seq_id": 1, "path": "b"}
+        assert asked.post("/save_weights", save, bob).status_code == 429
+        assert asked.post("/optim_step", save, bob).status_code == 200
+
+
+def test_what_was_answered_long_ago_is_forgotten(asked):
+    """Unless the model's snapshot does not have it; a repeat of it is not run again."""
+    model = asked.model(asked.session())["model_id"]
+    step = {"model_id": model, "seq_id": 1, "adam_params": {}}
+    number = asked.post("/optim_step", step).json()["request_id"]
+    asked.finish(seconds=0.01)
+    asked.log.prune(time.time() + 1)
+    assert "did" in asked.post("/retrieve_future", {"request_id": number}).json()
+    asked.log.keep(model, 1)
+    asked.log.prune(time.time() - 60)
+    assert "did" in asked.post("/retrieve_future", {"request_id": number}).json()
+    asked.log.prune(time.time() + 1)
+
+    assert asked.post("/retrieve_future", {"request_id": number}).status_code == 410
+    assert asked.post("/optim_step", step).status_code == 410
+    assert asked.post("/optim_step", step | {"seq_id": 2}).status_code == 200
+    assert asked.log.times() == asked.log.times(model=model)
+    assert len(asked.log.usage()) == 2
 
 
 def test_a_page_of_another_origin_cannot_ask(asked):
@@ -232,10 +337,6 @@ def test_the_api_is_served_only_where_it_was_asked_for(tmp_path):
 
 
 def test_a_checkpoint_is_shown_and_deleted(asked):
-    from dataclasses import replace
-
-    from tlora_fx.training.log import Checkpoint
-
     model = asked.model(asked.session())["model_id"]
     [[command]] = asked.log.runnable().values()
     path = f"tinker://{model}/weights/a.b"
@@ -257,8 +358,20 @@ def test_a_checkpoint_is_shown_and_deleted(asked):
     assert run["last_checkpoint"]["tinker_path"] == path
     assert run["lora_rank"] == 4
     assert asked.post("/weights_info", {"tinker_path": path}).json()["train_unembed"] is False
+    place = f"/training_runs/{model}/checkpoints/weights/a.b"
+    asked.client.put(f"{place}/ttl", json={"ttl_seconds": 7200}, headers=KEY)
+    assert asked.log.checkpoint(path).expires == pytest.approx(time.time() + 7200, abs=60)
+    asked.client.put(f"{place}/ttl", json={"ttl_seconds": None}, headers=KEY)
+    assert asked.log.checkpoint(path).expires is None
+    (asked.folder / "tinker/models/v/state.json").write_text("{}")
+    body = {"source_path": path, "session_id": asked.session(), "model_seq_id": 3}
+    copies = [asked.post("/copy_weights", body).json()["tinker_path"] for _ in range(2)]
+    assert copies == [f"tinker://{body['session_id']}:train:3/weights/a.b"] * 2
+    copied = asked.log.checkpoint(copies[0])
     gone = asked.client.delete(f"/training_runs/{model}/checkpoints/weights/a.b", headers=KEY)
     assert gone.status_code == 204
+    assert (asked.folder / "tinker" / copied.folder / "state.json").read_text() == "{}"
+    assert asked.post("/copy_weights", body).status_code == 404
     assert not (asked.folder / "tinker/models/v").exists()
     assert asked.post("/weights_info", {"tinker_path": path}).status_code == 404
     assert len(json.dumps(asked.get("/checkpoints").json()["checkpoints"])) > 2

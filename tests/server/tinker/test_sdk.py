@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.server.tinker.serving import needs_sdk, run_client, serving, trainer
@@ -87,6 +88,79 @@ def test_losses_chunks_and_errors_reach_the_client(address):
     assert [category for _, category in errors] == ["user", "user"]
     assert "importance_sampling" in errors[0][0]
     assert step["grad_norm"] > 0
+
+
+#: Of torch, which the client has no need of otherwise.
+_PLACE = "import sys; sys.path.append(sys.argv[3])\n"
+_CUSTOM = """
+import torch
+
+def smallest(logprobs, weights):
+    return -(weights * torch.sigmoid(logprobs)).sum(), {"custom/most:sum": logprobs.max()}
+
+def plain(data, logprobs):
+    return sum(smallest(lp, torch.tensor(d.loss_fn_inputs["weights"].data))[0]
+               for d, lp in zip(data, logprobs)), {}
+
+losses = {
+    "handle": service.create_custom_loss(smallest, {"logprobs": 1, "weights": 1}).result(),
+    "function": plain,
+}
+data = [datum([5, 6, 7, 8], weights=[1.0, 0.5, 2.0]), datum([9, 10, 11], weights=[1.0, 1.0])]
+found = {}
+for name, loss in losses.items():
+    model = made(rank=8, seed=3)
+    answers = []
+    for _ in range(3):
+        forward = model.forward_backward_custom(data, loss)
+        step = model.optim_step(types.AdamParams(learning_rate=1e-2))
+        answers.append([forward.result().metrics["loss:sum"], step.result().metrics["grad_norm"]])
+    found[name] = answers
+print(json.dumps(found))
+"""
+
+
+def test_losses_of_the_clients_own_are_computed_in_the_client(address):
+    """As a function, or traced by create_custom_loss: two requests, and the same numbers."""
+    torch = pytest.importorskip("torch")
+    place = Path(torch.__file__).parents[1]
+    found = json.loads(run_client(_PLACE + BEGIN + _CUSTOM, address, "tml-any", str(place)))
+
+    assert found["handle"] == found["function"]
+    losses = [loss for loss, _ in found["handle"]]
+    assert losses[0] > losses[1] > losses[2]
+    assert all(norm > 0 for _, norm in found["handle"])
+
+
+_MANAGED = """
+rest = tinker.RestClient(base_url=sys.argv[1], api_key=sys.argv[2])
+model = made(rank=8)
+model.forward_backward([datum([5, 6, 7])], "cross_entropy").result()
+path = model.save_state("mine").result().path
+rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
+rest.publish_checkpoint_from_tinker_path(path).result()
+[shown] = rest.list_checkpoints(model.get_info().model_id).result().checkpoints
+rest.unpublish_checkpoint_from_tinker_path(path).result()
+copied = rest.copy_weights(path, "any").result()
+resumed = service.create_training_client_from_state_with_optimizer(copied).result()
+step = resumed.optim_step(types.AdamParams(learning_rate=1e-3)).result()  # its gradients are there
+session = model.get_info().model_id.split(":")[0]
+trace = rest.export_session_trace(session).result()
+print(json.dumps([shown.public, shown.expires_at is not None, copied, step.metrics, trace]))
+"""
+
+
+def test_checkpoints_are_kept_published_and_copied(address):
+    public, expires, copied, metrics, trace = json.loads(
+        run_client(BEGIN + _MANAGED, address, "tml-any")
+    )
+
+    assert public
+    assert expires
+    assert re.fullmatch(r"tinker://s\w+:train:\d+/weights/mine", copied)
+    assert metrics["grad_norm"] > 0
+    events = httpx.get(trace, headers={"X-API-Key": "tml-any"}).json()["traceEvents"]
+    assert {"forward_backward 1", "save_weights 2"} <= {each["name"] for each in events}
 
 
 _USERS = """

@@ -9,24 +9,29 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from prometheus_client.core import GaugeMetricFamily
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from tlora_fx.errors import RequestGone, RequestRefused
+from tlora_fx.errors import JobUnknown, QuotaReached, RequestGone, RequestRefused
 from tlora_fx.server.store import User
 from tlora_fx.server.tinker.futures import Futures
+from tlora_fx.training.folders import copy_version
 from tlora_fx.training.log import Checkpoint, CommandLog, Model
 from tlora_fx.training.messages import canonical_request
+from tlora_fx.training.times import explained, slowdowns, trace
 
 #: Bodies at most. Clients cut data at 5 MB, but one sequence may be larger.
 DATA_BYTES, PROMPT_BYTES = 64 << 20, 16 << 20
+#: Requests of an answer at most.
+MAX_TRACED = 10_000
 #: What the service's client is told of itself. No compression: most bodies stay on one machine.
 CLIENT_CONFIG: Mapping[str, Any] = {
     "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False,
@@ -38,42 +43,80 @@ T = TypeVar("T")
 
 @dataclass(eq=False, slots=True)
 class Tinker:
-    """What the routes stand on; Prometheus reads what users have used."""
+    """What the routes stand on; Prometheus reads what users have used.
+
+    price   of an hour of the device
+    """
 
     log: CommandLog
     futures: Futures
+    price: float = 0.0
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Requests and tokens, by user and kind."""
-        labels = ["user", "kind"]
-        requests = GaugeMetricFamily(
-            "tlora_tinker_requests", "Requests of training clients that were done.", labels=labels
+        """Requests, tokens, seconds and price, by user and kind; slowdowns by user."""
+        found = {
+            name: GaugeMetricFamily(f"tlora_tinker_{name}", text, labels=["user", "kind"])
+            for name, text in {
+                "requests": "Requests of training clients that were done.",
+                "tokens": "Tokens computed for training clients.",
+                "seconds": "Seconds of the device for training clients, by tokens of a cycle.",
+                "price": "Price of these seconds.",
+            }.items()
+        }
+        for row in self.log.usage():
+            numbers = {**row, "price": row["seconds"] / 3600 * self.price}
+            for name, metric in found.items():
+                metric.add_metric([row["user"], row["kind"]], numbers[name])
+        slow = GaugeMetricFamily(
+            "tlora_tinker_slowdown",
+            "Slowdown by others that 95 % of the last requests did not exceed.",
+            labels=["user"],
         )
-        tokens = GaugeMetricFamily(
-            "tlora_tinker_tokens", "Tokens computed for training clients.", labels=labels
-        )
-        for user, kind, count, total in self.log.usage():
-            requests.add_metric([user, kind], count)
-            tokens.add_metric([user, kind], total)
-        yield from (requests, tokens)
+        for user, slowdown in slowdowns(self.log.times()).items():
+            slow.add_metric([user], slowdown)
+        yield from (*found.values(), slow)
 
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Who asks, and whom."""
+    """Who asks, and whom.
+
+    stored_bytes   that the user's checkpoints may take
+    """
 
     user: User
     tinker: Tinker
+
+    stored_bytes: int
 
     @property
     def log(self) -> CommandLog:
         """The command log."""
         return self.tinker.log
 
+    def require_quota(self, kind: str) -> None:
+        """Raise QuotaReached where the user may not have another command of a kind."""
+        hours, name = self.user.gpu_hours, self.user.name
+        if hours is not None:
+            used = sum(row["seconds"] for row in self.log.usage() if row["user"] == name) / 3600
+            if used >= hours:
+                raise QuotaReached(
+                    "no GPU-hours are left", expected=f"{hours:g}", found=f"{used:.2f} used"
+                )
+        if kind.startswith("save"):
+            used = sum(each.bytes for each in self.log.checkpoints(name))
+            if used >= self.stored_bytes:
+                raise QuotaReached(
+                    "the checkpoints take too many bytes",
+                    expected=f"at most {self.stored_bytes}", found=used,
+                    help="delete some, or save with ttl_seconds",
+                )  # fmt: skip
+
 
 def _asker(request: Request) -> Asker:
     service = request.app.state.service
-    return Asker(service.user(service.token_of(request.headers)), request.app.state.tinker)
+    user = service.user(service.token_of(request.headers))
+    return Asker(user, request.app.state.tinker, service.intake.limits.stored_bytes)
 
 
 By = Annotated[Asker, Depends(_asker)]
@@ -112,6 +155,24 @@ class OfPath(BaseModel):
     """A request about a checkpoint."""
 
     tinker_path: str
+
+
+class Ttl(BaseModel):
+    """For how long a checkpoint stays; None: for ever."""
+
+    ttl_seconds: int | None = Field(default=None, ge=1)
+
+
+class Copy(Ttl):
+    """A copy of a checkpoint in a model of a session; by default of one of its own.
+
+    There are no projects: whichever is named, the copy is the user's.
+    """
+
+    source_path: str
+    session_id: str | None = None
+    model_seq_id: int = Field(default=0, ge=0)
+    destination_project_id: str | None = None
 
 
 class NewSampler(OfSession):
@@ -197,6 +258,22 @@ def one_session(session: str, by: By) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@api.get("/sessions/{session}/trace_export")
+def trace_export(session: str, by: By, request: Request) -> dict[str, Any]:
+    """Where a session's trace is."""
+    by.log.session(by.user.name, session)
+    return {"status": "ready", "url": str(request.url_for("session_trace", session=session))}
+
+
+@api.get("/sessions/{session}/trace")
+def session_trace(session: str, by: By) -> dict[str, Any]:
+    """Requests of a session and their cycles, for Perfetto."""
+    by.log.session(by.user.name, session)
+    name = by.user.name
+    rows = by.log.times(name, session=session, limit=MAX_TRACED)
+    return {"traceEvents": [*trace(rows, by.log.cycles(name, session))]}
+
+
 # Commands.
 
 
@@ -247,7 +324,11 @@ async def create_model(request: Request, by: By) -> dict[str, Any]:
 
 
 async def _append(by: Asker, kind: str, queue: str, seq: int, body: bytes) -> int:
-    return await run_in_threadpool(by.log.append, by.user.name, queue, seq, kind, body)
+    def append() -> int:
+        by.require_quota(kind)
+        return by.log.append(by.user.name, queue, seq, kind, body)
+
+    return await run_in_threadpool(append)
 
 
 async def _command(request: Request, by: Asker, kind: str) -> dict[str, Any]:
@@ -369,7 +450,7 @@ def _shown(checkpoint: Checkpoint) -> dict[str, Any]:
         "checkpoint_id": checkpoint.path.split("/", 3)[3], "checkpoint_type": kind,
         "time": _time(checkpoint.made), "tinker_path": checkpoint.path,
         "size_bytes": checkpoint.bytes, "expires_at": _time(checkpoint.expires),
-        "user_metadata": dict(checkpoint.said) or None,
+        "user_metadata": dict(checkpoint.said) or None, "public": checkpoint.public,
     }  # fmt: skip
 
 
@@ -406,6 +487,18 @@ def training_run(model: str, by: By) -> dict[str, Any]:
     return _run(by.log.model(model, by.user.name), by)
 
 
+@api.get("/training_runs/{model}/requests")
+def requests_of(model: str, by: By, limit: int = 100) -> dict[str, Any]:
+    """The last requests of a model: what each waited for, and how much others slowed it down."""
+    rows = by.log.times(
+        by.user.name, model=by.log.model(model, by.user.name).id, limit=min(limit, MAX_TRACED)
+    )
+    return {
+        "requests": [explained(row) for row in rows],
+        "slowdown_p95": slowdowns(rows).get(by.user.name),
+    }
+
+
 @api.get("/training_runs/{model}/checkpoints")
 def checkpoints_of(model: str, by: By) -> dict[str, Any]:
     """The checkpoints of a model."""
@@ -413,10 +506,55 @@ def checkpoints_of(model: str, by: By) -> dict[str, Any]:
     return {"checkpoints": [_shown(each) for each in found]}
 
 
+def _own(by: Asker, model: str, checkpoint: str) -> Checkpoint:
+    """A checkpoint of the user's own; raises JobUnknown."""
+    path = f"tinker://{model}/{checkpoint}"
+    for found in by.log.checkpoints(by.user.name, path=path):
+        return found
+    raise JobUnknown("there is no such checkpoint", found=path)
+
+
+@api.put("/training_runs/{model}/checkpoints/{checkpoint:path}/ttl", status_code=204)
+def keep_checkpoint(model: str, checkpoint: str, body: Ttl, by: By) -> None:
+    """Let a checkpoint stay for so many seconds from now, or for ever."""
+    found, seconds = _own(by, model, checkpoint), body.ttl_seconds
+    expires = None if seconds is None else time.time() + seconds
+    by.log.change(found, expires=expires, public=found.public)
+
+
+@api.api_route(
+    "/training_runs/{model}/checkpoints/{checkpoint:path}/publish",
+    methods=["POST", "DELETE"], status_code=204,
+)  # fmt: skip
+def publish_checkpoint(model: str, checkpoint: str, by: By, request: Request) -> None:
+    """Let all users load a checkpoint, or only its owner."""
+    found = _own(by, model, checkpoint)
+    by.log.change(found, expires=found.expires, public=request.method == "POST")
+
+
+@api.post("/copy_weights")
+def copy_weights(body: Copy, by: By, request: Request) -> dict[str, str]:
+    """Copy a checkpoint into a model of a session, by links; the same again is the same copy."""
+    by.require_quota("save_weights")
+    source, now = by.log.checkpoint(body.source_path, by.user.name), time.time()
+    key = request.headers.get("x-idempotency-key", "")
+    session = body.session_id or by.log.open_session(by.user.name, {}, key)
+    model = f"{session}:train:{body.model_seq_id}"
+    name = source.path.split("/", 3)[3]
+    folder = copy_version(by.log.folder, source.folder, model, name)
+    expires = None if body.ttl_seconds is None else now + body.ttl_seconds
+    copy = replace(
+        source, path=f"tinker://{model}/{name}", model=model, user=by.user.name, folder=folder,
+        made=now, expires=expires, public=False,
+    )  # fmt: skip
+    by.log.copy(copy, by.user.name, session)
+    return {"tinker_path": copy.path}
+
+
 @api.delete("/training_runs/{model}/checkpoints/{checkpoint:path}", status_code=204)
 def delete_checkpoint(model: str, checkpoint: str, by: By) -> None:
     """Delete a checkpoint; who samples from it goes on until its weights have to be read again."""
-    found = by.log.checkpoint(f"tinker://{model}/{checkpoint}", by.user.name)
+    found = _own(by, model, checkpoint)
     by.log.forget(found)
     shutil.rmtree(by.log.folder / found.folder, ignore_errors=True)
 

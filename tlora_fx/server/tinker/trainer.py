@@ -44,7 +44,9 @@ def _train(
     options: EngineOptions, bell: Path, log_format: str, sockets: list[socket], parent: Connection
 ) -> None:
     """Train until the parent has ended; it alone hears signals."""
-    from tlora_fx.training.process import train
+    from tlora_fx.training.engine import Engine
+    from tlora_fx.training.log import CommandLog
+    from tlora_fx.training.process import run_commands
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
@@ -57,4 +59,5 @@ def _train(
         ended.set()
 
     threading.Thread(target=watch, daemon=True).start()
-    train(options, bell, lambda: parent.send(True), ended)
+    log, engine = CommandLog(options.folder), Engine(options)
+    run_commands(log, engine, bell, lambda: parent.send(True), ended)

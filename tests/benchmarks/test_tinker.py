@@ -1,0 +1,40 @@
+"""`benchmarks.tinker` measures what it says: requests, a step over HTTP, models that move."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.tinker import MODELS, _apart, _arguments, measured
+
+SMALL = "--device cpu --layers 2 --hidden 64 --lengths 16 --tenants 2 --repeats 1 --warm-up 1"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    return dict(measured(_arguments(SMALL.split()), tmp_path_factory.mktemp("tinker")))
+
+
+def test_arms_are_compared_and_timed(found):
+    figures = found["16 tokens a request"]
+
+    assert "wrong" not in figures
+    assert figures["gain_over_alone"] == pytest.approx(
+        figures["alone"]["median"] / figures["cycle"]["median"], rel=1e-2
+    )
+
+
+def test_a_step_over_http_and_models_that_move_are_timed(found):
+    wire, models = found["http"], found["models"]
+
+    assert wire["adds_ms"] == pytest.approx(
+        wire["http"]["median"] - wire["direct"]["median"], abs=0.1
+    )
+    assert all(models[name]["least"] > 0 for name in ("created", "from_memory", "from_disk"))
+    assert models["mib_a_model"] > 0
+    assert MODELS > 1
+
+
+def test_numbers_that_differ_are_not_timed():
+    assert _apart((1.0, 2.0), (1.0, 2.1), 1e-2)
+    assert not _apart((1.0, 2.0), (1.0, 2.001), 1e-2)
+    assert _apart((float("nan"), 2.0), (1.0, 2.0), 1e-2)
