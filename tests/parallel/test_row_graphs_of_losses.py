@@ -31,14 +31,14 @@ class Emulated(ComparingRowGraph):
             launch()
         torch._foreach_copy_([leaf.grad for leaf in leaves], before)  # a capture runs nothing
         names = ("_losses", "_logprobs", "_token_losses")
-        kept = {name: getattr(self, name) for name in names}
+        kept = {name: getattr(self, name, None) for name in names}
 
         def replay():
             launch()
             for name, tensor in kept.items():
                 if tensor is not None and getattr(self, name) is not tensor:
                     tensor.copy_(getattr(self, name))
-                setattr(self, name, tensor)
+                    setattr(self, name, tensor)
 
         return SimpleNamespace(replay=replay)
 
@@ -50,11 +50,10 @@ class EmulatedPlain(Emulated):
     _launch = RowGraph._launch
 
 
-class EmulatedScoring(Emulated, ScoringGraph):
+class EmulatedScoring(ScoringGraph):
     """Likewise of a row that is scored."""
 
-    run, capture, replay = ScoringGraph.run, ScoringGraph.capture, RowGraph.replay
-    _launch = ScoringGraph._launch
+    _noted = Emulated._noted
 
 
 @pytest.fixture

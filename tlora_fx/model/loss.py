@@ -48,7 +48,7 @@ class ChunkedLoss(nn.Module):
 
     The hidden state's gradient, and that of what is trained in the head, is taken in the forward,
     chunk by chunk, so that no logits are computed twice. For a head that is not frozen this needs
-    `weights`, and one process.
+    `weights`, losses that depend on no other row's, and one process.
 
     `objective` says what a row's loss is of: its next token, or a classifier's label.
 
@@ -231,13 +231,13 @@ class ChunkedLoss(nn.Module):
     def _is_taken_ahead(self) -> bool:
         """Whether the hidden state's gradient is taken in the forward.
 
-        Not where it depends on other rows' losses, nor where the whole model is compiled as one:
-        Dynamo traces no backward inside a forward.
+        Not where the whole model is compiled as one: Dynamo traces no backward inside a forward.
         """
-        still = torch.compiler.is_compiling() or self._is_by_row
         # FSDP2 gathers a head, and sums its gradients, around its forward and backward.
         alone = self.weights is not None and not torch.distributed.is_initialized()
-        return (self.frozen or alone) and torch.is_grad_enabled() and not still
+        known = alone and not self._is_by_row
+        still = torch.compiler.is_compiling()
+        return (self.frozen or known) and torch.is_grad_enabled() and not still
 
     def _losses_ahead(
         self,

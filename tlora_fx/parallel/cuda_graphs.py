@@ -608,7 +608,8 @@ class ComparingRowGraph(RowGraph):
         self._backward = self._noted(self._launch_backward, pool, stream, packed)
 
     def _launch(self) -> None:
-        self._forwarded = self.model.token_losses(self.row)
+        with self.model.weighing(self.weights):
+            self._forwarded = self.model.token_losses(self.row)
         self._token_losses = self._forwarded.detach()
         self._logprobs = None if self.row.terms is None else self.row.terms.logprobs
 

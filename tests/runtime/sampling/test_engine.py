@@ -62,7 +62,10 @@ def test_a_place_is_taken_in_the_round_in_which_it_is_free(model):
     requests = [Request(0, (1, 2), limit) for limit in (1, 4, 3)]
     rounds = []
     draw = engine._draw
-    engine._draw = lambda row, pages, of: (rounds.append(len(of)), draw(row, pages, of))[1]
+    engine._draw = lambda given, count, *graphs: (
+        rounds.append(count),
+        draw(given, count, *graphs),
+    )[1]
 
     engine.run([sequences_of(request, 1)[0] for request in requests])
 
