@@ -93,7 +93,9 @@ def test_graphs_give_the_losses_and_gradients_of_their_rows(tmp_path, dtype, com
 def test_graphs_of_an_adapted_head_give_the_gradients_of_their_rows(tmp_path, chunk_rows):
     """It reads tables of its chunks, which are other numbers for each row."""
     targets = ["q_proj", "down_proj", "lm_head"]
-    model, mesh = loaded(tiny_base(tmp_path, "bfloat16", **WIDE), False, target_modules=targets)
+    model, mesh = loaded(
+        tiny_base(tmp_path, "bfloat16", vocab_size=64, **WIDE), False, target_modules=targets
+    )
     model._loss().chunk_rows = chunk_rows
     runner, plain = apply(model, PLAN, mesh, largest_row=256), apply(model, PLAN, mesh)
     leaves, weights = leaves_of(model), torch.tensor([0.5, 2.0, 1.0], device="cuda")
