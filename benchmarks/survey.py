@@ -1,12 +1,13 @@
 """Train every causal architecture of the installed transformers as PEFT alone does.
 
-    python -m benchmarks.survey --out benchmarks/results/survey-2026-11-29.json
-    python -m benchmarks.survey --out ... --only gemma3_text mpt     # these again
-    python -m benchmarks.survey --out ... --page docs/models.md      # the page's table of it
+    python -m benchmarks.survey                                      # result file and page
+    python -m benchmarks.survey --only gemma3_text mpt               # these again
+    python -m benchmarks.survey --out FILE                           # another file, and no page
 
 Each base has four layers, random float64 weights and computes in float64 throughout. Two jobs of
 unlike ranks and lengths adapt all linears for three steps, packed and padded, and by plain PEFT
-and torch.optim. A process for each architecture; what the file already holds does not run again.
+and torch.optim. A process for each architecture; what the file already holds of the installed
+transformers and PEFT does not run again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from benchmarks.results_file import described, write
+from benchmarks.results_file import RESULTS, described, write
 from benchmarks.survey_bases import (
     FIRST_ID,
     VOCABULARY,
@@ -49,6 +50,8 @@ from tlora_fx.errors import OwnLossDiffers
 CPU_SECONDS, WALL_SECONDS = 300, 1200
 IDS = range(FIRST_ID, VOCABULARY)
 NO_PEFT = "no PEFT"
+USED = ("transformers", "peft")
+PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 MARKS = ("<!-- survey -->", "<!-- end of survey -->")
 Found = dict[str, Any]
 
@@ -56,20 +59,34 @@ Found = dict[str, Any]
 def main() -> None:
     """Survey what is missing, write after each, and the page's table in the end."""
     given = _arguments()
-    if not given.page:
-        _run(Path(given.out), given.only)
-        return
-    page = Path(given.page)
-    text = page.read_text(encoding="utf-8")
-    page.write_text(with_table(text, json.loads(Path(given.out).read_text())), encoding="utf-8")
-
-
-def _run(out: Path, only: list[str] | None) -> None:
     result: Found = described("survey", "cpu")
-    held: Found = json.loads(out.read_text())["bases"] if out.exists() else {}
+    out = Path(given.out) if given.out else _file(result)
+    _run(out, result, given.only)
+    page = given.page or (None if given.out else PAGE)
+    if page and result["bases"].keys() >= {*architectures()}:
+        text = Path(page).read_text(encoding="utf-8")
+        Path(page).write_text(with_table(text, result), encoding="utf-8")
+
+
+def _file(result: Found) -> Path:
+    """The newest file, if it is of the installed versions, or one of today."""
+    newest = max(RESULTS.glob("survey-*.json"), default=None)
+    if newest and held_of(newest, result):
+        return newest
+    return RESULTS / f"survey-{result['date']}.json"
+
+
+def held_of(file: Path, result: Found) -> Found:
+    """What a file holds of the installed versions."""
+    earlier: Found = json.loads(file.read_text()) if file.exists() else {}
+    same = earlier and all(earlier["versions"][name] == result["versions"][name] for name in USED)
+    return dict(earlier["bases"]) if same else {}
+
+
+def _run(out: Path, result: Found, only: list[str] | None) -> None:
+    result["bases"] = held = held_of(out, result)
     for name in only or ():
         held.pop(name, None)
-    result["bases"] = held
     names = only or architectures()
     for name in (name for name in names if name not in held):
         held[name] = in_a_process(name, "auto")
@@ -77,6 +94,7 @@ def _run(out: Path, only: list[str] | None) -> None:
     for name in (n for n in names if held[n].get("form") == "packed" and "padded" not in held[n]):
         held[name]["padded"] = in_a_process(name, "batch")
         _keep(out, result, name)
+    result["bases"] = dict(sorted(held.items()))
 
 
 def _keep(out: Path, result: Found, name: str) -> None:
@@ -99,7 +117,7 @@ def _lines(result: Found) -> list[str]:
     trains = sum(_of(found) == "trains" for found in bases.values())
     adapted = [found for found in bases.values() if found["verdict"] != NO_PEFT]
     slow = sorted(bases, key=lambda name: -bases[name].get("seconds", 0))[:3]
-    used = (f"{name} {result['versions'][name]}" for name in ("transformers", "peft"))
+    used = (f"{name} {result['versions'][name]}" for name in USED)
     return [
         f"| {', '.join(used)} | |",
         "| --- | --- |",
@@ -259,9 +277,9 @@ def _line(error: Exception) -> str:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", required=True, help="the result file")
+    parser.add_argument("--out", help="the result file; in benchmarks/results by default")
     parser.add_argument("--only", nargs="*", help="types of models to run again, instead of all")
-    parser.add_argument("--page", help="write the table of the result into this page, run nothing")
+    parser.add_argument("--page", help="page that takes the table; docs/models.md without --out")
     return parser.parse_args()
 
 

@@ -5,18 +5,16 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from pathlib import Path
+from importlib.metadata import version
 from typing import Any
 
 import pytest
-import transformers
 
 from benchmarks.results_file import RESULTS
-from benchmarks.survey import NO_PEFT, with_table
+from benchmarks.survey import NO_PEFT, PAGE, USED, held_of, with_table
 from tests import fresh
 from tests.sampled import sampled
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 RESULT: dict[str, Any] = json.loads(max(RESULTS.glob("survey-*.json")).read_text())
 BASES: dict[str, dict[str, Any]] = RESULT["bases"]
 ADAPTED = sorted(name for name, found in BASES.items() if found["verdict"] != NO_PEFT)
@@ -24,12 +22,37 @@ ADAPTED = sorted(name for name, found in BASES.items() if found["verdict"] != NO
 #: the base's own, an attention of a model's own, and what a seed chooses.
 SAMPLE = ("git", "biogpt", "gemma4", *random.Random(59).sample(ADAPTED, 9))
 
+with_the_same_versions = pytest.mark.skipif(
+    any(version(name) != RESULT["versions"][name] for name in USED),
+    reason="surveyed with other versions",
+)
+
 
 def test_the_page_has_the_tables_of_the_result():
-    """`python -m benchmarks.survey --out RESULT --page docs/models.md` writes them."""
+    """`python -m benchmarks.survey` writes them."""
     page = PAGE.read_text(encoding="utf-8")
 
     assert page == with_table(page, RESULT)
+
+
+@with_the_same_versions
+def test_one_command_writes_the_page_of_a_result_that_is_whole(tmp_path):
+    """Nothing that the file holds runs again."""
+    page, text = tmp_path / "models.md", PAGE.read_text(encoding="utf-8")
+    page.write_text(text.replace("| afmoe | trains |", "| afmoe | unknown |"), encoding="utf-8")
+
+    fresh.run("-m", "benchmarks.survey", "--page", page)
+
+    assert page.read_text(encoding="utf-8") == text
+
+
+def test_results_of_other_versions_run_again(tmp_path):
+    """The table is of one transformers."""
+    other = RESULT | {"versions": RESULT["versions"] | {"transformers": "0"}}
+    (tmp_path / "survey.json").write_text(json.dumps(other))
+
+    assert held_of(tmp_path / "survey.json", RESULT) == {}
+    assert held_of(max(RESULTS.glob("survey-*.json")), RESULT) == BASES
 
 
 def test_no_architecture_trains_otherwise_or_ends_in_words_of_another_library():
@@ -41,10 +64,7 @@ def test_no_architecture_trains_otherwise_or_ends_in_words_of_another_library():
     assert sum(BASES[name]["verdict"] == "equal" for name in ADAPTED) >= 0.75 * len(ADAPTED)
 
 
-@pytest.mark.skipif(
-    transformers.__version__ != RESULT["versions"]["transformers"],
-    reason="surveyed with another transformers",
-)
+@with_the_same_versions
 @pytest.mark.parametrize("name", sampled(SAMPLE, len(SAMPLE)))
 def test_an_architecture_trains_or_is_refused_as_the_result_says(tmp_path, name):
     """In the same forms, by the same error."""

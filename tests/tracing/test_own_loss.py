@@ -7,6 +7,8 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from transformers import (
     BartConfig,
@@ -18,14 +20,14 @@ from transformers import (
 
 from tests.models import VOCABULARY, base_of, error_of, job
 from tests.sampled import sampled
-from tests.silence.losses import OTHER, common, with_loss
+from tests.silence.losses import OTHER, common, each, with_loss
 from tlora_fx.compiler import compile, prepare
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.errors import BaseRefused, OwnLossDiffers
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
-from tlora_fx.tracing.own_loss import require_common_loss, sample_rows
+from tlora_fx.tracing.own_loss import MAX_BATCH, id_rows, require_common_loss, sample_rows
 
 BART = {
     "vocab_size": VOCABULARY, "d_model": 32, "decoder_layers": 2, "encoder_layers": 2,
@@ -122,6 +124,33 @@ def test_a_loss_that_treats_an_id_of_the_samples_otherwise_is_refused_by_them():
     assert require_common_loss(backbone) is None
     with pytest.raises(OwnLossDiffers, match="on row 1"):
         require_common_loss(backbone, rows)
+
+
+@given(count=st.integers(1, 3000), vocabulary=st.sampled_from([17, 5000, 32_000, 262_144]))
+def test_every_id_that_fits_is_a_target_of_one_line(count, vocabulary):
+    """Lines that run together are as long as each other, and hold no more than fits."""
+    rows = id_rows("ids", range(count), vocabulary)
+    targets = [label for row in rows for line in row.labels for label in line[1:]]
+
+    assert targets == [*range(len(targets))]
+    assert len(targets) == count or len(targets) * vocabulary > MAX_BATCH
+    assert not any(row.is_padded for row in rows)
+    assert all(sum(map(len, row.lines)) * vocabulary <= MAX_BATCH for row in rows)
+
+
+def test_a_loss_that_weighs_one_of_many_labels_otherwise_is_refused_by_them():
+    """It stands in a line that runs beside others."""
+
+    def loss(m, logits, labels, x):
+        return (each(logits, labels) * (1 + 1e-3 * (labels[:, 1:] == 300))).mean()
+
+    module = with_loss(loss)
+    module.embed, module.head = nn.Embedding(2000, 8), nn.Linear(8, 2000)
+    rows = id_rows("labels", range(700), 2000)
+
+    assert [len(row.lines) for row in rows] == [2, 1]
+    with pytest.raises(OwnLossDiffers, match="on row 1"):
+        require_common_loss(load_backbone(BaseSpec(module=module, dtype="float32")), rows)
 
 
 def test_training_tells_first_what_could_not_be_compared(tmp_path):

@@ -391,11 +391,11 @@ class _Probe:
         self.device = self.alone.device
         if isinstance(self.tensors, _Loaded):
             self.tensors.device = self.device
+        if self.device.type == "cuda":  # the fused graph's kernels compile while the base runs
+            ahead.try_once("probe", self.backbone, self._fused)
         alone = {
             index: self.alone.run(self.jobs[index], self._sequences(index)) for index in self.chosen
         }
-        if self.device.type == "cuda":
-            ahead.try_once("probe", self.backbone, self._fused)
         fused = self._fused()
         self.outcomes = {
             index: (outcome, fused[self.jobs[index].name]) for index, outcome in alone.items()

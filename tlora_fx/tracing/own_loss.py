@@ -36,8 +36,8 @@ EQUAL_NARROW = 1e-5
 #: Names of a forward's argument that holds labels, transformers' first. Behind it are those that
 #: hold the next token already.
 LABELS, TARGETS = ("labels", "label", "lm_labels"), ("targets", "target", "y")
-#: Logits of the rows that a base is tried on, as numbers, and of one row.
-MAX_LOGITS, MAX_ROW = 1 << 25, 1 << 22
+#: Logits of the rows that a base is tried on, as numbers, of those that run together, and of one.
+MAX_LOGITS, MAX_BATCH, MAX_ROW = 1 << 25, 1 << 24, 1 << 22
 #: Logits up to which the gradient of a row of one line is compared.
 MAX_DERIVED = 1 << 20
 #: Labels of a job's samples that are tried, the most frequent ones.
@@ -71,8 +71,12 @@ class LossRow:
     @property
     def has_ignored(self) -> bool:
         """Whether a label counts for nothing, or a line is padded."""
-        padded = len({len(line) for line in self.lines}) > 1
-        return padded or any(IGNORED in line for line in self.labels)
+        return self.is_padded or any(IGNORED in line for line in self.labels)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether its lines have different lengths."""
+        return len({len(line) for line in self.lines}) > 1
 
     def inputs(self, filler: int) -> dict[str, Tensor]:
         """ids, labels and mask of padding, [B, S]; padding stands behind."""
@@ -133,13 +137,13 @@ def require_common_loss(
     compared = Comparison()
     try:
         base = _OwnLoss(backbone, named, jobs)
+        tried = rows or made_rows(base.vocabulary, special_ids(backbone))
     except Exception as error:  # noqa: BLE001  (a base's code may be any)
         compared.reasons["any row"] = _words(error)
         return compared.note()
-    tried = [*rows] if rows else made_rows(base.vocabulary, special_ids(backbone))
     base.compare(tried, compared)
-    singled = sorted(i for i in base.singled_out if 0 <= i < base.vocabulary)[:256]
-    if singled and compared.equal and not rows:
+    if compared.equal and not rows:
+        singled = sorted(i for i in base.singled_out if 0 <= i < base.vocabulary)[:256]
         base.compare(id_rows("ids that its loss names", singled, base.vocabulary), compared)
     return compared.note()
 
@@ -207,11 +211,18 @@ def _piece(
 
 
 def id_rows(name: str, ids: Sequence[int], vocabulary: int) -> list[LossRow]:
-    """Rows in which each of some ids is a target, as long as the logits may be."""
+    """Rows in which each of some ids is a target, as long as the logits may be.
+
+    Lines of one length run together: a forward costs more than their logits.
+    """
     length = max(8, min(256, MAX_ROW // max(vocabulary, 1)))
-    most = max(1, MAX_LOGITS // max(vocabulary * length, 1))
-    pieces = [ids[start : start + length - 1] for start in range(0, len(ids), length - 1)][:most]
-    return [LossRow(name, ((piece[0], *piece),), ((piece[0], *piece),)) for piece in pieces]
+    most, together = (max(1, m // max(vocabulary * length, 1)) for m in (MAX_LOGITS, MAX_BATCH))
+    starts = range(0, len(ids), length - 1)[:most]
+    lines = [(ids[start], *ids[start : start + length - 1]) for start in starts]
+    whole = [line for line in lines if len(line) == length]
+    batches = [tuple(whole[n : n + together]) for n in range(0, len(whole), together)]
+    batches += [(line,) for line in lines[len(whole) :]]
+    return [LossRow(name, batch, batch) for batch in batches]
 
 
 def _label_argument(model: nn.Module) -> str | None:
@@ -272,7 +283,6 @@ class _OwnLoss:
         self.filler = max(0, next(iter(special_ids(backbone)), 0))
         self.singled_out: set[int] = set()
         self.shifted = argument in TARGETS
-        self.vocabulary = self._vocabulary()
 
     def compare(self, rows: Sequence[LossRow], into: Comparison) -> None:
         """Compare on rows.
@@ -340,7 +350,7 @@ class _OwnLoss:
             logits = self._logits_by_place(inputs, run, widened=widened)
         self.singled_out |= run.singled_out
         real, scores = run.value(loss).reshape(()), run.value(logits)
-        if self._derives(row):
+        if self._derives(row, scores.shape[-1]):
             with quietly():
                 numbers = run.again(everywhere=everywhere)
             real, scores = numbers[id(loss)].reshape(()), numbers[id(logits)]
@@ -349,13 +359,12 @@ class _OwnLoss:
         kinds = functools.partial(_other_kinds, scores.detach(), wanted)
         return own, common, kinds
 
-    def _derives(self, row: LossRow) -> bool:
+    def _derives(self, row: LossRow, vocabulary: int) -> bool:
         """Whether gradients are compared too: on short rows, and where lines are padded.
 
         A value that is equal at random logits has an equal gradient, but for what is detached.
         """
-        tokens = sum(map(len, row.lines))
-        return len(row.lines) > 1 or tokens * self.vocabulary <= MAX_DERIVED
+        return row.is_padded or sum(map(len, row.lines)) * vocabulary <= MAX_DERIVED
 
     def _run(
         self, inputs: Mapping[str, Tensor], *, widened: bool, spread: float = 1.0
@@ -409,7 +418,9 @@ class _OwnLoss:
             return 1 + torch.randn(tensor.shape, generator=draw) / 8
         return value
 
-    def _vocabulary(self) -> int:
+    @functools.cached_property
+    def vocabulary(self) -> int:
+        """How many logits a token has."""
         tiny = LossRow("", ((0, 0, 0),), ((0, 0, 0),)).inputs(0)
         del tiny["labels"]
         _, out = self._run(tiny, widened=True)
