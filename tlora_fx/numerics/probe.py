@@ -211,6 +211,9 @@ class _Damped(Seeded):
         if not known and is_up:
             with torch.no_grad():
                 tensor.mul_(self._factors[job])
+        if not known and tensor.requires_grad:
+            # A part of the gradient of all jobs' adapters would keep the whole.
+            tensor.register_hook(torch.clone)
         return tensor
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
