@@ -213,7 +213,7 @@ class _Damped(Seeded):
                 tensor.mul_(self._factors[job])
         if not known and tensor.requires_grad:
             # A part of the gradient of all jobs' adapters would keep the whole.
-            tensor.register_hook(torch.clone)
+            tensor.register_hook(torch.clone)  # type: ignore[no-untyped-call]
         return tensor
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:

@@ -113,13 +113,11 @@ class _Site:
     def expected(self) -> tuple[Tensor, ...]:
         """The same, of each job alone, in float64 on the CPU."""
 
-        def wide(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.detach().cpu().double()
+        def wide(tensor: Tensor) -> Tensor:
+            return tensor.detach().cpu().double()
 
-        weight, bias, dy = wide(self.weight), wide(self.bias), wide(self.dy)
-        leaves = x, a, b = [
-            part.detach().cpu().double().requires_grad_() for part in (self.x, self.a, self.b)
-        ]
+        leaves = x, a, b = [wide(part).requires_grad_() for part in (self.x, self.a, self.b)]
+        bias = None if self.bias is None else wide(self.bias)
         masks = [part.cpu() for part in self.masks]
         dropped = torch.ops.tlora_fx.keyed_dropout(x, *masks, 1)
         cuts = (itertools.pairwise(each.tolist()) for each in (self.segments, self.ranks))
@@ -127,5 +125,5 @@ class _Site:
             float(scale) * dropped[start:stop] @ a[first:last].t() @ b[first:last]
             for scale, (start, stop), (first, last) in zip(self.scales, *cuts, strict=True)
         ]
-        y = F.linear(x, weight, bias) + torch.cat(branches)
-        return (y.detach(), *torch.autograd.grad(y, leaves, dy))
+        y = F.linear(x, wide(self.weight), bias) + torch.cat(branches)
+        return (y.detach(), *torch.autograd.grad(y, leaves, wide(self.dy)))
