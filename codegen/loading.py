@@ -130,6 +130,21 @@ def load(spec: KernelSpec) -> GeneratedModule:
         return _loaded[spec]
 
 
+def load_file(path: Path, spec: KernelSpec) -> GeneratedModule:
+    """The module of a file, from now on a spec's, whatever was generated for it.
+
+    raises   KernelToolMissing where Triton is not there
+    """
+    with _lock:
+        module = _loaded[spec] = _started(path)
+    return module
+
+
+def loaded_specs() -> list[KernelSpec]:
+    """The specs whose modules were loaded."""
+    return list(_loaded)
+
+
 def keep_triton_cache() -> None:
     """Let all kernels be kept where Triton keeps its own, unless the user says where.
 

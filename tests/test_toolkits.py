@@ -13,6 +13,7 @@ from tlora_fx.compiler import run_passes
 from tlora_fx.graph_file import graph_text, load_graphs, save_graphs
 
 PAGE = (Path(__file__).parents[1] / "docs" / "toolkits.md").read_text(encoding="utf-8")
+PAGE = PAGE.partition("## What others have")[0]
 ROWS = re.findall(r"^\|[^|`]+: `([^`]+)`\|", PAGE, flags=re.MULTILINE)
 # What a command prints, or leaves in a file; those that compile jobs take their time.
 SHOWS = {
@@ -21,12 +22,14 @@ SHOWS = {
     "passes show lower-adapters": "compute",
     "opt fused.tfx --pipeline cse,dce --verify structure": "def forward",
     "opt fused.tfx --pipeline lower-adapters --time --print-after lower-adapters": "lower-adapters",
+    "opt fused.tfx --pipeline lower-adapters --pass-statistics": "propagated",
     "replay build/replay": "does not work",
+    "reduce fused.tfx --check 'grep -q silu {}'": "fused.reduced.tfx",
     "bisect --check 'python check.py {}' jobs.yaml": "lower-adapters",
     "opt fused.tfx --pipeline lower-adapters --verify numerics": "def forward",
     "explain jobs.yaml --node q_proj": "q_proj",
 }
-LONG = ("replay", "bisect", "explain", "numerics")
+LONG = ("replay", "reduce", "bisect", "explain", "numerics")
 PASS = """
 from dataclasses import dataclass
 from typing import ClassVar

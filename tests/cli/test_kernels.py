@@ -50,6 +50,16 @@ def test_a_kernel_is_shown(capsys):
     assert out == build(KernelSpec("pack", 4096, 14336, extend="tail")).text
 
 
+def test_a_script_that_compares_a_kernel_with_float64_is_printed(capsys):
+    """Of the kernel's code and a call; tests/codegen/interpreted runs such scripts."""
+    out, _, status = said(capsys, "repro", *PACK, "--tokens", "40", "--ranks", "4,8")
+
+    assert status == 0
+    assert out.startswith(build(KernelSpec("pack", 4096, 14336)).text)
+    assert "tokens=40, ranks=(4, 8)" in out
+    compile(out, "repro.py", "exec")
+
+
 def test_the_command_in_a_header_prints_the_same_text(capsys):
     """Also with a tile, a type and flags that are not as by default."""
     spec = KernelSpec("expand", 768, 2304, dtype="float16", dropout=True, accumulate=True, arch=80)

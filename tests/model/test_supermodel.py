@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -112,3 +115,37 @@ def test_a_gradient_step_of_one_row_adds_to_the_next(model):
         for name, parameter in model.job_parameters(own.name).items():
             expected = 2 * once[own.name].gradients[name]
             torch.testing.assert_close(parameter.grad, expected)
+
+
+def test_parameters_of_a_model_without_weights_are_refused(empty):
+    """They are views of memory that is not there yet."""
+    assert "materialize()" in error_of(lambda: empty.job_parameters("one"), SuperModelMisuse)
+
+
+def test_a_model_is_not_pickled(model):
+    """Another process has not the classes that its code made; it is told what to do."""
+    assert "tlora_fx.load" in error_of(lambda: pickle.dumps(model), SuperModelMisuse)
+
+
+def test_a_copy_of_a_model_trains_by_itself(model):
+    """Equal losses, and gradients of its own."""
+    row = row_of(model, [tokens([4])] * 3)
+    copied = copy.deepcopy(model)
+
+    losses = copied(row)
+    losses.sum().backward()
+
+    assert torch.equal(losses, model(row))
+    banks = zip(model.banks.values(), copied.banks.values(), strict=True)
+    assert all(mine.a.data_ptr() != theirs.a.data_ptr() for mine, theirs in banks)
+
+
+def test_a_model_is_called_with_other_parameters(model):
+    """By torch.func.functional_call."""
+    row = row_of(model, [tokens([4])] * 3)
+    other = {name: p * 1.5 for name, p in model.named_parameters() if p.requires_grad}
+
+    found = torch.func.functional_call(model, other, (row,))
+
+    assert not torch.equal(found, model(row))
+    assert torch.equal(found, torch.func.functional_call(model, other, (row,)))

@@ -6,21 +6,24 @@ import torch
 
 from tests.models import error_of
 from tests.numerics.conftest import a_pass, nodes
-from tlora_fx.errors import NumericsBroken
+from tlora_fx.errors import GraphInvalid, NumericsBroken
 
 aten = torch.ops.aten
 FUSED = "drop-export-noise,tag-roles,fold-layers,check-token-parallel,fuse-backbone"
 
 
 def test_a_layer_that_no_longer_runs_is_not_called_exact(verdict):
-    """One layer of each structure cannot tell."""
+    """One layer of each structure cannot tell: all run."""
 
     def skip(group):
         first, second, *_ = [n for n in group.root.nodes if n.op == "call_module"]
         second.replace_all_uses_with(first)
         group.root.erase_node(second)
 
-    assert "not checked: other layers run" in verdict(FUSED, [a_pass(skip)], "plain")
+    skips = a_pass(skip)
+    assert "drops adapters" in error_of(lambda: verdict(FUSED, [skips], "plain"), GraphInvalid)
+    text = error_of(lambda: verdict(FUSED, [skips], "plain", checked=False), NumericsBroken)
+    assert "model.layers." in text
 
 
 def test_a_pass_does_not_widen_its_own_bound(verdict):

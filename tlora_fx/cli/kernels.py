@@ -226,6 +226,32 @@ def package(
 
 @group.command()
 @takes_options
+def repro(
+    kernel: KernelOptions,
+    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens in the row.")] = 256,
+    ranks: Annotated[str, typer.Option(help="LoRA ranks of the jobs in the row.")] = "4,8,16",
+) -> None:
+    """Print a script with one kernel's code that compares it with float64.
+
+    The script draws a site and a row, runs them forward and backward with the kernel in the script,
+    and compares all results with PyTorch in float64. It exits with 0 if they agree, 1 if not, and 2
+    if the site does not launch this kernel. Edit the kernel in it. Without a GPU, run it with
+    TLORA_FX_KERNELS=interpret and TRITON_INTERPRET=1.
+    """
+    from tlora_fx.testing.kernels import repro_script
+
+    typer.echo(repro_script(kernel.spec(), tokens, _ranks(ranks)), nl=False)
+
+
+def _ranks(text: str) -> list[int]:
+    words = text.split(",")
+    if not all(word.strip().isdecimal() for word in words) or not any(map(int, words)):
+        raise typer.BadParameter(f"--ranks are numbers, such as 4,8,16; not {text!r}")
+    return [int(word) for word in words]
+
+
+@group.command()
+@takes_options
 def explain(
     kernel: KernelOptions,
     tokens: Annotated[
@@ -244,12 +270,10 @@ def explain(
     Prints the tile sizes, the plan of a site, and why they were chosen; and the resources of the
     compiled kernel. Needs no GPU: Triton compiles the kernel for --arch, if it is installed.
     """
-    spec, words = kernel.spec(), ranks.split(",")
-    if not all(word.strip().isdecimal() for word in words) or not any(map(int, words)):
-        raise typer.BadParameter(f"--ranks are numbers, such as 4,8,16; not {ranks!r}")
+    spec, ranks_of = kernel.spec(), _ranks(ranks)
     require_architecture(spec.arch)
     console = Console(highlight=False, markup=False)
-    for part in page(spec, tokens, [int(word) for word in words], gpu):
+    for part in page(spec, tokens, ranks_of, gpu):
         console.print(part, soft_wrap=isinstance(part, str))
 
 

@@ -58,10 +58,12 @@ def adapted(graphs: JobGraph | GroupGraph) -> set[tuple[str, str]]:
     """Jobs, and paths of sites of which trained tensors reach what the graphs return."""
     found: set[tuple[str, str]] = set()
     for owner in owners(graphs):
+        called = {node.target for node in _read(owner.root) if node.op == "call_module"}
         for name, graph in named_graphs(owner):
+            layers = [""]
             # The head is no layer: its sites have the names that they have in the base.
-            own = () if name in ("", HEAD) else owner.blocks[name].instances
-            layers = [f"{path}." for path in own] or [""]
+            if name not in ("", HEAD):
+                layers = [f"{path}." for path in owner.blocks[name].instances if path in called]
             for node in _read(graph):
                 site = node.meta.get("site")
                 if node.op == "get_attr" and site is not None and node.meta["role"] == "adapter":

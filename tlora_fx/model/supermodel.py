@@ -6,12 +6,13 @@ adapters; from then on it trains. Its code is the text of `ssm.py`.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import MethodType
-from typing import Any, cast
+from typing import Any, NoReturn, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,6 +88,18 @@ class SuperModel(nn.Module):
         self._membership: Membership | None = None
         if group.open is not None and resolve is not None:
             self._membership = Membership(group, self.jobs, self.banks, self.net, resolve)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SuperModel:
+        memo[id(self)] = copied = type(self).__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise SuperModelMisuse(
+            "a Shared Super-Model cannot be pickled: its classes are made of its own code",
+            help="pickle its state_dict(), or write it with `tlora-fx compile` and take "
+            "tlora_fx.load(folder, weights); export() gives a program that torch.export.save keeps",
+        )
 
     @property
     def is_open(self) -> bool:
@@ -498,7 +511,10 @@ class SuperModel(nn.Module):
 
         Where a bank holds it, value and gradient are views of the bank; where processes hold
         pieces, these are this process's (see `shards`).
+
+        raises    SuperModelMisuse before `materialize`
         """
+        self._require_weights()
         if job not in self._parameters_of:
             index = self.group.job_names.index(job)
             parameters: dict[str, Any] = {

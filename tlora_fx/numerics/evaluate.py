@@ -69,7 +69,6 @@ def _step(interpreter: Interpreter, names: list[str], outcome: StepOutcome) -> N
     reader = interpreter.reader
     leaves = dict(reader.leaves)
     leaves.update({("", name): vector for name, vector in reader.vectors.items()})
-    leaves = {key: leaf for key, leaf in leaves.items() if leaf.requires_grad}
     if not leaves or not losses.requires_grad:
         return
     gradients = torch.autograd.grad(losses.sum(), list(leaves.values()), allow_unused=True)

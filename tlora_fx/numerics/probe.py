@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, islice
 from random import Random
@@ -183,7 +183,9 @@ class _Damped(Seeded):
 
     Beside branches that outweigh the base, rounding is all that is seen.
 
-    wide   in place of half precision
+    wide        in place of half precision
+    compared    jobs that are; others are there as neighbours, whose adapters share their memory
+                and learn nothing
     """
 
     def __init__(
@@ -191,6 +193,7 @@ class _Damped(Seeded):
     ) -> None:
         super().__init__(0, buffers)
         self._wide = wide
+        self.compared: Collection[str] = ()
         self._factors = {
             job.name: 1 / max([1.0, *(abs(site.scaling) for site in job.sites.values())])
             for job in group.jobs
@@ -198,11 +201,19 @@ class _Damped(Seeded):
 
     def own(self, job: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor that a job trains."""
+        dtype = self._dtype(dtype)
+        is_up = any(up in name for up in ("lora_B", "lora_embedding_B"))
+        if job not in self.compared and len(shape) > 1:
+            cut = self._cut(f"job {job} {name}", shape, dtype)
+            return cut * self._factors[job] if is_up else cut
         known = (job, name, shape) in self._own
-        tensor = super().own(job, name, shape, self._dtype(dtype))
-        if not known and any(up in name for up in ("lora_B", "lora_embedding_B")):
+        tensor = super().own(job, name, shape, dtype)
+        if not known and is_up:
             with torch.no_grad():
                 tensor.mul_(self._factors[job])
+        if not known and tensor.requires_grad:
+            # A part of the gradient of all jobs' adapters would keep the whole.
+            tensor.register_hook(torch.clone)  # type: ignore[no-untyped-call]
         return tensor
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -331,7 +342,7 @@ class _Probe:
         group: GroupGraph,
         backbone: Backbone,
         jobs: Sequence[Job],
-        tensors: Seeded,
+        tensors: _Damped,
         layers: frozenset[str],
         lengths: tuple[int, ...],
         wide: torch.dtype | None,
@@ -345,6 +356,7 @@ class _Probe:
             vocabulary = backbone.config.get_text_config().vocab_size or vocabulary
         self.largest = min(vocabulary, LARGEST_ID) - 1
         self.chosen = _one_of_each(group, self.jobs)
+        tensors.compared = {self.jobs[index].name for index in self.chosen}
         still = wide is not None or _drops(group, backbone)
         self.alone = BaseAlone(backbone, tensors, layers, wide, still=still)
         self.outcomes: dict[int, tuple[Outcome, Outcome]] = {}
@@ -487,7 +499,7 @@ class _Probe:
                 logits = interpreter.run()
         except CannotRun as error:
             raise Unchecked(str(error)) from error
-        leaves = {key: leaf for key, leaf in interpreter.reader.leaves.items() if leaf.is_leaf}
+        leaves = interpreter.reader.leaves
         parts: dict[str, list[Tensor]] = {name: [] for name in names}
         losses = []
         for name, slot in self._slots():

@@ -54,7 +54,7 @@ class Reader:
 
     traced_with   sites of the job that the graphs were traced for: their numbers stand in the code
     silent        every dropout rate is 0
-    leaves        what was read of jobs' own tensors, by job and name
+    leaves        what was read of jobs' own tensors that learn, by job and name
     vectors       the base's vectors that were read, as leaves: a base alone trains nothing else
     """
 
@@ -168,7 +168,8 @@ class Reader:
 
     def _leaf(self, job: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         leaf = self.tensors.own(job, name, shape, dtype)
-        self.leaves[job, name] = leaf
+        if leaf.requires_grad:
+            self.leaves[job, name] = leaf
         return leaf
 
     def _vector(self, name: str, value: Tensor) -> Tensor:

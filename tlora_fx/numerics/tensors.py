@@ -38,7 +38,7 @@ class Seeded:
         self.seed = seed
         self.buffers = buffers
         self._base: dict[str, Tensor] = {}
-        # By last dimension and dtype, what the base's large matrices are cut out of.
+        # By band of widths and dtype, what large matrices are cut out of.
         self._cloth: dict[tuple[int, torch.dtype], Tensor] = {}
         self._own: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}
 
@@ -49,7 +49,7 @@ class Seeded:
         if name not in self._base:
             if not dtype.is_floating_point:
                 raise Unchecked(f"the base's {name} holds integers whose values are not known")
-            self._base[name] = self._cut(f"base {name}", shape, dtype)
+            self._base[name] = self._drawn_or_cut(f"base {name}", shape, dtype)
         return self._base[name]
 
     def own(self, job: str, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -66,12 +66,15 @@ class Seeded:
         self._cloth.clear()
         self._own.clear()
 
-    def _cut(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of the base; large matrices of one width share their memory, shifted by name."""
-        count = math.prod(shape)
-        if count <= PERIOD or len(shape) < 2:
+    def _drawn_or_cut(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor; large matrices of about one width share their memory, shifted by name."""
+        if math.prod(shape) <= PERIOD or len(shape) < 2:
             return self._draw(name, shape, dtype)
-        width = shape[-1]
+        return self._cut(name, shape, dtype)
+
+    def _cut(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A matrix out of the memory that all of its band share: widths from 4^n up to 4^(n+1)."""
+        count, width = math.prod(shape), 2 * 4 ** ((shape[-1].bit_length() - 1) // 2)
         cloth = self._cloth.get((width, dtype))
         if cloth is None or len(cloth) < count + PERIOD:
             rows = -(-(count + PERIOD) // width)

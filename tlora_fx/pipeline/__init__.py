@@ -290,7 +290,8 @@ class Runner:
         except Exception as error:
             raise GraphInvalid(
                 f"pass '{event.item.name}' left a graph that does not hold together",
-                found=f"{type(error).__name__}: {error}",
+                # Linting shows the whole graph behind what is wrong.
+                found=f"{type(error).__name__}: {error}".partition("\ngraph():")[0],
                 help="this is a defect of the pass",
             ) from error
         return ran

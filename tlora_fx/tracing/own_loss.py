@@ -258,10 +258,10 @@ class _Measured:
         """The relative difference of the gradients."""
         difference = scale = 0.0
         for mine, theirs in zip(self.gradients, other.gradients, strict=True):
-            scale += float(theirs.double().square().sum()) if theirs is not None else 0.0
+            scale += _square(theirs) if theirs is not None else 0.0
             if mine is not None or theirs is not None:
                 apart = (0 if mine is None else mine) - (0 if theirs is None else theirs)
-                difference += float(apart.double().square().sum())  # type: ignore[union-attr]
+                difference += _square(apart)  # type: ignore[arg-type]
         relative = (difference / max(scale, 1e-60)) ** 0.5
         return float("inf") if math.isnan(relative) else relative
 
@@ -351,6 +351,7 @@ class _OwnLoss:
         self.singled_out |= run.singled_out
         real, scores = run.value(loss).reshape(()), run.value(logits)
         if self._derives(row, scores.shape[-1]):
+            del scores  # numbers of a row of logits are large: they are not kept twice
             with quietly():
                 numbers = run.again(everywhere=everywhere)
             real, scores = numbers[id(loss)].reshape(()), numbers[id(logits)]
@@ -458,6 +459,11 @@ class _OwnLoss:
             found=f"{own.value:.6g}" + (f": {reason}" if reason else ""),
             help=HELP,
         )
+
+
+def _square(tensor: Tensor) -> float:
+    """The sum of squares, without a copy."""
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
 def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:

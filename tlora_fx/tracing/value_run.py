@@ -122,9 +122,12 @@ class ValueRun(TorchDispatchMode):
     def again(self, *, everywhere: bool = False) -> Mapping[int, Tensor]:
         """Compute all numbers once more, where autograd sees it; what was drawn are leaves.
 
+        The numbers of the first run are freed.
+
         everywhere    autograd is on where it was off too
         returns       numbers by the id of the stand-in
         """
+        self._values.clear()
         values = {key: value.clone() for key, value in self._first.items()}
         self.leaves = []
 
@@ -134,7 +137,7 @@ class ValueRun(TorchDispatchMode):
         for step in self.steps:
             if step.function is None:
                 drawn, stand_in = step.args
-                leaf = drawn.clone()
+                leaf = drawn.detach()
                 if leaf.is_floating_point():
                     self.leaves.append(leaf.requires_grad_())
                     leaf = leaf * 1  # may be written in place

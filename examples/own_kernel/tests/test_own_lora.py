@@ -5,6 +5,8 @@ import torch
 from jobs import ADDED, job_of, train
 from tlora_fx_own_kernel.fused_lora import FusedLora
 
+from tlora_fx import run_passes
+from tlora_fx.compiler import resolve_pipeline
 from tlora_fx.graph_file import graph_text, graphs_of_text
 from tlora_fx.inspect.cost import cost_of
 from tlora_fx.ir.graph import is_call
@@ -40,6 +42,17 @@ def test_numbers_stay(states):
 
     assert len(calls(after)) == 2
     assert_equivalent(before, after)
+
+
+def test_matrices_at_its_sites_stay_whole_under_tensor_plans(jobs):
+    """The report says why."""
+    pipeline = resolve_pipeline().adding(ADDED).adding("shard-tensor{size=2}@after:lower-loss")
+
+    group = run_passes(jobs, pipeline)
+
+    assert len(calls(group)) == 2
+    notes = [note for name, note in group.notes if name == "shard-tensor"]
+    assert any("stays whole" in note and "own_kernel.fused_lora" in note for note in notes)
 
 
 def test_its_cost_is_known(states):

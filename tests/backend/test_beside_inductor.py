@@ -1,0 +1,95 @@
+"""The backend beside the part of Inductor before its code: graphs, breaks, and numbers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.utils import counters
+
+from tests.backend.models import Lowering, assert_equal_steps, ids, language_model, start, train
+
+SHAPES = ((2, 7), (3, 11), (1, 5), (2, 13), (4, 4))
+
+
+def lengths(model, runs):
+    """Rows of other lengths, with dynamic sizes as torch finds them."""
+    return [train(model, runs, ids(*shape)) for shape in SHAPES]
+
+
+def autocast(model, runs):
+    """As with bf16=True."""
+    with torch.autocast("cpu", torch.bfloat16):
+        return [train(model, runs, ids(2, 7)) for _ in range(2)]
+
+
+def checkpointing(model, runs):
+    """Layers run again in the backward."""
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return [train(model, runs, ids(*shape)) for shape in SHAPES[:3]]
+
+
+def set_adapter(model, runs):
+    """To another adapter, and back."""
+    model.add_adapter("other", LoraConfig(r=2, target_modules=["q_proj"]))
+    start(model)
+    steps = []
+    for name in ("default", "other", "default"):
+        model.set_adapter(name)
+        steps.append(train(model, runs, ids(2, 7)))
+    return steps
+
+
+SETTINGS = {
+    "lengths": (lengths, 2e-6),
+    "autocast": (autocast, 2e-2),
+    "checkpointing": (checkpointing, 2e-6),
+    "set_adapter": (set_adapter, 2e-6),
+}
+
+
+def compiled(backend, setting):
+    """The steps of a fresh model, and what torch counts meanwhile."""
+    torch._dynamo.reset()
+    counters.clear()
+    model = language_model("llama", layers=2)
+    steps = setting(model, torch.compile(model, backend=backend))
+    return steps, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_no_graph_and_no_break_more_than_inductor(name):
+    """And numbers equal those of eager mode."""
+    setting, bound = SETTINGS[name]
+    _, theirs, breaks = compiled(aot_eager, setting)
+    backend = Lowering()
+
+    steps, ours, own_breaks = compiled(backend, setting)
+
+    assert ours <= theirs
+    assert own_breaks <= breaks
+    assert backend.left == 0 < backend.lowered
+    model = language_model("llama", layers=2)
+    for found, expected in zip(steps, setting(model, model), strict=True):
+        assert_equal_steps(found, expected, bound)
+
+
+def test_what_accelerate_prepared_is_compiled(monkeypatch):
+    """With its autocast inside; numbers equal those without the backend."""
+    accelerate = pytest.importorskip("accelerate")
+    monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})
+    monkeypatch.setattr(accelerate.state.PartialState, "_shared_state", {})
+    steps, backend = [], Lowering()
+    for compiles in (False, True):
+        torch._dynamo.reset()
+        model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(
+            language_model("llama")
+        )
+        if compiles:
+            model.compile(backend=backend)
+        steps.append(train(model, model, ids(2, 7)))
+
+    assert_equal_steps(steps[1], steps[0], 2e-2)
+    assert backend.left == 0 < backend.lowered
