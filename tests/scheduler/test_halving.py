@@ -96,6 +96,7 @@ def test_weak_jobs_end_at_the_rungs_and_each_is_what_it_is_alone(tmp_path, polic
     there = records(output)
     assert (max(len(each.jobs) for each in epochs(output)) > 1) is (policy == "tlora")
     assert {record.status for record in there.values()} == {"done"}
+    assert [record.steps for record in there.values() if not record.reason] == [7]
     assert sorted(record.steps for record in there.values()) == [2, 2, 4, 7]
     told = [each for each in heard.said if isinstance(each[0], list)]
     assert [len(ended) for ended, _ in told] == [2, 1]

@@ -26,7 +26,7 @@ from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.scheduler.service import Submitters, opened
-from tlora_fx.scheduler.store import Ledger
+from tlora_fx.scheduler.store import PARKED, Ledger
 from tlora_fx.server import control
 from tlora_fx.server.app import make_app, make_service
 from tlora_fx.server.control import Control, EventLog
@@ -377,6 +377,7 @@ def test_parked_jobs_stay_parked_until_they_are_compared(tmp_path):
     def script():
         yield from until(lambda: all(begun(it, name) for name in names[:2]))
         yield from until(lambda: all(done(it, name)[-1:] == [5] for name in names[:2]))
+        yield from until(lambda: [job.reason for job in it.store.jobs()[:2]] == [PARKED] * 2)
         it.store.want(ME, names[1], "cancel")
         yield from until(lambda: states(it)[names[1]] == "cancelled")
         it.store.want(ME, names[2], "run")

@@ -223,6 +223,8 @@ UPDATE epochs SET held = max(0, coalesce(started, launched) - launched, coalesce
 """
 #: How an epoch ended whose processes another one took over: this, and its number.
 GOES_ON = "goes on as "
+#: Why a job waits that has come to a rung.
+PARKED = "waits for the other jobs of its halving, to be compared with them"
 #: How an epoch ended whose process was killed.
 KILLED = "the run was killed"
 
@@ -439,6 +441,11 @@ class Ledger:
                         "INSERT OR IGNORE INTO rungs VALUES (?, ?, ?, NULL)",
                         [(job, event.steps[job], loss) for job, loss in event.rungs.items()],
                     )
+                    base.executemany(
+                        "UPDATE jobs SET reason = ? WHERE name = ? AND EXISTS "
+                        "(SELECT 1 FROM rungs WHERE job = name AND kept IS NULL)",
+                        [(PARKED, job) for job in event.rungs],
+                    )
                 case Finished():
                     _commit(base, event.epoch, {event.job: event.steps}, "")
                     _settle(base, event.job, "done", "", event.time)
@@ -490,6 +497,10 @@ class Ledger:
             base.executemany(
                 "UPDATE rungs SET kept = ? WHERE job = ? AND step = ?",
                 [(name in kept, name, step) for name in (*kept, *ended)],
+            )
+            base.executemany(
+                "UPDATE jobs SET reason = '' WHERE name = ? AND reason = ?",
+                [(name, PARKED) for name in kept],
             )
             for name, reason in ended.items():
                 _settle(base, name, "done", reason, time)
