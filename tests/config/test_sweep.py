@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 
 from tests.config.test_job_file import RIGHT, load, mistakes
 from tlora_fx.config.halving import HalvingSpec
-from tlora_fx.config.job_file import require_no_halving
 from tlora_fx.config.sweep import MAX_JOBS, SweptJob, expand
 from tlora_fx.config.validation import Mistake
-from tlora_fx.errors import JobFileError
 
 FIELDS = ("learning_rate", "lora.r", "lora.lora_alpha", "seed", "optim", "warmup_ratio")
 VALUES = st.one_of(
@@ -245,7 +243,10 @@ def test_the_page_shows_sweeps_that_read(tmp_path: Path) -> None:
     *_, last = load(tmp_path, f"base: {{model: org/model}}\n{head}{halved}").jobs
     assert last.halving is not None
     assert last.halving.rungs(1000) == [50, 150, 450]
-    assert [last.halving.kept(jobs) for jobs in (15, 5, 2)] == [5, 2, 1]
+    kept = [
+        last.halving.compare(dict.fromkeys(map(str, range(jobs)), 0.0))[0] for jobs in (15, 5, 2)
+    ]
+    assert list(map(len, kept)) == [5, 2, 1]
 
 
 def test_a_wrong_value_names_its_line(tmp_path: Path) -> None:
@@ -300,16 +301,6 @@ def test_halving_stands_in_each_job_of_the_sweep(tmp_path: Path) -> None:
     wrong = mistakes(tmp_path, RIGHT + evaluated + "      halving: {min_steps: 0}\n")
     assert "wrong value of 'halving.min_steps'" in wrong
     assert "jobs.yaml:18" in wrong
-
-
-def test_halving_is_of_train_alone(tmp_path: Path) -> None:
-    """Where groups change, nobody can compare."""
-    sweep = "    eval_split: 0.1\n    sweep: {parameters: {seed: [1]}, halving: {min_steps: 5}}\n"
-    jobs = load(tmp_path, RIGHT + sweep).jobs
-
-    require_no_halving(jobs[:1], "jobs.yaml")
-    with pytest.raises(JobFileError, match="train the file with tlora-fx train"):
-        require_no_halving(jobs, "jobs.yaml")
 
 
 def test_names_of_sweeps_are_taken_too(tmp_path: Path) -> None:

@@ -15,12 +15,14 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from tlora_fx.config.halving import HalvingSpec
 from tlora_fx.runtime.workers.protocol import (
     NEEDS_NEW_PROCESS,
     OUT_OF_MEMORY,
     SUCCESSOR,
     EventWriter,
     WorkerConfig,
+    rung_losses,
 )
 
 
@@ -87,6 +89,12 @@ def adapter_of(name: str, steps: int, value: int = 0, done: int = 0) -> int:
         digest = hashlib.sha256(f"{name} {step} {value}".encode()).digest()
         value = int.from_bytes(digest[:6], "little")
     return value
+
+
+def rungs_of(spec: dict, steps: int) -> list[int]:
+    """Steps at which a job is compared."""
+    halving = spec.get("halving")
+    return HalvingSpec(**halving).rungs(steps) if halving else []
 
 
 class _Fake:
@@ -201,14 +209,19 @@ class _Fake:
             os.kill(os.getpid(), signal.SIGKILL)
         if job["step"] == spec.get("exit_at", (None, 0))[0]:
             os._exit(spec["exit_at"][1])
-        if job["step"] == spec.get("fail_at"):
+        if job["step"] == spec.get("fail_at", self.order.options.get("fails", {}).get(name)):
             job["status"], job["reason"] = "failed", "loss nan"
             return
         job["value"] = adapter_of(name, job["step"] + 1, job["value"], job["step"])
         job["step"] += 1
         self.audit("step", name, job["step"])
-        if job["step"] >= spec.get("steps", spec.get("max_steps")):
+        last = spec.get("steps", spec.get("max_steps"))
+        if job["step"] >= last:
             job["status"] = "done"
+            self.write(name)
+        elif job["step"] in rungs_of(spec, last):
+            job["status"] = "paused"
+            job["evaluation"] = {"rungs": [[job["step"], float(job["value"])]]}
             self.write(name)
 
     def write(self, name: str) -> None:
@@ -216,7 +229,8 @@ class _Fake:
         folder.mkdir(exist_ok=True)
         job = self.jobs[name]
         (folder / "adapter.json").write_text(json.dumps(job["value"]))
-        (folder / "status.json").write_text(json.dumps({"status": "done", "step": job["step"]}))
+        told = {"status": job["status"], "step": job["step"]}
+        (folder / "status.json").write_text(json.dumps(told))
 
     def save(self) -> None:
         folder = self.output / "checkpoints"
@@ -251,4 +265,4 @@ class _Fake:
             if job["status"] not in ("running", "paused")
         }
         steps = {name: job["step"] for name, job in mine.items()}
-        self.writer.write("saved", steps=steps, ended=ended)
+        self.writer.write("saved", steps=steps, ended=ended, rungs=rung_losses(mine))

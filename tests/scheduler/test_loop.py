@@ -324,6 +324,25 @@ def test_a_job_that_is_held_leaves_its_group_which_trains_on():
     assert made.loop.held["b"].steps_done == pytest.approx(30 / 2.5)
 
 
+def test_jobs_that_are_held_together_leave_their_group_together():
+    """One of them is parked: nobody lets it go before it is compared."""
+    made = rig(by_time((0, ["abc"])), changes=CHANGES, refresh=1)
+    for name in "abc":
+        made.loop.submit(request(name, steps=1000))
+    made.loop.advance(0.0)
+    made.go(30.0)
+    made.loop.hold("b")
+    made.loop.park("c")
+    made.loop.advance(30.0)
+    made.loop.let_go("c")
+
+    [run] = made.loop.running.values()
+    assert (run.group.jobs, run.went) == (("a",), ("b", "c"))
+    assert made.loop.held.keys() == {"b", "c"}
+    made.loop.unpark("c")
+    assert made.loop.held.keys() == {"b"}
+
+
 def test_a_job_that_moves_trains_again_after_the_seconds_of_a_move():
     """Who it moves to trains on meanwhile, and stands still for the join alone."""
     policy = by_time((0, ["ab", "c"]), (60, ["a", "cb"]))

@@ -208,7 +208,7 @@ def test_a_ledger_of_a_newer_format_is_refused(tmp_path):
     path = tmp_path / "ledger.sqlite"
     Ledger(path).close()
     with closing(sqlite3.connect(path)) as base, base:
-        base.execute("UPDATE facts SET value = '4' WHERE name = 'format'")
+        base.execute("UPDATE facts SET value = '5' WHERE name = 'format'")
         base.execute("UPDATE facts SET value = '9.0' WHERE name = 'version'")
         base.execute("DROP TABLE origins")
     dump = dumped(path)
@@ -216,7 +216,7 @@ def test_a_ledger_of_a_newer_format_is_refused(tmp_path):
     for read in (Ledger, lambda path: History.of_run(path.parent)):
         with pytest.raises(NewerFormat, match="newer version of tlora-fx") as error:
             read(path)
-        assert error.value.facts["found"] == "format 4, by tlora-fx 9.0"
+        assert error.value.facts["found"] == "format 5, by tlora-fx 9.0"
         assert "upgrade" in error.value.help
     assert dumped(path) == dump
 
@@ -231,7 +231,7 @@ def test_a_ledger_says_its_format_and_the_version_that_wrote_it(tmp_path):
 
     with closing(sqlite3.connect(path)) as base:
         facts = dict(base.execute("SELECT name, value FROM facts"))
-    assert (facts["format"], facts["version"]) == ("3", __version__)
+    assert (facts["format"], facts["version"]) == ("4", __version__)
 
 
 def test_a_ledger_of_the_first_format_is_read_and_migrated(tmp_path):
@@ -255,7 +255,7 @@ def test_a_ledger_of_the_first_format_is_read_and_migrated(tmp_path):
     with closing(sqlite3.connect(path)) as base:
         facts = dict(base.execute("SELECT name, value FROM facts"))
         held = base.execute("SELECT epoch, held FROM epochs").fetchall()
-    assert (facts["format"], facts["version"]) == ("3", __version__)
+    assert (facts["format"], facts["version"]) == ("4", __version__)
     assert held == [(1, 60.0), (2, 0.0)]
 
 
@@ -279,7 +279,7 @@ def test_a_ledger_of_the_second_format_is_read_and_migrated(tmp_path):
         members = base.execute("SELECT job, epoch FROM members ORDER BY job, epoch").fetchall()
         last = base.execute("SELECT max(number) FROM decisions").fetchone()
         decided = base.execute("SELECT decision FROM decided WHERE job = 'alice.new'").fetchone()
-    assert (facts["format"], facts["version"]) == ("3", __version__)
+    assert (facts["format"], facts["version"]) == ("4", __version__)
     assert held == [(7.0,), (7.0,)]
     assert members == [("alice.done", 1), ("alice.half", 1), ("alice.half", 2)]
     assert decided == last

@@ -55,7 +55,7 @@ def test_a_store_without_a_format_is_migrated(old):
         "alice.done": ("done", 10), "alice.half": ("running", 10), "alice.new": ("queued", 10),
     }  # fmt: skip
     assert store.gpu_hours("alice") == pytest.approx(60 / 3600)
-    assert (facts(old)["format"], facts(old)["service_format"]) == ("3", "2")
+    assert (facts(old)["format"], facts(old)["service_format"]) == ("4", "2")
 
 
 @pytest.mark.parametrize("version", ["", "1"])

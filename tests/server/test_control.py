@@ -16,6 +16,7 @@ import httpx
 import pytest
 import uvicorn
 
+from tests.scheduler.fake_worker import adapter_of
 from tests.scheduler.fork_here import ForkHere
 from tests.scheduler.run_folder import Prepared, audit, kill, options
 from tests.scheduler.test_service import require_trained_once
@@ -25,7 +26,7 @@ from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler import service
 from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.scheduler.service import Submitters, opened
-from tlora_fx.scheduler.store import Ledger
+from tlora_fx.scheduler.store import PARKED, Ledger
 from tlora_fx.server import control
 from tlora_fx.server.app import make_app, make_service
 from tlora_fx.server.control import Control, EventLog
@@ -363,3 +364,30 @@ def test_a_service_that_is_killed_often_loses_no_job_and_repeats_none(tmp_path):
     """The same at 60 points, over 40 jobs."""
     steps = {f"j{index:02d}": 100 + 20 * (index % 7) for index in range(40)}
     assert require_kept_over_kills(tmp_path / "run", KILLS, steps) > KILLS // 2
+
+
+def test_parked_jobs_stay_parked_until_they_are_compared(tmp_path):
+    """Whoever looks after pauses; one that is cancelled there is not compared."""
+    it = made(tmp_path / "run")
+    sweep = {"parameters": {"seed": [1, 2, 3]}, "halving": {"min_steps": 5, "factor": 2}}
+    names = [f"a-seed-{seed}" for seed in (1, 2, 3)]
+    it.intake.submit(ME, "a", job_file("a", max_steps=9, eval_split=0.2, sweep=sweep), {}, 0)
+    it.store.want(ME, names[2], "pause")
+
+    def script():
+        yield from until(lambda: all(begun(it, name) for name in names[:2]))
+        yield from until(lambda: all(done(it, name)[-1:] == [5] for name in names[:2]))
+        yield from until(lambda: [job.reason for job in it.store.jobs()[:2]] == [PARKED] * 2)
+        it.store.want(ME, names[1], "cancel")
+        yield from until(lambda: states(it)[names[1]] == "cancelled")
+        it.store.want(ME, names[2], "run")
+        yield from until(lambda: "queued" not in (states(it)[names[0]], states(it)[names[2]]))
+        yield from until(lambda: all(states(it)[name] == "done" for name in (names[0], names[2])))
+
+    run(it, script)
+    losses = {name: adapter_of(name, 5) for name in (names[0], names[2])}
+    best = min(losses, key=losses.get)
+    assert len(done(it, names[1])) == 5
+    assert {name: len(done(it, name)) for name in losses} == {
+        name: 9 if name == best else 5 for name in losses
+    }

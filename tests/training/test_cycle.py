@@ -657,3 +657,46 @@ def test_a_gap_keeps_what_comes_behind_it(tmp_path):
     run_all(cycle)
 
     assert client.result(late)[0]["tokens:sum"] == 3
+
+
+def test_completions_are_judged_by_kto(tmp_path):
+    """By log-probabilities of the adapter and of one that is still the base, and TRL's formula."""
+    cycle = cycle_of(tmp_path)
+    client, fresh = Client(cycle.log), Client(cycle.log, config={"rank": 2, "seed": 2})
+    draw = random.Random(5)
+    lines = [[draw.randrange(1, 200) for _ in range(draw.randint(5, 9))] for _ in range(3)]
+    starts, wanted = [2, 3, 1], [1.0, 0.0, 1.0]
+    client.forward_backward([datum(line) for line in lines])
+    client.optim_step(learning_rate=1e-2)
+    mixed = [[*own[:start], *lines[at - 1][starts[at - 1] :]]
+             for at, (own, start) in enumerate(zip(lines, starts, strict=True))]  # fmt: skip
+    every = [datum(line) for line in [*lines, *mixed]]
+    scores = [each.forward_backward(every, forward_only=True) for each in (client, fresh)]
+    judged = [
+        datum(line, weights=np.arange(1, len(line)) >= start, desirable=[good] * (len(line) - 1))
+        for line, start, good in zip(lines, starts, wanted, strict=True)
+    ]
+    options = {"beta": 0.3, "undesirable_weight": 0.5}
+    future = client.forward_backward(judged, "kto", options)
+    alone = client.forward_backward(judged, "kto", forward_only=True)
+    wrong = client.forward_backward(every, "kto")
+    run_all(cycle)
+
+    mine, base = (client.result(scores[0])[1], fresh.result(scores[1])[1])
+    gains = [
+        float((own[start - 1 :] - other[start - 1 :]).sum())
+        for own, other, start in zip(mine, base, starts * 2, strict=True)
+    ]
+    far = max(sum(gains[3:]) / 3, 0.0)
+    assert any(abs(gain) > 1e-3 for gain in gains)
+    expected = sum(
+        (1.0 if good else 0.5) / (1 + math.exp(0.3 * (gain - far) * (1 if good else -1)))
+        for gain, good in zip(gains[:3], wanted, strict=True)
+    )
+    found, logprobs = client.result(future)
+    assert found["loss:sum"] == pytest.approx(expected, abs=1e-5)
+    assert [len(each) for each in logprobs] == [
+        len(x) - s for x, s in zip(lines, starts, strict=True)
+    ]
+    assert "call forward_backward" in str(client.result(alone))
+    assert "desirable: 1 or 0 for all tokens" in str(client.result(wrong))

@@ -82,7 +82,7 @@ def _require_right(options: RunCommandOptions) -> None:
     require_executor(options)
     require_pipeline(options.pipeline, options.add_pass, options.load)
 
-    from tlora_fx.config.job_file import load_job_file, require_no_halving
+    from tlora_fx.config.job_file import load_job_file
     from tlora_fx.cost.profile import Profile
     from tlora_fx.runtime import early_checks as early
     from tlora_fx.runtime.run_folder import LEDGER, RUN_COMMAND_FILES, require_new
@@ -100,7 +100,6 @@ def _require_right(options: RunCommandOptions) -> None:
         raise _empty(options.jobs)
     if options.jobs.is_file():
         jobs = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code).jobs
-        require_no_halving(jobs, options.jobs)
         early.require_data(jobs)
         early.require_base(jobs)
         early.require_hub(jobs)
@@ -208,6 +207,9 @@ class Page(Callback):
 
     def parked(self, time: float, request: JobRequest, reason: str) -> None:
         self.say(f"{request.name} waits for the next start: {reason}", "yellow")
+
+    def compared(self, time: float, ended: Sequence[str], text: str) -> None:
+        self.say(f"{time:8.1f} s  {text}", "green")
 
     def cancelled(self, time: float, name: str) -> None:
         self.say(f"{time:8.1f} s  {name} is cancelled: its job file was removed", "yellow")

@@ -29,7 +29,7 @@ FormatName = Literal[
 ColumnName = Literal[
     "prompt", "completion", "messages", "text", "instruction", "input", "output", "conversations",
     "chosen", "rejected", "tools", "label", "system", "history", "loss_mask", "input_ids",
-    "labels", "attention_mask", "completion_mask", "assistant_masks",
+    "labels", "attention_mask", "completion_mask", "assistant_masks", "margin",
 ]  # fmt: skip
 COLUMNS_OF: Mapping[str, frozenset[str]] = {
     "prompt-completion": frozenset({"prompt", "completion"}),
@@ -49,7 +49,7 @@ OPTIONAL_COLUMNS: Mapping[str, frozenset[str]] = {
     "text": frozenset(),
     "alpaca": frozenset({"input", "system", "history"}),
     "sharegpt": frozenset({"tools", "system", "history", "loss_mask"}),
-    "preference": frozenset({"prompt", "tools", "system", "history"}),
+    "preference": frozenset({"prompt", "tools", "system", "history", "margin"}),
     "unpaired-preference": frozenset({"tools", "system", "history"}),
     "label": frozenset(),
     "tokens": frozenset(

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import Field, StrictInt, StrictStr
 
 from tlora_fx.config.validation import Spec
+
+#: How the reason of a job begins that its group's halving has ended.
+HALVED = "ended by halving"
 
 
 class HalvingSpec(Spec):
@@ -30,6 +35,23 @@ class HalvingSpec(Spec):
             rung *= self.factor
         return rungs
 
-    def kept(self, jobs: int) -> int:
-        """How many of the jobs at a rung go on."""
-        return -(-jobs // self.factor)
+    def compare(self, losses: Mapping[str, float]) -> tuple[list[str], list[str]]:
+        """Jobs that go on, the best first, and those that end; equal ones in their order.
+
+        losses   at a rung, by job
+        """
+        order = sorted(losses, key=losses.__getitem__)
+        kept = -(-len(order) // self.factor)
+        return order[:kept], order[kept:]
+
+
+def reason_of(loss: float, step: int, kept: int, jobs: int) -> str:
+    """Reason of a job that ends at a rung, where `kept` of so many jobs go on."""
+    best = f"the best {kept} of {jobs} jobs"
+    return f"{HALVED}: eval_loss {loss:.6g} at step {step} is not among {best}"
+
+
+def result_of(group: str, step: int, kept: list[str], jobs: int) -> str:
+    """What to tell of a rung at which jobs end."""
+    go_on = f"{len(kept)} of {jobs} jobs go on"
+    return f"'{group}' at step {step}: {go_on}, the best is '{kept[0]}'"

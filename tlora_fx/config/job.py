@@ -74,7 +74,7 @@ __all__ = [
     "TrackerName",
 ]
 
-Method = Literal["sft", "dpo", "orpo", "kto"]
+Method = Literal["sft", "dpo", "orpo", "kto", "reward"]
 
 TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 
@@ -88,6 +88,8 @@ BETA = 0.1
 COMPARING = ("dpo", "kto")
 #: What an evaluation always measures; a job's own function may add more.
 EVAL_METRICS = ("loss", "mean_token_accuracy", "exact_match")
+#: Methods that learn from pairs of a chosen and a rejected completion.
+PAIRED = ("dpo", "orpo", "reward")
 #: And of a classifier.
 LABEL_METRICS = ("loss", "accuracy")
 TRAIN_LOSS = "train_loss"
@@ -209,7 +211,7 @@ def _fits_the_method(base: BaseSpec | None, method: str, format: str) -> None:
     if method == "kto" and format not in ("auto", "unpaired-preference"):
         what = f"method 'kto' learns from judged completions, not from the format '{format}'"
         raise refuse(what, help="give prompt, completion and label, format: unpaired-preference")
-    if method in ("dpo", "orpo") and format not in ("auto", "preference"):
+    if method in PAIRED and format not in ("auto", "preference"):
         what = f"method '{method}' learns from pairs, not from the format '{format}'"
         raise refuse(what, help="give chosen and rejected, format: preference")
 
@@ -217,8 +219,13 @@ def _fits_the_method(base: BaseSpec | None, method: str, format: str) -> None:
 def _fits_the_task(base: BaseSpec | None, method: str, format: str) -> None:
     """Refuse a method, or a format of data, of another task than the base's."""
     classifies = base is not None and base.is_classifier
-    if classifies and method != "sft":
+    if classifies and method not in ("sft", "reward"):
         raise refuse(f"method '{method}' compares texts, and the base classifies them")
+    if method == "reward":
+        if base is not None and base.objective != "regression":
+            what = "method 'reward' trains a head that gives each text one number"
+            raise refuse(what, help="set task: SEQ_CLS and labels: 1 under 'base'")
+        return
     if classifies and format not in ("auto", "label"):
         what = f"a classifier learns from labels, not from the format '{format}'"
         raise refuse(what, help="give the columns text and label, format: label")
@@ -242,7 +249,8 @@ class Job(Spec):
                                  when all are, where the others begin again
     method                       sft: learn from samples; dpo, orpo: learn from pairs of a chosen
                                  and a rejected completion; kto: learn from completions that are
-                                 desirable or not; as TRL's trainers do
+                                 desirable or not; reward: learn from pairs to give the chosen one
+                                 the greater number; as TRL's trainers do
     loss                         loss of method sft; None: the cross entropy of the next token, on a
                                  base whose own loss is the same; cross_entropy: that loss also on a
                                  base that computes another one by itself
@@ -879,7 +887,7 @@ class Job(Spec):
     @property
     def sequences_per_sample(self) -> int:
         """Sequences of what a batch counts as one sample."""
-        return 2 if self.method in ("dpo", "orpo") else 1
+        return 2 if self.method in PAIRED else 1
 
     @property
     def best_metric(self) -> str:

@@ -143,21 +143,6 @@ def require_trusted_functions(jobs: Sequence[Job], file: object, *, trusted: boo
             )
 
 
-def require_no_halving(jobs: Sequence[Job], file: object) -> None:
-    """Refuse jobs that are compared with others, where groups of jobs change.
-
-    raises  JobFileError
-    """
-    for job in jobs:
-        if job.halving is not None:
-            raise JobFileError(
-                "only tlora-fx train compares jobs by halving",
-                file=file,
-                job=job.name,
-                help="train the file with tlora-fx train, or leave 'halving' out of it",
-            )
-
-
 @dataclass(frozen=True, slots=True)
 class _JobFileReader:
     path: Path

@@ -139,6 +139,7 @@ _OTHERS = {
     "DPOConfig": "give Job(method='dpo', beta=...)",
     "ORPOConfig": "give Job(method='orpo', beta=...)",
     "KTOConfig": "give Job(method='kto', beta=..., shuffle=False)",
+    "RewardConfig": "give Job(method='reward'), and a base with task='SEQ_CLS' and labels=1",
 }
 
 

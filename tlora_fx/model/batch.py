@@ -28,6 +28,8 @@ from tlora_fx.model.row_ladder import RowLadder, RowSize, power_of_two
 IGNORED = -100
 #: Index of what no job brought.
 PADDING = -1
+#: Added to a target of a number's bits: what is asked for is the distance to it, with its sign.
+SIGNED = 1 << 40
 # Tokens of a row, so that no dimension is specialised to one.
 SMALLEST = 2
 
@@ -69,7 +71,8 @@ class PackedBatch:
     keys                      int64 [J, 2] on the CPU: the job's seed and optimizer step
     target_rows               int64 [N]: flat positions whose next token is a target, by job; of
                               classifiers those that a label belongs to
-    targets                   int64 [N]: that next token, or the label's integer
+    targets                   int64 [N]: that next token, or the label's integer, of rewards with
+                              SIGNED added
     target_segments           int32 [J + 1] on the CPU: job j owns this run of target rows
     pairs                     of each job that learns from pairs, or by losses of whole sequences
     compared                  a row of those that the base is asked for too; None: of none
@@ -325,12 +328,13 @@ def _targets(
     runs = [0]
     sequence = 0
     for job in jobs:
+        scores = job.preference is not None and job.preference.method == "reward"
         for labels in job.labels:
             start = starts[sequence]
             for position, label in enumerate(labels[job.shift :]):
                 if label != IGNORED:
                     rows.append(start + position)
-                    targets.append(label)
+                    targets.append(label + SIGNED if scores else label)
             sequence += 1
         runs.append(len(rows))
     return (

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tlora_fx.config.base_spec import Objective
-from tlora_fx.model.batch import IGNORED
+from tlora_fx.model.batch import IGNORED, SIGNED
 from tlora_fx.model.objectives import TokenTerms, token_losses
 from tlora_fx.ops import cross_entropy, segment_spread, segment_sum, tp_argmax, tp_cross_entropy
 from tlora_fx.ops.parallel import GROUP
@@ -427,8 +427,10 @@ def row_losses(logits: Tensor, targets: Tensor, objective: Objective) -> Tensor:
     source    transformers' ForSequenceClassificationLoss, of one sample
     """
     if objective == "regression":
-        wanted = targets.to(torch.int32).view(torch.float32).to(logits.dtype)
-        losses = (logits.squeeze(-1) - wanted).square()
+        is_signed = targets >= SIGNED >> 1
+        codes = torch.where(is_signed, targets - SIGNED, targets)
+        away = logits.squeeze(-1) - codes.to(torch.int32).view(torch.float32).to(logits.dtype)
+        losses = torch.where(is_signed, away, away.square())
     elif objective == "multi_label_classification":
         marks = (targets[:, None] >> torch.arange(logits.shape[-1], device=logits.device)) & 1
         every = F.binary_cross_entropy_with_logits(logits, marks.to(logits.dtype), reduction="none")

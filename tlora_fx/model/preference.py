@@ -3,10 +3,11 @@
 A pair is two sequences behind each other, the chosen one first. DPO asks how much more the adapter
 prefers the chosen one than its reference does: the base, or the adapter that the job continues.
 ORPO asks for the chosen one's likelihood and for the odds of both. What is called the base here is
-that reference.
+that reference. A reward head gives each sequence a number, and is asked for a greater one for the
+chosen sequence.
 
 source   Rafailov et al., Direct Preference Optimization, equation 7; Hong et al., ORPO, equations
-         6 and 7; both as TRL's trainers average them
+         6 and 7; Bradley and Terry's model of pairs; all as TRL's trainers average them
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ _PARTS = 3
 class Preference:
     """Comparison of the sequences of a pair, by a job's method; `beta` is that of the method."""
 
-    method: Literal["dpo", "orpo"]
-    beta: float
+    method: Literal["dpo", "orpo", "reward"]
+    beta: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +44,8 @@ class Pairs:
     segments   int32 [3 P + 1] on the CPU, among the job's own target rows: of each pair the targets
                of the chosen prompt, of the chosen completion, and of the rejected one
     base       of the same, the losses of the base alone, [3 P]; None where none are asked for
+
+    Of rewards a token loss is a sequence's number, less the margin that a chosen one must have.
     """
 
     job: int
@@ -73,6 +76,8 @@ class Pairs:
         sums: Tensor = segment_sum(losses[: int(self.segments[-1])], self.segments)
         prompts, chosen, rejected = sums.view(-1, _PARTS).unbind(1)
         beta = self.preference.beta
+        if self.preference.method == "reward":
+            return -F.logsigmoid(chosen - rejected).sum()
         if self.preference.method == "dpo":
             assert self.base is not None, "the base was not asked"
             _, base_chosen, base_rejected = self.base.view(-1, _PARTS).unbind(1)
@@ -97,6 +102,10 @@ def pairs_of(job: int, preference: Preference, labels: Sequence[Sequence[int]], 
     labels   of each sequence, unshifted; the rejected one's first says where a prompt ends
     none     what a label is that is no target
     """
+    if preference.method == "reward":
+        # A number of each sequence, and nothing of prompts.
+        counts = torch.tensor([0, 1, 1], dtype=torch.int32).repeat(len(labels) // 2)
+        return Pairs(job, preference, F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)))
     bounds = [0]
     for chosen, rejected in zip(labels[::2], labels[1::2], strict=True):
         prompt = next(at for at, label in enumerate(rejected) if label != none)

@@ -300,9 +300,10 @@ class Roster:
         return moved
 
     def final_adapter(self, run: JobRun) -> Mapping[str, Tensor] | None:
-        """The adapter that a job leaves which has left; None of one that pauses."""
+        """The adapter that a job leaves which has left; None of one that pauses before a rung."""
         state = self._gone.get(run.job.name)
-        return None if state is None or run.status == "paused" else state.best or state.adapter
+        pauses = run.status == "paused" and not run.is_at_rung
+        return None if state is None or pauses else state.best or state.adapter
 
     def ended(self) -> list[str]:
         """Names of jobs that have left because they ended, in the order in which they did."""

@@ -163,7 +163,12 @@ class Evaluator:
 
     def _metrics(self, data: JobData, loss_sum: float, tokens: np.ndarray) -> dict[str, float]:
         if data.job.is_preference:
-            return {"eval_loss": loss_sum / (len(data.evaluation) // data.job.sequences_per_sample)}
+            samples = len(data.evaluation) // data.job.sequences_per_sample
+            measured = {"eval_loss": loss_sum / samples}
+            if data.job.method == "reward":
+                chosen, rejected = decoded(tokens, data.job.base).reshape(-1, 2).T
+                measured["eval_accuracy"] = float(np.mean(chosen > rejected))
+            return measured
         if data.job.base.is_classifier:
             return self._label_metrics(data, loss_sum, tokens)
         of_samples = [_targets(sample) for sample in data.evaluation]

@@ -21,6 +21,7 @@ from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import NotFinite, StepMisuse
 from tlora_fx.host.phases import phase
+from tlora_fx.model.backbone import text_config
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.elastic import Admission
 from tlora_fx.model.objectives import Objective, Scores
@@ -350,9 +351,12 @@ class GroupStep:
     def _require(self, given: Mapping[int, Batch]) -> None:
         assert self.runner is not None
         alone = self.mesh.size == 1 and self.runner.nano_batches == 1
+        vocabulary, backbone = self.model.group.vocabulary, self.model.backbone
+        if backbone.spec.is_classifier:
+            # It has a logit for each label, and not for each token.
+            vocabulary = text_config(backbone.model).vocab_size
         for index, batch in given.items():
-            job = self.members[index].job
-            require_batch(job, batch, self.model.group.vocabulary, alone=alone)
+            require_batch(self.members[index].job, batch, vocabulary, alone=alone)
 
     def _objectives(
         self, given: Mapping[int, Batch], scores: Mapping[int, Scores]

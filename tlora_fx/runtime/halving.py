@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tlora_fx.config.halving import HalvingSpec
+from tlora_fx.config.halving import HalvingSpec, reason_of, result_of
 from tlora_fx.host.durable import replace_file
 from tlora_fx.runtime.job_run import JobRun
 
@@ -77,25 +77,20 @@ class Halving:
         for run in ended:
             if run.status == "running":
                 loss = run.evaluation.rung_losses[step]
-                run.halve(f"eval_loss {loss:.6g} at step {step} is not among the best "
-                          f"{len(record['kept'])} of {len(there)} jobs")  # fmt: skip
-        if not ended:
-            return ""
-        go_on = f"{len(record['kept'])} of {len(there)} jobs go on"
-        return f"'{group}' at step {step}: {go_on}, the best is '{record['kept'][0]}'"
+                run.halve(reason_of(loss, step, len(record["kept"]), len(there)))
+        return result_of(group, step, record["kept"], len(there)) if ended else ""
 
     def _record(self, group: str, step: int, there: Sequence[JobRun]) -> dict[str, Any]:
         """The decision about a rung: the one that was made before, or a new one."""
-        losses = {run.job.name: run.evaluation.rung_losses[step] for run in there}
+        ordered = sorted(there, key=lambda run: run.index)
+        losses = {run.job.name: run.evaluation.rung_losses[step] for run in ordered}
         for record in self._records:
             same_rung = record.get("group") == group and record.get("step") == step
             if same_rung and {*record.get("kept", ()), *record.get("ended", ())} == {*losses}:
                 return record
-        order = sorted(there, key=lambda run: (losses[run.job.name], run.index))
         halving = there[0].job.halving
         assert isinstance(halving, HalvingSpec)
-        kept = [run.job.name for run in order[: halving.kept(len(order))]]
-        ended = [run.job.name for run in order[len(kept) :]]
+        kept, ended = halving.compare(losses)
         shown = {name: loss if math.isfinite(loss) else None for name, loss in losses.items()}
         record = {"group": group, "step": step, "kept": kept, "ended": ended, "eval_loss": shown}
         self._records.append(record)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tlora_fx.config.adapter_folder import CONFIG
+from tlora_fx.config.halving import HALVED
 from tlora_fx.config.job import DataSpec, Job
 from tlora_fx.errors import MetricFunctionError, RunFolderError, TloraError
 from tlora_fx.host.durable import link_or_copy, replace_file
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
 Status = Literal["running", "done", "failed", "paused"]
 #: How the reason of a job begins that was ended before its last step because a user asked for it.
 STOPPED = "stopped as asked"
-#: Reason of a job that its group's halving has ended.
-HALVED = "ended by halving"
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,9 +304,14 @@ class JobRun(Member):
 
     def final_adapter(self) -> Mapping[str, Tensor]:
         """Adapter that the job leaves: its best step's where it keeps one, else the last."""
-        if self.best and self.status == "done":
+        if self.best and (self.status == "done" or self.is_at_rung):
             return self.best
         return super().final_adapter()
+
+    @property
+    def is_at_rung(self) -> bool:
+        """Whether the job is where it is compared with others: it may end there."""
+        return self.status in ("running", "paused") and self.step in self.evaluation.rung_losses
 
     def load_best(self) -> None:
         """Load the best step's values into the parameters, where the job keeps it and is done."""
@@ -336,8 +340,8 @@ class JobRun(Member):
         self.status, self.reason = "done", f"{STOPPED} after step {self.step}"
 
     def halve(self, why: str) -> None:
-        """End the job where it is, because others of its group are better."""
-        self.status, self.reason = "done", f"{HALVED}: {why}"
+        """End the job where it is, because others of its halving are better."""
+        self.status, self.reason = "done", why
 
     def pause(self) -> None:
         """Train no more for now; a run that goes on with the job trains it on."""

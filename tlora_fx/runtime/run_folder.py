@@ -357,14 +357,14 @@ class RunFolder:
         content = {**status, **stamp(STATUS_FORMAT)}
         replace_file(folder / STATUS, (json.dumps(content, indent=2) + "\n").encode())
 
-    def restate(self, job: str, status: str) -> None:
+    def restate(self, job: str, status: str, **more: str) -> None:
         """Say anew how a job stands, where something was said of it; the rest of that stays."""
         try:
             told = json.loads((self.job(job) / STATUS).read_bytes())
         except (OSError, ValueError):
             return
         if isinstance(told, dict):
-            self.write_status(job, {**told, "status": status})
+            self.write_status(job, {**told, "status": status, **more})
 
     def announce(self, jobs: Sequence[str]) -> None:
         """Say that jobs start, before anything is loaded; a folder that holds no more is new.

@@ -174,6 +174,9 @@ def _backward(
                 wanted = torch.tensor([line.desirable is True for line in batch], device=device)
                 found = _compared(model, ids, labels_of, attended, reference)
                 loss = _kto_loss(job, *found, wanted) / compared
+            elif job.method == "reward":
+                ids = ids.masked_fill(attended == 0, padding)
+                loss = _reward_loss(model, ids, labels_of, attended) / compared
             elif job.is_preference:
                 loss = _pair_loss(model, job, ids, labels_of, attended, reference) / compared
             elif job.base.is_classifier:
@@ -251,6 +254,13 @@ def _label_loss(
         return F.mse_loss(logits.squeeze(-1), wanted.to(logits.dtype), reduction="sum")
     losses = F.binary_cross_entropy_with_logits(logits, wanted.to(logits.dtype), reduction="none")
     return losses.mean(1).sum()
+
+
+def _reward_loss(model: PeftModel, ids: Tensor, labels: Tensor, attended: Tensor) -> Tensor:
+    """The losses of a micro-batch's pairs, summed, whose labels are margins: see `_pair_loss`."""
+    scores = model(input_ids=ids, attention_mask=attended, use_cache=False).logits.squeeze(-1)
+    margins = labels[labels != NO_TARGET].to(torch.int32).view(torch.float32)[::2].to(scores)
+    return -F.logsigmoid(scores[::2] - scores[1::2] - margins).sum()
 
 
 def _padding_of(job: Job, base: nn.Module, samples: Sequence[Sample]) -> int:

@@ -113,6 +113,8 @@ def require_batch(job: Job, batch: Batch, vocabulary: int, *, alone: bool) -> No
             expected=f"token ids below {vocabulary}",
             found=max(ids),
         )
+    if job.method == "reward":
+        _require_scored(job, batch)
     normalizer = batch.normalizer
     if normalizer is not None and not (math.isfinite(normalizer) and normalizer > 0):
         raise StepMisuse(
@@ -188,6 +190,19 @@ def _require_loss(job: Job, batch: Batch, samples: Sequence[Sample], *, alone: b
                 job=job.name,
                 expected=f"{len(sample.labels)} finite numbers, one for each label",
                 found=found,
+            )
+
+
+def _require_scored(job: Job, batch: Batch) -> None:
+    """Refuse what is no pairs of a chosen and a rejected sequence, each read at one token."""
+    for number, micro in enumerate(batch.micro_batches):
+        counts = [len(_targets(sample, job.label_shift)) for sample in micro]
+        if len(counts) % 2 or counts != [1] * len(counts):
+            raise StepMisuse(
+                f"micro-batch {number} is no pairs of which each sequence is read at one token",
+                job=job.name,
+                expected="chosen and rejected samples in turn, with one label that is not -100",
+                found=f"{counts} labels",
             )
 
 

@@ -527,8 +527,7 @@ class Trainer:
             due_now = self.ranks.from_leader(due_now)
         if not self._end.ahead:
             outside = outside | self.measurements.evaluate(list(map(self.roster.at, due_now)))
-            for text in self.halving.judge(self.runs):
-                self.callback.noted(text)
+            self._compare(due_now)
             self.measurements.sample([run for run in active if run.is_sampled])
         changed = self._tell_of_changes()
         for run in active:
@@ -545,6 +544,16 @@ class Trainer:
             raise next(iter(outside.values()))
         if (due or changed) and self._active():
             self._save(last=False, only=None if due else changed)
+
+    def _compare(self, evaluated: Sequence[int]) -> None:
+        """End the weak jobs at a rung; jobs of a service pause there, and it compares them."""
+        if self.carried is None:
+            for text in self.halving.judge(self.runs):
+                self.callback.noted(text)
+            return
+        for run in map(self.roster.at, evaluated):
+            if run.status == "running" and run.is_at_rung:
+                self.pause(run.job.name)
 
     def _conclude(self, run: JobRun) -> None:
         """A job has ended: leave its adapter, and say so."""

@@ -60,10 +60,12 @@ class Committed(GroupEvent):
     """Steps that a crash cannot take away any more.
 
     path    where the committed states lie; empty in simulation
+    rungs   evaluation losses of jobs that are where they are compared with others, by job
     """
 
     steps: Mapping[str, float]
     path: str = ""
+    rungs: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

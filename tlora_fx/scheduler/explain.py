@@ -410,7 +410,10 @@ def _ending(record: JobRecord, last: DecisionRecord | None) -> Iterator[str]:
     """Of a job about which nothing is to be decided, or nothing was yet."""
     match record.status:
         case "done":
-            yield f"{record.name}: done after {record.steps:g} steps"
+            reason = f", {record.reason}" if record.reason else ""
+            yield f"{record.name}: done after {record.steps:g} steps{reason}"
+        case "queued" | "running" if record.reason:
+            yield f"{record.name}: {record.reason}"
         case "queued" | "running" if last is None:
             yield f"{record.name}: waits, and no decision has seen it yet"
         case "queued" | "running":

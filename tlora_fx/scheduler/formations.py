@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -161,6 +161,9 @@ class Callback:
     def parked(self, time: float, request: JobRequest, reason: str) -> None:
         """A job of an earlier process cannot go on now; the next start tries it again."""
 
+    def compared(self, time: float, ended: Sequence[str], text: str) -> None:
+        """Jobs were compared by their halving, and some have ended."""
+
     def cancelled(self, time: float, name: str) -> None:
         """A job was taken back before it began: its file is gone."""
 
@@ -257,11 +260,11 @@ class Formations:
             and self._executor.can_change(formation.launched, formation.epoch, group)
         )
 
-    def part(self, formation: Formation, name: str) -> None:
-        """Remove a job from a formation; where that takes a stop, drain the formation."""
+    def part(self, formation: Formation, names: Container[str]) -> None:
+        """Remove jobs from a formation; where that takes a stop, drain the formation."""
         if formation.leaving:
             return
-        rest = tuple(other for other in formation.group.jobs if other != name)
+        rest = tuple(other for other in formation.group.jobs if other not in names)
         group = replace(formation.group, jobs=rest)
         if formation.successor is None and rest and self._goes_on(formation, group):
             formation.next_group = group

@@ -175,6 +175,7 @@ class Events:
                 formation.advanced(event.steps)
             case Committed():
                 self._committed(event.steps, formation)
+                self._park(event, formation)
             case GroupStarted():
                 formation.started, formation.paused = event.time, event.paused
             case Warned():
@@ -192,6 +193,13 @@ class Events:
         )
         formation.advanced(steps)
         self.loop.retries.committed(steps)
+
+    def _park(self, event: Committed, formation: Formation) -> None:
+        """Hold jobs back that are to be compared, before anybody forms a group of them."""
+        if event.rungs and self.loop.ledger:
+            undecided = {each.job for each in self.loop.ledger.undecided_rungs()}
+            for name in event.rungs.keys() & formation.jobs.keys() & undecided:
+                self.loop.park(name)
 
     def _drained(self, event: Drained, formation: Formation) -> None:
         self.loop.credits.settle(formation, event.time)
@@ -221,7 +229,7 @@ class Events:
         loop.credits.settle(formation, time)
         loop.callback.left(time, formation, job, reason)
         loop.formations.freed(name)
-        self._ends(name, reason)
+        self.ends(name, reason)
         for each in (formation, formation.successor):
             if each is not None and name in each.jobs:
                 self._without(each, name)
@@ -238,10 +246,12 @@ class Events:
             ).seconds
         formation.without(name, seconds)
 
-    def _ends(self, name: str, reason: str) -> None:
+    def ends(self, name: str, reason: str) -> None:
+        """A job ends, done ("") or failed for a reason."""
         loop = self.loop
         if loop.held.pop(name, None) is None:
             loop.window.remove(name)
+        loop.parked.discard(name)
         loop.window.fill()
         loop.retries.forget(name)
         loop.credits.close(name)
@@ -269,7 +279,7 @@ class Events:
             if loop.ledger:
                 loop.ledger.give_up(job.name, reason, event.time)
             loop.callback.gave_up(event.time, job, reason)
-            self._ends(job.name, reason)
+            self.ends(job.name, reason)
 
     def _of_node(self, event: ExecutorEvent, now: float) -> None:
         loop = self.loop
@@ -330,6 +340,7 @@ class Loop:
 
     switch_seconds   of the options; whoever knows better may change it
     held             active jobs that no policy sees: see `hold`
+    parked           those of them that wait to be compared with others
     changes          what joins and leaves cost running groups, as policies are told; likewise
     """
 
@@ -360,6 +371,7 @@ class Loop:
         self.cluster = executor.inventory()
         self.ended: dict[str, str] = {}
         self.held: dict[str, ActiveJob] = {}
+        self.parked: set[str] = set()
         self.changed = self.prompted = False
         self.stopping = False
         self.now = self._decided = float("-inf")
@@ -438,6 +450,7 @@ class Loop:
             return False
         if self.held.pop(name, None) is None and not self.window.withdraw(name):
             return False
+        self.parked.discard(name)
         self.window.fill()
         self.retries.forget(name)
         self.credits.close(name)
@@ -459,16 +472,32 @@ class Loop:
         self.window.fill()
         for formation in list(self.formations.running.values()):
             if name in (formation.successor or formation).jobs or name in formation.jobs:
-                self.formations.part(formation, name)
+                self.formations.part(formation, self.held)
         self.formations.drop(lambda group: name in group.jobs)
         self.changed = self.prompted = True
         return True
 
     def let_go(self, name: str) -> None:
-        """A held job may run again, in its old place of the queue."""
+        """A held job that is not parked may run again, in its old place of the queue."""
+        if name in self.parked:
+            return
         job = self.held.pop(name)
         if self.window.put(job):
             self.changed = self.prompted = True
+
+    def park(self, name: str) -> None:
+        """Hold an active job back until `unpark` or `finish`, whoever else would let it go."""
+        self.parked.add(name)
+        self.hold(name)
+
+    def unpark(self, name: str) -> None:
+        """A parked job may run again."""
+        self.parked.remove(name)
+        self.let_go(name)
+
+    def finish(self, name: str) -> None:
+        """A parked job that is in no group ends where it is."""
+        self._events.ends(name, "")
 
     def advance(self, now: float) -> None:
         """Do all that is due at `now`, in seconds on the executor's clock; never waits."""

@@ -42,6 +42,7 @@ from tlora_fx.host.storage import missing_bytes
 from tlora_fx.runtime.early_checks import job_files, require_folder
 from tlora_fx.runtime.run_folder import LEDGER, RunFolder
 from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
+from tlora_fx.scheduler.halving import RungComparison
 from tlora_fx.scheduler.local.admission import (
     ADMISSION,
     Admission,
@@ -525,6 +526,7 @@ class SchedulerService:
     stopping: bool = False
     before_advance: Callable[[], None] = lambda: None
     files: JobFolder = field(init=False)
+    _rungs: RungComparison = field(init=False)
     _looked: float = float("-inf")
     _heartbeat: float = field(default_factory=time.monotonic)
     _busy: float = 0.0
@@ -545,6 +547,10 @@ class SchedulerService:
         self.files = JobFolder(
             self.jobs, self.ledger, self._known, options.retries, options.removes_files
         )
+        self._rungs = RungComparison(
+            self.ledger, self.loop, self.executor, RunFolder(self.folder.path), self.specs,
+            options.submitters.of_job,
+        )  # fmt: skip
 
     def go_on(self) -> None:
         """Take up what an earlier process left, each job once it is known that it can go on."""
@@ -611,6 +617,7 @@ class SchedulerService:
             self._hear(answer)
         if not self.stopping:
             self._submit_gathered(now)
+            self._rungs.look(self._coming, now)
         if self.stopping and not self.loop.stopping:
             self.admission.close()
             self.loop.drain_all(now)
@@ -625,6 +632,16 @@ class SchedulerService:
         if not self.loop.idle or self.files.waiting or self.admission.busy or gathered:
             self._busy = now
         return self.options.linger is None or now - self._busy <= self.options.linger
+
+    def _coming(self) -> set[str] | None:
+        """Jobs that have not ended and can go on; None while a file is not read."""
+        if self.files.waiting or any(file.left is None for file in self._open.values()):
+            return None
+        active = {name for name, how in self.loop.ended.items() if not how}
+        prepared = {answer.spec["name"] for answer in self._gathered}
+        restored = {record.name for record in self._restored.values()}
+        reading = {name for file in self._open.values() for name in file.left or ()}
+        return active | prepared | restored | reading | self._left.keys()
 
     def _waits_for_room(self) -> bool:
         """Whether nothing may be done until somebody frees space; raises OSError."""

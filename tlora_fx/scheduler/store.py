@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Json, TypeAdapter
 
+from tlora_fx.config.halving import HalvingSpec
 from tlora_fx.cost.estimator import Layout
 from tlora_fx.errors import LedgerError
 from tlora_fx.host.formats import require_known
@@ -114,12 +115,27 @@ class DecisionRecord:
         return [name for group in self.groups for name in group.jobs] + list(self.waiting)
 
 
+@dataclass(frozen=True, slots=True)
+class RungRecord:
+    """A job that has come to a rung of its halving, and is not compared there yet.
+
+    is_active   it has not ended by itself
+    """
+
+    job: str
+    step: int
+    loss: float
+    halving: Json[HalvingSpec]
+    is_active: bool
+
+
 _GROUPS = TypeAdapter(tuple[Group, ...])
-Record = TypeVar("Record", JobRecord, EpochRecord, DecisionRecord)
+Record = TypeVar("Record", JobRecord, EpochRecord, DecisionRecord, RungRecord)
 _RECORDS: dict[Any, TypeAdapter[Any]] = {
     JobRecord: TypeAdapter(list[JobRecord]),
     EpochRecord: TypeAdapter(list[EpochRecord]),
     DecisionRecord: TypeAdapter(list[DecisionRecord]),
+    RungRecord: TypeAdapter(list[RungRecord]),
 }
 #: The columns of each record, in the order of its fields.
 _COLUMNS = {
@@ -146,8 +162,8 @@ def records(kind: type[Record], rows: Iterable[Sequence[Any]]) -> list[Record]:
 
 
 #: In the first format, `epochs` has no column `held`. The second has no tables `members` and
-#: `decided`.
-FORMAT = 3
+#: `decided`, the third no table `rungs`.
+FORMAT = 4
 MEMBERS_FORMAT = 3
 
 _TABLES = """
@@ -168,6 +184,9 @@ CREATE TABLE IF NOT EXISTS origins (name TEXT PRIMARY KEY, path TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS members (
     job TEXT NOT NULL, epoch INTEGER NOT NULL, PRIMARY KEY (job, epoch)) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS decided (job TEXT PRIMARY KEY, decision INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS rungs (
+    job TEXT NOT NULL, step INTEGER NOT NULL, loss REAL NOT NULL, kept INTEGER,
+    PRIMARY KEY (job, step)) WITHOUT ROWID;
 """
 
 #: Of a ledger that was written without them: the groups that each job was in, and the last decision
@@ -188,6 +207,7 @@ CREATE INDEX IF NOT EXISTS jobs_refused ON jobs (place) WHERE status = 'refused'
 CREATE INDEX IF NOT EXISTS jobs_by_any_case ON jobs (name COLLATE NOCASE);
 CREATE INDEX IF NOT EXISTS epochs_open ON epochs (epoch) WHERE ended IS NULL;
 CREATE INDEX IF NOT EXISTS decisions_by_time ON decisions (time);
+CREATE INDEX IF NOT EXISTS rungs_undecided ON rungs (job) WHERE kept IS NULL;
 """
 _ACTIVE = "status IN ('queued', 'running')"
 
@@ -203,6 +223,8 @@ UPDATE epochs SET held = max(0, coalesce(started, launched) - launched, coalesce
 """
 #: How an epoch ended whose processes another one took over: this, and its number.
 GOES_ON = "goes on as "
+#: Why a job waits that has come to a rung.
+PARKED = "waits for the other jobs of its halving, to be compared with them"
 #: How an epoch ended whose process was killed.
 KILLED = "the run was killed"
 
@@ -305,6 +327,11 @@ class Ledger:
             base.execute(
                 "DELETE FROM jobs WHERE name = ? AND (status = 'cancelled' OR "
                 "status = 'refused' AND first_started IS NULL)",
+                (name,),
+            )
+            base.execute(
+                "DELETE FROM rungs WHERE job = ? "
+                "AND NOT EXISTS (SELECT 1 FROM jobs WHERE name = job)",
                 (name,),
             )
             base.execute(query, (name, text, json.dumps(spec or {}), status, reason))
@@ -410,6 +437,15 @@ class Ledger:
                     )
                 case Committed():
                     _commit(base, event.epoch, event.steps, event.path)
+                    base.executemany(
+                        "INSERT OR IGNORE INTO rungs VALUES (?, ?, ?, NULL)",
+                        [(job, event.steps[job], loss) for job, loss in event.rungs.items()],
+                    )
+                    base.executemany(
+                        "UPDATE jobs SET reason = ? WHERE name = ? AND EXISTS "
+                        "(SELECT 1 FROM rungs WHERE job = name AND kept IS NULL)",
+                        [(PARKED, job) for job in event.rungs],
+                    )
                 case Finished():
                     _commit(base, event.epoch, {event.job: event.steps}, "")
                     _settle(base, event.job, "done", "", event.time)
@@ -436,6 +472,38 @@ class Ledger:
         """A job will not be run again."""
         with self._transition() as base:
             _settle(base, job, "failed", reason, time)
+
+    def undecided_rungs(self) -> list[RungRecord]:
+        """Jobs that are to be compared, in the order of `jobs`; raises LedgerError."""
+        query = (
+            "SELECT job, step, loss, json_extract(spec, '$.halving'), status != 'done' "
+            "FROM rungs JOIN jobs ON name = job "
+            "WHERE kept IS NULL AND status IN ('queued', 'running', 'done') ORDER BY place"
+        )
+        with _reading(self.path):
+            return records(RungRecord, self._base.execute(query))
+
+    def has_rung(self, job: str, step: int) -> bool:
+        """Whether a job has come to a rung, decided or not; raises LedgerError."""
+        query = "SELECT 1 FROM rungs WHERE job = ? AND step = ?"
+        with _reading(self.path):
+            return self._base.execute(query, (job, step)).fetchone() is not None
+
+    def decide_rung(
+        self, step: int, kept: Collection[str], ended: Mapping[str, str], time: float
+    ) -> None:
+        """Write down which jobs go on from a rung, and for which reasons the others end there."""
+        with self._transition() as base:
+            base.executemany(
+                "UPDATE rungs SET kept = ? WHERE job = ? AND step = ?",
+                [(name in kept, name, step) for name in (*kept, *ended)],
+            )
+            base.executemany(
+                "UPDATE jobs SET reason = '' WHERE name = ? AND reason = ?",
+                [(name, PARKED) for name in kept],
+            )
+            for name, reason in ended.items():
+                _settle(base, name, "done", reason, time)
 
     def retry(self) -> None:
         """Jobs that were refused although they had begun are queued: they may go on now."""

@@ -160,6 +160,10 @@ class EventLog(Callback):
         """A job waits for the next start."""
         self.say(time, "warning", [request.name], f"waits for the next start: {reason}")
 
+    def compared(self, time: float, ended: Sequence[str], text: str) -> None:
+        """Jobs were compared, and some have ended."""
+        self.say(time, "done", ended, f"has ended: {text}")
+
     def cancelled(self, time: float, name: str) -> None:
         """A job was taken back."""
         self.say(time, "cancelled", [name], "is cancelled")

@@ -37,7 +37,6 @@ from tlora_fx.config.job_file import (
     SHARED,
     load_job_file,
     read_yaml,
-    require_no_halving,
 )
 from tlora_fx.config.paths import is_pattern, is_there
 from tlora_fx.config.sweep import entries_of_values
@@ -296,7 +295,6 @@ class Intake:
             patterns = self._require_inside(folder, top)
             matched = self._matched(user, folder, patterns)
             jobs = load_job_file(path, trust_remote_code=self.limits.trust_remote_code).jobs
-            require_no_halving(jobs, JOB_FILE)
             self._require_data(folder, top, files, matched)
             _require_base(jobs[0].base)
             return jobs

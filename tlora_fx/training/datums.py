@@ -7,7 +7,7 @@ the last of which nobody reads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,11 @@ def batch_of(request: ForwardBackward, positions: int | None) -> Batch:
             found=request.loss,
             help=INSTEAD.get(request.loss, ""),
         )
+    if request.loss == "kto" and request.forward_only:
+        raise CommandRefused(
+            "the loss 'kto' asks the base too, which a forward alone does not",
+            help="call forward_backward, or forward with loss_fn='cross_entropy'",
+        )
     options: dict[str, float] = {}
     for name, value in request.options.items():
         if isinstance(value, str):
@@ -73,6 +78,8 @@ def _sample(at: int, datum: Datum, loss: str, positions: int | None) -> Sample:
         raise CommandRefused(
             f"datum {at} has a token that is none", expected="whole numbers from 0"
         )
+    if loss == "kto":
+        return _judged(at, tokens, targets, inputs)
     if unknown := sorted(set(inputs) - set(FIELDS)):
         raise CommandRefused(
             f"the loss '{loss}' does not read {', '.join(unknown)} of datum {at}",
@@ -80,6 +87,24 @@ def _sample(at: int, datum: Datum, loss: str, positions: int | None) -> Sample:
         )
     said: dict[str, Any] = {name: (0.0, *map(float, values)) for name, values in inputs.items()}
     return Sample((*map(int, tokens), int(targets[-1])), (IGNORED, *map(int, targets)), **said)
+
+
+def _judged(
+    at: int, tokens: np.ndarray, targets: np.ndarray, inputs: Mapping[str, np.ndarray]
+) -> Sample:
+    """A datum of kto: its completion are the targets of weight 1, and `desirable` judges it."""
+    weights, said = inputs.get("weights", np.ones(len(tokens))), inputs.get("desirable")
+    fits = inputs.keys() <= {"weights", "desirable"} and said is not None
+    fits = fits and all(len(each) == len(tokens) for each in inputs.values())
+    if said is None or not fits or {*said} not in ({0}, {1}) or not {*weights} <= {0, 1}:
+        raise CommandRefused(
+            f"datum {at} does not fit the loss 'kto'",
+            expected="desirable: 1 or 0 for all tokens; weights: 1 for those of the completion",
+            found=", ".join(sorted(inputs)) or "neither",
+        )
+    labels = (int(each) if on else IGNORED for each, on in zip(targets, weights, strict=True))
+    ids = (*map(int, tokens), int(targets[-1]))
+    return Sample(ids, (IGNORED, *labels), desirable=bool(said[0]))
 
 
 def _cut(samples: Sequence[Sample]) -> list[list[Sample]]:

@@ -78,6 +78,8 @@ def preference_of(job: Job) -> Preference | None:
     match job.method:
         case "dpo" | "orpo" as method:
             return Preference(method, BETA if job.beta is None else job.beta)
+        case "reward" as method:
+            return Preference(method)
     return None
 
 

@@ -273,6 +273,8 @@ class ChunkEncoder:
             self._draft = partial(
                 self._encoder.draft_label, base=base, most=most, position=position
             )
+            if job.method == "reward":
+                self._draft = partial(self._encoder.draft_scored, base=base, position=position)
         elif job.method == "kto":
             self._draft = self._encoder.draft_judged
         elif job.is_preference:

@@ -293,6 +293,30 @@ class TextEncoder:
         texts = (prompt, prompt + chosen, prompt + rejected)
         return Draft(finish, texts=tuple(map(_encodable, texts)))
 
+    def draft_scored(
+        self, fields: Mapping[str, Any], base: BaseSpec, position: LabelPosition
+    ) -> Draft:
+        """The sequences of a pair, each read at one token as by TRL's RewardTrainer.
+
+        position  of that token, by the sequence's token ids
+        raises    BadRowError
+        """
+        try:
+            codes = label_code(self._ours(fields).get("margin", 0.0), base), label_code(0.0, base)
+        except ValueError as error:
+            raise BadRowError(str(error).replace("label", "margin")) from None
+        made = self.draft_pair(fields)
+
+        def finish(chats: Sequence[Encoded], ids: Sequence[list[int]]) -> tuple[TokenRow, ...]:
+            rows = made.finish(chats, ids)
+            read = (position(row.ids) for row in rows)
+            return tuple(
+                row._replace(spans=(at, at + 1), code=code)
+                for row, at, code in zip(rows, read, codes, strict=True)
+            )
+
+        return replace(made, finish=finish)
+
     def _ours(self, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The row's values by our names; optional ones only where they are there."""
         needed, ours = COLUMNS_OF[self.layout.format], {}

@@ -123,6 +123,8 @@ def find_layout(job: Job, rows: Iterable[Mapping[str, Any]], *, where: str) -> S
         raise _missing(job, formats, sorted(named), where)
     [format] = fitting
     columns = _needed(spec, format) | _optional(spec, format)
+    if job.method != "reward":
+        columns.pop("margin", None)
     seen = frozenset(
         name for name, theirs in columns.items() if theirs in filled or name in COLUMNS_OF[format]
     )

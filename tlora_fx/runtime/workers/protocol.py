@@ -6,6 +6,7 @@ It imports no torch: who schedules needs none, and a process that trains nothing
 from __future__ import annotations
 
 import json
+import math
 import signal
 import time
 from collections.abc import Mapping
@@ -112,6 +113,19 @@ def existing(folder: Path, name: str) -> Path:
     path = folder / name
     old = folder / _OLD_NAMES[name]
     return old if old.exists() and not path.exists() else path
+
+
+def rung_losses(jobs: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Evaluation losses of those jobs that a checkpoint has where they are compared with others.
+
+    jobs   as `CheckpointStore.counters` gives them
+    """
+    return {
+        name: math.inf if loss is None else loss
+        for name, job in jobs.items()
+        for step, loss in job.get("evaluation", {}).get("rungs", ())
+        if step == job["step"]
+    }
 
 
 class EventWriter:

@@ -346,11 +346,12 @@ _reader = ThreadPoolExecutor(1, "data")
 
 
 class _Held(NamedTuple):
-    """How a job stands in its newest checkpoint."""
+    """How a job stands in its newest checkpoint; `rung` is its evaluation loss at a rung."""
 
     step: int
     status: str
     reason: str
+    rung: float | None
 
 
 class EventCallback(TrainerCallback):
@@ -393,7 +394,12 @@ class EventCallback(TrainerCallback):
         self.writer.write("saving")
 
     def saved(self, path: Path, runs: Sequence[JobRun]) -> None:
-        self._committed |= {run.job.name: _Held(run.step, run.status, run.reason) for run in runs}
+        self._committed |= {
+            run.job.name: _Held(
+                run.step, run.status, run.reason, run.evaluation.rung_losses.get(run.step)
+            )
+            for run in runs
+        }
         self._write_saved({run.job.name for run in runs})
         if self._next is not None and self._next.asked:
             self._next.seconds += self.trainer.checkpoints.save_seconds
@@ -415,6 +421,7 @@ class EventCallback(TrainerCallback):
                 for name, held in mine.items()
                 if held.status not in ("running", "paused")
             },
+            rungs={name: held.rung for name, held in mine.items() if held.rung is not None},
         )
 
     def _steps_of_mine(self) -> dict[str, int]:
@@ -457,6 +464,9 @@ class EventCallback(TrainerCallback):
         takeover.asked, takeover.seconds = True, time.perf_counter() - begun
         # A checkpoint that is being written already hands nobody over.
         trainer.checkpoints.save_seconds = 0.0
+        if not trainer.roster.changes:
+            # Who leaves has paused by itself.
+            self._hand_over(takeover)
 
     def _hand_over(self, takeover: Takeover) -> None:
         """Write into the other group's log from now on, once a checkpoint holds who is in it."""

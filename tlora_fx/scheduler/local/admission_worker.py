@@ -24,7 +24,6 @@ from tlora_fx.config.base_files import require_base_files
 from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import (
     load_job_file,
-    require_no_halving,
     require_trusted,
     require_trusted_functions,
 )
@@ -174,7 +173,6 @@ def serve(
 def _read_file(order: AdmissionOrder, writer: EventWriter, limits: _Limits) -> None:
     try:
         jobs = load_job_file(order.file, trust_remote_code=order.trust_remote_code).jobs
-        require_no_halving(jobs, order.file)
         _tell(writer, "read", jobs=[job.model_dump(mode="json") for job in jobs])
     except BaseException as error:  # noqa: BLE001  (whatever it is, it is the reason)
         writer.write("unreadable", reason=limits.reason(error))

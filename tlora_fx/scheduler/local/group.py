@@ -19,6 +19,7 @@ from tlora_fx.runtime.workers.protocol import (
     FORK_SERVER_DIED,
     EventReader,
     exit_text,
+    rung_losses,
 )
 from tlora_fx.scheduler.executor import (
     Committed,
@@ -175,7 +176,8 @@ class RunningGroup:
                 yield Progress(time, self.epoch, line["steps"])
             case "saved":
                 self.committed |= line["steps"]
-                yield Committed(time, self.epoch, line["steps"], str(self.output))
+                rungs = line.get("rungs", {})
+                yield Committed(time, self.epoch, line["steps"], str(self.output), rungs)
                 yield from self._settled(time, line)
             case "warned":
                 yield Warned(time, self.epoch, line["text"])
@@ -240,7 +242,8 @@ class RunningGroup:
         if steps and (steps.keys() - self.settled):
             self.committed |= steps
             epoch = self.successor.epoch if self.successor else self.epoch
-            yield Committed(now, epoch, steps, str(self.output))
+            rungs = rung_losses({job: found[job] for job in steps})
+            yield Committed(now, epoch, steps, str(self.output), rungs)
             yield from self._settled(now, {"steps": steps, "ended": ended})
 
     def _why(self, codes: list[int]) -> str:

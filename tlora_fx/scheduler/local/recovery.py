@@ -22,6 +22,7 @@ from tlora_fx.runtime.workers.protocol import (
     WORKER_CONFIG,
     WorkerConfig,
     existing,
+    rung_losses,
 )
 from tlora_fx.scheduler.executor import (
     Committed,
@@ -153,7 +154,8 @@ def recover(ledger: Ledger, folder: Path, now: float) -> list[int]:
         counters = CheckpointStore(train).counters()
         steps = {job: float(counters_of_job["step"]) for job, counters_of_job in counters.items()}
         if steps:
-            ledger.record(Committed(now, record.epoch, steps, str(train)))
+            rungs = rung_losses(counters)
+            ledger.record(Committed(now, record.epoch, steps, str(train), rungs))
         for job, counters_of_job in counters.items():
             if counters_of_job["status"] == "done":
                 ledger.record(Finished(now, record.epoch, job, steps[job]))
