@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import shutil
 import sqlite3
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -700,3 +702,24 @@ def test_completions_are_judged_by_kto(tmp_path):
     ]
     assert "call forward_backward" in str(client.result(alone))
     assert "desirable: 1 or 0 for all tokens" in str(client.result(wrong))
+
+
+@pytest.mark.slow
+def test_two_thousand_parked_models_take_no_more_memory_than_two_hundred(tmp_path):
+    """All but a few wait on disk; each goes on from where it was."""
+    cycle, resident = cycle_of(tmp_path, parked_bytes=1 << 22), []
+    clients = []
+    for number in range(2000):
+        clients.append(Client(cycle.log, config={"rank": 4, "seed": number}))
+        run_all(cycle)
+        if number % 200 == 199:
+            pages = int(Path("/proc/self/statm").read_text().split()[1])
+            resident.append(pages * os.sysconf("SC_PAGE_SIZE") / 2**20)
+    first = clients[0]
+    first.forward_backward(GOOD)
+    step = first.optim_step(**SCALED)
+    run_all(cycle)
+
+    assert first.result(step)["metrics"]["step"] == 1
+    assert len(cycle.tenants.parked) < 100
+    assert resident[-1] < resident[0] + 60, resident

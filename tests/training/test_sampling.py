@@ -77,6 +77,38 @@ def test_a_version_samples_the_same_while_its_model_trains_on(cycle, client, sam
     assert [one[1].tolist() for one in first] != [one[1].tolist() for one in third]
 
 
+def test_gradients_do_not_wait_until_completions_are_done(cycle, client, sampler, monkeypatch):
+    """They run between two tokens, and neither changes the other's numbers."""
+    params = {"max_tokens": 40, "seed": 3, "stop": []}
+    expected = client.sample(sampler, 0, PROMPT, params=params)
+    other, alone = Client(cycle.log), Client(cycle.log)
+    step(alone)
+    run_all(cycle)
+    tokens, futures, between = [], [], engine().sampler.between
+
+    def interrupted():
+        tokens.append(1)
+        if len(tokens) == 3:
+            futures.append(other.forward_backward([datum([5, 6, 7, 8])]))
+            futures.append(other.optim_step(**FAST))
+            futures.append(client.forward_backward([datum([5, 6, 7, 8])]))
+        between()
+
+    monkeypatch.setattr(engine().sampler, "between", interrupted)
+    found = client.sample(sampler, 1, PROMPT, params=params)
+    run_all(cycle)
+
+    done = {row["number"]: row["done"] for row in cycle.log.times()}
+    assert all(done[each] < done[found] for each in futures)
+    [(one, logprobs, _)], [(two, others, _)] = (drawn(client, n)[0] for n in (found, expected))
+    assert one == two
+    np.testing.assert_array_equal(logprobs, others)
+    assert other.result(futures[1]) == alone.result(alone.created + 2)
+    seconds = {row["kind"]: row["own"] for row in cycle.log.times(limit=4)}
+    span = done[found] - min(row["made"] for row in cycle.log.times(limit=4))
+    assert sum(seconds.values()) < span * 1.05
+
+
 def test_log_probabilities_are_the_trainers(cycle, client, sampler):
     """Of what was drawn, and of the prompt."""
     number = client.sample(sampler, 0, PROMPT, prompt_logprobs=True)

@@ -5,7 +5,7 @@ and gives one piece a cycle: so who asks for little waits for a piece of others,
 that they ask for. Pieces of all models share one forward and backward, and where they are too many
 for a cycle, fair shares decide whose run. Steps that are due then are done together. A failure is
 the answer of the request that caused it, and of no other. The log is told which pieces ran together
-and how long that took.
+and how long that took. While completions grow, half of the time is for gradients and steps.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 from tlora_fx.errors import CommandRefused, NotFinite, TloraError
@@ -121,6 +122,10 @@ class Cycle:
         self._busy: set[str] = set()
         self._obsolete: list[str] = []
         self._starved = False
+        # Seconds of what was timed inside of something else that is, and when a wave may interrupt.
+        self._inside = self._next_wave = 0.0
+        if engine.sampler is not None:
+            engine.sampler.between = self._between
 
     def run(self) -> bool:
         """Run a piece of each of what may run now; False where nothing may."""
@@ -227,10 +232,11 @@ class Cycle:
     @contextmanager
     def _timed(self, kind: str, tokens: Mapping[Command, int]) -> Iterator[Ran]:
         """Times what runs inside of these commands together."""
-        ran = Ran(kind, time.time(), tokens)
-        start = time.perf_counter()
+        ran, outside = Ran(kind, time.time(), tokens), self._inside
+        self._inside, start = 0.0, time.perf_counter()
         yield ran
-        ran.seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        ran.seconds, self._inside = seconds - self._inside, outside + seconds
 
     def _begin(self, command: Command) -> list[Outcome]:
         """Read a request for gradients, if it is not running already; its failure, if it fails."""
@@ -465,6 +471,22 @@ class Cycle:
         ran.tokens = {each.command: each.tokens for each in outcomes if each.command in tokens}
         self._finish(outcomes, ran)
         return bool(asked or outcomes)
+
+    def _between(self) -> None:
+        """Run gradients and steps while completions grow, of models that are there already."""
+        if (start := time.perf_counter()) < self._next_wave:
+            return
+        resident = self.tenants.resident
+        turns = {
+            model: own
+            for model, own in self.log.runnable().items()
+            if model in resident and own[0].kind in (FORWARD, STEP)
+        }
+        if turns:
+            with torch.enable_grad():
+                self._wave(turns)
+        end = time.perf_counter()
+        self._next_wave = end + (end - start)
 
     # Answers.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -91,6 +92,8 @@ def draw(
         group = groups.pop(0)
         try:
             outcomes += _drawn(group, tenants, fail)
+        except (OSError, sqlite3.Error):
+            raise
         except Exception as error:  # noqa: BLE001  (it is the answer)
             if len(group.asked) == 1:
                 outcomes.append(fail(group.asked[0].command, error))

@@ -96,6 +96,7 @@ class Engine:
     max_row_tokens  prompts share a row up to so many tokens; a longer one has a row for itself
     stops           whether a completion ends with its last token
     graphs          rows of single tokens run by these, in their pages, where they are given
+    between         called after each token; it lets no job in or out, and changes none that draws
     """
 
     def __init__(
@@ -109,9 +110,11 @@ class Engine:
         max_row_tokens: int,
         stops: Callable[[Sequence[int]], bool],
         graphs: TokenGraphs | None = None,
+        between: Callable[[], None] = lambda: None,
     ) -> None:
         self.model, self.device, self.options, self.stops = model, device, options, stops
         self.max_sequences, self.max_row_tokens = max_sequences, max_row_tokens
+        self.between = between
         self.page_tokens = page_tokens(device)
         self.graphs = graphs
         self.cache = KeyValuePages(pages, self.page_tokens) if graphs is None else graphs.cache
@@ -127,6 +130,7 @@ class Engine:
                     self._read_prompts(groups)
                 else:
                     self._go_on()
+                self.between()
 
     def _admit(self, waiting: deque[GrowingSequence]) -> list[list[GrowingSequence]]:
         """Sequences that begin now, grouped by request, with their pages."""

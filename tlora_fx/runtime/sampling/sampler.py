@@ -83,6 +83,8 @@ class Sampler:
     cache_tokens    tokens whose keys and values fit into the pages; by default those of the
                     `max_sequences` longest of a call
     refused         why tokens of the model are not drawn by CUDA graphs on a GPU, or ""
+    between         called after each token of all completions that grow; it may train other jobs,
+                    and lets none in or out
     raises          GenerationError for a model that cannot continue from kept keys and values
     """
 
@@ -92,6 +94,7 @@ class Sampler:
     cache_tokens: int | None = None
     graphs: TokenGraphs | None = field(default=None, init=False, repr=False)
     refused: str = field(default="", init=False)
+    between: Callable[[], None] = lambda: None
     _positions: int | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -187,6 +190,7 @@ class Sampler:
             max_row_tokens=self.step.row_tokens,
             stops=stops,
             graphs=self._graphs_for(pages, needs[0], options),
+            between=self.between,
         )
 
     def release(self) -> None:
