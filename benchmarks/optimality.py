@@ -31,11 +31,11 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.synthetic_roofline import SyntheticEstimator
 from tlora_fx.cost.estimator import Estimator, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import demand_of
 from tlora_fx.cost.profile_sources import profiles_for
-from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.scheduler.formations import StepTimes, membership
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.policies.oracle import best_grouping

@@ -167,11 +167,6 @@ def _picked(args: Any, parts: dict[fx.Node, list[fx.Node]], part: int) -> Any:
     return fx.map_arg(args, lambda node: parts[node][part])
 
 
-def _nodes(call: fx.Node) -> list[fx.Node]:
-    """What a layer is given: one value an input."""
-    return [arg for arg in call.args if isinstance(arg, fx.Node)]
-
-
 def _kept(call: fx.Node) -> dict[str, Any]:
     """What a call's clones are known by, as the call is."""
     names = ("val", "path", "source", "role", "jobs", "axis")
