@@ -21,7 +21,7 @@ import tlora_fx
 from benchmarks.distributed_models import Planned, jobs_of, rows_of, weights_of
 from benchmarks.interleaved import Spread, ratios
 from benchmarks.step_mixes import Shape
-from tlora_fx.cost.pipeline_simulation import Times, bubble_formula, schedule_order, simulate
+from tlora_fx.cost.pipeline_simulation import Times, schedule_order, simulate
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.planners.protocol import find_planner
@@ -53,7 +53,7 @@ def pipeline(
         for name, parts in FORMS.items():
             rows = _rows(shape, tokens, parts, count, given.length)
             told = _beside_simulation(made, rows, given.rounds, timed)
-            told["formula"] = bubble_formula(world, count) if name == "equal" else None
+            told["formula"] = (world - 1) / (count + world - 1) if name == "equal" else None
             found["rows"].append({"tokens": tokens, "micro-batches": name} | told)
     del made
     found["upper half"] = _cuts(shape, given, planned, timed)

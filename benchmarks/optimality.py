@@ -31,11 +31,11 @@ import numpy as np
 from rich.table import Table
 
 from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.synthetic_roofline import SyntheticEstimator
 from tlora_fx.cost.estimator import Estimator, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import demand_of
 from tlora_fx.cost.profile_sources import profiles_for
-from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.scheduler.formations import StepTimes, membership
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.policies.oracle import best_grouping
@@ -160,8 +160,7 @@ WAYS: dict[str, Way] = {
     "megatron (each alone)": by_policy("megatron"),
     "literal prefix, as printed": literal_prefix,
     "tlora-paper": by_policy("tlora-paper"),
-    "tlora, merges only": by_policy("tlora", thorough=0, moves=0),
-    "tlora, merges and moves": by_policy("tlora", thorough=0),
+    "tlora, merges only": by_policy("tlora", thorough=0),
     "tlora": by_policy("tlora"),
     "mlora-fifo": by_policy("mlora-fifo"),
     "mlora-memory": by_policy("mlora-memory"),

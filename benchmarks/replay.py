@@ -22,10 +22,10 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.synthetic_roofline import SyntheticEstimator
 from tlora_fx.cost.estimator import Estimator, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.profile_sources import profiles_for
-from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.simulator.replay import OPTIONS, replay
 from tlora_fx.simulator.sweep import Choices, workload_of

@@ -29,9 +29,9 @@ from starlette.testclient import TestClient
 
 from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.service import QUICKSTART, job_file
+from benchmarks.synthetic_roofline import SyntheticEstimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
-from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.runtime.run_folder import LEDGER
 from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.scheduler.service import RunOptions, SchedulerService, opened

@@ -32,8 +32,8 @@ from benchmarks.validation_steady import Simulated
 from benchmarks.validation_workload import base_of, workload
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.profile import Profile
+from tlora_fx.scheduler.estimates import Estimates
 from tlora_fx.scheduler.loop import LoopOptions
-from tlora_fx.scheduler.service import Estimates
 from tlora_fx.scheduler.state import ChangeCosts
 
 RUN = "validation-2026-11-22"

@@ -18,6 +18,7 @@ from torch import fx
 
 from tlora_fx.errors import LayersNotChained, NotFoldable, NotOutlinable
 from tlora_fx.ir.graph import PEFT_PREFIX, Block, JobGraph, LayerPlan, TensorRef, under
+from tlora_fx.ir.names import block_name
 from tlora_fx.pipeline import JobPass, Numerics, register
 from tlora_fx.rewriting import OutlinedGraph, Rewriter, outline
 
@@ -49,16 +50,6 @@ class FoldLayers(JobPass):
             blocks[name] = Block(name, bodies[first].graph, instances)
         graph.root = _call_layers(graph.root, plan, bodies, carried)
         graph.blocks = blocks
-
-
-def block_name(layers: tuple[str, ...]) -> str:
-    """A readable identifier for a block: "layers_0_31", "layers_0_2_to_30"."""
-    parent = layers[0].rpartition(".")[0].rpartition(".")[2]
-    numbers = [layer.rpartition(".")[2] for layer in layers]
-    tail = numbers[0] if len(numbers) == 1 else f"{numbers[0]}_{numbers[-1]}"
-    if len(numbers) > 2 and int(numbers[-1]) - int(numbers[0]) + 1 != len(numbers):
-        tail = f"{numbers[0]}_{numbers[1]}_to_{numbers[-1]}"
-    return f"{parent}_{tail}"
 
 
 def _outline_all(root: fx.Graph, plan: LayerPlan) -> dict[str, OutlinedGraph]:

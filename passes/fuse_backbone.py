@@ -31,8 +31,8 @@ from tlora_fx.ir.graph import (
     placeholders,
     under,
 )
+from tlora_fx.ir.names import block_name
 from tlora_fx.ir.shapes import fake_like, fake_mode_of
-from tlora_fx.passes.fold_layers import block_name
 from tlora_fx.pipeline import GroupPass, Numerics, count, register
 
 aten = torch.ops.aten

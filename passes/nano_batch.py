@@ -2,7 +2,7 @@
 
 Reads   the root's calls of layers, and `axis` of what they are given.
 Writes  behind what comes before the layers one cut of the row into runs of whole sequences; each
-        layer's call, or its code, once for each nano-batch; before what comes behind them one join.
+        layer's call once for each nano-batch; before what comes behind them one join.
 Keeps   each token's numbers: nothing in a layer looks beyond a sequence but tables, which are cut
         with it. Sums over tokens, which gradients of adapters are, add up in another order.
 
@@ -21,8 +21,7 @@ import torch
 from torch import fx
 
 from tlora_fx.errors import NotNanoBatchable
-from tlora_fx.ir.graph import LOSS, Block, GroupGraph, derive, output_of, placeholders, shape_of
-from tlora_fx.ir.shapes import fake_like, fake_mode_of
+from tlora_fx.ir.graph import LOSS, GroupGraph, derive, placeholders, shape_of
 from tlora_fx.pipeline import GroupPass, Numerics, register, rewrite_allowed
 from tlora_fx.rewriting import Maker, Rewriter
 
@@ -41,8 +40,6 @@ class NanoBatch(GroupPass):
     """Cut the row into nano-batches for the layers.
 
     count    number of nano-batches to cut a row into; 1 leaves the graph as it is
-    inside   copy the code inside each layer, instead of its call, for each nano-batch. A layer is
-             then called once, as layers need whose weights are gathered when they are called
     """
 
     name: ClassVar[str] = "nano-batch"
@@ -50,7 +47,6 @@ class NanoBatch(GroupPass):
     preserves_numerics: ClassVar[Numerics] = "bound"
 
     count: int = 2
-    inside: bool = False
 
     def run(self, group: GroupGraph) -> None:
         if self.count < 1:
@@ -58,8 +54,7 @@ class NanoBatch(GroupPass):
         if self.count > 1 and rewrite_allowed(f"{self.count} nano-batches"):
             calls = layer_calls(group)
             cut = _Cut(group, calls, self.count)
-            clone = _clone_code if self.inside else _clone_calls
-            results = clone(group, calls, cut.parts, self.count)
+            results = _clone_calls(group, calls, cut.parts, self.count)
             _join(group, cut, calls, results)
 
 
@@ -156,71 +151,6 @@ def _clone_calls(
     return parts[calls[-1]]
 
 
-def _clone_code(
-    group: GroupGraph, calls: list[fx.Node], parts: dict[fx.Node, list[fx.Node]], count: int
-) -> list[fx.Node]:
-    """Write each layer's code once for each nano-batch; returns the last layer's results."""
-    for call in calls:
-        cut = [arg in calls or len(set(parts[arg])) > 1 for arg in _nodes(call)]
-        block = group.block_of(str(call.target))
-        if call.target == block.instances[0]:
-            block.graph = _cloned(block, cut, count, len(group.jobs))
-        args = [
-            part
-            for arg, several in zip(_nodes(call), cut, strict=True)
-            for part in (parts[arg] if several else parts[arg][:1])
-        ]
-        with group.root.inserting_before(call):
-            made = group.root.call_module(str(call.target), tuple(args))
-        kept = _kept(call)
-        made.meta.update(kept, val=(kept["val"],) * count, axis=None)
-        derive(made, call)
-        make = Rewriter(group.root).at(call, kept)
-        parts[call] = [_item(make, made, part) for part in range(count)]
-        for part in parts[call]:
-            part.meta["axis"] = TOKENS
-    return parts[calls[-1]]
-
-
-def _cloned(block: Block, cut: list[bool], count: int, jobs: int) -> fx.Graph:
-    """A block's code for several nano-batches; what none of them changes is computed once.
-
-    cut    which inputs there are N of
-    """
-    graph = fx.Graph()
-    made: list[dict[fx.Node, fx.Node]] = [{} for _ in range(count)]
-    several: set[fx.Node] = set()
-    for node, each in zip(list(placeholders(block.graph).values()), cut, strict=True):
-        names = [f"{node.target}_{part}" for part in range(count)] if each else [str(node.target)]
-        inputs = [graph.placeholder(name) for name in names]
-        several.update([node] if each else [])
-        for part in range(count):
-            made[part][node] = inputs[part if each else 0]
-            made[part][node].meta = dict(node.meta)
-            if node.target == SEGMENTS:
-                # One size for all rows: compiled code is not to take it for the row's.
-                made[part][node].meta["val"] = fake_like(
-                    fake_mode_of(block.graph), (jobs + 1,), torch.int32
-                )
-    inner = [node for node in block.graph.nodes if node.op not in ("placeholder", "output")]
-    for node in inner:
-        if several.isdisjoint(node.all_input_nodes):
-            one = graph.node_copy(node, made[0].__getitem__)
-            one.meta = dict(node.meta)
-            for own in made:
-                own[node] = one
-        else:
-            several.add(node)
-    for own in made:
-        for node in inner:
-            if node in several:
-                own[node] = graph.node_copy(node, own.__getitem__)
-                own[node].meta = dict(node.meta)
-    result: Any = output_of(block.graph).args[0]
-    graph.output(tuple(own[result] for own in made))
-    return graph
-
-
 def _join(group: GroupGraph, cut: _Cut, calls: list[fx.Node], results: list[fx.Node]) -> None:
     """Put the last layer's results together and drop the calls that were cloned."""
     last = calls[-1]
@@ -235,11 +165,6 @@ def _join(group: GroupGraph, cut: _Cut, calls: list[fx.Node], results: list[fx.N
 
 def _picked(args: Any, parts: dict[fx.Node, list[fx.Node]], part: int) -> Any:
     return fx.map_arg(args, lambda node: parts[node][part])
-
-
-def _nodes(call: fx.Node) -> list[fx.Node]:
-    """What a layer is given: one value an input."""
-    return [arg for arg in call.args if isinstance(arg, fx.Node)]
 
 
 def _kept(call: fx.Node) -> dict[str, Any]:

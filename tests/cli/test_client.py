@@ -142,7 +142,7 @@ def test_what_may_be_repeated_is_sent_again_over_a_broken_connection(
             raise httpx.ReadError("closed")
         return httpx.Response(200, json={"jobs": []})
 
-    here = client.Connection("http://here", None, None)
+    here = client.Connection(client.ServiceOptions("http://here"))
     here.client = httpx.Client(base_url="http://here", transport=httpx.MockTransport(answer))
     with suppress(ServiceUnreachable):
         assert here.ask(method, "jobs", lambda: b"whole", headers=headers) == {"jobs": []}

@@ -16,7 +16,6 @@ from tlora_fx.cost.hardware import Cluster, Tier
 from tlora_fx.cost.load import Demand, demand_of
 from tlora_fx.cost.model_facts import BASES
 from tlora_fx.cost.profile_sources import profiles_for
-from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import (
     BaseUnknown,
     DemandWrong,
@@ -321,17 +320,15 @@ def test_a_table_names_every_term(known):
 ABSURD = st.sampled_from([float("nan"), float("inf"), -float("inf"), -1.0, -1e-300])
 
 
-@pytest.mark.parametrize("kind", ["profile", "synthetic"])
 @given(GROUPS, st.sampled_from(Demand._fields), ABSURD)
 @QUICK
-def test_an_absurd_demand_has_no_time(known, kind, group, field, value):
+def test_an_absurd_demand_has_no_time(known, group, field, value):
     """The error names the field, whoever asks and however."""
-    asked = known if kind == "profile" else SyntheticEstimator()
     wrong = group._replace(**{field: value})
     for ask in (
-        lambda: asked.explain(BASE, wrong, 1, "gpu"),
-        lambda: asked.solo(BASE, wrong, 1),
-        lambda: asked.seconds(
+        lambda: known.explain(BASE, wrong, 1, "gpu"),
+        lambda: known.solo(BASE, wrong, 1),
+        lambda: known.seconds(
             BASE, np.array([group.row(), wrong.row()]), np.ones(2, int), ["gpu", "gpu"]
         ),
     ):
@@ -403,14 +400,12 @@ def test_replicas_divide_an_evaluation(known):
     assert four.terms["evaluation"] == pytest.approx(alone.terms["evaluation"] / 4)
 
 
-@pytest.mark.parametrize("kind", ["profile", "synthetic"])
-def test_a_job_alone_is_charged_for_its_own_evaluations(known, kind):
+def test_a_job_alone_is_charged_for_its_own_evaluations(known):
     """What a job is compared with has its evaluations too, so they slow nobody but neighbours."""
-    asked = SyntheticEstimator(Cluster(128)) if kind == "synthetic" else known
     quiet = some()
     noisy = quiet.plus(Demand(evaluation_rows=20.0, evaluation_tokens=2e4, decoding_steps=64.0))
-    alone = {one: asked.solo(BASE, one, 1) for one in (quiet, noisy)}
-    together = asked.solo(BASE, quiet.plus(noisy), 1)
+    alone = {one: known.solo(BASE, one, 1) for one in (quiet, noisy)}
+    together = known.solo(BASE, quiet.plus(noisy), 1)
 
     assert alone[noisy] > 2 * alone[quiet]
     assert together / alone[noisy] < 1.5

@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.fuzz.mutations import altered, damaged
 from tests.pipeline.graphs import small_graph
+from tests.scheduler.toy import measured
 from tlora_fx.config.base_files import require_base_files
 from tlora_fx.config.job import BaseSpec, DataSpec, Job
 from tlora_fx.config.job_file import load_job_file
@@ -34,7 +35,6 @@ from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.plan import Plan
 from tlora_fx.cost.profile import Profile
-from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.graph_file import load_graphs, save_graphs
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.adapters.files import base_tensors, read_adapter
@@ -400,7 +400,7 @@ def _text_of(path: Path, table: str, column: str) -> str:
 def state(scratch: Path) -> Kind:
     """A snapshot of the scheduler, with its history."""
     cluster = Cluster(4, 4, 1, "h200")
-    estimator = SyntheticEstimator(cluster=cluster)
+    estimator = measured(cluster, "llama-3-8b")
     demand = requests()[0].demand
     solo = estimator.solo("llama-3-8b", demand, 1)
     active = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import fx
 
@@ -18,17 +17,10 @@ from tests.parallel.tensor_cases import (
     take_adapters,
     whole_model,
 )
-from tlora_fx.compiler import compile
-from tlora_fx.cost.plan import MeshShape
 from tlora_fx.model.batch import JobTokens
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops import use_group
-from tlora_fx.parallel.apply import apply, load
-from tlora_fx.parallel.mesh import open_mesh
 from tlora_fx.parallel.nano_batches import NanoModel, kind_of
-from tlora_fx.parallel.prepare import prepared
-from tlora_fx.planners.protocol import find_planner
-from tlora_fx.runtime.adapters.files import base_tensors
 
 # What takes long: products and attention, forward and backward.
 HEAVY = ("multi_lora", "packed_attention", "linear", "mm")
@@ -98,37 +90,3 @@ def _cut(folder: Path) -> tuple[NanoModel, list[JobTokens]]:
     model: SuperModel = cut_model(whole, dist.get_rank(), dist.get_world_size())
     take_adapters(model, whole)
     return NanoModel(model), parts
-
-
-def sharded_inside(folder: Path) -> dict[str, Any]:
-    """A base sharded over replicas, in whole rows and in nano-batches inside of layers."""
-    jobs = dropping_jobs(base_of(folder / str(dist.get_rank()), "llama"))
-    model = compile(list(jobs))
-    plan = find_planner("fsdp").plan(model, MeshShape(dp=dist.get_world_size()))
-    model = prepared(model, plan)
-    mesh = open_mesh(plan.mesh, "cpu")
-    load(model, plan, mesh, base_tensors(model.backbone))
-    models.restart(model)
-    runner = apply(model, plan, mesh)
-    calls: list[str] = []
-    for path in model.layer_order():
-        layer = model.net.get_submodule(path)
-        layer.register_forward_pre_hook(lambda *_, path=path: calls.append(path))  # type: ignore[misc]
-    rows = [models.row_of(model, sequences()) for _ in range(dist.get_world_size())]
-    weights = torch.ones(len(jobs), dtype=torch.float64)
-    nano = NanoModel(model, inside=True)
-    outcomes, called = [], []
-    for count in (1, 3):
-        nano.count = count
-        for job in jobs:
-            for parameter in model.job_parameters(job.name).values():
-                parameter.grad.zero_()  # type: ignore[union-attr]
-        calls.clear()
-        values = [runner.run(rows, weights)]
-        for job in jobs:
-            values += [p.grad.clone() for p in model.job_parameters(job.name).values()]  # type: ignore[union-attr]
-        outcomes.append(values)
-        called.append(list(calls))
-    pairs = zip(*outcomes, strict=True)
-    error = max(float((a - b).abs().max() / a.abs().max().clamp(min=1e-12)) for a, b in pairs)
-    return {"error": error, "called": called}

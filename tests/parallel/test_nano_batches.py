@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.parallel.nano_cases import compiled_in_nano_batches, cut_in_nano_batches, sharded_inside
+from tests.parallel.nano_cases import compiled_in_nano_batches, cut_in_nano_batches
 from tests.parallel.processes import run_processes
 
 
@@ -42,11 +42,3 @@ def test_collectives_run_behind_the_other_nano_batch_s_computation(compiled, gra
     assert len(starts) == (8 if graph == 0 else 6)
     assert all(hidden[:-1])
     assert hidden[-1] == (graph == 1)
-
-
-def test_sharded_layers_are_gathered_once_however_many_nano_batches(tmp_path):
-    """Inside of layers clones are one call, and the numbers stay."""
-    for found in run_processes(2, sharded_inside, tmp_path):
-        once, cloned = found["called"]
-        assert once == cloned
-        assert found["error"] <= 1e-12

@@ -55,13 +55,12 @@ def assert_equal(model, expected):
         models.assert_same(found[name], own, 1e-9, name)
 
 
-@pytest.mark.parametrize("inside", [False, True], ids=["regions", "inside"])
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_nano_batches_run_what_the_models_own_backend_made(jobs, inside, when):
+def test_nano_batches_run_what_the_models_own_backend_made(jobs, when):
     """Compiled before a runner cuts rows, or since; with its options; in one graph."""
     model, backend = models.ready(jobs), Recorder()
     expected = models.run_fused(model, parts())
-    runner = RowRunner(model, Mesh.alone("cpu"), inside=inside)
+    runner = RowRunner(model, Mesh.alone("cpu"))
     options = {"asked": 7}
     if when == "before":
         model.compile(backend=backend, options=options)
@@ -72,8 +71,8 @@ def test_nano_batches_run_what_the_models_own_backend_made(jobs, inside, when):
 
     assert_equal(model, expected)
 
-    # Two nano-batches of a layer by itself, or of both layers at once.
-    assert max(backend.attentions) == (2 if inside else 4)
+    # Two nano-batches of both layers at once.
+    assert max(backend.attentions) == 4
     assert backend.options == [options] * len(backend.options)
 
 

@@ -13,7 +13,8 @@ from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseRefused, CompileError, FusionError, JobsDiffer, NotFoldable
 from tlora_fx.ir.graph import ancestry, is_call, origin_of, output_of, placeholders
-from tlora_fx.passes.fold_layers import block_name, canonical
+from tlora_fx.ir.names import block_name
+from tlora_fx.passes.fold_layers import canonical
 from tlora_fx.passes.fuse_backbone import Side, align
 from tlora_fx.passes.lower_adapters import DROPPED, LowerAdapters
 

@@ -19,7 +19,7 @@ from tests.models import (
 from tests.sampled import sampled
 from tlora_fx.compiler import DEFAULT_PIPELINE, compile, run_passes
 from tlora_fx.errors import NotNanoBatchable
-from tlora_fx.ir.graph import is_call, output_of
+from tlora_fx.ir.graph import is_call
 from tlora_fx.runtime.adapters.files import base_tensors
 
 ops = torch.ops.tlora_fx
@@ -68,23 +68,6 @@ def test_layers_are_called_once_a_nano_batch(llama):
     assert sum(is_call(n, ops.nano_join.default) for n in group.root.nodes) == 1
 
 
-def test_inside_each_layer_is_called_once(llama):
-    """Its code stands there once a nano-batch, and hands on as many values."""
-    plain = run_passes(llama)
-    group = run_passes(llama, f"{DEFAULT_PIPELINE},nano-batch{{count=3 inside=true}}")
-
-    calls = [str(n.target) for n in group.root.nodes if n.op == "call_module"]
-    (before,), (block,) = (
-        [b.graph for b in g.blocks.values() if b.name != "head"] for g in (plain, group)
-    )
-    attention = ops.packed_attention.default
-    assert calls == ["model.layers.0", "model.layers.1", "loss"]
-    assert sum(is_call(n, attention) for n in block.nodes) == 3
-    assert len(output_of(block).args[0]) == 3
-    tensors = [sum(n.op == "get_attr" for n in graph.nodes) for graph in (before, block)]
-    assert tensors[0] == tensors[1]
-
-
 def test_one_nano_batch_changes_nothing(llama):
     """The graph's code stays."""
     texts = [
@@ -96,8 +79,8 @@ def test_one_nano_batch_changes_nothing(llama):
 
 
 def test_numbers_stay_for_dropout_and_branches_that_run_as_they_are(llama):
-    """Masks, DoRA and empty nano-batches included, by calls and inside."""
-    assert_equal_to_whole_rows(llama, "count=2", "count=8", "count=3 inside=true")
+    """Masks, DoRA and empty nano-batches included."""
+    assert_equal_to_whole_rows(llama, "count=2", "count=8")
 
 
 @pytest.mark.parametrize("family", sampled(["gpt2", "phi3-longrope", "lfm2"]))

@@ -320,17 +320,22 @@ def _least(costs: tuple[int, ...], parts: int) -> int:
 
 
 @pytest.mark.parametrize("controlled", [False, True])
-def test_nano_batches_within_a_pipeline_are_refused(
-    model: SuperModel, tmp_path: Path, controlled: bool
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (Plan(planner="pipeline", mesh=MeshShape(pp=2), cuts=(1,)), "whole micro-batches"),
+        (Plan(planner="fsdp", mesh=MeshShape(dp=2), shard_base=True), "called once a row"),
+    ],
+)
+def test_nano_batches_of_stages_and_of_a_sharded_base_are_refused(
+    model: SuperModel, tmp_path: Path, plan: Plan, why: str, controlled: bool
 ) -> None:
-    """A stage takes whole micro-batches; nobody would cut them."""
-    plan = Plan(
-        planner="pipeline", mesh=MeshShape(pp=2), cuts=(1,), nano_batches=1 if controlled else 2
-    )
+    """A stage takes whole micro-batches, and layers are gathered for one call a row."""
+    plan = plan.model_copy(update={"nano_batches": 1 if controlled else 2})
     deciding = NanoBatches(find_controller("fixed")) if controlled else None
     options = TrainerOptions(nano_batches=deciding)
 
-    with pytest.raises(PlanNotRunnable, match="whole micro-batches"):
+    with pytest.raises(PlanNotRunnable, match=why):
         Trainer(model, output=tmp_path, device="cpu", plan=plan, options=options)
 
 

@@ -23,8 +23,13 @@ from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model import supermodel
 from tlora_fx.runtime import compilation
 from tlora_fx.runtime.adapters.files import adapter_tensors
-from tlora_fx.runtime.compilation import Compilation, example_row, why_at_once
-from tlora_fx.runtime.compile_beside import CompileProcess, CompileRequest
+from tlora_fx.runtime.compilation import (
+    Compilation,
+    CompileProcess,
+    CompileRequest,
+    example_row,
+    why_at_once,
+)
 from tlora_fx.runtime.group_step import Batch, GroupStep, StepOptions
 from tlora_fx.runtime.run_folder import COMPILED
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions

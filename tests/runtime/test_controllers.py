@@ -215,7 +215,7 @@ def test_whatever_steps_take_the_count_is_one_that_can_run(seconds, name):
 
 def test_every_horizon_is_told_once():
     """Records hold the horizon, N, the median and the reason."""
-    glue = NanoBatches(Fixed(3, horizon=2))
+    glue = NanoBatches(Fixed(count=3, horizon=2))
     for seconds in (1.0, 3.0, 4.0, 4.0, 9.0):
         glue.decide(seconds)
 

@@ -14,8 +14,7 @@ from tests.runtime.test_compilation import ROUNDS, Pretended, Snapshots
 from tlora_fx.compiler import compile
 from tlora_fx.runtime import compilation
 from tlora_fx.runtime.adapters.files import adapter_tensors
-from tlora_fx.runtime.compilation import example_row
-from tlora_fx.runtime.compile_beside import CompileProcess, CompileRequest
+from tlora_fx.runtime.compilation import CompileProcess, CompileRequest, example_row
 from tlora_fx.runtime.group_step import Batch, GroupStep, StepOptions
 from tlora_fx.runtime.run_folder import COMPILED
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.scheduler.toy import drawn
+from tests.scheduler.toy import drawn, measured
 from tlora_fx.cost.hardware import Cluster
-from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import JobNotInState, LedgerError, NewerFormat, StateFileError
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished
 from tlora_fx.scheduler.explain import explain, explained
@@ -32,7 +31,7 @@ GPUS = 64
 @pytest.fixture
 def run(tmp_path):
     """The folder of a run: ten jobs, two of which have ended, one that waits, one refused."""
-    estimator = SyntheticEstimator(cluster=Cluster(GPUS))
+    estimator = measured(Cluster(GPUS))
     requests = drawn(10, seed=4)
     jobs = {
         one.name: ActiveJob(one, estimator.solo(one.base, one.demand, one.gpus)) for one in requests

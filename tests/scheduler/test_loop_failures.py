@@ -6,7 +6,7 @@ import pytest
 
 from tests.scheduler.loop_rig import Scripted, fail_job, rig, together
 from tests.scheduler.looping import Plain, request
-from tlora_fx.scheduler.retries import RetryPolicy
+from tlora_fx.scheduler.loop import RetryPolicy
 from tlora_fx.scheduler.state import ActiveJob
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.simulator.replay import Disturbances

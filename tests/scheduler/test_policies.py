@@ -7,9 +7,9 @@ from math import log2
 
 import pytest
 
+from benchmarks.synthetic_roofline import SyntheticEstimator
 from tests.scheduler.toy import active, checked, demand, drawn, state
 from tlora_fx.cost.hardware import Cluster
-from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import PolicyOptionWrong, UnknownPolicy
 from tlora_fx.scheduler.policies import POLICIES, find_policy
 from tlora_fx.scheduler.policies.oracle import best_grouping

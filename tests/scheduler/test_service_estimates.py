@@ -9,7 +9,7 @@ from tlora_fx.cost.load import demand_of
 from tlora_fx.cost.model_facts import find_base
 from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.errors import ProfileMismatch
-from tlora_fx.scheduler.service import Estimates
+from tlora_fx.scheduler.estimates import Estimates
 from tlora_fx.scheduler.state import Group, JobRequest
 
 

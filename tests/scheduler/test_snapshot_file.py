@@ -6,25 +6,19 @@ import json
 
 import pytest
 
-from tests.scheduler.toy import Roofline
-from tlora_fx.cost.estimator import ProfileEstimator
+from tests.scheduler.toy import Roofline, measured
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import demand_of
-from tlora_fx.cost.model_facts import find_base
-from tlora_fx.cost.profile import Profile
-from tlora_fx.cost.profile_sources import SHIPPED
-from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import NewerFormat, StateFileError
 from tlora_fx.scheduler.policies import POLICIES, find_policy
 from tlora_fx.scheduler.snapshot_file import Snapshot, load_snapshot, save_snapshot
 from tlora_fx.scheduler.state import ActiveJob, Group, JobRequest, SchedulerState
 
 BASE = "llama-3-8b"
-PROFILE = SHIPPED / "llama-3-8b-nvidia-h200.json"
 
 
-def state(estimator, cluster) -> SchedulerState:
-    jobs = {}
+def state(cluster) -> SchedulerState:
+    estimator, jobs = measured(cluster, BASE), {}
     for number, (rank, batch, length) in enumerate([(2, 1, 256), (16, 4, 512), (8, 2, 1024)]):
         demand = demand_of(BASE, rank, batch, length)
         made = JobRequest(f"job-{number}", BASE, demand, 1, 100, submitted=float(number))
@@ -33,18 +27,11 @@ def state(estimator, cluster) -> SchedulerState:
     return SchedulerState(60.0, cluster, estimator, jobs, (), horizon=30.0, switch_seconds=5.0)
 
 
-def by_profile(cluster):
-    shapes = {BASE: find_base(BASE).facts()}
-    return ProfileEstimator({BASE: Profile.load(PROFILE)}, cluster, shapes)
-
-
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ["profile", "synthetic"])
-def test_a_snapshot_is_decided_as_it_was(tmp_path, kind, policy):
+def test_a_snapshot_is_decided_as_it_was(tmp_path, policy):
     """The same groups, by the same policy, from the same expectations."""
     cluster = Cluster(4, 4, 1, "h200")
-    estimator = by_profile(cluster) if kind == "profile" else SyntheticEstimator(cluster=cluster)
-    before = Snapshot(state(estimator, cluster), find_policy(policy))
+    before = Snapshot(state(cluster), find_policy(policy))
     before.state.groups = (Group(("job-0", "job-1"), 2, (0, 1), 0.5, 3.0),)
     save_snapshot(tmp_path / "state.json", before)
     after = load_snapshot(tmp_path / "state.json")
@@ -59,7 +46,7 @@ def test_a_snapshot_is_decided_as_it_was(tmp_path, kind, policy):
 def test_a_snapshot_of_before_graphs_is_read(tmp_path):
     """Neither facts nor demands said then whether rows run as graphs."""
     cluster = Cluster(4, 4, 1, "h200")
-    before = Snapshot(state(by_profile(cluster), cluster), find_policy("tlora"))
+    before = Snapshot(state(cluster), find_policy("tlora"))
     file = tmp_path / "state.json"
     save_snapshot(file, before)
     written = json.loads(file.read_bytes())
@@ -121,7 +108,7 @@ def test_another_file_is_told_from_a_state(tmp_path):
 def test_a_snapshot_that_is_cut_is_refused(tmp_path):
     """A field that is missing is named."""
     cluster = Cluster(2, 2)
-    snapshot = Snapshot(state(SyntheticEstimator(cluster=cluster), cluster), find_policy("tlora"))
+    snapshot = Snapshot(state(cluster), find_policy("tlora"))
     path = tmp_path / "state.json"
     save_snapshot(path, snapshot)
     written = json.loads(path.read_text())
@@ -135,7 +122,7 @@ def test_a_snapshot_that_is_cut_is_refused(tmp_path):
 def test_a_snapshot_with_a_strange_field_is_refused(tmp_path):
     """A cluster of another version is not guessed at."""
     cluster = Cluster(2, 2)
-    snapshot = Snapshot(state(SyntheticEstimator(cluster=cluster), cluster), find_policy("tlora"))
+    snapshot = Snapshot(state(cluster), find_policy("tlora"))
     path = tmp_path / "state.json"
     save_snapshot(path, snapshot)
     written = json.loads(path.read_text())

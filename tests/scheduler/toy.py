@@ -7,10 +7,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tlora_fx.cost.estimator import Layout, Prediction
+from tlora_fx.cost.estimator import Layout, Prediction, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster, Tier
 from tlora_fx.cost.load import COLUMN, Array, Demand
+from tlora_fx.cost.model_facts import find_base
 from tlora_fx.cost.plan import MeshShape
+from tlora_fx.cost.profile import Profile
+from tlora_fx.cost.profile_sources import SHIPPED
 from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, SchedulerState
 
 PARAMETERS = 8.03e9
@@ -96,6 +99,12 @@ def state(
     return SchedulerState(
         now, Cluster(gpus), estimator, active(requests, estimator), groups, **more
     )
+
+
+def measured(cluster: Cluster, base: str = "base") -> ProfileEstimator:
+    """Llama-3-8B as it was measured on an H200, under another name."""
+    profile = Profile.load(SHIPPED / "llama-3-8b-nvidia-h200.json")
+    return ProfileEstimator({base: profile}, cluster, {base: find_base("llama-3-8b").facts()})
 
 
 def drawn(count: int, seed: int = 0, **more: object) -> list[JobRequest]:

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import (
-    AddPass,
-    Load,
-    PipelineText,
-    TrustRemoteCode,
-    pipeline_of,
-    require_pipeline,
-)
+from tlora_fx.cli.options import PipelineOptions, takes_options
 from tlora_fx.cli.terminal import echo
 
 if TYPE_CHECKING:
@@ -26,26 +20,28 @@ if TYPE_CHECKING:
 NUMERICS = "numerics"
 
 
-def run(
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BisectOptions(PipelineOptions):
+    """Options of the command line."""
+
+    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
     check: Annotated[
         str,
         typer.Option(
             help="Command that judges the graphs after a pass; {} stands for their folder. Or "
             "numerics, to compare losses and gradients."
         ),
-    ],
-    pipeline: PipelineText = None,
-    add_pass: AddPass = None,
-    load: Load = None,
+    ]
     keep: Annotated[
         Path | None, typer.Option(help="Folder in which to keep the graphs that were judged.")
-    ] = None,
+    ] = None
     verbose: Annotated[
         bool, typer.Option("-v", "--verbose", help="Show the output of the --check command.")
-    ] = False,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
+    ] = False
+
+
+@takes_options
+def run(options: BisectOptions) -> None:
     """Find the pass, and the rewrite inside it, after which a check fails.
 
     The --check command gets a folder with the graphs after a pass: graph.tfx (read it with
@@ -57,15 +53,15 @@ def run(
     """
     from tlora_fx.config.job_file import load_job_file
 
-    require_pipeline(pipeline, add_pass, load)
-    passes = pipeline_of(pipeline, add_pass, load)
-    given = load_job_file(jobs, trust_remote_code=trust_remote_code)
-    if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        finding = _bisect(given, check, passes, keep, verbose)
+    options.require_passes()
+    passes = options.passes()
+    given = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
+    if options.keep is not None:
+        options.keep.mkdir(parents=True, exist_ok=True)
+        finding = _bisect(given, options.check, passes, options.keep, options.verbose)
     else:
         with tempfile.TemporaryDirectory(prefix="tlora-fx-bisect-") as folder:
-            finding = _bisect(given, check, passes, Path(folder), verbose)
+            finding = _bisect(given, options.check, passes, Path(folder), options.verbose)
     for line in finding.lines:
         echo(line)
     if not finding.place:

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryFile
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tlora_fx.cli.options import command_group
+from tlora_fx.cli.options import command_group, takes_options
 from tlora_fx.cli.terminal import Console, echo, print_whole
 from tlora_fx.config.paths import is_file
 from tlora_fx.errors import AnswerRefused, ServiceUnreachable, TloraError, UploadRefused
@@ -33,39 +34,48 @@ TIMES = ("submitted", "started", "ended")
 #: Jobs that are asked for at a time.
 PAGE = 1000
 
-Server = Annotated[str, typer.Option(envvar=SERVER, help="URL of the service.")]
-Token = Annotated[
-    str | None,
-    typer.Option(envvar=TOKEN, help="Your access token; better set by the environment variable."),
-]
-Authority = Annotated[
-    str | None,
-    typer.Option(envvar=AUTHORITY, help="CA certificate (PEM file) to trust for HTTPS."),
-]
-HERE = "http://127.0.0.1:8642"
 Job = Annotated[
     str, typer.Argument(help="Name of the job, with or without its user's name in front.")
 ]
 Plain = Annotated[bool, typer.Option("--json", help="Print the answer of the service as JSON.")]
 
 
+@dataclass(frozen=True, slots=True)
+class ServiceOptions:
+    """Options that say which service is asked, and who asks."""
+
+    server: Annotated[str, typer.Option(envvar=SERVER, help="URL of the service.")] = (
+        "http://127.0.0.1:8642"
+    )
+    token: Annotated[
+        str | None,
+        typer.Option(
+            envvar=TOKEN, help="Your access token; better set by the environment variable."
+        ),
+    ] = None
+    authority: Annotated[
+        str | None,
+        typer.Option(envvar=AUTHORITY, help="CA certificate (PEM file) to trust for HTTPS."),
+    ] = None
+
+
 class Connection:
     """A service, as one command speaks to it."""
 
-    def __init__(self, server: str, token: str | None, authority: str | None) -> None:
+    def __init__(self, service: ServiceOptions) -> None:
         try:
             import httpx
         except ImportError:
             raise ServiceUnreachable(
                 "the client needs httpx", help="pip install 'tlora-fx[serve]'"
             ) from None
-        self.server = server.rstrip("/")
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self.server = service.server.rstrip("/")
+        headers = {"Authorization": f"Bearer {service.token}"} if service.token else {}
         verify: Any = True
-        if authority is not None:
+        if service.authority is not None:
             import ssl
 
-            verify = ssl.create_default_context(cafile=Path(authority).expanduser())
+            verify = ssl.create_default_context(cafile=Path(service.authority).expanduser())
         self.client = httpx.Client(
             base_url=self.server, headers=headers, verify=verify, timeout=60.0
         )
@@ -139,7 +149,9 @@ class Connection:
 
 
 @group.command("submit")
+@takes_options
 def submit(
+    service: ServiceOptions,
     job_file: Annotated[Path, typer.Argument(help="Job file (YAML).")],
     upload: Annotated[
         list[str] | None,
@@ -157,15 +169,12 @@ def submit(
             help="Idempotency key: submitting again with the same key creates no second job."
         ),
     ] = None,
-    server: Server = HERE,
-    token: Token = None,
-    authority: Authority = None,
 ) -> None:
     """Submit the jobs of a file to the service."""
     from tlora_fx.config.job_file import read_bounded
 
     text = read_bounded(job_file).decode("utf-8", "surrogateescape")
-    connection = Connection(server, token, authority)
+    connection = Connection(service)
     there = uploads(job_file, upload or [])
     files = {name: _upload(connection, path) for name, path in there.items()}
     body = json.dumps({"job_file": text, "files": files, "priority": priority})
@@ -270,7 +279,9 @@ def _upload(connection: Connection, path: Path) -> str:
 
 
 @group.command("ls")
+@takes_options
 def ls(
+    service: ServiceOptions,
     state: Annotated[str | None, typer.Option(help="List only jobs in this state.")] = None,
     last: Annotated[
         int | None,
@@ -279,13 +290,10 @@ def ls(
         ),
     ] = None,
     plain: Plain = False,
-    server: Server = HERE,
-    token: Token = None,
-    authority: Authority = None,
 ) -> None:
     """List your jobs, or the jobs of all users if you are an admin."""
     params: dict[str, Any] = {"state": state} if state else {}
-    connection = Connection(server, token, authority)
+    connection = Connection(service)
     if last is None:
         rows = list(connection.pages("jobs", params))
     else:
@@ -310,7 +318,9 @@ def ls(
 
 
 @group.command("status")
+@takes_options
 def status(
+    service: ServiceOptions,
     job: Job,
     why: Annotated[
         bool,
@@ -319,12 +329,9 @@ def status(
         ),
     ] = False,
     plain: Plain = False,
-    server: Server = HERE,
-    token: Token = None,
-    authority: Authority = None,
 ) -> None:
     """Show the state of a job."""
-    connection = Connection(server, token, authority)
+    connection = Connection(service)
     told = connection.ask("GET", f"jobs/{job}")
     if plain:
         echo(json.dumps(told, indent=1))
@@ -352,18 +359,16 @@ def _time(seconds: float, form: str) -> str:
 
 def _verb(verb: str, told: str) -> None:
     def change(
+        service: ServiceOptions,
         jobs: Annotated[list[str], typer.Argument(help="Names of the jobs.")],
-        server: Server = HERE,
-        token: Token = None,
-        authority: Authority = None,
     ) -> None:
-        connection = Connection(server, token, authority)
+        connection = Connection(service)
         for job in jobs:
             answer = connection.ask("POST", f"jobs/{job}/{verb}")
             echo(f"{answer['name']}: {answer['state']}")
 
     change.__doc__ = told
-    group.command(verb)(change)
+    group.command(verb)(takes_options(change))
 
 
 _verb("cancel", "End jobs early; adapters trained so far are kept.")
@@ -372,49 +377,46 @@ _verb("resume", "Resume paused jobs.")
 
 
 @group.command("rm")
+@takes_options
 def rm(
+    service: ServiceOptions,
     jobs: Annotated[list[str], typer.Argument(help="Names of the jobs.")],
-    server: Server = HERE,
-    token: Token = None,
-    authority: Authority = None,
 ) -> None:
     """Remove jobs that have ended, with their adapters and metrics; `fetch` what you need first."""
-    connection = Connection(server, token, authority)
+    connection = Connection(service)
     for job in jobs:
         connection.ask("DELETE", f"jobs/{job}")
         echo(f"{job}: removed")
 
 
 @group.command("logs")
+@takes_options
 def logs(
+    service: ServiceOptions,
     job: Job,
     follow: Annotated[
         bool,
         typer.Option("-f", "--follow", help="Keep printing new lines until the job has ended."),
     ] = False,
-    server: Server = HERE,
-    token: Token = None,
-    authority: Authority = None,
 ) -> None:
     """Print the metrics of a job's steps and evaluations."""
-    connection = Connection(server, token, authority)
+    connection = Connection(service)
     with connection.stream(f"jobs/{job}/logs", params={"follow": follow}) as response:
         for line in response.iter_lines():
             echo(line)
 
 
 @group.command("fetch")
+@takes_options
 def fetch(
+    service: ServiceOptions,
     job: Job,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Folder to put the job's folder into.")
     ] = Path(),
-    server: Server = HERE,
-    token: Token = None,
-    authority: Authority = None,
 ) -> None:
     """Download the adapter (PEFT) and the metrics of a finished job."""
-    connection = Connection(server, token, authority)
+    connection = Connection(service)
     with connection.stream(f"jobs/{job}/adapter") as response, TemporaryFile() as file:
         for chunk in response.iter_bytes():
             file.write(chunk)

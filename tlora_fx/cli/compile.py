@@ -5,39 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tlora_fx.cli.options import (
-    AddPass,
-    DisablePass,
-    DumpChanged,
-    Load,
-    PipelineText,
-    PrintAfter,
-    PrintAfterChange,
-    Statistics,
-    StopAfter,
-    Strict,
-    Time,
-    TrustRemoteCode,
-    VerifyPasses,
-    instruments_of,
-    pipeline_of,
-    require_pipeline,
-)
+from tlora_fx.cli.options import PipelineOptions, WatchOptions, takes_options
 from tlora_fx.cli.terminal import Console, echo
 
 if TYPE_CHECKING:
+    from tlora_fx.config.job_file import JobFile
     from tlora_fx.inspect.schema import Listing
-    from tlora_fx.ir.graph import GroupGraph
+    from tlora_fx.pipeline import Pipeline
 
 
-def run(
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompileOptions(WatchOptions, PipelineOptions):
+    """Options of the command line."""
+
+    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
     output: Annotated[
         Path,
         typer.Option(
@@ -45,27 +33,25 @@ def run(
             "--output",
             help="Folder for the compiled model, or NAME.tfx for the graphs alone.",
         ),
-    ],
-    pipeline: PipelineText = None,
-    add_pass: AddPass = None,
-    disable_pass: DisablePass = None,
-    load: Load = None,
-    verify: VerifyPasses = None,
-    strict: Strict = False,
-    time: Time = False,
-    pass_statistics: Statistics = False,
-    print_after: PrintAfter = None,
-    print_after_change: PrintAfterChange = False,
-    dump_changed: DumpChanged = None,
-    stop_after: StopAfter = None,
+    ]
+    stop_after: Annotated[
+        str | None, typer.Option("--stop-after", help="Name of the last compiler pass to run.")
+    ] = None
     states: Annotated[
         bool,
         typer.Option(
             "--states", help="Also write the graphs after every pass, for `inspect --diff`."
         ),
-    ] = False,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
+    ] = False
+
+    @property
+    def is_file(self) -> bool:
+        """Whether a file of the graphs is asked for, instead of a folder of the model."""
+        return self.output.suffix == ".tfx"
+
+
+@takes_options
+def run(options: CompileOptions) -> None:
     """Fuse the jobs of a file into one model and write its code.
 
     Needs no weights. Writes ssm.py (the code), ssm.txt (a listing), ssm.json (the data of the
@@ -78,59 +64,53 @@ def run(
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.runtime.early_checks import require_trainable
 
-    require_pipeline(pipeline, add_pass, load)
+    options.require_passes()
     console = Console(stderr=True)
     seconds: dict[str, float] = {}
     with _phase(console, seconds, "read"):
-        given = load_job_file(jobs, trust_remote_code=trust_remote_code)
+        given = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
         require_trainable(given.jobs)
     with _phase(console, seconds, "load libraries"):
         import peft  # noqa: F401  (with transformers; compiling would import them anyway)
 
-        from tlora_fx.compiler import compile, run_passes
-        from tlora_fx.graph_file import SUFFIX
+        from tlora_fx.compiler import compile
         from tlora_fx.inspect.dump import dump
         from tlora_fx.inspect.program import Recorder
         from tlora_fx.inspect.statistics import PassStatistics
         from tlora_fx.tools.replay import keep_replay
-    passes = pipeline_of(pipeline, add_pass, load, disable_pass)
-    instruments = instruments_of(
-        time, print_after, dump_changed, verify, strict, pass_statistics, print_after_change
-    )
-    on_failure = partial(keep_replay, _folder(output) / "replay")
-    if stop_after is not None or output.suffix == SUFFIX:
-        group = run_passes(
-            given, passes, stop_after=stop_after, verify=verify, instruments=instruments,
-            on_failure=on_failure,
-        )  # fmt: skip
-        _leave_graphs(group, output, stop_after)
+    folder = options.output.parent if options.is_file else options.output
+    on_failure = partial(keep_replay, folder / "replay")
+    passes, instruments = options.passes(options.disable_pass), options.instruments()
+    if options.stop_after is not None or options.is_file:
+        _write_graphs(given, passes, options, instruments=instruments, on_failure=on_failure)
         return
     recorder = Recorder()
-    instruments += [recorder] if states else []
+    instruments += [recorder] if options.states else []
     with _phase(console, seconds, f"fuse {len(given.jobs)} jobs", "fuse"):
         model = compile(
-            given, passes, verify=verify, instruments=instruments, on_failure=on_failure
+            given, passes, verify=options.verify, instruments=instruments, on_failure=on_failure
         )
     with _phase(console, seconds, "write"):
         statistics = next((one for one in instruments if isinstance(one, PassStatistics)), None)
-        listing = dump(model, output, recorder.stages if states else (), statistics)
-    for line in summary(listing, seconds, output):
+        stages = recorder.stages if options.states else ()
+        listing = dump(model, options.output, stages, statistics)
+    for line in summary(listing, seconds, options.output):
         echo(line)
 
 
-def _leave_graphs(group: GroupGraph, output: Path, stop_after: str | None) -> None:
-    """Write the graphs alone, where a file is asked for."""
-    from tlora_fx.graph_file import SUFFIX, save_graphs
+def _write_graphs(
+    given: JobFile, passes: Pipeline, options: CompileOptions, **watching: Any
+) -> None:
+    """Run the passes, as far as they are asked for, and write the graphs where a file is."""
+    from tlora_fx.compiler import run_passes
+    from tlora_fx.graph_file import save_graphs
 
-    if output.suffix == SUFFIX:
-        save_graphs(group, output)
-    stopped = f"stopped after {stop_after}: no model is built" if stop_after else ""
-    echo(stopped or f"written   {output}: the graphs, for `tlora-fx opt`")
-
-
-def _folder(output: Path) -> Path:
-    """The folder of what comes out."""
-    return output.parent if output.suffix == ".tfx" else output
+    stop = options.stop_after
+    group = run_passes(given, passes, stop_after=stop, verify=options.verify, **watching)
+    if options.is_file:
+        save_graphs(group, options.output)
+    stopped = f"stopped after {stop}: no model is built" if stop else ""
+    echo(stopped or f"written   {options.output}: the graphs, for `tlora-fx opt`")
 
 
 def summary(listing: Listing, seconds: dict[str, float], folder: Path) -> list[str]:

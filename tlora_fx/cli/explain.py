@@ -2,40 +2,41 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.options import AddPass, Load, PipelineText, TrustRemoteCode
+from tlora_fx.cli.options import PipelineOptions, takes_options
 from tlora_fx.cli.terminal import echo
 
 
-def run(
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExplainOptions(PipelineOptions):
+    """Options of the command line."""
+
+    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
     node: Annotated[
         str,
         typer.Option(
             help="Module to explain, such as layers.3.mlp.down_proj, or a node of ssm.py."
         ),
-    ],
-    job: Annotated[str | None, typer.Option(help="Explain this job only.")] = None,
-    pipeline: PipelineText = None,
-    add_pass: AddPass = None,
-    load: Load = None,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
+    ]
+    job: Annotated[str | None, typer.Option(help="Explain this job only.")] = None
+
+
+@takes_options
+def run(options: ExplainOptions) -> None:
     """Explain how a module was compiled: whether jobs share it, which adapt it, and why.
 
     If an adapter could not be fused, names the pattern that came nearest and where it failed.
     Compiles the jobs from the config of the base; needs no weights.
     """
-    from tlora_fx.cli.options import pipeline_of, require_pipeline
-
-    require_pipeline(pipeline, add_pass, load)
+    options.require_passes()
 
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.tools.explain import render, why_not
 
-    given = load_job_file(jobs, trust_remote_code=trust_remote_code)
-    echo(render(why_not(given, node, job, pipeline_of(pipeline, add_pass, load))), nl=False)
+    given = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
+    echo(render(why_not(given, options.node, options.job, options.passes())), nl=False)

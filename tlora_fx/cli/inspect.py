@@ -8,14 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import (
-    AddPass,
-    Load,
-    PipelineText,
-    TrustRemoteCode,
-    pipeline_of,
-    takes_options,
-)
+from tlora_fx.cli.options import PipelineOptions, takes_options
 
 if TYPE_CHECKING:
     from tlora_fx.inspect.schema import Program
@@ -23,8 +16,8 @@ if TYPE_CHECKING:
     from tlora_fx.tools.subject import Subject
 
 
-@dataclass(frozen=True, slots=True)
-class InspectOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectOptions(PipelineOptions):
     """Options of the command line."""
 
     what: Annotated[
@@ -76,10 +69,6 @@ class InspectOptions:
         Path | None,
         typer.Option("--dot", help="Write the graph to this file in Graphviz (DOT) format."),
     ] = None
-    pipeline: PipelineText = None
-    add_pass: AddPass = None
-    load: Load = None
-    trust_remote_code: TrustRemoteCode = False
 
     @property
     def files(self) -> list[Path]:
@@ -91,7 +80,7 @@ class InspectOptions:
         from tlora_fx.tools.subject import subject_of
 
         named = self.pipeline is not None or self.add_pass
-        passes = (lambda: pipeline_of(self.pipeline, self.add_pass, self.load)) if named else None
+        passes = self.passes if named else None
         return subject_of(what, passes, trust_remote_code=self.trust_remote_code)
 
 

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tlora_fx.cli.options import (
-    DisablePass,
-    DumpChanged,
-    Load,
-    PrintAfter,
-    PrintAfterChange,
-    Statistics,
-    Strict,
-    Time,
-    VerifyPasses,
-    instruments_of,
-)
+from tlora_fx.cli.options import Load, WatchOptions, takes_options
 from tlora_fx.cli.terminal import echo
 from tlora_fx.config.pipeline_text import require_readable
 from tlora_fx.errors import TloraError
@@ -32,34 +22,29 @@ STANDARD = "-"
 Form = Literal["code", "graph", "nothing"]
 
 
-def run(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptOptions(WatchOptions):
+    """Options of the command line."""
+
     graphs: Annotated[
         str,
         typer.Argument(
             metavar="[GRAPH]", help="Graph file (.tfx), or a folder that holds one; - for stdin."
         ),
-    ] = STANDARD,
+    ] = STANDARD
     pipeline: Annotated[
         str, typer.Option("--pipeline", help="Compiler passes to run; if not given, none.")
-    ] = "",
-    disable_pass: DisablePass = None,
-    load: Load = None,
+    ] = ""
+    load: Load = None
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="Graph file to write the result to.")
-    ] = None,
+    ] = None
     form: Annotated[
         Form,
         typer.Option(
             "--print", help="What to print of the result: its code, the graph file, or nothing."
         ),
-    ] = "code",
-    verify: VerifyPasses = None,
-    strict: Strict = False,
-    time: Time = False,
-    pass_statistics: Statistics = False,
-    print_after: PrintAfter = None,
-    print_after_change: PrintAfterChange = False,
-    dump_changed: DumpChanged = None,
+    ] = "code"
     split_input_file: Annotated[
         bool,
         typer.Option(
@@ -67,8 +52,11 @@ def run(
             help="The file holds several graphs, parted by lines `// -----`; each is run by "
             "itself, and results are parted in the same way.",
         ),
-    ] = False,
-) -> None:
+    ] = False
+
+
+@takes_options
+def run(options: OptOptions) -> None:
     """Run compiler passes on the graphs of a file, and print the result.
 
     `compile` writes such a file, graph.tfx; so does `save_graphs` in Python, and a replay folder
@@ -76,9 +64,9 @@ def run(
     passes that ran earlier: the file records which facts hold for its graphs.
     """
     # Files that are loaded bring passes of their own.
-    if not load:
-        require_readable(pipeline)
-    read = sys.stdin.read() if graphs == STANDARD else None
+    if not options.load:
+        require_readable(options.pipeline)
+    read = sys.stdin.read() if options.graphs == STANDARD else None
 
     from tlora_fx.graph_file import SEPARATOR, Document, graph_text, save_document
     from tlora_fx.passes import find_passes
@@ -86,31 +74,29 @@ def run(
     from tlora_fx.tools.opt import run_on
 
     find_passes()
-    for extension in load or ():
+    for extension in options.load or ():
         load_extension(extension)
-    instruments = instruments_of(
-        time, print_after, dump_changed, verify, strict, pass_statistics, print_after_change
-    )
+    instruments, verify = options.instruments(), options.verify or "structure"
     written, failed = [], False
-    documents = _documents(read, graphs, split_input_file)
+    documents = _documents(read, options.graphs, options.split_input_file)
     for index, document in enumerate(documents):
-        if index and form != "nothing":
+        if index and options.form != "nothing":
             echo(SEPARATOR)
         try:
             subject = _read(document)
-            passes = parse_pipeline(pipeline, subject.facts)
-            passes = passes.without(disable_pass or (), subject.facts)
-            run_on(subject, Runner(passes, instruments, verify or "structure", held=subject.facts))
+            passes = parse_pipeline(options.pipeline, subject.facts)
+            passes = passes.without(options.disable_pass or (), subject.facts)
+            run_on(subject, Runner(passes, instruments, verify, held=subject.facts))
         except TloraError as error:
             _tell_or_raise(error, alone=len(documents) == 1)
             failed = True
         else:
-            written += [graph_text(subject)] if output is not None else []
-            _print(subject, form)
+            written += [graph_text(subject)] if options.output is not None else []
+            _print(subject, options.form)
     if failed:
         raise typer.Exit(1)
-    if output is not None:
-        save_document(Document(f"{SEPARATOR}\n".join(written)), output)
+    if options.output is not None:
+        save_document(Document(f"{SEPARATOR}\n".join(written)), options.output)
 
 
 def _tell_or_raise(error: TloraError, *, alone: bool) -> None:

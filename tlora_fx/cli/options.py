@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import UnionType
@@ -33,14 +34,18 @@ class Interrupted(BaseException):
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """Make typer's parameters of the fields of a command's first argument, a dataclass.
 
-    Each field is annotated as typer wants a parameter, so that an option is stated once. What
-    other parameters the command has come behind them; what must be given comes first.
+    Each field is annotated as typer wants a parameter, so that an option is stated once. Other
+    parameters of the command come before them; what must be given comes first.
     """
     first, *others = signature(command).parameters.values()
     own = get_type_hints(command, include_extras=True)
     options = own.pop(first.name)
     hints = get_type_hints(options, include_extras=True) | own
-    fields = signature(options).parameters
+    fields = dict(signature(options).parameters)
+    # What many commands have stands behind a command's own options.
+    for shared in (WatchOptions, PipelineOptions):
+        if issubclass(options, shared):
+            fields |= {name: fields.pop(name) for name in signature(shared).parameters}
 
     def run(**values: Any) -> None:
         try:
@@ -52,7 +57,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__annotations__ = hints
     parameters = [
         parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
-        for parameter in (*fields.values(), *others)
+        for parameter in (*others, *fields.values())
     ]
     parameters.sort(key=lambda parameter: parameter.default is not Parameter.empty)
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -109,79 +114,12 @@ def _plain(kind: Any) -> Any:
 
 
 Checks = Literal["none", "structure", "numerics"]
-PipelineText = Annotated[
-    str | None,
-    typer.Option(
-        "--pipeline",
-        help="Graph passes that compile the model, instead of the default ones; `tlora-fx passes` "
-        "lists them.",
-    ),
-]
-AddPass = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--add-pass",
-        help="Insert a compiler pass before or after another one: NAME@after:NAME or "
-        "NAME@before:NAME; repeatable.",
-    ),
-]
 Load = Annotated[
     list[str] | None,
     typer.Option(
         "--load",
         help="Import this Python file or module, for your own passes, operators or rules; "
         "repeatable.",
-    ),
-]
-VerifyPasses = Annotated[
-    Checks | None,
-    typer.Option(
-        "--verify", help="What to check after each compiler pass; structure if not given."
-    ),
-]
-Strict = Annotated[
-    bool,
-    typer.Option(
-        "--strict",
-        help="Check numbers after each compiler pass, and fail where they cannot be compared.",
-    ),
-]
-Time = Annotated[bool, typer.Option("--time", help="Print how long each compiler pass takes.")]
-Statistics = Annotated[
-    bool,
-    typer.Option(
-        "--pass-statistics",
-        "--time-passes",
-        help="Print what each compiler pass and each of its rewrite rules did: times, nodes, "
-        "shapes, matches and misses.",
-    ),
-]
-PrintAfter = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--print-after",
-        help="Print the graphs after this pass (NAME), after each pass (all), or after each that "
-        "changed them (changed); repeatable.",
-    ),
-]
-PrintAfterChange = Annotated[
-    bool,
-    typer.Option(
-        "--print-after-change",
-        help="Print the graphs after each pass that changed them, as --print-after changed.",
-    ),
-]
-DisablePass = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--disable-pass",
-        help="Leave this compiler pass out (NAME); refused if a later one needs it; repeatable.",
-    ),
-]
-DumpChanged = Annotated[
-    Path | None,
-    typer.Option(
-        "--dump-changed", help="Folder to write the graphs to after each pass that changed them."
     ),
 ]
 TrustRemoteCode = Annotated[
@@ -192,59 +130,127 @@ TrustRemoteCode = Annotated[
         "metric functions.",
     ),
 ]
-StopAfter = Annotated[
-    str | None, typer.Option("--stop-after", help="Name of the last compiler pass to run.")
-]
 
 
-def pipeline_of(
-    pipeline: str | None,
-    added: list[str] | None,
-    loaded: list[str] | None = None,
-    disabled: list[str] | None = None,
-) -> Pipeline:
-    """The pipeline that the options mean; raises PipelineError, PluginBroken.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineOptions:
+    """Options of commands that compile the jobs of a file."""
 
-    loaded    files and modules whose passes it may name: they are imported first
-    disabled  names of passes that are left out
-    """
-    from tlora_fx.compiler import resolve_pipeline
-    from tlora_fx.pipeline import load_extension
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            "--pipeline",
+            help="Graph passes that compile the model, instead of the default ones; `tlora-fx "
+            "passes` lists them.",
+        ),
+    ] = None
+    add_pass: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--add-pass",
+            help="Insert a compiler pass before or after another one: NAME@after:NAME or "
+            "NAME@before:NAME; repeatable.",
+        ),
+    ] = None
+    load: Load = None
+    trust_remote_code: TrustRemoteCode = False
 
-    for extension in loaded or ():
-        load_extension(extension)
-    return resolve_pipeline(pipeline, added or ()).without(disabled or ())
+    def require_passes(self) -> None:
+        """Refuse passes and options that nobody has, while torch is not imported yet.
+
+        Files and modules of --load bring passes of their own: then names are looked up later.
+
+        raises    PipelineError
+        """
+        from tlora_fx.config.pipeline_text import require_readable
+
+        if not self.load:
+            require_readable(self.pipeline, self.add_pass or ())
+
+    def passes(self, disabled: list[str] | None = None) -> Pipeline:
+        """The pipeline that the options mean; raises PipelineError, PluginBroken.
+
+        disabled   names of passes that are left out
+        """
+        from tlora_fx.compiler import resolve_pipeline
+        from tlora_fx.pipeline import load_extension
+
+        for extension in self.load or ():
+            load_extension(extension)
+        return resolve_pipeline(self.pipeline, self.add_pass or ()).without(disabled or ())
 
 
-def require_pipeline(
-    pipeline: str | None, added: list[str] | None, loaded: list[str] | None = None
-) -> None:
-    """Refuse passes and options that nobody has, while torch is not imported yet.
+# Without slots: a command may have both kinds of options.
+@dataclass(frozen=True, kw_only=True)
+class WatchOptions:
+    """Options of commands that show what each pass does."""
 
-    loaded    files and modules that bring passes of their own: then names are looked up later
-    raises    PipelineError
-    """
-    from tlora_fx.config.pipeline_text import require_readable
+    disable_pass: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--disable-pass",
+            help="Leave this compiler pass out (NAME); refused if a later one needs it; "
+            "repeatable.",
+        ),
+    ] = None
+    verify: Annotated[
+        Checks | None,
+        typer.Option(
+            "--verify", help="What to check after each compiler pass; structure if not given."
+        ),
+    ] = None
+    strict: Annotated[
+        bool,
+        typer.Option(
+            "--strict",
+            help="Check numbers after each compiler pass, and fail where they cannot be compared.",
+        ),
+    ] = False
+    time: Annotated[
+        bool, typer.Option("--time", help="Print how long each compiler pass takes.")
+    ] = False
+    pass_statistics: Annotated[
+        bool,
+        typer.Option(
+            "--pass-statistics",
+            "--time-passes",
+            help="Print what each compiler pass and each of its rewrite rules did: times, nodes, "
+            "shapes, matches and misses.",
+        ),
+    ] = False
+    print_after: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--print-after",
+            help="Print the graphs after this pass (NAME), after each pass (all), or after each "
+            "that changed them (changed); repeatable.",
+        ),
+    ] = None
+    print_after_change: Annotated[
+        bool,
+        typer.Option(
+            "--print-after-change",
+            help="Print the graphs after each pass that changed them, as --print-after changed.",
+        ),
+    ] = False
+    dump_changed: Annotated[
+        Path | None,
+        typer.Option(
+            "--dump-changed",
+            help="Folder to write the graphs to after each pass that changed them.",
+        ),
+    ] = None
 
-    if not loaded:
-        require_readable(pipeline, added or ())
+    def instruments(self) -> list[Instrument]:
+        """Instruments that the options ask for; they write to stderr."""
+        from tlora_fx.inspect.instruments import Watch
 
-
-def instruments_of(
-    time: bool,
-    print_after: list[str] | None,
-    dump_changed: Path | None,
-    verify: Checks | None = None,
-    strict: bool = False,
-    statistics: bool = False,
-    after_change: bool = False,
-) -> list[Instrument]:
-    """Instruments that the options ask for; they write to stderr."""
-    from tlora_fx.inspect.instruments import Watch
-
-    wanted = (*(print_after or ()), *(["changed"] if after_change else []))
-    watch = Watch(time, wanted, dump_changed, verify=verify, strict=strict, statistics=statistics)
-    return watch.instruments()
+        wanted = (*(self.print_after or ()), *(["changed"] if self.print_after_change else []))
+        watch = Watch(
+            self.time, wanted, self.dump_changed,
+            verify=self.verify, strict=self.strict, statistics=self.pass_statistics,
+        )  # fmt: skip
+        return watch.instruments()
 
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|m|h|)")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from tlora_fx.cli.options import TrustRemoteCode
+from tlora_fx.cli.options import TrustRemoteCode, takes_options
 from tlora_fx.cli.terminal import Console, Working, print_whole
 
 if TYPE_CHECKING:
@@ -23,37 +24,40 @@ QUICK_TOKENS, QUICK_ROUNDS = "512,4096", 2
 MUCH_NOISE = 0.2
 
 
-def run(
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileOptions:
+    """Options of the command line."""
+
     jobs: Annotated[
         Path,
         typer.Argument(
             help="Job file (YAML) with the base model; the adapters of its jobs are measured too."
         ),
-    ],
+    ]
     output: Annotated[
         Path | None,
         typer.Option(
             "-o", "--output", help="File for the profile; in your cache folder if not given."
         ),
-    ] = None,
+    ] = None
     device: Annotated[
         str | None,
         typer.Option(
             help="Device to measure: cpu, cuda, cuda:1, ...; if not given, a GPU for each "
             "process, or the CPU if there is no GPU."
         ),
-    ] = None,
+    ] = None
     tokens: Annotated[
         str | None,
         typer.Option(
             help=f"Row sizes to measure, in tokens; if not given, {TOKENS}, or {QUICK_TOKENS} "
             "with --quick."
         ),
-    ] = None,
-    lengths: Annotated[
-        str, typer.Option(help="Sequence lengths to measure, in tokens.")
-    ] = "160,1024",
-    tp: Annotated[str, typer.Option(help="Tensor-parallel sizes to measure, such as 1,2,4.")] = "1",
+    ] = None
+    lengths: Annotated[str, typer.Option(help="Sequence lengths to measure, in tokens.")] = (
+        "160,1024"
+    )
+    tp: Annotated[str, typer.Option(help="Tensor-parallel sizes to measure, such as 1,2,4.")] = "1"
     rounds: Annotated[
         int | None,
         typer.Option(
@@ -61,13 +65,13 @@ def run(
             help="Number of rounds in which the measured pieces take turns; if not given, "
             f"{ROUNDS}, or {QUICK_ROUNDS} with --quick.",
         ),
-    ] = None,
+    ] = None
     quick: Annotated[
         bool, typer.Option("--quick", help="Measure only two row sizes, in two rounds.")
-    ] = False,
+    ] = False
     eager: Annotated[
         bool, typer.Option("--eager", help="Measure the layers without torch.compile.")
-    ] = False,
+    ] = False
     add: Annotated[
         bool,
         typer.Option(
@@ -75,9 +79,12 @@ def run(
             help="Keep what the profile file holds, and add the newly measured layers and "
             "collectives.",
         ),
-    ] = False,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
+    ] = False
+    trust_remote_code: TrustRemoteCode = False
+
+
+@takes_options
+def run(options: ProfileOptions) -> None:
     """Measure forward time, backward time and memory of each kind of layer, and write a profile.
 
     Weights are random and only a few layers are built, so one GPU is enough for any model of which
@@ -88,21 +95,21 @@ def run(
     from tlora_fx.runtime.launch import Launch
     from tlora_fx.runtime.profiling.profiler import ProfileRequest, profile_file
 
-    usual = (QUICK_TOKENS, QUICK_ROUNDS) if quick else (TOKENS, ROUNDS)
+    tokens, rounds = (QUICK_TOKENS, QUICK_ROUNDS) if options.quick else (TOKENS, ROUNDS)
     request = ProfileRequest(
-        device=Launch.found().device(device),
-        tokens=_numbers(tokens if tokens is not None else usual[0], "--tokens"),
-        lengths=_numbers(lengths, "--lengths"),
-        tp=_numbers(tp, "--tp"),
-        rounds=rounds or usual[1],
-        compiled=not eager,
+        device=Launch.found().device(options.device),
+        tokens=_numbers(tokens if options.tokens is None else options.tokens, "--tokens"),
+        lengths=_numbers(options.lengths, "--lengths"),
+        tp=_numbers(options.tp, "--tp"),
+        rounds=options.rounds or rounds,
+        compiled=not options.eager,
         command=shlex.join(["tlora-fx", *sys.argv[1:]]),
     )
-    job_file = load_job_file(jobs, trust_remote_code=trust_remote_code)
+    job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
     # One process speaks for all of a torchrun.
     console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
     with Working(console, "measuring"):
-        profile, path = profile_file(job_file.jobs, request, output, add=add)
+        profile, path = profile_file(job_file.jobs, request, options.output, add=options.add)
     if profile is None:
         return
     out = Console(highlight=False, soft_wrap=True)

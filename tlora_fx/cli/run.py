@@ -14,11 +14,7 @@ from typing import TYPE_CHECKING
 from rich.live import Live
 from rich.table import Table
 
-from tlora_fx.cli.options import (
-    require_pipeline,
-    seconds,
-    takes_options,
-)
+from tlora_fx.cli.options import seconds, takes_options
 from tlora_fx.cli.run_options import (
     TURN_SECONDS,
     RunCommandOptions,
@@ -55,7 +51,8 @@ def run(options: RunCommandOptions) -> None:
     policy = policy_of(options.policy)
     _require_right(options)
 
-    from tlora_fx.scheduler.service import Estimates, opened
+    from tlora_fx.scheduler.estimates import Estimates
+    from tlora_fx.scheduler.service import opened
 
     for name in options.callback or ():
         callback_named(name)
@@ -80,7 +77,7 @@ def run(options: RunCommandOptions) -> None:
 def _require_right(options: RunCommandOptions) -> None:
     """Refuse a folder that is not there, profiles and times that cannot be read, one wrong file."""
     require_executor(options)
-    require_pipeline(options.pipeline, options.add_pass, options.load)
+    options.require_passes()
 
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.cost.profile import Profile

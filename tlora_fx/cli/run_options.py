@@ -13,29 +13,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import (
-    AddPass,
-    Load,
-    PipelineText,
-    TrustRemoteCode,
-    pipeline_of,
-    seconds,
-)
+from tlora_fx.cli.options import PipelineOptions, seconds
 from tlora_fx.errors import RayNotInstalled, RunRefused
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.state import ChangeCosts
 
 if TYPE_CHECKING:
     from tlora_fx.cost.hardware import Cluster
+    from tlora_fx.scheduler.estimates import Estimates
     from tlora_fx.scheduler.local.admission import AdmissionLimits
-    from tlora_fx.scheduler.service import Estimates, RunOptions, SchedulerService
+    from tlora_fx.scheduler.service import RunOptions, SchedulerService
 
 TURN_SECONDS = 0.05
 EXECUTORS = ("local", "ray")
 
 
-@dataclass(frozen=True, slots=True)
-class RunCommandOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunCommandOptions(PipelineOptions):
     """Options of the command line."""
 
     jobs: Annotated[Path, typer.Argument(help="Folder of job files (YAML), or one file.")]
@@ -138,13 +132,9 @@ class RunCommandOptions:
             "for 20 times its longest step, and 5 minutes at least (30 with --compile)."
         ),
     ] = None
-    trust_remote_code: TrustRemoteCode = False
     grace: Annotated[
         str, typer.Option(help="How long groups may take to stop after Ctrl-C, such as 60s.")
     ] = "60s"
-    pipeline: PipelineText = None
-    add_pass: AddPass = None
-    load: Load = None
     callback: Annotated[
         list[str] | None,
         typer.Option(
@@ -183,19 +173,16 @@ class RunCommandOptions:
                 self.max_row_tokens,
                 self.compiled,
                 stall=stall,
-                pipeline=self._pipeline(),
+                # None: the default passes.
+                pipeline=str(self.passes())
+                if self.pipeline or self.add_pass or self.load
+                else None,
                 extensions=tuple(map(_absolute, self.load or ())),
                 accept_changes=self.accept_changes,
                 callbacks=tuple(map(_absolute, self.callback or ())),
                 memory_of=estimates.memory_of,
             ),
         )
-
-    def _pipeline(self) -> str | None:
-        """The passes that workers run, None for the default; raises PipelineError, PluginBroken."""
-        if not (self.pipeline or self.add_pass or self.load):
-            return None
-        return str(pipeline_of(self.pipeline, self.add_pass, self.load))
 
     def _admission(self) -> AdmissionLimits:
         from tlora_fx.scheduler.local.admission import AdmissionLimits
@@ -251,7 +238,7 @@ def placed(
         nodes = RayCluster.join(options.ray_address, options.device, options.slots)
         return nodes.cluster, nodes.kind, partial(on_ray, nodes)
 
-    from tlora_fx.scheduler.service import machine
+    from tlora_fx.scheduler.estimates import machine
 
     cluster, kind = machine(options.device, options.slots)
     return cluster, kind, lambda service: service

@@ -193,7 +193,8 @@ def run(options: ServeCommandOptions) -> None:
 
     store = _guarded_store(options.output, options)
 
-    from tlora_fx.scheduler.service import Estimates, Submitters, opened
+    from tlora_fx.scheduler.estimates import Estimates
+    from tlora_fx.scheduler.service import Submitters, opened
     from tlora_fx.server.control import Control, EventLog
 
     cluster, kind, adapted = placed(options)

@@ -15,15 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import (
-    AddPass,
-    Load,
-    PipelineText,
-    TrustRemoteCode,
-    pipeline_of,
-    require_pipeline,
-    takes_options,
-)
+from tlora_fx.cli.options import PipelineOptions, takes_options
 from tlora_fx.cli.terminal import Console, print_whole
 from tlora_fx.host import phases
 from tlora_fx.host.phases import phase
@@ -47,7 +39,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StartOptions:
+class StartOptions(PipelineOptions):
     """Options of the command line that decide what a start does until the first step."""
 
     jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
@@ -58,9 +50,6 @@ class StartOptions:
             "a GPU, or the CPU if there is no GPU."
         ),
     ] = None
-    pipeline: PipelineText = None
-    add_pass: AddPass = None
-    load: Load = None
     max_row_tokens: Annotated[
         int, typer.Option(min=2, help="Maximum tokens of a row, that is, of one forward pass.")
     ] = 16384
@@ -116,7 +105,6 @@ class StartOptions:
         bool,
         typer.Option(help="On a GPU, run small rows whose sizes recur as CUDA graphs."),
     ] = True
-    trust_remote_code: TrustRemoteCode = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -266,7 +254,7 @@ def read_jobs(options: StartOptions) -> Sequence[Job]:
     from tlora_fx.config.job_file import load_job_file
 
     jobs = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code).jobs
-    require_pipeline(options.pipeline, options.add_pass, options.load)
+    options.require_passes()
     return jobs
 
 
@@ -517,7 +505,7 @@ def compiled_with_data(
 
     job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
     on_failure = partial(keep_replay, Path("tlora-fx-replay"))
-    passes = pipeline_of(options.pipeline, options.add_pass, options.load)
+    passes = options.passes()
     model = compile(job_file, passes, on_failure=on_failure)
     # What a job asks of the base is wrong more often than a late row of its data.
     return load_all_data(job_file.jobs, clocks), model

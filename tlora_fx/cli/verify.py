@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from tlora_fx.cli.options import (
-    AddPass,
-    Load,
-    PipelineText,
-    TrustRemoteCode,
-    pipeline_of,
-    require_pipeline,
-)
+from tlora_fx.cli.options import PipelineOptions, takes_options
 from tlora_fx.cli.terminal import Console, Working, print_whole
 from tlora_fx.errors import VerifyError
 
@@ -24,21 +18,23 @@ if TYPE_CHECKING:
     from tlora_fx.runtime.verify import Bounds, JobDifference
 
 
-def run(
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train each job for.")] = 20,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyOptions(PipelineOptions):
+    """Options of the command line."""
+
+    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train each job for.")] = 20
     device: Annotated[
         str | None,
         typer.Option(
             help="Device to run on: cpu, cuda, cuda:1, ...; if not given, the first GPU, or the "
             "CPU if there is no GPU."
         ),
-    ] = None,
-    pipeline: PipelineText = None,
-    add_pass: AddPass = None,
-    load: Load = None,
-    trust_remote_code: TrustRemoteCode = False,
-) -> None:
+    ] = None
+
+
+@takes_options
+def run(options: VerifyOptions) -> None:
     """Check that jobs trained together match the same jobs trained alone.
 
     Trains all jobs fused, and each job alone with plain transformers, PEFT and torch.optim. Prints
@@ -53,19 +49,19 @@ def run(
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.runtime import early_checks as early
 
-    require_pipeline(pipeline, add_pass, load)
+    options.require_passes()
     console = Console(stderr=True)
-    job_file = load_job_file(jobs, trust_remote_code=trust_remote_code)
+    job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
     early.require_data(job_file.jobs)
     early.require_base(job_file.jobs)
     early.require_hub(job_file.jobs)
     with Working(console, "compiling, training fused and alone") as working:
         from tlora_fx.runtime.verify import bounds_of, declared, verify
 
-        passes = pipeline_of(pipeline, add_pass, load)
+        passes, device = options.passes(), options.device
         bounds = bounds_of(job_file.base.dtype, device)
         differences: list[JobDifference] = []
-        for difference in verify(job_file, steps, device=device, pipeline=passes):
+        for difference in verify(job_file, options.steps, device=device, pipeline=passes):
             differences.append(difference)
             working.now(f"compared {difference.job}: {difference.against}")
     out = Console()

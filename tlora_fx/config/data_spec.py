@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from tlora_fx.config.base_spec import PathOrId
+from tlora_fx.config.base_spec import BaseSpec, PathOrId
 from tlora_fx.config.objects import is_of_datasets, is_stream
 from tlora_fx.config.other_names import DATA_KEYS
 from tlora_fx.config.validation import Spec, refuse
@@ -42,6 +42,8 @@ COLUMNS_OF: Mapping[str, frozenset[str]] = {
     "label": frozenset({"text", "label"}),
     "tokens": frozenset({"input_ids"}),
 }
+#: Methods that learn from pairs of a chosen and a rejected completion.
+PAIRED = ("dpo", "orpo", "reward")
 #: Columns that a row of a format may have or lack.
 OPTIONAL_COLUMNS: Mapping[str, frozenset[str]] = {
     "prompt-completion": frozenset({"tools", "system", "history"}),
@@ -197,3 +199,36 @@ def _fit_weights(weights: Sequence[float | None]) -> None:
         raise refuse("some data sets have a weight and others none", help="weigh all, or none")
     if not math.isfinite(sum(given)):
         raise refuse("the weights of the data sets have no finite sum", help="give smaller ones")
+
+
+def require_data_of_method(base: BaseSpec | None, method: str, format: str) -> None:
+    """Refuse a format of data that the method does not learn from."""
+    _require_data_of_task(base, method, format)
+    if method == "sft" and format == "preference":
+        raise refuse("the format 'preference' needs pairs to be compared", help="method: dpo")
+    if method != "kto" and format == "unpaired-preference":
+        raise refuse("the format 'unpaired-preference' is of another method", help="method: kto")
+    if method == "kto" and format not in ("auto", "unpaired-preference"):
+        what = f"method 'kto' learns from judged completions, not from the format '{format}'"
+        raise refuse(what, help="give prompt, completion and label, format: unpaired-preference")
+    if method in PAIRED and format not in ("auto", "preference"):
+        what = f"method '{method}' learns from pairs, not from the format '{format}'"
+        raise refuse(what, help="give chosen and rejected, format: preference")
+
+
+def _require_data_of_task(base: BaseSpec | None, method: str, format: str) -> None:
+    """Refuse a method, or a format of data, of another task than the base's."""
+    classifies = base is not None and base.is_classifier
+    if classifies and method not in ("sft", "reward"):
+        raise refuse(f"method '{method}' compares texts, and the base classifies them")
+    if method == "reward":
+        if base is not None and base.objective != "regression":
+            what = "method 'reward' trains a head that gives each text one number"
+            raise refuse(what, help="set task: SEQ_CLS and labels: 1 under 'base'")
+        return
+    if classifies and format not in ("auto", "label"):
+        what = f"a classifier learns from labels, not from the format '{format}'"
+        raise refuse(what, help="give the columns text and label, format: label")
+    if not classifies and format == "label":
+        what = "the format 'label' needs a base that classifies"
+        raise refuse(what, help="set task: SEQ_CLS and labels under 'base'")

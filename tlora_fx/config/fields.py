@@ -9,20 +9,34 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    Self,
+    TypeAlias,
+    get_args,
+)
 
 from pydantic import (
     AfterValidator,
+    AliasChoices,
+    BeforeValidator,
     Field,
     StrictBool,
     StrictFloat,
     StrictInt,
+    StrictStr,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
+from tlora_fx.config.functions import OR_FUNCTION, UserFunction
 from tlora_fx.config.other_names import LORA_KEYS, hint
 from tlora_fx.config.validation import Mistake, Spec, refuse
 from tlora_fx.errors import nearest
@@ -518,3 +532,93 @@ def _unknown(key: str, owner: str, allowed: frozenset[str], help: str) -> Pydant
         known = ", ".join(sorted(allowed)) or "none"
         help = f"did you mean '{near}'?" if near else f"known arguments: {known}"
     return refuse(f"unknown argument '{key}' of {owner}", help=help)
+
+
+TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
+
+
+def _split(value: object) -> object:
+    """Accept the name of a split, or the part of the samples that is held out."""
+    if value is None or (isinstance(value, str) and value):
+        return value
+    if isinstance(value, float) and 0 < value < 1:
+        return value
+    expected = "a number n with 0 < n < 1, or the name of a split"
+    raise refuse("wrong value of 'eval_split'", expected=expected)
+
+
+def _warmup(value: object) -> object:
+    """Accept a number of steps, or the part of all steps, as `warmup_steps` of transformers."""
+    if type(value) is int and value >= 0:
+        return value
+    if type(value) is float and 0 < value < 1:
+        return value
+    expected = "a whole number of steps from 0, or the part of all steps, a number n with 0 < n < 1"
+    raise refuse("wrong value of 'warmup_steps'", expected=expected)
+
+
+def _by_epochs(value: object) -> object:
+    """None for -1, by which transformers says that `num_train_epochs` counts."""
+    return None if type(value) is int and value == -1 else value
+
+
+def _trackers(value: object) -> object:
+    """One tracker's name for a list of it; and all, or none, as transformers has them."""
+    if value in ("none", ["none"]):
+        return []
+    if value in ("all", ["all"]):
+        return list(get_args(TrackerName))
+    return [value] if isinstance(value, str) else value
+
+
+def _alias(value: object) -> object:
+    return OPTIMIZER_ALIASES.get(value, value) if isinstance(value, str) else value
+
+
+# Types of fields of a job; optimizers, schedules and metrics may be functions of the user's own.
+if TYPE_CHECKING:
+    EvalSplit = Any
+    MaxSteps = int | None
+    Trackers = list[TrackerName]
+    WarmupSteps = int | float
+    Optimizer = OptimizerName | UserFunction
+    Schedule = ScheduleName | UserFunction
+    MetricFunction = str | UserFunction | None
+else:
+    EvalSplit = Annotated[Any, AfterValidator(_split)]
+    MaxSteps = Annotated[StrictInt | None, BeforeValidator(_by_epochs)]
+    Trackers = Annotated[list[TrackerName], BeforeValidator(_trackers)]
+    WarmupSteps = Annotated[int | float, BeforeValidator(_warmup)]
+    Optimizer = Annotated[OptimizerName, BeforeValidator(_alias), *OR_FUNCTION]
+    Schedule = Annotated[ScheduleName, *OR_FUNCTION]
+    MetricFunction = Annotated[StrictStr | None, *OR_FUNCTION]
+
+
+class ScheduleSpec(Spec):
+    """Requests of a job to a scheduler (`tlora-fx run`, `serve`); `tlora-fx train` ignores them.
+
+    gpus                 number of GPUs that the job would get if it trained alone
+    max_slowdown         how many times slower than alone the job may become in a group
+    deadline             seconds after its submission by which the job should be done; None: no
+                         deadline
+    max_slowdown_opt_in  how many times slower than alone the job may become if other jobs gain by
+                         it; the job gets credit for that. None: `max_slowdown` always holds. Older
+                         job files call this field `lends`
+    """
+
+    gpus: StrictInt = Field(default=1, ge=1)
+    max_slowdown: StrictFloat = Field(default=1.5, ge=1)
+    deadline: StrictFloat | None = Field(default=None, gt=0)
+    max_slowdown_opt_in: StrictFloat | None = Field(
+        default=None, ge=1, validation_alias=AliasChoices("max_slowdown_opt_in", "lends")
+    )
+
+    @field_validator("max_slowdown_opt_in")
+    @classmethod
+    def _more_than_it_must(cls, most: float | None, info: ValidationInfo) -> float | None:
+        bound = info.data.get("max_slowdown")
+        if most is not None and bound is not None and most < bound:
+            help = f"give {bound:g} or more, or a smaller 'max_slowdown'"
+            what = "'max_slowdown_opt_in' is below 'max_slowdown', which holds anyway"
+            raise refuse(what, help=help)
+        return most

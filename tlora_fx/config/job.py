@@ -11,12 +11,9 @@ import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
-    AfterValidator,
-    AliasChoices,
-    BeforeValidator,
     Field,
     StrictBool,
     StrictFloat,
@@ -28,22 +25,28 @@ from pydantic import (
 
 from tlora_fx.config.adapter_folder import read_adapter_config
 from tlora_fx.config.base_spec import HEADS, SEED_LIMIT, BaseSpec, LocalPath
-from tlora_fx.config.data_spec import DataSpec
+from tlora_fx.config.data_spec import PAIRED, DataSpec, require_data_of_method
 from tlora_fx.config.fields import (
     ADAM_LIKE,
     DATA_STARTS,
-    OPTIMIZER_ALIASES,
     OPTIMIZER_MODULES,
     OPTIMIZERS,
     WITH_BETAS,
+    EvalSplit,
     LoraSpec,
-    OptimizerName,
-    ScheduleName,
+    MaxSteps,
+    MetricFunction,
+    Optimizer,
+    Schedule,
+    ScheduleSpec,
+    TrackerName,
+    Trackers,
+    WarmupSteps,
     changes_base,
     check_optimizer_arguments,
     check_schedule_arguments,
 )
-from tlora_fx.config.functions import OR_FUNCTION, UserFunction, offered_arguments
+from tlora_fx.config.functions import UserFunction, offered_arguments
 from tlora_fx.config.halving import HalvingSpec
 from tlora_fx.config.objects import is_stream, job_fields
 from tlora_fx.config.other_kinds import (
@@ -76,8 +79,6 @@ __all__ = [
 
 Method = Literal["sft", "dpo", "orpo", "kto", "reward"]
 
-TrackerName = Literal["tensorboard", "wandb", "trackio", "mlflow"]
-
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _FUNCTION = re.compile(r"[^:]+:[A-Za-z_]\w*")
 #: Fields of LoRA by which more than its two matrices is trained.
@@ -88,92 +89,9 @@ BETA = 0.1
 COMPARING = ("dpo", "kto")
 #: What an evaluation always measures; a job's own function may add more.
 EVAL_METRICS = ("loss", "mean_token_accuracy", "exact_match")
-#: Methods that learn from pairs of a chosen and a rejected completion.
-PAIRED = ("dpo", "orpo", "reward")
 #: And of a classifier.
 LABEL_METRICS = ("loss", "accuracy")
 TRAIN_LOSS = "train_loss"
-
-
-def _split(value: object) -> object:
-    """Accept the name of a split, or the part of the samples that is held out."""
-    if value is None or (isinstance(value, str) and value):
-        return value
-    if isinstance(value, float) and 0 < value < 1:
-        return value
-    expected = "a number n with 0 < n < 1, or the name of a split"
-    raise refuse("wrong value of 'eval_split'", expected=expected)
-
-
-def _warmup(value: object) -> object:
-    """Accept a number of steps, or the part of all steps, as `warmup_steps` of transformers."""
-    if type(value) is int and value >= 0:
-        return value
-    if type(value) is float and 0 < value < 1:
-        return value
-    expected = "a whole number of steps from 0, or the part of all steps, a number n with 0 < n < 1"
-    raise refuse("wrong value of 'warmup_steps'", expected=expected)
-
-
-def _by_epochs(value: object) -> object:
-    """None for -1, by which transformers says that `num_train_epochs` counts."""
-    return None if type(value) is int and value == -1 else value
-
-
-def _trackers(value: object) -> object:
-    """One tracker's name for a list of it; and all, or none, as transformers has them."""
-    if value in ("none", ["none"]):
-        return []
-    if value in ("all", ["all"]):
-        return list(get_args(TrackerName))
-    return [value] if isinstance(value, str) else value
-
-
-class ScheduleSpec(Spec):
-    """Requests of a job to a scheduler (`tlora-fx run`, `serve`); `tlora-fx train` ignores them.
-
-    gpus                 number of GPUs that the job would get if it trained alone
-    max_slowdown         how many times slower than alone the job may become in a group
-    deadline             seconds after its submission by which the job should be done; None: no
-                         deadline
-    max_slowdown_opt_in  how many times slower than alone the job may become if other jobs gain by
-                         it; the job gets credit for that. None: `max_slowdown` always holds. Older
-                         job files call this field `lends`
-    """
-
-    gpus: StrictInt = Field(default=1, ge=1)
-    max_slowdown: StrictFloat = Field(default=1.5, ge=1)
-    deadline: StrictFloat | None = Field(default=None, gt=0)
-    max_slowdown_opt_in: StrictFloat | None = Field(
-        default=None, ge=1, validation_alias=AliasChoices("max_slowdown_opt_in", "lends")
-    )
-
-    @field_validator("max_slowdown_opt_in")
-    @classmethod
-    def _more_than_it_must(cls, most: float | None, info: ValidationInfo) -> float | None:
-        bound = info.data.get("max_slowdown")
-        if most is not None and bound is not None and most < bound:
-            help = f"give {bound:g} or more, or a smaller 'max_slowdown'"
-            what = "'max_slowdown_opt_in' is below 'max_slowdown', which holds anyway"
-            raise refuse(what, help=help)
-        return most
-
-
-def _alias(value: object) -> object:
-    return OPTIMIZER_ALIASES.get(value, value) if isinstance(value, str) else value
-
-
-#: A name, or a callable of the user's own.
-if TYPE_CHECKING:
-    WarmupSteps = int | float
-    Optimizer = OptimizerName | UserFunction
-    Schedule = ScheduleName | UserFunction
-    MetricFunction = str | UserFunction | None
-else:
-    WarmupSteps = Annotated[int | float, BeforeValidator(_warmup)]
-    Optimizer = Annotated[OptimizerName, BeforeValidator(_alias), *OR_FUNCTION]
-    Schedule = Annotated[ScheduleName, *OR_FUNCTION]
-    MetricFunction = Annotated[StrictStr | None, *OR_FUNCTION]
 
 
 def _epochs_by_default(data: dict[str, Any]) -> float | None:
@@ -199,39 +117,6 @@ def _adapter_fields(data: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _has_eval_data(data: Mapping[str, Any]) -> bool:
     return data.get("eval_data") is not None or data.get("eval_split") is not None
-
-
-def _fits_the_method(base: BaseSpec | None, method: str, format: str) -> None:
-    """Refuse a format of data that the method does not learn from."""
-    _fits_the_task(base, method, format)
-    if method == "sft" and format == "preference":
-        raise refuse("the format 'preference' needs pairs to be compared", help="method: dpo")
-    if method != "kto" and format == "unpaired-preference":
-        raise refuse("the format 'unpaired-preference' is of another method", help="method: kto")
-    if method == "kto" and format not in ("auto", "unpaired-preference"):
-        what = f"method 'kto' learns from judged completions, not from the format '{format}'"
-        raise refuse(what, help="give prompt, completion and label, format: unpaired-preference")
-    if method in PAIRED and format not in ("auto", "preference"):
-        what = f"method '{method}' learns from pairs, not from the format '{format}'"
-        raise refuse(what, help="give chosen and rejected, format: preference")
-
-
-def _fits_the_task(base: BaseSpec | None, method: str, format: str) -> None:
-    """Refuse a method, or a format of data, of another task than the base's."""
-    classifies = base is not None and base.is_classifier
-    if classifies and method not in ("sft", "reward"):
-        raise refuse(f"method '{method}' compares texts, and the base classifies them")
-    if method == "reward":
-        if base is not None and base.objective != "regression":
-            what = "method 'reward' trains a head that gives each text one number"
-            raise refuse(what, help="set task: SEQ_CLS and labels: 1 under 'base'")
-        return
-    if classifies and format not in ("auto", "label"):
-        what = f"a classifier learns from labels, not from the format '{format}'"
-        raise refuse(what, help="give the columns text and label, format: label")
-    if not classifies and format == "label":
-        what = "the format 'label' needs a base that classifies"
-        raise refuse(what, help="set task: SEQ_CLS and labels under 'base'")
 
 
 class Job(Spec):
@@ -371,9 +256,7 @@ class Job(Spec):
     per_device_train_batch_size: StrictInt = Field(default=8, ge=1)
     gradient_accumulation_steps: StrictInt = Field(default=1, ge=1)
     max_length: StrictInt = Field(default=1024, ge=2)
-    max_steps: Annotated[StrictInt | None, BeforeValidator(_by_epochs)] = Field(
-        default=None, ge=1, validate_default=True
-    )
+    max_steps: MaxSteps = Field(default=None, ge=1, validate_default=True)
     num_train_epochs: StrictFloat | None = Field(default_factory=_epochs_by_default, gt=0)
     seed: StrictInt = Field(default=0, ge=0, lt=SEED_LIMIT)
     shuffle: StrictBool = True
@@ -393,7 +276,7 @@ class Job(Spec):
     max_grad_norm: StrictFloat | None = Field(default=1.0, ge=0)
     save_steps: StrictInt = Field(default=100, ge=1)
     eval_data: DataSpec | None = None
-    eval_split: Annotated[Any, AfterValidator(_split)] = None
+    eval_split: EvalSplit = None
     eval_steps: StrictInt | None = Field(default=None, ge=1)
     compute_metrics: MetricFunction = None
     metric_for_best_model: StrictStr | None = None
@@ -409,7 +292,7 @@ class Job(Spec):
     sample_prompts: list[Annotated[StrictStr, Field(min_length=1)]] = Field(default=[])
     sample_steps: StrictInt | None = Field(default=None, ge=1)
     sample_max_new_tokens: StrictInt = Field(default=64, ge=1)
-    report_to: Annotated[list[TrackerName], BeforeValidator(_trackers)] = Field(default=[])
+    report_to: Trackers = Field(default=[])
     callbacks: tuple[Any, ...] = Field(default=(), exclude=True, repr=False)
     schedule: ScheduleSpec = Field(default_factory=ScheduleSpec)
 
@@ -472,7 +355,7 @@ class Job(Spec):
     def _learns_from_pairs(cls, method: str, info: ValidationInfo) -> str:
         data, lora = info.data.get("data"), _adapter_fields(info.data)
         for format in ["auto"] if data is None else [part.format for part in data.parts]:
-            _fits_the_method(info.data.get("base"), method, format)
+            require_data_of_method(info.data.get("base"), method, format)
         bare = next((name for name in _BEYOND_MATRICES if lora.get(name, "none") != "none"), "")
         compares = f"method '{method}' compares with the base"
         if method in COMPARING and bare and lora[bare]:

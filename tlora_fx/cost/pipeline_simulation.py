@@ -118,11 +118,6 @@ def simulate(order: Order, times: Times, stages: int) -> Simulated:
     return Simulated(reduce(np.maximum, free), busy, ends)
 
 
-def bubble_formula(stages: int, micro_batches: int) -> float:
-    """The bubble of GPipe and 1F1B where all stages and micro-batches take the same time."""
-    return (stages - 1) / (micro_batches + stages - 1)
-
-
 def schedule_order(schedule: Schedule, stages: int, processes: int, micro_batches: int) -> Order:
     """Each process's work under a schedule; raises ScheduleRefused."""
     require_schedule(schedule, stages, processes, micro_batches)

@@ -170,3 +170,13 @@ def _input_names(root: fx.Graph, block: Block) -> dict[str, str]:
         elif sources and isinstance(sources[0], fx.Node) and sources[0].op == "call_function":
             wanted[str(node.target)] = operation_of(sources[0])
     return wanted
+
+
+def block_name(layers: tuple[str, ...]) -> str:
+    """A readable identifier for a block: "layers_0_31", "layers_0_2_to_30"."""
+    parent = layers[0].rpartition(".")[0].rpartition(".")[2]
+    numbers = [layer.rpartition(".")[2] for layer in layers]
+    tail = numbers[0] if len(numbers) == 1 else f"{numbers[0]}_{numbers[-1]}"
+    if len(numbers) > 2 and int(numbers[-1]) - int(numbers[0]) + 1 != len(numbers):
+        tail = f"{numbers[0]}_{numbers[1]}_to_{numbers[-1]}"
+    return f"{parent}_{tail}"

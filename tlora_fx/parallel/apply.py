@@ -139,7 +139,7 @@ def _applied(
 
         pipeline = PipelineRunner(model, plan, mesh, largest_row=largest_row)
         return ReducingRunner(model, mesh, pipeline)
-    runner = RowRunner(model, mesh, inside=shards(plan))
+    runner = RowRunner(model, mesh)
     if largest_row and mesh.device.type == "cuda" and plan.captures:
         runner.graphs = _graphs(model, mesh, largest_row, sharded)
     runner.nano_batches = plan.nano_batches
@@ -178,6 +178,13 @@ def require_nano(plan: Plan, wanted: bool) -> None:
             plan=f"{plan.planner} on {plan.mesh}",
             found="nano-batches",
             help="plan more micro-batches instead, or use pp=1",
+        )
+    if wanted and shards(plan):
+        raise PlanNotRunnable(
+            "layers whose weights are gathered are called once a row",
+            plan=f"{plan.planner} on {plan.mesh}",
+            found="nano-batches",
+            help="leave nano-batches out, or use the plan tensor",
         )
 
 
@@ -248,13 +255,12 @@ class StepRunner(Protocol):
 class RowRunner:
     """Runs whole rows, one after the other, as a single process does.
 
-    inside   nano-batches run inside each layer's call, where weights are gathered for one
     nano     set when rows are first cut into nano-batches; its number may change between rounds
     graphs   of rows that come again, where rows may run so
     """
 
-    def __init__(self, model: SuperModel, mesh: Mesh, *, inside: bool = False) -> None:
-        self.model, self.mesh, self.inside = model, mesh, inside
+    def __init__(self, model: SuperModel, mesh: Mesh) -> None:
+        self.model, self.mesh = model, mesh
         self.nano: NanoModel | None = None
         self.graphs: RowGraphs | None = None
 
@@ -266,7 +272,7 @@ class RowRunner:
     @nano_batches.setter
     def nano_batches(self, count: int) -> None:
         if self.nano is None and count > 1:
-            self.nano = NanoModel(self.model, inside=self.inside)
+            self.nano = NanoModel(self.model)
             if self.graphs is not None:
                 self.graphs.clear()
         if self.nano is not None:

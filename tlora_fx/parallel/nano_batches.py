@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from pathlib import Path
@@ -52,10 +52,9 @@ class NanoRegion:
     inputs: tuple[tuple[str, str], ...]
 
 
-def nano_batched(group: GroupGraph, count: int, *, inside: bool = False) -> GroupGraph:
+def nano_batched(group: GroupGraph, count: int) -> GroupGraph:
     """A copy of a fused group that runs layers on nano-batches; graphs that stay are shared.
 
-    inside    as of the pass nano-batch
     raises    NotNanoBatchable
     """
     root = fx.Graph()
@@ -67,7 +66,7 @@ def nano_batched(group: GroupGraph, count: int, *, inside: bool = False) -> Grou
     copy = replace(
         group, root=root, blocks=blocks, notes=list(group.notes), facts=dict(group.facts)
     )
-    Runner(Pipeline(())).run_one(Event(1, NanoBatch(count, inside), "group", copy))
+    Runner(Pipeline(())).run_one(Event(1, NanoBatch(count), "group", copy))
     return copy
 
 
@@ -401,22 +400,13 @@ class NanoModel:
 
     model     with its weights
     layers    consecutive layers that are compiled as one graph
-    inside    clone layers' code, not their calls: each layer is called once a row, and is compiled
-              by itself. For layers whose weights are gathered when they are called (FSDP)
     count     nano-batches of the next rows; a row of fewer sequences is cut into fewer
     sources   code of the variants that were made
     """
 
-    def __init__(
-        self,
-        model: SuperModel,
-        *,
-        layers: int = 2,
-        inside: bool = False,
-    ) -> None:
+    def __init__(self, model: SuperModel, *, layers: int = 2) -> None:
         self.model = model
         self.layers = max(1, layers)
-        self.inside = inside
         self.count = 1
         self.sources: dict[int, str] = {}
         self._variants: dict[int, nn.Module] = {}
@@ -464,12 +454,10 @@ class NanoModel:
             self._compiled_with = self.model.compiled_with
             self._variants.clear()
         if count not in self._variants:
-            group = nano_batched(self.model.group, count, inside=self.inside)
-            make = self._cloned_inside if self.inside else self._cloned_calls
-            self._variants[count] = make(group, count)
+            self._variants[count] = self._cloned(nano_batched(self.model.group, count), count)
         return self._variants[count]
 
-    def _cloned_calls(self, group: GroupGraph, count: int) -> nn.Module:
+    def _cloned(self, group: GroupGraph, count: int) -> nn.Module:
         regions = outline_regions(group, count, self.layers)
         # A new root over the model's modules, with the regions that it calls.
         root = build_module(group, self._source(group, count)).net
@@ -486,47 +474,9 @@ class NanoModel:
             _compile_regions(root, group, regions, options)
         return root
 
-    def _cloned_inside(self, group: GroupGraph, count: int) -> nn.Module:
-        net = self.model.net
-        own = {path: net.get_submodule(path) for path in self.model.layer_order()}
-        hung = build_module(group, self._source(group, count)).net
-        clones = {path: hung.get_submodule(path) for path in own}
-        for path, layer in own.items():
-            _share(clones[path], layer)
-        if self._compiled_with is not None:
-            options = region_options(self._compiled_with)
-            for block in group.blocks.values():
-                owners = [clones[path] for path in block.instances if path in clones]
-                sizes = list(row_sizes(block.graph).values())
-                if owners:
-                    compile_method(owners, "forward", sizes, dict(options))
-        for path, layer in own.items():
-            known = layer.__dict__.get("forward")
-            if not isinstance(known, _ByInputs):
-                layer.__dict__["forward"] = known = _ByInputs(layer.forward)
-            block = group.block_of(path)
-            known.others[len(placeholders(block.graph))] = clones[path].forward
-        _share(hung, net)
-        return hung
-
     def _source(self, group: GroupGraph, count: int) -> str:
         self.sources[count] = group_source(group, self.model.backbone.title)
         return self.sources[count]
-
-
-class _ByInputs:
-    """The forward of a layer that several variants call, each with as many inputs of its own.
-
-    plain    what runs a whole row
-    others   by number of inputs
-    """
-
-    def __init__(self, plain: Callable[..., Any]) -> None:
-        self.plain = plain
-        self.others: dict[int, Callable[..., Any]] = {}
-
-    def __call__(self, *inputs: Tensor) -> Any:
-        return self.others.get(len(inputs), self.plain)(*inputs)
 
 
 def _share(module: nn.Module, other: nn.Module) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from tlora_fx.errors import ControllerWrong
 from tlora_fx.parallel.nano_batches import COUNTS
@@ -38,38 +38,57 @@ class ControllerDecision:
     why: str
 
 
-class Controller(Protocol):
-    """Names a count of nano-batches and learns from the time of steps.
+@dataclass(slots=True, kw_only=True)
+class Controller:
+    """Names a count of nano-batches and learns from the time of steps, horizon by horizon.
 
+    horizon     steps of a horizon, whose median is compared
     decisions   every horizon's, in order
     """
 
     name: ClassVar[str]
-    decisions: list[ControllerDecision]
+
+    horizon: int = 8
+    decisions: list[ControllerDecision] = field(default_factory=list, init=False)
+    _seconds: list[float] = field(default_factory=list, init=False)
 
     def next(self) -> int:
         """N of the next step, at least 1."""
-        ...
+        raise NotImplementedError
 
     def observe(self, step_seconds: float) -> None:
-        """Hear how long a step with `next()` nano-batches took, on the slowest rank."""
-        ...
+        """Hear how long a step with `next()` nano-batches took; a horizon's last one decides.
+
+        step_seconds   on the slowest rank
+        """
+        self._seconds.append(step_seconds)
+        if len(self._seconds) < self.horizon and not self._is_hopeless():
+            return
+        took = median(self._seconds)
+        self._seconds.clear()
+        why = self._judge(took)
+        self.decisions.append(ControllerDecision(len(self.decisions) + 1, self.next(), took, why))
+
+    def _is_hopeless(self) -> bool:
+        """Whether a horizon need not be waited for."""
+        return False
+
+    def _judge(self, took: float) -> str:
+        """Learn from a horizon, and say why the next count was chosen."""
+        raise NotImplementedError
 
 
-@dataclass(slots=True)
-class Fixed:
+@dataclass(slots=True, kw_only=True)
+class Fixed(Controller):
     """Always the same count.
 
     count     N
-    horizon   steps of a horizon
     """
 
     name: ClassVar[str] = "fixed"
 
     count: int = 1
     horizon: int = 16
-    decisions: list[ControllerDecision] = field(default_factory=list, init=False)
-    _seconds: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         _require(self.count >= 1 and self.horizon >= 1, self)
@@ -78,16 +97,12 @@ class Fixed:
         """N of the next step."""
         return self.count
 
-    def observe(self, step_seconds: float) -> None:
-        """Note the time; nothing follows from it."""
-        self._seconds.append(step_seconds)
-        if len(self._seconds) == self.horizon:
-            _decide(self.decisions, self.count, median(self._seconds), "fixed")
-            self._seconds.clear()
+    def _judge(self, took: float) -> str:
+        return "fixed"
 
 
-@dataclass(slots=True)
-class Aimd:
+@dataclass(slots=True, kw_only=True)
+class Aimd(Controller):
     """The paper's rule: N + alpha after a horizon that was faster, else max(1, floor(beta N)).
 
     Faster means T_t <= T_(t-1) - tau; the first horizon has none before it and counts as faster.
@@ -96,7 +111,6 @@ class Aimd:
     alpha         added, at least 1
     beta          multiplied, in (0, 1)
     tau_seconds   by how much a horizon must be faster
-    horizon       steps of a horizon, whose median is T
     source        tLoRA, section 3.3, adaptive nano-batching
     """
 
@@ -105,11 +119,8 @@ class Aimd:
     alpha: int = 4
     beta: float = 0.5
     tau_seconds: float = 0.0
-    horizon: int = 8
-    decisions: list[ControllerDecision] = field(default_factory=list, init=False)
     _count: int = field(default=1, init=False)
     _before: float = field(default=float("inf"), init=False)
-    _seconds: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         _require(self.alpha >= 1 and 0 < self.beta < 1 and self.horizon >= 1, self)
@@ -118,25 +129,17 @@ class Aimd:
         """N of the next step."""
         return self._count
 
-    def observe(self, step_seconds: float) -> None:
-        """Count a step; the last one of a horizon decides."""
-        self._seconds.append(step_seconds)
-        if len(self._seconds) < self.horizon:
-            return
-        took = median(self._seconds)
-        self._seconds.clear()
-        faster = took <= self._before - self.tau_seconds
+    def _judge(self, took: float) -> str:
+        faster, self._before = took <= self._before - self.tau_seconds, took
         if faster:
             self._count += self.alpha
-        else:
-            self._count = max(1, int(self.beta * self._count))
-        why = f"faster: + {self.alpha}" if faster else f"not faster: times {self.beta}"
-        self._before = took
-        _decide(self.decisions, self._count, took, why)
+            return f"faster: + {self.alpha}"
+        self._count = max(1, int(self.beta * self._count))
+        return f"not faster: times {self.beta}"
 
 
-@dataclass(slots=True)
-class KeepBest:
+@dataclass(slots=True, kw_only=True)
+class KeepBest(Controller):
     """Hill climbing that keeps the best count seen, and looks again from time to time.
 
     Beside the best count it tries others of `counts`, `reach` places above and below, nearer ones
@@ -147,7 +150,6 @@ class KeepBest:
     takes twice the shift to end the next.
 
     counts    that may be chosen, rising
-    horizon   steps of a horizon, whose median is compared
     settle    steps after each change of count that are not measured
     margin    a fraction of the best count's time
     reach     places of `counts` that the first round goes
@@ -160,7 +162,6 @@ class KeepBest:
     name: ClassVar[str] = "keep-best"
 
     counts: Sequence[int] = COUNTS
-    horizon: int = 8
     settle: int = 1
     margin: float = 0.015
     reach: int = 2
@@ -168,7 +169,6 @@ class KeepBest:
     longest: int = 256
     shift: float = 0.12
     hopeless: float = 0.15
-    decisions: list[ControllerDecision] = field(default_factory=list, init=False)
     _best: int = field(default=0, init=False)
     _best_seconds: float = field(default=float("inf"), init=False)
     _now: int = field(default=0, init=False)
@@ -180,7 +180,6 @@ class KeepBest:
     _shifted: bool = field(default=False, init=False)
     _alarm: float = field(default=0.0, init=False)
     _unmeasured: int = field(default=0, init=False)
-    _seconds: list[float] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         rising = list(self.counts) == sorted(set(self.counts)) and bool(self.counts)
@@ -194,20 +193,14 @@ class KeepBest:
         return self.counts[self._now]
 
     def observe(self, step_seconds: float) -> None:
-        """Count a step; the last one of a horizon decides."""
+        """Count a step, unless it is one of the first after a change of count."""
         if self._unmeasured:
             self._unmeasured -= 1
             return
-        self._seconds.append(step_seconds)
-        if len(self._seconds) < self.horizon and not self._is_hopeless():
-            return
-        took = median(self._seconds)
-        self._seconds.clear()
         before = self._now
-        why = self._judge(took)
+        Controller.observe(self, step_seconds)
         if self._now != before:
             self._unmeasured = self.settle
-        _decide(self.decisions, self.next(), took, why)
 
     def _is_hopeless(self) -> bool:
         """Whether every step so far with another count was much slower than the best one."""
@@ -216,7 +209,6 @@ class KeepBest:
         return min(self._seconds) > self._best_seconds * (1 + self.hopeless)
 
     def _judge(self, took: float) -> str:
-        """Learn from a horizon at the count that ran, and choose the next."""
         if self._resting:
             return self._rest_on(took)
         if self._now == self._best:
@@ -267,9 +259,7 @@ class KeepBest:
         return [place] if 0 <= place < len(self.counts) else []
 
 
-CONTROLLERS: dict[str, type[Fixed] | type[Aimd] | type[KeepBest]] = {
-    kind.name: kind for kind in (KeepBest, Aimd, Fixed)
-}
+CONTROLLERS: dict[str, type[Controller]] = {kind.name: kind for kind in (KeepBest, Aimd, Fixed)}
 
 
 def find_controller(name: str, **options: Any) -> Controller:
@@ -335,10 +325,6 @@ class NanoBatches:
         fresh = self.controller.decisions[self._told :]
         self._told += len(fresh)
         return [{"controller": self.controller.name, **asdict(decision)} for decision in fresh]
-
-
-def _decide(decisions: list[ControllerDecision], count: int, took: float, why: str) -> None:
-    decisions.append(ControllerDecision(len(decisions) + 1, count, took, why))
 
 
 def _require(holds: bool, found: object) -> None:

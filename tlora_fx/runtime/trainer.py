@@ -120,6 +120,8 @@ class Trainer:
     looks      is called now and then while one process waits for its GPU; it may ask for changes
     """
 
+    measurements: Measurements
+
     def __init__(
         self,
         model: SuperModel,
@@ -174,12 +176,10 @@ class Trainer:
         self._peft = ImportInThread("peft")
         self._to_tell: list[JobRun] = []
         self._data = data
-        self.measurements: Measurements
         self._limited = False
-        goes_on = not self.group.gathering.apart
         self._end = RoundEnd(
-            self.group.updater, self.reports.stepped,
-            goes_on=goes_on, meanwhile=self._meanwhile, started=self._started,
+            self.group.updater, self.reports.stepped, goes_on=not self.group.gathering.apart,
+            meanwhile=self._meanwhile, started=self._started,
         )  # fmt: skip
         self.looks: Callable[[], None] = lambda: None
 

@@ -12,7 +12,6 @@ from rich.text import Text
 from tlora_fx.cost.estimator import ProfileEstimator, table_of
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
-from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import BaseUnknown, JobNotInState, nearest
 from tlora_fx.scheduler.search.objective import tier_for
 from tlora_fx.scheduler.search.placement import Placer
@@ -486,7 +485,7 @@ def _with_freed_gpus(state: SchedulerState, decision: Decision) -> SchedulerStat
     node = gpus if cluster.gpus == cluster.gpus_per_node else cluster.gpus_per_node
     wider = replace(cluster, gpus=gpus, gpus_per_node=node, lost=frozenset())
     estimator = state.estimator
-    if isinstance(estimator, ProfileEstimator | SyntheticEstimator):
+    if isinstance(estimator, ProfileEstimator):
         estimator = replace(estimator, cluster=wider)
     return replace(state, cluster=wider, estimator=estimator)
 

@@ -14,7 +14,6 @@ from tlora_fx.cost.estimator import Estimator, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.profile import Profile
-from tlora_fx.cost.synthetic import SyntheticEstimator
 from tlora_fx.errors import StateFileError
 from tlora_fx.host.durable import replace_file
 from tlora_fx.host.formats import require_known
@@ -59,35 +58,31 @@ class _EstimatorSection(_Section):
 
     @classmethod
     def of(cls, estimator: Estimator) -> Self:
-        """Section that makes the same estimator again."""
-        if not isinstance(estimator, ProfileEstimator | SyntheticEstimator):
+        """Section that makes the same estimator again; raises StateFileError for another kind."""
+        if not isinstance(estimator, ProfileEstimator):
             raise StateFileError(
                 "this estimator cannot be written into a file",
                 found=type(estimator).__name__,
-                expected="ProfileEstimator or SyntheticEstimator",
+                expected="ProfileEstimator",
             )
         values = {
             field.name: getattr(estimator, field.name) for field in fields(estimator) if field.init
         }
-        measured = {name: values.pop(name) for name in ("profiles", "shapes") if name in values}
-        options = {
-            name: values[name] for name in sorted(values.keys() - {"cluster", "evaluations"})
-        }
-        return cls(**measured, options=options)
+        profiles, shapes = values.pop("profiles"), values.pop("shapes")
+        names = sorted(values.keys() - {"cluster", "evaluations"})
+        return cls(profiles=profiles, shapes=shapes, options={name: values[name] for name in names})
 
-    def estimator(self, kind: str, cluster: Cluster) -> Estimator:
+    def estimator(self, cluster: Cluster) -> Estimator:
         options: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value
             for name, value in self.options.items()
         }
-        if kind == "synthetic":
-            return SyntheticEstimator(cluster=cluster, **options)
         return ProfileEstimator(self.profiles, cluster, self.shapes, **options)
 
 
 class _StateSection(_Section):
     format: Literal["tlora-fx state 1"] = "tlora-fx state 1"
-    estimator: Literal["profile", "synthetic"]
+    estimator: Literal["profile"] = "profile"
     now: float
     horizon: float
     switch_seconds: float
@@ -122,12 +117,10 @@ class _SnapshotFile(_Section):
 def save_snapshot(path: Path, snapshot: Snapshot) -> None:
     """Write a snapshot; raises StateFileError for an estimator that has no file form."""
     state, policy = snapshot.state, snapshot.policy
-    profiled = isinstance(state.estimator, ProfileEstimator)
     _SnapshotFile(
         policy=_PolicySection(name=policy.name, options=policy_options(policy)),
         estimator=_EstimatorSection.of(state.estimator),
         state=_StateSection(
-            estimator="profile" if profiled else "synthetic",
             now=state.now,
             horizon=state.horizon,
             switch_seconds=state.switch_seconds,
@@ -147,7 +140,7 @@ def load_snapshot(path: Path) -> Snapshot:
     file = _SnapshotFile.read(path)
     state = file.state
     try:
-        estimator = file.estimator.estimator(state.estimator, state.cluster)
+        estimator = file.estimator.estimator(state.cluster)
     except TypeError as error:
         raise _no_state(path, error) from error
     jobs = {job.name: job for job in state.jobs}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
@@ -14,27 +14,46 @@ from typing import Any
 from tlora_fx.errors import ReportNotWritable
 from tlora_fx.host.durable import replace_file
 from tlora_fx.host.version import __version__
-from tlora_fx.simulator.charts import figures_of
 from tlora_fx.simulator.comparison import (
+    ALLOCATED,
     BASELINES,
+    BUSY,
+    COMPLETION,
     METRICS,
     OURS,
     PAPER_BUSY,
     PAPER_COMPLETION,
     PAPER_THROUGHPUT,
+    QUEUE,
+    RUN,
+    THROUGHPUT,
     TRAINED,
     WHOLE,
     Metric,
     Outcomes,
+    Policies,
     Ratio,
+    Spread,
     by_policy,
+    part_ratios,
     ratio_text,
     ratios,
     spread,
     trained_while_loaded,
 )
-from tlora_fx.simulator.figures import Figure, Number, csv_of, shown
-from tlora_fx.simulator.metrics import OUTCOMES
+from tlora_fx.simulator.figures import (
+    TINY,
+    Block,
+    Figure,
+    Number,
+    Series,
+    bars,
+    csv_of,
+    gantt,
+    lines,
+    shown,
+)
+from tlora_fx.simulator.metrics import OUTCOMES, SIZES, Distribution
 from tlora_fx.simulator.sweep import (
     Choices,
     ClusterOptions,
@@ -46,6 +65,376 @@ from tlora_fx.simulator.sweep import (
     SweepPlan,
     option_rows,
 )
+
+#: A policy keeps its colour in all figures.
+COLOURED = (
+    *("tlora", "tlora-paper", "mlora-fifo", "mlora-memory", "megatron"),
+    *("no-scheduler", "no-kernel-fuser", "megatron:backfill=true"),
+)
+#: Where values differ by more, their axis is logarithmic.
+WIDE = 20
+ABLATIONS = ("tlora", "no-kernel-fuser", "no-scheduler")
+
+
+def colour(policy: str) -> int:
+    """Index of a policy's colour."""
+    return COLOURED.index(policy) if policy in COLOURED else len(COLOURED)
+
+
+def compared(policies: Policies, metric: Metric, name: str, title: str, shows: str) -> Figure:
+    """A metric of each policy as bars."""
+    spreads = {policy: spread(metric, outcomes) for policy, outcomes in policies.items()}
+    series = [series_of(metric.title, list(spreads.values()))]
+    shades = [colour(policy) for policy in spreads]
+    svg = bars(title, metric.title, list(spreads), series, colours=shades, log=wide(series))
+    rows = [(policy, metric.key, *spread_cells(item)) for policy, item in spreads.items()]
+    return Figure(name, title, shows, svg, ("policy", "metric", *SPREAD), tuple(rows))
+
+
+SPREAD = ("mean", "least", "most", "seeds")
+
+
+def spread_cells(over_seeds: Spread | None) -> tuple[Number, ...]:
+    """Mean, least, most and how many seeds, for a table."""
+    return astuple(over_seeds) if over_seeds else (None, None, None, 0)
+
+
+def series_of(
+    name: str, spreads: Sequence[Spread | None], colour: int = 0, x: Sequence[float] = ()
+) -> Series:
+    """A row of bars, or a line, with its spread over the seeds."""
+    return Series(
+        name,
+        [item.mean if item else None for item in spreads],
+        [item.low if item else None for item in spreads],
+        [item.high if item else None for item in spreads],
+        x,
+        colour,
+    )
+
+
+def distribution(
+    policies: Policies,
+    name: str,
+    title: str,
+    shows: str,
+    label: str,
+    of: Callable[[ScenarioResult], Distribution],
+    *,
+    log: bool = True,
+) -> Figure:
+    """A cumulative distribution of each policy."""
+    series, rows = [], []
+    for policy, outcomes in policies.items():
+        values = _pooled([of(outcome) for outcome in outcomes])
+        if not values:
+            continue
+        parts = [(index + 1) / len(values) for index in range(len(values))]
+        series.append(Series(policy, parts, x=values, colour=colour(policy)))
+        rows += [(policy, value, part) for value, part in zip(values, parts, strict=True)]
+    svg = lines(title, label, "part of jobs", series, log_x=log, top=1.0, marks=False)
+    return Figure(name, title, shows, svg, ("policy", label, "part of jobs"), tuple(rows))
+
+
+def _pooled(distributions: Iterable[Distribution]) -> list[float]:
+    """101 quantiles of several distributions together."""
+    values = sorted(value for each in distributions for value in each.quantiles)
+    if len(values) <= 101:
+        return values
+    return [values[round(index * (len(values) - 1) / 100)] for index in range(101)]
+
+
+def wide(series: Sequence[Series]) -> bool:
+    """Whether values differ so much that their axis is logarithmic."""
+    there = [value for row in series for value in row.values if value and value > TINY]
+    return bool(there) and max(there) > WIDE * min(there)
+
+
+def side_by_side(
+    policies: Policies,
+    metrics: Sequence[tuple[str, Metric]],
+    name: str,
+    title: str,
+    shows: str,
+    label: str,
+) -> Figure:
+    """Metrics of each policy as bars beside each other."""
+    names = list(policies)
+    series, rows = [], []
+    for index, (part, metric) in enumerate(metrics):
+        spreads = [spread(metric, policies[policy]) for policy in names]
+        series.append(series_of(part, spreads, colour=index * 2))
+        pairs = zip(names, spreads, strict=True)
+        rows += [(policy, metric.key, *spread_cells(item)) for policy, item in pairs]
+    percent = label.startswith("%")
+    log = not percent and wide(series)
+    svg = bars(title, label, names, series, top=100 if percent else None, log=log)
+    return Figure(name, title, shows, svg, ("policy", "metric", *SPREAD), tuple(rows))
+
+
+def grouping(policies: Policies) -> Figure:
+    """Share of the jobs of each size that share a group."""
+    series, rows = [], []
+    for policy, outcomes in policies.items():
+        spreads = [
+            Spread.of(
+                100 * size.grouped_job_share
+                for outcome in outcomes
+                for size in outcome.summary.grouping
+                if size.name == wanted and size.jobs
+            )
+            for wanted in SIZES
+        ]
+        rows += [
+            (policy, size, *spread_cells(item)) for size, item in zip(SIZES, spreads, strict=True)
+        ]
+        if not policy.startswith("megatron"):
+            series.append(series_of(policy, spreads, colour(policy)))
+    title = "Jobs that share a group, by size"
+    shows = (
+        "Thirds of the jobs by GPU-seconds of one step alone. A job counts "
+        "that ever shared a group; megatron groups none."
+    )
+    svg = bars(title, "% of jobs", SIZES, series, top=100)
+    return Figure("grouping", title, shows, svg, ("policy", "size", *SPREAD), tuple(rows))
+
+
+def ablation(policies: Policies) -> list[Figure]:
+    """Ablation of kernel fuser and scheduler; nothing where they were not replayed."""
+    ablated = {name: policies[name] for name in ABLATIONS if name in policies}
+    if len(ablated) < 2:
+        return []
+    shows = "Without fused kernels, and with mLoRA's grouping in place of ours."
+    return [
+        compared(ablated, metric, f"ablation-{what}", f"Ablation: {what}", shows)
+        for metric, what in ((THROUGHPUT, "throughput"), (COMPLETION, "completion"))
+    ]
+
+
+def parts(policies: Policies) -> list[Figure]:
+    """Gain by each part of ours; nothing where fewer than two were left out."""
+    brought = part_ratios(policies)
+    if len(brought) < 2:
+        return []
+    series, rows = [], []
+    for index, name in enumerate(("throughput", "completion")):
+        spreads = [getattr(ratio, name) for ratio in brought.values()]
+        series.append(series_of(name, spreads, colour=index * 2))
+        pairs = zip(brought, spreads, strict=True)
+        rows += [(part, name, *spread_cells(item)) for part, item in pairs]
+    title = "What each part brings"
+    shows = (
+        "The whole over the whole without one part: throughput of the first over that of the "
+        "second, mean completion of the second over that of the first. 1 is nothing."
+    )
+    svg = bars(title, "times", list(brought), series, log=wide(series))
+    return [Figure("parts", title, shows, svg, ("part", "metric", *SPREAD), tuple(rows))]
+
+
+#: Jobs of a group, and their colour in a Gantt chart.
+SHADES = (("1 job", 4), ("2 jobs", 1), ("3 jobs", 0), ("4 or more", 3))
+
+
+def who_ran_where(policies: Policies) -> list[Figure]:
+    """A Gantt chart of our GPUs, with the first seed; nothing where that was not recorded."""
+    record = policies[OURS][0].record if OURS in policies else None
+    if record is None or not record.intervals:
+        return []
+    begin = min(interval.begin for interval in record.intervals)
+    blocks, rows = [], []
+    for one in record.intervals:
+        names = ", ".join(one.jobs)
+        shade = SHADES[min(len(one.jobs), len(SHADES)) - 1][1]
+        hours = (one.begin - begin) / 3600, (one.end - begin) / 3600
+        text = f"{names}: {len(one.gpus)} GPUs, {hours[0]:.2f} h to {hours[1]:.2f} h"
+        for first, last in _runs(one.gpus):
+            blocks.append(Block(first, last, *hours, shade, text))
+            rows.append((one.group, first, last, one.begin, one.end, len(one.jobs), names))
+    gpus = policies[OURS][0].scenario.cluster.gpus
+    title = f"Who ran where under {OURS}"
+    shows = "Each GPU over time, with the first seed. White is idle, colours count a group's jobs."
+    svg = gantt(title, "hours", "GPU", gpus, blocks, SHADES)
+    columns = ("group", "first gpu", "last gpu", "begin seconds", "end seconds", "jobs", "names")
+    return [Figure("gantt", title, shows, svg, columns, tuple(rows))]
+
+
+def _runs(gpus: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """First and last of each run of GPUs that follow each other."""
+    ordered = sorted(gpus)
+    starts = [n for n, gpu in enumerate(ordered) if not n or gpu != ordered[n - 1] + 1]
+    for start, end in zip(starts, [*starts[1:], len(ordered)], strict=True):
+        yield ordered[start], ordered[end - 1]
+
+
+def waiting(policies: Policies) -> Figure:
+    """Jobs that wait, over time, with the first seed."""
+    series, rows = [], []
+    for policy, outcomes in policies.items():
+        points = outcomes[0].summary.series
+        x = [(point.time + point.seconds / 2) / 3600 for point in points]
+        y = [point.waiting_jobs for point in points]
+        series.append(Series(policy, y, x=x, colour=colour(policy)))
+        rows += [
+            (policy, point.time, point.waiting_jobs, point.running_jobs, point.allocated_gpus)
+            for point in points
+        ]
+    title = "Jobs that wait"
+    svg = lines(title, "hours", "jobs in no group", series, marks=False)
+    columns = ("policy", "seconds", "waiting jobs", "running jobs", "allocated GPUs")
+    shows = "Over the whole replay, with the first seed; not in the paper."
+    return Figure("waiting", title, shows, svg, columns, tuple(rows))
+
+
+SweepRow = tuple[float, Policies]
+
+
+def figures_of(plan: SweepPlan, outcomes: Outcomes) -> list[Figure]:
+    """All figures for which there are replays."""
+    policies = by_policy(plan.main, outcomes)
+    figures = [
+        compared(
+            policies,
+            THROUGHPUT,
+            "throughput",
+            "Training throughput",
+            "Samples a second of the whole cluster, while jobs arrive.",
+        ),
+        distribution(
+            policies,
+            "completion-cdf",
+            "Completion time",
+            "The part of the jobs that were done so long after submission, all seeds together.",
+            "seconds from submission to end",
+            lambda outcome: outcome.summary.completion_seconds,
+        ),
+        side_by_side(
+            policies,
+            (("queue", QUEUE), ("run", RUN)),
+            "completion-split",
+            "Completion time, in two parts",
+            "Mean seconds in the queue and in a group; the paper gives their sum.",
+            "mean seconds",
+        ),
+        side_by_side(
+            policies,
+            (("allocated", ALLOCATED), ("busy, by the estimator", BUSY)),
+            "utilisation",
+            "GPU utilisation",
+            "GPUs held by a group, and GPUs computing at the roofline, while jobs arrive.",
+            "% of GPU time",
+        ),
+        grouping(policies),
+        *ablation(policies),
+        distribution(
+            policies,
+            "slowdown-cdf",
+            "Slowdown of a step",
+            "Step time in a group over step time alone, mean over a job's steps; not in the paper.",
+            "step time over T_solo",
+            lambda outcome: outcome.summary.slowdown,
+            log=False,
+        ),
+        waiting(policies),
+        *parts(policies),
+        *who_ran_where(policies),
+    ]
+    for name, rows in plan.sweeps.items():
+        points = [(value, by_policy(scenarios, outcomes)) for value, scenarios in rows]
+        figures += sweep(name, points, policies, synthetic=plan.main[0].source.synthetic)
+    return [replace(figure, paper=PAPER.get(figure.name, "")) for figure in figures]
+
+
+#: What each figure redraws, by the paper's captions.
+PAPER = {
+    "throughput": "Training throughput",
+    "completion-cdf": "Job completion time",
+    "utilisation": "Average GPU SM util.",
+    "grouping": "Job colocation proportions",
+    "ablation-throughput": "Performance breakdown: training throughput",
+    "ablation-completion": "Performance breakdown: job completion time",
+    "nano": "Impact of nano-batch size",
+    "months-throughput": "Impact of job arrival pattern",
+    "months-completion": "Impact of online deployment traces (appendix)",
+    "scale-throughput": "Impact of scaling arrival rate",
+    "scale-completion": "Impact of system load (appendix)",
+    "cluster-throughput": "Impact of cluster size",
+    "cluster-completion": "Impact of cluster size (appendix)",
+}
+
+
+TOLD = {"scale": "arrivals, times as dense", "cluster": "GPUs of the cluster", "months": "month"}
+BY = {"scale": "density of arrivals", "cluster": "size of the cluster", "months": "month"}
+
+
+def sweep(
+    name: str, points: Sequence[SweepRow], main: Policies, *, synthetic: bool
+) -> list[Figure]:
+    """Throughput and completion over what was varied."""
+    if name == "nano":
+        return [_nano(points, main)]
+    label, shows = TOLD[name], ""
+    if name == "months" and synthetic:
+        label = "arrivals, times as dense as the trace's mean"
+        shows = (
+            "A synthetic trace has no months: these are the densities of months 1 to 3, relative "
+            "to each other, that the paper tells."
+        )
+    if name == "cluster":
+        shows = _replayed(points)
+    return [
+        _over_values(
+            points, metric, f"{name}-{what}", f"{what.capitalize()} by {BY[name]}", shows, label
+        )
+        for metric, what in ((THROUGHPUT, "throughput"), (COMPLETION, "completion"))
+    ]
+
+
+def _replayed(points: Sequence[SweepRow]) -> str:
+    jobs = [next(iter(row.values()))[0].summary.jobs for _, row in points]
+    if len(set(jobs)) == 1:
+        return ""
+    pairs = zip(points, jobs, strict=True)
+    counts = ", ".join(f"{count:,} on {size:g}" for (size, _), count in pairs)
+    return f"Jobs larger than a cluster are left out of it, so that it replays fewer: {counts}."
+
+
+def _over_values(
+    points: Sequence[SweepRow], metric: Metric, name: str, title: str, shows: str, label: str
+) -> Figure:
+    x = [value for value, _ in points]
+    policies = dict.fromkeys(policy for _, row in points for policy in row)
+    series, rows = [], []
+    for policy in policies:
+        spreads = [spread(metric, row.get(policy, [])) for _, row in points]
+        series.append(series_of(policy, spreads, colour(policy), x))
+        rows += [
+            (policy, value, metric.key, *spread_cells(item))
+            for value, item in zip(x, spreads, strict=True)
+        ]
+    svg = lines(title, label, metric.title, series, log_y=wide(series))
+    return Figure(name, title, shows, svg, ("policy", label, "metric", *SPREAD), tuple(rows))
+
+
+def _nano(points: Sequence[SweepRow], main: Policies) -> Figure:
+    """Throughput with a fixed count of nano-batches, beside the best of each group."""
+    names = [f"{value:g}" for value, _ in points]
+    spreads = [spread(THROUGHPUT, row["tlora"]) for _, row in points]
+    if "tlora" in main:
+        count = spreads[0].count if spreads and spreads[0] else 1
+        names.append("best of each")
+        spreads.append(spread(THROUGHPUT, main["tlora"][:count]))
+    title = "Throughput by nano-batches"
+    shows = (
+        "A fixed count in every group, and the best of each (policy tlora). By the estimator, "
+        "counts matter only where a group's layout is tensor-parallel."
+    )
+    svg = bars(title, THROUGHPUT.title, names, [series_of(THROUGHPUT.title, spreads)])
+    rows = [
+        (count, THROUGHPUT.key, *spread_cells(item))
+        for count, item in zip(names, spreads, strict=True)
+    ]
+    return Figure("nano", title, shows, svg, ("nano-batches", "metric", *SPREAD), tuple(rows))
+
 
 PAGE = "index.html"
 NUMBERS = "results.json"

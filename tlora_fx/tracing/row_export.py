@@ -7,28 +7,396 @@ does not keep is refused.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cache
+from types import CodeType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import _SingleLevelFunction
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
-from tlora_fx.errors import BaseRefused, StateChanged, TloraError
+from tlora_fx.errors import (
+    BaseRefused,
+    CompileError,
+    GradientLost,
+    StateChanged,
+    TloraError,
+    TracedOtherwise,
+)
 from tlora_fx.ir.graph import TABLES, Form
 from tlora_fx.model.backbone import longest_sequence, named_logits
 from tlora_fx.model.batch import PADDING
 from tlora_fx.tracing.attention import row_of
-from tlora_fx.tracing.guards import SizeGuards
+from tlora_fx.tracing.guards import SizeGuards, line_text, model_frame
 from tlora_fx.tracing.layer_calls import LayerCalls
 from tlora_fx.tracing.masks import unpacked_lines
 from tlora_fx.tracing.positions import CountsBySequence
 from tlora_fx.tracing.refusals import not_traceable
-from tlora_fx.tracing.state import meta_copy
-from tlora_fx.tracing.watch import Watch
+from tlora_fx.tracing.state import (
+    LIBRARIES,
+    State,
+    changed,
+    generators,
+    is_own,
+    meta_copy,
+    reads,
+    state_of,
+)
+
+# What reads a number out of a tensor, which a trace does not have.
+READS = frozenset((
+    Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__, Tensor.item,
+    Tensor.tolist, Tensor.numpy,
+))  # fmt: skip
+HOOKS = frozenset((Tensor.register_hook, Tensor.register_post_accumulate_grad_hook))
+# The devices that may be another one in a run than in a trace.
+KINDS = ("cpu", "cuda", "meta")
+KIND_GETTERS = frozenset(getattr(Tensor, f"is_{kind}").__get__ for kind in KINDS)
+# Where torch makes the autograd functions of operators, which a graph keeps whole.
+OPERATORS = "torch._library.autograd"
+QUESTIONS = ("is_compiling", "is_exporting", "is_dynamo_compiling")
+
+
+@cache
+def is_own_code(filename: str) -> bool:
+    """Whether a file is a base's own code: no library's."""
+    files = (getattr(sys.modules.get(name), "__file__", None) for name in LIBRARIES)
+    roots = tuple(file.rpartition("/")[0] + "/" for file in files if file)
+    return not filename.startswith(("<", *roots))
+
+
+class Watch:
+    """Observations of one traced forward.
+
+    refused   errors, in the order in which their causes were seen
+    left      attributes that the forward gave other values, by path
+    open      those of them that may change what the next forward does
+    """
+
+    def __init__(self, model: nn.Module, stop: CodeType) -> None:
+        """Watch a model.
+
+        stop    code of the function that calls the model, for source lines
+        """
+        self.model, self.stop = model, stop
+        self.refused: list[CompileError] = []
+        self.functions: list[AppliedFunction] = []
+        self.left: State = {}
+        self.open: State = {}
+
+    def clear(self) -> None:
+        """Begin a forward."""
+        self.refused.clear()
+        self.functions.clear()
+        self.left = {}
+
+    def require_kept(self) -> None:
+        """Refuse what the graph of this forward would not do.
+
+        raises    GradientLost, StateChanged, TracedOtherwise
+        """
+        for applied in self.functions:
+            if not applied.has_plain_gradient():
+                raise GradientLost(
+                    "the model has an autograd function, whose backward a graph does not keep",
+                    function=f"{applied.function.__module__}.{applied.function.__qualname__}",
+                    source=line_text(applied.place),
+                    expected="a backward that is the derivative of its forward",
+                    help="write it with detach(), or as an operator of torch.library",
+                )
+        for error in self.refused:
+            raise error
+
+    @contextmanager
+    def running(self, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Watch the model run on inputs, within this context."""
+        with ExitStack() as stack:
+            self._patch(stack)
+            before, draws = state_of(self.model), generators()
+            stack.enter_context(_Calls(self))
+            yield
+        self.left = changed(before, state_of(self.model))
+        self.open = {
+            where: slot
+            for where, slot in self.left.items()
+            if (where in before and before[where].value is not None) or reads(slot.value, inputs)
+        }
+        for where, slot in self.left.items():
+            if slot.is_registered:
+                self.refuse(
+                    StateChanged,
+                    "the model's forward replaces a buffer or weight, which the next one reads",
+                    attribute=where,
+                    help="compute the value without keeping it",
+                )
+        for name, state in generators().items():
+            if state != draws.get(name):
+                self.refuse(
+                    StateChanged,
+                    f"the model's forward draws from the generator of {name}",
+                    found="one draw, which the graph would repeat for every row",
+                    help="draw with nn.Dropout, or not at all",
+                )
+
+    def refuse(self, kind: type[CompileError], what: str, *, help: str, **facts: Any) -> None:
+        """Note an error, to be raised when no model code can catch it."""
+        self.refused.append(kind(what, help=help, **facts))
+
+    def source(self) -> str | None:
+        """The model's line that is running."""
+        return line_text(model_frame(self.stop))
+
+    def _patch(self, stack: ExitStack) -> None:
+        enter = torch.inference_mode.__enter__
+        enter_autocast: Any = torch.autocast.__enter__
+        read_device = FakeTensor.device.fget  # type: ignore[attr-defined]
+        watch = self
+
+        def device(tensor: FakeTensor) -> Any:
+            found = read_device(tensor)
+            own = is_own_code(sys._getframe(1).f_code.co_filename)
+            return TracedDevice(found, watch) if own else found
+
+        def applied(function: Any, *args: Any, **kwargs: Any) -> Any:
+            place = model_frame(watch.stop)
+            if function.__module__ != OPERATORS:
+                watch.functions.append(AppliedFunction(function, args, place))
+            return super(_SingleLevelFunction, function).apply(*args, **kwargs)  # type: ignore[misc]
+
+        def entered(mode: Any) -> Any:
+            if mode.mode and watch.source() is not None:
+                watch.refuse(
+                    GradientLost,
+                    "the model runs in inference mode, which a graph does not keep",
+                    source=watch.source(),
+                    help="use torch.no_grad()",
+                )
+            return enter(mode)
+
+        def cast(mode: Any) -> Any:
+            if mode._enabled and watch.source() is not None:
+                watch.refuse(
+                    GradientLost,
+                    "the model runs in autocast, which a graph does not keep",
+                    source=watch.source(),
+                    help="write the casts out with Tensor.to, or set enabled=False",
+                )
+            return enter_autocast(mode)
+
+        stack.enter_context(patch.object(torch.autocast, "__enter__", cast))
+        # Below `Function.apply`, which model code may have bound before.
+        stack.enter_context(patch.object(_SingleLevelFunction, "apply", classmethod(applied)))
+        stack.enter_context(patch.object(torch.inference_mode, "__enter__", entered))
+        stack.enter_context(patch.object(FakeTensor, "device", property(device)))
+        self._answer_as_in_a_run(stack)
+
+    def _answer_as_in_a_run(self, stack: ExitStack) -> None:
+        """A base's own code that asks whether it is compiled hears no, as when it trains alone."""
+        kinds = {type(module) for module in self.model.modules()}
+        own = {sys.modules[kind.__module__] for kind in kinds if is_own(kind)}
+        for name in QUESTIONS if own else ():
+            plain = getattr(torch.compiler, name, None)
+            for module in (torch.compiler, torch._dynamo, *own):
+                for alias, value in list(vars(module).items()):
+                    if value is plain and plain is not None:
+                        stack.enter_context(patch.object(module, alias, _for_libraries(plain)))
+
+
+def _for_libraries(question: Callable[[], bool]) -> Callable[[], bool]:
+    """A question that only libraries are answered; all others hear no."""
+
+    def answer() -> bool:
+        return question() and not is_own_code(sys._getframe(1).f_code.co_filename)
+
+    return answer
+
+
+class _Calls(TorchFunctionMode):
+    """Sees the functions of torch that a model calls."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__()
+        self.watch = watch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in HOOKS:
+            self.watch.refuse(
+                GradientLost,
+                "the model registers a tensor hook, which a graph does not keep",
+                source=self.watch.source(),
+                help="write it without a hook",
+            )
+        elif func in READS:
+            return self._read(func, args, kwargs or {})
+        elif func in KIND_GETTERS and is_own_code(sys._getframe(1).f_code.co_filename):
+            _refuse_branch(self.watch)
+        return func(*args, **(kwargs or {}))
+
+    def _read(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            self.watch.refuse(
+                TracedOtherwise,
+                "the model reads a number out of a tensor and goes on without it where it cannot",
+                source=self.watch.source(),
+                found=f"{type(error).__name__} while it is traced, a number in a run",
+                help="compute with the tensor",
+            )
+            raise
+
+
+def _refuse_branch(watch: Watch) -> None:
+    watch.refuse(
+        TracedOtherwise,
+        "the model asks on which device a tensor lies",
+        source=watch.source(),
+        found="no device yet: tracing takes another branch than a run",
+        help="write the line alike for all devices",
+    )
+
+
+class _Kind(str):
+    """The type of a traced tensor's device; to compare it with a real one is a branch."""
+
+    watch: Watch
+
+    def _compared(self, other: object) -> None:
+        if isinstance(other, str) and other.partition(":")[0] in KINDS:
+            _refuse_branch(self.watch)
+
+    def __eq__(self, other: object) -> bool:
+        self._compared(other)
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __contains__(self, part: object) -> bool:
+        self._compared(part)
+        return isinstance(part, str) and str.__contains__(self, part)
+
+    def startswith(self, prefix: Any, *rest: Any) -> bool:
+        self._compared(prefix)
+        return str.startswith(self, prefix, *rest)
+
+    __hash__ = str.__hash__
+
+
+class TracedDevice(_Kind):
+    """The device of a traced tensor as a base's own code sees it: good for all but comparing."""
+
+    def __new__(cls, device: torch.device, watch: Watch) -> TracedDevice:
+        """A device that tells the watch when it is compared."""
+        made = super().__new__(cls, str(device))
+        made.watch = watch
+        return made
+
+    def __str__(self) -> str:
+        return self
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type[torch.device]:  # type: ignore[override]
+        """Class that isinstance shall see."""
+        return torch.device
+
+    @property
+    def type(self) -> str:
+        """Kind of the device, which is "meta"."""
+        kind = _Kind(str.partition(self, ":")[0])
+        kind.watch = self.watch
+        return kind
+
+    @property
+    def index(self) -> None:  # type: ignore[override]
+        """No device has been chosen."""
+
+    def _compared(self, other: object) -> None:
+        if isinstance(other, (str, torch.device)) and not isinstance(other, TracedDevice):
+            super()._compared(str(other).replace("meta", ""))
+
+    def __eq__(self, other: object) -> bool:
+        self._compared(other)
+        return str.__eq__(self, str(other))
+
+    __hash__ = str.__hash__
+
+
+class AppliedFunction:
+    """Use of a custom autograd function; its backward is lost, so it is tried."""
+
+    def __init__(self, function: Any, args: tuple[Any, ...], place: tuple[str, int] | None) -> None:
+        self.function, self.place = function, place
+        self.args = [_description(arg) for arg in args]
+
+    def has_plain_gradient(self) -> bool:
+        """Whether its backward agrees with the derivative of its forward, on random numbers."""
+        try:
+            with torch.random.fork_rng(devices=[]), torch.enable_grad():
+                torch.manual_seed(0)
+                args = [arg.drawn() if isinstance(arg, _Drawn) else arg for arg in self.args]
+                return _same_gradients(self.function.apply, self._plain, args)
+        except Exception:  # noqa: BLE001  (the model's own function raises what it likes)
+            return False
+
+    def _plain(self, *args: Any) -> Any:
+        """Its forward, differentiated by torch."""
+        if self.function.setup_context is not torch.autograd.Function.setup_context:
+            return self.function.forward(*args)
+        return self.function.forward(_Context(), *args)
+
+
+class _Context:
+    """Takes what a forward saves for its backward."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: None
+
+
+class _Drawn:
+    """A tensor argument: its shape and dtype, to be drawn anew."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape = [
+            int(size.node.hint) if isinstance(size, torch.SymInt) else size for size in tensor.shape
+        ]
+        self.dtype = tensor.dtype
+
+    def drawn(self) -> Tensor:
+        if not self.dtype.is_floating_point:
+            return torch.ones(self.shape, dtype=self.dtype)
+        return torch.randn(self.shape, dtype=torch.float64, requires_grad=True)
+
+
+def _description(arg: Any) -> Any:
+    if isinstance(arg, torch.SymInt):
+        return int(arg.node.hint)
+    return _Drawn(arg) if isinstance(arg, Tensor) else arg
+
+
+def _same_gradients(left: Any, right: Any, args: list[Any]) -> bool:
+    inputs = [arg for arg in args if isinstance(arg, Tensor) and arg.requires_grad]
+    gradients = []
+    for function in (left, right):
+        out = function(*args)
+        results = [r for r in (out if isinstance(out, tuple) else (out,)) if isinstance(r, Tensor)]
+        seeds = [torch.sin(torch.arange(r.numel(), dtype=r.dtype)).view(r.shape) for r in results]
+        gradients.append(torch.autograd.grad(results, inputs, seeds, allow_unused=True))
+    return all(
+        (a is None) == (b is None) and (a is None or torch.allclose(a, b, rtol=1e-8, atol=1e-10))
+        for a, b in zip(*gradients, strict=True)
+    )
+
 
 MAKERS = (torch.tensor, torch.as_tensor, torch.scalar_tensor)
 

@@ -296,10 +296,9 @@ class KernelCall:
             first = self.kernel_group.sites[indices[0]]
             fields: dict[str, Any] = {"dropout": first.drops, "sites": len(indices)}
             tail: dict[str, Any] = {}
-            made: dict[str, Any] = {}
+            made = {} if gate is None else {"gate": gate.gate, "up": gate.up}
             if gate is not None:
                 fields["gated"] = gate.activation
-                made = {"gate": gate.gate, "up": gate.up}
             if extended is not None:
                 fields["extend"] = "copy" if copies else "tail"
                 tail = {

@@ -33,7 +33,7 @@ from tlora_fx.runtime.adapters.starts import (
     trained_parameters,
 )
 from tlora_fx.runtime.optim.rank_allocation import RankAllocation
-from tlora_fx.runtime.optim.schedules import RecordedSchedule, lr_schedule
+from tlora_fx.runtime.optim.schedules import RecordedSchedule, lr_schedule, rate_groups
 
 if TYPE_CHECKING:
     from tlora_fx.config.job import Job
@@ -305,7 +305,7 @@ class JobOptimizer:
             for name, param in self._params.items()
             if self._known[name] is not param
         ]
-        self._optimizer = _make_optimizer(job, _groups(job, self._known))
+        self._optimizer = _make_optimizer(job, rate_groups(job, self._known))
         #: Of a class of the user's own nothing is known but what torch.optim promises.
         self._is_own = isinstance(job.optim, UserFunction)
         self._first_options = [dict(group) for group in self._optimizer.param_groups]
@@ -597,40 +597,6 @@ class JobOptimizer:
         return self._gradients
 
 
-# LoRA+: B learns at a multiple of A's rate (Hayou, Ghosh and Yu 2024). Groups and their options are
-# those of PEFT's create_loraplus_optimizer, which is given the job's weight decay.
-
-#: PEFT's rate of adapters on embeddings.
-EMBEDDING_RATE = 1e-6
-_Group = dict[str, Any]
-
-
-def _groups(job: Job, params: Mapping[str, nn.Parameter]) -> list[_Group]:
-    """A job's parameters by their rates; one group without LoRA+."""
-    if job.loraplus_lr_ratio is None:
-        return [{"params": list(params.values())}]
-    rate, decay = job.learning_rate, job.weight_decay
-    embedding_rate = job.loraplus_lr_embedding or EMBEDDING_RATE
-    options: dict[str, _Group] = {
-        "A": {"lr": rate, "weight_decay": decay},
-        "embedding": {"lr": embedding_rate, "weight_decay": decay},
-        "B": {"lr": rate * job.loraplus_lr_ratio, "weight_decay": decay},
-        "bias": {"lr": rate * job.loraplus_lr_ratio, "weight_decay": 0.0},
-    }
-    members: dict[str, list[nn.Parameter]] = {kind: [] for kind in options}
-    for name, param in params.items():
-        members[_kind_of(name, param)].append(param)
-    return [{"params": own, **options[kind]} for kind, own in members.items() if own]
-
-
-def _kind_of(name: str, param: Tensor) -> str:
-    if ".lora_embedding_" in name:
-        return "embedding"
-    if ".lora_B." in name or param.dim() == 1:
-        return "bias" if "bias" in name else "B"
-    return "A"
-
-
 # LoRA-FA: A stays as it starts, and B's gradient is projected so that W changes as near as it can
 # to what W's own gradient asks for (Zhang and others 2023).
 
@@ -740,7 +706,7 @@ def _known_as(job: Job, param: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(param.detach().contiguous())
 
 
-def _make_optimizer(job: Job, groups: list[_Group]) -> torch.optim.Optimizer:
+def _make_optimizer(job: Job, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     arguments = job.optimizer_arguments()
     make = cast(Any, LoraFA if job.optim in FREEZES_A else job.optimizer_class())
     made: torch.optim.Optimizer
@@ -758,7 +724,7 @@ def _make_optimizer(job: Job, groups: list[_Group]) -> torch.optim.Optimizer:
 
 
 def _own_optimizer(
-    job: Job, make: Callable[..., Any], groups: list[_Group], params: list[nn.Parameter]
+    job: Job, make: Callable[..., Any], groups: list[dict[str, Any]], params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """What a class or a function of the user's makes; raises OptimizerError."""
     arguments, what = job.optimizer_arguments(), f"the optimizer '{job.optim}'"

@@ -1,4 +1,4 @@
-"""Schedules of learning rates: transformers' own, of which the common ones are written here too.
+"""Learning rates: schedules of transformers, the common ones written here too; rates of LoRA+.
 
 `transformers.get_scheduler` imports PEFT, and with it whatever optional packages of quantised
 bases are installed. That takes seconds before the first step, for functions of three lines. Their
@@ -12,10 +12,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+if TYPE_CHECKING:
+    from tlora_fx.config.job import Job
 
 
 def lr_schedule(
@@ -115,3 +119,36 @@ class RecordedSchedule(LRScheduler):
     def _options(self) -> list[dict[str, Any]]:
         names = ("momentum", "dampening", "weight_decay", "nesterov")
         return [{name: group[name] for name in names} for group in self._stand_in.param_groups]
+
+
+# LoRA+: B learns at a multiple of A's rate (Hayou, Ghosh and Yu 2024). Groups and their options are
+# those of PEFT's create_loraplus_optimizer, which is given the job's weight decay.
+
+#: PEFT's rate of adapters on embeddings.
+EMBEDDING_RATE = 1e-6
+
+
+def rate_groups(job: Job, params: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    """A job's parameters by their rates; one group without LoRA+."""
+    if job.loraplus_lr_ratio is None:
+        return [{"params": list(params.values())}]
+    rate, decay = job.learning_rate, job.weight_decay
+    embedding_rate = job.loraplus_lr_embedding or EMBEDDING_RATE
+    options: dict[str, dict[str, Any]] = {
+        "A": {"lr": rate, "weight_decay": decay},
+        "embedding": {"lr": embedding_rate, "weight_decay": decay},
+        "B": {"lr": rate * job.loraplus_lr_ratio, "weight_decay": decay},
+        "bias": {"lr": rate * job.loraplus_lr_ratio, "weight_decay": 0.0},
+    }
+    members: dict[str, list[nn.Parameter]] = {kind: [] for kind in options}
+    for name, param in params.items():
+        members[_kind_of(name, param)].append(param)
+    return [{"params": own, **options[kind]} for kind, own in members.items() if own]
+
+
+def _kind_of(name: str, param: Tensor) -> str:
+    if ".lora_embedding_" in name:
+        return "embedding"
+    if ".lora_B." in name or param.dim() == 1:
+        return "bias" if "bias" in name else "B"
+    return "A"

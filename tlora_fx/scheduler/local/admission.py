@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -43,6 +43,9 @@ from tlora_fx.runtime.workers.protocol import (
 from tlora_fx.scheduler.local.admission_worker import AdmissionOrder
 from tlora_fx.scheduler.requests import FACTS, forget_old_facts
 from tlora_fx.scheduler.state import REQUEST, JobRequest
+
+if TYPE_CHECKING:
+    from tlora_fx.scheduler.local.group import Processes
 
 ADMISSION = "tlora_fx.scheduler.local.admission_worker"
 FOLDER = "admission"
@@ -85,25 +88,6 @@ class AdmissionLimits:
         if self.memory_bytes is not None:
             return self.memory_bytes
         return total_bytes() // 4
-
-
-class WorkerServer(Protocol):
-    """Interface of what starts processes; see `ForkServer`."""
-
-    @property
-    def ready(self) -> bool:
-        """Whether processes begin at once."""
-
-    def start(
-        self, order: Path, log: Path, environment: Mapping[str, str], module: str = ""
-    ) -> int:
-        """Start a worker; returns its number."""
-
-    def signal(self, worker: int, number: int) -> None:
-        """Send a worker a signal."""
-
-    def code(self, worker: int) -> int | None:
-        """Exit code of a worker; None while it runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +218,7 @@ class Admission:
     def __init__(
         self,
         folder: Path,
-        server: WorkerServer,
+        server: Processes,
         limits: AdmissionLimits = AdmissionLimits(),
         module: str = ADMISSION,
     ) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.policies.tlora import LastAnswer
-from tlora_fx.scheduler.search.moves import MIN_GAIN
+from tlora_fx.scheduler.search.merging import MIN_GAIN
 from tlora_fx.scheduler.search.objective import (
     OBJECTIVES,
     CandidateCollector,

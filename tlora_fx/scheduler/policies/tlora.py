@@ -1,10 +1,10 @@
-"""The default policy: merge what gains, move what gains, disturb what runs only where it pays.
+"""The default policy: merge what gains, and disturb what runs only where it pays.
 
 Groups of the last round are the start of the next. What is new or changed is merged with whatever
-gains most; from time to time, and where all is new, jobs are also moved, swapped and split off. A
-group that runs is re-formed only if the gain, for as long as it lasts, exceeds the time that
-forming it costs. Where jobs could use more GPUs than there are, GPUs have a price (`gains`), and
-groups share fewer of them, so that jobs that wait can start.
+gains most; from time to time all groups are compared, and where all is new, the best of several
+groupings is taken. A group that runs is re-formed only if the gain, for as long as it lasts,
+exceeds the time that forming it costs. Where jobs could use more GPUs than there are, GPUs have a
+price (`gains`), and groups share fewer of them, so that jobs that wait can start.
 
 source   field notes, "A better policy than the paper's"
 """
@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from tlora_fx.cost.hardware import Cluster
-from tlora_fx.scheduler.search.moves import KEYS, Merger, Move, Mover, UnitPacker, segmented
+from tlora_fx.scheduler.search.merging import KEYS, Merger, UnitPacker, segmented
 from tlora_fx.scheduler.search.objective import (
     OBJECTIVES,
     CandidateCollector,
@@ -54,7 +54,6 @@ class SearchResult:
     units: list[CandidateGroup]
     safe: list[CandidateGroup]
     merger: Merger | None = None
-    moves: list[Move] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +62,10 @@ class SearchLimits:
 
     breadth: int
     thorough: int
-    moves: int
 
-    def cost(self, jobs: int, units: int) -> float:
+    def cost(self, units: int) -> float:
         """About how many groups a full search evaluates, its calls' own time counted as such."""
-        if jobs > self.breadth:
-            return float(CALLS + units * self.breadth)
-        return float(CALLS + units * units + jobs * units + jobs * jobs)
+        return float(CALLS + units * min(units, self.breadth))
 
 
 def search(
@@ -86,22 +82,19 @@ def search(
     merger = Merger(valuation, search_round.units, limits.breadth)
     merged = merger.run(np.array([full or fresh for fresh in search_round.fresh]))
     result = SearchResult(merged, merged, merger)
-    jobs = collector.state.jobs
-    if not full or len(jobs) > limits.breadth:
+    if not full or len(collector.state.jobs) > limits.breadth:
         return result
-    alone = {name: collector.alone(job) for name, job in jobs.items()}
     starts = [merged]
     if len(search_round.units) <= limits.thorough and not any(
         unit.settled for unit in search_round.units
     ):
         starts += others(valuation, search_round.units)
-    best: tuple[float, Mover | None] = (-np.inf, None)
+    best = -np.inf
     for start in starts:
-        mover = Mover(valuation, resized(valuation, start), alone)
-        units = mover.run(limits.moves)
+        units = resized(valuation, start)
         worth = net_worth(valuation, units, search_round.units)
-        if worth > best[0] + 1e-9:
-            best, result.units, result.moves = (worth, mover), units, mover.moves
+        if worth > best + 1e-9:
+            best, result.units = worth, units
     return result
 
 
@@ -143,11 +136,6 @@ def reasons_of(
     for merge in result.merger.merges if result.merger else ():
         for members, others in ((merge.jobs, merge.others), (merge.others, merge.jobs)):
             reasons += [Reason(name, "merged", others, merge.gain) for name in members]
-    for move in result.moves:
-        others = move.others or ()
-        verdict = "moved" if others else "split off"
-        detail = f"in exchange for {move.swapped}" if move.swapped else ""
-        reasons.append(Reason(move.job, verdict, others, move.gain, detail))
     for refusal in result.merger.refused() if result.merger else ():
         detail = "the best merge that was left, after the cost of re-forming what runs"
         for name in refusal.jobs:
@@ -219,7 +207,7 @@ def _keys(groups: tuple[Group, ...]) -> list[tuple[tuple[str, ...], tuple[int, .
 
 @dataclass(slots=True)
 class Tlora:
-    """Gain-based merging and local search from what runs.
+    """Gain-based merging from what runs.
 
     objective       "weighted" speed-up, or "throughput" in samples a second
     payback         horizons within which a change must pay for itself
@@ -230,7 +218,6 @@ class Tlora:
     lending         slow jobs down past their bound where they consented to lend
     breadth         groups that are all compared; of more, each with a quarter as many
     thorough        jobs up to which several beginnings are tried where all is new
-    moves           jobs moved, swapped or split off in one round at most
     search          evaluations that each horizon saves up for the next search of all groups
     share           jobs share groups
     release         groups may hold fewer GPUs than their jobs asked for
@@ -248,7 +235,6 @@ class Tlora:
     lending: bool = True
     breadth: int = 256
     thorough: int = 24
-    moves: int = 48
     search: float = 250.0
     share: bool = True
     release: bool = True
@@ -271,10 +257,10 @@ class Tlora:
         if not state.jobs:
             self._memory = PolicyMemory()
             return Decision(())
-        limits = SearchLimits(self.breadth, self.thorough, self.moves)
+        limits = SearchLimits(self.breadth, self.thorough)
         passed = max(0.0, state.now - self._last) / max(state.horizon, 1e-9)
         self._saved, self._last = self._saved + self.search * passed, state.now
-        due = self._saved >= limits.cost(len(state.jobs), len(state.groups) + 1)
+        due = self._saved >= limits.cost(len(state.groups) + 1)
         if not due and not explain and (last := self._last_answer.answer(state)) is not None:
             return last
         collector = CandidateCollector(state, self._memory, lending=self.lending)

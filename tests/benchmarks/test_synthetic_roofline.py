@@ -7,9 +7,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.synthetic_roofline import SyntheticEstimator
 from tests.cost.estimators import some
 from tlora_fx.cost.load import Demand
-from tlora_fx.cost.synthetic import SyntheticEstimator
 
 JOBS = st.builds(
     some,

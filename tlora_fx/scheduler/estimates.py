@@ -1,0 +1,153 @@
+"""This machine as a cluster, and an estimator that learns of bases as their jobs come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tlora_fx.config.job import Job
+from tlora_fx.cost.estimator import Layout, ProfileEstimator
+from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.load import Demand
+from tlora_fx.cost.memory import device_bytes
+from tlora_fx.cost.model_facts import ModelFacts
+from tlora_fx.cost.profile import Profile
+from tlora_fx.cost.profile_sources import ON_CPU, covers, profiles_for, require_profile
+from tlora_fx.errors import ProfileMismatch, ProfileMissing, RunRefused, UnknownGpu
+from tlora_fx.host.memory import usable_cpus
+from tlora_fx.scheduler.local.admission_worker import prepare
+from tlora_fx.scheduler.state import Group, JobRequest
+
+
+def machine(device: str | None, slots: int | None) -> tuple[Cluster, str]:
+    """This machine as a cluster of one node, and "cuda" or "cpu".
+
+    device   None: the GPUs where there are some
+    slots    GPUs to use, or parts of the CPU; None: all GPUs, or the CPU as a whole
+    raises   RunRefused where there are fewer
+    """
+    import torch
+
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if kind not in ("cpu", "cuda"):
+        raise RunRefused(
+            "groups run on the CPU or on CUDA devices",
+            expected="cpu or cuda",
+            found=kind,
+            help="leave --device out, and say how many GPUs to use with --slots",
+        )
+    there = torch.cuda.device_count() if kind == "cuda" else usable_cpus()
+    wanted = slots or (there if kind == "cuda" else 1)
+    if wanted > there or not there:
+        raise RunRefused(
+            f"this machine has {there} {'GPUs' if kind == 'cuda' else 'cores'}",
+            expected=f"--slots of at most {there}",
+            found=wanted,
+        )
+    gpu = torch.cuda.get_device_name(0) if kind == "cuda" else "cpu"
+    return Cluster(wanted, gpus_per_node=wanted, nodes_per_rack=1, gpu=gpu), kind
+
+
+@dataclass
+class Estimates:
+    """An estimator that learns of bases as their jobs come.
+
+    files      profiles that the user names; others are looked for among the known ones
+    raises     ProfileFileError; ProfileMismatch for a profile of other hardware, or one that was
+               not measured
+    """
+
+    cluster: Cluster
+    files: Sequence[Path] = ()
+    estimator: ProfileEstimator = field(init=False)
+    _given: list[Profile] = field(init=False)
+    _unmeasured_for: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._given = [Profile.load(path) for path in self.files]
+        for profile in self._given:
+            require_profile(profile.name, profile, self.cluster.gpu, allow_estimated=False)
+        self.estimator = ProfileEstimator({}, self.cluster)
+
+    def request(self, job: Job, now: float) -> JobRequest:
+        """Request of a job to the loop, prepared in this process.
+
+        raises   TloraError: its data, its base or its targets are wrong, or nothing was measured
+        """
+        request, shape = prepare(job, now)
+        self.learn(job.name, request.base, shape)
+        return request
+
+    def learn(self, job: str, base: str, shape: ModelFacts | None) -> None:
+        """Find the profile of a job's base; shape None: there is nothing to learn.
+
+        raises   ProfileMismatch, BaseUnknown
+        """
+        if shape is None or base in self.estimator.profiles:
+            return
+        try:
+            profile = self._profile(base, shape)
+        except ProfileMismatch:
+            self._unmeasured_for.setdefault(base, job)
+            raise
+        self.estimator.add(base, profile, shape)
+
+    def layout_of(self, group: Group, requests: Sequence[JobRequest]) -> Layout | None:
+        """The layout that the estimator expects to be fastest."""
+        if len(group.place) == 1:
+            return None
+        demand = Demand.total(request.demand for request in requests)
+        tier = self.cluster.tier(group.place)
+        return self.estimator.explain(requests[0].base, demand, len(group.place), tier).layout
+
+    def memory_of(self, group: Group, requests: Sequence[JobRequest]) -> float | None:
+        """Bytes that a group's process takes of its GPU, or of main memory; None: not known."""
+        demand = Demand.total(request.demand for request in requests)
+        tier = self.cluster.tier(group.place)
+        expected = self.estimator.explain(requests[0].base, demand, len(group.place), tier)
+        return device_bytes(expected.memory) if expected.layout is not None else None
+
+    def threads(self) -> list[str]:
+        """Warnings of CPU profiles measured with another number of cores than a slot has."""
+        if self.cluster.gpu != "cpu":
+            return []
+        cores = max(1, usable_cpus() // self.cluster.gpus)
+        return [
+            f"{profile.name} was measured on {profile.hardware.processors} cores, a slot has "
+            f"{cores}: measure it with OMP_NUM_THREADS={cores}"
+            for profile in self._given
+            if profile.hardware.processors != cores
+        ]
+
+    def _profile(self, base: str, shape: ModelFacts) -> Profile:
+        covering = [profile for profile in self._given if covers(profile, shape)]
+        try:
+            profiles = profiles_for(
+                [base],
+                self.cluster.gpu,
+                shapes={base: shape},
+                given={base: covering[0]} if covering else None,
+            )
+        except (UnknownGpu, ProfileMissing, ProfileMismatch) as error:
+            # Nothing can be scaled to hardware without a data sheet, such as a CPU; and what was
+            # scaled is no ground to refuse or slow down somebody's job.
+            raise self._unmeasured(base, error.facts.get("found")) from None
+        return profiles[base]
+
+    def _unmeasured(self, base: str, nearest: str | None) -> ProfileMismatch:
+        """The whole mistake for the first job of a base, a line for the others."""
+        where = f"on this machine's {self.cluster.gpu}"
+        if base in self._unmeasured_for:
+            return ProfileMismatch(
+                f"base '{base}' was not measured {where}, as told of '{self._unmeasured_for[base]}'"
+            )
+        others = ", ".join(profile.name for profile in self._given)
+        there = f"profiles of other bases: {others}" if others else nearest or "no profile"
+        how = ON_CPU if self.cluster.gpu == "cpu" else " --eager"
+        return ProfileMismatch(
+            f"base '{base}' was not measured {where}",
+            found=there,
+            help=f"measure it with `tlora-fx profile JOBS.yaml{how}`, then start anew "
+            "with --profile FILE",
+        )
