@@ -90,7 +90,7 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
     derandomize=not _RANDOM,
-    max_examples=100 if _RANDOM else 25,
+    max_examples=100 if _RANDOM else 10,
 )
 settings.load_profile("patient")
 
