@@ -38,7 +38,7 @@ pytest_plugins = [*_MODELS, "tlora_fx.testing.plugin"]
 
 # Files that take longest, these first, that no worker is left with one alone.
 LONG = (
-    "ops/test_interpreted.py",
+    "test_interpreted.py",
     "parallel/test_trainer_plans.py",
     "runtime/test_elastic.py",
     "scheduler/test_service_trainers.py",
@@ -60,7 +60,6 @@ LONG = (
     "server/test_control.py",
     "runtime/test_preferences.py",
     "runtime/test_evaluation.py",
-    "codegen/test_interpreted.py",
     "server/test_connections.py",
     "tracing/test_never_silently_wrong.py",
     "examples/test_grpo.py",
