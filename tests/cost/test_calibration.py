@@ -107,7 +107,7 @@ def sampled(cost: CostModel, rows: Sequence[Load]) -> list[LayerPoint]:
     return points
 
 
-@settings(FEW, max_examples=6)  # each looks at all plans, in half a second
+@settings(FEW, max_examples=2)  # each looks at all plans, in half a second
 @given(
     slower=st.floats(0.2, 1.0),
     narrower=st.floats(0.2, 1.0),

@@ -5,7 +5,6 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tests.models import base_of, job, ready, row_of, tokens
 from tests.ops.interpreted.test_packed import assert_close
 from tlora_fx.codegen import launching
 from tlora_fx.codegen.ahead import ahead
@@ -79,6 +78,8 @@ def test_calls_after_some_that_started_nothing_start_all(lora, plan, monkeypatch
 @pytest.mark.parametrize("rate", [0.0, 0.1])
 def test_layers_ask_for_what_they_start_once_they_are_compiled(tmp_path, monkeypatch, rate):
     """Without being compiled: with columns behind their inputs where adapters may stand."""
+    from tests.models import base_of, job, ready, row_of, tokens
+
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     base = base_of(tmp_path, "llama", **sizes)
     model = ready([
