@@ -21,6 +21,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Processes are forked after imports, and a fork hangs where OpenMP had threads before.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+# Of a trace of two layers torch asks most shapes once: to keep them costs a tenth of all tracing.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 if not Path("/dev/nvidiactl").exists():
     # Inductor's processes compile Triton's kernels; without a GPU they only import torch.
     os.environ.setdefault("TORCH_WARM_POOL", "0")
