@@ -31,9 +31,7 @@ from tlora_fx.cost.step_time import CostModel, step_time
 from tlora_fx.planners.auto import search
 
 RANKS = {"one": 4, "two": 8}
-FEW = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FEW = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture(scope="module")
