@@ -19,11 +19,6 @@ ROOT = Path(__file__).parents[1]
 INTERPRETED = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_CORETYPE": "Haswell"}
 
 
-def files(folder: Path) -> list[Path]:
-    """The test files of a folder `interpreted`."""
-    return sorted((folder / "interpreted").glob("test_*.py"))
-
-
 def run(*files: Path, marked: str = "not slow") -> None:
     """Run some files in one process; what it says when they fail becomes the failure.
 

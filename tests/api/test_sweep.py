@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.api.bases import LORA, ROWS, loaded, save_base
@@ -27,7 +27,6 @@ SWEEPS = st.fixed_dictionaries(
 ).filter(lambda fields: not {"lora", "lora.r"} <= set(fields))
 
 
-@settings(max_examples=25)
 @given(SWEEPS, st.booleans(), st.integers(0, 9))
 def test_the_jobs_are_those_of_a_job_file(tmp_path_factory, parameters, drawn, seed):
     """By name and in every field, of a grid and of draws."""

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.distributed_grid import JOBS, choices, parts_of, round_of, summary
@@ -52,7 +52,6 @@ def plans(model, world, tokens=640, length=16):
     return plans_of(model, CostModel(facts, profile), work, world)
 
 
-@settings(deadline=None, max_examples=30)
 @given(
     tokens=st.integers(1, 500),
     length=st.integers(2, 40),

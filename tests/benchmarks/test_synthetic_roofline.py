@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.synthetic_roofline import SyntheticEstimator
@@ -27,7 +27,6 @@ def seconds(of, demand, gpus, tier="node"):
 
 @example(Demand.total([some(batch=8, length=512)] * 8), 1, "node")
 @given(GROUPS, st.integers(1, 64), TIERS)
-@settings(deadline=None)
 def test_the_terms_add_up(group, gpus, tier):
     """To the seconds that a batch of groups gets; the memory adds up too, and may be too much."""
     of = SyntheticEstimator()
@@ -44,7 +43,6 @@ def test_the_terms_add_up(group, gpus, tier):
 
 
 @given(JOBS, JOBS)
-@settings(deadline=None)
 def test_two_jobs_take_longer_than_each_and_shorter_than_both(one, other):
     """On one GPU, where nothing is dealt out."""
     of = SyntheticEstimator()

@@ -50,17 +50,19 @@ def entries(folder):
 def trained(place):
     """What `prepare` said, each entry after it, and all modules before the first step of `train`.
 
-    Each has an interpreter of its own.
+    That one has an interpreter of its own.
     """
     folder, environment = place
-    words = [sys.executable, "-m", "tlora_fx"]
-    how = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
-    again = ["jobs.yaml", "--device", "cpu"]
-    prepared = subprocess.run([*words, "prepare", *again], check=True, **how)
+    words = ["jobs.yaml", "--device", "cpu"]
+    prepared = fresh.run("-m", "tlora_fx", "prepare", *words, cwd=folder, env=environment)
+    assert prepared.returncode == 0, prepared.stderr
     between = entries(folder)
     (folder / "listen.py").write_text(LISTEN)
-    again += ["-o", "run", "--callback", "listen.py:Listen"]
-    told = subprocess.run([*words, "train", *again], check=True, **how)
+    words += ["-o", "run", "--callback", "listen.py:Listen"]
+    told = subprocess.run(
+        [sys.executable, "-m", "tlora_fx", "train", *words],
+        cwd=folder, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
     return prepared, between, told.stdout.splitlines()[0].split()
 
 

@@ -15,7 +15,7 @@ from tlora_fx.cost.pipeline_simulation import schedule_order, simulate
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.step_time import SQUARE, stage_times, step_time
 
-FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 ALONE = Plan(planner="test")
 
 

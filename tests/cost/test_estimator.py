@@ -6,7 +6,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cost.estimators import BASE, estimator, seconds, shipped, some
@@ -32,7 +32,6 @@ JOBS = st.builds(
 )
 GROUPS = st.lists(JOBS, min_size=1, max_size=8).map(Demand.total)
 GPUS = st.integers(1, 128)
-QUICK = settings(max_examples=25, deadline=None)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +46,6 @@ def small():
 
 
 @given(GROUPS, GPUS, st.sampled_from(get_args(Tier)))
-@QUICK
 def test_an_explanation_is_what_the_scheduler_goes_by(known, group, gpus, tier):
     """The terms add up to the seconds that a batch of groups gets."""
     told = known.explain(BASE, group, gpus, tier)
@@ -59,7 +57,6 @@ def test_an_explanation_is_what_the_scheduler_goes_by(known, group, gpus, tier):
 
 
 @given(GROUPS, GPUS)
-@QUICK
 def test_an_explanation_is_right_where_memory_is_short(small, group, gpus):
     """Also sharded bases and pipelines get the seconds that the scheduler goes by, or none."""
     tier = small.cluster.min_tier(gpus)
@@ -70,7 +67,6 @@ def test_an_explanation_is_right_where_memory_is_short(small, group, gpus):
 
 
 @given(st.lists(JOBS, min_size=1, max_size=6), GPUS, st.sampled_from(get_args(Tier)))
-@QUICK
 def test_one_job_that_cannot_run_in_a_graph_keeps_its_group_from_it(known, jobs, gpus, tier):
     """The group takes as long as one in which no job can, and never less than with graphs."""
     first, *others = jobs
@@ -104,14 +100,12 @@ def test_it_is_told_where_a_step_is_explained(known):
 
 
 @given(GROUPS, GPUS, st.integers(1, 128))
-@QUICK
 def test_more_gpus_are_never_slower(known, group, gpus, more):
     """A layout need not use all of them."""
     assert seconds(known, group, gpus + more) <= seconds(known, group, gpus) * (1 + 1e-12)
 
 
 @given(GROUPS, JOBS)
-@QUICK
 def test_on_one_gpu_a_job_more_never_takes_less_time(known, group, job):
     """Nor do two together take longer than one after the other.
 
@@ -126,7 +120,6 @@ def test_on_one_gpu_a_job_more_never_takes_less_time(known, group, job):
 
 
 @given(st.integers(1, 16), st.integers(16, 2048), st.integers(1, 512), GPUS)
-@QUICK
 def test_longer_samples_never_take_less_time(known, batch, length, more, gpus):
     """But for a hundredth: by what was measured two rows may be cheaper than a longer one."""
     before = seconds(known, some(batch=batch, length=length), gpus)
@@ -135,7 +128,6 @@ def test_longer_samples_never_take_less_time(known, batch, length, more, gpus):
 
 
 @given(st.lists(st.tuples(GROUPS, GPUS), min_size=1, max_size=12))
-@QUICK
 def test_groups_are_costed_alone(small, groups):
     """What else is asked for in the same call changes nothing."""
     demands = np.array([group.row() for group, _ in groups])
@@ -148,7 +140,6 @@ def test_groups_are_costed_alone(small, groups):
 
 
 @given(GROUPS, GPUS)
-@QUICK
 def test_what_fits_surely_fits(small, group, gpus):
     """The quick bound on memory is never below what is counted."""
     known = small.base(BASE)
@@ -159,7 +150,6 @@ def test_what_fits_surely_fits(small, group, gpus):
 
 
 @given(GROUPS, GPUS)
-@QUICK
 def test_busy_is_a_part(known, group, gpus):
     """And grows with what shares the GPUs."""
     rows, count = group.row()[None], np.array([gpus])
@@ -321,7 +311,6 @@ ABSURD = st.sampled_from([float("nan"), float("inf"), -float("inf"), -1.0, -1e-3
 
 
 @given(GROUPS, st.sampled_from(Demand._fields), ABSURD)
-@QUICK
 def test_an_absurd_demand_has_no_time(known, group, field, value):
     """The error names the field, whoever asks and however."""
     wrong = group._replace(**{field: value})
@@ -352,7 +341,6 @@ def test_a_group_of_no_gpus_has_no_time(known, gpus):
 
 
 @given(GROUPS, st.sampled_from(Demand._fields), st.floats(1.0, 1e15))
-@QUICK
 def test_a_huge_demand_has_a_time_or_does_not_fit(known, group, field, value):
     """It is never NaN."""
     assert not np.isnan(seconds(known, group._replace(**{field: value}), 1))
@@ -366,7 +354,6 @@ MEASURED = st.tuples(st.floats(0.01, 50), st.floats(1, 1e5), st.floats(0, 500)).
 
 
 @given(GROUPS, MEASURED, GPUS, st.sampled_from(get_args(Tier)))
-@QUICK
 def test_evaluations_and_answers_are_a_part_of_a_step(known, group, measured, gpus, tier):
     """A group that is evaluated takes longer, and the terms still add up."""
     demand = group.plus(measured)

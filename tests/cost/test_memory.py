@@ -21,7 +21,7 @@ from tlora_fx.cost.memory import (
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.errors import JobTooLong
 
-FEW = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FEW = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def plan(**fields):

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cost.estimators import estimator, shipped
@@ -69,7 +69,6 @@ def both(base, facts, layout, sharded, length, batch, launched=0, nano_batches=(
     batch=st.sampled_from([1, 2, 4, 8, 16, 64]),
     launched=st.integers(0, 1),
 )
-@settings(max_examples=60, deadline=None)
 def test_both_expect_the_same_of_one_job(base, layout, sharded, length, batch, launched):
     """Replicas, tensor parallelism, sharded bases, pipelines: wherever both cut alike.
 

@@ -8,7 +8,7 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.cost.facts import small_model, term_at
@@ -192,7 +192,6 @@ def test_a_file_of_another_version_is_refused(measured, tmp_path):
     features=st.lists(st.lists(st.floats(0, 10), min_size=3, max_size=3), min_size=1, max_size=8),
     seed=st.integers(0, 100),
 )
-@settings(max_examples=60)
 def test_the_fit_is_the_best_without_negatives(features, seed):
     """No coefficient is negative, and none could change for the better."""
     matrix = np.array(features)
@@ -210,7 +209,6 @@ def test_the_fit_is_the_best_without_negatives(features, seed):
     points=st.dictionaries(st.integers(1, 1000), st.floats(0, 100), min_size=1, max_size=6),
     places=st.tuples(st.floats(0, 2000), st.floats(0, 2000)),
 )
-@settings(max_examples=60)
 def test_a_curve_never_falls(points, places):
     """Whatever the noise of its points."""
     curve = Curve.through([(float(x), y) for x, y in points.items()])
@@ -220,7 +218,6 @@ def test_a_curve_never_falls(points, places):
 
 
 @given(less=WORKS, more=WORKS)
-@settings(max_examples=60)
 def test_more_work_never_costs_less(less, more):
     """More tokens, ranks, sites and longer sequences all add."""
     points = [

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.errors import AttentionShapeError, MaskKeyError, SegmentError
@@ -54,7 +54,6 @@ def test_every_rule_equals_dense_attention(attention, path, rule, heads):
     assert_equal(results(attention(MIX, heads, **rule)), rtol=1e-11, atol=1e-11)
 
 
-@settings(deadline=None, max_examples=40)
 @given(
     jobs=st.lists(st.lists(st.integers(0, 9), max_size=4), min_size=1, max_size=4).filter(
         lambda jobs: any(map(any, jobs))

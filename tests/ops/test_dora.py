@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.ops.scaled import arguments, magnitudes_of, norms, others, reference, results
@@ -25,7 +25,6 @@ def drawn(made):
     return y.to(made.x.dtype), dy.to(made.x.dtype)
 
 
-@settings(deadline=None, max_examples=30)
 @given(
     jobs=st.lists(JOB, min_size=1, max_size=5).filter(lambda jobs: any(job[2] for job in jobs)),
     bias=st.booleans(),

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.errors import MaskKeyError, SegmentError
@@ -114,7 +114,6 @@ def mask_of(made, columns):
     return keep_mask(rates, segments, keys, token_index, site, columns)
 
 
-@settings(deadline=None, max_examples=20)
 @given(seed=st.integers(0, 2**32 - 1), step=st.integers(0, 2**32 - 1), columns=st.integers(1, 21))
 def test_columns_take_their_halves_of_words(row, seed, step, columns):
     """Each element of a mask equals the one that Python integers give."""
@@ -124,7 +123,6 @@ def test_columns_take_their_halves_of_words(row, seed, step, columns):
     assert torch.equal(mask, made.multiplier(columns) > 0)
 
 
-@settings(deadline=None, max_examples=25)
 @given(rate=st.floats(0.001, 0.999), seed=st.integers(0, 2**32 - 1))
 def test_the_keep_rate_is_the_stated_one(row, rate, seed):
     """The kept share of 64k elements lies within six standard deviations of 1 - rate."""

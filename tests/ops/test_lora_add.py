@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -26,7 +26,6 @@ def leaves_of(made):
     return (y.detach().requires_grad_(), *made.leaves())
 
 
-@settings(deadline=None, max_examples=30)
 @given(jobs=st.lists(JOB, min_size=1, max_size=5))
 def test_any_mix_of_jobs_equals_each_alone(lora, jobs):
     """The sum, and the gradients of its four parts; y's is the sum's own."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.errors import SegmentError
@@ -16,7 +16,6 @@ def bounds(*lengths):
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-@settings(deadline=None, max_examples=40)
 @given(lengths=LENGTHS, unit=st.integers(1, 3), dim=st.integers(0, 1))
 def test_parts_read_are_the_parts_written(lengths, unit, dim):
     """Reading every job and writing it elsewhere rebuilds the row, in either dimension."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.ops import sequence_conv1d, sequence_cumsum
@@ -16,7 +16,6 @@ def starts(lengths):
     return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     lengths=LENGTHS,
     dim=st.integers(0, 2),
@@ -67,7 +66,6 @@ def convolutions(draw):
     return draw(lengths), weight, bias, dilation, groups
 
 
-@settings(deadline=None, max_examples=100)
 @given(convolutions(), st.booleans())
 def test_a_row_is_convolved_as_each_sequence_alone(convolution, batched):
     """Results and all gradients, whatever the sequences' lengths."""

@@ -38,6 +38,8 @@ REPLAYED = {
     f"{name}, replayed": replace(case, replayed=True)
     for name, case in TWO.items() if not case.compiled
 }  # fmt: skip
+#: Cases of each test run; the others are slow.
+QUICK = ("compiled", "1f1b, replayed", "interleaved, replayed")
 #: On a model of its own, with adapters on every layer.
 EVERY_REPLAYED = {"1f1b, every layer, replayed": Case(2, (2,), "1f1b", replayed=True)}
 EVERY_LAYER = {"layers": 8}
@@ -61,9 +63,27 @@ def all_differences(folder, cases, other=None):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Every case on two processes, and a measured round, by rank."""
-    cases = TWO | REPLAYED
+    """Quick cases on two processes, and a measured round, by rank."""
+    cases = {name: case for name, case in (TWO | REPLAYED).items() if name in QUICK}
     return run_processes(2, all_differences, tmp_path_factory.mktemp("two"), cases, measured)
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    """All other cases on two processes, by rank."""
+    cases = {name: case for name, case in (TWO | REPLAYED).items() if name not in QUICK}
+    return run_processes(2, all_differences, tmp_path_factory.mktemp("more"), cases)
+
+
+@pytest.fixture
+def ranks(request, name):
+    """What each rank found in a case."""
+    return [rank[name] for rank in request.getfixturevalue("two" if name in QUICK else "more")]
+
+
+def quick_first(cases):
+    """Names of cases, of which all but the quick ones are slow."""
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in cases]
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +92,16 @@ def four(tmp_path_factory):
     return run_processes(4, all_differences, tmp_path_factory.mktemp("four"), FOUR)
 
 
-@pytest.mark.parametrize("name", TWO)
-def test_two_processes_train_as_one_does(two, name):
+@pytest.mark.parametrize("name", quick_first(TWO))
+def test_two_processes_train_as_one_does(ranks, name):
     """Under every schedule, with stages that have no backward, and with compiled layers."""
-    check([rank[name] for rank in two])
+    check(ranks)
 
 
-@pytest.mark.parametrize("name", REPLAYED)
-def test_micro_batches_that_come_again_are_replayed_and_train_as_one_process_does(two, name):
+@pytest.mark.parametrize("name", quick_first(REPLAYED))
+def test_micro_batches_that_come_again_are_replayed_and_train_as_one_process_does(ranks, name):
     """Each in a slot of its own until its backward is done; a stage without one needs none."""
-    require_replayed([rank[name] for rank in two], whole=name != "gpipe, replayed")
+    require_replayed(ranks, whole=name != "gpipe, replayed")
 
 
 @pytest.mark.parametrize("name", EVERY_REPLAYED)

@@ -22,22 +22,18 @@ SHORT = {"max_steps": 2, "save_steps": 1}
 LATER: dict[str, Any] = {"jobs": quiet_jobs, "at_once": True, "later": True}
 #: Nobody waits for the rounds of these.
 LOOKED_AT_LATER: dict[str, dict[str, Any]] = {
+    "later-faulty": {"planner": "fsdp", "mesh": "dp=2", "fault": "calm", **LATER},
+}
+MORE_LOOKED_AT_LATER: dict[str, dict[str, Any]] = {
     "later-staged": {
         "planner": "pipeline", "mesh": "pp=2", "options": {"micro_batches": 2}, **LATER,
     },
-    "later-faulty": {"planner": "fsdp", "mesh": "dp=2", "fault": "calm", **LATER},
-}  # fmt: skip
-MORE_LOOKED_AT_LATER: dict[str, dict[str, Any]] = {
     "later-replicated": {"planner": "replicated", "mesh": "dp=2", **LATER},
     "later-cut": {"planner": "tensor", "mesh": "tp=2", **LATER},
-}
+}  # fmt: skip
 #: `at_once`: rounds end as on GPUs. Of a pipeline the first stage has nothing of two jobs.
 ON_TWO: dict[str, dict[str, Any]] = {
-    "replicated": {"planner": "replicated", "mesh": "dp=2"},
     "sharded": {"planner": "fsdp", "mesh": "dp=2", "at_once": True},
-    "begun-alone": {"planner": "fsdp", "mesh": "dp=2", "resume": True},
-    "staged": {"planner": "pipeline", "mesh": "pp=2", "options": {"micro_batches": 4}},
-    "cut": {"planner": "tensor", "mesh": "tp=2"},
     "begun-cut": {"planner": "tensor", "mesh": "tp=2", "fields": SHORT},
     "ended-staged": {
         "planner": "pipeline", "mesh": "pp=2", "resume": True, "folder": "begun-cut",
@@ -48,6 +44,10 @@ ON_TWO: dict[str, dict[str, Any]] = {
 } | LOOKED_AT_LATER  # fmt: skip
 #: Slow; of each, ON_TWO has a case of another plan.
 MORE_ON_TWO: dict[str, dict[str, Any]] = {
+    "replicated": {"planner": "replicated", "mesh": "dp=2"},
+    "begun-alone": {"planner": "fsdp", "mesh": "dp=2", "resume": True},
+    "staged": {"planner": "pipeline", "mesh": "pp=2", "options": {"micro_batches": 4}},
+    "cut": {"planner": "tensor", "mesh": "tp=2"},
     "nano-batches": {
         "planner": "tensor", "mesh": "tp=2", "options": {"nano_batches": 2}, "controller": "aimd",
         "at_once": True,
@@ -95,7 +95,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_base(made)
     cases: dict[str, dict[str, Any]] = {
         "alone": {"planner": "single"},
-        "begun-alone": {"planner": "single", "fields": SHORT},
         "later-alone": {"planner": "single", "jobs": quiet_jobs},
     }
     train_all(made, cases)
@@ -109,6 +108,7 @@ def two(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def more(folder: Path) -> list[dict[str, Any]]:
+    train_all(folder, {"begun-alone": {"planner": "single", "fields": SHORT}})
     return run_processes(2, train_all, folder, MORE_ON_TWO)
 
 
@@ -127,31 +127,26 @@ def apart(folder: Path, name: str) -> tuple[float, float]:
     return parting(folder, "alone", name, mixed_jobs(folder))
 
 
-@pytest.mark.parametrize("name", ["replicated", "sharded", "staged", "cut"])
-def test_two_processes_train_what_one_trains(folder: Path, two: list[Any], name: str) -> None:
-    """Losses and adapters of two processes are those of one, whatever the plan."""
-    losses, adapters = apart(folder, name)
-
-    assert losses <= 1e-9, two[0][name]
-    assert adapters <= 1e-7
-
-
-@pytest.mark.parametrize("name", ["replicated", "sharded", "staged", "cut"])
-def test_two_processes_measure_what_one_measures(folder: Path, two: list[Any], name: str) -> None:
-    """Evaluations of two processes are those of one, at the same steps, whatever the plan."""
-    assert evaluations_part(folder, "alone", name, mixed_jobs(folder)) <= 1e-9, two[0]
+def test_two_processes_train_and_measure_what_one_does(folder: Path, two: list[Any]) -> None:
+    """Losses, adapters, and evaluations at the same steps are those of one process."""
+    require_trained_as_alone(folder, two, "sharded")
 
 
 @pytest.mark.slow
-def test_nano_batches_train_and_measure_what_one_process_does(
-    folder: Path, more: list[Any]
+@pytest.mark.parametrize("name", ["replicated", "staged", "cut", "nano-batches"])
+def test_two_processes_of_other_plans_train_and_measure_what_one_does(
+    folder: Path, more: list[Any], name: str
 ) -> None:
-    """Of a base that is cut, with a controller."""
-    losses, adapters = apart(folder, "nano-batches")
+    """Also of nano-batches with a controller."""
+    require_trained_as_alone(folder, more, name)
 
-    assert losses <= 1e-9, more[0]["nano-batches"]
+
+def require_trained_as_alone(folder: Path, told: list[Any], name: str) -> None:
+    losses, adapters = apart(folder, name)
+
+    assert losses <= 1e-9, told[0][name]
     assert adapters <= 1e-7
-    assert evaluations_part(folder, "alone", "nano-batches", mixed_jobs(folder)) <= 1e-9
+    assert evaluations_part(folder, "alone", name, mixed_jobs(folder)) <= 1e-9
 
 
 @pytest.mark.slow
@@ -160,19 +155,8 @@ def test_compiled_layers_train_and_measure_what_eager_ones_do(
     folder: Path, compiled: list[Any], name: str
 ) -> None:
     """On two processes; `test_pipeline.py` has compiled stages among its quick cases."""
-    losses, adapters = apart(folder, name)
-
-    assert losses <= 1e-9, compiled[0][name]
-    assert adapters <= 1e-7
-    assert evaluations_part(folder, "alone", name, mixed_jobs(folder)) <= 1e-9
+    require_trained_as_alone(folder, compiled, name)
     _same_everywhere(compiled, COMPILED)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(ON_FOUR))
-def test_four_processes_measure_what_one_measures(folder: Path, four: list[Any], name: str) -> None:
-    """So are those of four."""
-    assert evaluations_part(folder, "alone", name, mixed_jobs(folder)) <= 1e-9, four[0][name]
 
 
 def test_what_breaks_a_job_on_one_process_ends_it_on_all(folder: Path, two: list[Any]) -> None:
@@ -194,12 +178,11 @@ def test_no_order_of_a_set_parts_processes(folder: Path) -> None:
     assert max(apart(folder, "own-hashes")) <= 1e-7, told[0]
 
 
-@pytest.mark.parametrize("name", list(LOOKED_AT_LATER))
 def test_rounds_that_are_looked_at_later_are_those_that_are_waited_for(
-    folder: Path, two: list[Any], name: str
+    folder: Path, two: list[Any]
 ) -> None:
     """A job that breaks itself, or is broken on one process, ends on both, and costs nobody."""
-    require_same_as_waited_for(folder, two, name)
+    require_same_as_waited_for(folder, two, "later-faulty")
 
 
 @pytest.mark.slow
@@ -207,7 +190,7 @@ def test_rounds_that_are_looked_at_later_are_those_that_are_waited_for(
 def test_rounds_of_other_plans_that_are_looked_at_later_are_those_that_are_waited_for(
     folder: Path, more: list[Any], name: str
 ) -> None:
-    """Replicated, and of a base that is cut."""
+    """Replicated, staged, and of a base that is cut."""
     require_same_as_waited_for(folder, more, name)
 
 
@@ -229,12 +212,11 @@ def require_same_as_waited_for(folder: Path, told: list[Any], name: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(ON_FOUR))
-def test_four_processes_train_what_one_trains(folder: Path, four: list[Any], name: str) -> None:
+def test_four_processes_train_and_measure_what_one_does(
+    folder: Path, four: list[Any], name: str
+) -> None:
     """So are those of four."""
-    losses, adapters = apart(folder, name)
-
-    assert losses <= 1e-9, four[0][name]
-    assert adapters <= 1e-7
+    require_trained_as_alone(folder, four, name)
 
 
 def test_two_processes_end_with_the_same_numbers(two: list[Any]) -> None:
@@ -244,7 +226,7 @@ def test_two_processes_end_with_the_same_numbers(two: list[Any]) -> None:
 
 @pytest.mark.slow
 def test_two_processes_of_other_plans_end_with_the_same_numbers(more: list[Any]) -> None:
-    """With nano-batches too."""
+    """Replicated, staged, cut and with nano-batches too."""
     _same_everywhere(more, MORE_ON_TWO)
 
 
@@ -269,12 +251,20 @@ def _losses(told: list[tuple[str, float]] | str) -> list[str]:
     return [loss for loss, _ in told]
 
 
-@pytest.mark.parametrize("name", ["begun-alone", "begun-cut"])
-def test_a_checkpoint_moves_to_another_plan(folder: Path, two: list[Any], name: str) -> None:
-    """What one plan has begun another ends, as if one had done it all."""
-    losses, adapters = apart(folder, name)
+def test_a_checkpoint_moves_to_another_plan(folder: Path, two: list[Any]) -> None:
+    """What a cut base has begun stages end, as if one process had done it all."""
+    losses, adapters = apart(folder, "begun-cut")
 
     assert losses <= 1e-9, two[0]
+    assert adapters <= 1e-7
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_one_process_moves_to_a_sharded_plan(folder: Path, more: list[Any]) -> None:
+    """As if it had done it all."""
+    losses, adapters = apart(folder, "begun-alone")
+
+    assert losses <= 1e-9, more[0]
     assert adapters <= 1e-7
 
 

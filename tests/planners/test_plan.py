@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.groups import make_job, tiny_base
@@ -266,7 +266,6 @@ def test_ranks_that_part_are_named() -> None:
 JOBS = st.lists(st.lists(st.integers(1, 12), max_size=6), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
 @given(JOBS, st.integers(1, 6), st.integers(4, 30), st.booleans())
 def test_cut_rows_hold_what_the_rows_held(
     lengths: list[list[int]], unit: int, longest: int, whole: bool
@@ -299,7 +298,6 @@ def _require_short(parts: Sequence[list[JobTokens]], longest: int) -> None:
         assert sum(map(len, sequences)) <= longest or len(sequences) == 1
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 5))
 def test_cuts_are_as_even_as_a_line_allows(costs: list[int], parts: int) -> None:
     """No other cut of the line has a cheaper dearest part."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.config.job import Job
@@ -73,7 +73,6 @@ def test_an_epoch_takes_every_sample_once(
 
 
 @given(asked=st.lists(st.integers(0, 40), min_size=1, max_size=12), seed=st.integers(0, 9))
-@settings(max_examples=50)
 def test_a_step_does_not_depend_on_the_steps_before_it(asked: list[int], seed: int) -> None:
     """Steps asked for in any order are those of a data set that is asked for one alone."""
     data = numbered(7, per_device_train_batch_size=2, seed=seed)

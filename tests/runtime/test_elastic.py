@@ -125,20 +125,19 @@ def test_a_model_that_is_kept_is_tried_on_its_base_though_sites_have_no_rows(tmp
     assert watch.warnings == []
 
 
-#: One that pauses and comes back, and one that comes.
-WATCHED = "ac"
-
-
 @pytest.mark.parametrize(
-    ("device", "dtype"),
+    ("device", "dtype", "watched"),
     [
-        ("cpu", "bfloat16"),
-        pytest.param("cuda", "float32", marks=pytest.mark.gpu),
-        pytest.param("cuda", "bfloat16", marks=pytest.mark.gpu),
+        ("cpu", "bfloat16", "a"),
+        pytest.param("cuda", "float32", "ac", marks=pytest.mark.gpu),
+        pytest.param("cuda", "bfloat16", "ac", marks=pytest.mark.gpu),
     ],
 )
-def test_jobs_that_come_and_go_leave_no_bit_of_each_other(tmp_path, device, dtype):
-    """Strict, in rows of the same lengths: whatever the others read and learn, nothing differs."""
+def test_jobs_that_come_and_go_leave_no_bit_of_each_other(tmp_path, device, dtype, watched):
+    """Strict, in rows of the same lengths: whatever the others read and learn, nothing differs.
+
+    watched   job a, which pauses and comes back, and c, which comes later
+    """
     base = tiny_base(tmp_path, dtype, hidden_size=128, num_attention_heads=2, num_key_value_heads=1)
     jobs = coming_jobs(base)
     data = make_data(list(jobs.values()))
@@ -146,7 +145,7 @@ def test_jobs_that_come_and_go_leave_no_bit_of_each_other(tmp_path, device, dtyp
     others = {name: replace(other_words(each), job=faster[name]) for name, each in data.items()}
     with strict():
         found = {}
-        for own in ("", *WATCHED):
+        for own in ("", *watched):
             group = {name: jobs[name] if own in ("", name) else faster[name] for name in jobs}
             words = {name: data[name] if own in ("", name) else others[name] for name in jobs}
             model = compile([group["a"], group["b"]], open=SLOTS)
@@ -154,7 +153,7 @@ def test_jobs_that_come_and_go_leave_no_bit_of_each_other(tmp_path, device, dtyp
             _, watch = train(model, tmp_path / f"of-{own}", words, script, device=device)
             found[own] = watch.adapters, losses_of(tmp_path / f"of-{own}", list(jobs.values()))
     adapters, losses = found[""]
-    for name in WATCHED:
+    for name in watched:
         theirs, apart = found[name]
         assert apart[name] == losses[name]
         assert any(apart[other] != losses[other] for other in jobs if other != name)
@@ -202,7 +201,7 @@ ENDING = [
 ]  # fmt: skip
 
 
-@settings(max_examples=2, **SETTINGS)
+@settings(max_examples=1, **SETTINGS)
 @example(order=list("adbc"), events=ENDING)
 @given(**SCRIPT)
 def test_a_job_among_those_who_come_and_go_trains_as_it_does_alone(

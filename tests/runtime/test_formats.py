@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.config.job import Job
@@ -284,7 +284,6 @@ def test_a_table_that_names_a_column_twice_is_refused(make_tokenizer: Any, tmp_p
 
 
 @given(lengths=st.lists(st.integers(1, 16), min_size=1, max_size=60), length=st.integers(16, 40))
-@settings(max_examples=50, deadline=None)
 def test_packing_keeps_every_sample_whole_and_no_sequence_too_long(
     lengths: list[int], length: int
 ) -> None:

@@ -144,7 +144,7 @@ def tokens(path: Path, tokenizer: Any, method: str = "sft") -> list[Any]:
 @pytest.mark.parametrize("format", FORMATS)
 @given(data=st.data())
 @settings(
-    max_examples=6,
+    max_examples=3,
     phases=[Phase.generate],
     deadline=None,
     derandomize=True,

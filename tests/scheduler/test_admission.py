@@ -571,7 +571,7 @@ QUEUES = st.dictionaries(
 
 
 @given(queues=QUEUES)
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_user_has_two_turns_while_another_one_waits_for_the_first(tmp_path, no_disk, queues):
     """Whatever they have sent; each job has one answer, a user's in the order of sending."""
     it = Admission(tmp_path, server := Slow())

@@ -100,9 +100,7 @@ def moved(moment, cluster):
     return Snapshot(replace(moment.state, cluster=cluster, estimator=estimator), moment.policy)
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     gpus=st.integers(1, GPUS).filter(lambda count: count != 8),
     lost=st.frozensets(st.integers(0, GPUS // 8 - 1)),

@@ -8,7 +8,7 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.toy import drawn, state
@@ -67,7 +67,6 @@ def test_too_many_jobs_are_refused():
         )
     )
 )
-@settings(max_examples=60, deadline=None)
 def test_whatever_subsets_are_worth_the_best_partition_is_found(worth):
     """Against a plain recursion; its groups are a partition of that worth."""
     count = len(worth).bit_length() - 1

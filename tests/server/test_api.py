@@ -426,9 +426,7 @@ _CHANGES = st.sampled_from(
 )  # fmt: skip
 
 
-@settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @example([("add", "alice"), ("revoke", "alice"), ("restart", "")])
 @given(st.lists(_CHANGES, max_size=8))
 def test_revoking_tokens_opens_a_run_to_nobody(tmp_path_factory, changes):

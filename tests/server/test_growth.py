@@ -84,9 +84,7 @@ class Past:
 STEPS = st.lists(st.sampled_from(["submit", "submit two", "end", "settle", "remove"]), max_size=12)
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS, limit=st.integers(1, 4), meanwhile=STEPS)
 def test_pages_together_are_the_whole_list_whatever_comes_between(
     tmp_path_factory, steps, limit, meanwhile

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 
 from tests.silence.known import WRITTEN
@@ -10,22 +12,19 @@ from tests.silence.written import NASTY, RIGHT
 
 FORMS = ("auto", "packed")
 ALL = {**NASTY, **RIGHT}
-#: Of so many bases of a group one is tried in each run of the tests; `make slow` tries all.
-ONE_OF = 64
+#: Of so many cases one is tried in each run of the tests; `make slow` tries all.
+ONE_OF = 97
 
 
 def cases():
     """Each base in each form, with what is known of it."""
-    for group, makes in ALL.items():
-        for number, name in enumerate(makes):
-            for form in FORMS:
-                marks = []
-                if (number + FORMS.index(form)) % ONE_OF:
-                    marks.append(pytest.mark.slow)
-                reason = WRITTEN.get(f"{form}: {group}: {name}")
-                if reason is not None:
-                    marks.append(pytest.mark.xfail(strict=True, reason=reason))
-                yield pytest.param(group, name, form, marks=marks, id=f"{form}: {group}: {name}")
+    named = [(group, name) for group, makes in ALL.items() for name in makes]
+    for number, ((group, name), form) in enumerate(product(named, FORMS)):
+        marks = [pytest.mark.slow] if number % ONE_OF else []
+        reason = WRITTEN.get(f"{form}: {group}: {name}")
+        if reason is not None:
+            marks.append(pytest.mark.xfail(strict=True, reason=reason))
+        yield pytest.param(group, name, form, marks=marks, id=f"{form}: {group}: {name}")
 
 
 @pytest.mark.parametrize(("group", "name", "form"), list(cases()))

@@ -8,7 +8,7 @@ import math
 from xml.etree import ElementTree
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.simulator.figures import (
@@ -32,7 +32,6 @@ def parsed(svg):
     return ElementTree.fromstring(svg)
 
 
-@settings(max_examples=100, deadline=None)
 @given(rows=st.lists(rows, min_size=1, max_size=4), name=st.text("<&>\"' ab", max_size=9))
 def test_any_values_make_a_figure_that_is_well_formed(rows, name):
     """None, zeros and large numbers, and names with marks; nothing leaves the frame."""

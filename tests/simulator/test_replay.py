@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.looping import Plain, request
@@ -66,7 +66,6 @@ def test_an_end_is_told_once_it_is_written_and_keeps_the_gpu_until_then():
 
 
 @given(seed=st.integers(0, 10_000), gap=st.sampled_from((1.0, 20.0, 200.0)))
-@settings(max_examples=20)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_steps_and_gpu_seconds_are_conserved(policy, seed, gap):
     """P11, P12: every step of every job is counted once, and every GPU-second is held or idle."""
@@ -94,7 +93,6 @@ def test_jobs_alone_on_a_large_cluster_take_what_they_take_alone():
 
 
 @given(seed=st.integers(0, 10_000), policy=st.sampled_from(POLICIES))
-@settings(max_examples=20)
 def test_twice_as_long_times_give_twice_as_long_completions(seed, policy):
     """Metamorphic: doubling every time (arrivals, steps, switches, horizons) doubles all ends."""
     jobs = draw(25, 10.0, seed)

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.cost.load import Demand
@@ -201,7 +201,6 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=30, deadline=None)
 @given(jobs=st.lists(requests, min_size=1, max_size=5, unique_by=lambda job: job.name))
 @pytest.mark.parametrize("name", ["own.jsonl", "own.csv"])
 def test_our_own_trace_comes_back_as_it_was_written(tmp_path_factory, name, jobs):
@@ -285,7 +284,6 @@ def test_a_row_of_other_columns_is_wrong(file):
     ]
 
 
-@settings(max_examples=50, deadline=None)
 @given(table=st.lists(st.lists(st.text(max_size=8), min_size=13, max_size=13), max_size=4))
 def test_no_row_breaks_the_reader(tmp_path_factory, table):
     """Whatever stands in the cells, a row is read, or left out and counted."""

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
+
+from tests import fresh
 
 CONFTEST = 'pytest_plugins = ["tlora_fx.testing.plugin"]\n'
 TEST = """
@@ -26,8 +25,7 @@ def tests(tmp_path):
 
 def run(folder, *options):
     """Run pytest there; its exit status and what it prints."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    done = fresh.run("-m", "pytest", "-q", "-p", "no:cacheprovider", *options, cwd=folder)
     return done.returncode, done.stdout
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import AttentionInterface, LlamaConfig, masking_utils
@@ -70,7 +70,6 @@ def mask_functions() -> st.SearchStrategy[Callable[..., Any]]:
     )
 
 
-@settings(deadline=None, max_examples=40)
 @given(function=mask_functions(), use_vmap=st.booleans())
 def test_a_rule_equals_its_mask_at_every_pair_of_positions(function, use_vmap):
     """Whatever is read as a rule hides and shows what the function does, near and far."""
@@ -84,7 +83,6 @@ def test_a_rule_equals_its_mask_at_every_pair_of_positions(function, use_vmap):
         assert torch.equal(rule.sees(positions[:, None], positions), expected)
 
 
-@settings(deadline=None, max_examples=40)
 @given(causal=st.booleans(), window=st.integers(2, FURTHEST), use_vmap=st.booleans())
 def test_what_packed_attention_can_do_is_read(causal, window, use_vmap):
     """Causal or not, with each window; of one token they are the same."""

@@ -219,28 +219,40 @@ def test_what_peft_cannot_adapt_of_experts_is_refused(tmp_path, fields, kind, wo
         compile([own])
 
 
-@pytest.mark.parametrize("product", sampled(["method", "function", "keyword"]))
-def test_a_router_whose_product_is_another_one_is_refused_where_it_is_adapted(
-    tmp_path, monkeypatch, product
-):
-    """Its adapter would be left out; where no job adapts the router, its weight is what it is."""
-    products = {
-        "method": lambda x, weight: x @ weight.t(),
-        "function": lambda x, weight: torch.matmul(x, torch.t(weight)),
-        "keyword": lambda x, weight: torch.mm(x, mat2=torch.transpose(weight, dim0=0, dim1=1)),
-    }
+PRODUCTS = {
+    "method": lambda x, weight: x @ weight.t(),
+    "function": lambda x, weight: torch.matmul(x, torch.t(weight)),
+    "keyword": lambda x, weight: torch.mm(x, mat2=torch.transpose(weight, dim0=0, dim1=1)),
+}
+
+
+@pytest.fixture(params=sampled(PRODUCTS))
+def base_of_another_product(request, tmp_path, monkeypatch):
+    """A mixture whose router multiplies in its own way; no other test traces it."""
 
     class Functional:
         def __getattr__(self, name):
-            return products[product] if name == "linear" else getattr(torch.nn.functional, name)
+            own = PRODUCTS[request.param]
+            return own if name == "linear" else getattr(torch.nn.functional, name)
 
     monkeypatch.setattr(qwen3_moe, "F", Functional())
-    # No other test traces this one.
-    base = base_of(tmp_path, "qwen3-moe", rms_norm_eps=5e-6, num_hidden_layers=1)
-    compile([job("one", base, target_modules=["q_proj"])])
+    return base_of(tmp_path, "qwen3-moe", rms_norm_eps=5e-6, num_hidden_layers=1)
+
+
+def test_a_router_whose_product_is_another_one_is_refused_where_it_is_adapted(
+    base_of_another_product,
+):
+    """Its adapter would be left out."""
+    adapted = {"target_modules": [], "target_parameters": ["gate.weight"]}
 
     with pytest.raises(BaseNotTraceable, match=r"otherwise than by F\.linear"):
-        compile([job("one", base, target_modules=[], target_parameters=["gate.weight"])])
+        compile([job("one", base_of_another_product, **adapted)])
+
+
+@pytest.mark.slow
+def test_a_router_that_no_job_adapts_multiplies_as_it_likes(base_of_another_product):
+    """Its weight is what it is."""
+    compile([job("one", base_of_another_product, target_modules=["q_proj"])])
 
 
 def test_a_linear_s_weight_is_adapted_as_a_parameter(tmp_path):

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.errors import JobUnknown, RequestConflict, RequestGone, RequestRefused
@@ -42,7 +42,6 @@ def run(log, limit=None):
     return ran
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     arrivals=st.lists(
         st.tuples(st.sampled_from(["a", "b"]), st.integers(1, 7)), min_size=1, max_size=40

@@ -1,8 +1,8 @@
 """Tests of kernels under Triton's interpreter, which is chosen when Triton is imported.
 
 Workers of pytest run many files in one process and have often imported Triton already, so these
-files are collected only where TRITON_INTERPRET=1 is set from outside. tests/codegen/
-test_interpreted.py runs them in such a process; to run one by hand:
+files are collected only where TRITON_INTERPRET=1 is set from outside. tests/test_interpreted.py
+runs them in such a process; to run one by hand:
 
     TRITON_INTERPRET=1 pytest -n 0 tests/codegen/interpreted/test_pack.py
 """

@@ -71,9 +71,7 @@ ANY = st.sampled_from(ALIKE) | st.recursive(
 
 
 @pytest.mark.parametrize("tool", TOOLS)
-@settings(
-    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_value_ends_in_a_job_file_or_an_error(tool, data, tmp_path, monkeypatch):
     """And each key of the file is carried, or listed as left out."""

@@ -121,7 +121,7 @@ def test_log_probabilities_are_those_of_the_trainer(group):
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=within)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_completion_depends_on_nothing_but_itself(double, data):
     """Neither on others, nor on the order, nor on places, pages and rows; only the seed counts."""
