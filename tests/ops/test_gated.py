@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tlora_fx.errors import AdapterTableError, FrozenGradientError
 from tlora_fx.ops import multi_lora_gated_linear, multi_lora_linear
 from tlora_fx.ops.kernels import extend_weight, packed, support
+from tlora_fx.pipeline.joint_stage import JointStage
 
 INNER, OUTER, ROOM = 32, 48, 64
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -126,3 +127,35 @@ def test_what_does_not_fit_is_refused(site, changed, expected):
 
     with pytest.raises(AdapterTableError, match=expected):
         multi_lora_gated_linear(given["gate"], given["up"], given["activation"], *rest)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_budget_computes_the_activation_again_and_no_product(site, traced_as_served, activation):
+    """The product that the operator makes beside it is made once; gradients stay."""
+    rest, leaves = site()
+    usual, little = Noting(1.0), Noting(0.5)
+    for stage in (usual, little):
+        run = torch.compile(partial(gated, activation, rest), fullgraph=True, backend=stage.backend)
+        found = step(run, leaves)
+        for one, other in zip(found, step(partial(apart, activation, rest), leaves), strict=True):
+            assert (one - other).norm() <= 1e-5 * other.norm()
+        torch._dynamo.reset()
+
+    assert "tlora_fx.multi_lora_gated_forward.default" in little.operators[0]
+    assert "tlora_fx.multi_lora_gated_forward.default" not in little.operators[1]
+    assert little.kept <= usual.kept - INNER * leaves[0].shape[1]
+
+
+class Noting(JointStage):
+    """Notes the operators of both parts, and how many numbers the backward gets of the forward."""
+
+    def __init__(self, budget):
+        super().__init__("layer", budget, ())
+
+    def cut(self, joint, inputs, **more):
+        parts = super().cut(joint, inputs, **more)
+        self.operators = [{str(node.target) for node in part.graph.nodes} for part in parts]
+        outputs = parts[0].graph.output_node().args[0][joint.results :]
+        values = [node.meta["val"] for node in outputs if node.op != "placeholder"]
+        self.kept = sum(value.numel() for value in values if isinstance(value, torch.Tensor))
+        return parts

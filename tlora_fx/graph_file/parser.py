@@ -355,8 +355,14 @@ class _Reader:
                 (name, *layers), more = self._plain.arguments(head)
                 reader = _GraphReader(self, names_of_all, kwargs.get("mode"), body, f"{name}.")
                 readers.append(reader)
-                block = Block(name, reader.graph, _layers(layers), bool(more.get("recompute")))
-                structure.blocks[name] = block
+                structure.blocks[name] = Block(
+                    name,
+                    reader.graph,
+                    _layers(layers),
+                    bool(more.get("recompute")),
+                    float(more.get("budget", 1.0)),
+                    tuple((_text(text), _text(module)) for text, module in more.get("joint", ())),
+                )
         for reader in readers:
             reader.read()
         # A layer's call has what its block gives, so the root comes last.

@@ -586,6 +586,9 @@ def _layers(layers: Sequence[str]) -> str:
 
 def _block_head(block: Block) -> str:
     more = ", recompute=True" if block.recompute else ""
+    more += f", budget={block.budget}" if block.budget < 1 else ""
+    pairs = ", ".join(f"({_text(text)}, {_text(module)})" for text, module in block.joint)
+    more += f", joint=[{pairs}]" if pairs else ""
     return f"block({_text(block.name)}, {_layers(block.instances)}{more})"
 
 

@@ -22,6 +22,7 @@ from tlora_fx.codegen.spec import DTYPES, MAX_SITES, KernelSpec, Kind
 from tlora_fx.errors import DumpNotWritable, GraphNotStorable, KernelSpecError
 from tlora_fx.graph_file import SUFFIX, graph_text
 from tlora_fx.host.durable import replace_file
+from tlora_fx.inspect.joint import joint_text
 from tlora_fx.inspect.listing import make_listing
 from tlora_fx.inspect.program import make_program
 from tlora_fx.inspect.program_text import render_program
@@ -40,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 COMPILED = "compiled"
 KERNELS = "kernels"
+JOINT = "joint.txt"
 GRAPHS = f"graph{SUFFIX}"
 _STAGE = re.compile(r"\d{2,}-[a-z0-9-]+\.(json|txt)|statistics\.json")
 _KERNEL = re.compile(r"[a-z_]+_\d+x\d+_\w+_sm\d+_[0-9a-f]{8}\.py")
@@ -55,6 +57,7 @@ def dump(
 ) -> Listing:
     """Write `ssm.py`, `ssm.txt`, `ssm.json`, `program.json`, `graph.tfx`, `report.txt`, `kernels/`.
 
+    Where layers have passes of the stage joint, or a budget, `joint.txt` has their joint graphs.
     With `model.json`, `tlora_fx.load` makes a model of the folder. There is none for a base that is
     given as a module, nor for a model that is open for other jobs.
     `kernels/` holds the generated kernels of the model's sites, to be read: what runs is made again
@@ -79,6 +82,7 @@ def dump(
         Listing.FILE: listing.to_json(),
         Program.FILE: program.to_json(),
         **_graph_file(model),
+        **({JOINT: joint} if (joint := joint_text(model.group)) else {}),
         **_stage_files(stages, listing.base.title),
         **({} if statistics is None else {f"{STAGES_FOLDER}/{FILE}": statistics.to_json()}),
         **{f"{KERNELS}/{name}": text for name, text in kernels.files.items()},

@@ -88,12 +88,21 @@ class Block:
     graph       placeholders are the layer's inputs, get_attr targets are relative to the layer
     instances   module paths of the layers, in the order in which they run
     recompute   inner values are computed again in the backward, not kept
+    budget      bytes of inner values that are kept for the backward, over those that would be
+    joint       passes of the joint graph, as pipelines write them, each with its module
     """
 
     name: str
     graph: fx.Graph
     instances: tuple[str, ...]
     recompute: bool = False
+    budget: float = 1.0
+    joint: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether its joint graph is rewritten, or cut by a budget."""
+        return self.budget < 1 or bool(self.joint)
 
 
 @dataclass(frozen=True, slots=True)

@@ -194,7 +194,9 @@ def fingerprint(graphs: JobGraph | GroupGraph) -> Fingerprint:
         for name, graph in named_graphs(owner):
             code.update(f"\n{name}".encode())
             if name:
-                code.update(str(owner.blocks[name].instances).encode())
+                block = owner.blocks[name]
+                staged = f"{block.budget} {block.joint}" if block.is_staged else ""
+                code.update(f"{block.instances}{staged}".encode())
             code.update("\n".join(_code(graph)).encode())
             lines = (" ".join(str(node.meta.get(tag)) for tag in TAGS) for node in graph.nodes)
             tags.update("\n".join(lines).encode())

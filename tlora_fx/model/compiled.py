@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tlora_fx.codegen.ahead import ahead
 from tlora_fx.host.phases import phase
-from tlora_fx.ir.graph import Block, GroupGraph, placeholders
+from tlora_fx.ir.graph import GroupGraph, placeholders
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack, pad
 from tlora_fx.model.loss import ChunkedLoss
 from tlora_fx.ops.torch_compile import (
@@ -125,7 +125,9 @@ def compile_method(
     options = {k: dict(v) if isinstance(v, dict) else v for k, v in options.items()}
     plain = getattr(type(owners[0]), name)
     form = plain if form is None else form
-    inner = getattr(form, "inner", None)
+    inner, stage = getattr(form, "inner", None), getattr(form, "stage", None)
+    if stage is not None:
+        options = stage.options(options)
     # What is computed again is the compiled code as a whole.
     code = (
         torch.compile(_own_code(form), **options)
@@ -199,27 +201,6 @@ def _sizes(name: str, value: Tensor) -> tuple[int, ...]:
         return (0,)
     sizes = enumerate(value.shape)
     return tuple(dimension for dimension, size in sizes if isinstance(size, torch.SymInt))
-
-
-def carried_inputs(group: GroupGraph, block: Block) -> tuple[int, ...]:
-    """Positions of the inputs that the instances of a block get from layers before them.
-
-    Of a block in which no job adapts anything there are none: it may need no gradient at all.
-    """
-    adapted = (path for job in group.jobs for path in job.sites)
-    if not any(path.startswith(tuple(f"{name}." for name in block.instances)) for path in adapted):
-        return ()
-    layers = {name for each in group.blocks.values() for name in each.instances}
-    behind: set[fx.Node] = set()
-    found: set[int] = set()
-    for node in group.root.nodes:
-        if node.op == "call_module" and node.target in block.instances:
-            given = enumerate(node.args)
-            found.update(p for p, value in given if isinstance(value, fx.Node) and value in behind)
-        is_layer = node.op == "call_module" and node.target in layers
-        if is_layer or not behind.isdisjoint(node.all_input_nodes):
-            behind.add(node)
-    return tuple(sorted(found))
 
 
 def recomputed(forward: Forward) -> Forward:

@@ -84,10 +84,12 @@ def group_source(group: GroupGraph, base: str, *, compiled: bool = False) -> str
     parts.extend(_classes(group, told, compiled=compiled))
     needed = [name for name in ("math", "operator") if re.search(rf"[( ]{name}\.", "".join(parts))]
     imports = "".join(f"import {name}\n" for name in needed)
-    if any(block.recompute for block in group.blocks.values()):
-        parts[0] = parts[0].replace(
-            OPS, f"{OPS}from tlora_fx.model.compiled import recomputed\n", 1
-        )
+    blocks, more = group.blocks.values(), OPS
+    if any(block.recompute for block in blocks):
+        more += "from tlora_fx.model.compiled import recomputed\n"
+    if any(block.is_staged for block in blocks):
+        more += "from tlora_fx.pipeline.joint_stage import joint\n"
+    parts[0] = parts[0].replace(OPS, more, 1)
     if imports:
         parts[0] = parts[0].replace("import torch\n", f"{imports}\nimport torch\n", 1)
     return "\n\n".join(parts)
@@ -231,9 +233,11 @@ def _classes(
         if len(block.instances) > 1:
             docstring += f" to {block.instances[-1]}, {len(block.instances)} layers"
         code = class_source(class_name(block), docstring, graph, names)
-        yield (
-            code.replace(FORWARD, f"{INDENT}@recomputed\n{FORWARD}", 1) if block.recompute else code
-        )
+        marks = [f"{INDENT}@recomputed\n"] if block.recompute else []
+        if block.is_staged:
+            given = [*map(repr, block.joint), f"budget={block.budget}"]
+            marks.append(f"{INDENT}@joint({', '.join(given)})\n")
+        yield code.replace(FORWARD, f"{''.join(marks)}{FORWARD}", 1)
     ending = ending_of(graphs) if compiled else None
     yield class_source("Root", told_root, graphs.root, names, ending)
 

@@ -20,13 +20,21 @@ from torch.export import ExportedProgram
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import NotAdmitted, SuperModelMisuse
-from tlora_fx.ir.graph import HEAD, LOSS, PEFT_PREFIX, AdapterSite, GroupGraph, placeholders
+from tlora_fx.ir.graph import (
+    HEAD,
+    LOSS,
+    PEFT_PREFIX,
+    AdapterSite,
+    Block,
+    GroupGraph,
+    placeholders,
+)
+from tlora_fx.ir.joint import carried_inputs
 from tlora_fx.ir.storage import LocalShard, Shard, stored_value
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.compiled import (
-    carried_inputs,
     compile_method,
     export_net,
     repeatable,
@@ -88,6 +96,9 @@ class SuperModel(nn.Module):
         self._membership: Membership | None = None
         if group.open is not None and resolve is not None:
             self._membership = Membership(group, self.jobs, self.banks, self.net, resolve)
+        for block in group.blocks.values():
+            if block.is_staged:
+                self._compile_layers(block, {"fullgraph": True, "backend": "aot_eager"})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SuperModel:
         memo[id(self)] = copied = type(self).__new__(type(self))
@@ -363,11 +374,8 @@ class SuperModel(nn.Module):
         text = self.compiled_source
         classes = {} if text == self.source else run_source(text)
         for block in layers:
-            modules = [self.net.get_submodule(path) for path in block.instances]
-            sizes = list(row_sizes(block.graph).values())
             form = classes[class_name(block)].forward if classes else None
-            carried = carried_inputs(self.group, block)
-            compile_method(modules, "forward", sizes, options, form, carried)
+            self._compile_layers(block, options, form)
         loss = self._loss()
         root: Any = classes.get("Root")
         for name in ("forward", FINISH):  # Of a compilation before.
@@ -377,6 +385,14 @@ class SuperModel(nn.Module):
                 self.net.__dict__[name] = MethodType(getattr(root, name), self.net)
             compile_method([loss], "finished_chunk", [(), *loss.chunk_sizes()], options)
         compile_method([loss], "chunk", loss.chunk_sizes(), options)
+
+    def _compile_layers(
+        self, block: Block, options: dict[str, Any], form: Callable[..., Any] | None = None
+    ) -> None:
+        modules = [self.net.get_submodule(path) for path in block.instances]
+        sizes = list(row_sizes(block.graph).values())
+        carried = carried_inputs(self.group, block)
+        compile_method(modules, "forward", sizes, options, form, carried)
 
     def extend_weights(self) -> None:
         """Give weights and adapters the form in memory that `compile` gives them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -88,7 +89,13 @@ class Interpreter:
         result: Tensor = self._graph(GraphLocation("", "", self.owner.root), given)
         return result
 
-    def _graph(self, place: GraphLocation, given: list[Any]) -> Any:
+    def _graph(
+        self, place: GraphLocation, given: list[Any], read: Mapping[fx.Node, Tensor] | None = None
+    ) -> Any:
+        """What a graph gives.
+
+        read   its tensors, by their nodes, where a tracer runs it
+        """
         values: dict[fx.Node, Any] = {}
         inputs = iter(given)
         for node in place.graph.nodes:
@@ -97,12 +104,12 @@ class Interpreter:
             if node.op == "placeholder":
                 values[node] = next(inputs)
             elif node.op == "get_attr":
-                values[node] = self._read(node, place)
+                values[node] = self._read(node, place) if read is None else read[node]
             elif node.op == "call_module":
                 values[node] = self._module(node, values)
             else:
                 values[node] = self._call(node, place, values)
-            if self.setting.watch is not None:
+            if self.setting.watch is not None and read is None:
                 self.setting.watch(node, place, values[node])
         raise AssertionError("a graph without output")
 
@@ -157,7 +164,9 @@ class Interpreter:
             return self._loss(self.owner.blocks[HEAD], given)
         block = self._blocks[path]
         if path in self.setting.layers:
-            return self._graph(GraphLocation(path, block.instances[0], block.graph), given)
+            place = GraphLocation(path, block.instances[0], block.graph)
+            run = partial(self._staged, block) if block.joint else self._graph
+            return run(place, given)
         before = [
             value
             for arg, value in zip(node.args, given, strict=True)
@@ -166,6 +175,24 @@ class Interpreter:
         if len(before) != 1:
             raise Unchecked(f"{path} does not stand behind another layer")
         return before[0]
+
+    def _staged(self, block: Block, place: GraphLocation, given: list[Any]) -> Any:
+        """What a layer gives whose backward is of its joint graph, as that is rewritten."""
+        from tlora_fx.pipeline.joint_stage import run_staged
+
+        stored = [node for node in block.graph.nodes if node.op == "get_attr"]
+
+        def forward(*values: Tensor) -> Any:
+            inner = dict(zip(stored, values[len(given) :], strict=True))
+            return self._graph(place, list(values[: len(given)]), inner)
+
+        tensors = [self._read(node, place) for node in stored]
+        try:
+            return run_staged(block, forward, *given, *tensors)
+        except (Unchecked, CannotRun):
+            raise
+        except Exception as error:
+            raise CannotRun(output_of(block.graph), place, error) from error
 
     def _loss(self, block: Block, given: list[Any]) -> Tensor:
         logits: Any = output_of(block.graph).args[0]

@@ -36,7 +36,7 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "silu": torch.nn.functional.silu,
     "gelu_tanh": partial(torch.nn.functional.gelu, approximate="tanh"),
 }
-_GELU, _CUBE = 1.5957691216057308, 0.044715
+GELU, CUBE = 1.5957691216057308, 0.044715
 
 torch.library.define(
     "tlora_fx::multi_lora_gated_linear",
@@ -196,9 +196,9 @@ def _gate_gradients(activation: str, gate: Tensor, up: Tensor, dx: Tensor) -> tu
         derived = open_ + value * (1 - open_)
     else:
         square = g * g
-        open_ = torch.sigmoid(_GELU * g * (1 + _CUBE * square))
+        open_ = torch.sigmoid(GELU * g * (1 + CUBE * square))
         value = g * open_
-        derived = open_ + value * (1 - open_) * (_GELU * (1 + 3 * _CUBE * square))
+        derived = open_ + value * (1 - open_) * (GELU * (1 + 3 * CUBE * square))
     return (d * up.to(wide) * derived).to(dx.dtype), (d * value).to(dx.dtype)
 
 

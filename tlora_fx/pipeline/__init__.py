@@ -32,6 +32,7 @@ from tlora_fx.ir.shapes import propagate, remember_runs, type_text
 from tlora_fx.ir.verifier import Fingerprint, adapted, check_tags, fingerprint, named_graphs, owners
 from tlora_fx.pipeline.facts import Facts
 from tlora_fx.pipeline.instrument import Change, Done, Event, Instrument
+from tlora_fx.pipeline.joint import JointPass
 from tlora_fx.pipeline.passes import GroupPass, JobPass, Numerics, Pass, PassOption, options_of
 from tlora_fx.pipeline.registry import (
     REGISTRY,
@@ -61,6 +62,7 @@ __all__ = [
     "Halted",
     "Instrument",
     "JobPass",
+    "JointPass",
     "Numerics",
     "Pass",
     "PassOption",
