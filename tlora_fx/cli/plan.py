@@ -308,7 +308,8 @@ def _cells(candidate: Candidate, tokens: int) -> list[str]:
     words: list[str] = [plan.schedule] if plan.mesh.pp > 1 else []
     words += ["shard-base"] if plan.shard_base else []
     words += ["keep-gathered"] if plan.keep_gathered else []
-    words += ["recompute"] if plan.recompute else []
+    budget = f" {plan.recompute_budget:g}" if plan.recompute_budget else ""
+    words += [f"recompute{budget}"] if plan.recompute else []
     return [
         str(plan.mesh.pp),
         str(plan.mesh.dp),

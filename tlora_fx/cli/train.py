@@ -94,6 +94,15 @@ class StartOptions(PipelineOptions):
             "fixed chooses the number instead.",
         ),
     ] = None
+    recompute_budget: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=0.99,
+            help="Compute values of the layers again in the backward, the cheapest first, so that "
+            "this share of their bytes is kept, such as 0.6; 0: their inputs alone.",
+        ),
+    ] = None
     shard_base: Annotated[
         bool,
         typer.Option(
@@ -566,6 +575,9 @@ def _planned(
         plan = choose_plan(options.plan, model, launch, _mesh(options), of_planner, profile)
     if options.nano_batches is not None:
         plan = plan.model_copy(update={"nano_batches": options.nano_batches})
+    if options.recompute_budget is not None:
+        budget = {"recompute": True, "recompute_budget": options.recompute_budget}
+        plan = plan.model_copy(update=budget)
     require_fits(model, plan.mesh)
     if options.shard_base and not plan.shard_base:
         raise PlanNotRunnable(

@@ -71,7 +71,7 @@ class StageContents:
     sharded    the base is sharded over replicas
     keep       gathered weights are kept from the forward to the backward
     for_round  they are kept from micro-batch to micro-batch
-    recompute  layers are computed again in the backward
+    recompute  share of layers that is computed again in the backward
     """
 
     stage: Stage
@@ -84,7 +84,7 @@ class StageContents:
     sharded: bool = False
     keep: bool = False
     for_round: bool = False
-    recompute: bool = False
+    recompute: float = 0.0
 
 
 def memory_terms(clock: RowClock, rows: Rows, held: StageContents) -> Terms:
@@ -136,11 +136,11 @@ def _row_bytes(clock: RowClock, rows: Rows, held: StageContents) -> tuple[Array,
     kinds = [cost.kind_of[layer] for layer in held.stage.layers]
     values = clock.tables.values(rows, slice(SAVED, None))
     saved, there, back = values[:, sorted(set(kinds))]
-    if held.recompute:
+    one, again = clock.counts(kinds) @ values[0], held.recompute
+    if again:
         learns = sum(float(clock.learns[kind]) for kind in kinds)
-        one, back = learns * rows.tokens * cost.hidden_bytes, back + there
-    else:
-        one = clock.counts(kinds) @ values[0]
+        inputs = learns * rows.tokens * cost.hidden_bytes
+        one, back = again * inputs + (1 - again) * one, back + again * there
     if held.stage.first:
         one = one + cost.ends.root_bytes(rows.tokens)
     return one, np.maximum(back, there - saved).max(axis=0, initial=0.0)
@@ -170,7 +170,7 @@ def memory_of(cost: CostModel, plan: Plan, work: Round) -> Memory:
             sharded=sharded,
             keep=plan.keep_gathered,
             for_round=plan.keep_gathered and mesh.pp > 1,
-            recompute=plan.recompute,
+            recompute=plan.recomputed,
         )
         terms = memory_terms(clock, rows, held)
         found.append(Memory(**{name: float(own[0]) for name, own in terms.items()}))

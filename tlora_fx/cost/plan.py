@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from tlora_fx.errors import PlanFileError, PlanNotForModel
 from tlora_fx.host.durable import replace_file
@@ -118,6 +118,7 @@ class Plan(BaseModel):
     keep_gathered       gathered weights are kept from a layer's forward to its backward, in a
                         pipeline to the end of a round
     recompute           layers keep their inputs only, and are computed again in the backward
+    recompute_budget    with recompute, share of the bytes within layers that is kept all the same
     nano_batches        parts of a micro-batch whose communication and compute overlap
     estimate            what the planner expects of it
     """
@@ -133,6 +134,7 @@ class Plan(BaseModel):
     shard_base: bool = False
     keep_gathered: bool = False
     recompute: bool = False
+    recompute_budget: float = Field(default=0.0, ge=0, lt=1)
     nano_batches: PositiveInt = 1
     estimate: Estimate | None = None
 
@@ -159,12 +161,21 @@ class Plan(BaseModel):
             raise ValueError(f"{self.stages} stages need pp > 1")
         if self.schedule != "interleaved" and self.stages != self.mesh.pp:
             raise ValueError("only the interleaved schedule has several stages a process")
+        if self.recompute_budget and not self.recompute:
+            raise ValueError("recompute_budget needs recompute")
+        if self.recompute_budget and self.nano_batches > 1:
+            raise ValueError("nano-batches cut layers, which recompute_budget needs whole")
         return self
 
     @property
     def stages(self) -> int:
         """Number of stages that the layers are cut into."""
         return len(self.cuts) + 1
+
+    @property
+    def recomputed(self) -> float:
+        """Share of the bytes within layers that is computed again in the backward."""
+        return 1 - self.recompute_budget if self.recompute else 0.0
 
     @property
     def parts(self) -> int:

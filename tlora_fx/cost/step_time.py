@@ -76,7 +76,7 @@ class CostModel:
     kinds: tuple[Kind, ...] = field(init=False)
     kind_of: tuple[int, ...] = field(init=False)
     ends: Ends = field(init=False)
-    _clocks: dict[tuple[tuple[int, ...], bool], RowClock] = field(init=False, default_factory=dict)
+    _clocks: dict[tuple[tuple[int, ...], float], RowClock] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveTimes(self.profile)
@@ -93,10 +93,10 @@ class CostModel:
         of = {index: kind for kind, indices in enumerate(alike.values()) for index in indices}
         self.kind_of = tuple(of[index] for index in range(len(of)))
 
-    def clock(self, tp: tuple[int, ...], *, recompute: bool = False) -> RowClock:
+    def clock(self, tp: tuple[int, ...], *, recompute: float = 0.0) -> RowClock:
         """Clock of rows, by indices of sizes of tensor parallelism.
 
-        recompute   layers are computed again in the backward
+        recompute   share of layers that is computed again in the backward
         """
         key = tp, recompute
         if key not in self._clocks:
@@ -280,7 +280,7 @@ class Sharding:
 class RowClock:
     """Clock that tells times of rows.
 
-    recompute   layers are computed again in the backward
+    recompute   share of layers that is computed again in the backward
     learns      [k] 1 where layers have a backward, 0 where not
     runs        [2, k] how often layers of each kind run, forward and backward
     curve       [t] milliseconds of all of them, of a row's tokens
@@ -288,7 +288,7 @@ class RowClock:
 
     cost: CostModel
     tables: LayerTables
-    recompute: bool = False
+    recompute: float = 0.0
 
     def __post_init__(self) -> None:
         self.learns = np.array([float(kind.role != "below") for kind in self.cost.kinds])
@@ -441,7 +441,7 @@ class RowClock:
         """
         compute = nano * self.compute(part)
         there, back = np.maximum(compute, comm) + np.minimum(compute, comm) / nano
-        again = there if self.recompute else 0.0
+        again = self.recompute * there
         return there, (back + again) * self.learns[:, None]
 
     def _hosts(self, sharding: Sharding, kinds: Sequence[int]) -> tuple[Array, Array]:
@@ -452,7 +452,7 @@ class RowClock:
         there, back = self.compute(sharding.small)
         counts = self.counts(kinds)
         learns = counts * self.learns
-        again = there if self.recompute else 0.0
+        again = self.recompute * there
         hooks = GATHER_HOST_MS * (not sharding.kept), GATHER_HOST_MS * (not sharding.keep)
         return counts @ (there + hooks[0]), learns @ (back + again + hooks[1])
 
@@ -648,7 +648,7 @@ def total(terms: Terms) -> Array:
 
 def clock_of(cost: CostModel, plan: Plan) -> RowClock:
     """Clock of a plan's rows."""
-    return cost.clock((plan.mesh.tp,), recompute=plan.recompute)
+    return cost.clock((plan.mesh.tp,), recompute=plan.recomputed)
 
 
 def _nano_batches(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> tuple[Rows | None, int]:

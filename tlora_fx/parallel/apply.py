@@ -186,6 +186,13 @@ def require_nano(plan: Plan, wanted: bool) -> None:
             found="nano-batches",
             help="leave nano-batches out, or use the plan tensor",
         )
+    if wanted and plan.recompute_budget:
+        raise PlanNotRunnable(
+            "nano-batches cut layers, which a budget of recomputation needs whole",
+            plan=f"{plan.planner} on {plan.mesh}",
+            found=f"recompute_budget {plan.recompute_budget:g}, and nano-batches",
+            help="leave out one of them",
+        )
 
 
 def require_whole_pairs(model: SuperModel, plan: Plan, *, cuts: bool) -> None:

@@ -23,7 +23,8 @@ def planned_passes(plan: Plan) -> list[str]:
     if plan.mesh.tp > 1:
         texts.append(f"shard-tensor{{size={plan.mesh.tp}}}")
     if plan.recompute:
-        texts.append("recompute-layers")
+        budget = plan.recompute_budget
+        texts.append("recompute-layers" + (f"{{budget={budget}}}" if budget else ""))
     return texts
 
 
