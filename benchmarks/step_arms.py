@@ -101,6 +101,7 @@ class Ours:
 
     compiled   layer by layer, by `SuperModel.compile`
     float8     how products in float8 find dx, "" for none
+    added      passes of its pipeline beside the usual ones, as `--add-pass` takes them
     within     what its steps run in
     lora       what all jobs' adapters have besides, as PEFT names it
     """
@@ -113,6 +114,7 @@ class Ours:
         *,
         compiled: bool = False,
         float8: str = "",
+        added: Sequence[str] = (),
         within: Callable[[], AbstractContextManager[object]] = nullcontext,
         **lora: Any,
     ) -> None:
@@ -120,9 +122,9 @@ class Ours:
         self.shape, self.device, self.float8, self.made = made.shape, made.device, float8, made
         ranks = range(len(made.shape.ranks))
         self.jobs = [_job(base, place, made.shape, lora) for place in ranks]
-        added = f"quantize-base{{to=float8 products=true backward={float8}}}@before:lower-adapters"
-        pipeline = resolve_pipeline(None, [added]) if float8 else None
-        self.model = tlora_fx.compile(self.jobs, pipeline=pipeline)
+        quantized = f"quantize-base{{to=float8 products=true backward={float8}}}"
+        added = [*added, *([f"{quantized}@before:lower-adapters"] if float8 else [])]
+        self.model = tlora_fx.compile(self.jobs, pipeline=resolve_pipeline(None, added))
         self.model.materialize(made.weights, made.device)
         if compiled:
             self.model.compile()
@@ -206,9 +208,9 @@ def require_gradients(arm: Arm) -> float | None:
     if not expected:
         return None
     exact = arm.exact_gradients() if isinstance(arm, Ours) and arm.float8 else None
-    apart, bound = _apart(found, expected), ROUNDING_BOUND * arm.made.rounding()
+    apart, bound = apart_of(found, expected), ROUNDING_BOUND * arm.made.rounding()
     if exact is not None:
-        apart, bound = _apart(found, exact), max(bound, FLOAT8_BOUND * _apart(expected, exact))
+        apart, bound = apart_of(found, exact), max(bound, FLOAT8_BOUND * apart_of(expected, exact))
     if not apart <= bound:
         raise RuntimeError(f"it trains nothing: gradients {apart:.3g} off, bound {bound:.3g}")
     for one, eager, true in zip(found, expected, exact or expected, strict=True):
@@ -221,12 +223,13 @@ def _require_kept(found: Tensor, eager: Tensor, true: Tensor) -> None:
     if not eager.count_nonzero():
         # Of an expert to which no token went.
         return
-    off, bound = _apart([found], [true]), max(LOST, FLOAT8_TENSOR_BOUND * _apart([eager], [true]))
+    bound = max(LOST, FLOAT8_TENSOR_BOUND * apart_of([eager], [true]))
+    off = apart_of([found], [true])
     if not off <= bound or found.norm() < eager.norm() / 2:
         raise RuntimeError(f"a tensor trains nothing: {off:.3g} off, bound {bound:.3g}")
 
 
-def _apart(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def apart_of(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
     """The norm of the difference over the norm of what is expected; nan where that is 0."""
     pairs = list(zip(found, expected, strict=True))
     apart = sum(float((a - b).double().square().sum()) for a, b in pairs)
@@ -419,7 +422,7 @@ class Made:
             exact = self.base.model_copy(update={"dtype": "float32"})
             wide = {name: tensor.float() for name, tensor in self.weights.items()}
             found = [self._gradients(*of) for of in ((self.base, self.weights), (exact, wide))]
-            self._rounding = max(_apart(*found), MIN_BOUND)
+            self._rounding = max(apart_of(*found), MIN_BOUND)
             del wide
             gc.collect()
             if self.device == "cuda":
