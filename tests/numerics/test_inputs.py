@@ -37,6 +37,19 @@ def test_large_matrices_of_the_base_share_memory_and_not_values():
     assert all(len(set(tensor[:, 0].tolist())) > 590 for tensor in drawn.values())
 
 
+def test_matrices_of_about_one_width_share_memory():
+    """Of 2,048 and of 3,000; one of 8,192 has its own. Each is about as large as its width asks."""
+    tensors = Seeded(0, {})
+    shapes = {"a.weight": (600, 2048), "b.weight": (500, 3000), "c.weight": (300, 8192)}
+    a, b, c = (tensors.base(name, shape, torch.float32) for name, shape in shapes.items())
+
+    assert a.untyped_storage().data_ptr() != c.untyped_storage().data_ptr()
+    assert torch.equal(a, Seeded(0, {}).base("a.weight", (600, 2048), torch.float32))
+    for matrix in (a, b, c):
+        assert 0.3 < float(matrix.std()) * matrix.shape[1] ** 0.5 < 0.8
+    assert tensors._cloth.keys() == {(2048, torch.float32), (8192, torch.float32)}
+
+
 def test_jobs_have_tensors_of_their_own():
     """A job that takes another's A computes something else."""
     tensors = Seeded(0, {})

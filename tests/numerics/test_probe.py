@@ -40,6 +40,27 @@ def test_a_base_that_fuses_right_equals_itself(tmp_path, family, dtype):
     assert max(found.logits, found.gradient) < (1e-6 if dtype == "float64" else 1e-4)
 
 
+def test_of_two_jobs_alike_one_is_compared_beside_the_other(tmp_path, monkeypatch):
+    """The neighbour has an adapter too, which takes no memory of its own and learns nothing."""
+    base = base_of(tmp_path, "llama", "float32")
+    model = compile([job(name, base, r=2, target_modules=["q_proj"]) for name in ("one", "two")])
+    ran = []
+    fused = probe._Probe._fused
+    monkeypatch.setattr(
+        probe._Probe, "_fused", lambda self: ran.append((self, fused(self))) or ran[-1][1]
+    )
+
+    assert not probed(model).skipped
+
+    ((seen, outcomes),) = ran
+    assert set(outcomes["one"].gradients)
+    assert not outcomes["two"].gradients
+    drawn = [seen.tensors.own("two", f"q.{n}.lora_A", (2, 32), torch.float32) for n in range(2)]
+    assert not torch.equal(*drawn)
+    assert all(part.count_nonzero() == 64 for part in drawn)
+    assert len({part.untyped_storage().data_ptr() for part in drawn}) == 1
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("attention", ["auto", "batch"])
 def test_a_causal_module_passes(dtype, attention):

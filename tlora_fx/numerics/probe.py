@@ -44,7 +44,7 @@ from tlora_fx.numerics.interpreter import (
 )
 from tlora_fx.numerics.reading import GraphLocation
 from tlora_fx.numerics.rows import LARGEST_ID
-from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
+from tlora_fx.numerics.tensors import Seeded, Unchecked, band_of, buffers_of
 from tlora_fx.tracing.adapters import trained_bias
 from tlora_fx.tracing.rope import has_longrope, original_length
 
@@ -237,6 +237,11 @@ class _Wide(_Damped):
         super().__init__(group, buffers_of(backbone), wide)
         self._head = head
         self._tables = _embeddings(backbone)
+        rows = self._head | self._tables
+        for each in backbone.model.parameters():
+            if each.dim() > 1 and backbone.names[id(each)] not in rows:
+                band = band_of(each.shape[-1])
+                self._largest[band] = max(each.numel(), self._largest.get(band, 0))
 
     def base(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of the base; of an embedding the rows that the probe's tokens read."""

@@ -28,6 +28,11 @@ def buffers_of(backbone: Backbone) -> dict[str, Tensor]:
     return {name: value for name, value in backbone.values.items() if name in names}
 
 
+def band_of(width: int) -> int:
+    """The middle of the widths, from a power of four up to the next, that share one memory."""
+    return int(2 * 4 ** ((width.bit_length() - 1) // 2))
+
+
 class Seeded:
     """Weights of the base and of jobs, drawn by name and kept until `clear`.
 
@@ -40,6 +45,8 @@ class Seeded:
         self._base: dict[str, Tensor] = {}
         # By band of widths and dtype, what large matrices are cut out of.
         self._cloth: dict[tuple[int, torch.dtype], Tensor] = {}
+        # By band, numbers of the largest matrix to come, where that is known.
+        self._largest: dict[int, int] = {}
         self._own: dict[tuple[str, str, tuple[int, ...]], Tensor] = {}
 
     def base(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -73,11 +80,11 @@ class Seeded:
         return self._cut(name, shape, dtype)
 
     def _cut(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A matrix out of the memory that all of its band share: widths from 4^n up to 4^(n+1)."""
-        count, width = math.prod(shape), 2 * 4 ** ((shape[-1].bit_length() - 1) // 2)
+        """A matrix out of the memory that its band of widths shares."""
+        count, width = math.prod(shape), band_of(shape[-1])
         cloth = self._cloth.get((width, dtype))
         if cloth is None or len(cloth) < count + PERIOD:
-            rows = -(-(count + PERIOD) // width)
+            rows = -(-(max(count, self._largest.get(width, 0)) + PERIOD) // width)
             cloth = self._draw(f"base of {width}", (rows, width), dtype).flatten()
             self._cloth[width, dtype] = cloth
         start = site_id(f"{self.seed} {name}") % PERIOD
