@@ -18,6 +18,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -28,11 +30,13 @@ from tlora_fx.runtime.data.batching import count_tokens
 from tlora_fx.runtime.group_step import Gathered
 from tlora_fx.runtime.step_batches import Batch, StepOutput, require_batch
 from tlora_fx.training import requests
+from tlora_fx.training.custom_loss import CreateCustomLoss, CustomLoss
 from tlora_fx.training.datums import batch_of, loss_of
 from tlora_fx.training.engine import Engine
 from tlora_fx.training.fair_shares import FairShares
 from tlora_fx.training.folders import version_folder
 from tlora_fx.training.log import (
+    LOSS,
     PROTOBUF,
     Answer,
     Checkpoint,
@@ -76,12 +80,15 @@ class Forward:
     loss: float = 0.0
     tokens: int = 0
     logprobs: list[Tensor] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
 
-    def take(self, logprobs: Sequence[Tensor], loss: float, tokens: int) -> None:
+    def take(self, output: StepOutput) -> None:
         """Add what its first piece came to."""
         self.pieces.popleft()
-        self.logprobs += logprobs
-        self.loss, self.tokens = self.loss + loss, self.tokens + tokens
+        self.logprobs += output.logprobs or ()
+        self.loss, self.tokens = self.loss + output.loss, self.tokens + output.tokens
+        for name, value in (pair for each in output.metrics for pair in each.items()):
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     @property
     def next_tokens(self) -> int:
@@ -92,7 +99,11 @@ class Forward:
         """Its answer, once no piece is left."""
         arrays = [each.double().cpu().numpy() for each in self.logprobs]
         targets = float(sum(map(len, arrays)))
-        body = forward_output(arrays, {"loss:sum": self.loss, "tokens:sum": targets})
+        own = {
+            name: value / len(arrays) if name.endswith(":mean") else value
+            for name, value in self.metrics.items()
+        }
+        body = forward_output(arrays, {"loss:sum": self.loss, "tokens:sum": targets, **own})
         return Outcome(self.command, Answer(PROTOBUF, body), self.tokens)
 
 
@@ -262,7 +273,7 @@ class Cycle:
             if wrong is None:
                 assert not isinstance(output, Exception)
                 assert output.logprobs is not None
-                forward.take(output.logprobs, output.loss, output.tokens)
+                forward.take(output)
                 if forward.pieces:
                     continue
             elif forward.before is not None:
@@ -275,13 +286,22 @@ class Cycle:
     def _read(self, command: Command) -> Forward:
         """A request that can be run; raises CommandRefused, StepMisuse."""
         request = read_request(command.body or self.log.body_of(command))
-        batch = batch_of(request, self.engine.positions)
+        custom = None
+        if request.loss == "custom":
+            name = str(request.options.get("loss_id"))
+            custom = self._custom_loss(self.log.loss(name, command.user))
+        batch = batch_of(request, self.engine.positions, custom)
         resident = self.tenants.resident[command.queue]
         vocabulary = self.engine.step.model.group.vocabulary
         job = self.tenants.member(command.queue).job
         require_batch(job, batch, vocabulary, alone=True)
         _require_targets(batch, vocabulary)
         pieces = deque(replace(batch, micro_batches=[micro]) for micro in batch.micro_batches)
+        if custom is not None:
+            said = iter([custom.read(at, each.inputs) for at, each in enumerate(request.data)])
+            for at, micro in enumerate(batch.micro_batches):
+                loss = partial(custom, [*islice(said, len(micro))])
+                pieces[at] = replace(pieces[at], loss=loss)
         forward = Forward(command, pieces, request.forward_only)
         if len(pieces) > 1 and not request.forward_only:
             # Of a single piece that fails, nothing stays anyway.
@@ -371,6 +391,11 @@ class Cycle:
             command = replace(command, body=self.log.body_of(command))
             if command.kind in LOADS:
                 return self._load(command)
+            if command.kind == LOSS:
+                self._custom_loss(command.body)
+                return Outcome(
+                    command, json_answer({"type": command.kind, "loss_id": command.queue})
+                )
             if command.kind in SAVES:
                 return self._save(command, requests.read_json(SAVES[command.kind], command.body))
             raise CommandRefused("there is no such command", found=command.kind)
@@ -378,6 +403,10 @@ class Cycle:
             raise
         except Exception as error:  # noqa: BLE001  (it is the answer)
             return self._failed(command, error)
+
+    @staticmethod
+    def _custom_loss(body: bytes) -> CustomLoss:
+        return CustomLoss(requests.read_json(CreateCustomLoss, body))
 
     def _load(self, command: Command) -> Outcome:
         """Make a model, anew or from a checkpoint."""

@@ -8,6 +8,7 @@ the last of which nobody reads.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from tlora_fx.model.batch import IGNORED
 from tlora_fx.model.objectives import FIELDS, LOSSES, Scores, SequenceLoss, terms_of, token_losses
 from tlora_fx.runtime.data.samples import Sample
 from tlora_fx.runtime.step_batches import Batch
+from tlora_fx.training.custom_loss import CustomLoss
 from tlora_fx.training.messages import Datum, ForwardBackward
 
 #: A request is cut into micro-batches of so many tokens, which depends on no other request.
@@ -27,18 +29,20 @@ TARGETS = "target_tokens"
 #: Losses that clients ask for and that the service does not have.
 INSTEAD = {
     "stable_reinforce": "its definition is not public: use loss_fn='importance_sampling' or 'ppo'",
-    "custom": "use forward_backward_custom, which computes the loss in the client",
 }
 
 
-def batch_of(request: ForwardBackward, positions: int | None) -> Batch:
+def batch_of(
+    request: ForwardBackward, positions: int | None, custom: CustomLoss | None = None
+) -> Batch:
     """The batch that a request asks to learn from.
 
     positions   tokens of a sequence at most; None: any number
+    custom      the loss "custom"; who runs a micro-batch tells it what its data say
     raises      CommandRefused for a loss that is not there and data that does not fit it. Whether
                 the base knows the tokens, and the loss the options, is `require_batch`'s to say
     """
-    if request.loss not in LOSSES:
+    if custom is None and request.loss not in LOSSES:
         raise CommandRefused(
             "there is no such loss",
             expected=", ".join(LOSSES),
@@ -51,14 +55,18 @@ def batch_of(request: ForwardBackward, positions: int | None) -> Batch:
             help="call forward_backward, or forward with loss_fn='cross_entropy'",
         )
     options: dict[str, float] = {}
-    for name, value in request.options.items():
+    for name, value in request.options.items() if custom is None else ():
         if isinstance(value, str):
             raise CommandRefused(f"option '{name}' of the loss is a text", expected="a number")
         options[name] = value
     if not request.data:
         raise CommandRefused("the request has no data")
-    samples = [_sample(at, datum, request.loss, positions) for at, datum in enumerate(request.data)]
-    return Batch(_cut(samples), loss=request.loss, loss_options=options, reduction="sum")
+    data = request.data
+    if custom is not None:
+        data = [replace(each, inputs=_only_targets(each.inputs)) for each in data]
+    samples = [_sample(at, datum, request.loss, positions) for at, datum in enumerate(data)]
+    loss: Any = custom or request.loss
+    return Batch(_cut(samples), loss=loss, loss_options=options, reduction="sum")
 
 
 def _sample(at: int, datum: Datum, loss: str, positions: int | None) -> Sample:
@@ -107,6 +115,10 @@ def _judged(
     return Sample(ids, (IGNORED, *labels), desirable=bool(said[0]))
 
 
+def _only_targets(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: each for name, each in inputs.items() if name == TARGETS}
+
+
 def _cut(samples: Sequence[Sample]) -> list[list[Sample]]:
     """Micro-batches of whole samples, each of MICRO_TOKENS at most or of one sample."""
     cut: list[list[Sample]] = []
@@ -140,5 +152,5 @@ def loss_of(batch: Batch, logprobs: Sequence[Tensor]) -> float:
             for of in objective.given
         )
         sequences = SequenceLoss(0, objective, 0, bounds, given)
-        total += float(sequences.loss(-torch.cat(own)))
+        total += float(sequences.loss((-torch.cat(own)).requires_grad_()))
     return total

@@ -36,6 +36,7 @@ from tlora_fx.errors import JobUnknown, LedgerError, RequestConflict, RequestGon
 SESSION_SECONDS = 3600.0
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 CREATE = ("create_model", "load_model")
+LOSS = "create_custom_loss"
 Kind = Literal["weights", "sampler_weights"]
 
 _TABLES = """
@@ -338,6 +339,19 @@ class CommandLog:
             )
             return self._append(base, user, model, 0, kind, body), model
 
+    def add_loss(self, user: str, session: str, place: int, body: bytes) -> int:
+        """The command that checks a loss of a session, as `append`; raises RequestGone too."""
+        with self._change() as base:
+            self._hear(user, session)
+            return self._append(base, user, f"{session}:loss:{place}", 0, LOSS, body)
+
+    def loss(self, name: str, user: str) -> bytes:
+        """The body of a loss that was checked; raises JobUnknown."""
+        sql = "SELECT body FROM commands WHERE queue = ? AND user = ? AND kind = ? AND failed = 0"
+        for row in self._rows(sql, name, user, LOSS):
+            return bytes(row["body"])
+        raise _unknown("loss", name)
+
     def append(self, user: str, queue: str, seq: int, kind: str, body: bytes) -> int:
         """A command of a model or sampler; the same again is the same number.
 
@@ -516,7 +530,7 @@ class CommandLog:
         """Forget commands that were answered before a time and that their snapshot has."""
         old = (
             "SELECT number FROM commands LEFT JOIN models ON models.id = queue "
-            "WHERE done < ? AND seq <= coalesce(kept, seq)"
+            "WHERE done < ? AND seq <= coalesce(kept, seq) AND kind != 'create_custom_loss'"
         )
         with self._change() as base:
             base.execute(f"DELETE FROM pieces WHERE command IN ({old})", (before,))  # noqa: S608

@@ -120,13 +120,14 @@ print(json.dumps(found))
 """
 
 
-def test_losses_of_the_clients_own_are_computed_in_the_client(address):
-    """As a function, or traced by create_custom_loss: two requests, and the same numbers."""
+def test_losses_of_the_clients_own(address):
+    """A function is computed in the client, a graph in the service, with the same numbers."""
     torch = pytest.importorskip("torch")
     place = Path(torch.__file__).parents[1]
     found = json.loads(run_client(_PLACE + BEGIN + _CUSTOM, address, "tml-any", str(place)))
 
-    assert found["handle"] == found["function"]
+    for one, other in zip(found["handle"], found["function"], strict=True):
+        assert one == pytest.approx(other, rel=1e-4)
     losses = [loss for loss, _ in found["handle"]]
     assert losses[0] > losses[1] > losses[2]
     assert all(norm > 0 for _, norm in found["handle"])

@@ -35,7 +35,7 @@ MAX_TRACED = 10_000
 #: What the service's client is told of itself. No compression: most bodies stay on one machine.
 CLIENT_CONFIG: Mapping[str, Any] = {
     "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False,
-    "custom_loss_server_side": False, "sample_use_retrieve_futures": False,
+    "custom_loss_server_side": True, "sample_use_retrieve_futures": False,
     "sample_join_sampling_session": False, "use_pyqwest_transport": False,
 }  # fmt: skip
 T = TypeVar("T")
@@ -363,6 +363,17 @@ async def save_weights(request: Request, by: By) -> dict[str, Any]:
 async def save_weights_for_sampler(request: Request, by: By) -> dict[str, Any]:
     """Save a version to sample from."""
     return await _command(request, by, "save_weights_for_sampler")
+
+
+@api.post("/create_custom_loss")
+async def create_custom_loss(request: Request, by: By) -> dict[str, Any]:
+    """Take a loss of the client's own, which requests of the session name then."""
+    content = await _json(request)
+    session, place = _field(content, "session_id", str), _field(content, "custom_loss_seq_id", int)
+    number = await run_in_threadpool(
+        by.log.add_loss, by.user.name, session, place, _canonical(content)
+    )
+    return _future(by, number)
 
 
 @api.post("/forward_backward", max_body_size=DATA_BYTES)
