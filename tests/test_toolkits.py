@@ -13,7 +13,7 @@ from tlora_fx.compiler import run_passes
 from tlora_fx.graph_file import graph_text, load_graphs, save_graphs
 
 PAGE = (Path(__file__).parents[1] / "docs" / "toolkits.md").read_text(encoding="utf-8")
-PAGE = PAGE.partition("## What others have")[0]
+PAGE = PAGE.partition("## Where others are")[0]
 ROWS = re.findall(r"^\|[^|`]+: `([^`]+)`\|", PAGE, flags=re.MULTILINE)
 # What a command prints, or leaves in a file; those that compile jobs take their time.
 SHOWS = {
