@@ -46,6 +46,7 @@ LONG = (
     "scheduler/test_service_trainers.py",
     "cli/test_train_processes.py",
     "cli/test_prepare.py",
+    "runtime/sampling/test_sampler.py",
     "tracing/test_trace_cache.py",
     "tracing/test_mixtures.py",
     "model/test_exported.py",
@@ -65,8 +66,6 @@ LONG = (
     "server/test_connections.py",
     "tracing/test_never_silently_wrong.py",
     "examples/test_grpo.py",
-    "runtime/test_train_experts.py",
-    "silence/test_written.py",
     "graph_file/test_edited.py",
     "backend/test_lowering.py",
 )

@@ -61,15 +61,19 @@ def drawn_prompts(key, counts=(1, 3, 17, 33)):
     return [[draw.randrange(VOCABULARY) for _ in range(count)] for count in counts]
 
 
-@pytest.fixture(scope="module", params=["float64", "float32"])
-def group(request, tmp_path_factory):
-    base = tiny_base(tmp_path_factory.mktemp("base"), request.param, initializer_range=0.2)
-    return group_of(base)
-
-
 @pytest.fixture(scope="module")
 def double(tmp_path_factory):
     return group_of(tiny_base(tmp_path_factory.mktemp("base"), initializer_range=0.2))
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    return group_of(tiny_base(tmp_path_factory.mktemp("base"), "float32", initializer_range=0.2))
+
+
+@pytest.fixture(params=["double", pytest.param("single", marks=pytest.mark.slow)])
+def group(request):
+    return request.getfixturevalue(request.param)
 
 
 def test_greedy_tokens_are_those_of_peft(group):
