@@ -166,3 +166,19 @@ def test_the_pages_example_exports_and_loads(tmp_path):
 
     assert len(printed) == 2
     assert printed[0] == pytest.approx(printed[1], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_aotinductor_compiles_an_exported_program(tmp_path):
+    """For inference, in rows of other lengths too; the operators of ours are called."""
+    base = base_of(tmp_path, "llama", "float32", num_hidden_layers=1)
+    model = ready([job(name, base, r=2, target_modules=["q_proj"]) for name in ("one", "two")])
+    with torch.no_grad():
+        path = torch._inductor.aoti_compile_and_package(
+            model.export(), package_path=str(tmp_path / "ssm.pt2")
+        )
+        package = torch._inductor.aoti_load_package(path)
+
+        for lengths in ([3], [5, 4]):
+            row = row_of(model, [tokens(lengths)] * 2)
+            assert torch.allclose(package(**row.tensors()), model(row), rtol=1e-5)
