@@ -236,6 +236,7 @@ class RowSizes:
         few = sorted(n for n in known.numbers if 1 < n <= 64)[:4]
         around = {n * k for n in numbers for k in few} | {n // k for n in numbers for k in few}
         tried = {n + d for n in numbers | around for d in (-1, 0, 1)}
+        tried |= {2 * n for n in numbers | around}  # one token in ten thousand is a rounding
         if known.open_dims <= 1:
             powers = range(largest.bit_length(), POWERS[known.open_dims] + 1)
             tried |= {(1 << n) + d for n in powers for d in (-1, 0, 1)}

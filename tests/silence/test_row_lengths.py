@@ -51,6 +51,11 @@ def test_a_switch_at_2048_tokens_is_refused(name, monkeypatch):
     assert judged(mixing(name, 2048), 2048, monkeypatch).outcome == "refused"
 
 
+def test_a_switch_whose_first_tokens_are_a_rounding_is_refused(monkeypatch):
+    """Of 12,418 tokens in float32, one more is less than what passes for one."""
+    assert judged(mixing("sum of ones", 12418), 12418, monkeypatch).outcome == "refused"
+
+
 def test_a_switch_by_place_trains_as_alone(monkeypatch):
     """It says which tokens are late, not how long the row is."""
     make = decoder(lambda layer, x: x * (1 + (places(x) > 2048).to(x.dtype)[:, None]))
