@@ -35,8 +35,8 @@ def test_a_bound_that_nothing_reaches_does_not_hold():
 @pytest.mark.slow
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_it_runs_on_a_cpu(tmp_path):
-    """Gradients of all arms are compared before any is timed."""
-    words = "--device cpu --layers 1 --hidden 64 --vocabulary 64 --length 8 --rounds 1"
+    """Gradients of all arms are compared before any is timed; those that recompute keep less."""
+    words = "--device cpu --layers 3 --hidden 64 --vocabulary 64 --length 8 --rounds 1"
     status = main(
         [*words.split(), "--dtype", "float32", "--budgets", "0.3", "--out", str(tmp_path)]
     )
@@ -46,3 +46,4 @@ def test_it_runs_on_a_cpu(tmp_path):
     assert (status, result["cannot"]) == (0, {})
     assert list(result["arms"]) == ["none", "layers", "budget 0.3"]
     assert all(arm["gradients_apart"] < 1e-4 for arm in result["arms"].values())
+    assert result["arms"]["layers"]["peak_ratio"] < result["arms"]["budget 0.3"]["peak_ratio"] < 0.5

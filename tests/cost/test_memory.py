@@ -116,6 +116,8 @@ def test_recomputing_keeps_less(cost):
 
     plain, again = memory_of(cost, plan(), work), memory_of(cost, plan(recompute=True), work)
     assert again.activations < 0.3 * plain.activations
+    half = memory_of(cost, plan(recompute=True, recompute_budget=0.5), work)
+    assert half.activations == pytest.approx((plain.activations + again.activations) / 2)
 
 
 def test_micro_batches_in_flight_follow_the_schedule():

@@ -31,7 +31,7 @@ from tlora_fx.errors import (
 )
 from tlora_fx.model.batch import JobTokens
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.apply import FirstStep, GradientBuckets
+from tlora_fx.parallel.apply import FirstStep, GradientBuckets, require_nano
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.parallel.prepare import fitting_meshes, planned_passes, prepared, require_fits
 from tlora_fx.planners.builtin import activation_bytes, base_bytes, choose
@@ -154,6 +154,21 @@ def test_planners_of_replicas_refuse_other_dimensions(model: SuperModel) -> None
         find_planner("single").plan(model, MeshShape(dp=2))
     with pytest.raises(PlanNotRunnable, match="replicas only"):
         find_planner("fsdp").plan(model, MeshShape(tp=2))
+
+
+def test_a_plan_with_a_budget_of_recomputation_says_so_in_the_code(model: SuperModel) -> None:
+    """The pass is told the budget; nano-batches, which cut layers, are refused beside it."""
+    plan = Plan(planner="single", recompute=True, recompute_budget=0.4)
+
+    made = prepared(model, plan)
+
+    assert planned_passes(plan) == ["recompute-layers{budget=0.4}"]
+    assert made.source.count("@joint(budget=0.4)") == 1
+    assert "@recomputed" not in made.source
+    with pytest.raises(PlanNotRunnable, match="a budget of recomputation needs whole"):
+        require_nano(plan, wanted=True)
+    with pytest.raises(ValueError, match="recompute_budget needs recompute"):
+        Plan(planner="single", recompute_budget=0.4)
 
 
 def test_a_plan_that_recomputes_marks_the_layers(model: SuperModel) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import torch.utils._pytree as pytree
@@ -56,8 +55,11 @@ def _cut(joint: JointGraph, block: Block) -> tuple[set[str], set[str]]:
     from tlora_fx.pipeline.joint_stage import stage_of
 
     given = [node.meta["val"] for node in joint.graph.nodes if node.op == "placeholder"]
-    module = copy.deepcopy(joint.module)
-    forward, backward = stage_of(block).cut(JointGraph(module, block.name, joint.results), given)
+    graph = fx.Graph()
+    graph.output(graph.graph_copy(joint.graph, {}))
+    output_of(graph).meta.update(output_of(joint.graph).meta)
+    copied = JointGraph(fx.GraphModule(joint.module, graph), block.name, joint.results)
+    forward, backward = stage_of(block).cut(copied, given)
     outputs = pytree.tree_leaves(output_of(forward.graph).args[0])[joint.results :]
     kept = {node.name for node in outputs if isinstance(node, fx.Node)}
     first, second = ({node.name for node in part.graph.nodes} for part in (forward, backward))
