@@ -492,6 +492,25 @@ def test_a_small_request_waits_for_a_piece_of_a_large_one(tmp_path):
     assert_same(adapter(cycle, large), adapter(cycle, alone))
 
 
+def test_losses_of_sequences_have_rows_of_their_own(tmp_path, monkeypatch):
+    """A tenant's rows run alike, whatever loss a neighbour has."""
+    cycle, together, accumulate = cycle_of(tmp_path), [], engine().step.accumulate
+    clients = [Client(cycle.log) for _ in range(4)]
+    run_all(cycle)
+
+    def noted(batches):
+        together.append(sorted(batch.loss for batch in batches.values()))
+        return accumulate(batches)
+
+    monkeypatch.setattr(engine().step, "accumulate", noted)
+    told = {"logprobs": [-5.5] * 3, "advantages": [0.5] * 3}
+    for client, loss in zip(clients, ("ppo", "gspo", "cross_entropy", "gspo"), strict=True):
+        client.forward_backward([{**GOOD[0], **({} if "cross" in loss else told)}], loss)
+    run_all(cycle)
+
+    assert sorted(together) == [["cross_entropy", "ppo"], ["gspo", "gspo"]]
+
+
 def test_models_that_do_not_fit_a_cycle_take_turns(tmp_path):
     """The log says which pieces ran together; what they compute is the same, to the bit."""
     with strict():

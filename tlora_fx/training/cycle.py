@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from tlora_fx.errors import CommandRefused, NotFinite, TloraError
+from tlora_fx.model.objectives import BY_TOKEN
 from tlora_fx.ops.kernels.select import is_strict
 from tlora_fx.runtime.data.batching import count_tokens
 from tlora_fx.runtime.group_step import Gathered
@@ -315,6 +316,11 @@ class Cycle:
         if len(asked) > 1 and is_strict() and self.engine.step.mesh.device.type == "cpu":
             # Its products round a token's numbers by how many tokens there are.
             return {model: self._accumulate({model: each})[model] for model, each in asked.items()}
+        by_token = {model: each for model, each in asked.items() if each.pieces[0].loss in BY_TOKEN}
+        if 0 < len(by_token) < len(asked):
+            # A loss of sequences would change how its neighbours' rows run.
+            rest = {model: each for model, each in asked.items() if model not in by_token}
+            return self._accumulate(by_token) | self._accumulate(rest)
         names = {self.tenants.resident[model].name: model for model in asked}
         batches = {name: asked[model].pieces[0] for name, model in names.items()}
         try:
