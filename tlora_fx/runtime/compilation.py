@@ -1,10 +1,15 @@
 """When the layers of a run are compiled: before its first round, or while rounds run.
 
 Compiling takes longer than many rounds. So another process compiles for torch's caches
-(`compile_beside`), the first rounds run as they are, and compiled layers take over at a round that
+(`CompileProcess`), the first rounds run as they are, and compiled layers take over at a round that
 all processes agree on. The run's folder holds the number of that round before it runs, and a run
 that is resumed compiles at the same round: its losses and adapters are those of a run that never
 stopped.
+
+The other process builds the same model with few of its layers (`parallel.shallow`) and random
+weights, and runs one row forward and backward. Whoever compiles the whole model afterwards finds
+the code in the caches. It reads what to do from its standard input, writes nothing but the caches,
+and ends when the process that started it does.
 """
 
 from __future__ import annotations

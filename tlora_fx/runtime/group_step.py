@@ -291,27 +291,33 @@ class GroupStep:
         outputs: dict[str, StepOutput] = {}
         for index, batch in given.items():
             job = self.members[index].job
-            tokens = count_row_tokens(job, batch.micro_batches, batch.loss)
             error, loss = ran.errors.get(index), values[index]
             if error is None and not math.isfinite(loss):
                 self._put_back(index, before[index])
                 error = NotFinite("a batch's loss is not finite", job=job.name, found=loss)
+            tokens = count_row_tokens(job, batch.micro_batches, batch.loss)
+            output = StepOutput(math.nan if error else loss, tokens, terms[index], error)
             if error is None:
-                own = self._gathered.setdefault(index, Gathered())
-                own.loss, own.tokens = own.loss + loss, own.tokens + tokens
-                own.batches += 1
-            shown = math.nan if error else loss
-            output = StepOutput(shown, tokens, terms[index], error)
-            if error is None and index in scores:
-                found = scores[index]
-                logprobs = logprobs_of(found, batch.micro_batches, job.label_shift)
-                metrics = tuple(
-                    {name: float(value) for name, value in found.metrics[first].items()}
-                    for first in sorted(found.metrics)
-                )
-                output = replace(output, logprobs=logprobs, metrics=metrics)
+                output = self._gather(index, batch, output, scores.get(index))
             outputs[job.name] = output
         return outputs
+
+    def _gather(
+        self, index: int, batch: Batch, output: StepOutput, scores: Scores | None
+    ) -> StepOutput:
+        """Note a batch whose gradients stay; its output, with what its own loss has found."""
+        own = self._gathered.setdefault(index, Gathered())
+        own.loss, own.tokens = own.loss + output.loss, own.tokens + output.tokens
+        own.batches += 1
+        if scores is None:
+            return output
+        shift = self.members[index].job.label_shift
+        metrics = tuple(
+            {name: float(value) for name, value in scores.metrics[first].items()}
+            for first in sorted(scores.metrics)
+        )
+        logprobs = logprobs_of(scores, batch.micro_batches, shift)
+        return replace(output, logprobs=logprobs, metrics=metrics)
 
     @on_few_threads
     def score(

@@ -490,6 +490,10 @@ SLICE: tuple[Any, ...] = (None, 0, None, None, 1)
 def convolve_by_sequence(graph: fx.Graph) -> None:
     """Restart causal convolutions over the tokens of a packed row at each sequence.
 
+    A model puts as many zeros in front of its row as the kernel reaches back, by itself or through
+    the convolution, and takes as many results as the row has tokens. What is another convolution
+    stays, and the check of tokens refuses it.
+
     graph    a traced packed row
     """
     inputs = placeholders(graph)

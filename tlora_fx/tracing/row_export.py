@@ -76,6 +76,10 @@ def is_own_code(filename: str) -> bool:
 class Watch:
     """Observations of one traced forward.
 
+    A trace holds neither the gradient that an autograd function or a tensor hook gives, nor what a
+    forward leaves behind for the next one, nor the branch that the code takes on a real device.
+    Each is watched for while the model runs, and refused by name.
+
     refused   errors, in the order in which their causes were seen
     left      attributes that the forward gave other values, by path
     open      those of them that may change what the next forward does
