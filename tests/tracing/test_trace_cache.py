@@ -205,6 +205,20 @@ def test_other_code_of_a_base_is_traced_anew(tmp_path, traced, monkeypatch, forg
     assert traced == ["base", "base"]
 
 
+def test_packages_inside_of_a_package_are_none_of_the_environment(tmp_path, monkeypatch):
+    """Some packages bring others with them, and add them to the path when they are imported."""
+    home = tmp_path / "site-packages"
+    inside, beside = home / "ray" / "bundled", tmp_path / "other"
+    for folder, name in ((home, "one"), (inside, "two"), (beside, "three")):
+        (folder / f"{name}-1.0.dist-info").mkdir(parents=True)
+    keys, before = [], list(trace_cache.sys.path)
+    for folders in ([home], [home, inside], [home, beside]):
+        monkeypatch.setattr(trace_cache.sys, "path", [*before, *map(str, folders)])
+        keys.append(trace_cache._versions.__wrapped__())
+
+    assert keys[0] == keys[1] != keys[2]
+
+
 def test_other_versions_are_traced_anew(tmp_path, traced, monkeypatch):
     """Of any installed package: which of them are there decides what models run."""
     base_text(llama(tmp_path))

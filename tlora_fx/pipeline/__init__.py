@@ -281,7 +281,7 @@ class Runner:
         try:
             for owner in owners(event.graphs):
                 for graph in owner.graphs() if self.verify != "none" else ():
-                    graph.lint()
+                    _lint(event, graph)
                     _check_output(event, graph)
                 for block in owner.blocks.values():
                     ran += propagate(block.graph)
@@ -292,8 +292,7 @@ class Runner:
         except Exception as error:
             raise GraphInvalid(
                 f"pass '{event.item.name}' left a graph that does not hold together",
-                # Linting shows the whole graph behind what is wrong.
-                found=f"{type(error).__name__}: {error}".partition("\ngraph():")[0],
+                found=f"{type(error).__name__}: {error}",
                 help="this is a defect of the pass",
             ) from error
         return ran
@@ -302,6 +301,27 @@ class Runner:
         self.failed = (self.events, event)
         for instrument in self.instruments:
             instrument.failed(event, error)
+
+
+def _lint(event: Event, graph: fx.Graph) -> None:
+    """Check that a graph holds together; raises GraphInvalid with the node, where there is one."""
+    try:
+        graph.lint()
+    except RuntimeError as error:
+        known: set[fx.Node] = set()
+        early = None
+        for node in graph.nodes:
+            if not known.issuperset(node.all_input_nodes):
+                early = node
+                break
+            known.add(node)
+        raise GraphInvalid(
+            f"pass '{event.item.name}' left a graph that does not hold together",
+            **({} if early is None else {"node": early.format_node()}),
+            # torch shows the whole graph behind what is wrong.
+            found=f"{type(error).__name__}: {error}".partition("\ngraph():")[0],
+            help="this is a defect of the pass",
+        ) from error
 
 
 def record_all(graphs: JobGraph | GroupGraph, made_by: str, subject: str) -> None:

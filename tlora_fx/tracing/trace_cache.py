@@ -426,7 +426,12 @@ def _environment() -> object:
 @functools.cache
 def _versions() -> object:
     """Of Python, ours, and of every installed package: which of them are there decides branches."""
-    packages = {path.name for folder in _on_path() for path in folder.glob("*.*-info")}
+    # What a package brings inside of itself, and adds to the path when it is imported, as ray does,
+    # is no package of the environment.
+    on_path = _on_path()
+    homes = {folder for folder in on_path if folder.name in ("site-packages", "dist-packages")}
+    own = [folder for folder in on_path if homes.isdisjoint(folder.parents)]
+    packages = {path.name for folder in own for path in folder.glob("*.*-info")}
     named = [torch.__version__, *(version(library) for library in LIBRARIES)]
     return (sys.version, platform.machine(), __version__, named, sorted(packages))
 
