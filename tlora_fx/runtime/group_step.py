@@ -12,6 +12,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import Protocol
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -98,6 +100,13 @@ class Gathered:
     gradients: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+class Keeper(Protocol):
+    """What keeps memory of the device between calls."""
+
+    def release(self) -> None:
+        """Free it; the next call takes what it needs anew."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepOptions:
     """Options of how rows run.
@@ -152,6 +161,8 @@ class GroupStep:
         self.captures = self.options.cuda_graphs and lengthened
         self.row_tokens = self.options.max_row_tokens
         self.cutting = Cutting.of(self.model, self.options.max_row_tokens)
+        #: What else keeps memory between calls, and is asked to release it where a row needs it.
+        self.keepers: WeakSet[Keeper] = WeakSet()
         self._gathered: dict[int, Gathered] = {}
         self._parked: dict[str, JobState] = {}
 
@@ -564,10 +575,12 @@ class GroupStep:
         self.free_memory()
 
     def free_memory(self) -> None:
-        """Free captured rows and cached memory."""
+        """Free captured rows, what samplers keep, and cached memory."""
         if self.graphs is not None and self.mesh.size == 1:
             # Processes that capture together forget together, or not at all.
             self.graphs.clear()
+        for keeper in list(self.keepers):
+            keeper.release()
         gc.collect()
         if self.mesh.device.type == "cuda":
             torch.cuda.empty_cache()

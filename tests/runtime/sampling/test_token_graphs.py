@@ -123,3 +123,20 @@ def test_a_model_that_cannot_be_captured_is_launched(step, emulated, monkeypatch
     assert found == plain.sample(PROMPTS, max_new_tokens=9, seed=4, stop=())
     assert "reads a table" in sampler.graphs.refused
     assert sampler.graphs.replayed == 0
+
+
+def test_a_row_that_needs_memory_takes_what_is_kept(step, emulated):
+    """Between two calls, and between two tokens, and what is drawn stays."""
+    plain, sampler = Sampler(step), emulated(Sampler(step))
+    settled = {"max_new_tokens": 12, "seed": 3, "stop": ()}
+    expected = plain.sample(PROMPTS, **settled)
+    assert sampler.sample(PROMPTS, **settled) == expected
+    kept = sampler.graphs
+
+    step.free_memory()
+
+    assert sampler.graphs is None
+    assert not kept._graphs
+    sampler.between = step.free_memory
+    assert sampler.sample(PROMPTS, **settled) == expected
+    assert sampler.graphs is None

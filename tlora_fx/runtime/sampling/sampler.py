@@ -75,7 +75,8 @@ class Sampler:
 
     Nothing is copied or loaded: each call sees the adapters as they are then. Keys and values are
     kept in pages. On a GPU tokens are drawn by CUDA graphs, and those and the pages stay for the
-    next call, until `release`; else a call allocates and frees its pages.
+    next call, until `release`, or until a row of the step needs the memory; else a call allocates
+    and frees its pages.
 
     step            one process runs it
     tokenizer       for stop strings; by default the base's
@@ -105,6 +106,7 @@ class Sampler:
                 "a sampler runs in one process", found=f"a plan of {self.step.mesh.size}"
             )
         self._positions = _positions_of(self.step.model)
+        self.step.keepers.add(self)
 
     def sample(
         self,
@@ -148,7 +150,10 @@ class Sampler:
         every = [sequence for of in grown.values() for sequence in of]
         if every:
             with few_threads(self.step.model.backbone.model, self.step.mesh.device):
-                self._engine(every, options, self._stops(stop)).run(every)
+                engine = self._engine(every, options, self._stops(stop))
+                engine.run(every)
+            if engine.graphs is not None and engine.graphs is not self.graphs:
+                engine.graphs.release()  # A row that trained in between needed the memory.
         return {
             name: [[_completion(each) for each in of[at : at + n]] for at in range(0, len(of), n)]
             for name, of in grown.items()
