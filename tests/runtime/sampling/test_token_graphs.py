@@ -125,6 +125,27 @@ def test_a_model_that_cannot_be_captured_is_launched(step, emulated, monkeypatch
     assert sampler.graphs.replayed == 0
 
 
+def test_a_graph_without_memory_is_tried_again(step, emulated, monkeypatch):
+    """Tokens of its size are launched meanwhile."""
+    tries = []
+
+    def full(self, pool, stream):
+        tries.append(self)
+        if len(tries) < 3:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        capture(self, pool, stream)
+
+    monkeypatch.setattr(TokenGraph, "capture", full)
+    monkeypatch.setattr(token_graphs, "forget_capture", lambda *_: None)
+    plain, sampler = Sampler(step), emulated(Sampler(step))
+    settled = {"max_new_tokens": 12, "seed": 4, "stop": ()}
+
+    assert sampler.sample(PROMPTS, **settled) == plain.sample(PROMPTS, **settled)
+    assert len(tries) == 3
+    assert sampler.graphs.refused == ""
+    assert sampler.graphs.replayed > 0
+
+
 def test_a_row_that_needs_memory_takes_what_is_kept(step, emulated):
     """Between two calls, and between two tokens, and what is drawn stays."""
     plain, sampler = Sampler(step), emulated(Sampler(step))

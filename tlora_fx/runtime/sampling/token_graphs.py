@@ -24,7 +24,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.kernels import release
 from tlora_fx.ops.kernels.pack_together import Packing, noting, serving
 from tlora_fx.ops.paged_attention import KeyValuePages, RowPages
-from tlora_fx.parallel.cuda_graphs import copied, forget_capture, overwrite
+from tlora_fx.parallel.cuda_graphs import copied, forget_capture, is_out_of_memory, overwrite
 from tlora_fx.runtime.sampling.draw import DrawOptions, draw_tokens
 
 logger = logging.getLogger(__name__)
@@ -199,9 +199,14 @@ class TokenGraphs:
                 self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
                 graph.capture(self._pool, self._stream)
         except (RuntimeError, TloraError) as error:
-            # Nothing was run: tokens are launched from now on.
+            # Nothing was run: tokens are launched, of this size or from now on.
             clear_frames(error.__traceback__)
             forget_capture(self.device, outer, self._pool)
+            if is_out_of_memory(error):
+                self._seen.discard(size)
+                graph.release()
+                logger.info("no memory for a CUDA graph of %d completions", size)
+                return
             self.refused = f"{type(error).__name__}: {error}"
             graph.release()
             self.release()
