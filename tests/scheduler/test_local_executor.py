@@ -163,6 +163,20 @@ def test_a_group_that_was_asked_to_stop_blames_no_job(tmp_path, asked, told):
     assert [event.job for event in group.events(0.0)] == told
 
 
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_process_that_is_asked_to_stop_before_it_listens_has_not_failed(tmp_path, asked):
+    """The signal ends it; one that nobody asked to stop has failed by it."""
+    server = SimpleNamespace(
+        code=lambda worker: -signal.SIGTERM, signal=lambda worker, number: None
+    )
+    watchdog = Watchdog(StallLimits())
+    group = RunningGroup(1, ("a",), tmp_path, server, (7,), float, {}, watchdog, tmp_path / "train")
+    if asked:
+        group.drain()
+
+    assert [type(event) for event in group.events(0.0)] == [Drained if asked else Failed]
+
+
 def test_events_of_a_group_are_told_in_the_order_in_which_they_happened(tmp_path):
     """Also where the clock puts a late one behind those that follow."""
     server = SimpleNamespace(code=lambda worker: None, signal=lambda worker, number: None)

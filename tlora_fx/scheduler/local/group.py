@@ -81,6 +81,11 @@ class Processes(Protocol):
         """End all workers."""
 
 
+#: Exit codes of a process that was asked to stop. One that does not listen yet is ended by the
+#: signal itself: it had just begun, and had nothing to save.
+_STOPPED = (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+
+
 @dataclass(slots=True)
 class RunningGroup:
     """A formation that was launched.
@@ -212,7 +217,7 @@ class RunningGroup:
         # Where it was asked to stop, that may be what the trainer stumbled over.
         if not self.asked and self.at_fault is not None and self.at_fault not in self.settled:
             yield Failed(now, self.epoch, self.at_fault, self.reason)
-        stopped = self.asked and all(code in (0, 128 + signal.SIGTERM) for code in codes)
+        stopped = self.asked and all(code in _STOPPED for code in codes)
         yield from self._unwritten(now)
         if stopped or not any(codes):
             yield Drained(now, self.epoch, dict(self.committed))
