@@ -55,7 +55,7 @@ NormCalls = dict[tuple[object, ...], Callable[[], Tensor]]
 
 
 class Position(NamedTuple):
-    """Where a graph is used: by which stage of its process, in which slot, for which rows.
+    """The key of a CUDA graph: the stage of its process, the slot and the rows that it is for.
 
     A process that runs whole rows has one stage and one slot. Rows have kinds of losses (see
     `kind_of`); a row that is scored for what pairs are compared with has the jobs of these.
