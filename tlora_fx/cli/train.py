@@ -274,7 +274,6 @@ def require_start(options: StartOptions, jobs: Sequence[Job]) -> None:
     """
     from tlora_fx.runtime import early_checks as early
 
-    early.require_mesh(options.mesh)
     if options.plan is not None:
         early.require_planner(options.plan)
     _require_cuts(options, jobs)
@@ -297,7 +296,7 @@ def _require_cuts(options: StartOptions, jobs: Sequence[Job]) -> None:
     """Refuse a number of processes, a mesh or a base that cannot be trained on."""
     from tlora_fx.host.gpus import visible_gpus
     from tlora_fx.runtime import early_checks as early
-    from tlora_fx.runtime.local_launch import process_count
+    from tlora_fx.runtime.local_launch import process_count, require_size
 
     if options.gpus is not None:
         processes = process_count(options.gpus, options.device)
@@ -305,7 +304,8 @@ def _require_cuts(options: StartOptions, jobs: Sequence[Job]) -> None:
         processes = early.processes_of_torchrun()
     mesh = early.mesh_of(options.plan, options.mesh, processes)
     under_torchrun = options.gpus is None and processes > 1
-    early.require_processes(options.plan, mesh, processes, under_torchrun=under_torchrun)
+    if mesh is not None:
+        require_size(mesh, processes, options.plan or "auto", under_torchrun=under_torchrun)
     early.require_cuts(jobs, mesh)
     if options.pipeline is None and not options.add_pass:
         on_cpu = options.device == "cpu" or not visible_gpus()

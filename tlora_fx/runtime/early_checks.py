@@ -47,7 +47,6 @@ from tlora_fx.runtime.data.encode_data import bad_row
 from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows
 from tlora_fx.runtime.data.rows import evaluated, is_local, read_rows, require_files
 from tlora_fx.runtime.data.text_files import suffix_of
-from tlora_fx.runtime.local_launch import require_size
 from tlora_fx.runtime.run_folder import RunFolder
 
 #: What the modules of planners and controllers define, which cannot be imported without torch.
@@ -78,20 +77,24 @@ def job_files(path: Path) -> list[Path]:
     return [p for p in listed if p.suffix in SUFFIXES and not p.name.startswith(".")]
 
 
-def require_planner(name: str) -> None:
-    """Refuse a plan's name that nobody has, and a file that holds no plan.
-
-    raises    UnknownPlanner, PlanFileError
-    """
-    path = Path(name)
-    if path.suffix == ".json" and not path.exists():
+def require_plan_file(name: str) -> None:
+    """Refuse the name of a plan's file where there is none; raises PlanFileError."""
+    if Path(name).suffix == ".json" and not Path(name).exists():
         raise PlanFileError(
             "there is no such plan",
             file=name,
             help="name a file that is there, or write one with `tlora-fx plan -o`",
         )
-    if path.is_file():
-        Plan.load(path)
+
+
+def require_planner(name: str) -> None:
+    """Refuse a plan's name that nobody has, and a file that holds no plan.
+
+    raises    UnknownPlanner, PlanFileError
+    """
+    require_plan_file(name)
+    if Path(name).is_file():
+        Plan.load(name)
         return
     offered = {entry.name for entry in entry_points(group="tlora_fx.planners")}
     known = sorted({*PLANNERS, *offered})
@@ -133,21 +136,16 @@ def require_controller(name: str | None) -> None:
     )
 
 
-def require_mesh(text: str | None) -> None:
-    """Refuse what is no mesh."""
-    if text is not None:
-        MeshShape.parse(text)
-
-
 # Whether a base can be cut over the processes, and whether it fits into their memory.
 
 
 def mesh_of(plan: str | None, mesh: str | None, processes: int) -> MeshShape | None:
     """The mesh that is certain before anything is planned; None where a planner chooses it."""
+    given = None if mesh is None else MeshShape.parse(mesh)
     if plan is not None and Path(plan).is_file():
         return Plan.load(plan).mesh
-    if mesh is not None:
-        return MeshShape.parse(mesh)
+    if given is not None:
+        return given
     sizes = {
         "single": MeshShape(),
         "replicated": MeshShape(dp=processes),
@@ -162,14 +160,6 @@ def processes_of_torchrun() -> int:
     """Number of processes that torchrun says it has started; 1 where it has not."""
     text = os.environ.get("WORLD_SIZE", "1")
     return int(text) if text.isdecimal() and int(text) else 1
-
-
-def require_processes(
-    plan: str | None, mesh: MeshShape | None, processes: int, *, under_torchrun: bool
-) -> None:
-    """Refuse a plan for another number of processes; raises LaunchError."""
-    if mesh is not None:
-        require_size(mesh, processes, plan or "auto", under_torchrun=under_torchrun)
 
 
 def require_cuts(jobs: Sequence[Job], mesh: MeshShape | None) -> None:
