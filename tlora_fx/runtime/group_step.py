@@ -149,7 +149,8 @@ class GroupStep:
 
     def __post_init__(self) -> None:
         self.model = prepared(self.model, self.plan)
-        self.mesh = mesh_for(self.model, self.plan, self.device or default_device())
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.mesh = mesh_for(self.model, self.plan, device)
         self.device = self.mesh.device
         self.gathering = StateGatherer(self.model, self.mesh)
         self.updater = GroupUpdater(self.model, self.mesh)
@@ -732,8 +733,3 @@ class GroupStep:
 def _gradients_of(member: Member) -> dict[str, Tensor]:
     trained = member.optimizer.trained.items()
     return {name: each.grad for name, each in trained if each.grad is not None}
-
-
-def default_device() -> str:
-    """The GPU where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
