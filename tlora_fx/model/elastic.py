@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -194,14 +193,11 @@ class Membership:
     ) -> tuple[int, dict[str, RowTable]] | None:
         """A slot and the tables with the job in it: as few others move as possible."""
         free = [slot for slot, job in enumerate(self.jobs) if job.name == vacant(slot)]
-        places: list[Callable[[RowTable, int, int], RowTable | None]] = [
-            partial(RowTable.with_job, moves=moves) for moves in range(len(self.jobs))
-        ]
-        for place in (*places, RowTable.compacted):
+        for moves in range(len(self.jobs)):
             for slot in free:
                 tables: dict[str, RowTable] = {}
                 for path, site in sites.items():
-                    table = place(self._table(path), slot, site.rank)
+                    table = self._table(path).with_job(slot, site.rank, moves)
                     if table is None:
                         break
                     tables[path] = table
