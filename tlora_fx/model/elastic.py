@@ -132,19 +132,18 @@ class Membership:
         like = self.jobs[0]
         if job.name in self.members:
             raise JobsDiffer("two jobs have one name", found=job.name, help="rename one")
-        for field in ("base", "adapter_dtype", "adapter_compute"):
-            expected, found = getattr(like, field), getattr(job, field)
+        compared = [
+            (field, getattr(like, field), getattr(job, field))
+            for field in ("base", "adapter_dtype", "adapter_compute")
+        ]
+        if noise := job.neftune_noise_alpha:
+            compared.append(("neftune_noise_alpha", "no noise on embeddings", noise))
+        for field, expected, found in compared:
             if expected != found:
                 raise NotAdmitted(
                     f"job '{job.name}' does not fit the running model",
                     field=field, expected=expected, found=found, help=ALONE,
                 )  # fmt: skip
-        if job.neftune_noise_alpha:
-            raise NotAdmitted(
-                f"job '{job.name}' does not fit the running model",
-                field="neftune_noise_alpha", expected="no noise on embeddings",
-                found=job.neftune_noise_alpha, help=ALONE,
-            )  # fmt: skip
         if self._resolved is None or self._resolved[0] is not job:
             self._resolved = job, self.resolve(job)
         sites = self._resolved[1]
