@@ -238,6 +238,20 @@ def plain_base(backbone: Backbone) -> nn.Module:
     return _with_any_product(model)
 
 
+def own_copy(base: nn.Module) -> nn.Module:
+    """The module tree anew over the same frozen matrices, so that a large base is held once.
+
+    Vectors are copied: PEFT trains and loads biases of the base's own.
+    """
+    memo: dict[int, Any] = {
+        id(param): nn.Parameter(param.detach(), requires_grad=False)
+        for param in base.parameters()
+        if param.dim() > 1
+    }
+    memo |= {id(buffer): buffer for buffer in base.buffers()}
+    return copy.deepcopy(base, memo)
+
+
 def _with_any_product(model: Any) -> nn.Module:
     """The model; in float64, where torch multiplies no groups of experts, by a loop over them."""
     if model.dtype == torch.float64:
