@@ -39,7 +39,8 @@ from tlora_fx.scheduler.state import REQUEST, JobRequest
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.server.app import Service, make_app, make_service
 from tlora_fx.server.control import Control, EventLog
-from tlora_fx.server.store import ServiceStore, User
+from tlora_fx.server.ledger import User
+from tlora_fx.server.store import ServiceStore
 from tlora_fx.server.submission import IntakeLimits
 
 #: Milliseconds of CPU that an action may take at the median, by how its name begins.

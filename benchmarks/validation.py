@@ -41,13 +41,13 @@ from tlora_fx.runtime.workers.protocol import EventReader
 from tlora_fx.scheduler.estimates import Estimates, machine
 from tlora_fx.scheduler.executor import Drained, Failed, GroupEvent, GroupStarted, Progress, Warned
 from tlora_fx.scheduler.formations import Callback
+from tlora_fx.scheduler.history import EpochRecord, JobRecord
 from tlora_fx.scheduler.local.executor import LocalOptions, cpu_threads
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.requests import keep_facts
 from tlora_fx.scheduler.service import RunOptions, SchedulerService, opened
 from tlora_fx.scheduler.state import ChangeCosts, Group, JobRequest
-from tlora_fx.scheduler.store import EpochRecord, JobRecord
 from tlora_fx.simulator.replay import replay
 
 #: Jobs of each group that is formed to learn what a switch takes.

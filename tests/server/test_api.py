@@ -23,7 +23,8 @@ from tlora_fx.scheduler.state import Group
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.server import submission
 from tlora_fx.server.app import make_service
-from tlora_fx.server.store import ServiceStore, User
+from tlora_fx.server.ledger import User
+from tlora_fx.server.store import ServiceStore
 from tlora_fx.server.submission import IntakeLimits
 
 

@@ -14,7 +14,7 @@ from tlora_fx.host.durable import replace_file
 
 if TYPE_CHECKING:
     from tlora_fx.runtime.run_view import JobView
-    from tlora_fx.scheduler.store import History
+    from tlora_fx.scheduler.history import History
     from tlora_fx.simulator.figures import Block
 
 #: Points of a curve, and answers of a job, at most.
@@ -81,7 +81,7 @@ def specs_of_run(folder: Path) -> dict[str, Mapping[str, Any]]:
     """
     from tlora_fx.runtime.results_table import spec_of
     from tlora_fx.runtime.run_folder import JOB
-    from tlora_fx.scheduler.store import History
+    from tlora_fx.scheduler.history import History
 
     history = History.of_run(folder)
     specs = {} if history is None else {name: job.spec for name, job in history.jobs.items()}
@@ -222,7 +222,7 @@ def _lengths(jobs: Sequence[JobView]) -> Drawn | None:
 
 def _groups(folder: Path, jobs: Sequence[JobView]) -> Drawn | None:
     """Who trained when: the groups of `run` on their GPUs, or the jobs of `train`."""
-    from tlora_fx.scheduler.store import History
+    from tlora_fx.scheduler.history import History
     from tlora_fx.simulator.figures import gantt
 
     colours = {job.name: colour for colour, job in enumerate(jobs)}

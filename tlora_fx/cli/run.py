@@ -25,9 +25,10 @@ from tlora_fx.cli.run_options import (
 from tlora_fx.cli.terminal import Console
 from tlora_fx.errors import JobFolderError
 from tlora_fx.scheduler.formations import Callback, Formation
+from tlora_fx.scheduler.history import JobRecord
 from tlora_fx.scheduler.loop import Loop
 from tlora_fx.scheduler.state import ActiveJob, JobRequest
-from tlora_fx.scheduler.store import JobRecord, Ledger
+from tlora_fx.scheduler.store import Ledger
 
 if TYPE_CHECKING:
     from tlora_fx.scheduler.service import SchedulerService

@@ -51,7 +51,8 @@ def add(
     The token is printed once and cannot be shown again. Earlier tokens of the user stay valid; the
     new limits apply to all of them.
     """
-    from tlora_fx.server.store import LOCAL, ServiceStore, User
+    from tlora_fx.server.ledger import LOCAL, User
+    from tlora_fx.server.store import ServiceStore
 
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", name) or name == LOCAL:
         raise ServiceRefused(

@@ -13,6 +13,7 @@ from tlora_fx.cost.estimator import ProfileEstimator, table_of
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.errors import BaseUnknown, JobNotInState, nearest
+from tlora_fx.scheduler.history import DecisionRecord, EpochRecord, History, JobRecord
 from tlora_fx.scheduler.search.objective import tier_for
 from tlora_fx.scheduler.search.placement import Placer
 from tlora_fx.scheduler.snapshot_file import Snapshot
@@ -26,7 +27,6 @@ from tlora_fx.scheduler.state import (
     limit_seconds,
     slowdown,
 )
-from tlora_fx.scheduler.store import DecisionRecord, EpochRecord, History, JobRecord
 
 MAX_ROWS = 24
 

@@ -35,6 +35,7 @@ from tlora_fx.runtime.early_checks import job_files, require_folder
 from tlora_fx.runtime.run_folder import LEDGER, RunFolder
 from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
 from tlora_fx.scheduler.halving import RungComparison
+from tlora_fx.scheduler.history import JobRecord
 from tlora_fx.scheduler.local.admission import (
     ADMISSION,
     Admission,
@@ -59,7 +60,7 @@ from tlora_fx.scheduler.state import (
     Policy,
     SchedulerState,
 )
-from tlora_fx.scheduler.store import JobRecord, Ledger
+from tlora_fx.scheduler.store import Ledger
 
 TAKEN = "taken"
 

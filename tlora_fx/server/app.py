@@ -53,9 +53,10 @@ from tlora_fx.errors import (
 from tlora_fx.host.version import __version__
 from tlora_fx.runtime.run_folder import METRICS
 from tlora_fx.scheduler.explain import explained
+from tlora_fx.scheduler.history import History
 from tlora_fx.scheduler.snapshot_file import load_snapshot
-from tlora_fx.scheduler.store import History
-from tlora_fx.server.store import LOCAL, Page, ServiceStore, User
+from tlora_fx.server.ledger import LOCAL, User
+from tlora_fx.server.store import Page, ServiceStore
 from tlora_fx.server.submission import Intake, IntakeLimits
 from tlora_fx.server.view import Event, GroupSpan, JobStatus, Overview, RunView, log_lines
 

@@ -1,8 +1,7 @@
-"""Ledger of a service: users, submissions, wanted states of jobs, and who did what.
+"""Submissions to a service, and its jobs: what is wanted of them, and what becomes of them.
 
-It lies in the run's ledger. Each call that changes something is one transaction, with a row that
-says who asked for it, and the disk holds it before the caller is answered. What is wanted of a job
-("run", "pause", "cancel") is a state and no message: a service that was killed finds it again.
+What is wanted of a job ("run", "pause", "cancel") is a state and no message: a service that was
+killed finds it again.
 
 Nothing that is done often looks at what has ended. The scheduler's look settles each job that has
 ended: it writes down the job's last state and counts it. From then on indexes leave it out of
@@ -11,94 +10,26 @@ whatever concerns jobs that may still train. In the same way GPU-hours of ended 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import pwd
 import re
 import secrets
 import sqlite3
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tlora_fx.config.hyperparameters import with_defaults
-from tlora_fx.errors import JobUnknown, LedgerError, QuotaReached, RequestConflict, ServiceRefused
-from tlora_fx.runtime.run_folder import LEDGER
+from tlora_fx.errors import JobUnknown, QuotaReached, RequestConflict
 from tlora_fx.scheduler.local.recovery import RESERVED
-from tlora_fx.scheduler.store import GOES_ON, Ledger, require_known_format, write_fact
+from tlora_fx.scheduler.store import GOES_ON
+from tlora_fx.server.ledger import FOLDER, LOCAL, ServiceLedger, User, act, operator
 
 Wanted = Literal["run", "pause", "cancel"]
-#: Below a run's folder, all that is the service's own; no job can be called so.
-FOLDER = "service"
-#: Who asks where there are no users; the only one whose jobs keep their names.
-LOCAL = "local"
 #: What may be the name of a job in a text.
 _NAME = re.compile(r"[\w.-]+")
 
-#: Of the service's tables. A ledger without this fact has none of them, or those of a version
-#: before formats: what lacks is added. The first format has no tables of totals, used GPU-seconds,
-#: summaries and removed jobs, and not the columns of `_NEW_COLUMNS`.
-FORMAT = 2
-_FORMAT = "service_format"
-
-_TABLES = """
-CREATE TABLE IF NOT EXISTS users (
-    name TEXT PRIMARY KEY, admin INTEGER NOT NULL, jobs INTEGER, gpu_hours REAL,
-    priority INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS tokens (
-    sha256 TEXT PRIMARY KEY, user TEXT NOT NULL, made REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS submissions (
-    number INTEGER PRIMARY KEY, user TEXT NOT NULL, key TEXT NOT NULL, sha256 TEXT NOT NULL,
-    time REAL NOT NULL, folder TEXT NOT NULL, document TEXT NOT NULL, UNIQUE (user, key));
-CREATE TABLE IF NOT EXISTS owned (
-    name TEXT PRIMARY KEY COLLATE NOCASE, user TEXT NOT NULL, submission INTEGER NOT NULL,
-    priority INTEGER NOT NULL, wanted TEXT NOT NULL DEFAULT 'run');
-CREATE TABLE IF NOT EXISTS actions (
-    number INTEGER PRIMARY KEY, time REAL NOT NULL, user TEXT NOT NULL, verb TEXT NOT NULL,
-    what TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS events (
-    number INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, jobs TEXT NOT NULL,
-    text TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS access (tokens_required INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS numbers (submission INTEGER NOT NULL, job INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS totals (
-    user TEXT NOT NULL, state TEXT NOT NULL, jobs INTEGER NOT NULL, PRIMARY KEY (user, state));
-CREATE TABLE IF NOT EXISTS used (user TEXT PRIMARY KEY, gpu_seconds REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS summaries (
-    name TEXT PRIMARY KEY COLLATE NOCASE, metrics TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS removed (
-    number INTEGER PRIMARY KEY, job INTEGER NOT NULL, submission INTEGER NOT NULL,
-    name TEXT NOT NULL COLLATE NOCASE, user TEXT NOT NULL, state TEXT NOT NULL,
-    reason TEXT NOT NULL, steps REAL NOT NULL, submitted REAL NOT NULL, ended REAL NOT NULL,
-    time REAL NOT NULL, replaced INTEGER NOT NULL);
-INSERT INTO numbers SELECT 0, 0 WHERE NOT EXISTS (SELECT 1 FROM numbers);
-"""
-#: Columns that older tables do not have. `final`: the state of a job that was settled; NULL: it may
-#: still train. `over`: time of day at which it ended. `counted`: whether `used` has a group's time.
-_NEW_COLUMNS = (
-    ("owned", "final", "TEXT"),
-    ("owned", "over", "REAL"),
-    ("epochs", "counted", "INTEGER NOT NULL DEFAULT 0"),
-)
-_INDEXES = """
-CREATE INDEX IF NOT EXISTS owned_open ON owned (user) WHERE final IS NULL;
-CREATE INDEX IF NOT EXISTS owned_of_user ON owned (user);
-CREATE INDEX IF NOT EXISTS owned_final ON owned (final);
-CREATE INDEX IF NOT EXISTS owned_final_of_user ON owned (user, final);
-CREATE INDEX IF NOT EXISTS owned_over ON owned (over) WHERE final IS NOT NULL;
-CREATE INDEX IF NOT EXISTS owned_submission ON owned (submission);
-CREATE INDEX IF NOT EXISTS epochs_uncounted ON epochs (epoch) WHERE counted = 0;
-CREATE INDEX IF NOT EXISTS submissions_kept ON submissions (number) WHERE folder != '';
-CREATE INDEX IF NOT EXISTS removed_name ON removed (name);
-CREATE INDEX IF NOT EXISTS removed_of_submission ON removed (submission);
-CREATE INDEX IF NOT EXISTS removed_replaced ON removed (ended) WHERE replaced = 1;
-CREATE INDEX IF NOT EXISTS epochs_how ON epochs (how);
-"""
 #: Groups that run, and all those whose processes they took over, each with the one that runs.
 _AT_WORK = f"""
 WITH RECURSIVE at_work (epoch, jobs, last) AS (
@@ -116,22 +47,6 @@ FROM owned CROSS JOIN submissions ON submissions.number = owned.submission
 LEFT JOIN jobs ON jobs.name = owned.name
 LEFT JOIN files ON files.path = ? || printf('%06d.yaml', owned.submission)
 """
-
-
-@dataclass(frozen=True, slots=True)
-class User:
-    """User of the service, with quotas.
-
-    jobs        active ones at a time; None: any number
-    gpu_hours   in all; None: any number
-    priority    the highest that a submission of theirs may have
-    """
-
-    name: str
-    admin: bool = False
-    jobs: int | None = None
-    gpu_hours: float | None = None
-    priority: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,103 +160,8 @@ class Page:
         return self.state in (None, job.state) and self.ended in (None, not job.active)
 
 
-class ServiceStore:
-    """The service's part of a run's ledger; any thread may call it.
-
-    folder   of the run
-    raises   LedgerError; NewerFormat where a newer version wrote it
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.folder = folder / FOLDER
-        self.inbox = self.folder / "inbox"
-        for name in ("inbox", "uploads", "submitted", "replaced", "trash"):
-            (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._path = folder / LEDGER
-        Ledger(self._path).close()
-        self._local = threading.local()
-        with self._reading() as base:
-            require_known_format(base, self._path, name=_FORMAT, known=FORMAT)
-            base.executescript(_TABLES)
-        with self._transition("", "", "") as base:
-            for table, column, kind in _NEW_COLUMNS:
-                _add_column(base, table, column, kind)
-            write_fact(base, _FORMAT, str(FORMAT))
-        with self._reading() as base:
-            base.executescript(_INDEXES)
-        self.started = self._started()
-
-    # Users.
-
-    def add_user(self, user: User) -> str:
-        """Make a token for a user, new or known, whose limits are these from now on; the token.
-
-        It is shown once: the ledger has its SHA-256.
-        """
-        token = f"tlora-{secrets.token_urlsafe(32)}"
-        with self._transition(operator(), "token", user.name) as base:
-            base.execute(
-                "INSERT OR REPLACE INTO users VALUES (?, ?, ?, ?, ?)",
-                (user.name, user.admin, user.jobs, user.gpu_hours, user.priority),
-            )
-            row = (hash_of(token), user.name, time.time())
-            base.execute("INSERT INTO tokens VALUES (?, ?, ?)", row)
-        return token
-
-    def revoke(self, name: str) -> int:
-        """Forget all tokens of a user; how many there were. Their jobs go on."""
-        with self._transition(operator(), "revoke", name) as base:
-            return base.execute("DELETE FROM tokens WHERE user = ?", (name,)).rowcount
-
-    def users(self) -> dict[User, int]:
-        """All users, and how many tokens each has."""
-        with self._reading() as base:
-            rows = base.execute(
-                "SELECT name, admin, jobs, gpu_hours, priority, (SELECT count(*) FROM tokens "
-                "WHERE tokens.user = users.name) FROM users ORDER BY name"
-            ).fetchall()
-        return {User(row[0], bool(row[1]), *row[2:5]): row[5] for row in rows}
-
-    def user_of(self, token: str) -> User | None:
-        """User who owns a token; None: nobody's."""
-        with self._reading() as base:
-            row = base.execute(
-                "SELECT name, admin, jobs, gpu_hours, priority FROM users "
-                "WHERE name = (SELECT user FROM tokens WHERE sha256 = ?)",
-                (hash_of(token),),
-            ).fetchone()
-        return None if row is None else User(row[0], bool(row[1]), *row[2:])
-
-    def require_tokens(self) -> None:
-        """Require a token for every request to this run, from now on and after each restart."""
-        with self._transition(operator(), "require-tokens", "") as base:
-            base.execute("INSERT INTO access SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM access)")
-
-    def tokens_required(self) -> bool:
-        """Whether every request needs a token.
-
-        True once a user was added or `require_tokens` was called. Users are never removed, so that
-        revoking tokens, even the last one, cannot open a run to everybody.
-        """
-        with self._reading() as base:
-            (required,) = base.execute(
-                "SELECT EXISTS (SELECT 1 FROM users) OR EXISTS (SELECT 1 FROM access)"
-            ).fetchone()
-            return bool(required)
-
-    def refuse_open_network(self, option: str) -> None:
-        """Refuse to listen to a network without tokens; raises ServiceRefused.
-
-        option   of the command line that opens the service to one
-        """
-        if not self.tokens_required():
-            raise ServiceRefused(
-                "no token is required, so it would obey everybody on the network",
-                found=option,
-                help="add users with `tlora-fx tokens add NAME -o RUN`, start with "
-                "--require-tokens, or listen on 127.0.0.1",
-            )
+class ServiceStore(ServiceLedger):
+    """Submissions and jobs of a service; any thread may call it."""
 
     # Submissions.
 
@@ -389,39 +209,37 @@ class ServiceStore:
 
     def submissions(self) -> list[Submission]:
         """Submissions that were accepted, and not removed."""
-        with self._reading() as base:
-            rows = base.execute("SELECT number, document, folder FROM submissions").fetchall()
+        return self._submissions("true")
+
+    def unread_submissions(self) -> list[Submission]:
+        """Submissions that the scheduler has not taken in whole."""
+        return self._submissions(
+            "number IN (SELECT submission FROM owned WHERE final IS NULL) AND NOT EXISTS "
+            "(SELECT 1 FROM files WHERE path = ? || printf('%06d.yaml', number))",
+            self._prefix,
+        )
+
+    def _submissions(self, where: str, *values: object) -> list[Submission]:
+        rows = self.rows(
+            f"SELECT number, document, folder FROM submissions WHERE {where}",  # noqa: S608  (ours)
+            *values,
+        )
         return [Submission(number, (), document, folder) for number, document, folder in rows]
 
     def described(self, number: int) -> dict[str, dict[str, Any]]:
         """Jobs of a submission as its document describes them, with defaults, by full name."""
-        with self._reading() as base:
-            row = base.execute(
-                "SELECT document FROM submissions WHERE number = ?", (number,)
-            ).fetchone()
-        jobs = json.loads(row[0])["jobs"] if row and row[0] else []
+        rows = self.rows("SELECT document FROM submissions WHERE number = ?", number)
+        jobs = [job for (text,) in rows if text for job in json.loads(text)["jobs"]]
         return {job["name"]: with_defaults(job) for job in jobs}
-
-    def unread_submissions(self) -> list[Submission]:
-        """Submissions that the scheduler has not taken in whole."""
-        with self._reading() as base:
-            rows = base.execute(
-                "SELECT number, document, folder FROM submissions WHERE number IN "
-                "(SELECT submission FROM owned WHERE final IS NULL) AND NOT EXISTS "
-                "(SELECT 1 FROM files WHERE path = ? || printf('%06d.yaml', number))",
-                (self._prefix,),
-            ).fetchall()
-        return [Submission(number, (), document, folder) for number, document, folder in rows]
 
     def submission_folders(self) -> set[str]:
         """Names of the folders of submissions."""
-        with self._reading() as base:
-            return {name for (name,) in base.execute("SELECT folder FROM submissions")}
+        return {name for (name,) in self.rows("SELECT folder FROM submissions")}
 
     def drop_folders(self, long_ago: float) -> list[str]:
         """Forget the folders of submissions whose jobs ended before a time of day; their names."""
         self.settle()
-        with self._transition("", "", "") as base:
+        with self._transition() as base:
             rows = base.execute(
                 "SELECT number, folder FROM submissions WHERE folder != '' AND NOT EXISTS "
                 "(SELECT 1 FROM owned WHERE submission = number AND "
@@ -510,7 +328,7 @@ class ServiceStore:
             "SELECT EXISTS (SELECT 1 FROM epochs WHERE counted = 0 AND ended IS NOT NULL)"
         )
         if ended or uncounted:
-            with self._transition("", "", "") as base:
+            with self._transition() as base:
                 for job in ended:
                     self._settle(base, job)
                 self._count_groups(base)
@@ -541,31 +359,20 @@ class ServiceStore:
 
     def owners(self, names: Iterable[str]) -> dict[str, str]:
         """Users of those of some jobs that are there, by job."""
-        with self._reading() as base:
-            return dict(
-                base.execute(
-                    "SELECT name, user FROM owned WHERE name IN (SELECT value FROM json_each(?))",
-                    (json.dumps(list(names)),),
-                ).fetchall()
-            )
+        query = "SELECT name, user FROM owned WHERE name IN (SELECT value FROM json_each(?))"
+        return dict(self.rows(query, json.dumps(list(names))))
 
     def summaries(self, names: Iterable[str]) -> dict[str, str]:
         """What was kept of the metrics of ended jobs, by job."""
-        with self._reading() as base:
-            return dict(
-                base.execute(
-                    "SELECT name, metrics FROM summaries WHERE name IN "
-                    "(SELECT value FROM json_each(?))",
-                    (json.dumps(list(names)),),
-                ).fetchall()
-            )
+        query = "SELECT name, metrics FROM summaries WHERE name IN (SELECT value FROM json_each(?))"
+        return dict(self.rows(query, json.dumps(list(names))))
 
     def keep_summaries(self, metrics: Mapping[int, str]) -> None:
         """Keep what is shown of the metrics of ended jobs, by number of the job.
 
         Their files are not read again. Nothing is kept of a job that was removed.
         """
-        with self._transition("", "", "") as base:
+        with self._transition() as base:
             base.executemany(
                 "INSERT OR REPLACE INTO summaries SELECT name, ? FROM owned WHERE rowid = ?",
                 [(text, number) for number, text in metrics.items()],
@@ -639,14 +446,11 @@ class ServiceStore:
 
     def remove_old(self, jobs: Iterable[OwnedJob]) -> None:
         """Remove jobs of `old_jobs`; those that were removed meanwhile are left out."""
-        with self._transition("", "", "") as base:
+        with self._transition() as base:
             for old in jobs:
                 for job in self._jobs(base, "owned.rowid = ?", old.number):
                     self._remove(base, job)
-                    base.execute(
-                        "INSERT INTO actions (time, user, verb, what) VALUES (?, ?, 'rm', ?)",
-                        (time.time(), operator(), job.name),
-                    )
+                    act(base, operator(), "rm", job.name)
 
     def _remove(self, base: sqlite3.Connection, job: OwnedJob, *, replaced: bool = False) -> None:
         """Remove a job that has ended, in a transaction.
@@ -712,7 +516,7 @@ class ServiceStore:
 
     def drop_replaced(self, jobs: Iterable[ReplacedJob]) -> None:
         """Keep no longer what replaced jobs have left."""
-        with self._transition("", "", "") as base:
+        with self._transition() as base:
             for job in jobs:
                 base.execute("UPDATE removed SET replaced = 0 WHERE job = ?", (job.number,))
                 self._discard(self.folder.parent / job.folder)
@@ -726,7 +530,7 @@ class ServiceStore:
         """
         self.settle()
         seconds = long_ago - self.started
-        with self._transition("", "", "") as base:
+        with self._transition() as base:
             epochs = base.execute(
                 f"{_AT_WORK} DELETE FROM epochs WHERE counted = 1 AND ended < ? "  # noqa: S608  (ours)
                 "AND epoch < (SELECT max(epoch) FROM epochs) "
@@ -761,52 +565,6 @@ class ServiceStore:
         """
         with self._reading() as base:
             return self._gpu_hours(base, user)
-
-    # What happened.
-
-    def tell(self, time_of_day: float, kind: str, jobs: Sequence[str], text: str) -> None:
-        """Write down an event, in words that name no job."""
-        with self._transition("", "", "") as base:
-            base.execute(
-                "INSERT INTO events (time, kind, jobs, text) VALUES (?, ?, ?, ?)",
-                (time_of_day, kind, json.dumps(list(jobs)), text),
-            )
-
-    def events(self, after: int, most: int) -> list[tuple[int, float, str, list[str], str]]:
-        """The newest events behind a number, in order: number, time of day, kind, jobs, text."""
-        with self._reading() as base:
-            rows = base.execute(
-                "SELECT number, time, kind, jobs, text FROM events WHERE number > ? "
-                "ORDER BY number DESC LIMIT ?",
-                (after, most),
-            ).fetchall()
-        return [(n, at, kind, json.loads(jobs), text) for n, at, kind, jobs, text in rows[::-1]]
-
-    def actions(self) -> list[tuple[float, str, str, str]]:
-        """Every call that changed something: time of day, user, verb, what."""
-        with self._reading() as base:
-            return base.execute(
-                "SELECT time, user, verb, what FROM actions ORDER BY number"
-            ).fetchall()
-
-    def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        """Rows of the ledger by any other query."""
-        with self._reading() as base:
-            return base.execute(query, values).fetchall()
-
-    def version(self) -> tuple[int, int, int]:
-        """Version of the ledger, which changes with it, as seen by the thread that asks."""
-        base = self._base
-        [version] = base.execute("PRAGMA data_version").fetchone()
-        return id(base), version, base.total_changes
-
-    # The rest is for this class.
-
-    def _started(self) -> float:
-        with self._reading() as base:
-            base.execute("INSERT OR IGNORE INTO facts VALUES ('started', ?)", (repr(time.time()),))
-            [value] = base.execute("SELECT value FROM facts WHERE name = 'started'").fetchone()
-        return float(value)
 
     def _replayed(
         self, base: sqlite3.Connection, user: User, key: str, sha256: str
@@ -930,67 +688,6 @@ class ServiceStore:
             )
             base.execute("UPDATE epochs SET counted = 1 WHERE epoch = ?", (epoch,))
 
-    @property
-    def _base(self) -> sqlite3.Connection:
-        base: sqlite3.Connection | None = getattr(self._local, "base", None)
-        if base is None:
-            base = sqlite3.connect(self._path, isolation_level=None, timeout=30.0)
-            base.execute("PRAGMA synchronous=FULL")
-            self._local.base = base
-        return base
-
-    @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        try:
-            yield self._base
-        except sqlite3.Error as error:
-            raise LedgerError(
-                "the service's ledger fails", file=self._path, reason=error
-            ) from error
-
-    @contextmanager
-    def _snapshot(self) -> Iterator[sqlite3.Connection]:
-        """Inside, all that is read is of one moment."""
-        with self._reading() as base:
-            base.execute("BEGIN")
-            try:
-                yield base
-            finally:
-                base.execute("COMMIT")
-
-    @contextmanager
-    def _transition(self, user: str, verb: str, what: str) -> Iterator[sqlite3.Connection]:
-        """A transaction; with a verb, who asked for it is written down too."""
-        with self._reading() as base:
-            base.execute("BEGIN IMMEDIATE")
-            try:
-                before = base.total_changes
-                yield base
-                if verb and base.total_changes != before:
-                    base.execute(
-                        "INSERT INTO actions (time, user, verb, what) VALUES (?, ?, ?, ?)",
-                        (time.time(), user, verb, what),
-                    )
-                base.execute("COMMIT")
-            except BaseException:
-                # SQLite itself has ended a transaction that met a full disk.
-                if base.in_transaction:
-                    base.execute("ROLLBACK")
-                raise
-
-
-def operator() -> str:
-    """Who runs this process, as `actions` names them: `os:ACCOUNT`, which no user can be called."""
-    try:
-        return f"os:{pwd.getpwuid(os.getuid()).pw_name}"
-    except KeyError:
-        return f"os:{os.getuid()}"
-
-
-def hash_of(token: str) -> str:
-    """Hash of a token; it has 256 random bits, so that one round is enough."""
-    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
-
 
 def full_name(user: str, job: str) -> str:
     """Name of a user's job in the run."""
@@ -1000,12 +697,6 @@ def full_name(user: str, job: str) -> str:
 def replaced_folder(number: int, job: str) -> str:
     """Folder, below the run's, of what a replaced job has left."""
     return f"{FOLDER}/replaced/{number:06d}.{job}"
-
-
-def _add_column(base: sqlite3.Connection, table: str, column: str, kind: str) -> None:
-    """Add a column to a table that was made without it."""
-    if column not in {name for _, name, *_ in base.execute(f"PRAGMA table_info({table})")}:
-        base.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
 
 
 def _next_numbers(base: sqlite3.Connection, jobs: int) -> tuple[int, int]:

@@ -21,7 +21,8 @@ from pydantic import BaseModel, ConfigDict
 from tlora_fx.config.hyperparameters import learning_rate_of, rank_of
 from tlora_fx.errors import LedgerError
 from tlora_fx.runtime.run_folder import METRICS, parsed_metrics
-from tlora_fx.server.store import OwnedJob, Page, ServiceStore, User
+from tlora_fx.server.ledger import User
+from tlora_fx.server.store import OwnedJob, Page, ServiceStore
 
 #: Of a curve, at most.
 POINTS = 120

@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.tinker.serving import serving
 from tests.training.clients import datum, request
-from tlora_fx.server.store import User
+from tlora_fx.server.ledger import User
 from tlora_fx.training.bell import Bell
 from tlora_fx.training.log import Checkpoint, Command, CommandLog, Outcome, Ran, json_answer
 from tlora_fx.training.messages import _CLASS

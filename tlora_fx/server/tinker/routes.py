@@ -21,7 +21,7 @@ from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, Field
 
 from tlora_fx.errors import JobUnknown, QuotaReached, RequestGone, RequestRefused
-from tlora_fx.server.store import User
+from tlora_fx.server.ledger import User
 from tlora_fx.server.tinker.futures import Futures
 from tlora_fx.training.folders import copy_version
 from tlora_fx.training.log import Checkpoint, CommandLog, Model
