@@ -26,7 +26,7 @@ from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.plan import MeshShape
-from tlora_fx.scheduler.executor import Drained, Progress
+from tlora_fx.scheduler.executor import Drained, GroupLaunch, Progress
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
 from tlora_fx.scheduler.local.processes import ForkServer
 from tlora_fx.scheduler.state import Group, JobRequest
@@ -62,7 +62,7 @@ class Groups(Bench):
         group, jobs = Group(names, 2, (0, 1)), [self.requests[name] for name in names]
         begun = time.monotonic()
         self.executor.reserve(group, self.last)
-        self.executor.launch(group, self.last, jobs, {}, layout)
+        self.executor.launch(GroupLaunch(group, self.last, jobs, {}, layout))
         self.until(Progress, self.last)
         seconds = time.monotonic() - begun
         self.until(Progress, self.last)

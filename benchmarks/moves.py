@@ -29,7 +29,15 @@ from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
-from tlora_fx.scheduler.executor import Drained, Failed, GroupEvent, GroupStarted, Progress, Warned
+from tlora_fx.scheduler.executor import (
+    Drained,
+    Failed,
+    GroupEvent,
+    GroupLaunch,
+    GroupStarted,
+    Progress,
+    Warned,
+)
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
 from tlora_fx.scheduler.local.group import RunningGroup
 from tlora_fx.scheduler.local.processes import ForkServer
@@ -80,7 +88,7 @@ class Bench:
             self.executor.reserve(group, epoch)
             begun = time.monotonic()
             jobs = [self.requests[name] for name in group.jobs]
-            self.executor.launch(group, epoch, jobs, {})
+            self.executor.launch(GroupLaunch(group, epoch, jobs))
             self.until(Progress, epoch)
             seconds.append(time.monotonic() - begun)
             print(f"worker {epoch}: first step after {seconds[-1]:.1f} s", flush=True)
@@ -93,7 +101,7 @@ class Bench:
         successor, jobs = replace(group, jobs=names), [self.requests[name] for name in names]
         if not self.executor.can_change(group, epoch, successor):
             raise RuntimeError(f"formation {epoch} cannot become one of {', '.join(names)}")
-        self.executor.change(group, epoch, successor, self.last, jobs, {})
+        self.executor.change(group, epoch, GroupLaunch(successor, self.last, jobs))
         started = self.until(GroupStarted, self.last)
         self.executor.release(group, epoch)
         self.groups[index] = successor, self.last

@@ -39,7 +39,15 @@ from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.load import Demand
 from tlora_fx.runtime.workers.protocol import EventReader
 from tlora_fx.scheduler.estimates import Estimates, machine
-from tlora_fx.scheduler.executor import Drained, Failed, GroupEvent, GroupStarted, Progress, Warned
+from tlora_fx.scheduler.executor import (
+    Drained,
+    Failed,
+    GroupEvent,
+    GroupLaunch,
+    GroupStarted,
+    Progress,
+    Warned,
+)
 from tlora_fx.scheduler.formations import Callback
 from tlora_fx.scheduler.history import EpochRecord, JobRecord
 from tlora_fx.scheduler.local.executor import LocalOptions, cpu_threads
@@ -234,7 +242,7 @@ def warm_up(bench: Bench) -> tuple[list[dict[str, float]], ChangeCosts]:
             group = Group(tuple(request.name for request in own), 1, (0,))
             begun = executor.now()
             executor.reserve(group, epoch)
-            executor.launch(group, epoch, own, {})
+            executor.launch(GroupLaunch(group, epoch, own))
             # The first step compiles kernels: what it takes beyond a step belongs to the switch.
             first = _until(running, Progress, epoch).time
             time.sleep(2.0)
@@ -256,7 +264,7 @@ def changes_of(
     executor = running.executor
     alone, both = Group((first.name,), 1, (0,)), Group((first.name, other.name), 1, (0,))
     executor.reserve(alone, epoch)
-    executor.launch(alone, epoch, [first], {})
+    executor.launch(GroupLaunch(alone, epoch, [first]))
     _until(running, Progress, epoch)
     joined: list[float] = []
     left: list[float] = []
@@ -264,7 +272,7 @@ def changes_of(
     for before, after in [(alone, both), (both, alone)] * CHANGES:
         asked = executor.now()
         jobs = [first, other][: len(after.jobs)]
-        executor.change(before, epoch, after, epoch + 1, jobs, {})
+        executor.change(before, epoch, GroupLaunch(after, epoch + 1, jobs))
         started = _until(running, GroupStarted, epoch + 1)
         assert started.paused is not None
         (joined if after is both else left).append(started.paused)
@@ -399,7 +407,7 @@ def warm_workers(bench: Bench, running: SchedulerService) -> None:
     for gpu in range(bench.estimates.cluster.gpus):
         group, epoch = Group(tuple(names), 1, (gpu,)), WARMING + gpu
         running.executor.reserve(group, epoch)
-        running.executor.launch(group, epoch, requests, {})
+        running.executor.launch(GroupLaunch(group, epoch, requests))
         _until(running, Progress, epoch)
         time.sleep(1.0)
         running.executor.drain(group, epoch)

@@ -11,7 +11,15 @@ from hypothesis import strategies as st
 from tests.scheduler.looping import Plain, request
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import PlaceTaken
-from tlora_fx.scheduler.executor import Drained, Failed, Finished, GroupStarted, NodeBack, NodeLost
+from tlora_fx.scheduler.executor import (
+    Drained,
+    Failed,
+    Finished,
+    GroupLaunch,
+    GroupStarted,
+    NodeBack,
+    NodeLost,
+)
 from tlora_fx.scheduler.formations import StepTimes
 from tlora_fx.scheduler.state import ChangeCosts, Group
 from tlora_fx.simulator.replay import Clock, Disturbances, SimulatedExecutor
@@ -34,7 +42,7 @@ def launched(made: SimulatedExecutor, steps: int = 100, times: int = 1) -> Simul
     """With one job of 1.5 s a step, asked for so many times."""
     for _ in range(times):
         made.reserve(GROUP, 1)
-        made.launch(GROUP, 1, [request("a", steps=steps)], {"a": 0.0})
+        made.launch(GroupLaunch(GROUP, 1, [request("a", steps=steps)], {"a": 0.0}))
     return made
 
 
@@ -72,7 +80,7 @@ def test_a_place_has_one_owner():
 def test_nothing_is_launched_without_a_place():
     """A launch follows a reservation."""
     with pytest.raises(PlaceTaken, match="nothing is reserved"):
-        executor().launch(GROUP, 1, [request("a")], {})
+        executor().launch(GroupLaunch(GROUP, 1, [request("a")]))
 
 
 def test_a_job_starts_and_ends_at_its_times():
@@ -91,7 +99,7 @@ def test_others_train_on_while_an_end_is_written():
         made = executor(ChangeCosts(end=end))
         both = Group(("a", "b"), 2, (0, 1))
         made.reserve(both, 1)
-        made.launch(both, 1, [request("a", steps=100), request("b", steps=200)], {})
+        made.launch(GroupLaunch(both, 1, [request("a", steps=100), request("b", steps=200)]))
         told[end] = at(made, 10_000.0)
     early, late = ([event.time for event in told[end][1:]] for end in told)
     assert len(early) == 2
@@ -116,7 +124,7 @@ def test_a_job_whose_end_is_not_told_yet_is_not_trained_again():
         if how == "gone":
             both, jobs = Group(("a",), 2, (0, 1)), jobs[:1]
         made.reserve(both, 1)
-        made.launch(both, 1, jobs, {})
+        made.launch(GroupLaunch(both, 1, jobs))
         ended = made.next_time()
         found = at(made, ended + 1.0)
         assert not any(isinstance(event, Finished) for event in found)
@@ -124,13 +132,13 @@ def test_a_job_whose_end_is_not_told_yet_is_not_trained_again():
         if how in ("successor", "gone"):
             successor = Group(("a", "b", "c"), 2, (0, 1))
             arriving = [*jobs, request("c", steps=500)]
-            made.change(both, 1, successor, 2, arriving, {"a": 40.0})
+            made.change(both, 1, GroupLaunch(successor, 2, arriving, {"a": 40.0}))
             assert all(request.name != "a" for request in made._groups[2].requests)
         elif how == "elsewhere":
-            made.change(both, 1, Group(("b",), 2, (0, 1)), 2, jobs[1:], {})
+            made.change(both, 1, GroupLaunch(Group(("b",), 2, (0, 1)), 2, jobs[1:]))
             other, own = Group(("a",), 1, (4,)), 3
             made.reserve(other, 3)
-            made.launch(other, 3, jobs[:1], {"a": 40.0})
+            made.launch(GroupLaunch(other, 3, jobs[:1], {"a": 40.0}))
             assert 3 not in made._groups
         else:
             made.fail_group(1)

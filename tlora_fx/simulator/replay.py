@@ -8,7 +8,7 @@ replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from heapq import heappop, heappush
 from math import exp, floor, inf, isfinite
@@ -17,7 +17,7 @@ from time import perf_counter
 
 import numpy as np
 
-from tlora_fx.cost.estimator import Estimator, Layout
+from tlora_fx.cost.estimator import Estimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import ClockBackwards, PlaceTaken, ReplayOptionWrong, ReplayStalled
 from tlora_fx.scheduler.executor import (
@@ -25,6 +25,7 @@ from tlora_fx.scheduler.executor import (
     ExecutorEvent,
     Failed,
     Finished,
+    GroupLaunch,
     GroupStarted,
     NodeBack,
     NodeLost,
@@ -152,18 +153,12 @@ class SimulatedGroup:
     )
 
     def __init__(
-        self,
-        group: Group,
-        epoch: int,
-        jobs: Sequence[JobRequest],
-        steps_done: Mapping[str, float],
-        begins: float,
-        seconds: float,
+        self, launch: GroupLaunch, jobs: Sequence[JobRequest], begins: float, seconds: float
     ) -> None:
-        self.group, self.epoch, self.seconds = group, epoch, seconds
+        self.group, self.epoch, self.seconds = launch.group, launch.epoch, seconds
         self.begins = begins
         self.version, self.announced = 0, False
-        self._launched = {job.name: steps_done.get(job.name, 0.0) for job in jobs}
+        self._launched = {job.name: launch.steps_done.get(job.name, 0.0) for job in jobs}
         self._targets = {job.name: job.steps - self._launched[job.name] for job in jobs}
         self.requests = sorted(jobs, key=lambda job: (-self._targets[job.name], job.name))
         self._from, self._steps = begins, 0.0
@@ -215,10 +210,7 @@ class Takeover:
     came    names of those who join it
     """
 
-    successor: Group
-    epoch: int
-    jobs: tuple[JobRequest, ...]
-    steps_done: Mapping[str, float]
+    successor: GroupLaunch
     came: frozenset[str]
 
 
@@ -289,67 +281,45 @@ class SimulatedExecutor:
         self._places[epoch] = group.place
         self._owner.update(dict.fromkeys(group.place, epoch))
 
-    def launch(
-        self,
-        group: Group,
-        epoch: int,
-        jobs: Sequence[JobRequest],
-        steps_done: Mapping[str, float],
-        layout: Layout | None = None,
-    ) -> None:
+    def launch(self, launch: GroupLaunch) -> None:
         """Start a group on the place that it has reserved; the layout is the estimator's best.
 
         raises   PlaceTaken
         """
+        group, epoch = launch.group, launch.epoch
         if epoch in self._groups:
             return
         if epoch not in self._places:
             raise PlaceTaken("nothing is reserved for this group", group=", ".join(group.jobs))
         self._holders.update(dict.fromkeys(group.jobs, epoch))
-        switch = self.switch_seconds + self.join_seconds * (len(jobs) - 1)
-        self._begin(group, epoch, jobs, steps_done, self.clock.now + switch)
+        switch = self.switch_seconds + self.join_seconds * (len(launch.jobs) - 1)
+        self._begin(launch, self.clock.now + switch)
 
-    def _begin(
-        self,
-        group: Group,
-        epoch: int,
-        jobs: Sequence[JobRequest],
-        steps_done: Mapping[str, float],
-        begins: float,
-    ) -> None:
-        jobs = [job for job in jobs if job.name not in self._untold]
+    def _begin(self, launch: GroupLaunch, begins: float) -> None:
+        jobs = [job for job in launch.jobs if job.name not in self._untold]
         if not jobs:
             return
+        group, epoch = launch.group, launch.epoch
         seconds = self._seconds(jobs, group.place, epoch)
-        running = SimulatedGroup(group, epoch, jobs, steps_done, begins, seconds)
-        self._groups[epoch] = running
+        self._groups[epoch] = running = SimulatedGroup(launch, jobs, begins, seconds)
         fails_after = self.disturbances.group_fails_after(epoch, group.gpus)
         self._fails[epoch] = self.clock.now + fails_after
         self._plan(running)
 
     def can_change(self, group: Group, epoch: int, successor: Group) -> bool:
-        coming = (takeover.epoch for takeover in self._takeovers.values())
+        coming = (takeover.successor.epoch for takeover in self._takeovers.values())
         return self.changes is not None and (epoch in self._groups or epoch in coming)
 
-    def change(
-        self,
-        group: Group,
-        epoch: int,
-        successor: Group,
-        successor_epoch: int,
-        jobs: Sequence[JobRequest],
-        steps_done: Mapping[str, float],
-    ) -> None:
-        if successor_epoch in self._groups or epoch in self._takeovers:
+    def change(self, group: Group, epoch: int, successor: GroupLaunch) -> None:
+        if successor.epoch in self._groups or epoch in self._takeovers:
             return
         assert self.changes is not None
         running = self._groups.get(epoch)
         here = running.steps(self.clock.now).keys() if running is not None else set()
-        came = frozenset(successor.jobs) - here - self._untold
-        takeover = Takeover(successor, successor_epoch, tuple(jobs), dict(steps_done), came)
-        self._takeovers[epoch] = takeover
-        self._places[successor_epoch] = self._places[epoch]
-        if self.changes.move and any(steps_done.get(name) for name in came):
+        came = frozenset(successor.group.jobs) - here - self._untold
+        self._takeovers[epoch] = Takeover(successor, came)
+        self._places[successor.epoch] = self._places[epoch]
+        if self.changes.move and any(successor.steps_done.get(name) for name in came):
             heappush(self._heap, (self.clock.now + self.changes.move, TAKEOVER, epoch))
         else:
             self._take_over(epoch)
@@ -358,19 +328,20 @@ class SimulatedExecutor:
         """A group has become another one; of its jobs some may have ended, or all."""
         assert self.changes is not None
         takeover = self._takeovers.pop(epoch)
+        successor, came = takeover.successor, takeover.came
         now, running = self.clock.now, self._groups.pop(epoch, None)
         steps = running.steps(now) if running is not None else {}
-        jobs = [job for job in takeover.jobs if job.name in steps or job.name in takeover.came]
-        went = steps.keys() - set(takeover.successor.jobs)
-        begins = now + self.changes.of(len(takeover.came), len(went))
+        jobs = [job for job in successor.jobs if job.name in steps or job.name in came]
+        went = steps.keys() - set(successor.group.jobs)
+        begins = now + self.changes.of(len(came), len(went))
         if running is not None:
             # One that had not begun yet is not ready any sooner.
             begins = max(begins, running.begins)
-        self._events.append(Drained(now, epoch, steps, takeover.epoch))
-        self._holders.update(dict.fromkeys(takeover.successor.jobs, takeover.epoch))
-        self._owner.update(dict.fromkeys(takeover.successor.place, takeover.epoch))
-        done = {**takeover.steps_done, **steps}
-        self._begin(takeover.successor, takeover.epoch, jobs, done, begins)
+        self._events.append(Drained(now, epoch, steps, successor.epoch))
+        self._holders.update(dict.fromkeys(successor.group.jobs, successor.epoch))
+        self._owner.update(dict.fromkeys(successor.group.place, successor.epoch))
+        done = {**successor.steps_done, **steps}
+        self._begin(replace(successor, jobs=jobs, steps_done=done), begins)
 
     def events(self) -> list[ExecutorEvent]:
         now = self.clock.now
@@ -416,7 +387,7 @@ class SimulatedExecutor:
             steps = running.steps(now) if running is not None else {}
             self._tell(Drained(now, epoch, steps))
         if takeover is not None:
-            self._tell(Drained(now, takeover.epoch, {}))
+            self._tell(Drained(now, takeover.successor.epoch, {}))
 
     def _tell(self, event: Finished | Drained) -> None:
         """What is written first, and then heard of."""

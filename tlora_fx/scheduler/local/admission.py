@@ -41,6 +41,7 @@ from tlora_fx.runtime.workers.protocol import (
     exit_text,
 )
 from tlora_fx.scheduler.local.admission_worker import AdmissionOrder
+from tlora_fx.scheduler.local.processes import WorkerStart
 from tlora_fx.scheduler.requests import FACTS, forget_old_facts
 from tlora_fx.scheduler.state import REQUEST, JobRequest
 
@@ -316,7 +317,8 @@ class Admission:
             trust_remote_code=self.limits.trust_remote_code,
         )
         order.write(folder / _REQUEST)
-        number = self._server.start(folder / _REQUEST, folder / "log", {}, self._module)
+        start = WorkerStart(str(folder / _REQUEST), str(folder / "log"), module=self._module)
+        number = self._server.start(start)
         reader = EventReader(folder / EVENTS)
         self._running.append(_Process(task, folder, number, reader, time.monotonic()))
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,17 +29,17 @@ from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import PlaceTaken, RayUnreachable
 from tlora_fx.host.version import __version__
-from tlora_fx.runtime.workers.protocol import LOST, NEEDS_NEW_PROCESS, WORKER_CONFIG, WorkerConfig
-from tlora_fx.scheduler.executor import Committed, ExecutorEvent, NodeBack, NodeLost
+from tlora_fx.runtime.workers.protocol import LOST, NEEDS_NEW_PROCESS, WorkerConfig
+from tlora_fx.scheduler.executor import ExecutorEvent, GroupLaunch, NodeBack, NodeLost
 from tlora_fx.scheduler.lease import grant, revoke
-from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
+from tlora_fx.scheduler.local.executor import LocalExecutor, rank_variables
 from tlora_fx.scheduler.local.group import RunningGroup
-from tlora_fx.scheduler.local.processes import STOP_SECONDS, ForkServer, IdleNews
+from tlora_fx.scheduler.local.processes import STOP_SECONDS, ForkServer, IdleNews, WorkerStart
 from tlora_fx.scheduler.local.recovery import CheckpointSource
 from tlora_fx.scheduler.ray.cluster import RayCluster
 from tlora_fx.scheduler.ray.worker import Worker
 from tlora_fx.scheduler.service import RunOptions
-from tlora_fx.scheduler.state import Group, JobRequest
+from tlora_fx.scheduler.state import Group
 
 #: That Ray may take to reserve what is free; another user of the cluster has it then.
 RESERVE_SECONDS = 5.0
@@ -72,11 +72,8 @@ class Place:
 class _Order:
     """What one actor is at; code None: it has not ended."""
 
-    path: Path
-    log: Path
-    environment: dict[str, str]
+    start: WorkerStart
     place: Place
-    rank: int
     actor: Any = None
     reply: Any = None
     code: int | None = None
@@ -86,12 +83,12 @@ class _Order:
     @property
     def group(self) -> Path:
         """The folder of its group."""
-        return self.path.parent
+        return Path(self.start.order).parent
 
     @property
     def asked(self) -> Path:
         """File of the signals that the worker shall have."""
-        return self.log.with_suffix(".asked")
+        return Path(self.start.log).with_suffix(".asked")
 
 
 class Actors:
@@ -112,41 +109,29 @@ class Actors:
     def begin(self) -> None:
         """There is nothing to begin."""
 
-    def start(
-        self,
-        order: Path,
-        log: Path,
-        environment: Mapping[str, str],
-        module: str = "",
-        *,
-        stays: str = "",
-        place: Iterable[int] = (),
-        needs: float | None = None,
-        rank: int = 0,
-        size: int = 1,
-    ) -> int:
+    def start(self, start: WorkerStart) -> int:
         """Start an order on the actor of its rank, which has its GPU for itself; its number."""
-        here = self.places[tuple(place)]
-        if here.kind != stays:
+        here = self.places[start.place]
+        if here.kind != start.stays:
             self.end(here)
-        here.kind = stays
+        here.kind = start.stays
         number, self._next = self._next, self._next + 1
-        self._orders[number] = _Order(order, log, dict(environment), here, rank)
+        self._orders[number] = _Order(start, here)
         self._hand(self._orders[number])
         here.workers.append(number)
         return number
 
     def _hand(self, order: _Order) -> None:
         """Hand an order to the actor of its rank."""
-        here, rank = order.place, order.rank
-        order.again = rank in here.actors
-        order.actor = actor = here.actors.get(rank) or self._actor(here, rank)
+        here, start = order.place, order.start
+        order.again = start.rank in here.actors
+        order.actor = actor = here.actors.get(start.rank) or self._actor(here, start.rank)
         address = None
-        if "RANK" in order.environment:
+        if "RANK" in start.environment:
             # Ray hands it on when it is known: nobody waits for it here.
-            here.address = actor.address.remote() if rank == 0 else here.address
+            here.address = actor.address.remote() if start.rank == 0 else here.address
             address = here.address
-        order.reply = actor.work.remote(str(order.path), str(order.log), order.environment, address)
+        order.reply = actor.work.remote(start.order, start.log, start.environment, address)
 
     def signal(self, worker: int, number: int) -> None:
         """Send a worker a signal; nothing happens where it has ended."""
@@ -261,7 +246,7 @@ class Actors:
                     self._hand(self._orders[number])
             return
         # Before anybody reads what is committed; others end well while the first still writes.
-        if code or order.rank == 0:
+        if code or order.start.rank == 0:
             revoke(order.group)
         order.code = code
 
@@ -272,7 +257,7 @@ class RayExecutor(LocalExecutor):
     nodes     the cluster
     module    module that its workers run
     server    not needed: the driver's own processes are no workers
-    others    as of `LocalExecutor`
+    others    options, started and commits, as of `LocalExecutor`
     raises    RayUnreachable, from `events`, where the cluster is gone
     """
 
@@ -285,10 +270,8 @@ class RayExecutor(LocalExecutor):
         specs: Mapping[str, Mapping[str, Any]],
         server: ForkServer,
         *,
-        options: LocalOptions | None = None,
         sources: Mapping[str, CheckpointSource] | None = None,
-        started: float | None = None,
-        commits: Callable[[Committed], None] | None = None,
+        **others: Any,
     ) -> None:
         self.nodes = nodes
         cpus = min(seat.cpus for seat in nodes.seats)
@@ -302,9 +285,8 @@ class RayExecutor(LocalExecutor):
             for name, source in (sources or {}).items()
         }
         super().__init__(
-            folder.absolute(), cluster, specs, self._actors, options=options, sources=absolute,
-            started=started, commits=commits,
-        )  # fmt: skip
+            folder.absolute(), cluster, specs, self._actors, sources=absolute, **others
+        )
         self._forks = server
         server.begin()
 
@@ -355,46 +337,21 @@ class RayExecutor(LocalExecutor):
             gpus=(0,) * len(gpus),
         )
 
-    def _start(
-        self, running: RunningGroup, folder: Path, config: WorkerConfig, gpus: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        place = self._places[running.epoch].gpus
-        nodes = [self.nodes.node(gpu).node for gpu in gpus]
-        return tuple(
-            self._actors.start(
-                folder / WORKER_CONFIG, folder / f"rank-{rank}.log",
-                self._environment(rank, nodes), place=place,
-                stays=self._kind(config, gpus), rank=rank, size=len(gpus),
-            )
-            for rank in range(len(gpus))
-        )  # fmt: skip
-
-    def _environment(self, rank: int, nodes: list[str]) -> dict[str, str]:
+    def _environment(self, rank: int, gpus: tuple[int, ...]) -> dict[str, str]:
         """Threads of a process, and the variables of torchrun where it is one of several."""
         threads = {"OMP_NUM_THREADS": f"{cpus:g}"} if (cpus := self._needs.get("CPU")) else {}
-        if len(nodes) == 1:
-            return threads
-        return {
-            **threads,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(nodes)),
-            "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
-            "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
-        }
+        nodes = [self.nodes.node(gpu).node for gpu in gpus]
+        return threads if len(nodes) == 1 else threads | rank_variables(rank, nodes)
 
-    def change(
-        self,
-        group: Group,
-        epoch: int,
-        successor: Group,
-        successor_epoch: int,
-        jobs: Sequence[JobRequest],
-        steps_done: Mapping[str, float],
-    ) -> None:
+    def _place_of(self, running: RunningGroup, rank: int, gpus: tuple[int, ...]) -> tuple[int, ...]:
+        """The GPUs of the whole group: `Actors` knows who has which."""
+        return self._places[running.epoch].gpus
+
+    def change(self, group: Group, epoch: int, successor: GroupLaunch) -> None:
         """Have the worker of a group train another one; its place and its lease stay."""
         if epoch in self._places:
-            self._places.setdefault(successor_epoch, self._places[epoch])
-        super().change(group, epoch, successor, successor_epoch, jobs, steps_done)
+            self._places.setdefault(successor.epoch, self._places[epoch])
+        super().change(group, epoch, successor)
 
     def events(self) -> list[ExecutorEvent]:
         try:
