@@ -274,12 +274,8 @@ def require_memory(plans: PlanSearch, work: Round) -> None:
 
     raises    JobTooLong
     """
-    if plans.running:
-        return
-    short = [candidate for candidate in plans.dropped if candidate.memory is not None]
-    if short:
-        nearest = min(short, key=lambda c: c.memory.total if c.memory else 0.0)
-        require_fits(plans.cost, nearest.plan, work)
+    if not plans.running and (smallest := plans.smallest()) is not None:
+        require_fits(plans.cost, smallest, work)
 
 
 def _legal(model: SuperModel) -> list[int]:

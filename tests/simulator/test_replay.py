@@ -236,13 +236,3 @@ def test_disturbances_that_cannot_be_are_refused(options):
     """Said when they are made."""
     with pytest.raises(ReplayOptionWrong, match="noise >= 0"):
         Disturbances(**options)
-
-
-def test_progress_is_told():
-    """A thousand jobs at a time, and at the end."""
-    told = []
-    jobs = [request(f"j{place:04d}", steps=1, submitted=float(place)) for place in range(2500)]
-    run(jobs, "megatron", progress=lambda done, total: told.append((done, total)))
-
-    assert [pair[0] // 1000 for pair in told] == [1, 2, 2]
-    assert told[-1] == (2500, 2500)

@@ -6,9 +6,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 
-from rich.table import Table
-from rich.text import Text
-
 from tlora_fx.cost.estimator import ProfileEstimator, table_of
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
@@ -64,19 +61,6 @@ class DecisionExplanation:
     reasons: tuple[Reason, ...]
     unit: str = "GPU"
 
-    def table(self) -> Table:
-        """Table for a terminal."""
-        table = Table(title=f"{self.job}: {self.standing}", title_justify="left")
-        for column in self.head():
-            table.add_column(column, justify="left" if column in LEFT else "right")
-        for row in self.rows():
-            table.add_row(*(Text(cell) for cell in row))
-        return table
-
-    def head(self) -> tuple[str, ...]:
-        """The titles of the table."""
-        return ("alternative", f"{self.unit}s", *HEAD)
-
     def rows(self) -> list[tuple[str, ...]]:
         """The cells of the table."""
         return [_cells(alternative) for alternative in self.alternatives]
@@ -86,9 +70,9 @@ class DecisionExplanation:
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.job}: {self.standing}"
-        head = self.head()
+        head = ("alternative", f"{self.unit}s", *HEAD)
         rows = [head, *self.rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             cells = [
                 cell.ljust(width) if name in LEFT else cell.rjust(width)

@@ -322,20 +322,3 @@ def _wrong(policy: str, found: str, group: Group) -> DecisionWrong:
         found=found,
         help="this is a mistake of the policy; see tlora_fx.scheduler.state.Decision",
     )
-
-
-def solo_or_reason(solo: float, gpus: int, most: int, others: Mapping[int, bool]) -> str | None:
-    """Reason why a job can never run; None where it can.
-
-    others   by other numbers of GPUs, whether it would fit there
-    """
-    if gpus < 1:
-        return f"it asks for {gpus} GPUs"
-    if gpus > most:
-        return f"it asks for {gpus} GPUs and the cluster has {most}"
-    if solo < float("inf"):
-        return None
-    enough = min((count for count, fits in others.items() if fits), default=None)
-    if enough is None:
-        return f"no layout fits into memory, on {gpus} GPUs or on all {most}"
-    return f"no layout fits into the memory of {gpus} GPUs; {enough} would do"

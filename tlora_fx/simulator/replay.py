@@ -8,7 +8,7 @@ replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from heapq import heappop, heappush
 from math import exp, floor, inf, isfinite
@@ -511,9 +511,6 @@ class SimulatedExecutor:
             heappush(self._heap, (times[1], RETURN, node))
 
 
-#: Is told how many jobs have ended, and how many there are.
-Tell = Callable[[int, int], None]
-TELL_EVERY = 1000
 #: Decisions with nothing running and nothing started, after which a policy is said to stall.
 PATIENCE = 100
 
@@ -543,7 +540,6 @@ def replay(
     options: LoopOptions = OPTIONS,
     join_seconds: float = 0.0,
     disturbances: Disturbances | None = None,
-    progress: Tell | None = None,
     record: bool = False,
 ) -> ReplayResult:
     """Replay jobs to the end of the last one.
@@ -573,7 +569,7 @@ def replay(
     )
     loop = Loop(policy, estimator, executor, options=options, callback=recorder, times=times)
     engine = _Engine(ordered, executor, loop, recorder)
-    engine.run(progress)
+    engine.run()
     return engine.replayed()
 
 
@@ -591,10 +587,10 @@ class _Engine:
         self.loaded: Span | None = None
         self.stalled = 0
 
-    def run(self, tell: Tell | None) -> None:
+    def run(self) -> None:
         """Replay to the end of the last job, or until lost nodes leave no way on."""
         requests, loop, clock = self.requests, self.loop, self.clock
-        count, told = len(requests), 0
+        count = len(requests)
         last = requests[-1].submitted if requests else 0.0
         came = 0
         while came < count or not loop.idle:
@@ -614,11 +610,6 @@ class _Engine:
                 self._stalls()
             else:
                 self.stalled = 0
-            if tell and came - len(loop.window) - told >= TELL_EVERY:
-                told = came - len(loop.window)
-                tell(told, count)
-        if tell:
-            tell(count, count)
 
     def _next(self, arrival: float) -> float:
         """When something happens next; infinite where nothing will."""
