@@ -1,4 +1,4 @@
-"""The simulated executor by itself: verbs that may be repeated, places, commits, disturbances."""
+"""The simulated executor by itself: verbs that may be repeated, places, commits, faults."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.looping import Plain, request
+from tests.simulator.faults import Faults, FaultyExecutor
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import PlaceTaken
 from tlora_fx.scheduler.executor import (
@@ -22,23 +23,23 @@ from tlora_fx.scheduler.executor import (
 )
 from tlora_fx.scheduler.formations import StepTimes
 from tlora_fx.scheduler.state import ChangeCosts, Group
-from tlora_fx.simulator.replay import Clock, Disturbances, SimulatedExecutor
+from tlora_fx.simulator.replay import Clock
 
 GROUP = Group(("a",), 1, (0,))
 
 
-def executor(changes: ChangeCosts | None = None, **disturbances: float) -> SimulatedExecutor:
+def executor(changes: ChangeCosts | None = None, **faults: float) -> FaultyExecutor:
     """Eight GPUs in two nodes; a switch takes 20 s."""
-    return SimulatedExecutor(
+    return FaultyExecutor(
         Cluster(8, 4),
         StepTimes(Plain()),
         Clock(),
         changes=changes,
-        disturbances=Disturbances(**disturbances),  # type: ignore[arg-type]
+        faults=Faults(**faults),  # type: ignore[arg-type]
     )
 
 
-def launched(made: SimulatedExecutor, steps: int = 100, times: int = 1) -> SimulatedExecutor:
+def launched(made: FaultyExecutor, steps: int = 100, times: int = 1) -> FaultyExecutor:
     """With one job of 1.5 s a step, asked for so many times."""
     for _ in range(times):
         made.reserve(GROUP, 1)
@@ -46,7 +47,7 @@ def launched(made: SimulatedExecutor, steps: int = 100, times: int = 1) -> Simul
     return made
 
 
-def at(made: SimulatedExecutor, time: float) -> list[object]:
+def at(made: FaultyExecutor, time: float) -> list[object]:
     """What has happened until then."""
     made.clock.go_to(time)
     return list(made.events())
@@ -178,7 +179,7 @@ def test_a_lost_node_takes_its_groups_and_its_gpus():
 @given(seed=st.integers(0, 1000), node=st.integers(0, 20))
 def test_a_node_is_lost_only_when_it_is_there(seed, node):
     """Losses and returns take turns."""
-    chaos = Disturbances(seed=seed, node_failure_seconds=100.0, repair_seconds=50.0)
+    chaos = Faults(seed=seed, node_failure_seconds=100.0, repair_seconds=50.0)
     times = [time for pair in islice(chaos.node_losses(node), 20) for time in pair]
 
     assert times == sorted(times)
@@ -187,8 +188,8 @@ def test_a_node_is_lost_only_when_it_is_there(seed, node):
 @given(seed=st.integers(0, 1000))
 def test_noise_has_mean_one(seed):
     """Some formations are slower, some faster, and none is more than that."""
-    chaos = Disturbances(seed=seed, noise=0.1)
-    factors = [chaos.factor(epoch, 1) for epoch in range(400)]
+    chaos = Faults(seed=seed, noise=0.1)
+    factors = [chaos.factor(epoch) for epoch in range(400)]
 
     assert sum(factors) / len(factors) == pytest.approx(1.0, abs=0.03)
     assert min(factors) > 0

@@ -41,7 +41,7 @@ from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.scheduler.policies.oracle import MAX_JOBS
 from tlora_fx.scheduler.state import MAX_SLOWDOWN, ChangeCosts, JobRequest
 from tlora_fx.simulator.metrics import Interval, JobTable, Summary
-from tlora_fx.simulator.replay import OPTIONS, Disturbances, ReplayResult, replay
+from tlora_fx.simulator.replay import OPTIONS, ReplayResult, replay
 from tlora_fx.simulator.synthetic import Draw, fit_of_file, generate, shipped_fit
 from tlora_fx.simulator.traces import Dropped, Trace, TraceJob, described, read_trace
 
@@ -682,7 +682,7 @@ def replayed(scenario: Scenario, trace: Trace) -> tuple[ReplayResult, Workload]:
             changes=changes_of(scenario.change_seconds),
             runnable=scenario.runnable,
         ),
-        disturbances=Disturbances(seed=scenario.seed),
+        seed=scenario.seed,
         record=scenario.recorded,
     )
     return result, workload
