@@ -66,7 +66,6 @@ class LocalOptions:
     pipeline         passes instead of the default, with extensions that bring some of them
     accept_changes   jobs go on though their data or base are not as they were
     callbacks        FILE.py:CLASS of a `TrainerCallback` that each group's process makes and tells
-    resident         a worker whose group has ended keeps the base for the next group
     memory_of        bytes that a group needs of each of its GPUs, or of main memory; None: nobody
                      knows
     """
@@ -81,7 +80,6 @@ class LocalOptions:
     extensions: tuple[str, ...] = ()
     accept_changes: bool = False
     callbacks: tuple[str, ...] = ()
-    resident: bool = True
     memory_of: Callable[[Group, Sequence[JobRequest]], float | None] | None = None
 
 
@@ -303,7 +301,7 @@ class LocalExecutor:
     def _stays(self, group: Group) -> str:
         """What others need to join it: the base; "" where a pipeline of a user's own made it."""
         base = self.specs[group.jobs[0]].get("base")
-        if not self.options.resident or self.options.pipeline is not None:
+        if self.options.pipeline is not None:
             return ""
         return "" if base is None else json.dumps(base, sort_keys=True, default=str)
 
