@@ -316,22 +316,15 @@ def _order(candidate: Candidate) -> tuple[bool, float, int, str]:
     return not candidate.runs, seconds, kinds, str(candidate.plan)
 
 
-def is_estimated(cost: CostModel, plan: Plan) -> bool:
-    """Whether a plan rests on layers that were not measured as it cuts them.
-
-    Links by a data sheet alone do not count; the plan's estimate names them beside the profile.
-    """
-    profile, tp = cost.profile, plan.mesh.tp
-    return profile.estimated or any(
-        profile.layer(layer.structure, tp) is None for layer in cost.facts.layers
-    )
-
-
 def _estimated(candidate: Candidate, cost: CostModel) -> Candidate:
     """The candidate with its estimate in its plan."""
     if candidate.time is None or candidate.memory is None:
         return candidate
-    estimated = is_estimated(cost, candidate.plan)
+    # A plan rests on estimates where a layer was not measured as it is cut. Links by a data sheet
+    # alone do not count: the estimate names them beside the profile.
+    profile, tp = cost.profile, candidate.plan.mesh.tp
+    measured = (profile.layer(layer.structure, tp) is not None for layer in cost.facts.layers)
+    estimated = profile.estimated or not all(measured)
     by_sheet = cost.collectives.estimated and candidate.plan.mesh.size > 1 and not estimated
     estimate = Estimate(
         step_seconds=candidate.time.seconds,

@@ -347,7 +347,7 @@ def require_kept_over_kills(folder, kills, steps):
     assert hits > 0
     names = [job.name for job in it.store.jobs()]
     assert sorted(names) == sorted(["paused", *steps])
-    assert len(it.store.submissions()) == len(names)
+    assert len(it.store.rows("SELECT 1 FROM submissions")) == len(names)
     assert not begun(it, "paused")
     it.store.rows("DELETE FROM jobs WHERE name = 'paused'")
     require_trained_once(folder, steps)

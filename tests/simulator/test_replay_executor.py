@@ -73,9 +73,11 @@ def test_a_place_has_one_owner():
     with pytest.raises(PlaceTaken, match="formation 1 holds it"):
         made.reserve(Group(("b",), 2, (1, 0)), 2)
 
-    made.kill(GROUP, 1)
+    made.drain(GROUP, 1)
     with pytest.raises(PlaceTaken):
         made.reserve(Group(("b",), 2, (1, 0)), 2)
+    made.release(GROUP, 1)
+    made.reserve(Group(("b",), 2, (1, 0)), 2)
 
 
 def test_nothing_is_launched_without_a_place():
@@ -148,10 +150,10 @@ def test_a_job_whose_end_is_not_told_yet_is_not_trained_again():
         assert [(event.epoch, event.steps) for event in finished] == [(own, 100.0)], how
 
 
-def test_a_killed_group_tells_nothing():
+def test_a_released_group_tells_nothing():
     """And nothing of it happens any more."""
     made = launched(executor())
-    made.kill(GROUP, 1)
+    made.release(GROUP, 1)
 
     assert at(made, 500.0) == []
     assert made.next_time() == float("inf")

@@ -6,7 +6,6 @@ number that no other formation of a group has had and that grows with each; what
 of an epoch that is over may come late and is to be ignored.
 
     reserve → launch → Started, Progress, Committed, Finished … → drain → Drained → release
-                                                              or → kill  →           release
                                                               or → Failed            release
                                                               or → change → Drained → release
                                                                             Started of it      …
@@ -188,9 +187,6 @@ class Executor(Protocol):
 
     def drain(self, group: Group, epoch: int) -> None:
         """Ask the group to commit and to stop; `Drained` tells when, nothing where it has ended."""
-
-    def kill(self, group: Group, epoch: int) -> None:
-        """Stop the group at once; what it has not committed is lost, and nothing is told."""
 
     def release(self, group: Group, epoch: int) -> None:
         """Give the group's place back; a group that still runs is killed."""

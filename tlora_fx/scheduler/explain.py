@@ -10,6 +10,7 @@ from tlora_fx.cost.estimator import ProfileEstimator, table_of
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.errors import BaseUnknown, JobNotInState, nearest
+from tlora_fx.scheduler.formations import membership
 from tlora_fx.scheduler.history import DecisionRecord, EpochRecord, History, JobRecord
 from tlora_fx.scheduler.search.objective import tier_for
 from tlora_fx.scheduler.search.placement import Placer
@@ -382,7 +383,7 @@ def _alike(decision: Decision, other: Decision, job: str) -> bool:
     group, other_group = _group(decision, job), _group(other, job)
     if group is None or other_group is None:
         return group is other_group
-    return group.same_as(other_group)
+    return membership(group) == membership(other_group)
 
 
 def _group(decision: Decision, job: str) -> Group | None:

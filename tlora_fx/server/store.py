@@ -207,22 +207,13 @@ class ServiceStore(ServiceLedger):
             )
         return Submission(number, tuple(names), document, folder)
 
-    def submissions(self) -> list[Submission]:
-        """Submissions that were accepted, and not removed."""
-        return self._submissions("true")
-
     def unread_submissions(self) -> list[Submission]:
         """Submissions that the scheduler has not taken in whole."""
-        return self._submissions(
-            "number IN (SELECT submission FROM owned WHERE final IS NULL) AND NOT EXISTS "
+        rows = self.rows(
+            "SELECT number, document, folder FROM submissions WHERE number IN "
+            "(SELECT submission FROM owned WHERE final IS NULL) AND NOT EXISTS "
             "(SELECT 1 FROM files WHERE path = ? || printf('%06d.yaml', number))",
             self._prefix,
-        )
-
-    def _submissions(self, where: str, *values: object) -> list[Submission]:
-        rows = self.rows(
-            f"SELECT number, document, folder FROM submissions WHERE {where}",  # noqa: S608  (ours)
-            *values,
         )
         return [Submission(number, (), document, folder) for number, document, folder in rows]
 

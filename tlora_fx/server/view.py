@@ -238,7 +238,8 @@ class RunView:
         self._totals: dict[tuple[str, str], int] = {}
         # Monotonic second at which jobs of `shown` were seen to be settled.
         self._settled: dict[str, float] = {}
-        self._last_removed = self._newest_removed()
+        [(last,)] = store.rows("SELECT coalesce(max(number), 0) FROM removed")
+        self._last_removed = int(last)
         self._spans: dict[int, GroupSpan] = {}
         self._owners: dict[str, str] = {}
         self._places: dict[str, GroupSpan] = {}
@@ -275,10 +276,6 @@ class RunView:
         gone = self.shown.keys() - unsettled - self._settled.keys()
         self._settled |= dict.fromkeys(gone, time.monotonic())
         return [owned for name in gone for owned in self.store.jobs(name) if owned.name == name]
-
-    def _newest_removed(self) -> int:
-        [(last,)] = self.store.rows("SELECT coalesce(max(number), 0) FROM removed")
-        return int(last)
 
     def _read_removed(self, version: int) -> None:
         for number, name, user in self.store.rows(

@@ -311,12 +311,9 @@ class SimulatedExecutor:
             event = replace(event, epoch=self._holders[event.job])
         self._events.append(event)
 
-    def kill(self, group: Group, epoch: int) -> None:
+    def release(self, group: Group, epoch: int) -> None:
         self._groups.pop(epoch, None)
         self._takeovers.pop(epoch, None)
-
-    def release(self, group: Group, epoch: int) -> None:
-        self.kill(group, epoch)
         for gpu in self._places.pop(epoch, ()):
             if self._owner.get(gpu) == epoch:
                 del self._owner[gpu]

@@ -28,7 +28,6 @@ from tlora_fx.scheduler.search.objective import (
     PolicyMemory,
     SearchRound,
     StepTimeCache,
-    by_jobs,
     released,
     resized,
     sized,
@@ -140,12 +139,12 @@ def reasons_of(
         for name in search_round.broke
     ]
     cluster = state.cluster
-    for name, unit in by_jobs(placed.running).items():
+    for unit in placed.running:
         less = unit.asked - unit.gpus
-        if less:
+        verdict = f"released {cluster.counted(less)}"
+        detail = f"{unit.gpus} of the {cluster.counted(unit.asked)} that its jobs asked for"
+        for name in unit.jobs if less else ():
             others = tuple(other for other in unit.jobs if other != name)
-            detail = f"{unit.gpus} of the {cluster.counted(unit.asked)} that its jobs asked for"
-            verdict = f"released {cluster.counted(less)}"
             reasons.append(Reason(name, verdict, others, detail=detail))
     reasons += _waiting(placed, new, cluster)
     order = {name: index for index, name in enumerate(state.jobs)}

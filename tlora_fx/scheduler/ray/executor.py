@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -85,6 +85,11 @@ class _Order:
         """The folder of its group."""
         return Path(self.start.order).parent
 
+    def lose(self) -> None:
+        """It has ended: what it has committed is all that it will ever have."""
+        revoke(self.group)
+        self.code = LOST
+
     @property
     def asked(self) -> Path:
         """File of the signals that the worker shall have."""
@@ -140,9 +145,10 @@ class Actors:
             return
         if number == signal.SIGKILL:
             # What it has committed is all that it will ever have, whether it can be reached or not.
-            revoke(order.group)
-            order.code = LOST
-            self._kill(order.place, order.actor)
+            order.lose()
+            ray.kill(order.actor)
+            kept = [each for each in order.place.actors.items() if each[1] is not order.actor]
+            order.place.actors = dict(kept)
         else:
             with order.asked.open("ab") as file:
                 file.write(b"%d\n" % number)
@@ -186,10 +192,8 @@ class Actors:
     def lose(self, place: Place) -> None:
         """A node of a place is gone; so are its workers, whatever else is known of them."""
         for number in place.workers:
-            order = self._orders[number]
-            if order.code is None:
-                revoke(order.group)
-                order.code = LOST
+            if self._orders[number].code is None:
+                self._orders[number].lose()
 
     def end(self, place: Place) -> None:
         """End the actors of a place."""
@@ -213,8 +217,7 @@ class Actors:
         """The cluster is gone: nobody writes any more, and nobody is asked."""
         for order in self._orders.values():
             revoke(order.group)
-            if order.code is None:
-                order.code = LOST
+            order.code = LOST if order.code is None else order.code
 
     def _actor(self, place: Place, rank: int) -> Any:
         strategy = PlacementGroupSchedulingStrategy(
@@ -226,10 +229,6 @@ class Actors:
         )  # fmt: skip
         place.actors[rank] = actor = kind.remote(self._module, __version__, str(Path.cwd()))
         return actor
-
-    def _kill(self, place: Place, actor: Any) -> None:
-        ray.kill(actor)
-        place.actors = {rank: other for rank, other in place.actors.items() if other is not actor}
 
     def _end(self, order: _Order) -> None:
         try:
@@ -308,8 +307,7 @@ class RayExecutor(LocalExecutor):
         gpus = group.place
         if gpus in self._kept:
             return self._kept.pop(gpus)
-        for other in [held for held in self._kept if not set(held).isdisjoint(gpus)]:
-            self._dismiss(self._kept.pop(other))
+        self._dismiss_kept(lambda place: not set(place.gpus).isdisjoint(gpus))
         nodes = [self.nodes.node(gpu).node for gpu in gpus]
         bundles = placement_group(
             [self._needs] * len(gpus),
@@ -365,8 +363,7 @@ class RayExecutor(LocalExecutor):
         ]
         if moved:
             self._look_around()
-        for gpus in [gpus for gpus, kept in self._kept.items() if not self._actors.is_there(kept)]:
-            self._dismiss(self._kept.pop(gpus))
+        self._dismiss_kept(lambda place: not self._actors.is_there(place))
         return sorted(moved + super().events(), key=lambda event: event.time)
 
     def _look_around(self) -> None:
@@ -376,8 +373,7 @@ class RayExecutor(LocalExecutor):
         for place in self._places.values():
             if not there.issuperset(place.gpus):
                 self._actors.lose(place)
-        for gpus in [gpus for gpus in self._kept if not there.issuperset(gpus)]:
-            self._dismiss(self._kept.pop(gpus))
+        self._dismiss_kept(lambda place: not there.issuperset(place.gpus))
 
     def release(self, group: Group, epoch: int) -> None:
         """Give the place back; it stays reserved while its worker keeps a base there."""
@@ -390,6 +386,10 @@ class RayExecutor(LocalExecutor):
             self._kept[place.gpus] = place
         else:
             self._dismiss(place)
+
+    def _dismiss_kept(self, unfit: Callable[[Place], bool]) -> None:
+        for place in [place for place in self._kept.values() if unfit(place)]:
+            self._dismiss(self._kept.pop(place.gpus))
 
     def _dismiss(self, place: Place) -> None:
         self._actors.end(place)
