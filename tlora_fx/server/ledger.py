@@ -132,7 +132,9 @@ class ServiceLedger:
             write_fact(base, _FORMAT, str(FORMAT))
         with self._reading() as base:
             base.executescript(_INDEXES)
-        self.started = self._started()
+        self.rows("INSERT OR IGNORE INTO facts VALUES ('started', ?)", repr(time.time()))
+        [(started,)] = self.rows("SELECT value FROM facts WHERE name = 'started'")
+        self.started = float(started)
 
     def add_user(self, user: User) -> str:
         """Make a token for a user, new or known, whose limits are these from now on; the token.
@@ -201,10 +203,8 @@ class ServiceLedger:
     def tell(self, time_of_day: float, kind: str, jobs: Sequence[str], text: str) -> None:
         """Write down an event, in words that name no job."""
         with self._transition() as base:
-            base.execute(
-                "INSERT INTO events (time, kind, jobs, text) VALUES (?, ?, ?, ?)",
-                (time_of_day, kind, json.dumps(list(jobs)), text),
-            )
+            row = (time_of_day, kind, json.dumps(list(jobs)), text)
+            base.execute("INSERT INTO events (time, kind, jobs, text) VALUES (?, ?, ?, ?)", row)
 
     def events(self, after: int, most: int) -> list[tuple[int, float, str, list[str], str]]:
         """The newest events behind a number, in order: number, time of day, kind, jobs, text."""
@@ -221,7 +221,7 @@ class ServiceLedger:
         return self.rows("SELECT time, user, verb, what FROM actions ORDER BY number")
 
     def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        """Rows of the ledger by any other query."""
+        """Rows of the ledger by any other query, or of what a statement returns."""
         with self._reading() as base:
             return base.execute(query, values).fetchall()
 
@@ -230,12 +230,6 @@ class ServiceLedger:
         base = self._base
         [version] = base.execute("PRAGMA data_version").fetchone()
         return id(base), version, base.total_changes
-
-    def _started(self) -> float:
-        with self._reading() as base:
-            base.execute("INSERT OR IGNORE INTO facts VALUES ('started', ?)", (repr(time.time()),))
-            [value] = base.execute("SELECT value FROM facts WHERE name = 'started'").fetchone()
-        return float(value)
 
     @property
     def _base(self) -> sqlite3.Connection:
@@ -256,12 +250,12 @@ class ServiceLedger:
             ) from error
 
     @contextmanager
-    def _snapshot(self) -> Iterator[sqlite3.Connection]:
+    def _snapshot(self) -> Iterator[None]:
         """Inside, all that is read is of one moment."""
         with self._reading() as base:
             base.execute("BEGIN")
             try:
-                yield base
+                yield
             finally:
                 base.execute("COMMIT")
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import sqlite3
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -167,8 +166,24 @@ class ServiceStore(ServiceLedger):
 
     def replayed(self, user: User, key: str, sha256: str) -> Submission | None:
         """The submission that had this key; raises RequestConflict where it was another."""
-        with self._reading() as base:
-            return self._replayed(base, user, key, sha256)
+        rows = self.rows(
+            "SELECT number, sha256, document, folder FROM submissions WHERE user = ? AND key = ?",
+            user.name,
+            key,
+        )
+        for number, before, document, folder in rows:
+            if before != sha256:
+                help = "give each submission its own key"
+                raise RequestConflict("another submission had this key", key=key, help=help)
+            names = self.rows(
+                "SELECT name, rowid FROM owned WHERE submission = ? UNION ALL "
+                "SELECT name, job FROM removed WHERE submission = ? ORDER BY 2",
+                number,
+                number,
+            )
+            jobs = tuple(name for name, _ in names)
+            return Submission(number, jobs, document, folder, replayed=True)
+        return None
 
     def submit(
         self, user: User, key: str, sha256: str, names: Sequence[str], document: str,
@@ -184,14 +199,14 @@ class ServiceStore(ServiceLedger):
         moved to `service/replaced`.
         """
         with self._transition(user.name, "submit", ", ".join(names)) as base:
-            known = self._replayed(base, user, key, sha256)
+            known = self.replayed(user, key, sha256)
             if known is not None:
                 return known
-            replaced = self._require_free(base, names)
-            self._require_quota(base, user, len(names), priority)
+            replaced = self._require_free(names)
+            self._require_quota(user, len(names), priority)
             for job in replaced:
-                self._remove(base, job, replaced=True)
-            number, last = _next_numbers(base, len(names))
+                self._remove(job, replaced=True)
+            number, last = self._next_numbers(len(names))
             base.execute(
                 "INSERT INTO submissions (number, user, key, sha256, time, folder, document) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -231,12 +246,12 @@ class ServiceStore(ServiceLedger):
         """Forget the folders of submissions whose jobs ended before a time of day; their names."""
         self.settle()
         with self._transition() as base:
-            rows = base.execute(
+            rows = self.rows(
                 "SELECT number, folder FROM submissions WHERE folder != '' AND NOT EXISTS "
                 "(SELECT 1 FROM owned WHERE submission = number AND "
                 "(final IS NULL OR max(over, submissions.time) > ?))",
-                (long_ago,),
-            ).fetchall()
+                long_ago,
+            )
             base.executemany(
                 "UPDATE submissions SET folder = '' WHERE number = ?",
                 [(number,) for number, _ in rows],
@@ -267,20 +282,17 @@ class ServiceStore(ServiceLedger):
 
     def jobs(self, name: str | None = None) -> list[OwnedJob]:
         """All jobs, or one, in order of submission."""
-        with self._reading() as base:
-            return self._jobs(base, "owned.name = ?", name) if name else self._jobs(base, "true")
+        return self._jobs("owned.name = ?", name) if name else self._jobs("true")
 
     def open_jobs(self) -> list[OwnedJob]:
         """Jobs that were not settled: all that may still train, and those that have just ended."""
-        with self._reading() as base:
-            return self._jobs(base, "owned.final IS NULL")
+        return self._jobs("owned.final IS NULL")
 
     def standing(self) -> tuple[list[OwnedJob], dict[tuple[str, str], int]]:
         """`open_jobs`, and how many others there are, by user and state, at one moment."""
-        with self._snapshot() as base:
-            rows = base.execute("SELECT user, state, jobs FROM totals").fetchall()
-            totals = {(user, state): jobs for user, state, jobs in rows}
-            return self._jobs(base, "owned.final IS NULL"), totals
+        with self._snapshot():
+            rows = self.rows("SELECT user, state, jobs FROM totals")
+            return self.open_jobs(), {(user, state): jobs for user, state, jobs in rows}
 
     def page(self, user: User, page: Page) -> list[OwnedJob]:
         """Jobs of a user, of all users for an administrator; see `Page`.
@@ -296,18 +308,15 @@ class ServiceStore(ServiceLedger):
             where, values = f"{where} AND owned.rowid < ?", [*values, page.before]
         elif page.after is not None:
             where, values = f"{where} AND owned.rowid > ?", [*values, page.after]
-        with self._snapshot() as base:
-            jobs = [
-                job
-                for job in self._jobs(base, f"owned.final IS NULL AND {where}", *values)
-                if page.has(job)
-            ]
+        with self._snapshot():
+            jobs = self._jobs(f"owned.final IS NULL AND {where}", *values)
+            jobs = [job for job in jobs if page.has(job)]
             if page.ended is not False:
                 settled = "owned.final IS NOT NULL" if page.state is None else "owned.final = ?"
                 state = [] if page.state is None else [page.state]
                 order = "DESC" if newest_first else "ASC"
                 jobs += self._jobs(
-                    base, f"{settled} AND {where}", *state, *values, order=order, limit=page.limit
+                    f"{settled} AND {where}", *state, *values, order=order, limit=page.limit
                 )
         return sorted(jobs, key=lambda job: job.number, reverse=newest_first)[: page.limit]
 
@@ -319,30 +328,28 @@ class ServiceStore(ServiceLedger):
             "SELECT EXISTS (SELECT 1 FROM epochs WHERE counted = 0 AND ended IS NOT NULL)"
         )
         if ended or uncounted:
-            with self._transition() as base:
+            with self._transition():
                 for job in ended:
-                    self._settle(base, job)
-                self._count_groups(base)
+                    self._settle(job)
+                self._count_groups()
         return [job for job in jobs if job.active]
 
-    def _settle(self, base: sqlite3.Connection, job: OwnedJob) -> None:
+    def _settle(self, job: OwnedJob) -> None:
         over = time.time() if job.ended is None else self.started + job.ended
-        changed = base.execute(
-            "UPDATE owned SET final = ?, over = ? WHERE name = ? AND final IS NULL",
-            (job.state, over, job.name),
+        changed = self.rows(
+            "UPDATE owned SET final = ?, over = ? WHERE name = ? AND final IS NULL RETURNING 1",
+            job.state,
+            over,
+            job.name,
         )
-        if changed.rowcount:
-            _add_total(base, job.user, job.state, 1)
+        if changed:
+            self._add_total(job.user, job.state, 1)
 
     def _jobs(
-        self, base: sqlite3.Connection, where: str, *values: object, order: str = "ASC",
-        limit: int = -1,
-    ) -> list[OwnedJob]:  # fmt: skip
-        rows = base.execute(
-            f"{_JOBS}WHERE {where} ORDER BY owned.rowid {order} LIMIT ?",
-            (self._prefix, *values, limit),
-        )
-        return [OwnedJob(*row) for row in rows.fetchall()]
+        self, where: str, *values: object, order: str = "ASC", limit: int = -1
+    ) -> list[OwnedJob]:
+        query = f"{_JOBS}WHERE {where} ORDER BY owned.rowid {order} LIMIT ?"
+        return [OwnedJob(*row) for row in self.rows(query, self._prefix, *values, limit)]
 
     @property
     def _prefix(self) -> str:
@@ -385,7 +392,7 @@ class ServiceStore(ServiceLedger):
         job = self.job(user, name)
         verb = "resume" if wanted == "run" else wanted
         with self._transition(user.name, verb, job.name) as base:
-            [now] = [found for found in self.jobs(job.name) if found.name == job.name]
+            [now] = self.jobs(job.name)
             if not now.active or now.wanted == "cancel":
                 raise RequestConflict(
                     f"a job that is {now.state} cannot be asked to {verb}", job=now.name
@@ -406,8 +413,8 @@ class ServiceStore(ServiceLedger):
         raises   JobUnknown; RequestConflict where it has not ended
         """
         job = self.job(user, name)
-        with self._transition(user.name, "rm", job.name) as base:
-            [job] = self._jobs(base, "owned.name = ?", job.name)
+        with self._transition(user.name, "rm", job.name):
+            [job] = self.jobs(job.name)
             if job.active:
                 raise RequestConflict(
                     f"a job that is {job.state} cannot be removed",
@@ -420,80 +427,76 @@ class ServiceStore(ServiceLedger):
                     job=job.name,
                     help="remove it once they are",
                 )
-            self._remove(base, job)
+            self._remove(job)
         return job
 
     def old_jobs(self, long_ago: float, most: int) -> list[OwnedJob]:
         """Jobs that ended before a time of day, at most so many, the oldest first to go."""
         self.settle()
-        with self._reading() as base:
-            return self._jobs(
-                base,
-                "owned.rowid IN (SELECT rowid FROM owned WHERE final IS NOT NULL AND over < ? "
-                "ORDER BY over LIMIT ?) AND files.told IS NOT NULL",
-                long_ago,
-                most,
-            )
+        return self._jobs(
+            "owned.rowid IN (SELECT rowid FROM owned WHERE final IS NOT NULL AND over < ? "
+            "ORDER BY over LIMIT ?) AND files.told IS NOT NULL",
+            long_ago,
+            most,
+        )
 
     def remove_old(self, jobs: Iterable[OwnedJob]) -> None:
         """Remove jobs of `old_jobs`; those that were removed meanwhile are left out."""
         with self._transition() as base:
             for old in jobs:
-                for job in self._jobs(base, "owned.rowid = ?", old.number):
-                    self._remove(base, job)
+                for job in self._jobs("owned.rowid = ?", old.number):
+                    self._remove(job)
                     act(base, operator(), "rm", job.name)
 
-    def _remove(self, base: sqlite3.Connection, job: OwnedJob, *, replaced: bool = False) -> None:
+    def _remove(self, job: OwnedJob, *, replaced: bool = False) -> None:
         """Remove a job that has ended, in a transaction.
 
         replaced   another job has its name from now on: what it has trained is kept in
                    `service/replaced`, and the key of its submission stays used; otherwise all that
                    it has left goes into the trash
         """
-        self._settle(base, job)
-        [(state, over)] = base.execute(
-            "SELECT final, over FROM owned WHERE name = ?", (job.name,)
-        ).fetchall()
-        base.execute(
+        self._settle(job)
+        [(state, over)] = self.rows("SELECT final, over FROM owned WHERE name = ?", job.name)
+        self.rows(
             "INSERT INTO removed (job, submission, name, user, state, reason, steps, submitted, "
             "ended, time, replaced) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                job.number, job.submission, job.name, job.user, state, job.reason or "",
-                job.steps or 0.0, job.submitted, over, time.time(), replaced,
-            ),
+            job.number, job.submission, job.name, job.user, state, job.reason or "",
+            job.steps or 0.0, job.submitted, over, time.time(), replaced,
         )  # fmt: skip
-        _add_total(base, job.user, state, -1)
+        self._add_total(job.user, state, -1)
         for table in ("owned", "jobs", "origins", "summaries"):
-            base.execute(f"DELETE FROM {table} WHERE name = ?", (job.name,))  # noqa: S608  (ours)
+            self.rows(f"DELETE FROM {table} WHERE name = ?", job.name)  # noqa: S608  (ours)
         for table in ("members", "decided"):
-            base.execute(f"DELETE FROM {table} WHERE job = ?", (job.name,))  # noqa: S608  (ours)
+            self.rows(f"DELETE FROM {table} WHERE job = ?", job.name)  # noqa: S608  (ours)
         there = self.folder.parent / job.name
         aside = self.folder.parent / replaced_folder(job.number, job.name)
         if replaced and job.first_started is not None and there.is_dir() and not aside.exists():
             there.rename(aside)
         self._discard(there)
         if not replaced:
-            self._remove_submission(base, job.submission)
+            self._remove_submission(job.submission)
 
     def _discard(self, folder: Path) -> None:
         """Move a folder into the trash, if it is there and not one of the run's own."""
         if folder.is_dir() and folder.name not in RESERVED:
             folder.rename(self.folder / "trash" / secrets.token_hex(8))
 
-    def _remove_submission(self, base: sqlite3.Connection, number: int) -> None:
+    def _remove_submission(self, number: int) -> None:
         """Remove a submission, if all its jobs are removed and none of them counts as replaced."""
-        left = base.execute(
+        left = self.rows(
             "SELECT 1 FROM owned WHERE submission = ? UNION ALL "
             "SELECT 1 FROM removed WHERE submission = ? AND replaced = 1",
-            (number, number),
+            number,
+            number,
         )
-        if left.fetchone() is not None:
+        if left:
             return
-        row = base.execute("SELECT folder FROM submissions WHERE number = ?", (number,)).fetchone()
-        if row is not None and row[0]:
-            self._discard(self.folder / "submitted" / row[0])
-        base.execute("DELETE FROM submissions WHERE number = ?", (number,))
-        base.execute("DELETE FROM files WHERE path = ?", (str(self.file_of(number).absolute()),))
+        for (folder,) in self.rows(
+            "DELETE FROM submissions WHERE number = ? RETURNING folder", number
+        ):
+            if folder:
+                self._discard(self.folder / "submitted" / folder)
+        self.rows("DELETE FROM files WHERE path = ?", str(self.file_of(number).absolute()))
 
     def old_replaced(self, long_ago: float, most: int) -> list[ReplacedJob]:
         """Replaced jobs that ended before a time of day, and are still kept; at most so many."""
@@ -507,11 +510,11 @@ class ServiceStore(ServiceLedger):
 
     def drop_replaced(self, jobs: Iterable[ReplacedJob]) -> None:
         """Keep no longer what replaced jobs have left."""
-        with self._transition() as base:
+        with self._transition():
             for job in jobs:
-                base.execute("UPDATE removed SET replaced = 0 WHERE job = ?", (job.number,))
+                self.rows("UPDATE removed SET replaced = 0 WHERE job = ?", job.number)
                 self._discard(self.folder.parent / job.folder)
-                self._remove_submission(base, job.submission)
+                self._remove_submission(job.submission)
 
     def forget_past(self, long_ago: float) -> list[int]:
         """Forget groups, decisions and events from before a time of day; epochs of the groups.
@@ -521,21 +524,21 @@ class ServiceStore(ServiceLedger):
         """
         self.settle()
         seconds = long_ago - self.started
-        with self._transition() as base:
-            epochs = base.execute(
+        with self._transition():
+            epochs = self.rows(
                 f"{_AT_WORK} DELETE FROM epochs WHERE counted = 1 AND ended < ? "  # noqa: S608  (ours)
                 "AND epoch < (SELECT max(epoch) FROM epochs) "
                 "AND epoch NOT IN (SELECT epoch FROM at_work) RETURNING epoch",
-                (seconds,),
-            ).fetchall()
-            base.execute(
+                seconds,
+            )
+            self.rows(
                 "DELETE FROM decisions WHERE time < ? "
                 "AND number < (SELECT max(number) FROM decisions)",
-                (seconds,),
+                seconds,
             )
-            base.execute(
+            self.rows(
                 "DELETE FROM events WHERE time < ? AND number < (SELECT max(number) FROM events)",
-                (long_ago,),
+                long_ago,
             )
         return [epoch for (epoch,) in epochs]
 
@@ -544,8 +547,7 @@ class ServiceStore(ServiceLedger):
         words = set(_NAME.findall(text))
         # A name may stand at the end of a sentence.
         words |= {word.rstrip(".,:;") for word in words}
-        with self._reading() as base:
-            owners = {word: _owner(base, word) for word in words}
+        owners = {word: self._owner(word) for word in words}
         return [word for word, owner in owners.items() if owner not in (None, user.name)]
 
     def gpu_hours(self, user: str) -> float:
@@ -554,31 +556,11 @@ class ServiceStore(ServiceLedger):
         A group's GPU-hours are divided evenly among its jobs. Time in which no scheduler was alive
         does not count.
         """
-        with self._reading() as base:
-            return self._gpu_hours(base, user)
+        used = self.rows("SELECT gpu_seconds FROM used WHERE user = ?", user)
+        seconds = sum(float(each) for (each,) in used)
+        return (seconds + sum(g.get(user, 0.0) for *_, g in self._uncounted_groups())) / 3600
 
-    def _replayed(
-        self, base: sqlite3.Connection, user: User, key: str, sha256: str
-    ) -> Submission | None:
-        row = base.execute(
-            "SELECT number, sha256, document, folder FROM submissions WHERE user = ? AND key = ?",
-            (user.name, key),
-        ).fetchone()
-        if row is None:
-            return None
-        number, before, document, folder = row
-        if before != sha256:
-            raise RequestConflict(
-                "another submission had this key", key=key, help="give each submission its own key"
-            )
-        names = base.execute(
-            "SELECT name, rowid FROM owned WHERE submission = ? UNION ALL "
-            "SELECT name, job FROM removed WHERE submission = ? ORDER BY 2",
-            (number, number),
-        )
-        return Submission(number, tuple(name for name, _ in names), document, folder, replayed=True)
-
-    def _require_free(self, base: sqlite3.Connection, names: Sequence[str]) -> list[OwnedJob]:
+    def _require_free(self, names: Sequence[str]) -> list[OwnedJob]:
         """Refuse names that other jobs have; the jobs that are to give theirs back.
 
         Those were refused or cancelled, and no process knows them any more. In the same way, the
@@ -586,12 +568,12 @@ class ServiceStore(ServiceLedger):
 
         raises   RequestConflict
         """
-        at_work, replaced = _names_at_work(base), []
+        at_work, replaced = self._names_at_work(), []
         for name in names:
-            before = next(iter(self._jobs(base, "owned.name = ?", name)), None)
-            known = base.execute("SELECT 1 FROM jobs WHERE name = ? COLLATE NOCASE", (name,))
+            before = next(iter(self.jobs(name)), None)
+            known = self.rows("SELECT 1 FROM jobs WHERE name = ? COLLATE NOCASE", name)
             ended = before is not None and before.state in ("refused", "cancelled")
-            if not ended and (before is not None or known.fetchone() is not None):
+            if not ended and (before is not None or known):
                 raise RequestConflict(
                     f"there is a job '{name}' already",
                     found=None if before is None else before.state,
@@ -607,14 +589,12 @@ class ServiceStore(ServiceLedger):
                 )
             if before is not None:
                 replaced.append(before)
-            elif _owner(base, name) is not None:
+            elif self._owner(name) is not None:
                 # A group may have written there after the job was removed.
                 self._discard(self.folder.parent / name)
         return replaced
 
-    def _require_quota(
-        self, base: sqlite3.Connection, user: User, jobs: int, priority: int
-    ) -> None:
+    def _require_quota(self, user: User, jobs: int, priority: int) -> None:
         if priority > user.priority:
             raise QuotaReached(
                 "the priority is above the user's limit",
@@ -624,7 +604,7 @@ class ServiceStore(ServiceLedger):
                 "`tlora-fx tokens add NAME --priority P`",
             )
         if user.jobs is not None:
-            mine = self._jobs(base, "owned.final IS NULL AND owned.user = ?", user.name)
+            mine = self._jobs("owned.final IS NULL AND owned.user = ?", user.name)
             active = sum(job.active for job in mine)
             if active + jobs > user.jobs:
                 raise QuotaReached(
@@ -633,7 +613,7 @@ class ServiceStore(ServiceLedger):
                     found=f"{active} and {jobs} more",
                 )
         if user.gpu_hours is not None:
-            used = self._gpu_hours(base, user.name)
+            used = self.gpu_hours(user.name)
             if used >= user.gpu_hours:
                 raise QuotaReached(
                     "no GPU-hours are left",
@@ -641,43 +621,72 @@ class ServiceStore(ServiceLedger):
                     found=f"{used:.2f} used",
                 )
 
-    def _gpu_hours(self, base: sqlite3.Connection, user: str) -> float:
-        row = base.execute("SELECT gpu_seconds FROM used WHERE user = ?", (user,)).fetchone()
-        seconds = 0.0 if row is None else float(row[0])
-        for *_, shares in self._uncounted_groups(base):
-            seconds += shares.get(user, 0.0)
-        return seconds / 3600
-
-    def _uncounted_groups(
-        self, base: sqlite3.Connection
-    ) -> list[tuple[int, bool, dict[str, float]]]:
+    def _uncounted_groups(self) -> list[tuple[int, bool, dict[str, float]]]:
         """Groups that `used` does not have: epoch, whether it has ended, GPU-seconds by user."""
-        rows = base.execute(
+        rows = self.rows(
             "SELECT epoch, jobs, gpus, held, ended IS NOT NULL FROM epochs WHERE counted = 0"
-        ).fetchall()
+        )
         groups = []
         for epoch, jobs, gpus, held, ended in rows:
             names = json.loads(jobs)
             shares: dict[str, float] = {}
             for name in names:
-                user = _owner(base, name)
+                user = self._owner(name)
                 if user is not None:
                     share = held * len(json.loads(gpus)) / len(names)
                     shares[user] = shares.get(user, 0.0) + share
             groups.append((epoch, bool(ended), shares))
         return groups
 
-    def _count_groups(self, base: sqlite3.Connection) -> None:
+    def _count_groups(self) -> None:
         """Add the GPU-seconds of groups that have ended to their users'."""
-        for epoch, ended, shares in self._uncounted_groups(base):
-            if not ended:
-                continue
-            base.executemany(
-                "INSERT INTO used VALUES (?, ?) ON CONFLICT (user) DO UPDATE "
-                "SET gpu_seconds = gpu_seconds + excluded.gpu_seconds",
-                list(shares.items()),
-            )
-            base.execute("UPDATE epochs SET counted = 1 WHERE epoch = ?", (epoch,))
+        for epoch, ended, shares in self._uncounted_groups():
+            for user, seconds in shares.items() if ended else ():
+                self.rows(
+                    "INSERT INTO used VALUES (?, ?) ON CONFLICT (user) DO UPDATE "
+                    "SET gpu_seconds = gpu_seconds + excluded.gpu_seconds",
+                    user,
+                    seconds,
+                )
+            if ended:
+                self.rows("UPDATE epochs SET counted = 1 WHERE epoch = ?", epoch)
+
+    def _next_numbers(self, jobs: int) -> tuple[int, int]:
+        """The number of a new submission, and the one before its first job's.
+
+        Numbers of what was removed are not used again: a page or a file that names one stays right.
+        """
+        [(submission, last)] = self.rows(
+            "UPDATE numbers SET "
+            "submission = 1 + max(submission, (SELECT coalesce(max(number), 0) FROM submissions)), "
+            "job = ? + max(job, (SELECT coalesce(max(rowid), 0) FROM owned)) "
+            "RETURNING submission, job",
+            jobs,
+        )
+        return int(submission), int(last) - jobs
+
+    def _add_total(self, user: str, state: str, jobs: int) -> None:
+        self.rows(
+            "INSERT INTO totals VALUES (?, ?, ?) ON CONFLICT (user, state) DO UPDATE "
+            "SET jobs = jobs + excluded.jobs",
+            user,
+            state,
+            jobs,
+        )
+
+    def _owner(self, name: str) -> str | None:
+        """User of a job, removed ones included."""
+        removed = "SELECT user FROM removed WHERE name = ? ORDER BY number DESC LIMIT 1"
+        rows = self.rows("SELECT user FROM owned WHERE name = ?", name) or self.rows(removed, name)
+        return next((str(user) for (user,) in rows), None)
+
+    def _names_at_work(self) -> dict[str, int]:
+        """Jobs that processes know, in small letters, and the group that runs in those processes.
+
+        They are the jobs of the groups that run, and of groups whose processes those took over.
+        """
+        query = f"{_AT_WORK} SELECT value, last FROM at_work, json_each(jobs)"  # noqa: S608  (ours)
+        return {str(name).lower(): int(last) for name, last in self.rows(query)}
 
 
 def full_name(user: str, job: str) -> str:
@@ -688,47 +697,3 @@ def full_name(user: str, job: str) -> str:
 def replaced_folder(number: int, job: str) -> str:
     """Folder, below the run's, of what a replaced job has left."""
     return f"{FOLDER}/replaced/{number:06d}.{job}"
-
-
-def _next_numbers(base: sqlite3.Connection, jobs: int) -> tuple[int, int]:
-    """The number of a new submission, and the one before its first job's.
-
-    Numbers of what was removed are not used again: a page or a file that names one stays right.
-    """
-    row = base.execute(
-        "UPDATE numbers SET "
-        "submission = 1 + max(submission, (SELECT coalesce(max(number), 0) FROM submissions)), "
-        "job = ? + max(job, (SELECT coalesce(max(rowid), 0) FROM owned)) "
-        "RETURNING submission, job",
-        (jobs,),
-    ).fetchone()
-    return int(row[0]), int(row[1]) - jobs
-
-
-def _add_total(base: sqlite3.Connection, user: str, state: str, jobs: int) -> None:
-    base.execute(
-        "INSERT INTO totals VALUES (?, ?, ?) ON CONFLICT (user, state) DO UPDATE "
-        "SET jobs = jobs + excluded.jobs",
-        (user, state, jobs),
-    )
-
-
-def _owner(base: sqlite3.Connection, name: str) -> str | None:
-    """User of a job, removed ones included."""
-    for query in (
-        "SELECT user FROM owned WHERE name = ?",
-        "SELECT user FROM removed WHERE name = ? ORDER BY number DESC LIMIT 1",
-    ):
-        row = base.execute(query, (name,)).fetchone()
-        if row is not None:
-            return str(row[0])
-    return None
-
-
-def _names_at_work(base: sqlite3.Connection) -> dict[str, int]:
-    """Jobs that processes know, in small letters, and the group that runs in those processes.
-
-    They are the jobs of the groups that run, and of groups whose processes those took over.
-    """
-    query = f"{_AT_WORK} SELECT value, last FROM at_work, json_each(jobs)"  # noqa: S608  (ours)
-    return {str(name).lower(): int(last) for name, last in base.execute(query)}
