@@ -119,7 +119,7 @@ def test_it_prints_as_a_table_and_as_short_lines(asked):
 
     for row in told.rows():
         assert row[0] in str(told)
-        assert row[0] in told.narrow()
+        assert row[0] in told.text(narrow=True)
 
 
 def test_a_job_that_is_not_active_is_an_error(asked):
@@ -136,7 +136,7 @@ def test_the_narrow_form_says_the_same_in_short_lines():
     decision = find_policy("tlora").decide(moment, explain=True)
     job = decision.groups[0].jobs[0]
     told = explain(moment, decision, job)
-    text = told.narrow()
+    text = told.text(narrow=True)
 
     assert "GPU" not in text + str(told)
     assert text.splitlines()[0] == str(told).splitlines()[0]

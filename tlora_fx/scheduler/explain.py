@@ -82,9 +82,9 @@ class DecisionExplanation:
             yield ("  " + "  ".join(cells)).rstrip()
         yield from self._ending()
 
-    def narrow(self) -> str:
-        """The same as `str`, with a few short lines for each row of the table."""
-        return "\n".join(self._narrow_lines())
+    def text(self, *, narrow: bool) -> str:
+        """The same as `str`; narrow: with a few short lines for each row of the table."""
+        return "\n".join(self._narrow_lines() if narrow else self._lines())
 
     def _narrow_lines(self) -> Iterator[str]:
         yield f"{self.job}: {self.standing}"
@@ -358,7 +358,7 @@ def _now(
     alike = _alike(decided, again, job)
     if alike:
         decided = replace(decided, reasons=again.reasons)
-    yield _text_of(explain(snapshot.state, decided, job), narrow=narrow)
+    yield explain(snapshot.state, decided, job).text(narrow=narrow)
     if not alike:
         other = explain(snapshot.state, again, job)
         yield f"  asked again without its past, the policy would answer: {other.standing}"
@@ -407,10 +407,6 @@ def _ending(record: JobRecord, last: DecisionRecord | None) -> Iterator[str]:
             yield f"{record.name}: {record.status}: {reason}"
 
 
-def _text_of(explanation: DecisionExplanation, *, narrow: bool) -> str:
-    return explanation.narrow() if narrow else str(explanation)
-
-
 def _before(
     snapshot: Snapshot | None, history: History | None, job: str, *, terms: bool, narrow: bool
 ) -> Iterator[str]:
@@ -424,7 +420,7 @@ def _before(
         return
     try:
         state = _as_it_was(snapshot.state, history, last)
-        text = _text_of(explain(state, last.decision, job), narrow=narrow)
+        text = explain(state, last.decision, job).text(narrow=narrow)
     except BaseUnknown as error:
         yield f"  decided at {last.time:.1f} s; what else there was cannot be told: {error.what}"
         return

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from tlora_fx.errors import ReportNotWritable
 from tlora_fx.host.durable import replace_file
@@ -648,9 +649,10 @@ def gpus_csv(report: Report) -> str:
 
 def numbers(report: Report) -> str:
     """Every scenario with its summary, as JSON."""
+    scenario = TypeAdapter(Scenario)
     replays = [
         {
-            "scenario": _plain(asdict(outcome.scenario)),
+            "scenario": scenario.dump_python(outcome.scenario, mode="json"),
             "trace": outcome.trace,
             "dropped": outcome.dropped,
             "wall_seconds": outcome.wall_seconds,
@@ -670,14 +672,6 @@ def numbers(report: Report) -> str:
         "ratios": [asdict(ratio) for ratio in report.ratios],
     }
     return json.dumps({**head, "replays": replays}, indent=1)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, frozenset):
-        return sorted(value)
-    return str(value) if isinstance(value, Path) else value
 
 
 def page(report: Report) -> str:
