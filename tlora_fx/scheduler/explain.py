@@ -323,18 +323,19 @@ def explained(
     narrow    tell alternatives by short lines, not by a wide table
     raises    JobNotInState
     """
-    record = history.jobs.get(job) if history else None
+    history = history or History({})
+    record = history.jobs.get(job)
     active = snapshot.state.jobs if snapshot else {}
     ended = record is not None and not record.is_active
     if record is None and job not in active:
-        raise _unknown(job, [*active, *(history.jobs if history else {})])
+        raise _unknown(job, [*active, *history.jobs])
     lines: list[str] = []
     if snapshot is not None and job in active and not ended:
         lines += _now(snapshot, history, job, terms=terms, narrow=narrow)
     elif record is not None:
-        lines += _ending(record, history.last(job) if history else None)
+        lines += _ending(record, history.last(job))
         lines += _before(snapshot, history, job, terms=terms, narrow=narrow)
-    if record is not None and history is not None:
+    if record is not None:
         lines += _times(record, history.formations(job))
     return "\n".join(lines)
 
@@ -351,10 +352,10 @@ def _unknown(job: str, known: list[str]) -> JobNotInState:
 
 
 def _now(
-    snapshot: Snapshot, history: History | None, job: str, *, terms: bool, narrow: bool
+    snapshot: Snapshot, history: History, job: str, *, terms: bool, narrow: bool
 ) -> Iterator[str]:
     again = snapshot.policy.decide(snapshot.state, explain=True)
-    decided = (history.at(snapshot.state.now) if history else None) or again
+    decided = history.at(snapshot.state.now) or again
     alike = _alike(decided, again, job)
     if alike:
         decided = replace(decided, reasons=again.reasons)
@@ -408,11 +409,11 @@ def _ending(record: JobRecord, last: DecisionRecord | None) -> Iterator[str]:
 
 
 def _before(
-    snapshot: Snapshot | None, history: History | None, job: str, *, terms: bool, narrow: bool
+    snapshot: Snapshot | None, history: History, job: str, *, terms: bool, narrow: bool
 ) -> Iterator[str]:
     """The last decision about a job, and what else there was then."""
-    last = history.last(job) if history else None
-    if last is None or snapshot is None or history is None:
+    last = history.last(job)
+    if last is None or snapshot is None:
         return
     removed = [name for name in last.jobs if name not in history.jobs]
     if removed:

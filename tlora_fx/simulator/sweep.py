@@ -348,12 +348,16 @@ def load(source: JobSource, seed: int) -> Trace:
     return generate(fit, Draw(source.jobs, source.intensity, source.burstiness, seed))
 
 
+def trace_of(scenario: Scenario) -> Trace:
+    """The trace of a scenario, of its month if it has one; raises all that reading a trace does."""
+    trace = load(scenario.source, scenario.seed)
+    return trace if scenario.month is None else trace.month(scenario.month)
+
+
 def run(scenario: Scenario) -> ScenarioResult:
     """Replay one scenario."""
     start = time.perf_counter()
-    trace = load(scenario.source, scenario.seed)
-    if scenario.month is not None:
-        trace = trace.month(scenario.month)
+    trace = trace_of(scenario)
     result, workload = replayed(scenario, trace)
     facts = described(replace(trace, jobs=tuple(workload.jobs.values())))
     record = None
@@ -733,10 +737,7 @@ def require_ready(plan: SweepPlan) -> None:
               all that reading a trace does
     """
     base = plan.main[0]
-    trace = load(base.source, base.seed)
-    if base.month is not None:
-        trace = trace.month(base.month)
-    workload = workload_in(base, trace)
+    workload = workload_in(base, trace_of(base))
     require_few_for_oracle(
         {scenario.policy for scenario in plan.scenarios()}, base.runnable, workload.requests
     )
