@@ -120,9 +120,10 @@ class FaultyExecutor(SimulatedExecutor):
     ) -> None:
         """A group ends; its jobs go on from their last commits."""
         running, takeover = self._groups.pop(epoch, None), self._takeovers.pop(epoch, None)
-        # Jobs that ended before their group failed lose nothing.
+        # Jobs that ended before their group failed, and a group that was drained, lose nothing.
         for number, event in list(self._late.items()):
-            if isinstance(event, Finished) and self._holders[event.job] == epoch:
+            holder = self._holders[event.job] if isinstance(event, Finished) else event.epoch
+            if holder == epoch:
                 self._hear(replace(self._late.pop(number), time=self.clock.now))
         if running is not None or takeover is not None:
             steps: dict[str, float] = {}
