@@ -70,20 +70,6 @@ class SimulatedGroup:
     version        grows whenever its next event moves
     """
 
-    __slots__ = (
-        "_from",
-        "_launched",
-        "_steps",
-        "_targets",
-        "announced",
-        "begins",
-        "epoch",
-        "group",
-        "requests",
-        "seconds",
-        "version",
-    )
-
     def __init__(
         self, launch: GroupLaunch, jobs: Sequence[JobRequest], begins: float, seconds: float
     ) -> None:

@@ -153,6 +153,7 @@ class _Task:
     sources   by job, the run that it goes on from
     deaths    processes that died of the file or first job, one after the other
     due       monotonic second before which no process begins
+    reads     it is a file's, whether that is read yet or not
     """
 
     file: Path | None = None
@@ -163,10 +164,7 @@ class _Task:
     sources: Mapping[str, str] = field(default_factory=dict)
     deaths: int = 0
     due: float = 0.0
-    reads: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reads = self.file is not None
+    reads: bool = False
 
     @property
     def over(self) -> bool:
@@ -244,7 +242,7 @@ class Admission:
 
     def read(self, path: Path, user: str = "") -> None:
         """Read a job file of a user; a `FileRead` will come."""
-        self._files.append(_Task(path, user))
+        self._files.append(_Task(path, user, reads=True))
 
     def prepare(self, jobs: Sequence[Spec], submitted: float, user: str = "") -> None:
         """Prepare the jobs of one file; a `JobPrepared` or `JobRefused` will come of each."""
