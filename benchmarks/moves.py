@@ -185,25 +185,19 @@ def show(found: dict[str, Any]) -> None:
     console().print(table)
 
 
-def parser_of(text: str | None) -> argparse.ArgumentParser:
-    """What is trained, and how long it may take."""
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=("tiny", "8b"), default="8b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--longest", type=int, default=256, help="tokens of the longest samples")
     parser.add_argument("--limit-seconds", type=float, default=240.0, help="of each wait")
+    parser.add_argument("--moves", type=int, default=8)
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
     parser.add_argument("--out", default=str(RESULTS), help="folder for the JSON")
-    return parser
-
-
-def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
-    parser.add_argument("--moves", type=int, default=8)
     return parser.parse_args()
 
 
