@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,8 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.results_file import RESULTS, console, described, write
-from benchmarks.traces import replayed, scenarios, shortened, told_all
+from benchmarks.results_file import console, described, write
+from benchmarks.traces import replay_parser, replayed, scenarios, shortened, told_all
 from tlora_fx.simulator.comparison import PAPER_COMPLETION, PAPER_THROUGHPUT
 from tlora_fx.simulator.figures import Series, lines
 from tlora_fx.simulator.sweep import SweepPlan, plan_of
@@ -107,16 +106,9 @@ def chart(result: dict[str, Any], trace: str = "synthetic") -> str:
 
 def main() -> None:
     """Replay, print, write; or draw a result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, help="folder with acme/ and pollux/")
+    parser = replay_parser(__doc__, seeds=5, jobs=300)
     parser.add_argument("--gpus", default="32,128", help="sizes of the cluster")
     parser.add_argument("--scales", default="0.02,0.1,0.4,1.5,5", help="rates of arrival")
-    parser.add_argument("--jobs", type=int, default=300, help="of the synthetic trace")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--output", type=Path, help="file; else in benchmarks/results")
     parser.add_argument("--chart", type=Path, nargs=2, help="a result, and the SVG to draw of it")
     given = parser.parse_args()
     if given.chart:
@@ -125,7 +117,7 @@ def main() -> None:
         return
     result = described("loads", "cpu") | {"change_seconds": CHANGE_SECONDS, "seeds": given.seeds}
     result["paper"] = {"throughput": PAPER_THROUGHPUT, "completion": PAPER_COMPLETION}
-    path = given.output or RESULTS / f"loads-{result['date']}.json"
+    path = given.out / f"loads-{result['date']}.json"
 
     def keep(reports: Any) -> None:
         write(path, result | {"points": points(told_all(reports)["traces"])})

@@ -22,8 +22,9 @@ from typing import Any, TypeVar
 import torch
 from rich.table import Table
 
+from benchmarks.arguments import parser_of
 from benchmarks.interleaved import Spread
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.results_file import console, described, write
 from benchmarks.validation_workload import base_of, workload, write_file
 from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import load_job_file
@@ -155,7 +156,7 @@ def main() -> None:
         "model": given.model, "layers": given.layers, "rank": given.rank,
         "gpus": min(2, torch.cuda.device_count()) if given.device == "cuda" else 0,
     }  # fmt: skip
-    path = Path(given.out) / f"moves-{found['date']}.json"
+    path = given.out / f"moves-{found['date']}.json"
     moves: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="moves-") as name:
         bench = Bench(given, Path(name))
@@ -186,9 +187,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", choices=("tiny", "8b"), default="8b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
@@ -196,8 +195,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--limit-seconds", type=float, default=240.0, help="of each wait")
     parser.add_argument("--moves", type=int, default=8)
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--out", default=str(RESULTS), help="folder for the JSON")
     return parser.parse_args()
 
 

@@ -19,8 +19,7 @@ import argparse
 import gc
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,10 @@ import torch
 from rich.table import Table
 
 import tlora_fx
+from benchmarks.arguments import parser_of, shape_of
 from benchmarks.distributed_models import jobs_of
-from benchmarks.results_file import RESULTS, console, described, write
-from benchmarks.rounds import shape_of
+from benchmarks.interleaved import seconds_of, turns
+from benchmarks.results_file import console, described, write
 from benchmarks.step_mixes import SEED, Shape
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.model.backbone import load_backbone
@@ -169,9 +169,8 @@ def measured(trainer: Trainer, case: Case, given: argparse.Namespace) -> Figures
         run[EACH]()
         difference = compared(trainer)
         times: dict[str, list[float]] = {name: [] for name in run}
-        for number in range(given.repeats):
-            for name in run if number % 2 == 0 else reversed(run):
-                times[name].append(_timed(run[name], case.rounds, given.device))
+        for _, name in turns(run, given.repeats):
+            times[name].append(1e3 * seconds_of(run[name], case.rounds))
         trainer._end.collect()
     graphs = trainer.graphs
     ms = {name: round(statistics.median(each), 2) for name, each in times.items()}
@@ -187,15 +186,6 @@ def measured(trainer: Trainer, case: Case, given: argparse.Namespace) -> Figures
         "captured": len(graphs.keys) if graphs else 0,
         "refused": graphs.refused if graphs else "",
     }
-
-
-def _timed(run: Callable[[], None], rounds: int, device: str) -> float:
-    _synchronize(device)
-    started = time.perf_counter()
-    for _ in range(rounds):
-        run()
-    _synchronize(device)
-    return (time.perf_counter() - started) / rounds * 1e3
 
 
 def _rows(trainer: Trainer) -> None:
@@ -278,23 +268,12 @@ def show(found: Figures) -> None:
     console().print(table)
 
 
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=4096)
+    parser = parser_of(__doc__, layers=32)
     parser.add_argument("--cases", type=int, default=len(CASES), help="the first of them")
     parser.add_argument("--only", type=int, nargs="*", help="cases by number, from 0")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--planner", default="single", help="under torchrun another")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     return parser.parse_args(arguments)
 
 

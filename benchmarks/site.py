@@ -16,15 +16,15 @@ import fnmatch
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import parser_of
 from benchmarks.interleaved import Spread
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.results_file import console, described, write
 from benchmarks.site_arms import PEERS, Arm
 from benchmarks.site_check import least_saved_bytes
 from benchmarks.site_loads import Row, bound_rows, further_rows
@@ -208,7 +208,7 @@ def _kernels(name: str, found: Found) -> Table:
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.site", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="only the rows that have bounds")
     parser.add_argument("--rows", help="names or patterns, with commas between")
     parser.add_argument("--arms", help="others' arms, with commas between (default: all)")
@@ -218,10 +218,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--graph", action="store_true", help="every row as a CUDA graph too")
     parser.add_argument("--profile", action="store_true", help="kernel times of ours and frozen")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", help="of x and the linears")
     parser.add_argument("--shrink", type=int, default=1, help="divide tokens and features by this")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     parser.add_argument("--list", action="store_true", help="say the rows' names, and end")
     return parser.parse_args(arguments)
 

@@ -41,9 +41,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.interleaved import Spread
+from benchmarks.arguments import parser_of
+from benchmarks.interleaved import Spread, turns
 from benchmarks.kernel_times import busy, profiled, table
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.results_file import console, described, write
 from benchmarks.step_arms import ARMS, Arm, Made, Ours, require_gradients
 from benchmarks.step_mixes import EXPERTS, MIXES, RANKS, Mix, Mixture, Qwen3, Shape
 from benchmarks.step_profile import CLASSES, classes
@@ -113,12 +114,10 @@ class Bench:
         found = {name: Found() for name in self.arms}
         for name in list(self.arms):
             self._try(name, lambda name=name: self._prepare(name, mix, found[name]))
-        for number in range(rounds):
-            names = list(self.arms)
-            for name in names if number % 2 == 0 else reversed(names):
-                self._try(
-                    name, lambda name=name: found[name].steps.append(self.arms[name].step(AT_ONCE))
-                )
+        for _, name in turns(self.arms, rounds):
+            self._try(
+                name, lambda name=name: found[name].steps.append(self.arms[name].step(AT_ONCE))
+            )
         for name in [name for name in profile if name in self.arms]:
             self._try(name, lambda name=name: self._profile(name, found[name]))
         return {name: one for name, one in found.items() if name in self.arms}
@@ -283,7 +282,7 @@ def mixes_of(given: argparse.Namespace) -> list[Mix]:
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--base", choices=("llama", "qwen3-8b", "qwen3-moe"), default="llama")
     parser.add_argument("--adapt-experts", action="store_true", help="of a mixture, too")
     for name in ("layers", "hidden", "vocabulary"):
@@ -298,8 +297,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", help=f"of {', '.join(ARMS)}, commas between")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--profile", action="store_true", help="time on the GPU by kernel class")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     return parser.parse_args(arguments)
 
 

@@ -21,7 +21,9 @@ from typing import Any
 import torch
 from rich.table import Table
 
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.arguments import parser_of
+from benchmarks.interleaved import turns
+from benchmarks.results_file import console, described, write
 from tlora_fx import TrainerCallback
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "sweep" / "sweep.py"
@@ -39,13 +41,13 @@ def main() -> None:
         torch.set_num_threads(given.threads)
     found = described("sweep", given.device) | {"threads": torch.get_num_threads(), "arms": {}}
     with tempfile.TemporaryDirectory(prefix="sweep-") as name:
+        for turn, arm in turns(ARMS, given.turns):
+            figures = train(arm, given, Path(name) / f"{arm} {turn}")
+            found["arms"].setdefault(arm, []).append(figures)
+            print(f"{arm}: {figures['seconds']:.1f} s", flush=True)
         for turn in range(given.turns):
-            for arm in ARMS if turn % 2 == 0 else reversed(ARMS):
-                figures = train(arm, given, Path(name) / f"{arm} {turn}")
-                found["arms"].setdefault(arm, []).append(figures)
-                print(f"{arm}: {figures['seconds']:.1f} s", flush=True)
             found["differences"] = compare(*(Path(name) / f"{arm} {turn}" for arm in ARMS))
-    write(Path(given.out) / f"sweep-{found['date']}.json", found)
+    write(given.out / f"sweep-{found['date']}.json", found)
     show(found)
 
 
@@ -143,14 +145,10 @@ def show(found: Figures) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda")
+    parser = parser_of(__doc__)
     parser.add_argument("--data", type=Path, help="JSON lines, such as GSM8K's")
     parser.add_argument("--turns", type=int, default=1, help="of each arm, in turns")
     parser.add_argument("--threads", type=int, help="of a CPU")
-    parser.add_argument("--out", default=str(RESULTS), help="folder for the JSON")
     return parser.parse_args()
 
 

@@ -19,8 +19,9 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.arguments import parser_of
 from benchmarks.reasons import offered_load, reasons
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.results_file import console, described, write
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.simulator.comparison import (
     BASELINES,
@@ -63,6 +64,19 @@ def scenarios(data: Path | None, jobs: int, gpus: int) -> Iterator[tuple[str, Sc
                 f"{path.parent.name}, {path.stem}",
                 replace(synthetic, source=JobSource(trace=str(path))),
             )
+
+
+def replay_parser(text: str | None, *, seeds: int, jobs: int) -> argparse.ArgumentParser:
+    """The arguments of all replays of these traces.
+
+    seeds, jobs   by default
+    """
+    parser = parser_of(text, device=False)
+    parser.add_argument("--data", type=Path, help="folder with acme/ and pollux/")
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--jobs", type=int, default=jobs, help="of the synthetic trace")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    return parser
 
 
 def shortened(value: float) -> float:
@@ -136,21 +150,16 @@ def replayed(
 
 def main() -> None:
     """Replay, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--data", type=Path, help="folder with acme/ and pollux/")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=1000, help="of the synthetic trace")
+    parser = replay_parser(__doc__, seeds=5, jobs=1000)
     parser.add_argument("--gpus", type=int, default=128)
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--output", type=Path, help="file; else in benchmarks/results")
     given = parser.parse_args()
     terminal = console()
     result = described("traces", "cpu")
     result["paper"] = {"throughput": PAPER_THROUGHPUT, "completion": PAPER_COMPLETION}
     found = scenarios(given.data, given.jobs, given.gpus)
     plans = {name: plan_of(one, given.policies.split(","), given.seeds) for name, one in found}
-    path = given.output or RESULTS / f"traces-{result['date']}.json"
+    path = given.out / f"traces-{result['date']}.json"
     reports = replayed(plans, given.processes, lambda made: write(path, result | told_all(made)))
     terminal.print(table(reports))
     terminal.print(f"paper: throughput {PAPER_THROUGHPUT}, completion {PAPER_COMPLETION}")
