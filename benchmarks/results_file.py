@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import shlex
 import sys
@@ -15,7 +16,6 @@ import torch
 from rich.console import Console
 
 import tlora_fx
-from benchmarks.compile import hardware
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "transformers", "peft")
@@ -46,6 +46,20 @@ def _arguments() -> list[str]:
         elif not word.startswith(("--out=", "--output=")):
             kept.append(word)
     return kept
+
+
+def hardware() -> dict[str, Any]:
+    """The machine, as far as it matters for a benchmark."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "cores_used": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory, 1),
+    }
 
 
 def gpu(device: str) -> dict[str, Any]:
