@@ -13,6 +13,7 @@ stood still. Workers that share a GPU take turns on it, which each copy then wai
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -30,7 +31,15 @@ from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
-from tlora_fx.scheduler.executor import Drained, Failed, GroupEvent, GroupStarted, Progress, Warned
+from tlora_fx.scheduler.executor import (
+    Drained,
+    Executor,
+    Failed,
+    GroupEvent,
+    GroupStarted,
+    Progress,
+    Warned,
+)
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
 from tlora_fx.scheduler.local.group import RunningGroup
 from tlora_fx.scheduler.local.processes import ForkServer
@@ -115,17 +124,7 @@ class Bench:
 
     def until(self, kind: type[Event], epoch: int) -> Event:
         """Wait for what a group says."""
-        end = time.monotonic() + self.limit
-        while time.monotonic() < end:
-            for event in self.executor.events():
-                if isinstance(event, Failed):
-                    raise RuntimeError(event.reason)
-                if isinstance(event, Warned):
-                    print(event.text, flush=True)
-                if isinstance(event, kind) and event.epoch == epoch:
-                    return event
-            time.sleep(TURN_SECONDS)
-        raise TimeoutError(f"no {kind.__name__} of formation {epoch} in {self.limit:.0f} s")
+        return until(self.executor, kind, epoch, self.limit)
 
     def close(self) -> None:
         """Drain both groups."""
@@ -134,6 +133,24 @@ class Bench:
             self.until(Drained, epoch)
             self.executor.release(group, epoch)
         self.executor.close()
+
+
+def until(executor: Executor, kind: type[Event], epoch: int, limit_seconds: float) -> Event:
+    """Wait for what a group says.
+
+    raises   RuntimeError where a group fails; TimeoutError
+    """
+    end = time.monotonic() + limit_seconds
+    while time.monotonic() < end:
+        for event in executor.events():
+            if isinstance(event, Failed):
+                raise RuntimeError(event.reason)
+            if isinstance(event, Warned):
+                print(event.text, file=sys.stderr)
+            if isinstance(event, kind) and event.epoch == epoch:
+                return event
+        time.sleep(TURN_SECONDS)
+    raise TimeoutError(f"no {kind.__name__} of formation {epoch} in {limit_seconds:.0f} s")
 
 
 def jobs_of(given: argparse.Namespace, folder: Path) -> list[Job]:
