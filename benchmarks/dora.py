@@ -26,7 +26,7 @@ from torch import Tensor
 
 from benchmarks.arguments import parser_of
 from benchmarks.interleaved import Spread, captured, eager, interleave, ratios
-from benchmarks.results_file import console, described, write
+from benchmarks.results_file import bare_table, console, described, write
 from tlora_fx.ops import dora_scale, multi_lora_linear
 
 SIZES = "4096x4096,4096x1024,4096x14336,14336x4096"
@@ -266,9 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _table(row: dict[str, Any]) -> Table:
     title = f"{row['inner']} to {row['outer']}, {row['tokens']} tokens: ms"
-    made = Table(title=title, box=None, title_justify="left")
-    for head in ("arm", "median", "over LoRA"):
-        made.add_column(head)
+    made = bare_table("arm", "median", "over LoRA", title=title)
     for name, ms in row["milliseconds"].items():
         made.add_row(name, f"{ms['median']:.3f}", f"{row['over lora'][name]['median']:.3f}")
     return made

@@ -17,7 +17,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.results_file import console, described, write
+from benchmarks.results_file import bare_table, console, described, write
 from benchmarks.traces import replay_parser, scenarios, shortened
 from tlora_fx.simulator.sweep import Scenario, ScenarioResult, run_all
 
@@ -84,9 +84,8 @@ def variant(scenario: Scenario, seconds: float | None, seed: int) -> Scenario:
 
 def table(traces: dict[str, Any]) -> Table:
     """One trace a row."""
-    made = Table(box=None, pad_edge=False)
-    for head in ("trace", "throughput", "completion", "shared: without", "with", "joins", "moves"):
-        made.add_column(head, justify="left" if head == "trace" else "right")
+    heads = ("trace", "throughput", "completion", "shared: without", "with", "joins", "moves")
+    made = bare_table(*heads)
     for name, told in traces.items():
         ratios = [told["ratios"][key].get("mean", 1.0) for key in RATIOS[:2]]
         made.add_row(

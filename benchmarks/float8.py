@@ -35,7 +35,7 @@ from torch import Tensor
 
 from benchmarks.arguments import parser_of
 from benchmarks.interleaved import Runner, Spread, captured, eager, interleave
-from benchmarks.results_file import console, described, write
+from benchmarks.results_file import bare_table, console, described, write
 from benchmarks.step_mixes import Shape
 from tlora_fx.ops.float8 import CODES, LARGEST, float8_rows
 
@@ -300,9 +300,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _table(row: dict[str, Any]) -> Table:
-    made = Table(title=f"{row['tokens']} tokens: ms a layer", box=None, title_justify="left")
-    for head in ("arm", "forward", "input gradient", "of bfloat16's"):
-        made.add_column(head)
+    title = f"{row['tokens']} tokens: ms a layer"
+    made = bare_table("arm", "forward", "input gradient", "of bfloat16's", title=title)
     parts = row["forward"], row["input gradient"]
     whole = {name: sum(part[name]["median"] for part in parts) for name in parts[0]}
     for name, total in whole.items():

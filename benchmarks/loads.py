@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.results_file import console, described, write
+from benchmarks.results_file import bare_table, console, described, write
 from benchmarks.traces import replay_parser, replayed, scenarios, shortened, told_all
 from tlora_fx.simulator.comparison import PAPER_COMPLETION, PAPER_THROUGHPUT
 from tlora_fx.simulator.figures import Series, lines
@@ -71,14 +71,13 @@ def points(traces: dict[str, Any]) -> list[dict[str, Any]]:
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
     """A point a row."""
-    made = Table(box=None, pad_edge=False)
-    for head in ("trace", "GPUs", "load", "against", "throughput", "completion"):
-        made.add_column(head)
+    heads = ("trace", "against", "GPUs", "load", "throughput", "completion")
+    made = bare_table(*heads, texts=2)
     for one in found:
         gains = (
             "{:.2f} ({:.2f}–{:.2f})".format(*one[metric]) for metric in ("throughput", "completion")
         )
-        where = (one["trace"], str(one["gpus"]), f"{one['load']:.2f}", one["baseline"])
+        where = (one["trace"], one["baseline"], str(one["gpus"]), f"{one['load']:.2f}")
         made.add_row(*where, *gains)
     return made
 

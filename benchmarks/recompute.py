@@ -30,12 +30,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.arguments import parser_of
 from benchmarks.interleaved import Spread, ratios, turns
-from benchmarks.results_file import console, described, write
+from benchmarks.results_file import bare_table, console, described, write
 from benchmarks.step import AT_ONCE, GIB, WARM_UP, shape_of
 from benchmarks.step_arms import ROUNDING_BOUND, Made, Ours, apart_of, stirred
 from benchmarks.step_mixes import RANKS, Mix
@@ -191,9 +190,8 @@ def bound_of(arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def show(arms: dict[str, dict[str, Any]], out: Console) -> None:
     """A line an arm."""
-    table = Table(box=None, pad_edge=False)
-    for head in ("arm", "ms", "time", "least..most", "peak GiB", "peak", "gradients off"):
-        table.add_column(head)
+    heads = ("arm", "ms", "time", "least..most", "peak GiB", "peak", "gradients off")
+    table = bare_table(*heads)
     for name, arm in arms.items():
         ratio = arm["time_ratio"]
         table.add_row(

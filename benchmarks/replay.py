@@ -20,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.arguments import parser_of
-from benchmarks.results_file import console, described, write
+from benchmarks.results_file import bare_table, console, described, write
 from benchmarks.synthetic_roofline import SyntheticEstimator
 from tlora_fx.cost.estimator import Estimator, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster
@@ -130,20 +130,11 @@ def alone(case: Case) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """For the terminal."""
-    shown = Table(title="replays of synthetic AcmeTrace jobs, CPU time of one process")
-    for name in (
-        "policy",
-        "jobs",
-        "minutes",
-        "ms a job",
-        "engine",
-        "decisions",
-        "decision ms mean / p99",
-        "GiB",
-        "days replayed",
-        "most waiting",
-    ):
-        shown.add_column(name, justify="left" if name == "policy" else "right")
+    shown = bare_table(
+        "policy", "jobs", "minutes", "ms a job", "engine", "decisions", "decision ms mean / p99",
+        "GiB", "days replayed", "most waiting",
+        title="replays of synthetic AcmeTrace jobs, CPU time of one process",
+    )  # fmt: skip
     for row in rows:
         shown.add_row(
             row["policy"],

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 import tlora_fx
 
@@ -101,3 +102,14 @@ def write(path: Path, found: dict[str, Any]) -> None:
 def console() -> Console:
     """A terminal as wide as it is, or wide enough for the tables."""
     return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
+def bare_table(*heads: str, title: str | None = None, texts: int = 1) -> Table:
+    """A table without lines, because logs are cut by characters.
+
+    texts   columns of text, the first ones; the others hold numbers, which stand to the right
+    """
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="left" if number < texts else "right")
+    return table

@@ -39,12 +39,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 from benchmarks.arguments import parser_of
 from benchmarks.interleaved import Spread, turns
 from benchmarks.kernel_times import busy, profiled, table
-from benchmarks.results_file import console, described, write
+from benchmarks.results_file import bare_table, console, described, write
 from benchmarks.step_arms import ARMS, Arm, Made, Ours, require_gradients
 from benchmarks.step_mixes import EXPERTS, MIXES, RANKS, Mix, Mixture, Qwen3, Shape
 from benchmarks.step_profile import CLASSES, classes
@@ -200,17 +199,15 @@ def _tflops(mix: Mix, shape: Shape, milliseconds: float) -> float:
 
 def show(mix: Mix, shape: Shape, found: Mapping[str, Found], out: Console) -> None:
     """A line an arm, then the classes of what was profiled."""
-    made = _table(f"{mix.name}: {mix.tokens} tokens")
-    for head in ("arm", "ms", "least..most", "TFLOP/s", "tokens/s", "GiB above rest"):
-        made.add_column(head)
+    heads = ("arm", "ms", "least..most", "TFLOP/s", "tokens/s", "GiB above rest")
+    made = bare_table(*heads, title=f"{mix.name}: {mix.tokens} tokens")
     for name, one in found.items():
         made.add_row(name, *_cells(mix, shape, one))
     out.print(made)
     taken = {name: one for name, one in found.items() if one.classes}
     if taken:
-        parts = _table(f"{mix.name}: milliseconds on the GPU by class of kernel")
-        for head in ("class", *taken):
-            parts.add_column(head)
+        title = f"{mix.name}: milliseconds on the GPU by class of kernel"
+        parts = bare_table("class", *taken, title=title)
         for kind in CLASSES:
             parts.add_row(kind, *(f"{one.classes[kind]:.1f}" for one in taken.values()))
         out.print(parts)
@@ -223,10 +220,6 @@ def _cells(mix: Mix, shape: Shape, found: Found) -> Iterator[str]:
     yield f"{_tflops(mix, shape, spread.median):g}"
     yield f"{mix.tokens / spread.median * 1e3:.0f}"
     yield f"{found.peak / GIB:.2f}"
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=None, pad_edge=False)
 
 
 def shape_of(given: argparse.Namespace) -> Shape:

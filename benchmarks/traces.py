@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.arguments import parser_of
 from benchmarks.reasons import offered_load, reasons
-from benchmarks.results_file import console, described, write
+from benchmarks.results_file import bare_table, console, described, write
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.simulator.comparison import (
     BASELINES,
@@ -107,14 +107,12 @@ def told(report: Report) -> dict[str, Any]:
 
 def table(reports: dict[str, Report]) -> Table:
     """Ratios of each trace, one baseline a row."""
-    made = Table(box=None, pad_edge=False)
-    for head in ("trace", "load", "against", "throughput", "completion"):
-        made.add_column(head)
+    made = bare_table("trace", "against", "load", "throughput", "completion", texts=2)
     for name, report in reports.items():
         load = offered_load(next(iter(report.policies["tlora"])))
         for one in report.ratios:
             ratios = (ratio_text(one.throughput), ratio_text(one.completion))
-            made.add_row(name, f"{load:.2f}", one.baseline, *ratios)
+            made.add_row(name, one.baseline, f"{load:.2f}", *ratios)
     return made
 
 
