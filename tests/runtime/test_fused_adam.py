@@ -17,6 +17,7 @@ from transformers import get_scheduler
 
 from tests.runtime.parameters import job_with, start
 from tlora_fx.config.job import Job
+from tlora_fx.config.job_optimizer import optimizer_arguments, optimizer_class
 from tlora_fx.runtime.optim import optimizer
 from tlora_fx.runtime.optim import optimizer as fused_adam
 from tlora_fx.runtime.optim.optimizer import JobOptimizer
@@ -37,8 +38,8 @@ def of_kind(kind: str) -> Callable[[Job, list[nn.Parameter]], torch.optim.Optimi
     """What makes a job's optimizer with `fused` or `foreach` also on the CPU."""
 
     def make(job: Job, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        one: Any = job.optimizer_class()
-        made: torch.optim.Optimizer = one(groups, **job.optimizer_arguments(), **{kind: True})
+        one: Any = optimizer_class(job)
+        made: torch.optim.Optimizer = one(groups, **optimizer_arguments(job), **{kind: True})
         return made
 
     return make

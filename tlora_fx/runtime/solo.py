@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tlora_fx.config.job import BETA, Job
+from tlora_fx.config.job_optimizer import optimizer_arguments, optimizer_class, own_schedule
 from tlora_fx.errors import OracleError
 from tlora_fx.model.backbone import has_sdpa
 from tlora_fx.numerics.noise import disturbed_embeddings
@@ -523,8 +524,8 @@ def _optimizer(
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     from transformers import get_scheduler
 
-    make: Any = job.optimizer_class()
-    arguments = job.optimizer_arguments()
+    make: Any = optimizer_class(job)
+    arguments = optimizer_arguments(job)
     optimizer: torch.optim.Optimizer
     if job.optim == "lorafa":
         optimizer = _lorafa(job, model, arguments)
@@ -532,7 +533,7 @@ def _optimizer(
         optimizer = _loraplus(job, model, make, arguments)
     else:
         optimizer = make([p for p in model.parameters() if p.requires_grad], **arguments)
-    if (own := job.make_schedule(optimizer, steps)) is not None:
+    if (own := own_schedule(job, optimizer, steps)) is not None:
         return optimizer, own
     schedule = get_scheduler(
         str(job.lr_scheduler_type),

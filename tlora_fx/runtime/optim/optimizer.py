@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from tlora_fx.config.functions import UserFunction
+from tlora_fx.config.job_optimizer import optimizer_arguments, optimizer_class, own_schedule
 from tlora_fx.errors import JobError, OptimizerError, OptimizerStateError
 from tlora_fx.runtime.adapters.starts import (
     FREEZES_A,
@@ -707,8 +708,8 @@ def _known_as(job: Job, param: nn.Parameter) -> nn.Parameter:
 
 
 def _make_optimizer(job: Job, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    arguments = job.optimizer_arguments()
-    make = cast(Any, LoraFA if job.optim in FREEZES_A else job.optimizer_class())
+    arguments = optimizer_arguments(job)
+    make = cast(Any, LoraFA if job.optim in FREEZES_A else optimizer_class(job))
     made: torch.optim.Optimizer
     params = [param for group in groups for param in group["params"]]
     if isinstance(job.optim, UserFunction):
@@ -727,7 +728,7 @@ def _own_optimizer(
     job: Job, make: Callable[..., Any], groups: list[dict[str, Any]], params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """What a class or a function of the user's makes; raises OptimizerError."""
-    arguments, what = job.optimizer_arguments(), f"the optimizer '{job.optim}'"
+    arguments, what = optimizer_arguments(job), f"the optimizer '{job.optim}'"
     with _refused(job, what, arguments, "optim_args", everything=True):
         made = make(groups, **arguments)
         if not isinstance(made, torch.optim.Optimizer):
@@ -795,6 +796,6 @@ def make_schedule(
     title = f"the schedule '{job.lr_scheduler_type}'"
     if isinstance(job.lr_scheduler_type, UserFunction):
         with _refused(job, title, arguments, "lr_scheduler_kwargs", everything=True):
-            return RecordedSchedule(optimizer, lambda own: job.make_schedule(own, steps))
+            return RecordedSchedule(optimizer, lambda own: own_schedule(job, own, steps))
     with _refused(job, title, arguments, "lr_scheduler_kwargs"):
         return lr_schedule(job.lr_scheduler_type, optimizer, job.warmup(steps), steps, arguments)

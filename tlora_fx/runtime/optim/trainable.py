@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tlora_fx.config.functions import UserFunction
+from tlora_fx.config.job_optimizer import optimizer_arguments
 from tlora_fx.errors import OptimizerError
 from tlora_fx.runtime.optim.optimizer import JobOptimizer, make_schedule
 from tlora_fx.runtime.optim.schedules import RecordedSchedule
@@ -68,7 +69,7 @@ def require_trainable(job: Job, steps: int) -> None:
             raise OptimizerError(
                 f"the optimizer '{job.optim}' cannot train with its arguments",
                 job=job.name,
-                found=job.optimizer_arguments(),
+                found=optimizer_arguments(job),
                 reason=reason,
                 help="mend learning_rate, loraplus_lr_ratio, adam_epsilon, weight_decay or "
                 "optim_args",
