@@ -87,12 +87,18 @@ def dump(
         **({} if statistics is None else {f"{STAGES_FOLDER}/{FILE}": statistics.to_json()}),
         **{f"{KERNELS}/{name}": text for name, text in kernels.files.items()},
     }
-    foreign = [name for name in files if (folder / name).exists()]
+    _write(folder, files)
+    return listing
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the files of a dump, by name, in place of those of an earlier one."""
+    there = [name for name in files if (folder / name).exists()]
     # A file called report.txt alone is somebody else's.
-    if foreign and not any(name.startswith("ssm.") for name in foreign):
+    if there and not any(name.startswith("ssm.") for name in there):
         raise DumpNotWritable(
             "a file that is no part of a compiled model would be overwritten",
-            file=folder / foreign[0],
+            file=folder / there[0],
             help="choose another folder with -o, or move the file away",
         )
     try:
@@ -110,7 +116,6 @@ def dump(
             found=error,
             help="choose another folder with -o, or free disk space",
         ) from error
-    return listing
 
 
 def _graph_file(model: SuperModel) -> dict[str, str]:
