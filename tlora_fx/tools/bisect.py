@@ -7,9 +7,6 @@ first bad state, then the first bad number of rewrites of the pass that made it.
 
 from __future__ import annotations
 
-import os
-import shlex
-import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -37,12 +34,12 @@ from tlora_fx.numerics.memory import bytes_needed
 from tlora_fx.numerics.rows import ProbeRows
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
 from tlora_fx.pipeline import Event, GroupPass, Instrument, JobPass, Pipeline, Runner, Verify
+from tlora_fx.tools.check_command import run_check
 
 Verdict = Literal["good", "bad", "skip"]
 Key = tuple[str, str]
 
 WORDS = {"good": "good", "bad": "BAD", "skip": "cannot tell"}
-HOLE = "{}"
 CANNOT_TELL = 125
 SHELLS_OWN = {126: "it may not be executed", 127: "there is no such command"}
 PROGRAM = "program.py"
@@ -395,18 +392,7 @@ class CommandCheck(Check):
         self.command = command
 
     def judge(self, state: PassState, folder: Path) -> Judged:
-        command = self.command.replace(HOLE, shlex.quote(str(folder)))
-        process = subprocess.run(  # noqa: S602  (a check is a shell command, as its user wrote it)
-            command,
-            shell=True,
-            env={**os.environ, STATE: str(folder)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-        output = process.stdout.decode(errors="replace")
-        code = process.returncode
+        command, code, output = run_check(self.command, folder, {STATE: str(folder)})
         if code < 0 or code > CANNOT_TELL:
             raise BisectFails(
                 "the check cannot be run",
