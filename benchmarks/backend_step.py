@@ -186,7 +186,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("autocast", "same"), default="autocast")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.set_defaults(dropout=0.0)  # masks of the backends differ, so no gradients to compare
+    # What `shape_of` asks besides; with dropout the masks of the backends differ.
+    parser.set_defaults(base="llama", dropout=0.0, ranks=())
     return parser.parse_args(arguments)
 
 
