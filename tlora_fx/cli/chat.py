@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from tlora_fx.cli.generation_options import (
-    Device,
     Folder,
     Most,
     Seed,
@@ -16,7 +15,7 @@ from tlora_fx.cli.generation_options import (
     loaded,
     set_seed,
 )
-from tlora_fx.cli.options import TrustRemoteCode
+from tlora_fx.cli.options import Device, TrustRemoteCode
 
 NEW, END = "/new", "/exit"
 

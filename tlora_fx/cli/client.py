@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tlora_fx.cli.options import command_group, takes_options
-from tlora_fx.cli.terminal import Console, echo, print_whole
+from tlora_fx.cli.terminal import Console, bare_table, echo, print_whole
 from tlora_fx.config.paths import is_file
 from tlora_fx.errors import AnswerRefused, ServiceUnreachable, TloraError, UploadRefused
 from tlora_fx.host.environment import AUTHORITY, SERVER, TOKEN
@@ -302,11 +302,7 @@ def ls(
     if plain:
         echo(json.dumps(rows, indent=1))
         return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("job", "state", "step", "loss", "tokens/s", "GPU", "submitted"):
-        table.add_column(title)
+    table = bare_table("job", "state", "step", "loss", "tokens/s", "GPU", "submitted")
     for row in rows:
         shown = (row["loss"], ".4f"), (row["tokens_per_second"], ".0f")
         numbers = ("" if value is None else format(value, form) for value, form in shown)

@@ -68,8 +68,7 @@ def run(
         try:
             data = reader.read(chosen)
         except TloraError as error:
-            notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-            echo(f"{error}{notes}", err=True)
+            echo(error.with_notes(), err=True)
             is_right = False
             continue
         _show(out, data, rows)

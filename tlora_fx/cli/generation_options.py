@@ -24,13 +24,6 @@ Temperature = Annotated[
     float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most likely token.")
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of sampling; has no effect at temperature 0.")]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        help="Device to run on: cpu, cuda, cuda:1, ...; if not given, the first GPU, or the CPU "
-        "if there is no GPU."
-    ),
-]
 
 
 def loaded(

@@ -122,6 +122,13 @@ Load = Annotated[
         "repeatable.",
     ),
 ]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Device to run on: cpu, cuda, cuda:1, ...; if not given, the first GPU, or the CPU "
+        "if there is no GPU."
+    ),
+]
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(

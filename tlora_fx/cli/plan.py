@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from tlora_fx.cli.options import TrustRemoteCode, takes_options
-from tlora_fx.cli.terminal import Console, Working, print_whole
+from tlora_fx.cli.terminal import Console, Working, bare_table, print_whole
 
 if TYPE_CHECKING:
     from tlora_fx.config.job_file import JobFile
@@ -261,10 +261,8 @@ def head(job_file: JobFile, work: Round, plans: PlanSearch, gpus: int, per_node:
 
 def table(plans: PlanSearch, count: int) -> Table:
     """The best plans, one a row; `rows` are the micro-batches of a replica."""
-    rows = Table(box=None, pad_edge=False)
-    for name in ("pp", "dp", "tp", "rows", "ms", "tokens/s", "GiB", *PARTS):
-        rows.add_column(name, justify="right")
-    rows.add_column("plan")
+    numbers = ("pp", "dp", "tp", "rows", "ms", "tokens/s", "GiB", *PARTS)
+    rows = bare_table(*numbers, "plan", right=numbers)
     for candidate in plans.running[:count]:
         rows.add_row(*_cells(candidate, plans.tokens))
     return rows

@@ -59,19 +59,24 @@ def run(
     when, and what the start took. The page is one file that needs no network. It can be written
     while the run goes on.
     """
-    from tlora_fx.errors import ReportNotWritable
     from tlora_fx.runtime.run_view import read_run
 
     path = output or folder / "report.html"
     content = page(folder, read_run(folder), specs_of_run(folder))
+    write(path, content, "the page", "choose another with -o")
+    typer.echo(str(path))
+
+
+def write(path: Path, text: str, what: str, help: str) -> None:
+    """Write what is told of a run into a file; raises ReportNotWritable."""
+    from tlora_fx.errors import ReportNotWritable
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content.encode())
+        replace_file(path, text.encode())
     except OSError as error:
-        raise ReportNotWritable(
-            "the page cannot be written", file=path, found=error, help="choose another with -o"
-        ) from error
-    typer.echo(str(path))
+        what = f"{what} cannot be written"
+        raise ReportNotWritable(what, file=path, found=error, help=help) from error
 
 
 def specs_of_run(folder: Path) -> dict[str, Mapping[str, Any]]:

@@ -22,7 +22,7 @@ from tlora_fx.cli.run_options import (
     placed,
     require_executor,
 )
-from tlora_fx.cli.terminal import Console
+from tlora_fx.cli.terminal import Console, bare_table
 from tlora_fx.errors import JobFolderError
 from tlora_fx.scheduler.formations import Callback, Formation
 from tlora_fx.scheduler.loop import Loop
@@ -97,9 +97,7 @@ def _require_right(options: RunCommandOptions) -> None:
         raise _empty(options.jobs)
     if options.jobs.is_file():
         jobs = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code).jobs
-        early.require_data(jobs)
-        early.require_base(jobs)
-        early.require_hub(jobs)
+        early.require_data_and_base(jobs)
 
 
 def _empty(folder: Path) -> JobFolderError:
@@ -253,10 +251,8 @@ class Page(Callback):
 
 def table(records: Iterable[JobRecord], loop: Loop) -> Table:
     """Jobs, groups, steps, slowdown and state; those that have ended last."""
-    output_table = Table(box=None, pad_edge=False)
-    for title in ("job", "state", "group", "steps", "of", "slowdown"):
-        right = title in ("steps", "of", "slowdown")
-        output_table.add_column(title, justify="right" if right else "left")
+    numbers = ("steps", "of", "slowdown")
+    output_table = bare_table("job", "state", "group", *numbers, right=numbers)
     formations = {name: formation for formation in loop.running.values() for name in formation.jobs}
     for formation in loop.running.values():
         if formation.successor is not None:
@@ -292,10 +288,8 @@ def _place(formation: Formation) -> str:
 
 def summary(records: Iterable[JobRecord], output: Path, *, stopped: bool = False) -> Table:
     """Table of results; jobs that have not ended are `stopped` with their run."""
-    output_table = Table(box=None, pad_edge=False)
-    for title in ("job", "status", "steps", "queued s", "run s", "adapter"):
-        right = title in ("steps", "queued s", "run s")
-        output_table.add_column(title, justify="right" if right else "left")
+    numbers = ("steps", "queued s", "run s")
+    output_table = bare_table("job", "status", *numbers, "adapter", right=numbers)
     for record in records:
         submitted = record.request.submitted
         started, ended = record.first_started, record.ended

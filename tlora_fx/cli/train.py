@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tlora_fx.cli.options import PipelineOptions, takes_options
-from tlora_fx.cli.terminal import Console, print_whole
+from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.host import phases
 from tlora_fx.host.phases import phase
 
@@ -254,7 +254,7 @@ def _require_right(options: TrainOptions) -> Sequence[Job]:
     if options.replan:
         early.require_replannable(resume=options.resume, plan=options.plan)
     require_start(options, jobs)
-    require_data_and_base(jobs)
+    early.require_data_and_base(jobs)
     return jobs
 
 
@@ -278,19 +278,6 @@ def require_start(options: StartOptions, jobs: Sequence[Job]) -> None:
     if options.plan is not None:
         early.require_planner(options.plan)
     _require_cuts(options, jobs)
-
-
-def require_data_and_base(jobs: Sequence[Job], *, weights: bool = True) -> None:
-    """Refuse data or a base that cannot be trained on, by their files, without torch.
-
-    weights   those of the base, too
-    raises    TloraError
-    """
-    from tlora_fx.runtime import early_checks as early
-
-    early.require_data(jobs)
-    (early.require_base if weights else early.require_trainable)(jobs)
-    early.require_hub(jobs)
 
 
 def _require_cuts(options: StartOptions, jobs: Sequence[Job]) -> None:
@@ -637,14 +624,10 @@ def _notes(trainer: Trainer) -> Iterator[str]:
 
 
 def _show(runs: Sequence[JobRun], output: Path) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
     evaluated = any(job.evaluation.last for job in runs)
     titles = ["job", "status", "steps", "tokens", "last loss"]
     titles += ["last evaluation", "best step"] * evaluated
-    for title in (*titles, "adapter"):
-        table.add_column(title, justify="right" if title in ("steps", "tokens") else "left")
+    table = bare_table(*titles, "adapter", right=("steps", "tokens"))
     for job in runs:
         evaluation = (_metrics(job), _best(job)) if evaluated else ()
         table.add_row(

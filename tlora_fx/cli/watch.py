@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from tlora_fx.cli.options import seconds
-from tlora_fx.cli.terminal import Console, print_whole
+from tlora_fx.cli.terminal import Console, bare_table, print_whole
 
 if TYPE_CHECKING:
     from tlora_fx.runtime.run_view import JobView
@@ -66,10 +66,8 @@ def table(jobs: Sequence[JobView], width: int = 200) -> Table:
     """
     names = max(len(job.name) for job in jobs)
     wide = max(8, min(CURVE, width - names - BESIDE))
-    shown = Table(box=None, pad_edge=False)
     numbers = ("step", "loss", "eval loss", "best", "tokens/s", "left")
-    for title in ("job", "status", "step", "losses", *numbers[1:]):
-        shown.add_column(title, justify="right" if title in numbers else "left")
+    shown = bare_table("job", "status", "step", "losses", *numbers[1:], right=numbers)
     for job in jobs:
         shown.add_row(*_row(job, wide))
     return shown

@@ -260,6 +260,17 @@ def require_job_folders(jobs: Sequence[Job], output: Path) -> None:
             )
 
 
+def require_data_and_base(jobs: Sequence[Job], *, weights: bool = True) -> None:
+    """Refuse data or a base that cannot be trained on, by their files.
+
+    weights   those of the base, too
+    raises    TloraError
+    """
+    require_data(jobs)
+    (require_base if weights else require_trainable)(jobs)
+    require_hub(jobs)
+
+
 def require_data(jobs: Sequence[Job]) -> None:
     """Refuse jobs whose data files are not there, are of a type that is not read, or do not fit.
 

@@ -367,8 +367,7 @@ def _ending(error: BaseException) -> Ending:
 def _text(error: BaseException) -> str:
     if not isinstance(error, TloraError):
         return "".join(traceback.format_exception(error)).rstrip()
-    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-    return f"{error}{notes}"
+    return error.with_notes()
 
 
 def _tell(error: BaseException, rank: int) -> None:
