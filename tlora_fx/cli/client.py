@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tlora_fx.cli.options import command_group, takes_options
+from tlora_fx.cli.options import JobFilePath, command_group, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, echo, print_whole
 from tlora_fx.config.paths import is_file
 from tlora_fx.errors import AnswerRefused, ServiceUnreachable, TloraError, UploadRefused
@@ -152,7 +152,7 @@ class Connection:
 @takes_options
 def submit(
     service: ServiceOptions,
-    job_file: Annotated[Path, typer.Argument(help="Job file (YAML).")],
+    job_file: JobFilePath,
     upload: Annotated[
         list[str] | None,
         typer.Option(

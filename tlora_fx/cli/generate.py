@@ -8,19 +8,18 @@ from typing import Annotated
 import typer
 
 from tlora_fx.cli.generation_options import (
-    Folder,
     Most,
     Seed,
     Temperature,
     loaded,
     set_seed,
 )
-from tlora_fx.cli.options import Device, TrustRemoteCode
+from tlora_fx.cli.options import Device, RunOrAdapter, TrustRemoteCode
 from tlora_fx.cli.terminal import echo
 
 
 def run(
-    folder: Folder,
+    folder: RunOrAdapter,
     prompt: Annotated[list[str], typer.Option(help="Text to continue or to answer; repeatable.")],
     job: Annotated[
         list[str] | None,

@@ -13,12 +13,6 @@ from tlora_fx.cli.terminal import Console, Working
 if TYPE_CHECKING:
     from tlora_fx.runtime.generation import AdapterGenerator
 
-Folder = Annotated[
-    Path,
-    typer.Argument(
-        help="Output folder of a run (its -o), or the folder of one adapter, such as a checkpoint."
-    ),
-]
 Most = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")]
 Temperature = Annotated[
     float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most likely token.")

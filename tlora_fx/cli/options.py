@@ -113,6 +113,15 @@ def _plain(kind: Any) -> Any:
     return kind if kind in (int, float, bool, Path) else str
 
 
+JobFilePath = Annotated[Path, typer.Argument(help="Job file (YAML).")]
+RunFolderPath = Annotated[Path, typer.Argument(help="Output folder of a run (its -o).")]
+RunOrAdapter = Annotated[
+    Path,
+    typer.Argument(
+        help="Output folder of a run (its -o), or the folder of one adapter, such as a checkpoint."
+    ),
+]
+MaxRowTokens = Annotated[int, typer.Option(min=2, help="Maximum tokens in one forward pass.")]
 Checks = Literal["none", "structure", "numerics"]
 Load = Annotated[
     list[str] | None,

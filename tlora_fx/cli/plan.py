@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from tlora_fx.cli.options import TrustRemoteCode, takes_options
+from tlora_fx.cli.options import JobFilePath, MaxRowTokens, TrustRemoteCode, takes_options
 from tlora_fx.cli.terminal import Console, Working, bare_table, print_whole
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ NODE = 8
 class PlanOptions:
     """Options of the command line."""
 
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
+    jobs: JobFilePath
     gpus: Annotated[
         int, typer.Option(min=1, help="Number of GPUs to plan for, on all nodes together.")
     ]
@@ -77,9 +77,7 @@ class PlanOptions:
             min=2, help="Length of a sequence, in tokens; if not given, each job's max_length."
         ),
     ] = None
-    max_row_tokens: Annotated[
-        int, typer.Option(min=2, help="Maximum tokens in one forward pass.")
-    ] = MAX_ROW_TOKENS
+    max_row_tokens: MaxRowTokens = MAX_ROW_TOKENS
     allow_estimated: Annotated[
         bool,
         typer.Option(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from tlora_fx.cli.options import RunFolderPath
 from tlora_fx.host.durable import replace_file
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class Drawn(NamedTuple):
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(help="Output folder of a run (its -o).")],
+    folder: RunFolderPath,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", help="HTML file to write; FOLDER/report.html if not given."),

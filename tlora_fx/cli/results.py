@@ -8,9 +8,11 @@ from typing import Annotated
 
 import typer
 
+from tlora_fx.cli.options import RunFolderPath
+
 
 def run(
-    folder: Annotated[Path, typer.Argument(help="Output folder of a run (its -o).")],
+    folder: RunFolderPath,
     csv: Annotated[Path | None, typer.Option(help="CSV file to write the table to.")] = None,
     plain: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import PipelineOptions, seconds
+from tlora_fx.cli.options import MaxRowTokens, PipelineOptions, seconds
 from tlora_fx.errors import RayNotInstalled, RunRefused
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.state import ChangeCosts
@@ -100,9 +100,7 @@ class RunCommandOptions(PipelineOptions):
     save_every: Annotated[
         str, typer.Option(help="Time between checkpoints of a group, such as 60s or 5m.")
     ] = "60s"
-    max_row_tokens: Annotated[
-        int, typer.Option(min=2, help="Maximum tokens in one forward pass.")
-    ] = 16384
+    max_row_tokens: MaxRowTokens = 16384
     compiled: Annotated[
         bool,
         typer.Option(

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import PipelineOptions, takes_options
+from tlora_fx.cli.options import JobFilePath, PipelineOptions, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.host import phases
 from tlora_fx.host.phases import phase
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class StartOptions(PipelineOptions):
     """Options of the command line that decide what a start does until the first step."""
 
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
+    jobs: JobFilePath
     device: Annotated[
         str | None,
         typer.Option(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from tlora_fx.cli.options import Device, PipelineOptions, takes_options
+from tlora_fx.cli.options import Device, JobFilePath, PipelineOptions, takes_options
 from tlora_fx.cli.terminal import Console, Working, print_whole
 from tlora_fx.errors import VerifyError
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 class VerifyOptions(PipelineOptions):
     """Options of the command line."""
 
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
+    jobs: JobFilePath
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train each job for.")] = 20
     device: Device = None
 

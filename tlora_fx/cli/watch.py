@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.live import Live
 from rich.table import Table
 
-from tlora_fx.cli.options import seconds
+from tlora_fx.cli.options import RunFolderPath, seconds
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ ENDED = ("done", "failed", "stopped", "refused", "cancelled")
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(help="Output folder of a run (its -o).")],
+    folder: RunFolderPath,
     every: Annotated[str, typer.Option(help="Time between two updates, such as 1s.")] = "1s",
     once: Annotated[
         bool, typer.Option("--once", help="Print the current state once and exit.")
