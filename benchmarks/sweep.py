@@ -11,10 +11,10 @@ as far as it went in both arms, and the evaluations by which it was judged.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from benchmarks.interleaved import turns
 from benchmarks.results_file import console, described, write
 from tlora_fx import TrainerCallback
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "sweep" / "sweep.py"
+EXAMPLE = "examples.sweep.sweep"
 #: Of losses of the two arms, relative: rows are shared with others there, in float32.
 BOUND = 1e-3
 ARMS = ("to the end", "stopped early")
@@ -69,7 +69,7 @@ class Noting(TrainerCallback):
 
 def train(arm: str, given: argparse.Namespace, output: Path) -> Figures:
     """Train the sweep; its seconds, whole and from the first round on, and what became of jobs."""
-    sweep = _example()
+    sweep: Any = import_module(EXAMPLE)
     jobs = sweep.sweep_jobs(given.data or sweep.DATA, stop_early=arm == ARMS[1])
     noting, begun = Noting(), time.perf_counter()
     runs = sweep.train(jobs, output, device=given.device, callback=noting)
@@ -109,16 +109,6 @@ def compare(whole: Path, stopped: Path) -> Figures:
 def _values(path: Path, kind: str) -> dict[int, float]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return {row["step"]: row[kind] for row in rows if kind in row}
-
-
-def _example() -> Any:
-    """The example as a module."""
-    spec = importlib.util.spec_from_file_location("sweep_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def show(found: Figures) -> None:
