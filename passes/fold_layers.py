@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from tlora_fx.errors import LayersNotChained, NotFoldable, NotOutlinable
-from tlora_fx.ir.graph import PEFT_PREFIX, Block, JobGraph, LayerPlan, TensorRef, under
+from tlora_fx.ir.graph import PEFT_PREFIX, Block, JobGraph, LayerPlan, TensorRef, behind, under
 from tlora_fx.ir.names import block_name
 from tlora_fx.pipeline import JobPass, Numerics, register
 from tlora_fx.rewriting import OutlinedGraph, Rewriter, outline
@@ -155,7 +155,7 @@ def _carried_slots(bodies: dict[str, OutlinedGraph], plan: LayerPlan) -> dict[st
             if source in results and results[source] == before:
                 if carried.setdefault(first, slot) != slot:
                     raise LayersNotChained("layers take the running value at different places")
-            elif source in everything or _depends_on(source, everything):
+            elif not everything.isdisjoint(behind([source], everything.__contains__)):
                 raise LayersNotChained("a layer reads more than the layer before it", layer=layer)
         before = layer
     for layer in plan.traced()[1:]:
@@ -175,19 +175,6 @@ def _require_same_context(
             raise NotFoldable("equal layers are called with different values", layer=layer)
 
 
-def _depends_on(node: fx.Node, sources: set[fx.Node]) -> bool:
-    seen: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source in sources:
-                return True
-            if source not in seen:
-                seen.add(source)
-                stack.append(source)
-    return False
-
-
 def _call_layers(
     root: fx.Graph, plan: LayerPlan, bodies: dict[str, OutlinedGraph], carried: dict[str, int]
 ) -> fx.Graph:
@@ -204,7 +191,6 @@ def _call_layers(
     for node in root.nodes:
         if node not in owner:
             copies[node] = new.node_copy(node, lambda n: copies[n])
-            copies[node].meta = dict(node.meta)
         elif running is None and node.op == "call_function":
             running = _emit_calls(new, copies, plan, bodies, carried)
             copies[last] = running

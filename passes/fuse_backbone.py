@@ -25,6 +25,7 @@ from tlora_fx.ir.graph import (
     GroupGraph,
     JobGraph,
     TensorRef,
+    behind,
     derive,
     is_call,
     output_of,
@@ -535,16 +536,8 @@ def _key(node: fx.Node, stands: dict[fx.Node, fx.Node], side: Side) -> Hashable:
         )
     names = node.meta.get("path", "").split(".")
     path = ".".join(name for name in names if name not in PEFT_INNER)
-    named: Any = lambda n: _Named(id(stands[n]))  # noqa: E731  (fx types map_arg too narrowly)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), named)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), stands.__getitem__)
     return (node.op, str(node.target), path, str(args), str(kwargs))
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """A base node inside an argument list, by identity."""
-
-    number: int
 
 
 def _content(value: Tensor) -> Hashable:
@@ -581,17 +574,11 @@ def _cut_branches(
     anchors: dict[fx.Node, tuple[fx.Node, str]], job: fx.Graph, alignment: Alignment
 ) -> None:
     order = {node: position for position, node in enumerate(job.nodes)}
+    known = {*alignment.twins, *alignment.stands}
     for result, (anchor, site) in sorted(anchors.items(), key=lambda item: order[item[0]]):
         if alignment.twins.get(result) is anchor:
             continue
-        members = {result}
-        stack = [result]
-        while stack:
-            for source in stack.pop().all_input_nodes:
-                known = source in alignment.twins or source in alignment.stands
-                if not known and source not in members:
-                    members.add(source)
-                    stack.append(source)
+        members = {result, *behind(result.all_input_nodes, known.__contains__) - known}
         alignment.branches.append(
             JobBranch(anchor, site, sorted(members, key=order.__getitem__), result)
         )

@@ -24,7 +24,17 @@ from typing import Any
 import torch
 from torch import fx
 
-from tlora_fx.ir.graph import HEAD, LOSS, Block, Form, TensorRef, is_call, placeholders
+from tlora_fx.ir.graph import (
+    HEAD,
+    LOSS,
+    Block,
+    Form,
+    TensorRef,
+    arguments_of,
+    is_call,
+    is_writing,
+    placeholders,
+)
 from tlora_fx.ir.lora_sites import ADD, EXPERTS, LISTED, ONE, SCALE, SEVERAL, lowered_arguments
 from tlora_fx.ops.job_operator import JobOperator, find_operator
 from tlora_fx.passes.token_parallel.rules import MixesTokens, find_rule, rank_of
@@ -216,8 +226,7 @@ class RowWalk:
     def _call(self, node: fx.Node) -> State:
         if is_random(node):
             raise MixesTokens("it draws random numbers that belong to no job")
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
+        if is_writing(node):
             raise MixesTokens("it writes into what it reads")
         if is_call(node, operator.getitem):
             return self._item(node)
@@ -353,7 +362,7 @@ class _Call:
     def __init__(self, walk: RowWalk, node: fx.Node) -> None:
         self.walk, self.node = walk, node
         lowered = is_call(node, ONE, SEVERAL, ADD)
-        self.given = lowered_arguments(node) if lowered else _arguments(node)
+        self.given = lowered_arguments(node) if lowered else arguments_of(node)
 
     def state(self, name: str) -> State:
         """State of an argument."""
@@ -382,15 +391,6 @@ class _Call:
                 good = state == Table(name, "" if name == "keys" else part)
             if self.given.get(name) is not None and not good:
                 raise MixesTokens(f"its {name} is not the row's own table")
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    target: Any = node.target
-    given: dict[str, Any] = {
-        argument.name: value
-        for argument, value in zip(target._schema.arguments, node.args, strict=False)
-    }
-    return {**given, **node.kwargs}
 
 
 def _read(call: _Call) -> State:

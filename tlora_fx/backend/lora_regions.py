@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tlora_fx.backend.sites import GraphRegion, LoraCalls, is_number, tensor_of, value_of
 from tlora_fx.errors import GraphInvalid
-from tlora_fx.ir.graph import GroupGraph, JobGraph, TensorRef, is_call, output_of
+from tlora_fx.ir.graph import GroupGraph, JobGraph, TensorRef, behind, is_call, output_of
 from tlora_fx.ir.lora_sites import ADD, LoweredSite, lowered_site
 from tlora_fx.ir.shapes import fake_like
 from tlora_fx.passes.lower_adapters import LowerAdapters, NoMatch, match_frozen, match_nodes
@@ -176,7 +176,7 @@ def _inputs_of(
 ) -> dict[fx.Node, tuple[str, Lowered]]:
     """What a result is made of; raises GraphInvalid where that is not its adapter, or too much."""
     banks = {s.arguments[name]: lowered for s, lowered in sites for name in ("a", "b")}
-    read = [banks[node] for node in _sources(result) if node in banks]
+    read = [banks[node] for node in behind([result]) if node in banks]
     inputs: dict[fx.Node, tuple[str, Lowered]] = {}
     # Keys of masks are those of a site that drops.
     for site, lowered in sorted(sites, key=lambda pair: not pair[0].arguments["drops"]):
@@ -184,7 +184,8 @@ def _inputs_of(
             nodes = {n: v for n, v in site.arguments.items() if isinstance(v, fx.Node)}
             for name, node in nodes.items():
                 inputs.setdefault(node, (name, lowered))
-    unknown = [n for n in _sources(result, inputs) - set(inputs) if n.op != "call_function"]
+    made_of = behind([result], inputs.__contains__) - set(inputs)
+    unknown = [node for node in made_of if node.op != "call_function"]
     dropped = read.count(own) < len(("a", "b"))
     if not dropped and not unknown:
         return inputs
@@ -197,18 +198,6 @@ def _inputs_of(
         found=", ".join(node.name for node in unknown) if not dropped else None,
         help="this is a defect of the passes in the option `passes`, or they are not for it",
     )
-
-
-def _sources(result: fx.Node, stop: Container[fx.Node] = ()) -> set[fx.Node]:
-    """All nodes that a result is made of, up to some."""
-    seen: set[fx.Node] = set()
-    left = [result]
-    while left:
-        node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            left.extend(() if node in stop else node.all_input_nodes)
-    return seen
 
 
 def _ends(site: LoraCalls) -> tuple[fx.Node, fx.Node]:

@@ -142,7 +142,6 @@ def inline_block(graphs: JobGraph | GroupGraph, call: fx.Node) -> list[fx.Node] 
             continue
         with graphs.root.inserting_before(call):
             copies[node] = graphs.root.node_copy(node, lambda n: copies[n])
-        copies[node].meta = dict(node.meta)
         _make_absolute(copies[node], path)
         new.append(copies[node])
     call.replace_all_uses_with(copies[result])
@@ -181,7 +180,6 @@ class _Copier:
 
     def copy(self, node: fx.Node) -> fx.Node:
         copied = self.body.node_copy(node, self._take)
-        copied.meta = dict(node.meta)
         if self.path:
             _make_relative(copied, self.path)
         self.made[node] = copied

@@ -11,44 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import fx
 
 from tlora_fx.errors import PatternWrong, nearest
-from tlora_fx.ir.graph import TensorRef, is_call, shape_of
+from tlora_fx.ir.graph import REQUIRED, TensorRef, is_call, parameters_of, shape_of
 from tlora_fx.ir.shapes import shape_text
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten._to_copy.default)
 Captures = Mapping[str, Any]
-# Stands for the default of an argument that must be given.
-REQUIRED: Any = object()
-
-
-@cache
-def parameters_of(target: Any) -> dict[str, Any] | None:
-    """Names and defaults of an operator's arguments, None for a callable without a schema."""
-    schema = getattr(target, "_schema", None)
-    if schema is None:
-        return None
-    return {
-        argument.name: argument.default_value if argument.has_default_value() else REQUIRED
-        for argument in schema.arguments
-    }
-
-
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Arguments of a call, by name, defaults too; "0", "1", … where there is no schema.
-
-    `linear(x, w)`, `linear(x, w, None)` and `linear(x, weight=w)` are alike.
-    """
-    known = parameters_of(node.target)
-    if known is None:
-        return {**{str(index): arg for index, arg in enumerate(node.args)}, **node.kwargs}
-    return {**known, **dict(zip(known, node.args, strict=False)), **node.kwargs}
 
 
 class ArgumentPosition(NamedTuple):

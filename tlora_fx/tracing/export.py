@@ -35,6 +35,7 @@ from tlora_fx.ir.graph import (
     JobGraph,
     LayerPlan,
     TensorRef,
+    arguments_of,
     is_call,
     placeholders,
 )
@@ -482,9 +483,6 @@ def _source_line(stack_trace: str | None) -> str:
 
 
 aten = torch.ops.aten
-#: What conv1d and slice take where a call says nothing, by the arguments' places.
-CONVOLUTION: tuple[Any, ...] = (None, None, None, [1], [0], [1], 1)
-SLICE: tuple[Any, ...] = (None, 0, None, None, 1)
 
 
 def convolve_by_sequence(graph: fx.Graph) -> None:
@@ -504,7 +502,8 @@ def convolve_by_sequence(graph: fx.Graph) -> None:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, row: str, cu_seqlens: fx.Node) -> None:
-    padded, weight, bias, stride, (padding,), (dilation,), groups = _filled(node, CONVOLUTION)
+    given = arguments_of(node)
+    padded, weight, bias, stride, (padding,), (dilation,), groups = given.values()
     x, zeros = _unpadded(padded)
     kernel = weight.meta["val"].shape[-1]
     known = all(isinstance(number, int) for number in (padding, zeros, dilation, kernel))
@@ -538,13 +537,9 @@ def _first(node: fx.Node, row: str) -> Iterator[fx.Node]:
         return
     for user in node.users:
         if is_call(user, aten.slice.Tensor) and _length(user) == row:
-            _, dim, start, _, step = _filled(user, SLICE)
+            _, dim, start, _, step = arguments_of(user).values()
             if dim in (-1, user.meta["val"].dim() - 1) and not start and step == 1:
                 yield user
-
-
-def _filled(node: fx.Node, defaults: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*node.args, *defaults[len(node.args) :])
 
 
 def _length(value: fx.Node) -> str:
