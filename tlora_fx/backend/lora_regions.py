@@ -11,6 +11,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -455,34 +456,14 @@ def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = Fals
     return OpCall(aten.dropout.default, (x, p, True)) if training and p else OpCall(None, (x,))
 
 
-def _add(x: Any, other: Any) -> OpCall:
-    return OpCall(aten.add.Tensor, (x, other))
-
-
 def _mul(x: Any, other: Any) -> OpCall:
     given = (x, other) if isinstance(x, fx.Node) else (other, x)
     return OpCall(aten.mul.Tensor, given)
 
 
-def _matmul(x: Any, other: Any) -> OpCall:
-    return OpCall(aten.matmul.default, (x, other))
-
-
-def _addmm(x: Any, mat1: Any, mat2: Any) -> OpCall:
-    return OpCall(aten.addmm.default, (x, mat1, mat2))
-
-
 def _view(x: Any, *shape: Any) -> OpCall:
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape
     return OpCall(aten.view.default, (x, list(sizes)))
-
-
-def _t(x: Any) -> OpCall:
-    return OpCall(aten.t.default, (x,))
-
-
-def _transpose(x: Any, dim0: int, dim1: int) -> OpCall:
-    return OpCall(aten.transpose.int, (x, dim0, dim1))
 
 
 def _to(x: Any, first: Any = None, *, dtype: Any = None) -> OpCall | None:
@@ -491,30 +472,28 @@ def _to(x: Any, first: Any = None, *, dtype: Any = None) -> OpCall | None:
     return OpCall(aten.to.dtype, (x, dtype)) if isinstance(dtype, torch.dtype) else None
 
 
-def _cast(dtype: torch.dtype) -> Rule:
-    return lambda x: OpCall(aten.to.dtype, (x, dtype))
+def _rules(names: tuple[Any, ...], rule: Rule) -> dict[Any, Rule]:
+    return dict.fromkeys(names, rule)
 
 
 RULES: dict[Any, Rule] = {
     F.linear: _linear,
     F.dropout: _dropout,
-    torch.add: _add,
-    operator.add: _add,
-    "add": _add,
-    torch.mul: _mul,
-    operator.mul: _mul,
-    "mul": _mul,
-    torch.matmul: _matmul,
-    operator.matmul: _matmul,
-    "matmul": _matmul,
-    torch.addmm: _addmm,
-    torch.reshape: _view,
-    "view": _view,
-    "reshape": _view,
-    torch.t: _t,
-    "t": _t,
-    torch.transpose: _transpose,
-    "transpose": _transpose,
+    torch.addmm: lambda x, mat1, mat2: OpCall(aten.addmm.default, (x, mat1, mat2)),
+    **_rules(
+        (torch.add, operator.add, "add"), lambda x, other: OpCall(aten.add.Tensor, (x, other))
+    ),
+    **_rules((torch.mul, operator.mul, "mul"), _mul),
+    **_rules(
+        (torch.matmul, operator.matmul, "matmul"),
+        lambda x, other: OpCall(aten.matmul.default, (x, other)),
+    ),
+    **_rules((torch.reshape, "view", "reshape"), _view),
+    **_rules((torch.t, "t"), lambda x: OpCall(aten.t.default, (x,))),
+    **_rules(
+        (torch.transpose, "transpose"),
+        lambda x, dim0, dim1: OpCall(aten.transpose.int, (x, dim0, dim1)),
+    ),
     "to": _to,
-    **{name: _cast(dtype) for name, dtype in CASTS.items()},
+    **{name: partial(_to, dtype=dtype) for name, dtype in CASTS.items()},
 }
