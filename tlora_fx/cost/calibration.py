@@ -20,9 +20,7 @@ from tlora_fx.cost.profile import (
     CollectivePoint,
     LayerPoint,
     LayerProfile,
-    LossPoint,
     Profile,
-    RootPoint,
     name_of,
 )
 from tlora_fx.cost.profile_sources import (
@@ -41,6 +39,7 @@ MAX_RATIO = 1000.0
 UNKNOWN_LINK_GBPS = 25.0
 
 Ratio = Callable[[float], float]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 def sheet_of(
@@ -96,15 +95,15 @@ def calibrated_profile(
         _corrected(gpu, facts.dtype, layer, own(layer.structure), compiled=compiled)
         for layer in roof.layers
     ]
-    both = [_ratio(gpu, facts.dtype, every, name) for name in ("forward", "backward")]
+    both = [_ratio(gpu, facts.dtype, every, direction) for direction in DIRECTIONS]
     return roof.model_copy(
         update={
             "name": name_of(facts.title, gpu.name),
             "source": "calibrated",
             "compiled": compiled,
             "layers": corrected,
-            "root": [_root(one, *both) for one in roof.root],
-            "loss": [_loss(one, *both) for one in roof.loss],
+            "root": [one.scaled(*(ratio(one.tokens) for ratio in both)) for one in roof.root],
+            "loss": [one.scaled(*(ratio(one.targets) for ratio in both)) for one in roof.loss],
             "collectives": [*collectives, *_sends(roof, collectives)],
         }
     )
@@ -119,15 +118,13 @@ def _corrected(
     compiled: bool,
 ) -> LayerProfile:
     """A layer of the roofline, as slow as was measured."""
-    forward = _ratio(gpu, dtype, measured, "forward")
-    backward = _ratio(gpu, dtype, measured, "backward")
+    ratios = [_ratio(gpu, dtype, measured, direction) for direction in DIRECTIONS]
     hosts = _host_ms(measured, "forward_ms"), _host_ms(measured, "backward_ms")
     knows_graphs = any(point.captured for _, point in measured)
     memory = {name: _bytes_ratio(measured, name) for name in BYTES if not compiled}
     points = []
     for point in layer.points:
-        effective = point.tokens / layer.tp
-        slower = point.scaled(forward(effective), backward(effective))
+        slower = point.scaled(*(ratio(point.tokens / layer.tp) for ratio in ratios))
         sizes = {name: getattr(point, name) * ratio for name, ratio in memory.items()}
         slower = slower.model_copy(update=sizes)
         if knows_graphs and point.tokens <= CAPTURED_TOKENS * layer.tp:
@@ -141,12 +138,7 @@ BYTES = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
 
 def _launched(point: LayerPoint, forward_ms: float, backward_ms: float) -> LayerPoint:
     """A point whose times are those of CUDA graphs, with the host's beside them."""
-    graphs = Captured(
-        forward_ms=point.forward_ms,
-        backward_ms=point.backward_ms,
-        first_ms=point.first_ms,
-        frozen_ms=point.frozen_ms,
-    )
+    graphs = Captured(**{name: getattr(point, name) for name in Captured.model_fields})
     hosts = {
         "forward_ms": forward_ms, "frozen_ms": forward_ms,
         "backward_ms": backward_ms, "first_ms": backward_ms,
@@ -201,14 +193,6 @@ def _bytes_ratio(measured: Sequence[tuple[LayerProfile, LayerPoint]], name: str)
         if expected > 0 and getattr(point, name) > 0:
             ratios.append(getattr(point, name) / expected)
     return fmean(ratios) if ratios else 1.0
-
-
-def _root(point: RootPoint, forward: Ratio, backward: Ratio) -> RootPoint:
-    return point.scaled(forward(point.tokens), backward(point.tokens))
-
-
-def _loss(point: LossPoint, forward: Ratio, backward: Ratio) -> LossPoint:
-    return point.scaled(forward(point.targets), backward(point.targets))
 
 
 def _sends(roof: Profile, collectives: Sequence[CollectivePoint]) -> list[CollectivePoint]:

@@ -228,42 +228,24 @@ class ProfileEstimator:
                 )
             require_profile(name, self.profiles[name], self.cluster.gpu, allow_estimated=True)
             facts = self.shapes[name] if name in self.shapes else find_base(name).facts()
-            known = self._bases[name] = Base(
-                facts,
-                self.profiles[name],
-                self.cluster,
-                tp=self.tp or measured(self.profiles[name]),
-                spine=self.spine,
-                fused=self.fused,
-                graphs=self.graphs,
-                nano_batches=self.nano_batches,
-            )
+            known = self._bases[name] = Base(facts, self.profiles[name], self)
         return known
 
 
 class Base:
     """One base on one cluster, ready to be asked."""
 
-    def __init__(
-        self,
-        facts: ModelFacts,
-        profile: Profile,
-        cluster: Cluster,
-        *,
-        tp: Sequence[int],
-        spine: float = SPINE,
-        fused: bool = True,
-        graphs: bool = True,
-        nano_batches: Sequence[int] = (1,),
-    ) -> None:
-        self.tp = tuple(size for size in tp if divides(facts, size))
+    def __init__(self, facts: ModelFacts, profile: Profile, options: ProfileEstimator) -> None:
+        sizes, cluster, fused = options.tp or measured(profile), options.cluster, options.fused
+        self.tp = tuple(size for size in sizes if divides(facts, size))
         # Groups' jobs may adapt any layer.
         self.cost = CostModel(facts, profile, cluster.gpus_per_node, lowest=0, fused=fused)
         self.clock = self.cost.clock(self.tp)
         # Adapters one after the other read their tables on the host.
-        self.layouts = Layouts(self.cost, cluster, self.tp, spine, captured=fused and graphs)
+        captured = fused and options.graphs
+        self.layouts = Layouts(self.cost, cluster, self.tp, options.spine, captured=captured)
         self.sites = Sites(self.cost, self.tp)
-        self.nano_batches = [count for count in nano_batches if count > 1]
+        self.nano_batches = [count for count in options.nano_batches if count > 1]
         self._whole = Stage(range(len(facts.layers)))
         self.usable_bytes, self.peak_flops = usable_bytes(profile), _peak(profile, facts.dtype)
         self._least, self._each, self._longest = self._bound()

@@ -37,9 +37,9 @@ def facts_of(model: SuperModel) -> ModelFacts:
     layers = tuple(_layer(group, path) for path in model.layer_order())
     root = _base_tensors(group.root)
     head = _base_tensors(group.blocks[HEAD].graph) if HEAD in group.blocks else {}
-    outside = [_trained(group.root, group, "", ())]
+    outside = [_trained(group.root, group)]
     if HEAD in group.blocks:
-        outside.append(_trained(group.blocks[HEAD].graph, group, "", ()))
+        outside.append(_trained(group.blocks[HEAD].graph, group))
     return ModelFacts(
         title=model.backbone.title,
         dtype=str(model.backbone.dtype).removeprefix("torch."),
@@ -99,7 +99,7 @@ def _layer(group: GroupGraph, path: str) -> LayerFacts:
         matrices=matrices,
         attention=attention,
         sites=sites,
-        trained=_trained(graph, group, path, sites),
+        trained=_trained(graph, group, sites),
     )
 
 
@@ -161,7 +161,7 @@ def _tail_bytes(site: SiteFacts, itemsize: int) -> int:
 
 
 def _trained(
-    graph: fx.Graph, group: GroupGraph, layer: str, sites: Iterable[SiteFacts]
+    graph: fx.Graph, group: GroupGraph, sites: Iterable[SiteFacts] = ()
 ) -> tuple[int, ...]:
     """Numbers that each job trains in a graph, in shared operators or in branches of its own."""
     found = Counter[str]()

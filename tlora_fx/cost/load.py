@@ -317,14 +317,6 @@ def require_demands(demands: Array, gpus: Array) -> None:
     if not len(demands):
         return
     # A comparison with NaN is false.
-    if (
-        demands.min() >= 0
-        and demands.max() < np.inf
-        and demands[:, _DIVISORS].min() > 0
-        and gpus.min() >= 1
-        and gpus.max() < np.inf
-    ):
-        return
     bad = ~((demands >= 0) & (demands < np.inf))
     bad[:, _DIVISORS] |= demands[:, _DIVISORS] == 0
     if bad.any():
@@ -337,14 +329,14 @@ def require_demands(demands: Array, gpus: Array) -> None:
             found=demands[group, column],
             help="check the numbers of the job or of the trace that the demand comes from",
         )
-    [group] = np.flatnonzero(~((gpus >= 1) & (gpus < np.inf)))[:1]
-    raise DemandWrong(
-        "no step time can be estimated for this number of GPUs",
-        group=int(group),
-        expected="a finite number of at least 1",
-        found=gpus[group],
-        help="check the GPUs that the job asks for",
-    )
+    for index in np.flatnonzero(~((gpus >= 1) & (gpus < np.inf))):
+        raise DemandWrong(
+            "no step time can be estimated for this number of GPUs",
+            group=int(index),
+            expected="a finite number of at least 1",
+            found=gpus[index],
+            help="check the GPUs that the job asks for",
+        )
 
 
 def demand_of(
