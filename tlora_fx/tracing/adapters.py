@@ -564,6 +564,8 @@ def wrap_with_peft(model: nn.Module, config: PeftConfig, adapter_dtype: str) -> 
     """
     from peft import get_peft_model
 
+    if not hasattr(model, "prepare_inputs_for_generation"):
+        config.task_type = None  # PEFT's class for language models wants to generate
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped: Any = get_peft_model(

@@ -8,7 +8,6 @@ line, and holds no submodules: regions that only switched gradients or autocast 
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -41,14 +40,19 @@ from tlora_fx.ir.graph import (
 )
 from tlora_fx.ir.shapes import fake_like, fake_mode_of, give_value
 from tlora_fx.model.backbone import Backbone
-from tlora_fx.tracing.adapters import check_wrapped, layer_signature, make_traceable
+from tlora_fx.tracing.adapters import (
+    check_wrapped,
+    layer_signature,
+    make_traceable,
+    wrap_with_peft,
+)
 from tlora_fx.tracing.attention import packed_implementation, register
 from tlora_fx.tracing.experts import use_expert_products
 from tlora_fx.tracing.layer_calls import LayerCalls
 from tlora_fx.tracing.layers import plan_layers, pruned_copy
 from tlora_fx.tracing.positions import counts_positions
 from tlora_fx.tracing.refusals import DETAIL, model_line, require_no_reads, words_of
-from tlora_fx.tracing.row_export import TracedRow, accepts, accepts_positions, export_row
+from tlora_fx.tracing.row_export import TracedRow, accepts, export_row
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -152,7 +156,8 @@ def _trace(
     config: LoraConfig | None = None,
 ) -> JobGraph:
     model, index_read, calls = pruned_copy(backbone, plan)
-    counts = form == "packed" and accepts_positions(model) and _counts_positions(backbone, plan)
+    placed = accepts(model, "position_ids")
+    counts = form == "packed" and placed and _counts_positions(backbone, plan)
     masked = backbone.is_encoder and accepts(model, "attention_mask")
     if form == "packed":
         _use_packed_attention(model, subject)
@@ -246,7 +251,7 @@ def _finer_plan(
 
 def _use_packed_attention(model: nn.Module, subject: str) -> None:
     register()
-    if not accepts_positions(model):
+    if not accepts(model, "position_ids"):
         raise BaseNotTraceable(
             f"the model of {subject} takes no position_ids, so its rows cannot be packed",
             found=f"{type(model).__name__}.forward",
@@ -284,27 +289,17 @@ def _require_memory(model: nn.Module, job: Job, config: LoraConfig) -> None:
 
 def _wrap(model: nn.Module, job: Job, config: LoraConfig, backbone: Backbone) -> nn.Module:
     """PEFT's own wrapping; what the job trains of the base itself becomes the job's own tensor."""
-    from peft import get_peft_model
-
     _require_memory(model, job, config)
-    if not hasattr(model, "prepare_inputs_for_generation"):
-        config.task_type = None  # PEFT's class for language models wants to generate
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            wrapped = get_peft_model(
-                model,
-                config,
-                autocast_adapter_dtype=job.adapter_dtype == "float32",
-            )
-        except (ValueError, TypeError) as error:
-            raise JobError(
-                f"PEFT refuses the fields of {kind_of(job.lora_fields)} on this base",
-                job=job.name,
-                base=backbone.title,
-                found=error,
-                help="name other linear modules in lora.target_modules",
-            ) from error
+    try:
+        wrapped = wrap_with_peft(model, config, job.adapter_dtype)
+    except (ValueError, TypeError) as error:
+        raise JobError(
+            f"PEFT refuses the fields of {kind_of(job.lora_fields)} on this base",
+            job=job.name,
+            base=backbone.title,
+            found=error,
+            help="name other linear modules in lora.target_modules",
+        ) from error
     wrapped.train()
     make_traceable(wrapped)
     for module in wrapped.modules():
