@@ -22,6 +22,7 @@ from tlora_fx.cost.load import (
     Array,
     Demand,
     Mask,
+    Rows,
     is_small,
     require_demands,
 )
@@ -367,7 +368,6 @@ class Base:
             parts = rows.split(nano)
         terms = self.clock.row_terms(rows, tp, links, parts, nano)
         if sharded:
-            small = rows.split(np.maximum(1.0, rows.tokens // HOST_BOUND_TOKENS))
             there, back = self.clock.stage_ms(
                 replace(rows, launched=rows.launched | ~links.copies),
                 tp,
@@ -375,7 +375,7 @@ class Base:
                 self._whole,
                 parts=parts,
                 nano=nano,
-                sharding=Sharding(replace(small, launched=np.ones_like(small.launched))),
+                sharding=_sharding(rows),
             )
             terms["gathers"] = there + back - total(terms)
         return {name: pairs.count * values for name, values in terms.items()}
@@ -467,13 +467,12 @@ class Base:
             part=tokens / pairs.of_group("tokens"),
         )
         links = self._links(pairs, "comm", *(["gather"] if sharded else []))
-        small = rows.split(np.maximum(1.0, tokens // HOST_BOUND_TOKENS)) if sharded else None
         return self.clock.stage_ms(
             rows,
             self.layouts.tp[pairs.layout],
             links,
             self._whole,
-            sharding=None if small is None else Sharding(small),
+            sharding=_sharding(rows) if sharded else None,
         )[0]
 
     def _links(self, pairs: Pairs, *names: str) -> Links:
@@ -519,6 +518,12 @@ class Base:
         least = facts.base_bytes + len(facts.layers) * tail
         least += sum(start for start, _ in (*lines, *loss))
         return least, each, sum(rise for _, rise in lines) + 2.0 * self.cost.hidden_bytes
+
+
+def _sharding(rows: Rows) -> Sharding:
+    """What the host takes to launch layers, by rows so small that it is slower."""
+    small = rows.split(np.maximum(1.0, rows.tokens // HOST_BOUND_TOKENS))
+    return Sharding(replace(small, launched=np.ones_like(small.launched)))
 
 
 @dataclass(frozen=True, slots=True)
