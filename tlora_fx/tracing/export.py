@@ -417,23 +417,20 @@ class _Importer:
             tensor = _get(module, target)
             if tensor.is_meta:
                 raise _without_value(node) from None
-            name = self._constant(tensor.detach())
-            return TensorRef("constant", name, tuple(tensor.shape), tensor.dtype)
+            return self._constant(tensor.detach())
         canonical = self.base_names.get(id(tensor))
         if canonical is None and not isinstance(tensor, nn.Parameter) and not tensor.is_meta:
-            name = self._constant(tensor.detach())
-            return TensorRef("constant", name, tuple(tensor.shape), tensor.dtype)
+            return self._constant(tensor.detach())
         owner = "base" if canonical else "job"
         return TensorRef(owner, canonical or name, tuple(tensor.shape), tensor.dtype)  # type: ignore[arg-type]
 
-    def _constant(self, value: Tensor) -> str:
-        """The name of a lifted constant, the same for equal ones."""
-        for name, known in self.constants.items():
-            if known.dtype == value.dtype and torch.equal(known, value):
-                return name
-        name = f"constant_{len(self.constants)}"
-        self.constants[name] = value
-        return name
+    def _constant(self, value: Tensor) -> TensorRef:
+        """A lifted constant, the same for equal ones."""
+        alike = (name for name, known in self.constants.items()
+                 if known.dtype == value.dtype and torch.equal(known, value))  # fmt: skip
+        name = next(alike, f"constant_{len(self.constants)}")
+        self.constants.setdefault(name, value)
+        return TensorRef("constant", name, tuple(value.shape), value.dtype)
 
     def _add(self, copied: fx.Node, node: fx.Node) -> fx.Node:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
@@ -458,9 +455,7 @@ def _without_value(node: fx.Node) -> BaseNotTraceable:
 
 
 def _get(module: nn.Module, target: str) -> Tensor:
-    value: Any = module
-    for name in target.split("."):
-        value = getattr(value, name)
+    value: Any = operator.attrgetter(target)(module)
     assert isinstance(value, Tensor)
     return value
 
