@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -50,14 +50,6 @@ class Load:
     def total(self) -> int:
         """Tokens of all jobs."""
         return sum(self.tokens)
-
-    def __add__(self, other: Load) -> Load:
-        return Load(
-            tuple(a + b for a, b in zip(self.tokens, other.tokens, strict=True)),
-            self.squares + other.squares,
-            self.sequences + other.sequences,
-            self.targets + other.targets,
-        )
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[Sequence[int]]) -> Load:
@@ -100,8 +92,7 @@ class Round:
     @property
     def load(self) -> Load:
         """Load of all rows together."""
-        first, *rest = (Load.of_lengths(row) for row in self.rows)
-        return sum(rest, first)
+        return Load.of_lengths([[*chain(*own)] for own in zip(*self.rows, strict=True)])
 
     def parts(self, unit: int, square_tokens: float) -> list[Load]:
         """The forwards of a round, cut as `rows.cut_round` cuts them.
