@@ -39,6 +39,8 @@ MAX_RATIO = 1000.0
 UNKNOWN_LINK_GBPS = 25.0
 
 Ratio = Callable[[float], float]
+#: Points, each with the layer of the roofline that it is of.
+Measured = Sequence[tuple[LayerProfile, LayerPoint]]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
@@ -110,12 +112,7 @@ def calibrated_profile(
 
 
 def _corrected(
-    gpu: Gpu,
-    dtype: str,
-    layer: LayerProfile,
-    measured: Sequence[tuple[LayerProfile, LayerPoint]],
-    *,
-    compiled: bool,
+    gpu: Gpu, dtype: str, layer: LayerProfile, measured: Measured, *, compiled: bool
 ) -> LayerProfile:
     """A layer of the roofline, as slow as was measured."""
     ratios = [_ratio(gpu, dtype, measured, direction) for direction in DIRECTIONS]
@@ -151,18 +148,13 @@ def _launched(point: LayerPoint, forward_ms: float, backward_ms: float) -> Layer
     return point.model_copy(update={**times, "captured": graphs})
 
 
-def _host_ms(measured: Sequence[tuple[LayerProfile, LayerPoint]], name: str) -> float:
+def _host_ms(measured: Measured, name: str) -> float:
     """What the host takes to launch a layer, where the device waited for it."""
     waited = [getattr(point, name) for _, point in measured if point.waits(name)]
     return float(min(waited, default=0.0))
 
 
-def _ratio(
-    gpu: Gpu,
-    dtype: str,
-    measured: Sequence[tuple[LayerProfile, LayerPoint]],
-    direction: Direction,
-) -> Ratio:
+def _ratio(gpu: Gpu, dtype: str, measured: Measured, direction: Direction) -> Ratio:
     """How many times as long as by the roofline a layer takes on so many tokens."""
     known: dict[float, list[float]] = {}
     for layer, point in measured:
@@ -184,7 +176,7 @@ def _ratio(
     return ratio_at
 
 
-def _bytes_ratio(measured: Sequence[tuple[LayerProfile, LayerPoint]], name: str) -> float:
+def _bytes_ratio(measured: Measured, name: str) -> float:
     """How many times as much as by the roofline a layer keeps, or takes at most."""
     ratios = []
     for layer, point in measured:
