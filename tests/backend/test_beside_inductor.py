@@ -11,12 +11,17 @@ from torch._dynamo.utils import counters
 from tests.backend.models import Lowering, assert_equal_steps, ids, language_model, start, train
 from tests.sampled import sampled
 
-SHAPES = ((2, 7), (3, 11), (1, 5), (2, 13))
+SHAPES = ((2, 7), (3, 11), (2, 13))
 
 
 def lengths(model, runs):
     """Rows of other lengths, with dynamic sizes as torch finds them."""
     return [train(model, runs, ids(*shape)) for shape in SHAPES]
+
+
+def one_line(model, runs):
+    """Among such rows one of a single line, which has a graph of its own."""
+    return [train(model, runs, ids(*shape)) for shape in (*SHAPES[:2], (1, 5), SHAPES[2])]
 
 
 def autocast(model, runs):
@@ -48,6 +53,7 @@ SETTINGS = {
     "autocast": (autocast, 2e-2),
     "checkpointing": (checkpointing, 2e-6),
     "set_adapter": (set_adapter, 2e-6),
+    "one_line": (one_line, 2e-6),
 }
 
 
@@ -60,7 +66,7 @@ def compiled(backend, setting):
     return steps, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("name", sampled(SETTINGS, 4))
+@pytest.mark.parametrize("name", sampled(SETTINGS, 5))
 def test_no_graph_and_no_break_more_than_inductor(name):
     """And numbers equal those of eager mode."""
     setting, bound = SETTINGS[name]
