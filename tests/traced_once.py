@@ -51,8 +51,9 @@ _sites: dict[Hashable, dict[str, AdapterSite]] = {}
 _wrapped: set[Hashable] = set()
 _compared: dict[Hashable, str | None] = {}
 TRACES = "TLORA_FX_TEST_TRACES"
-# Fields of a config that decide how weights are drawn and where texts end, which no graph has.
-IN_NO_GRAPH = frozenset({"initializer_range", "bos_token_id", "eos_token_id"})
+# Fields of a config that decide how weights are drawn and where texts end, which no graph has, and
+# the name of the class that is asked for itself.
+IN_NO_GRAPH = frozenset({"architectures", "bos_token_id", "eos_token_id", "initializer_range"})
 
 
 def install() -> None:
