@@ -49,9 +49,11 @@ LONG = (
     "runtime/sampling/test_sampler.py",
     "tracing/test_trace_cache.py",
     "tracing/test_mixtures.py",
+    "inspect/test_listing.py",
+    "runtime/test_data_starts.py",
+    "training/test_cycle.py",
     "model/test_exported.py",
     "scheduler/test_service.py",
-    "inspect/test_listing.py",
     "numerics/test_probe.py",
     "runtime/test_compilation.py",
     "test_docs.py",
@@ -68,6 +70,10 @@ LONG = (
     "examples/test_grpo.py",
     "graph_file/test_edited.py",
     "backend/test_lowering.py",
+    "examples/test_own_kernel.py",
+    "runtime/test_generation.py",
+    "runtime/test_group_step.py",
+    "scheduler/test_requests.py",
 )
 
 # Folders whose files share compiled models: one worker runs all of them, and compiles once.
