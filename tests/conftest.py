@@ -73,6 +73,8 @@ LONG = (
     "examples/test_own_kernel.py",
     "runtime/test_generation.py",
     "runtime/test_group_step.py",
+    "runtime/test_rewards.py",
+    "runtime/test_trainer.py",
     "scheduler/test_requests.py",
 )
 
