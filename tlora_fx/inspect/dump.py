@@ -22,7 +22,7 @@ from tlora_fx.codegen.spec import DTYPES, MAX_SITES, KernelSpec, Kind
 from tlora_fx.errors import DumpNotWritable, GraphNotStorable, KernelSpecError
 from tlora_fx.graph_file import SUFFIX, graph_text
 from tlora_fx.host.durable import replace_file
-from tlora_fx.inspect.joint import joint_text
+from tlora_fx.inspect.joint import render_joint
 from tlora_fx.inspect.listing import make_listing
 from tlora_fx.inspect.program import make_program
 from tlora_fx.inspect.program_text import render_program
@@ -82,7 +82,7 @@ def dump(
         Listing.FILE: listing.to_json(),
         Program.FILE: program.to_json(),
         **_graph_file(model),
-        **({JOINT: joint} if (joint := joint_text(model.group)) else {}),
+        **({JOINT: render_joint(program.joint)} if program.joint else {}),
         **_stage_files(stages, listing.base.title),
         **({} if statistics is None else {f"{STAGES_FOLDER}/{FILE}": statistics.to_json()}),
         **{f"{KERNELS}/{name}": text for name, text in kernels.files.items()},

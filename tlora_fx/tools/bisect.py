@@ -24,6 +24,8 @@ from tlora_fx.errors import BisectFails, NotFoldable, TloraError
 from tlora_fx.graph_file import Document, from_document, save_graphs, to_document
 from tlora_fx.host.environment import STATE
 from tlora_fx.inspect.instruments import state_source
+from tlora_fx.inspect.joint import joint_entries
+from tlora_fx.inspect.joint_diff import joint_differences
 from tlora_fx.inspect.program import make_program
 from tlora_fx.inspect.schema import Program
 from tlora_fx.inspect.wording import plural
@@ -42,6 +44,7 @@ Verdict = Literal["good", "bad", "skip"]
 Key = tuple[str, str]
 
 WORDS = {"good": "good", "bad": "BAD", "skip": "cannot tell"}
+JOINT_WORDS = {"removed": "gone", "added": "made", "changed": "other arguments"}
 HOLE = "{}"
 CANNOT_TELL = 125
 SHELLS_OWN = {126: "it may not be executed", 127: "there is no such command"}
@@ -510,7 +513,7 @@ def _of(outcome: StepOutcome, jobs: list[str]) -> StepOutcome:
 class Touched:
     """A node that a rewrite touched.
 
-    kind      "gone", "made" or "other arguments"
+    kind      "gone", "made" or "other arguments"; of a joint graph what became of it too
     place     graph and name: "layers_0_3.linear_7", or "job a, linear_7" before jobs are fused
     source    the line of model code, "" where there is none
     """
@@ -526,7 +529,10 @@ class Touched:
 
 
 def touched(before: GroupGraph, after: GroupGraph) -> list[Touched]:
-    """Nodes in which two states differ, by their keys; not those that read what was replaced."""
+    """Nodes in which two states differ, by their keys; not those that read what was replaced.
+
+    Those of joint graphs, which have no keys, are lined up by their order.
+    """
     old, new = dict(_keyed(before)), dict(_keyed(after))
     both = old.keys() & new.keys()
     differences = [_touched("gone", key, *node) for key, node in old.items() if key not in new]
@@ -534,7 +540,12 @@ def touched(before: GroupGraph, after: GroupGraph) -> list[Touched]:
     for key, node in new.items():
         if key in both and _code(key, old[key][1], both) != _code(key, node[1], both):
             differences.append(_touched("other arguments", key, *node))
-    return differences
+    joint = joint_differences(joint_entries(before), joint_entries(after))
+    return differences + [
+        Touched(JOINT_WORDS.get(change.what, change.what), f"{diff.block}.{change.node.id}",
+                change.node.target, "")
+        for diff in joint for change in diff.changes
+    ]  # fmt: skip
 
 
 def lines(nodes: list[Touched]) -> list[str]:
