@@ -225,7 +225,7 @@ def _print(console: Console, lines: list[str], plans: PlanSearch, show: int) -> 
     for line in lines:
         console.print(line, markup=False)
     print_whole(console, table(plans, show))
-    for line in [*LEGEND.splitlines(), *dropped(plans), *idle(plans)]:
+    for line in [*LEGEND.splitlines(), *dropped(plans), *idle(plans), *recomputing(plans)]:
         for part in wrap(line, WIDE, subsequent_indent="    ", break_long_words=False):
             console.print(part, markup=False)
 
@@ -297,6 +297,35 @@ def idle(plans: PlanSearch) -> list[str]:
         f"note: a round has {plans.sequences} sequences for the {mesh.dp} replicas of the first "
         f"plan, so {count} of {mesh.size} GPUs have nothing to do: larger batches would use them, "
         "or fewer GPUs do"
+    )
+    return [note]
+
+
+def recomputing(plans: PlanSearch) -> list[str]:
+    """A note where the best plan keeps a share of what layers keep: its price, and what else is."""
+    best = plans.running[0] if plans.running else None
+    if best is None or not best.plan.recompute_budget:
+        return []
+    without = {"recompute": False, "recompute_budget": 0.0, "estimate": None}
+    alike = {
+        one.plan.recompute_budget if one.plan.recompute else None: one
+        for one in plans.candidates
+        if one.plan.model_copy(update=without) == best.plan.model_copy(update=without)
+    }
+
+    def told(candidate: Candidate) -> str:
+        time, memory, whole = candidate.time, candidate.memory, alike[None].time
+        assert time is not None
+        assert memory is not None
+        assert whole is not None
+        more = time.seconds / whole.seconds - 1
+        return f"{more:+.1%} time, {memory.total / GIB:.1f} GiB"
+
+    budget = best.plan.recompute_budget
+    note = (
+        f"note: layers keep too much for their backward, {alike[None].reason}. The first plan has "
+        f"--recompute-budget {budget:g}: {told(best)}. Whole layers computed again: "
+        f"{told(alike[0.0])}. Prices of budgets are counted from operations, not measured"
     )
     return [note]
 

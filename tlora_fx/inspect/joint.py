@@ -55,7 +55,7 @@ def _entry(group: GroupGraph, block: Block) -> JointEntry:
     from tlora_fx.pipeline.joint_stage import JointStage, stage_of, traced_graph
 
     joint, stage = traced_graph(group, block, TOKENS), stage_of(block)
-    traced = list(_nodes(joint, JointStage(block.name, 1.0, ())))
+    traced = list(joint_nodes(joint, JointStage(block.name, 1.0, ())))
     stage.rewrite(joint.module, joint.results)
     return JointEntry(
         block=block.name,
@@ -63,12 +63,13 @@ def _entry(group: GroupGraph, block: Block) -> JointEntry:
         row=f"{len(group.jobs)} jobs, 2 sequences of {TOKENS} tokens each",
         passes=[text for text, _ in block.joint],
         budget=block.budget,
-        nodes=list(_nodes(joint, stage)),
+        nodes=list(joint_nodes(joint, stage)),
         traced=traced,
     )
 
 
-def _nodes(joint: JointGraph, stage: JointStage) -> Iterator[JointNode]:
+def joint_nodes(joint: JointGraph, stage: JointStage) -> Iterator[JointNode]:
+    """The values of a joint graph with what a stage makes of them; the graph stays as it is."""
     from torch._functorch.partitioners import estimate_runtime
 
     kept, again = _cut(joint, stage)

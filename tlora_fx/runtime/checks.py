@@ -34,6 +34,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import ProbeResult
 from tlora_fx.numerics.probe_cache import probe_loaded_once
 from tlora_fx.planners.auto import device_name
+from tlora_fx.planners.recompute_budgets import price_budget
 from tlora_fx.runtime.clocks import JobClocks
 from tlora_fx.runtime.data.batching import Cutting
 from tlora_fx.runtime.data.samples import JobData, load_job_data
@@ -284,7 +285,9 @@ def check_memory(
     try:
         facts = facts_of(model)
         known = profile or profile_for(facts, device_name(), allow_estimated=False)
-        require_fits(CostModel(facts, known), plan, longest_round(model.jobs, data, max_row_tokens))
+        cost, work = CostModel(facts, known), longest_round(model.jobs, data, max_row_tokens)
+        price_budget(cost, model.group, plan, work)
+        require_fits(cost, plan, work)
     except JobTooLong:
         raise
     except TloraError:
