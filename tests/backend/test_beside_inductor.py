@@ -79,19 +79,24 @@ def test_no_graph_and_no_break_more_than_inductor(name):
 
 @pytest.mark.slow
 def test_what_accelerate_prepared_is_compiled(monkeypatch):
-    """With its autocast inside; numbers equal those without the backend."""
+    """With its autocast inside: equal numbers, no graph and no break more than Inductor's."""
     accelerate = pytest.importorskip("accelerate")
     monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})
     monkeypatch.setattr(accelerate.state.PartialState, "_shared_state", {})
-    steps, backend = [], Lowering()
-    for compiles in (False, True):
+    ours, found = Lowering(), {}
+    for name, backend in (("eager", None), ("theirs", aot_eager), ("ours", ours)):
         torch._dynamo.reset()
+        counters.clear()
         model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(
             language_model("llama")
         )
-        if compiles:
+        if backend is not None:
             model.compile(backend=backend)
-        steps.append(train(model, model, ids(2, 7)))
+        steps = [train(model, model, ids(*shape)) for shape in SHAPES[:2]]
+        breaks = sum(counters["graph_break"].values())
+        found[name] = steps, counters["stats"]["unique_graphs"], breaks
 
-    assert_equal_steps(steps[1], steps[0], 2e-2)
-    assert backend.left == 0 < backend.lowered
+    for step, expected in zip(found["ours"][0], found["eager"][0], strict=True):
+        assert_equal_steps(step, expected, 2e-2)
+    assert found["ours"][1:] == found["theirs"][1:]
+    assert ours.left == 0 < ours.lowered
