@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -107,9 +108,8 @@ def set_adapter(run: Run, arm: str, layers: int, steps: int) -> None:
 
 def accelerate(run: Run, arm: str, layers: int, steps: int) -> None:
     """As accelerate prepares a model for bfloat16, with its optimizer."""
-    from accelerate import Accelerator
-
-    accelerator, model = Accelerator(cpu=True, mixed_precision="bf16"), small_model(layers)
+    library: Any = import_module("accelerate")
+    accelerator, model = library.Accelerator(cpu=True, mixed_precision="bf16"), small_model(layers)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(learning, lr=1e-3))
     if arm != EAGER:
@@ -127,7 +127,8 @@ def sft(run: Run, arm: str, layers: int, steps: int) -> None:
     """TRL's trainer with its defaults: bfloat16 by autocast, checkpointing."""
     from datasets import Dataset
     from transformers import AutoTokenizer, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+
+    trl: Any = import_module("trl")
 
     class Watch(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -142,9 +143,9 @@ def sft(run: Run, arm: str, layers: int, steps: int) -> None:
 
     rows = [{"prompt": f"{n} + {n} = ", "completion": str(2 * n) * (1 + n % 9)} for n in range(64)]
     with tempfile.TemporaryDirectory() as folder:
-        trainer = SFTTrainer(
+        trainer = trl.SFTTrainer(
             small_model(layers),
-            args=SFTConfig(
+            args=trl.SFTConfig(
                 output_dir=folder, max_steps=steps, per_device_train_batch_size=4,
                 learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to=[],
                 use_cpu=True, disable_tqdm=True,
@@ -201,7 +202,7 @@ def measure(trainer: str, given: argparse.Namespace, out: Console) -> dict[str, 
         rounds.append({arm: trained(trainer, arm, given.layers, given.steps) for arm in order})
     first = rounds[0]
     times = {arm: [one[arm].milliseconds for one in rounds] for arm in ARMS}
-    case = {
+    case: dict[str, Any] = {
         "trainer": trainer,
         "arms": {
             arm: {
@@ -245,7 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found |= {"layers": given.layers, "steps": given.steps, "rounds": given.rounds}
     cases = [measure(trainer, given, out) for trainer in given.trainers]
     show(cases, out)
-    write(given.out / f"backend-trainers-{found['date']}.json", found | {"cases": cases})
+    some = "" if len(cases) == len(TRAINERS) else "-".join(given.trainers) + "-"
+    write(given.out / f"backend-trainers-{some}{found['date']}.json", found | {"cases": cases})
     wrong = [fault for case in cases for fault in case["faults"]]
     for fault in wrong:
         out.print(fault)
