@@ -237,7 +237,7 @@ class CommandLog:
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
+        with self._lock, _values_of_sqlite():
             self._base.execute("BEGIN IMMEDIATE")
             try:
                 yield self._base
@@ -248,7 +248,7 @@ class CommandLog:
 
     def _rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
         """Rows as the last change left them."""
-        with self._read_lock:
+        with self._read_lock, _values_of_sqlite():
             return self._reader.execute(sql, values).fetchall()
 
     def tell(self, facts: Mapping[str, Any]) -> None:
@@ -269,7 +269,7 @@ class CommandLog:
         seed, now = f"{user} {key}".encode() if key else secrets.token_bytes(), time.time()
         session = f"s{hashlib.sha256(seed).hexdigest()[:16]}"
         with self._change() as base:
-            row = (session, user, now, now, None, json.dumps(said))
+            row = (session, user, now, now, None, json.dumps(said, ensure_ascii=False))
             base.execute("INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, ?)", row)
         return session
 
@@ -335,7 +335,7 @@ class CommandLog:
             base.execute(
                 "INSERT OR IGNORE INTO models (id, session, user, made, asked, said) "
                 "VALUES (?, ?, ?, ?, ?, ?)",
-                (model, session, user, now, now, json.dumps(said or {})),
+                (model, session, user, now, now, json.dumps(said or {}, ensure_ascii=False)),
             )
             return self._append(base, user, model, 0, kind, body), model
 
@@ -695,6 +695,17 @@ class CommandLog:
             "WHERE session = ?) ORDER BY y.began",
             user, session, session,
         )  # fmt: skip
+
+
+@contextmanager
+def _values_of_sqlite() -> Iterator[None]:
+    """Inside, a text or number that SQLite has no value for is a mistake of who asks."""
+    try:
+        yield
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise RequestRefused(
+            "a request has a text or a number that is none", reason=repr(error)[:200]
+        ) from error
 
 
 def sampler_id(session: str, place: int) -> str:
