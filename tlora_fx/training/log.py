@@ -17,6 +17,7 @@ then repeat, for nobody knows their futures any more.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import secrets
@@ -24,7 +25,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -234,6 +235,17 @@ class CommandLog:
         """Close the file."""
         self._reader.close()
         self._base.close()
+
+    @contextmanager
+    def held(self, ended: threading.Event) -> Iterator[None]:
+        """Inside, nobody else runs commands, or the end has come; a kill of the holder frees it."""
+        with (self.folder / "trainer.lock").open("a") as lock:
+            while not ended.is_set():
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                ended.wait(0.05)
+            yield
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
