@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from tlora_fx.config.base_spec import BaseSpec, DtypeName
+from tlora_fx.host.environment import wants_strict_kernels
 from tlora_fx.training.small_base import NAME, write_small_base
+
+
+def settle_products() -> None:
+    """In strict mode, let MKL round alike wherever its operands lie in memory.
+
+    To be called in a process of its own, before torch computes anything.
+
+    source   oneMKL Developer Guide, Obtaining Numerically Reproducible Results
+    """
+    if wants_strict_kernels():
+        os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 
 @dataclass(frozen=True, slots=True)

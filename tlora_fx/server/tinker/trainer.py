@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from tlora_fx.server.answering import Answering
 from tlora_fx.server.log_lines import log_to_stderr
+from tlora_fx.training.options import settle_products
 
 if TYPE_CHECKING:
     from tlora_fx.training.options import EngineOptions
@@ -44,6 +45,7 @@ def _train(
     options: EngineOptions, bell: Path, log_format: str, sockets: list[socket], parent: Connection
 ) -> None:
     """Train until the parent has ended; it alone hears signals."""
+    settle_products()
     from tlora_fx.training.engine import Engine
     from tlora_fx.training.log import CommandLog
     from tlora_fx.training.process import run_commands
