@@ -100,8 +100,8 @@ class Recipes:
 
     def math(self) -> Figures:
         """Reinforcement learning on sums, with the loss that the service has."""
-        more = ("env=arithmetic", "loss_fn=importance_sampling", "group_size=4", "max_steps=4")
-        more += ("groups_per_batch=8", "max_tokens=4", "lora_rank=8", "eval_every=0")
+        more = ["env=arithmetic", "loss_fn=importance_sampling", "group_size=4", "max_steps=4"]
+        more += ["groups_per_batch=8", "max_tokens=4", "lora_rank=8", "eval_every=0"]
         path = f"log_path={self.folder / 'math'}"
         return self.run(
             "math", "-m", MATH, *self.common, *more, path, metric="env/all/reward/total"
