@@ -224,8 +224,14 @@ def device_named(name: str | None) -> torch.device:
         f"this machine has no device '{wanted}'",
         expected=", ".join(known),
         found=wanted,
-        help="leave --device out: then it is a GPU where there is one",
+        help="leave the device out: then it is a GPU where there is one",
     )
+
+
+def require_device(device: torch.device | str | None) -> None:
+    """Refuse a device that this machine does not have; raises DeviceUnknown."""
+    if device is not None and str(device).partition(":")[0] not in ("cpu", "meta"):
+        device_named(str(device))
 
 
 # A job's state put together from all processes, and cut again for each.

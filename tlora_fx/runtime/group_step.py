@@ -53,7 +53,7 @@ from tlora_fx.runtime.data.batching import (
     rows_of_round,
 )
 from tlora_fx.runtime.data.samples import JobData
-from tlora_fx.runtime.distributed import StateGatherer
+from tlora_fx.runtime.distributed import StateGatherer, require_device
 from tlora_fx.runtime.group_updater import GroupUpdater
 from tlora_fx.runtime.isolation import RoundResult, is_out_of_memory, run_isolated
 from tlora_fx.runtime.member import Member
@@ -148,6 +148,7 @@ class GroupStep:
     runner: RowRunner | ReducingRunner | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        require_device(self.device)
         self.model = prepared(self.model, self.plan)
         self.mesh = mesh_for(self.model, self.plan, self.device or default_device())
         self.device = self.mesh.device
@@ -269,6 +270,7 @@ class GroupStep:
                   loss that is not there or samples that do not fit it; the failure itself where it
                   is no single job's, as OutOfMemory: all gradients are as before the call then
         """
+        _require_dict(batches)
         self._ready()
         given = {
             self.member(name).index: batch if isinstance(batch, Batch) else Batch(batch)
@@ -341,6 +343,7 @@ class GroupStep:
         returns   by job name, of each sample those of its target tokens, [n] each
         raises    StepMisuse as `accumulate` does
         """
+        _require_dict(batches)
         self._ready()
         given = {
             self.member(name).index: Batch(micro, loss="cross_entropy")
@@ -394,6 +397,7 @@ class GroupStep:
                           OptimizerError for hyperparameters that its optimizer does not have;
                           nothing is changed then
         """
+        _require_dict(hyperparameters)
         self._ready()
         members = [self.member(name) for name in hyperparameters]
         for member in members:
@@ -739,6 +743,16 @@ class GroupStep:
     def _ready(self) -> None:
         if self.runner is None:
             self.prepare()
+
+
+def _require_dict(given: object) -> None:
+    """Refuse what is no dict by the jobs' names; raises StepMisuse."""
+    if not isinstance(given, Mapping):
+        raise StepMisuse(
+            "a call takes a dict by the jobs' names",
+            found=type(given).__name__,
+            help="such as accumulate({'a': [[sample]]}) and apply({'a': {}})",
+        )
 
 
 def default_device() -> str:
