@@ -119,6 +119,12 @@ def unusual(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: in
             yield f"job '{job.name}': fields of its adapter folder are unknown and empty: {names}"
         if job.eval_steps is not None and job.eval_strategy == "no":
             yield f"job '{job.name}': eval_steps without eval_data or eval_split: no evaluation"
+        steps = data[job.name].steps
+        if (warmup := job.warmup(steps)) >= steps and job.lr_scheduler_type != "constant":
+            yield (
+                f"job '{job.name}': {warmup} steps of warmup, and {steps} in all: learning_rate "
+                "is never reached"
+            )
         longest = int(max(data[job.name].lengths, default=0))
         if longest > max_row_tokens:
             yield (
