@@ -50,9 +50,9 @@ def run(
     Prints one line for each answer: job, prompt, answer. The base model is loaded as for training,
     and PEFT applies the adapters.
     """
+    generator = loaded(folder, job, device, trusted=trust_remote_code)
     from tlora_fx.runtime.generation import SamplingOptions
 
-    generator = loaded(folder, job, device, trusted=trust_remote_code)
     asked = [(name, text) for text in prompt for name in generator.adapters]
     questions = [generator.ask(name, text, chat=chat) for name, text in asked]
     set_seed(seed)

@@ -41,12 +41,14 @@ def loaded(
     raises    RunFolderError, RemoteCodeRefused, and what loading the base raises
     """
     from tlora_fx.config.job_file import require_trusted
+    from tlora_fx.runtime.early_checks import require_device
     from tlora_fx.runtime.merge import adapter_of, adapters_of, job_of
     from tlora_fx.runtime.run_folder import JOB
 
     folders = {name: adapter_of(folder, name) for name in jobs} if jobs else adapters_of(folder)
     for at in folders.values():
         require_trusted(job_of(at).base, at / JOB, trusted=trusted)
+    require_device(device)
 
     from tlora_fx.runtime.cpu_threads import settle_threads
     from tlora_fx.runtime.distributed import device_named

@@ -162,8 +162,10 @@ class PipelineOptions:
 
         raises    PipelineError
         """
-        from tlora_fx.config.pipeline_text import require_readable
+        from tlora_fx.config.pipeline_text import require_extension, require_readable
 
+        for extension in self.load or ():
+            require_extension(extension)
         if not self.load:
             require_readable(self.pipeline, self.add_pass or ())
 

@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 from rich.live import Live
 from rich.table import Table
 
-from tlora_fx.cli.options import seconds, takes_options
+from tlora_fx.cli.options import takes_options
 from tlora_fx.cli.run_options import (
     TURN_SECONDS,
     RunCommandOptions,
     StopSignals,
     placed,
     require_executor,
+    require_output_and_times,
 )
 from tlora_fx.cli.terminal import Console
 from tlora_fx.errors import JobFolderError
@@ -80,19 +81,10 @@ def _require_right(options: RunCommandOptions) -> None:
     options.require_passes()
 
     from tlora_fx.config.job_file import load_job_file
-    from tlora_fx.cost.profile import Profile
     from tlora_fx.runtime import early_checks as early
-    from tlora_fx.runtime.run_folder import LEDGER, RUN_COMMAND_FILES, require_new
 
     early.require_folder(options.jobs)
-    for name in ("horizon", "save_every", "stall", "grace"):
-        if (text := getattr(options, name)) is not None:
-            seconds(text, f"--{name.replace('_', '-')}")
-    for path in options.profile or ():
-        Profile.load(path)
-    begun = options.output is not None and (options.output / LEDGER).exists()
-    if options.output is not None and not begun:
-        require_new(options.output, among=RUN_COMMAND_FILES)
+    begun = require_output_and_times(options)
     if options.until_empty and not begun and not early.job_files(options.jobs):
         raise _empty(options.jobs)
     if options.jobs.is_file():

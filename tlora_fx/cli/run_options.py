@@ -201,6 +201,27 @@ def _absolute(name: str) -> str:
     return f"{Path(source).absolute()}{colon}{attribute}" if colon else name
 
 
+def require_output_and_times(options: RunCommandOptions) -> bool:
+    """Refuse times and profiles that cannot be read, and an output folder of something else.
+
+    returns   whether the output folder holds a run to go on with
+    """
+    from tlora_fx.cost.profile import Profile
+    from tlora_fx.runtime import early_checks as early
+    from tlora_fx.runtime.run_folder import LEDGER, RUN_COMMAND_FILES, require_new
+
+    for name in ("horizon", "save_every", "stall", "grace"):
+        if (text := getattr(options, name)) is not None:
+            seconds(text, f"--{name.replace('_', '-')}")
+    for path in options.profile or ():
+        Profile.load(path)
+    early.require_callbacks(options.callback or ())
+    begun = options.output is not None and (options.output / LEDGER).exists()
+    if options.output is not None and not begun:
+        require_new(options.output, among=RUN_COMMAND_FILES)
+    return begun
+
+
 def require_executor(options: RunCommandOptions) -> None:
     """Refuse names of executors that there are not, and Ray where it is not installed."""
     if options.executor not in EXECUTORS:

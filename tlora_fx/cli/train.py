@@ -251,6 +251,7 @@ def _require_right(options: TrainOptions) -> Sequence[Job]:
     jobs = read_jobs(options)
     early.require_job_folders(jobs, options.output)
     early.require_controller(options.controller)
+    early.require_callbacks(options.callback or ())
     if options.replan:
         early.require_replannable(resume=options.resume, plan=options.plan)
     require_start(options, jobs)
@@ -274,6 +275,7 @@ def require_start(options: StartOptions, jobs: Sequence[Job]) -> None:
     """
     from tlora_fx.runtime import early_checks as early
 
+    early.require_device(options.device)
     early.require_mesh(options.mesh)
     if options.plan is not None:
         early.require_planner(options.plan)

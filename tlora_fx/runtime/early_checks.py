@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -30,7 +31,10 @@ from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import ROOFLINE, known_profiles, same_gpu
 from tlora_fx.errors import (
     BaseNotLoadable,
+    CallbackWrong,
     ControllerWrong,
+    DeviceUnknown,
+    EmptyDataError,
     JobFolderError,
     MeshDoesNotFit,
     NoPlanFits,
@@ -41,7 +45,7 @@ from tlora_fx.errors import (
     nearest,
 )
 from tlora_fx.host.environment import wants_strict_kernels
-from tlora_fx.host.gpus import largest_gpu_bytes
+from tlora_fx.host.gpus import largest_gpu_bytes, visible_gpus
 from tlora_fx.host.memory import total_bytes
 from tlora_fx.runtime.data.encode_data import bad_row
 from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows
@@ -131,6 +135,37 @@ def require_controller(name: str | None) -> None:
         expected=", ".join(CONTROLLERS),
         help=f"did you mean '{near}'?" if near else "'keep-best' is the default",
     )
+
+
+def require_device(name: str | None) -> None:
+    """Refuse a device that no machine has, and a GPU where none can be seen.
+
+    raises    DeviceUnknown
+    """
+    is_gpu = visible_gpus() and re.fullmatch(r"cuda(:\d+)?", name or "")
+    if name in (None, "cpu") or is_gpu:
+        return
+    raise DeviceUnknown(
+        f"this machine has no device '{name}'",
+        expected="cpu, cuda, or cuda:N of a GPU" if visible_gpus() else "cpu",
+        found=name,
+        help="leave the device out: then it is a GPU where there is one",
+    )
+
+
+def require_callbacks(names: Sequence[str]) -> None:
+    """Refuse callbacks of files that are not there; raises CallbackWrong."""
+    for name in names:
+        source, _, attribute = name.rpartition(":")
+        is_missing = source.endswith(".py") and not Path(source).is_file()
+        if is_missing or not source or not attribute:
+            raise CallbackWrong(
+                "a callback cannot be made",
+                callback=name,
+                found=f"no file {source}" if is_missing else "no FILE.py:CLASS",
+                help="write FILE.py:CLASS, a subclass of tlora_fx.TrainerCallback without "
+                "arguments",
+            )
 
 
 def require_mesh(text: str | None) -> None:
@@ -279,7 +314,9 @@ _BY_LINE = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 
 
 def _require_layout(job: Job) -> None:
-    first = read_rows(job.data, job.name, limit=WINDOW)
+    first = [*read_rows(job.data, job.name, limit=WINDOW)]
+    if not first:
+        raise EmptyDataError("the data has no rows", path=job.data.path, job=job.name)
     for row in LaidOutRows(job, first, is_whole=False):
         if row.fields is None and not job.data.skip_bad_rows:
             raise bad_row(job, row.where, row.reason, by_template=False)

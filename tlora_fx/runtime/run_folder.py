@@ -459,8 +459,8 @@ def ask_to_stop(path: Path, job: str) -> None:
 
 #: What `tlora-fx run` keeps of its jobs.
 LEDGER = "ledger.sqlite"
-#: What it may have left before it kept anything.
-RUN_COMMAND_FILES = frozenset({".workers.lock"})
+#: What it and `serve` may have left before they kept anything.
+RUN_COMMAND_FILES = frozenset({".workers.lock", "service"})
 
 
 def require_new(path: Path, *, among: Collection[str] = ()) -> None:
@@ -469,11 +469,12 @@ def require_new(path: Path, *, among: Collection[str] = ()) -> None:
     among     names that may be there
     raises    RunFolderError
     """
-    if path.exists() and not path.is_dir():
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir():
         raise RunFolderError(
             "the output folder cannot be written",
             folder=path,
-            found="a file of that name",
+            found="a file of that name" if there == path else f"{there} is a file",
             help="choose another folder with -o",
         )
     used = [name for name in _used(path) if name not in among]
