@@ -85,6 +85,30 @@ def test_a_job_goes_from_its_file_to_its_adapter(said, tmp_path):
     assert fetched.read_bytes() == b"weights"
 
 
+def test_a_mistake_is_told_with_the_name_that_the_user_gave_the_file(said, tmp_path):
+    """The service knows its text alone."""
+    _, say = said
+    path = tmp_path / "größe.yaml"
+    path.write_text(job_file("a", data="x.jsonl").replace("r: ", "rank: "))
+
+    assert f"file  {path.name}:" in say("submit", path, code=1)
+
+
+def test_a_state_that_no_job_has_is_refused(said):
+    """An empty list would say that no job is in it."""
+    _, say = said
+
+    assert "did you mean 'running'?" in say("ls", "--state", "runing", code=1)
+    assert say("ls", "--state", "running").startswith("job")
+
+
+def test_an_address_without_a_scheme_is_told_how_to_be_written(said):
+    """It is no service that does not run."""
+    _, say = said
+
+    assert "such as http://HOST:8642" in say("ls", "--server", "gpu1:8642", code=1)
+
+
 @pytest.mark.parametrize("called", ["x.jsonl", "./x.jsonl", "data/x.jsonl"])
 @pytest.mark.parametrize("where", ["beside the file", "above it", "elsewhere"])
 @pytest.mark.parametrize("written", ["as the file calls it", "from here", "absolute"])

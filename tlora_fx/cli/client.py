@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tarfile
 import time
 import uuid
@@ -140,11 +141,13 @@ class Connection:
             ) from None
 
     def _unreachable(self, error: Exception) -> ServiceUnreachable:
+        is_address = self.server.startswith(("http://", "https://"))
+        start = "start one with `tlora-fx serve`, or set --server or TLORA_FX_SERVER"
         return ServiceUnreachable(
             "no service answers",
             server=self.server,
             reason=f"{type(error).__name__}: {error}",
-            help="start one with `tlora-fx serve`, or set --server or TLORA_FX_SERVER",
+            help=start if is_address else "write the address in full, such as http://HOST:8642",
         )
 
 
@@ -179,9 +182,18 @@ def submit(
     files = {name: _upload(connection, path) for name, path in there.items()}
     body = json.dumps({"job_file": text, "files": files, "priority": priority})
     headers = {KEY: key or str(uuid.uuid4()), "Content-Type": "application/json"}
-    taken = connection.ask("POST", "submissions", content=body, headers=headers)
+    try:
+        taken = connection.ask("POST", "submissions", content=body, headers=headers)
+    except AnswerRefused as refused:
+        # The service calls every job file the same; its user does not.
+        raise AnswerRefused(_of_file(refused.what, job_file)) from None
     again = " (submitted before)" if taken["replayed"] else ""
     echo(f"submission {taken['submission']}: {', '.join(taken['jobs'])}{again}")
+
+
+def _of_file(text: str, job_file: Path) -> str:
+    """What the service says of a line of a job file, with the file's own name."""
+    return re.sub(r"^(  file +)jobs\.yaml(?=:|$)", rf"\1{job_file.name}", text, flags=re.MULTILINE)
 
 
 # A job file names data relative to its own folder, wherever a command is given. A user names a file

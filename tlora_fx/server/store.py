@@ -148,6 +148,13 @@ class Submission:
     replayed: bool = False
 
 
+#: What `OwnedJob.state` may be.
+STATES = (
+    "received", "queued", "running", "pausing", "paused", "cancelling", "done", "failed", "refused",
+    "cancelled",
+)  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class OwnedJob:
     """A job of the service, as the ledger has it; times are seconds of the run's clock.
