@@ -416,7 +416,7 @@ def arrange(
     plan = everyone.together(lambda: _planned(options, launch, memory, model, data, basis))
     for name, samples in data.items():
         for line in samples.report.lines():
-            bars.console.print(f"{name}: {line}", markup=False)
+            bars.noted(f"{name}: {line}")
     if launch.size > 1:
         bars.console.print(f"plan: {plan.planner} on {plan.mesh}")
     return Arranged(everyone, device, model, data, plan, basis)
