@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -219,6 +220,28 @@ def test_what_cannot_be_served_is_refused_at_once(words, told, tmp_path, capsys)
 
     assert end.value.code == 1
     assert told in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_told_before_torch_is_imported(tmp_path):
+    """Of a new service; the folder is not made."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = ["serve", "-o", str(tmp_path / "run"), "--port", str(taken.getsockname()[1])]
+        code = f"""
+import sys
+from tlora_fx.cli import main
+try:
+    main({words})
+except SystemExit as end:
+    assert end.code == 1
+assert "torch" not in sys.modules
+"""
+        told = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+
+    assert told.returncode == 0, told.stderr
+    assert "it cannot listen there" in told.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_tokens_are_made_listed_and_revoked(tmp_path, capsys):

@@ -175,7 +175,7 @@ def run(options: ServeCommandOptions) -> None:
     policy = policy_of(options.policy)
     require_executor(options)
     options.require_passes()
-    require_output_and_times(options)
+    begun = require_output_and_times(options)
     if options.log_format not in ("text", "json"):
         raise typer.BadParameter("--log-format is text or json")
     options = replace(options, public_url=_public_url(options.public_url))
@@ -185,7 +185,9 @@ def run(options: ServeCommandOptions) -> None:
     for file in (options.tls_cert, options.tls_key):
         if file is not None and not file.is_file():
             raise ServiceRefused("there is no such file", found=file, help="see --tls-cert")
-    _require_port(options)
+    if not begun:
+        # A service that was killed may hold its port a moment longer.
+        _require_port(options)
     options = replace(
         options, output=options.output or Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     )
