@@ -34,8 +34,9 @@ import torch
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.arguments import parser_of
 from benchmarks.interleaved import Runner, Spread, captured, eager, interleave
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.results_file import console, described, write
 from tlora_fx.codegen.spec import Tile
 from tlora_fx.ops import attention
 from tlora_fx.ops.attention import RowKernel, is_batch, row_backward, row_forward
@@ -483,9 +484,7 @@ def _chosen(case: Case, us: dict[str, float], way: str) -> float:
 
 
 def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     usual = [name for name in CASES if name != "tiny" and _model(name) not in HEADS]
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--cases", nargs="+", default=usual, choices=CASES)
@@ -497,8 +496,6 @@ def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--tiles", choices=(*SETS, "chosen"), help="of ours, in place of the case's own"
     )
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     return parser.parse_args(arguments)
 
 

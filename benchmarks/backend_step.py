@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +27,9 @@ from rich.table import Table
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from benchmarks.arguments import parser_of
 from benchmarks.interleaved import Runner, Spread, interleave, ratios
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.results_file import console, described, write
 from benchmarks.step import shape_of
 from benchmarks.step_mixes import SEED, Shape
 
@@ -176,7 +176,7 @@ def show(cases: Sequence[Mapping[str, Any]], out: Console) -> None:
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.backend_step", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1280, 4800])
     parser.add_argument("--lines", type=int, default=8, help="sequences of a batch")
     parser.add_argument("--layers", type=int, default=32)
@@ -186,9 +186,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precision", choices=("autocast", "same"), default="autocast")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
-    parser.set_defaults(dropout=0.0)  # masks of the backends differ, so no gradients to compare
+    # What `shape_of` asks besides; with dropout the masks of the backends differ.
+    parser.set_defaults(base="llama", dropout=0.0, ranks=())
     return parser.parse_args(arguments)
 
 

@@ -8,7 +8,6 @@ of the first one, bit for bit.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -23,7 +22,8 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.arguments import parser_of
+from benchmarks.results_file import console, described, write
 
 JOBS = Path(__file__).parents[1] / "examples" / "quickstart" / "jobs.yaml"
 #: Whole commands beside busy processes over those on idle cores.
@@ -75,11 +75,10 @@ def trained(cache: Path, python: bool) -> tuple[float, list[float], dict[str, li
 
 def main() -> None:
     """Run all, print a table and write the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__, device=False)
     parser.add_argument("--runs", type=int, default=5, help="commands of each state")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--python", action="store_true", help="README's first example")
-    parser.add_argument("--out", type=Path, default=RESULTS / "busy.json")
     given = parser.parse_args()
     states = {"idle": 0, "busy": given.processes}
     seconds: dict[str, list[float]] = {state: [] for state in states}
@@ -107,7 +106,7 @@ def main() -> None:
         of_rounds = ", ".join(f"{value:.2f}" for value in found["round_seconds"][state].values())
         table.add_row(state, ", ".join(f"{value:.1f}" for value in seconds[state]), of_rounds)
     console().print(table, f"busy over idle, by medians: {ratio:.2f} (bound {BOUND})")
-    write(given.out, found)
+    write(given.out / f"busy{'-python' * given.python}-{found['date']}.json", found)
 
 
 def _spread(values: list[float]) -> dict[str, float]:

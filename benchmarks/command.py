@@ -41,6 +41,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.data import byte_level_tokenizer
 from benchmarks.results_file import RESULTS, described, write
 from benchmarks.step_mixes import RANKS, Mix, Shape
 
@@ -102,19 +103,11 @@ def make_base(given: argparse.Namespace) -> None:
     if (base / "tokenizer.json").exists():
         return
     import torch
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoModelForCausalLM
 
     lines = [json.loads(line) for line in given.file.open()]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=min(16000, given.shape.vocabulary),
-        special_tokens=[*SPECIAL.values()],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )
-    tokenizer.train_from_iterator((f"{x['question']}\n{x['answer']}" for x in lines), trainer)
+    texts = (f"{line['question']}\n{line['answer']}" for line in lines)
+    tokenizer = byte_level_tokenizer(texts, min(16000, given.shape.vocabulary), SPECIAL)
     torch.manual_seed(0)
     with torch.device(given.device):
         config = given.shape.config(bos_token_id=0, eos_token_id=1, pad_token_id=2)
@@ -124,8 +117,7 @@ def make_base(given: argparse.Namespace) -> None:
     del model
     if given.device == "cuda":
         torch.cuda.empty_cache()
-    fast: Any = PreTrainedTokenizerFast
-    fast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(base)
+    tokenizer.save_pretrained(base)
 
 
 def fill(given: argparse.Namespace, commands: dict[str, list[str]]) -> None:

@@ -1,4 +1,4 @@
-"""How long compiling takes, and how much memory: `python benchmarks/compile.py`.
+"""How long compiling takes, and how much memory: `python -m benchmarks.compile`.
 
 Each measurement is a fresh process on two cores that imports, compiles on the meta device and ends,
 with caches of its own: empty ones, or those that another process has filled for the same jobs. A
@@ -11,10 +11,8 @@ the least disturbed one counts.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import platform
 import resource
 import statistics
 import subprocess
@@ -23,7 +21,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,9 +31,7 @@ from rich.table import Table
 CORES = 2
 BUSY = 1.15  # wall seconds for each processor second from which a machine counts as busy
 ATTEMPTS = 4
-WIDTH = 110
 RESULTS = Path(__file__).parent / "results"
-PACKAGES = ("tlora-fx", "torch", "transformers", "peft")
 
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
 LLAMA_70B = {"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64}
@@ -181,21 +176,18 @@ def _now() -> tuple[float, float]:
 def spawn(case: Case) -> Run:
     """Measure one case in a fresh process, again while the machine is busy with other work."""
     attempts: list[Run] = []
-    if case.known:
-        with tempfile.TemporaryDirectory() as folder:
-            _run(case, folder)
-            while len(attempts) < ATTEMPTS and not any(run.waiting <= BUSY for run in attempts):
-                attempts.append(_run(case, folder))
-        return min(attempts, key=lambda run: run.waiting)
-    while len(attempts) < ATTEMPTS and not any(run.waiting <= BUSY for run in attempts):
-        with tempfile.TemporaryDirectory() as folder:
-            attempts.append(_run(case, folder))
+    with tempfile.TemporaryDirectory() as filled:
+        if case.known:
+            _run(case, filled)
+        while len(attempts) < ATTEMPTS and not any(run.waiting <= BUSY for run in attempts):
+            with tempfile.TemporaryDirectory() as empty:
+                attempts.append(_run(case, filled if case.known else empty))
     return min(attempts, key=lambda run: run.waiting)
 
 
 def _run(case: Case, caches: str) -> Run:
     """Measure one case in a fresh process whose caches lie in a folder."""
-    command = [sys.executable, __file__, "--measure", case.name]
+    command = [sys.executable, "-m", "benchmarks.compile", "--measure", case.name]
     environment = os.environ | {"TLORA_FX_CACHE": caches}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     if done.returncode:
@@ -252,28 +244,9 @@ def _times(runs: dict[str, list[Run]], clock: str) -> tuple[float, float, float,
     return median(runs[SMALL.name], f"import_{clock}"), small, further, deep / small
 
 
-def hardware() -> dict[str, Any]:
-    """The machine, as far as it matters here."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+def report(runs: dict[str, list[Run]]) -> dict[str, Any]:
+    """Everything that was measured, as a result file has it."""
     return {
-        "cpu": models[0] if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "cores_used": len(os.sched_getaffinity(0)),
-        "memory_gib": round(memory, 1),
-    }
-
-
-def report(runs: dict[str, list[Run]], count: int) -> dict[str, Any]:
-    """Everything that was measured, as JSON."""
-    return {
-        "benchmark": "compile",
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "command": f"python benchmarks/compile.py --runs {count}",
-        "hardware": hardware(),
-        "versions": {"python": platform.python_version()} | {p: version(p) for p in PACKAGES},
         "busy": busy(runs),
         "bounds": [asdict(bound) | {"holds": bound.holds} for bound in bounds(runs)],
         "cases": [
@@ -321,24 +294,24 @@ def main() -> int:
     """Measure all cases; exit status 1 when a bound does not hold."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="processes a case (default 3)")
-    parser.add_argument("--output", type=Path, help="JSON file (default: in benchmarks/results)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     parser.add_argument("--measure", choices=CASES, help="measure one case in this process")
     given = parser.parse_args()
     if given.measure:
         print(json.dumps(asdict(measure(CASES[given.measure]))))
         return 0
+    # A process that measures has imported none of what these import.
+    from benchmarks.results_file import console, described, write
+
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:CORES])
-    console = Console() if sys.stdout.isatty() else Console(width=WIDTH)
+    out = console()
     runs: dict[str, list[Run]] = {name: [] for name in CASES}
     order = [case for _ in range(given.runs) for case in CASES.values()]
-    for case in track(order, "compiling", console=console):
+    for case in track(order, "compiling", console=out):
         runs[case.name].append(spawn(case))
-    show(runs, console)
-    found = report(runs, given.runs)
-    output = given.output or RESULTS / f"compile-{found['date']}.json"
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(found, indent=2) + "\n")
-    console.print(f"written to {output}")
+    show(runs, out)
+    found = described("compile", "cpu") | report(runs)
+    write(given.out / f"compile-{found['date']}.json", found)
     return 0 if all(bound.holds for bound in bounds(runs)) else 1
 
 

@@ -15,9 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -28,9 +26,10 @@ from rich.table import Table
 from torch import Tensor
 
 import tlora_fx
+from benchmarks.arguments import parser_of, shape_of
 from benchmarks.distributed_models import jobs_of
-from benchmarks.results_file import RESULTS, console, described, write
-from benchmarks.rounds import shape_of
+from benchmarks.interleaved import Spread, seconds_of
+from benchmarks.results_file import console, described, write
 from benchmarks.step_mixes import SEED, Shape
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.adapters.files import base_tensors
@@ -134,21 +133,12 @@ def _timed(trainer: Trainer, given: argparse.Namespace) -> Figures:
     with Interrupts() as interrupts:
         for _ in range(WARM_UP):
             trainer._round(interrupts)
-        times = []
-        for _ in range(given.repeats):
-            _synchronize(given.device)
-            started = time.perf_counter()
-            for _ in range(given.rounds):
-                trainer._round(interrupts)
-            _synchronize(given.device)
-            times.append((time.perf_counter() - started) / given.rounds * 1e3)
+        times = [
+            1e3 * seconds_of(lambda: trainer._round(interrupts), given.rounds)
+            for _ in range(given.repeats)
+        ]
         trainer._end.collect()
-    return {"median": statistics.median(times), "least": min(times), "most": max(times)}
-
-
-def _synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    return Spread.of(times).json()
 
 
 def gains(found: Figures) -> dict[int, dict[int, float]]:
@@ -230,24 +220,12 @@ def _text(
 
 
 def _arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=4096)
+    parser = parser_of(__doc__, layers=32)
     parser.add_argument("--jobs", type=int, nargs="*", default=list(JOBS))
     parser.add_argument("--lengths", type=int, nargs="*", default=list(LENGTHS))
-    parser.add_argument(
-        "--max-tokens",
-        "--max-tokens",
-        type=int,
-        default=16384,
-        help="largest round, in tokens; larger ones are left out",
-    )
+    parser.add_argument("--max-tokens", type=int, default=16384, help="of a round that is timed")
     parser.add_argument("--rounds", type=int, default=6, help="rounds that are timed together")
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     parser.add_argument("--draw", type=Path, nargs=2, metavar=("JSON", "SVG"))
     return parser.parse_args(arguments)
 

@@ -27,6 +27,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,10 @@ def main() -> None:
         return
     work.mkdir(parents=True, exist_ok=True)
     rows = write_rows(given.file, work / "rows.jsonl", given.rows)
-    make_tokenizer(given.file, work / "tokenizer")
+    lines = [json.loads(line) for line in given.file.read_text().splitlines()]
+    texts = (line["question"] + line["answer"] for line in lines)
+    tokenizer = byte_level_tokenizer(texts, 16_000, {"bos_token": "<s>", "eos_token": "</s>"})
+    tokenizer.save_pretrained(work / "tokenizer")
     seconds: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
     for _ in range(given.turns):
         for arm in ARMS[: 3 if given.rows else 4]:
@@ -173,8 +177,11 @@ def write_rows(source: Path, path: Path, count: int) -> int:
     return len(pairs)
 
 
-def make_tokenizer(source: Path, folder: Path) -> None:
-    """A byte-level BPE of 16,000 tokens, trained on the file's texts."""
+def byte_level_tokenizer(texts: Iterable[str], size: int, special: dict[str, str]) -> Any:
+    """A byte-level BPE that is trained on texts.
+
+    special   tokens by what transformers calls them, such as eos_token
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -182,14 +189,12 @@ def make_tokenizer(source: Path, folder: Path) -> None:
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=16_000, special_tokens=["<s>", "</s>"], show_progress=False,
+        vocab_size=size, special_tokens=[*special.values()], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
-    model.train_from_iterator((row["question"] + row["answer"] for row in rows), trainer)
-    tokens = {"bos_token": "<s>", "eos_token": "</s>"}
+    model.train_from_iterator(texts, trainer)
     fast: Any = PreTrainedTokenizerFast
-    fast(tokenizer_object=model, **tokens).save_pretrained(folder)
+    return fast(tokenizer_object=model, **special)
 
 
 if __name__ == "__main__":

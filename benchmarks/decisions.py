@@ -20,7 +20,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.results_file import RESULTS, bare_table, console, described, write
 from tlora_fx.cost.estimator import Estimator, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import demand_of
@@ -117,19 +117,10 @@ def main() -> None:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """The rows for a terminal."""
-    drawn = Table(title="One round, seconds of one core", title_justify="left")
-    for column in (
-        "policy",
-        "jobs",
-        "GPUs",
-        "first",
-        "bound",
-        "next",
-        "worst",
-        "evaluations",
-        "/K log2 K",
-    ):
-        drawn.add_column(column, justify="left" if column == "policy" else "right")
+    drawn = bare_table(
+        "policy", "jobs", "GPUs", "first", "bound", "next", "worst", "evaluations", "/K log2 K",
+        title="One round, seconds of one core",
+    )  # fmt: skip
     for row in rows:
         share = row["evaluations_over_k_log2_k"]
         drawn.add_row(

@@ -23,15 +23,15 @@ import argparse
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.arguments import parser_of
 from benchmarks.distributed_cases import CASES
 from benchmarks.distributed_progress import Progress
-from benchmarks.results_file import RESULTS, console, described
+from benchmarks.results_file import console, described
 from benchmarks.step_mixes import Shape
 
 PATIENCE = timedelta(minutes=5)
@@ -53,7 +53,7 @@ def main() -> None:
     out = console() if rank == 0 else None
     found = described("distributed", given.device)
     found |= {"processes": dist.get_world_size(), "rounds": given.rounds, "cases": {}}
-    path = Path(given.out) / f"distributed-{found['date']}.json"
+    path = given.out / f"distributed-{found['date']}.json"
     given.progress = Progress(
         path, found, leader=rank == 0, limit_seconds=given.limit_seconds
     )  # fmt: skip
@@ -101,21 +101,14 @@ def _begin(device: str) -> int:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="torchrun ... -m benchmarks.distributed",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of(__doc__, layers=32)
     parser.add_argument("--cases", default="fsdp,tensor,pipeline,grid")
     parser.add_argument("--tokens", default="16384,4800,1280", help="tokens a GPU")
     parser.add_argument("--micro-tokens", default="1280,4096", help="of pipelines' micro-batches")
     parser.add_argument("--length", type=int, default=160, help="tokens of a sequence")
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--vocabulary", type=int, default=128256)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
         "--arms", default="", help="of fsdp and tensor, between semicolons; all by default"
@@ -130,7 +123,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120, help="of each controller")
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
     parser.add_argument("--profile", default="", help="file to predict from, or a GPU's name")
-    parser.add_argument("--out", default=str(RESULTS), help="folder for the JSON")
     return parser.parse_args()
 
 

@@ -4,30 +4,33 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from benchmarks.distributed_controllers import controllers
+from benchmarks.distributed_grid import grid
 from benchmarks.distributed_models import (
     Planned,
+    Work,
     captured,
     mesh_of,
     planned,
+    planned_for,
     rows_of,
-    slowest,
+    timed,
     weights_of,
 )
-from benchmarks.interleaved import Spread, ratios
+from benchmarks.distributed_pipeline import pipeline, stages
+from benchmarks.interleaved import Spread, ratios, synchronize
 from benchmarks.step_mixes import Shape
 from tlora_fx.cost.model_facts import CAPTURED_TOKENS
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.host.environment import PEER_COPIES
 
-Work = Callable[[], object]
 GIB = 2**30
 WARM_UP = 3
 FSDP_BOUNDS = {16384: 0.97, 4800: 0.90, 1280: 0.75}
@@ -35,25 +38,6 @@ TENSOR_BOUND, TENSOR_GPUS = 2.2, 4
 AS_GRAPHS = ", as graphs"
 #: Each arm's graphs keep a row's activations: more of them have no memory beside launched arms.
 REPLAYED = ("replicated", "fsdp")
-
-
-def timed(arms: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
-    """Milliseconds of each arm, a figure a round: that of the slowest process."""
-    found: dict[str, list[float]] = {name: [] for name in arms}
-    for number in range(rounds):
-        names = list(arms) if number % 2 == 0 else list(reversed(list(arms)))
-        for name in names:
-            found[name].append(once(arms[name]))
-    return found
-
-
-def once(work: Work) -> float:
-    """Milliseconds of one call, from when all processes begin to when the last one ends."""
-    _wait()
-    started = time.perf_counter()
-    work()
-    _synchronize()
-    return slowest((time.perf_counter() - started) * 1e3)
 
 
 def fsdp(shape: Shape, given: Any) -> dict[str, Any]:
@@ -74,7 +58,7 @@ def fsdp(shape: Shape, given: Any) -> dict[str, Any]:
         if not given.arms or name in given.arms.split(";"):
             # The variable is read when weights are sharded.
             os.environ[PEER_COPIES] = "off" if name == "fsdp, by collectives" else "on"
-            made[name] = _planned(shape, plan, given, largest_row=CAPTURED_TOKENS)
+            made[name] = planned_for(shape, plan, given, largest_row=CAPTURED_TOKENS)
     graphs = {name: _take_graphs(one) for name, one in made.items()}
     found: dict[str, Any] = {"rows": []}
     base = shape.frozen_parameters() + shape.vocabulary * shape.hidden
@@ -150,7 +134,7 @@ def tensor(shape: Shape, given: Any) -> dict[str, Any]:
         if given.arms and name not in given.arms.split(";"):
             continue
         try:
-            made = _planned(shape, plan, given)
+            made = planned_for(shape, plan, given)
             weights = weights_of(rows, made.mesh.device)
             eager[name] = _step(made, rows, weights)
             _warm(eager[name], WARM_UP)
@@ -172,34 +156,6 @@ def tensor(shape: Shape, given: Any) -> dict[str, Any]:
     return found
 
 
-def pipeline(shape: Shape, given: Any) -> dict[str, Any]:
-    """A schedule's time over an event simulation, and cuts by cost over equal layers."""
-    from benchmarks.distributed_pipeline import pipeline
-
-    return pipeline(shape, given, _planned, timed)
-
-
-def stages(shape: Shape, given: Any) -> dict[str, Any]:
-    """Rounds of a pipeline whose stages are launched, and replayed as CUDA graphs."""
-    from benchmarks.distributed_pipeline import stages
-
-    return stages(shape, given, _planned, timed)
-
-
-def grid(shape: Shape, given: Any) -> dict[str, Any]:
-    """Predicted step times and memory beside measured ones."""
-    from benchmarks.distributed_grid import compared
-
-    return compared(shape, given, once)
-
-
-def controllers(shape: Shape, given: Any) -> dict[str, Any]:
-    """Controllers of nano-batches beside the best fixed count."""
-    from benchmarks.distributed_controllers import controllers
-
-    return controllers(shape, given, _planned, timed)
-
-
 def large(shape: Shape, given: Any) -> dict[str, Any]:
     """A base of 70B's shape with 16 jobs, sharded over all GPUs."""
     world = dist.get_world_size()
@@ -219,15 +175,6 @@ def large(shape: Shape, given: Any) -> dict[str, Any]:
     }
 
 
-def _planned(
-    shape: Shape, plan: Plan, given: Any, targets: Any = "all-linear", largest_row: int = 0
-) -> Planned:
-    return planned(
-        shape, plan, mesh_of(plan), compiled=not given.eager, targets=targets,
-        largest_row=largest_row,
-    )  # fmt: skip
-
-
 def _step(made: Planned, rows: Any, weights: Any) -> Work:
     return lambda: made.step(rows, weights)
 
@@ -239,22 +186,12 @@ def _warm(work: Work, times: int) -> int:
     if not torch.cuda.is_available():
         work()
         return 0
-    _synchronize()
+    synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     work()
-    _synchronize()
+    synchronize()
     return torch.cuda.max_memory_allocated() - before
-
-
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _wait() -> None:
-    _synchronize()
-    dist.barrier()
 
 
 CASES: dict[str, Callable[[Shape, Any], dict[str, Any]]] = {

@@ -22,7 +22,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.distributed_models import Planned, slowest, tokens_of, weights_of
+from benchmarks.distributed_models import (
+    Planned,
+    once,
+    planned_for,
+    slowest,
+    tokens_of,
+    weights_of,
+)
+from benchmarks.interleaved import turns
 from benchmarks.step_mixes import Shape
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.model.batch import pack
@@ -35,15 +43,13 @@ WARM_UP = 3
 Step = Callable[[int], None]
 
 
-def controllers(
-    shape: Shape, given: Any, planned: Callable[..., Planned], timed: Callable[..., Any]
-) -> dict[str, Any]:
+def controllers(shape: Shape, given: Any) -> dict[str, Any]:
     """Mean step of each controller over that of the best fixed count, all in turns.
 
     Means are of the second half of the steps, when controllers have looked around.
     """
     world = dist.get_world_size()
-    made = planned(shape, Plan(planner="tensor", mesh=MeshShape(tp=world)), given)
+    made = planned_for(shape, Plan(planner="tensor", mesh=MeshShape(tp=world)), given)
     if given.region_layers:
         runner: Any = getattr(made.runner, "inner", made.runner)
         runner.nano = NanoModel(made.model, layers=given.region_layers)
@@ -63,7 +69,7 @@ def controllers(
                 step(count)
         talk = _talk_ms(shape, each, made)
         row: dict[str, Any] = {"tokens": each, "all_reduces_ms": talk}
-        row |= _raced(step, counts, timed, given.steps)
+        row |= _raced(step, counts, given.steps)
         row["ratio"] = talk / max(row["fixed_ms"]["1"] - talk, 1e-9)
         found["rows"].append(row)
         longest = max(longest, perf_counter() - began)
@@ -113,22 +119,19 @@ def _controllers(counts: Sequence[int]) -> dict[str, NanoBatches]:
     }
 
 
-def _raced(
-    step: Step, counts: Sequence[int], timed: Callable[..., Any], steps: int
-) -> dict[str, Any]:
+def _raced(step: Step, counts: Sequence[int], steps: int) -> dict[str, Any]:
     """Steps of each fixed count and of each controller, in turns."""
     chosen = {name: dict.fromkeys(counts, 0) for name in _controllers(counts)}
     deciding = _controllers(counts)
     names = [*(str(count) for count in counts), *deciding]
     every: dict[str, list[float]] = {name: [] for name in names}
-    for number in range(steps):
-        for name in names if number % 2 == 0 else reversed(names):
-            count = deciding[name].count if name in deciding else int(name)
-            (ms,) = timed({name: partial(step, count)}, 1)[name]
-            every[name].append(ms)
-            if name in deciding:
-                deciding[name].decide(ms * 1e-3)
-                chosen[name][count] += 1
+    for _, name in turns(names, steps):
+        count = deciding[name].count if name in deciding else int(name)
+        ms = once(partial(step, count))
+        every[name].append(ms)
+        if name in deciding:
+            deciding[name].decide(ms * 1e-3)
+            chosen[name][count] += 1
     means = {name: statistics.mean(own[steps // 2 :]) for name, own in every.items()}
     fixed = {name: ms for name, ms in means.items() if name not in deciding}
     best = min(fixed.values())

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from time import perf_counter
 from typing import Any
 
@@ -17,9 +17,11 @@ import torch.distributed as dist
 
 from benchmarks.distributed_models import (
     Planned,
+    Work,
     held_bytes,
     let_go,
     mesh_of,
+    once,
     planned,
     replanned,
     rows_of,
@@ -46,11 +48,10 @@ LARGEST_ROW = 16384
 WARM_UP = 3
 RECOMPILES = 64
 
-Once = Callable[..., float]
 Row = dict[str, Any]
 
 
-def compared(shape: Shape, given: Any, once: Once) -> dict[str, Any]:
+def grid(shape: Shape, given: Any) -> dict[str, Any]:
     """Every plan on every number of tokens: forward, backward and the sum of gradients.
 
     The optimizers are left out on both sides; `step.py` measures them.
@@ -82,7 +83,7 @@ def compared(shape: Shape, given: Any, once: Once) -> dict[str, Any]:
         found["ready_s"][name] = round(perf_counter() - began, 1)
         found["held_bytes"][name] = slowest(float(held_bytes() - made.before))
         for count in tokens:
-            row = _row(made, name, shape, given, count, cost, once)
+            row = _row(made, name, shape, given, count, cost)
             found["rows"].append(row)
             given.progress.row(row)
         longest = max(longest, perf_counter() - began)
@@ -124,9 +125,7 @@ def _made(
     )  # fmt: skip
 
 
-def _row(
-    made: Planned, name: str, shape: Shape, given: Any, tokens: int, cost: CostModel, once: Once
-) -> Row:
+def _row(made: Planned, name: str, shape: Shape, given: Any, tokens: int, cost: CostModel) -> Row:
     """What was predicted, and what was measured where that has room."""
     parts, each = parts_of(made.plan, tokens, given.length)
     row: Row = {"plan": name, "tokens_per_gpu": tokens}
@@ -138,7 +137,7 @@ def _row(
     if made.graphs is not None:
         # No larger row comes while these are measured.
         made.graphs.largest_row = each
-    row |= _measured(made, lambda: made.runner.run(rows, weights), given, once)
+    row |= _measured(made, lambda: made.runner.run(rows, weights), given)
     if made.graphs is not None:
         row |= {"graphs": len(made.graphs.keys), "refused": made.graphs.refused}
     return row | {"error": row["predicted_ms"] / row["ms"] - 1}
@@ -161,7 +160,7 @@ def predicted(cost: CostModel, plan: Plan, tokens: int, length: int) -> Row:
     }
 
 
-def _measured(made: Planned, work: Callable[[], object], given: Any, once: Once) -> Row:
+def _measured(made: Planned, work: Work, given: Any) -> Row:
     """Milliseconds of a round, and the most bytes since its second: replays allocate nothing."""
     cuda = given.device == "cuda"
     # Predictions of memory count the optimizers' states.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tlora_fx
+from benchmarks.interleaved import seconds_of, synchronize, turns
 from benchmarks.step_mixes import ALPHA, RANKS, SEED, Shape
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.model.batch import JobTokens, PackedBatch, pack
@@ -24,6 +25,7 @@ from tlora_fx.parallel.prepare import planned_passes, prepared
 from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
 
 RATE = 1e-4
+Work = Callable[[], object]
 
 
 @dataclass
@@ -103,6 +105,16 @@ def planned(
     optimizer = torch.optim.AdamW(leaves, lr=RATE, fused=fused) if leaves else None
     memory = _allocated(mesh.device) - before
     return Planned(model, plan, mesh, runner, optimizer, leaves, before, memory)
+
+
+def planned_for(
+    shape: Shape, plan: Plan, given: Any, targets: Any = "all-linear", largest_row: int = 0
+) -> Planned:
+    """The same over all processes, compiled unless the command line says no."""
+    return planned(
+        shape, plan, mesh_of(plan), compiled=not given.eager, targets=targets,
+        largest_row=largest_row,
+    )  # fmt: skip
 
 
 def traced_model(shape: Shape, jobs: int = 8, targets: Any = "all-linear") -> SuperModel:
@@ -223,6 +235,21 @@ def mesh_of(plan: Plan) -> Mesh:
 def _opened(shape: MeshShape, device: torch.device) -> Mesh:
     """One mesh for all plans on it: its groups are not made again."""
     return Mesh.alone(device) if shape.size == 1 else open_mesh(shape, device)
+
+
+def timed(arms: Mapping[str, Work], rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of each arm, a figure a round: that of the slowest process."""
+    found: dict[str, list[float]] = {name: [] for name in arms}
+    for _, name in turns(arms, rounds):
+        found[name].append(once(arms[name]))
+    return found
+
+
+def once(work: Work) -> float:
+    """Milliseconds of one call, from when all processes begin to when the last one ends."""
+    synchronize()
+    dist.barrier()
+    return slowest(1e3 * seconds_of(work))
 
 
 def slowest(milliseconds: float) -> float:

@@ -18,7 +18,15 @@ import torch
 import torch.distributed as dist
 
 import tlora_fx
-from benchmarks.distributed_models import Planned, jobs_of, rows_of, weights_of
+from benchmarks.distributed_models import (
+    Planned,
+    jobs_of,
+    once,
+    planned_for,
+    rows_of,
+    timed,
+    weights_of,
+)
 from benchmarks.interleaved import Spread, ratios
 from benchmarks.step_mixes import Shape
 from tlora_fx.cost.pipeline_simulation import Times, schedule_order, simulate
@@ -39,24 +47,22 @@ FORMS = {
 }
 
 
-def pipeline(
-    shape: Shape, given: Any, planned: Callable[..., Planned], timed: Callable[..., Any]
-) -> dict[str, Any]:
+def pipeline(shape: Shape, given: Any) -> dict[str, Any]:
     """Each form of micro-batches at each number of tokens, then the cuts."""
     world = dist.get_world_size()
     count = MICRO_BATCHES_A_STAGE * world
     found: dict[str, Any] = {"rows": [], "bound": BOUND, "micro_batches": count}
     plan = _plan(shape, "all-linear", world, count)
-    made = planned(shape, plan, given)
+    made = planned_for(shape, plan, given)
     found["cuts"] = plan.cuts
     for tokens in (int(part) for part in given.micro_tokens.split(",")):
         for name, parts in FORMS.items():
             rows = _rows(shape, tokens, parts, count, given.length)
-            told = _beside_simulation(made, rows, given.rounds, timed)
+            told = _beside_simulation(made, rows, given.rounds)
             told["formula"] = (world - 1) / (count + world - 1) if name == "equal" else None
             found["rows"].append({"tokens": tokens, "micro-batches": name} | told)
     del made
-    found["upper half"] = _cuts(shape, given, planned, timed)
+    found["upper half"] = _cuts(shape, given)
     return found
 
 
@@ -76,9 +82,7 @@ def _plan(shape: Shape, targets: Any, world: int, count: int, **options: Any) ->
     return planner.plan(model, MeshShape(pp=world), options={"micro_batches": count, **options})
 
 
-def _beside_simulation(
-    made: Planned, rows: Sequence[PackedBatch], rounds: int, timed: Callable[..., Any]
-) -> dict[str, Any]:
+def _beside_simulation(made: Planned, rows: Sequence[PackedBatch], rounds: int) -> dict[str, Any]:
     """Rounds that are timed, each beside the simulation of one that is clocked after it."""
     weights = weights_of(rows, made.mesh.device)
     runner: Any = getattr(made.runner, "inner", made.runner)
@@ -91,7 +95,7 @@ def _beside_simulation(
     foretold: list[float] = []
     bubbles: list[float] = []
     for _ in range(rounds):
-        measured += timed({"it": work}, 1)["it"]
+        measured.append(once(work))
         clocked = runner.measured(rows, weights)
         simulated = simulate(order, Times.measured(clocked, processes, len(rows)), processes)
         foretold.append(float(simulated.makespan_seconds) * 1e3)
@@ -104,9 +108,7 @@ def _beside_simulation(
     }
 
 
-def _cuts(
-    shape: Shape, given: Any, planned: Callable[..., Planned], timed: Callable[..., Any]
-) -> dict[str, Any]:
+def _cuts(shape: Shape, given: Any) -> dict[str, Any]:
     """Stages cut by cost and into equal layers, with adapters in the upper half alone."""
     world, layers = dist.get_world_size(), shape.layers
     count = MICRO_BATCHES_A_STAGE * world
@@ -121,7 +123,7 @@ def _cuts(
     rows = [rows_of(shape, tokens, given.length, 1)[0] for _ in range(count)]
     arms: dict[str, Callable[[], object]] = {}
     for name, plan in plans.items():
-        made = planned(shape, plan, given, targets)
+        made = planned_for(shape, plan, given, targets)
         arms[name] = partial(made.step, rows, weights_of(rows, made.mesh.device))
         for _ in range(WARM_UP - 1):
             arms[name]()
@@ -138,30 +140,26 @@ def _cuts(
 APART = 2e-2
 
 
-def stages(
-    shape: Shape, given: Any, planned: Callable[..., Planned], timed: Callable[..., Any]
-) -> dict[str, Any]:
+def stages(shape: Shape, given: Any) -> dict[str, Any]:
     """Rounds of each form of micro-batches, launched and replayed, at each number of tokens."""
     world = dist.get_world_size()
     count = MICRO_BATCHES_A_STAGE * world
     plan = _plan(shape, "all-linear", world, count)
     sizes = [int(part) for part in given.micro_tokens.split(",")]
-    made = planned(
+    made = planned_for(
         shape, plan, given, largest_row=round(max(sizes) * max(map(max, FORMS.values())))
     )
     found: dict[str, Any] = {"rows": [], "micro_batches": count, "cuts": plan.cuts}
     for tokens in sizes:
         for name, parts in FORMS.items():
             rows = _rows(shape, tokens, parts, count, given.length)
-            told = _replayed(made, rows, given.rounds, timed)
+            told = _replayed(made, rows, given.rounds)
             found["rows"].append({"tokens": tokens, "micro-batches": name} | told)
             given.progress.keep(found)
     return found
 
 
-def _replayed(
-    made: Planned, rows: Sequence[PackedBatch], rounds: int, timed: Callable[..., Any]
-) -> dict[str, Any]:
+def _replayed(made: Planned, rows: Sequence[PackedBatch], rounds: int) -> dict[str, Any]:
     """One number of tokens."""
     weights, graphs = weights_of(rows, made.mesh.device), made.graphs
     most = max(row.input_ids.numel() for row in rows)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +24,9 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.arguments import parser_of
 from benchmarks.interleaved import Spread, captured, eager, interleave, ratios
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.results_file import bare_table, console, described, write
 from tlora_fx.ops import dora_scale, multi_lora_linear
 
 SIZES = "4096x4096,4096x1024,4096x14336,14336x4096"
@@ -226,8 +226,7 @@ def measured(site: Site, given: argparse.Namespace) -> dict[str, list[float]]:
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="DoRA beside LoRA at a site")
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", default=SIZES, help="INxOUT of the linears, commas between")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 1024])
     parser.add_argument("--jobs", type=int, default=4)
@@ -235,7 +234,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument("--peft", action="store_true", help="PEFT's arm too")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     return parser.parse_args(arguments)
 
 
@@ -268,9 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _table(row: dict[str, Any]) -> Table:
     title = f"{row['inner']} to {row['outer']}, {row['tokens']} tokens: ms"
-    made = Table(title=title, box=None, title_justify="left")
-    for head in ("arm", "median", "over LoRA"):
-        made.add_column(head)
+    made = bare_table("arm", "median", "over LoRA", title=title)
     for name, ms in row["milliseconds"].items():
         made.add_row(name, f"{ms['median']:.3f}", f"{row['over lora'][name]['median']:.3f}")
     return made

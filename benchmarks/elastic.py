@@ -27,15 +27,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 from torch._dynamo.utils import counters
 
 import tlora_fx
+from benchmarks.arguments import parser_of, shape_of
 from benchmarks.distributed_models import jobs_of
-from benchmarks.interleaved import Spread
-from benchmarks.results_file import RESULTS, console, described, write
-from benchmarks.rounds import data_of, shape_of
+from benchmarks.interleaved import Spread, seconds_of, synchronize
+from benchmarks.results_file import console, described, write
+from benchmarks.rounds import data_of
 from tlora_fx.config.job import Job
 from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.interrupts import Interrupts
@@ -64,10 +64,10 @@ class Parts:
 
     def time(self, name: str, run: Callable[[], Any]) -> Any:
         """What a call returns; how long it took is kept."""
-        _synchronize()
+        synchronize()
         started = time.perf_counter()
         value = run()
-        _synchronize()
+        synchronize()
         self.seconds[name] = time.perf_counter() - started
         if self.told:
             print(f"{name}: {self.seconds[name]:.2f} s", flush=True)
@@ -79,7 +79,7 @@ def main() -> None:
     since_start = time.clock_gettime(time.CLOCK_BOOTTIME) - _process_started()
     given = _arguments()
     found = described("elastic", given.device) | {"layers": given.layers, "jobs": given.jobs}
-    path = Path(given.out) / f"elastic-{found['date']}.json"
+    path = given.out / f"elastic-{found['date']}.json"
     cold = Parts(told=True)
     cold.seconds["imports"] = since_start
     found["cold_s"] = cold.seconds
@@ -236,9 +236,7 @@ class Bench:
         return float(apart)
 
     def _ms(self, run: Callable[[], Any]) -> float:
-        parts = Parts()
-        parts.time("it", run)
-        return parts.seconds["it"] * 1e3
+        return 1e3 * seconds_of(run)
 
 
 def _made(trainer: Trainer) -> dict[str, int]:
@@ -276,25 +274,14 @@ def show(found: Mapping[str, Any]) -> None:
     console().print(table)
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=4096)
+    parser = parser_of(__doc__, layers=32)
     parser.add_argument("--jobs", type=int, default=8, help="in each round")
     parser.add_argument("--tokens", type=int, default=160, help="of each job in a round")
     parser.add_argument("--changes", type=int, default=12)
     parser.add_argument("--warm-up", type=int, default=6, help="rounds before the first change")
     parser.add_argument("--no-move", dest="move", action="store_false", help="one model only")
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", default=str(RESULTS), help="folder for the JSON")
     return parser.parse_args()
 
 

@@ -10,18 +10,15 @@ way for twice that. Ratios are with over without.
 
 from __future__ import annotations
 
-import argparse
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.results_file import RESULTS, console, described, write
-from benchmarks.traces import scenarios, shortened
+from benchmarks.results_file import bare_table, console, described, write
+from benchmarks.traces import replay_parser, scenarios, shortened
 from tlora_fx.simulator.sweep import Scenario, ScenarioResult, run_all
 
 FIGURES = (
@@ -87,9 +84,8 @@ def variant(scenario: Scenario, seconds: float | None, seed: int) -> Scenario:
 
 def table(traces: dict[str, Any]) -> Table:
     """One trace a row."""
-    made = Table(box=None, pad_edge=False)
-    for head in ("trace", "throughput", "completion", "shared: without", "with", "joins", "moves"):
-        made.add_column(head, justify="left" if head == "trace" else "right")
+    heads = ("trace", "throughput", "completion", "shared: without", "with", "joins", "moves")
+    made = bare_table(*heads)
     for name, told in traces.items():
         ratios = [told["ratios"][key].get("mean", 1.0) for key in RATIOS[:2]]
         made.add_row(
@@ -105,18 +101,11 @@ def table(traces: dict[str, Any]) -> Table:
 
 def main() -> None:
     """Replay, print, write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, help="folder with acme/ and pollux/")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=500, help="of the synthetic trace")
+    parser = replay_parser(__doc__, seeds=3, jobs=500)
     parser.add_argument("--gpus", type=int, default=128)
     parser.add_argument("--switch-seconds", type=float, default=20.0)
     parser.add_argument("--change-seconds", type=float, default=0.5)
     parser.add_argument("--policy", default="tlora")
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--output", type=Path, help="file; else in benchmarks/results")
     given = parser.parse_args()
     found = {
         name: replace(one, policy=given.policy, switch_seconds=given.switch_seconds)
@@ -128,7 +117,7 @@ def main() -> None:
         "policy": given.policy, "seeds": given.seeds, "gpus": given.gpus,
         "change_seconds": given.change_seconds, "switch_seconds": given.switch_seconds,
     }  # fmt: skip
-    path = given.output or RESULTS / f"elastic-replays-{result['date']}.json"
+    path = given.out / f"elastic-replays-{result['date']}.json"
     traces: dict[str, Any] = {}
     for name, scenario in found.items():
         outcomes: dict[Scenario, ScenarioResult] = {}

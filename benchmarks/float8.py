@@ -27,15 +27,15 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.arguments import parser_of
 from benchmarks.interleaved import Runner, Spread, captured, eager, interleave
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.results_file import bare_table, console, described, write
 from benchmarks.step_mixes import Shape
 from tlora_fx.ops.float8 import CODES, LARGEST, float8_rows
 
@@ -259,13 +259,11 @@ def _ready(arm: Arm, xs: list[Tensor], dys: list[list[Tensor]], direction: str) 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.float8", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--arms", default=",".join(ARMS), help="commas between")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     return parser.parse_args(arguments)
 
 
@@ -302,9 +300,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _table(row: dict[str, Any]) -> Table:
-    made = Table(title=f"{row['tokens']} tokens: ms a layer", box=None, title_justify="left")
-    for head in ("arm", "forward", "input gradient", "of bfloat16's"):
-        made.add_column(head)
+    title = f"{row['tokens']} tokens: ms a layer"
+    made = bare_table("arm", "forward", "input gradient", "of bfloat16's", title=title)
     parts = row["forward"], row["input gradient"]
     whole = {name: sum(part[name]["median"] for part in parts) for name in parts[0]}
     for name, total in whole.items():

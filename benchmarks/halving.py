@@ -23,7 +23,9 @@ import torch
 from rich.table import Table
 
 import tlora_fx
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.arguments import parser_of
+from benchmarks.interleaved import turns
+from benchmarks.results_file import console, described, write
 
 QUICKSTART = Path(__file__).parents[1] / "examples" / "quickstart"
 GRID = {
@@ -97,28 +99,22 @@ def apart(whole: dict[str, list[float]], halved: dict[str, list[float]]) -> floa
 
 def main() -> None:
     """Train both arms for each seed, compare, print and write."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda")
+    parser = parser_of(__doc__)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--data", type=Path, default=QUICKSTART / "data" / "word-problems.jsonl")
-    parser.add_argument("--out", type=Path, default=RESULTS / "halving.json")
     given = parser.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
-    worst = 0.0
     with tempfile.TemporaryDirectory(prefix="halving-") as folder:
         train("halving", given, 0, Path(folder) / "first")  # fills the caches
-        for seed in range(given.seeds):
-            losses = {}
-            for arm in ARMS if seed % 2 == 0 else reversed(ARMS):
-                kept, losses[arm] = train(arm, given, seed, Path(folder) / f"{arm} {seed}")
-                runs[arm].append(kept)
-                print(arm, kept, flush=True)
-            worst = max(worst, apart(losses["to the end"], losses["halving"]))
+        losses: dict[tuple[str, int], dict[str, Any]] = {}
+        for seed, arm in turns(ARMS, given.seeds):
+            kept, losses[arm, seed] = train(arm, given, seed, Path(folder) / f"{arm} {seed}")
+            runs[arm].append(kept)
+            print(arm, kept, flush=True)
+    worst = max(apart(*(losses[arm, seed] for arm in ARMS)) for seed in range(given.seeds))
     whole, halved = ([run["best"]["eval_loss"] for run in runs[arm]] for arm in ARMS)
     found = described("halving", given.device) | {
         "threads": torch.get_num_threads(),
@@ -142,7 +138,7 @@ def main() -> None:
                 str(run["jobs to the end"]), best["job"], f"{best['eval_loss']:.4f}",
             )  # fmt: skip
     console().print(table, {name: found[name] for name in list(found)[-5:]})
-    write(given.out, found)
+    write(given.out / f"halving-{found['date']}.json", found)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
 from typing import Any
@@ -78,19 +78,42 @@ def captured(work: Work, sets: int) -> Runner:
     return Runner(graph.replay, sets)
 
 
+def synchronize() -> None:
+    """Wait until the GPU has nothing left to do, where there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def seconds_of(run: Callable[[], object], count: int = 1) -> float:
+    """Of one of so many runs; the GPU has nothing left to do before and after all of them."""
+    synchronize()
+    started = time.perf_counter()
+    for _ in range(count):
+        run()
+    synchronize()
+    return (time.perf_counter() - started) / count
+
+
+def turns(names: Iterable[str], rounds: int) -> Iterator[tuple[int, str]]:
+    """The number of each round with each name in turn.
+
+    Odd rounds go through the names backwards, so that none is always behind the same other. A name
+    that is taken out of a mapping meanwhile does not come in later rounds.
+    """
+    for number in range(rounds):
+        order = list(names)
+        for name in order if number % 2 == 0 else reversed(order):
+            yield number, name
+
+
 def interleave(
     runners: Mapping[str, Runner], device: str, rounds: int, block_ms: float = BLOCK_MS
 ) -> dict[str, list[float]]:
-    """Milliseconds a call of each runner, one figure a round.
-
-    Odd rounds go through the runners backwards, so that none is always behind the same other.
-    """
+    """Milliseconds a call of each runner, one figure a round."""
     repeats = {name: _repeats(runner, device, block_ms) for name, runner in runners.items()}
     found: dict[str, list[float]] = {name: [] for name in runners}
-    for number in range(rounds):
-        names = list(runners)
-        for name in names if number % 2 == 0 else reversed(names):
-            found[name].append(block(runners[name], device, repeats[name]))
+    for _, name in turns(runners, rounds):
+        found[name].append(block(runners[name], device, repeats[name]))
     return found
 
 
@@ -113,7 +136,7 @@ def block(runner: Runner, device: str, repeats: int) -> float:
     what is measured is the host, and that is meant.
     """
     if device != "cuda":
-        return _block_on_cpu(runner, repeats)
+        return seconds_of(runner.run, repeats) * 1e3 / runner.calls
     event: Any = torch.cuda.Event
     start, end = (event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -124,10 +147,3 @@ def block(runner: Runner, device: str, repeats: int) -> float:
     end.record()
     end.synchronize()
     return float(start.elapsed_time(end)) / (repeats * runner.calls)
-
-
-def _block_on_cpu(runner: Runner, repeats: int) -> float:
-    started = time.perf_counter()
-    for _ in range(repeats):
-        runner.run()
-    return (time.perf_counter() - started) * 1e3 / (repeats * runner.calls)

@@ -116,10 +116,3 @@ def busy(kernels: Sequence[Kernel]) -> float:
         total += max(0.0, kernel.stop - max(end, kernel.start))
         end = max(end, kernel.stop)
     return total
-
-
-def span(kernels: Sequence[Kernel]) -> float:
-    """Microseconds from the first kernel's start to the last one's end."""
-    if not kernels:
-        return 0.0
-    return max(kernel.stop for kernel in kernels) - kernels[0].start

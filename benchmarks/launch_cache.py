@@ -4,15 +4,13 @@ Rows that a CUDA graph cannot hold start each kernel from the host. The launch c
 what a call of an operator starts, and starts the same for later calls. Here no row is captured,
 and rounds with and without the cache take turns. Losses and gradients of both are compared first.
 
-On a CPU nothing but the code is tried: `--device cpu --layers 2 --hidden 64 --vocabulary 512`.
+On a CPU nothing but the code is tried: `--device cpu --layers 2 --hidden 64`.
 """
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,11 +19,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.interleaved import Spread
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.arguments import parser_of, shape_of
+from benchmarks.interleaved import Spread, seconds_of
+from benchmarks.results_file import console, described, write
 from benchmarks.step_arms import Made, Ours
 from benchmarks.step_mixes import MIXES as STEP_MIXES
-from benchmarks.step_mixes import Mix, Shape
+from benchmarks.step_mixes import Mix
 from tlora_fx.ops.kernels import launch_cache
 from tlora_fx.parallel import cuda_graphs
 
@@ -81,13 +80,7 @@ def compared(arm: Ours) -> int:
 def timed(arm: Ours, on: bool) -> float:
     """Milliseconds of forward and backward of one round."""
     with kept(on):
-        if arm.device == "cuda":
-            torch.cuda.synchronize()
-        start = time.perf_counter()
-        arm.trainer.gradients(arm.batches)
-        if arm.device == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) * 1e3
+        return 1e3 * seconds_of(lambda: arm.trainer.gradients(arm.batches))
 
 
 def measured(arm: Ours, mix: Mix, rounds: int) -> dict[str, Any]:
@@ -110,30 +103,20 @@ def measured(arm: Ours, mix: Mix, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--vocabulary", type=int, default=128256)
+    parser = parser_of(__doc__, layers=8)
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--output", type=Path, default=RESULTS)
-    asked = parser.parse_args()
+    given = parser.parse_args()
     vars(cuda_graphs)["CAPTURED_TOKENS"] = 0  # no row is captured
-    small = asked.hidden < 1024
-    more: dict[str, Any] = {"intermediate": 128, "heads": 4, "key_value_heads": 2} if small else {}
-    if asked.device == "cpu":
-        more["dtype"] = "float32"
-    shape = Shape(layers=asked.layers, hidden=asked.hidden, vocabulary=asked.vocabulary, **more)
-    found = described("launch_cache", asked.device) | {"layers": asked.layers, "cases": []}
+    found = described("launch_cache", given.device) | {"layers": given.layers, "cases": []}
     folder = Path(tempfile.mkdtemp())
-    made = Made(shape, asked.device, folder)
+    made = Made(shape_of(given), given.device, folder)
     for compiled in (False, True):
         arm = Ours(made.base, made, folder / f"ours-{compiled}", compiled=compiled)
         for mix in MIXES:
-            case = {"compiled": compiled} | measured(arm, mix, asked.rounds)
+            case = {"compiled": compiled} | measured(arm, mix, given.rounds)
             found["cases"].append(case)
             console().print(case)
-            write(asked.output / f"launch-cache-{found['date']}.json", found)
+            write(given.out / f"launch-cache-{found['date']}.json", found)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,8 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.results_file import RESULTS, console, described, write
-from benchmarks.traces import replayed, scenarios, shortened, told_all
+from benchmarks.results_file import bare_table, console, described, write
+from benchmarks.traces import replay_parser, replayed, scenarios, shortened, told_all
 from tlora_fx.simulator.comparison import PAPER_COMPLETION, PAPER_THROUGHPUT
 from tlora_fx.simulator.figures import Series, lines
 from tlora_fx.simulator.sweep import SweepPlan, plan_of
@@ -72,14 +71,13 @@ def points(traces: dict[str, Any]) -> list[dict[str, Any]]:
 
 def table(found: Sequence[dict[str, Any]]) -> Table:
     """A point a row."""
-    made = Table(box=None, pad_edge=False)
-    for head in ("trace", "GPUs", "load", "against", "throughput", "completion"):
-        made.add_column(head)
+    heads = ("trace", "against", "GPUs", "load", "throughput", "completion")
+    made = bare_table(*heads, texts=2)
     for one in found:
         gains = (
             "{:.2f} ({:.2f}–{:.2f})".format(*one[metric]) for metric in ("throughput", "completion")
         )
-        where = (one["trace"], str(one["gpus"]), f"{one['load']:.2f}", one["baseline"])
+        where = (one["trace"], one["baseline"], str(one["gpus"]), f"{one['load']:.2f}")
         made.add_row(*where, *gains)
     return made
 
@@ -107,16 +105,9 @@ def chart(result: dict[str, Any], trace: str = "synthetic") -> str:
 
 def main() -> None:
     """Replay, print, write; or draw a result."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, help="folder with acme/ and pollux/")
+    parser = replay_parser(__doc__, seeds=5, jobs=300)
     parser.add_argument("--gpus", default="32,128", help="sizes of the cluster")
     parser.add_argument("--scales", default="0.02,0.1,0.4,1.5,5", help="rates of arrival")
-    parser.add_argument("--jobs", type=int, default=300, help="of the synthetic trace")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--output", type=Path, help="file; else in benchmarks/results")
     parser.add_argument("--chart", type=Path, nargs=2, help="a result, and the SVG to draw of it")
     given = parser.parse_args()
     if given.chart:
@@ -125,7 +116,7 @@ def main() -> None:
         return
     result = described("loads", "cpu") | {"change_seconds": CHANGE_SECONDS, "seeds": given.seeds}
     result["paper"] = {"throughput": PAPER_THROUGHPUT, "completion": PAPER_COMPLETION}
-    path = given.output or RESULTS / f"loads-{result['date']}.json"
+    path = given.out / f"loads-{result['date']}.json"
 
     def keep(reports: Any) -> None:
         write(path, result | {"points": points(told_all(reports)["traces"])})

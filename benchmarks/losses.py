@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -33,10 +33,11 @@ import torch
 from torch import Tensor
 
 import tlora_fx
+from benchmarks.arguments import parser_of, shape_of
 from benchmarks.distributed_models import jobs_of
-from benchmarks.interleaved import Spread, ratios
-from benchmarks.results_file import RESULTS, console, described, write
-from benchmarks.rounds import shape_of
+from benchmarks.interleaved import Spread, ratios, seconds_of, turns
+from benchmarks.results_file import console, described, write
+from benchmarks.sampling import disturbed_step
 from benchmarks.step_mixes import SEED, Shape
 from tlora_fx import Batch, Sample
 from tlora_fx.runtime.adapters.files import base_tensors
@@ -159,16 +160,15 @@ def interleaved(
 ) -> dict[str, list[float]]:
     """Milliseconds of a step of each arm, one figure a round."""
     times: dict[str, list[float]] = {name: [] for name in arms}
-    for number in range(given.rounds + 1):
-        for name in [*arms][:: 1 if number % 2 else -1]:
-            _wait(given.device)
-            start = time.perf_counter()
-            for _ in range(given.repeats):
-                step.accumulate(arms[name])
-                step.apply({job: {} for job in arms[name]})
-            _wait(given.device)
-            if number:  # The first round only warms up.
-                times[name].append(1e3 * (time.perf_counter() - start) / given.repeats)
+
+    def train(name: str) -> None:
+        step.accumulate(arms[name])
+        step.apply({job: {} for job in arms[name]})
+
+    for number, name in turns(arms, given.rounds + 1):
+        seconds = seconds_of(partial(train, name), given.repeats)
+        if number:  # The first round only warms up.
+            times[name].append(1e3 * seconds)
     return times
 
 
@@ -179,35 +179,17 @@ def _step(shape: Shape, given: argparse.Namespace, folder: Path) -> tlora_fx.Gro
     jobs = [job.model_copy(update=steps) for job in jobs]
     jobs[-1] = jobs[-1].model_copy(update={"method": "dpo"})
     model = tlora_fx.compile(jobs)
-    model.materialize(base_tensors(model.backbone, torch.device(given.device)), given.device)
-    options = tlora_fx.StepOptions(compiled=given.compiled)
-    step = tlora_fx.GroupStep(model, device=given.device, options=options)
-    step.prepare(probe=lambda _: None)
-    torch.manual_seed(SEED)
-    for member in step.members.values():
-        for parameter in member.parameters.values():
-            parameter.data.normal_(std=0.01)
-    return step
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    weights = base_tensors(model.backbone, torch.device(given.device))
+    return disturbed_step(model, weights, given.device, compiled=given.compiled)
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=4096)
+    parser = parser_of(__doc__, layers=32)
     parser.add_argument("--sequences", type=int, default=1, help="of a job in a step")
     parser.add_argument("--tokens", type=int, default=160, help="of a sequence")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--repeats", type=int, default=5, help="steps of an arm in a round")
     parser.add_argument("--compiled", action="store_true", help="layers by torch.compile")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     return parser.parse_args()
 
 

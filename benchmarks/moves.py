@@ -13,6 +13,7 @@ stood still. Workers that share a GPU take turns on it, which each copy then wai
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from dataclasses import replace
@@ -22,14 +23,24 @@ from typing import Any, TypeVar
 import torch
 from rich.table import Table
 
+from benchmarks.arguments import parser_of
 from benchmarks.interleaved import Spread
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.results_file import console, described, write
 from benchmarks.validation_workload import base_of, workload, write_file
 from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
-from tlora_fx.scheduler.executor import Drained, Failed, GroupEvent, GroupStarted, Progress, Warned
+from tlora_fx.scheduler.executor import (
+    Drained,
+    Executor,
+    Failed,
+    GroupEvent,
+    GroupLaunch,
+    GroupStarted,
+    Progress,
+    Warned,
+)
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
 from tlora_fx.scheduler.local.group import RunningGroup
 from tlora_fx.scheduler.local.processes import ForkServer
@@ -80,7 +91,7 @@ class Bench:
             self.executor.reserve(group, epoch)
             begun = time.monotonic()
             jobs = [self.requests[name] for name in group.jobs]
-            self.executor.launch(group, epoch, jobs, {})
+            self.executor.launch(GroupLaunch(group, epoch, jobs))
             self.until(Progress, epoch)
             seconds.append(time.monotonic() - begun)
             print(f"worker {epoch}: first step after {seconds[-1]:.1f} s", flush=True)
@@ -93,7 +104,7 @@ class Bench:
         successor, jobs = replace(group, jobs=names), [self.requests[name] for name in names]
         if not self.executor.can_change(group, epoch, successor):
             raise RuntimeError(f"formation {epoch} cannot become one of {', '.join(names)}")
-        self.executor.change(group, epoch, successor, self.last, jobs, {})
+        self.executor.change(group, epoch, GroupLaunch(successor, self.last, jobs))
         started = self.until(GroupStarted, self.last)
         self.executor.release(group, epoch)
         self.groups[index] = successor, self.last
@@ -114,17 +125,7 @@ class Bench:
 
     def until(self, kind: type[Event], epoch: int) -> Event:
         """Wait for what a group says."""
-        end = time.monotonic() + self.limit
-        while time.monotonic() < end:
-            for event in self.executor.events():
-                if isinstance(event, Failed):
-                    raise RuntimeError(event.reason)
-                if isinstance(event, Warned):
-                    print(event.text, flush=True)
-                if isinstance(event, kind) and event.epoch == epoch:
-                    return event
-            time.sleep(TURN_SECONDS)
-        raise TimeoutError(f"no {kind.__name__} of formation {epoch} in {self.limit:.0f} s")
+        return until(self.executor, kind, epoch, self.limit)
 
     def close(self) -> None:
         """Drain both groups."""
@@ -133,6 +134,24 @@ class Bench:
             self.until(Drained, epoch)
             self.executor.release(group, epoch)
         self.executor.close()
+
+
+def until(executor: Executor, kind: type[Event], epoch: int, limit_seconds: float) -> Event:
+    """Wait for what a group says.
+
+    raises   RuntimeError where a group fails; TimeoutError
+    """
+    end = time.monotonic() + limit_seconds
+    while time.monotonic() < end:
+        for event in executor.events():
+            if isinstance(event, Failed):
+                raise RuntimeError(event.reason)
+            if isinstance(event, Warned):
+                print(event.text, file=sys.stderr)
+            if isinstance(event, kind) and event.epoch == epoch:
+                return event
+        time.sleep(TURN_SECONDS)
+    raise TimeoutError(f"no {kind.__name__} of formation {epoch} in {limit_seconds:.0f} s")
 
 
 def jobs_of(given: argparse.Namespace, folder: Path) -> list[Job]:
@@ -155,7 +174,7 @@ def main() -> None:
         "model": given.model, "layers": given.layers, "rank": given.rank,
         "gpus": min(2, torch.cuda.device_count()) if given.device == "cuda" else 0,
     }  # fmt: skip
-    path = Path(given.out) / f"moves-{found['date']}.json"
+    path = given.out / f"moves-{found['date']}.json"
     moves: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory(prefix="moves-") as name:
         bench = Bench(given, Path(name))
@@ -185,25 +204,15 @@ def show(found: dict[str, Any]) -> None:
     console().print(table)
 
 
-def parser_of(text: str | None) -> argparse.ArgumentParser:
-    """What is trained, and how long it may take."""
-    parser = argparse.ArgumentParser(
-        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def _arguments() -> argparse.Namespace:
+    parser = parser_of(__doc__)
     parser.add_argument("--model", choices=("tiny", "8b"), default="8b")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--longest", type=int, default=256, help="tokens of the longest samples")
     parser.add_argument("--limit-seconds", type=float, default=240.0, help="of each wait")
-    parser.add_argument("--eager", action="store_true", help="layers are not compiled")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
-    parser.add_argument("--out", default=str(RESULTS), help="folder for the JSON")
-    return parser
-
-
-def _arguments() -> argparse.Namespace:
-    parser = parser_of(__doc__)
     parser.add_argument("--moves", type=int, default=8)
+    parser.add_argument("--eager", action="store_true", help="layers are not compiled")
     return parser.parse_args()
 
 

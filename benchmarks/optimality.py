@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from rich.table import Table
 
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.results_file import RESULTS, bare_table, console, described, write
 from benchmarks.synthetic_roofline import SyntheticEstimator
 from tlora_fx.cost.estimator import Estimator, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster
@@ -420,9 +420,8 @@ def main() -> None:
 
 def table(name: str, rows: Sequence[dict[str, Any]]) -> Table:
     """The rows for a terminal."""
-    drawn = Table(title=f"{name}: part of the exact optimum", title_justify="left")
-    for column in ("objective", "policy", "mean", "worst", "past bound", "evaluations", "ms"):
-        drawn.add_column(column, justify="left" if column in {"objective", "policy"} else "right")
+    heads = ("objective", "policy", "mean", "worst", "past bound", "evaluations", "ms")
+    drawn = bare_table(*heads, title=f"{name}: part of the exact optimum", texts=2)
     for row in rows:
         drawn.add_row(
             row["objective"],

@@ -30,11 +30,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.interleaved import Spread, ratios
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.arguments import parser_of
+from benchmarks.interleaved import Spread, ratios, turns
+from benchmarks.results_file import bare_table, console, described, write
 from benchmarks.step import AT_ONCE, GIB, WARM_UP, shape_of
 from benchmarks.step_arms import ROUNDING_BOUND, Made, Ours, apart_of, stirred
 from benchmarks.step_mixes import RANKS, Mix
@@ -105,10 +105,8 @@ class Bench:
 
     def run(self, rounds: int) -> None:
         """Time all arms in turns."""
-        for number in range(rounds):
-            names = list(self.arms)
-            for name in names if number % 2 == 0 else reversed(names):
-                self.found[name].steps.append(self.arms[name].step(AT_ONCE))
+        for _, name in turns(self.arms, rounds):
+            self.found[name].steps.append(self.arms[name].step(AT_ONCE))
 
     def _peak(self, arm: Ours) -> int:
         if self.made.device != "cuda":
@@ -192,9 +190,8 @@ def bound_of(arms: dict[str, dict[str, Any]]) -> dict[str, Any]:
 
 def show(arms: dict[str, dict[str, Any]], out: Console) -> None:
     """A line an arm."""
-    table = Table(box=None, pad_edge=False)
-    for head in ("arm", "ms", "time", "least..most", "peak GiB", "peak", "gradients off"):
-        table.add_column(head)
+    heads = ("arm", "ms", "time", "least..most", "peak GiB", "peak", "gradients off")
+    table = bare_table(*heads)
     for name, arm in arms.items():
         ratio = arm["time_ratio"]
         table.add_row(
@@ -211,15 +208,13 @@ def show(arms: dict[str, dict[str, Any]], out: Console) -> None:
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recompute", description=__doc__)
+    parser = parser_of(__doc__)
     for name in ("layers", "hidden", "vocabulary"):
         parser.add_argument(f"--{name}", type=int, default=0, help="0: the base's own")
     parser.add_argument("--length", type=int, default=1024, help="tokens of each of eight jobs")
     parser.add_argument("--budgets", type=float, nargs="*", default=BUDGETS)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     given = parser.parse_args(arguments)
     return argparse.Namespace(**vars(given), base="llama", dropout=0.0, ranks=RANKS)
 

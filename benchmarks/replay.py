@@ -9,19 +9,18 @@ of its own. What the replay itself takes is told apart from what the policy's de
 from __future__ import annotations
 
 import argparse
-import datetime
 import resource
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.arguments import parser_of
+from benchmarks.results_file import bare_table, console, described, write
 from benchmarks.synthetic_roofline import SyntheticEstimator
 from tlora_fx.cost.estimator import Estimator, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster
@@ -131,20 +130,11 @@ def alone(case: Case) -> dict[str, Any]:
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
     """For the terminal."""
-    shown = Table(title="replays of synthetic AcmeTrace jobs, CPU time of one process")
-    for name in (
-        "policy",
-        "jobs",
-        "minutes",
-        "ms a job",
-        "engine",
-        "decisions",
-        "decision ms mean / p99",
-        "GiB",
-        "days replayed",
-        "most waiting",
-    ):
-        shown.add_column(name, justify="left" if name == "policy" else "right")
+    shown = bare_table(
+        "policy", "jobs", "minutes", "ms a job", "engine", "decisions", "decision ms mean / p99",
+        "GiB", "days replayed", "most waiting",
+        title="replays of synthetic AcmeTrace jobs, CPU time of one process",
+    )  # fmt: skip
     for row in rows:
         shown.add_row(
             row["policy"],
@@ -163,7 +153,7 @@ def table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser = parser_of(__doc__, device=False)
     parser.add_argument("--parts", default="16,8,4", help="parts of 450,590 jobs: 1 is all")
     parser.add_argument("--policies", default="tlora,megatron")
     parser.add_argument("--estimator", choices=("profile", "synthetic"), default="profile")
@@ -171,13 +161,12 @@ def main() -> None:
     parser.add_argument("--intensity", type=float, default=1.0)
     parser.add_argument("--horizon", type=float, default=60.0)
     parser.add_argument("--seed", type=int, default=0)
-    today = datetime.datetime.now(datetime.UTC).date().isoformat()
-    parser.add_argument("-o", "--output", type=Path, default=RESULTS / f"replay-{today}.json")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
+    found = described("replay", "cpu") | {"bounds": BOUNDS, "rows": rows}
     for case in cases(options):
         rows.append(alone(case))
-        write(options.output, {**described("replay", "cpu"), "bounds": BOUNDS, "rows": rows})
+        write(options.out / f"replay-{found['date']}.json", found)
         console().print(table(rows[-1:]))
     console().print(table(rows))
 

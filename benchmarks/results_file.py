@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import shlex
 import sys
@@ -13,9 +14,9 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 import tlora_fx
-from benchmarks.compile import hardware
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "triton", "transformers", "peft")
@@ -46,6 +47,20 @@ def _arguments() -> list[str]:
         elif not word.startswith(("--out=", "--output=")):
             kept.append(word)
     return kept
+
+
+def hardware() -> dict[str, Any]:
+    """The machine, as far as it matters for a benchmark."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "cpu": models[0] if models else platform.processor(),
+        "cores": os.cpu_count(),
+        "cores_used": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory, 1),
+    }
 
 
 def gpu(device: str) -> dict[str, Any]:
@@ -87,3 +102,14 @@ def write(path: Path, found: dict[str, Any]) -> None:
 def console() -> Console:
     """A terminal as wide as it is, or wide enough for the tables."""
     return Console() if sys.stdout.isatty() else Console(width=WIDTH)
+
+
+def bare_table(*heads: str, title: str | None = None, texts: int = 1) -> Table:
+    """A table without lines, because logs are cut by characters.
+
+    texts   columns of text, the first ones; the others hold numbers, which stand to the right
+    """
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for number, head in enumerate(heads):
+        table.add_column(head, justify="left" if number < texts else "right")
+    return table

@@ -17,18 +17,17 @@ from __future__ import annotations
 import argparse
 import random
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.table import Table
 
 import tlora_fx
+from benchmarks.arguments import parser_of, shape_of
 from benchmarks.distributed_models import jobs_of
-from benchmarks.interleaved import Spread, ratios
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.interleaved import Spread, ratios, seconds_of, turns
+from benchmarks.results_file import console, described, write
 from benchmarks.step_mixes import SEED, Shape
 from tlora_fx.config.job import Job
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
@@ -48,7 +47,7 @@ def main() -> None:
     """Measure, print and write."""
     given = _arguments()
     found = described("rounds", given.device) | {"layers": given.layers, "jobs": given.jobs}
-    path = Path(given.out) / f"rounds-{found['date']}.json"
+    path = given.out / f"rounds-{found['date']}.json"
     with tempfile.TemporaryDirectory(prefix="rounds-") as folder:
         arms = arms_of(shape_of(given), given, Path(folder))
         found |= measured(arms, given)
@@ -56,16 +55,6 @@ def main() -> None:
         found["cannot"] = {GRAPHS: NO_GRAPHS}
     write(path, found)
     show(found)
-
-
-def shape_of(given: argparse.Namespace) -> Shape:
-    """The base's shape: Llama-3-8B's, or a narrow one in float32 with its proportions."""
-    if given.hidden == Shape().hidden:
-        return Shape(layers=given.layers)
-    return Shape(
-        layers=given.layers, hidden=given.hidden, intermediate=given.hidden * 7 // 2, heads=4,
-        key_value_heads=2, vocabulary=512, dtype="float32",
-    )  # fmt: skip
 
 
 def arms_of(shape: Shape, given: argparse.Namespace, folder: Path) -> dict[str, Trainer]:
@@ -106,15 +95,14 @@ def measured(arms: Mapping[str, Trainer], given: argparse.Namespace) -> Figures:
     tokens: dict[str, list[int]] = {name: [] for name in arms}
     first: dict[str, float] = {}
     with Interrupts() as interrupts:
-        for number in range(given.warm_up + given.rounds):
-            for name in list(arms) if number % 2 == 0 else reversed(list(arms)):
-                ms, count = _round(arms[name], interrupts)
-                first.setdefault(name, ms * 1e-3)
-                if number >= given.warm_up:
-                    times[name].append(ms)
-                    tokens[name].append(count)
-                if interrupts.asked:
-                    raise KeyboardInterrupt
+        for number, name in turns(arms, given.warm_up + given.rounds):
+            ms, count = _round(arms[name], interrupts)
+            first.setdefault(name, ms * 1e-3)
+            if number >= given.warm_up:
+                times[name].append(ms)
+                tokens[name].append(count)
+            if interrupts.asked:
+                raise KeyboardInterrupt
     found: Figures = {"rounds": given.rounds, "warm_up": given.warm_up, "arms": {}}
     for name, trainer in arms.items():
         figures = _figures(trainer, times[name], tokens[name]) | {"first_round_s": first[name]}
@@ -126,11 +114,7 @@ def measured(arms: Mapping[str, Trainer], given: argparse.Namespace) -> Figures:
 def _round(trainer: Trainer, interrupts: Interrupts) -> tuple[float, int]:
     """One round of the trainer: its milliseconds, and its tokens without padding."""
     before = sum(run.tokens for run in trainer.runs)
-    _synchronize()
-    started = time.perf_counter()
-    trainer._round(interrupts)
-    _synchronize()
-    ms = (time.perf_counter() - started) * 1e3
+    ms = 1e3 * seconds_of(lambda: trainer._round(interrupts))
     ended = [run for run in trainer.runs if run.status != "running"]
     if ended:
         raise RuntimeError("; ".join(f"{run.job.name}: {run.status} {run.reason}" for run in ended))
@@ -165,24 +149,13 @@ def show(found: Mapping[str, Any]) -> None:
     console().print(table)
 
 
-def _synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=4096)
+    parser = parser_of(__doc__, layers=32)
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--batch", type=int, default=1, help="sequences of each job in a round")
     parser.add_argument("--rounds", type=int, default=20, help="that count")
     parser.add_argument("--warm-up", type=int, default=24, help="rounds before")
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--out", default=str(RESULTS), help="folder for the JSON")
     return parser.parse_args()
 
 

@@ -15,7 +15,7 @@ import argparse
 import gc
 import statistics
 import tempfile
-import time
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,12 @@ import torch
 from torch import Tensor
 
 import tlora_fx
+from benchmarks.arguments import parser_of, shape_of
 from benchmarks.distributed_models import jobs_of
-from benchmarks.results_file import RESULTS, console, described, write
-from benchmarks.rounds import shape_of
+from benchmarks.interleaved import seconds_of
+from benchmarks.results_file import console, described, write
 from benchmarks.step_mixes import SEED, Shape
+from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.adapters.files import base_tensors
 
 #: By name: jobs, modules that they adapt, completions in all.
@@ -72,10 +74,9 @@ def measured(
     prompts = {member.job.name: ids[at] for at, member in enumerate(step.members.values())}
 
     def seconds(tokens: int) -> float:
-        _wait(given.device)
-        start = time.perf_counter()
-        sampler.sample(prompts, max_new_tokens=tokens, stop=(), seed=SEED)
-        return time.perf_counter() - start
+        return seconds_of(
+            lambda: sampler.sample(prompts, max_new_tokens=tokens, stop=(), seed=SEED)
+        )
 
     wide = _step(replace(shape, dtype="float32"), jobs, targets, folder, weights, given.device)
     ours, trainers = _errors(step, sampler, prompts, wide)
@@ -101,9 +102,16 @@ def _step(
     shape: Shape, jobs: int, targets: Any, folder: Path, weights: dict[str, Tensor], device: str,
     *, compiled: bool = False,
 ) -> tlora_fx.GroupStep:  # fmt: skip
-    """Jobs on the weights, which the first call draws; their adapters are the same each time."""
+    """Jobs on the weights, which the first call draws."""
     model = tlora_fx.compile(jobs_of(shape, folder / shape.dtype, jobs, targets))
     weights |= {} if weights else dict(base_tensors(model.backbone, torch.device(device)))
+    return disturbed_step(model, weights, device, compiled=compiled)
+
+
+def disturbed_step(
+    model: SuperModel, weights: Mapping[str, Tensor], device: str, *, compiled: bool
+) -> tlora_fx.GroupStep:
+    """A step that is ready; adapters are random, the same each time."""
     model.materialize(weights, device)
     options = tlora_fx.StepOptions(compiled=compiled)
     step = tlora_fx.GroupStep(model, device=device, options=options)
@@ -134,34 +142,17 @@ def _bandwidth(device: str) -> float:
     """Bytes a second that are read, by a copy."""
     source = torch.empty(2**30 if device == "cuda" else 2**24, dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    times = []
-    for _ in range(5):
-        _wait(device)
-        start = time.perf_counter()
-        target.copy_(source)
-        _wait(device)
-        times.append(time.perf_counter() - start)
-    return 2 * source.numel() / min(times)
-
-
-def _wait(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
+    seconds = min(seconds_of(lambda: target.copy_(source)) for _ in range(5))
+    return 2 * source.numel() / seconds
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=4096)
+    parser = parser_of(__doc__, layers=32)
     parser.add_argument("--prompt", type=int, default=128, help="tokens")
     parser.add_argument("--tokens", type=int, default=32, help="of a completion that are timed")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only", type=int, nargs="*", help="arms by number, from 0")
     parser.add_argument("--compiled", action="store_true", help="layers by torch.compile")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     return parser.parse_args()
 
 

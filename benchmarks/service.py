@@ -50,7 +50,8 @@ from tlora_fx.cost.load import Demand
 from tlora_fx.scheduler.state import Group, JobRequest
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.server.app import make_app, make_service
-from tlora_fx.server.store import ServiceStore, User
+from tlora_fx.server.ledger import User
+from tlora_fx.server.store import ServiceStore
 from tlora_fx.server.submission import IntakeLimits
 
 ROOT = Path(__file__).parents[1]

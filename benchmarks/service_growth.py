@@ -11,7 +11,6 @@ request. Bounds are printed beside the medians; the file has the least and the m
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sqlite3
@@ -27,7 +26,8 @@ from typing import Any
 from rich.table import Table
 from starlette.testclient import TestClient
 
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.arguments import parser_of
+from benchmarks.results_file import console, described, write
 from benchmarks.service import QUICKSTART, job_file
 from benchmarks.synthetic_roofline import SyntheticEstimator
 from tlora_fx.cost.hardware import Cluster
@@ -39,7 +39,8 @@ from tlora_fx.scheduler.state import REQUEST, JobRequest
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.server.app import Service, make_app, make_service
 from tlora_fx.server.control import Control, EventLog
-from tlora_fx.server.store import ServiceStore, User
+from tlora_fx.server.ledger import User
+from tlora_fx.server.store import ServiceStore
 from tlora_fx.server.submission import IntakeLimits
 
 #: Milliseconds of CPU that an action may take at the median, by how its name begins.
@@ -226,10 +227,9 @@ def bound_of(action: str) -> float | None:
 
 def main() -> None:
     """Measure, print and write."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = parser_of(__doc__, device=False)
     parser.add_argument("--ended", type=int, nargs="+", default=[0, 10_000, 100_000])
     parser.add_argument("--count", type=int, default=20, help="times that each action is measured")
-    parser.add_argument("-o", "--output", type=Path, default=None)
     given = parser.parse_args()
     by_ended = {str(ended): measured(ended, given.count) for ended in given.ended}
     table = Table("CPU milliseconds, median", *(f"{ended} ended" for ended in by_ended), "bound")
@@ -239,7 +239,7 @@ def main() -> None:
         table.add_row(action, *shown, str(bound_of(action) or ""))
     console().print(table)
     whole = {**described("service_growth", "cpu"), "bounds": BOUNDS, "milliseconds": by_ended}
-    write(given.output or RESULTS / f"service_growth-{whole['date']}.json", whole)
+    write(given.out / f"service_growth-{whole['date']}.json", whole)
 
 
 if __name__ == "__main__":

@@ -16,15 +16,15 @@ import fnmatch
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.arguments import parser_of
 from benchmarks.interleaved import Spread
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.results_file import bare_table, console, described, write
 from benchmarks.site_arms import PEERS, Arm
 from benchmarks.site_check import least_saved_bytes
 from benchmarks.site_loads import Row, bound_rows, further_rows
@@ -104,20 +104,15 @@ def _arm_json(measured: Measured, name: str) -> dict[str, Any]:
 
 def summary(rows: Sequence[Measured], settings: Settings) -> Table:
     """A line for each row and mode: ours beside the bound, and beside the best of the others."""
-    made = _table("forward and backward over the frozen linears (or over the row's base)")
-    for head in ("row", "mode", "base ms", "ours", "least..most", "bound", "aim", "verdict"):
-        made.add_column(head)
-    for head in ("best other", "saved MiB", "at least"):
-        made.add_column(head)
+    made = bare_table(
+        "row", "mode", "base ms", "ours", "least..most", "bound", "aim", "verdict", "best other",
+        "saved MiB", "at least", texts=2,
+        title="forward and backward over the frozen linears (or over the row's base)",
+    )  # fmt: skip
     for measured in rows:
         for mode in settings.modes(measured.row):
             made.add_row(measured.row.name, mode, *_cells(measured, mode, settings))
     return made
-
-
-def _table(title: str) -> Table:
-    # Bare, because logs are cut by characters.
-    return Table(title=title, title_justify="left", box=None, pad_edge=False)
 
 
 def _cells(measured: Measured, mode: str, settings: Settings) -> Iterator[str]:
@@ -161,17 +156,10 @@ def _best_other(measured: Measured, mode: str) -> str:
 def show_row(measured: Measured, settings: Settings, out: Console) -> None:
     """Every arm of a row, as soon as it is measured."""
     row = measured.row
-    made = _table(f"{row.name}: {row.title}")
-    for head in (
-        "arm",
-        "mode",
-        "ms",
-        f"over {measured.under}",
-        "least..most",
-        "error",
-        "saved MiB",
-    ):
-        made.add_column(head)
+    made = bare_table(
+        "arm", "mode", "ms", f"over {measured.under}", "least..most", "error", "saved MiB",
+        title=f"{row.name}: {row.title}", texts=2,
+    )  # fmt: skip
     for name, found in measured.found.items():
         for mode in [mode for mode in settings.modes(row) if mode in found.times]:
             made.add_row(name, mode, *_arm_cells(measured, name, mode))
@@ -197,18 +185,17 @@ def _arm_cells(measured: Measured, name: str, mode: str) -> Iterator[str]:
 
 def _kernels(name: str, found: Found) -> Table:
     total = sum(float(row["microseconds"]) for row in found.kernels)
-    made = _table(f"{name}: {total:.1f} µs of kernels a call")
-    for head in ("µs", "launches", "kernel", "operator"):
-        made.add_column(head, no_wrap=True)
+    title = f"{name}: {total:.1f} µs of kernels a call"
+    made = bare_table("operator", "kernel", "µs", "launches", title=title, texts=2)
     for row in found.kernels[:TOP_KERNELS]:
-        cells = f"{row['microseconds']:.1f}", f"{row['launches']:g}", row["kernel"][:80], row["op"]
-        made.add_row(*cells)
+        numbers = f"{row['microseconds']:.1f}", f"{row['launches']:g}"
+        made.add_row(row["op"], row["kernel"][:80], *numbers)
     return made
 
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.site", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="only the rows that have bounds")
     parser.add_argument("--rows", help="names or patterns, with commas between")
     parser.add_argument("--arms", help="others' arms, with commas between (default: all)")
@@ -218,10 +205,8 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--graph", action="store_true", help="every row as a CUDA graph too")
     parser.add_argument("--profile", action="store_true", help="kernel times of ours and frozen")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", help="of x and the linears")
     parser.add_argument("--shrink", type=int, default=1, help="divide tokens and features by this")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     parser.add_argument("--list", action="store_true", help="say the rows' names, and end")
     return parser.parse_args(arguments)
 

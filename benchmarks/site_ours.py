@@ -4,23 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
-import tlora_fx.ops  # noqa: F401  (registers the operators)
-from benchmarks.site_arms import Arm, CannotError
+from benchmarks.site_arms import Arm
 from benchmarks.site_inputs import Built, Inputs
+from tlora_fx.ops import multi_lora_linear, multi_lora_linears
+from tlora_fx.ops.kernels import select
+from tlora_fx.ops.kernels.select import Direction, Plan
+from tlora_fx.ops.kernels.support import Site
 
 SEED, STEP = 11, 3  # of the jobs' dropout masks
-KERNELS = "tlora_fx.ops.kernels"
-PLANS = ("fused", "sidecar", "concat")
-
-ops = torch.ops.tlora_fx
 
 
 def ours(
@@ -28,7 +27,7 @@ def ours(
     context: Callable[[], AbstractContextManager[object]] = nullcontext,
     weights: Sequence[Tensor] | None = None,
 ) -> Built:
-    """Our operator; sites that read one input are one call where the operator for that exists.
+    """Our operator; sites that read one input are one call.
 
     weights   in place of the inputs' own, with the same numbers
     """
@@ -65,8 +64,20 @@ class Tables:
         index = torch.cat([torch.arange(length, dtype=torch.int32) for length in load.lengths])
         self.token_index = index.to(inputs.xs[0].device)
         self.sites = [torch.tensor(site) for site in range(len(load.sites))]
-        self.drops = load.rate > 0
-        self.max_rank = max(load.ranks)
+        self.row = self.segments, self.keys, self.token_index
+        self.settings = max(load.ranks), load.rate > 0
+
+    def of_site(self, a: Tensor, b: Tensor, site: Tensor, dtype: torch.dtype) -> tuple[Any, ...]:
+        """What an operator of one site takes behind its weight and bias."""
+        own = self.ranks, self.scales, self.rates
+        return (a, b, *own, *self.row, site, dtype, *self.settings)
+
+    def of_sites(
+        self, a: Sequence[Tensor], b: Sequence[Tensor], sites: Sequence[Tensor], dtype: torch.dtype
+    ) -> tuple[Any, ...]:
+        """The same of an operator of several sites."""
+        own = ([table] * len(a) for table in (self.ranks, self.scales, self.rates))
+        return (a, b, *own, *self.row, sites, dtype, *self.settings)
 
 
 def _apply(
@@ -78,90 +89,40 @@ def _apply(
     sites: Sequence[Tensor],
 ) -> list[Tensor]:
     """The y of some linears that read one x."""
-    row = tables.segments, tables.keys, tables.token_index
-    if len(weights) > 1 and hasattr(ops, "multi_lora_linears"):
-        many: Any = ops.multi_lora_linears
-        per_site = [[table] * len(weights) for table in (tables.ranks, tables.scales, tables.rates)]
-        nothing = [None] * len(weights)
-        last = (*row, sites, x.dtype)
-        return list(many(x, weights, nothing, a, b, *per_site, *last, **_extra(many, tables)))
-    one: Any = ops.multi_lora_linear
-    own = tables.ranks, tables.scales, tables.rates
-    return [
-        one(x, weight, None, a[i], b[i], *own, *row, sites[i], x.dtype, **_extra(one, tables))
-        for i, weight in enumerate(weights)
-    ]
+    if len(weights) > 1:
+        shared = tables.of_sites(a, b, sites, x.dtype)
+        return multi_lora_linears(x, weights, [None] * len(weights), *shared)
+    shared = tables.of_site(a[0], b[0], sites[0], x.dtype)
+    return [multi_lora_linear(x, weights[0], None, *shared)]
 
 
-def _extra(operator: Any, tables: Tables) -> dict[str, Any]:
-    """The capacity arguments, where this version of the operator has them."""
-    known = _arguments(operator)
-    given = {"max_rank": tables.max_rank, "drops": tables.drops}
-    return {name: value for name, value in given.items() if name in known}
-
-
-_KNOWN: dict[str, frozenset[str]] = {}
-
-
-def _arguments(operator: Any) -> frozenset[str]:
-    name = str(operator)
-    if name not in _KNOWN:
-        schema = operator.default._schema
-        _KNOWN[name] = frozenset(argument.name for argument in schema.arguments)
-    return _KNOWN[name]
-
-
-def forced(plan: str) -> Arm:
+def forced(plan: Plan) -> Arm:
     """Our operator with one plan for every site and direction."""
-
-    def arm(inputs: Inputs) -> Built:
-        force: Any = _kernels("select", "force_plan")
-        return ours(inputs, lambda: force(plan))
-
-    return arm
+    return lambda inputs: ours(inputs, lambda: select.force_plan(plan))
 
 
 @contextmanager
 def choices() -> Iterator[dict[str, str]]:
     """Gathers which plan each site and direction takes while it is open, and where that is from."""
     found: dict[str, str] = {}
-    try:
-        selection: Any = import_module(f"{KERNELS}.select")
-    except ImportError:
-        yield found
-        return
-    choose = selection.choose
+    choose = select.choose
 
-    def noting(direction: str, site: Any, *rest: Any, **named: Any) -> Any:
+    def noting(direction: Direction, site: Site, *rest: Any, **named: Any) -> Any:
         choice = choose(direction, site, *rest, **named)
-        found[f"{direction} {site.inner}→{site.outer}"] = (
-            f"{choice.plan} ({Path(choice.source).name})"
-        )
+        where = f"{direction} {site.inner}→{site.outer}"
+        found[where] = f"{choice.plan} ({Path(choice.source).name})"
         return choice
 
-    selection.choose = noting
-    try:
+    with mock.patch.object(select, "choose", noting):
         yield found
-    finally:
-        selection.choose = choose
 
 
 def strict(inputs: Inputs) -> Built:
     """Our operator in its strict mode: one plan and one tile for every number of tokens."""
-    mode: Any = _kernels("", "strict")
-    return ours(inputs, lambda: mode(True))
-
-
-def _kernels(module: str, name: str) -> Any:
-    """A name of the room of kernels, which a build without kernels lacks."""
-    where = f"{KERNELS}.{module}".rstrip(".")
-    try:
-        return getattr(import_module(where), name)
-    except (ImportError, AttributeError) as error:
-        raise CannotError(f"there is no {where}.{name}: {error}") from error
+    return ours(inputs, lambda: select.strict(True))
 
 
 OURS: dict[str, Arm] = {"ours": ours}
-VARIANTS: dict[str, Arm] = {f"ours-{plan}": forced(plan) for plan in PLANS} | {
+VARIANTS: dict[str, Arm] = {f"ours-{plan}": forced(plan) for plan in select.PLANS} | {
     "ours-strict": strict,
 }

@@ -7,7 +7,7 @@ the start, and the three operators below autograd are called as compiled code ca
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -74,7 +74,7 @@ class _Group(torch.autograd.Function):
         wide, _, behind, _, tables = given
         count = len(flat) // 4
         weights, a, b, sites = (list(flat[count * i : count * (i + 1)]) for i in range(4))
-        shared = _shared(tables, a, b, sites, x.dtype)
+        shared = tables.of_sites(a, b, sites, x.dtype)
         made = ops.multi_lora_forward(wide, weights, [None] * count, *shared, behind)
         ctx.given, ctx.parts = given, (weights, shared, made[count : 2 * count], made[2 * count :])
         return tuple(made[:count])
@@ -92,14 +92,6 @@ class _Group(torch.autograd.Function):
         )
         none = [None] * count
         return (dx, None, *none, *leaves, *none)
-
-
-def _shared(
-    tables: Tables, a: Sequence[Tensor], b: Sequence[Tensor], sites: Sequence[Tensor], dtype: Any
-) -> tuple[Any, ...]:
-    each = [[table] * len(a) for table in (tables.ranks, tables.scales, tables.rates)]
-    row = tables.segments, tables.keys, tables.token_index
-    return (a, b, *each, *row, sites, dtype, tables.max_rank, tables.drops)
 
 
 def _wide(rows: Tensor, columns: int) -> Tensor:

@@ -39,11 +39,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
-from benchmarks.interleaved import Spread
+from benchmarks.arguments import parser_of
+from benchmarks.interleaved import Spread, turns
 from benchmarks.kernel_times import busy, profiled, table
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.results_file import bare_table, console, described, write
 from benchmarks.step_arms import ARMS, Arm, Made, Ours, require_gradients
 from benchmarks.step_mixes import EXPERTS, MIXES, RANKS, Mix, Mixture, Qwen3, Shape
 from benchmarks.step_profile import CLASSES, classes
@@ -113,12 +113,10 @@ class Bench:
         found = {name: Found() for name in self.arms}
         for name in list(self.arms):
             self._try(name, lambda name=name: self._prepare(name, mix, found[name]))
-        for number in range(rounds):
-            names = list(self.arms)
-            for name in names if number % 2 == 0 else reversed(names):
-                self._try(
-                    name, lambda name=name: found[name].steps.append(self.arms[name].step(AT_ONCE))
-                )
+        for _, name in turns(self.arms, rounds):
+            self._try(
+                name, lambda name=name: found[name].steps.append(self.arms[name].step(AT_ONCE))
+            )
         for name in [name for name in profile if name in self.arms]:
             self._try(name, lambda name=name: self._profile(name, found[name]))
         return {name: one for name, one in found.items() if name in self.arms}
@@ -201,17 +199,15 @@ def _tflops(mix: Mix, shape: Shape, milliseconds: float) -> float:
 
 def show(mix: Mix, shape: Shape, found: Mapping[str, Found], out: Console) -> None:
     """A line an arm, then the classes of what was profiled."""
-    made = _table(f"{mix.name}: {mix.tokens} tokens")
-    for head in ("arm", "ms", "least..most", "TFLOP/s", "tokens/s", "GiB above rest"):
-        made.add_column(head)
+    heads = ("arm", "ms", "least..most", "TFLOP/s", "tokens/s", "GiB above rest")
+    made = bare_table(*heads, title=f"{mix.name}: {mix.tokens} tokens")
     for name, one in found.items():
         made.add_row(name, *_cells(mix, shape, one))
     out.print(made)
     taken = {name: one for name, one in found.items() if one.classes}
     if taken:
-        parts = _table(f"{mix.name}: milliseconds on the GPU by class of kernel")
-        for head in ("class", *taken):
-            parts.add_column(head)
+        title = f"{mix.name}: milliseconds on the GPU by class of kernel"
+        parts = bare_table("class", *taken, title=title)
         for kind in CLASSES:
             parts.add_row(kind, *(f"{one.classes[kind]:.1f}" for one in taken.values()))
         out.print(parts)
@@ -224,10 +220,6 @@ def _cells(mix: Mix, shape: Shape, found: Found) -> Iterator[str]:
     yield f"{_tflops(mix, shape, spread.median):g}"
     yield f"{mix.tokens / spread.median * 1e3:.0f}"
     yield f"{found.peak / GIB:.2f}"
-
-
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=None, pad_edge=False)
 
 
 def shape_of(given: argparse.Namespace) -> Shape:
@@ -283,7 +275,7 @@ def mixes_of(given: argparse.Namespace) -> list[Mix]:
 
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--base", choices=("llama", "qwen3-8b", "qwen3-moe"), default="llama")
     parser.add_argument("--adapt-experts", action="store_true", help="of a mixture, too")
     for name in ("layers", "hidden", "vocabulary"):
@@ -298,8 +290,6 @@ def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--arms", help=f"of {', '.join(ARMS)}, commas between")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--profile", action="store_true", help="time on the GPU by kernel class")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     return parser.parse_args(arguments)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from copy import copy
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 import tlora_fx
+from benchmarks.interleaved import seconds_of
 from benchmarks.step_mixes import ALPHA, SEED, Mix, Shape
 from benchmarks.step_packed import ATTENTION, RATE, Packed, llama, stack_adapters
 from tlora_fx.compiler import resolve_pipeline
@@ -82,18 +82,6 @@ def stirred(tensors: Sequence[Tensor]) -> Iterator[None]:
         with torch.no_grad():
             for tensor, value in zip(tensors, before, strict=True):
                 tensor.copy_(value)
-
-
-def seconds_of(device: str, run: Callable[[], object], count: int) -> float:
-    """Of one of so many runs; the device has nothing left to do before and after all of them."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    for _ in range(count):
-        run()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - started) / count
 
 
 class Ours:
@@ -187,7 +175,7 @@ class Ours:
         """A round of the trainer each."""
         before = self.trainer.rounds
         with self.within(), Interrupts() as interrupts:
-            seconds = seconds_of(self.device, lambda: self.trainer._round(interrupts), count)
+            seconds = seconds_of(lambda: self.trainer._round(interrupts), count)
         if self.trainer.rounds != before + count:
             raise RuntimeError(f"{self.trainer.rounds - before} of {count} rounds trained")
         for run in self.trainer.runs:
@@ -303,7 +291,7 @@ class Peft:
                 optimizer.step()
                 optimizer.zero_grad()
 
-            seconds += seconds_of(self.device, train, count)
+            seconds += seconds_of(train, count)
         return seconds
 
 
@@ -355,7 +343,7 @@ class PackedArm:
 
     def step(self, count: int = 1) -> float:
         """Of the whole row."""
-        return seconds_of(self.device, self.packed.step, count)
+        return seconds_of(self.packed.step, count)
 
 
 class Alone:
@@ -398,7 +386,7 @@ class Alone:
             for arm in self.arms:
                 arm.packed.step()
 
-        return seconds_of(self.device, each, count)
+        return seconds_of(each, count)
 
 
 class Made:

@@ -11,20 +11,22 @@ as far as it went in both arms, and the evaluations by which it was judged.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.table import Table
 
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.arguments import parser_of
+from benchmarks.interleaved import turns
+from benchmarks.results_file import console, described, write
 from tlora_fx import TrainerCallback
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "sweep" / "sweep.py"
+EXAMPLE = "examples.sweep.sweep"
 #: Of losses of the two arms, relative: rows are shared with others there, in float32.
 BOUND = 1e-3
 ARMS = ("to the end", "stopped early")
@@ -39,13 +41,13 @@ def main() -> None:
         torch.set_num_threads(given.threads)
     found = described("sweep", given.device) | {"threads": torch.get_num_threads(), "arms": {}}
     with tempfile.TemporaryDirectory(prefix="sweep-") as name:
+        for turn, arm in turns(ARMS, given.turns):
+            figures = train(arm, given, Path(name) / f"{arm} {turn}")
+            found["arms"].setdefault(arm, []).append(figures)
+            print(f"{arm}: {figures['seconds']:.1f} s", flush=True)
         for turn in range(given.turns):
-            for arm in ARMS if turn % 2 == 0 else reversed(ARMS):
-                figures = train(arm, given, Path(name) / f"{arm} {turn}")
-                found["arms"].setdefault(arm, []).append(figures)
-                print(f"{arm}: {figures['seconds']:.1f} s", flush=True)
             found["differences"] = compare(*(Path(name) / f"{arm} {turn}" for arm in ARMS))
-    write(Path(given.out) / f"sweep-{found['date']}.json", found)
+    write(given.out / f"sweep-{found['date']}.json", found)
     show(found)
 
 
@@ -67,7 +69,7 @@ class Noting(TrainerCallback):
 
 def train(arm: str, given: argparse.Namespace, output: Path) -> Figures:
     """Train the sweep; its seconds, whole and from the first round on, and what became of jobs."""
-    sweep = _example()
+    sweep: Any = import_module(EXAMPLE)
     jobs = sweep.sweep_jobs(given.data or sweep.DATA, stop_early=arm == ARMS[1])
     noting, begun = Noting(), time.perf_counter()
     runs = sweep.train(jobs, output, device=given.device, callback=noting)
@@ -109,16 +111,6 @@ def _values(path: Path, kind: str) -> dict[int, float]:
     return {row["step"]: row[kind] for row in rows if kind in row}
 
 
-def _example() -> Any:
-    """The example as a module."""
-    spec = importlib.util.spec_from_file_location("sweep_example", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def show(found: Figures) -> None:
     """A line a run."""
     table = Table(
@@ -143,14 +135,10 @@ def show(found: Figures) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--device", default="cuda")
+    parser = parser_of(__doc__)
     parser.add_argument("--data", type=Path, help="JSON lines, such as GSM8K's")
     parser.add_argument("--turns", type=int, default=1, help="of each arm, in turns")
     parser.add_argument("--threads", type=int, help="of a CPU")
-    parser.add_argument("--out", default=str(RESULTS), help="folder for the JSON")
     return parser.parse_args()
 
 

@@ -29,9 +29,10 @@ from rich.table import Table
 from torch._dynamo.utils import counters
 
 import tlora_fx
+from benchmarks.arguments import parser_of, shape_of
 from benchmarks.distributed_models import jobs_of
-from benchmarks.results_file import RESULTS, console, described, write
-from benchmarks.rounds import data_of, shape_of
+from benchmarks.results_file import console, described, write
+from benchmarks.rounds import data_of
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
@@ -51,7 +52,7 @@ def main() -> None:
     if given.threads:
         torch.set_num_threads(given.threads)
     found = described("through", given.device) | {"layers": given.layers, "number": given.number}
-    path = Path(given.out) / f"through-{found['date']}.json"
+    path = given.out / f"through-{found['date']}.json"
     with tempfile.TemporaryDirectory(prefix="through-") as name:
         jobs, data = jobs_and_data(given, Path(name))
         passed, figures = measure(jobs, data, given, Path(name))
@@ -244,19 +245,13 @@ def show(found: Figures) -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--hidden", type=int, default=4096)
+    parser = parser_of(__doc__, layers=4)
     parser.add_argument("--targets", default="q_proj,v_proj", help="that jobs may adapt")
     parser.add_argument("--number", type=int, default=1000, help="of jobs")
     parser.add_argument("--parts", type=int, default=10, help="of them, each with its figures")
     parser.add_argument("--limit-seconds", type=float, default=240.0, help="then no further join")
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
-    parser.add_argument("--device", default="cuda")
     parser.add_argument("--threads", type=int, help="of a CPU")
-    parser.add_argument("--out", default=str(RESULTS), help="folder for the JSON")
     return parser.parse_args()
 
 

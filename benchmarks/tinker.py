@@ -22,7 +22,6 @@ import http.client
 import json
 import multiprocessing
 import os
-import statistics
 import tempfile
 import threading
 import time
@@ -37,8 +36,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.results_file import RESULTS, console, described, write
-from benchmarks.rounds import shape_of
+from benchmarks.arguments import parser_of, shape_of
+from benchmarks.interleaved import Spread, seconds_of
+from benchmarks.results_file import console, described, write
 from benchmarks.step_mixes import SEED, Shape
 from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.runtime.step_batches import Batch
@@ -209,11 +209,7 @@ class Bench:
 
     def timed(self, action: Callable[[], Any]) -> float:
         """Seconds until the device is done."""
-        self._wait()
-        start = time.perf_counter()
-        action()
-        self._wait()
-        return time.perf_counter() - start
+        return seconds_of(action)
 
     @contextmanager
     def _launched(self) -> Iterator[None]:
@@ -225,10 +221,6 @@ class Bench:
         yield
         if graphs is not None:
             graphs.largest_row = largest
-
-    def _wait(self) -> None:
-        if self.given.device.startswith("cuda"):
-            torch.cuda.synchronize()
 
     def over_http(self, length: int) -> Figures:
         """What the wire adds to a step of one client that waits for each answer."""
@@ -426,22 +418,15 @@ def _figure(value: float) -> float:
 
 
 def _spread(times: Sequence[float]) -> dict[str, float]:
-    found = {"median": statistics.median(times), "least": min(times), "most": max(times)}
-    return {name: _figure(value) for name, value in found.items()}
+    return {name: _figure(value) for name, value in Spread.of(times).json().items()}
 
 
 def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=4096)
+    parser = parser_of(__doc__, layers=32)
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 160, 640])
     parser.add_argument("--tenants", type=int, default=8)
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the JSON")
     return parser.parse_args(words)
 
 

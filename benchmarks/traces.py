@@ -19,8 +19,9 @@ from typing import Any
 
 from rich.table import Table
 
+from benchmarks.arguments import parser_of
 from benchmarks.reasons import offered_load, reasons
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.results_file import bare_table, console, described, write
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.simulator.comparison import (
     BASELINES,
@@ -65,6 +66,19 @@ def scenarios(data: Path | None, jobs: int, gpus: int) -> Iterator[tuple[str, Sc
             )
 
 
+def replay_parser(text: str | None, *, seeds: int, jobs: int) -> argparse.ArgumentParser:
+    """The arguments of all replays of these traces.
+
+    seeds, jobs   by default
+    """
+    parser = parser_of(text, device=False)
+    parser.add_argument("--data", type=Path, help="folder with acme/ and pollux/")
+    parser.add_argument("--seeds", type=int, default=seeds)
+    parser.add_argument("--jobs", type=int, default=jobs, help="of the synthetic trace")
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
+    return parser
+
+
 def shortened(value: float) -> float:
     """In five digits."""
     return float(f"{value:.5g}")
@@ -93,14 +107,12 @@ def told(report: Report) -> dict[str, Any]:
 
 def table(reports: dict[str, Report]) -> Table:
     """Ratios of each trace, one baseline a row."""
-    made = Table(box=None, pad_edge=False)
-    for head in ("trace", "load", "against", "throughput", "completion"):
-        made.add_column(head)
+    made = bare_table("trace", "against", "load", "throughput", "completion", texts=2)
     for name, report in reports.items():
         load = offered_load(next(iter(report.policies["tlora"])))
         for one in report.ratios:
             ratios = (ratio_text(one.throughput), ratio_text(one.completion))
-            made.add_row(name, f"{load:.2f}", one.baseline, *ratios)
+            made.add_row(name, one.baseline, f"{load:.2f}", *ratios)
     return made
 
 
@@ -136,21 +148,16 @@ def replayed(
 
 def main() -> None:
     """Replay, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--data", type=Path, help="folder with acme/ and pollux/")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--jobs", type=int, default=1000, help="of the synthetic trace")
+    parser = replay_parser(__doc__, seeds=5, jobs=1000)
     parser.add_argument("--gpus", type=int, default=128)
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--policies", default=",".join(POLICIES))
-    parser.add_argument("--output", type=Path, help="file; else in benchmarks/results")
     given = parser.parse_args()
     terminal = console()
     result = described("traces", "cpu")
     result["paper"] = {"throughput": PAPER_THROUGHPUT, "completion": PAPER_COMPLETION}
     found = scenarios(given.data, given.jobs, given.gpus)
     plans = {name: plan_of(one, given.policies.split(","), given.seeds) for name, one in found}
-    path = given.output or RESULTS / f"traces-{result['date']}.json"
+    path = given.out / f"traces-{result['date']}.json"
     reports = replayed(plans, given.processes, lambda made: write(path, result | told_all(made)))
     terminal.print(table(reports))
     terminal.print(f"paper: throughput {PAPER_THROUGHPUT}, completion {PAPER_COMPLETION}")

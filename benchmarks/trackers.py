@@ -22,7 +22,8 @@ from typing import Any, cast
 
 from rich.table import Table
 
-from benchmarks.results_file import RESULTS, console, described, write
+from benchmarks.arguments import parser_of
+from benchmarks.results_file import console, described, write
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.runtime.callbacks import Callbacks, EachInTurn, TrainerCallback
 from tlora_fx.runtime.job_evaluation import EvaluationReport
@@ -64,7 +65,7 @@ def main() -> None:
         "bound_ms": BOUND_MS, "start_ms": start_ms, "median_ms": statistics.median(times),
         "p99_ms": ordered[int(len(ordered) * 0.99)], "most_ms": ordered[-1], "warnings": warnings,
     }  # fmt: skip
-    write(Path(given.out) / f"trackers-{found['date']}.json", found)
+    write(given.out / f"trackers-{found['date']}.json", found)
     table = Table("ms a round", "median", "99 %", "most", "bound", box=None)
     shown = (f"{found[key]:.3f}" for key in ("median_ms", "p99_ms", "most_ms", "bound_ms"))
     table.add_row(f"{given.jobs} jobs, 4 trackers", *shown)
@@ -110,13 +111,10 @@ def _jobs(folder: Path, count: int) -> list[SimpleNamespace]:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__, device=False)
     parser.add_argument("--jobs", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=200)
     parser.add_argument("--round-ms", type=float, default=100.0, help="between two rounds")
-    parser.add_argument("--out", default=str(RESULTS), help="folder for the JSON")
     return parser.parse_args()
 
 

@@ -27,10 +27,11 @@ from dataclasses import asdict, dataclass, replace
 from math import isnan
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, TypeVar
+from typing import Any
 
 from rich.table import Table
 
+from benchmarks.moves import until
 from benchmarks.results_file import RESULTS, console, described, write
 from benchmarks.validation_steady import Parting, Simulated, steadiest
 from benchmarks.validation_workload import Planned, base_of, workload, write_file
@@ -39,15 +40,15 @@ from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.load import Demand
 from tlora_fx.runtime.workers.protocol import EventReader
 from tlora_fx.scheduler.estimates import Estimates, machine
-from tlora_fx.scheduler.executor import Drained, Failed, GroupEvent, GroupStarted, Progress, Warned
+from tlora_fx.scheduler.executor import Drained, GroupLaunch, GroupStarted, Progress
 from tlora_fx.scheduler.formations import Callback
+from tlora_fx.scheduler.history import EpochRecord, JobRecord
 from tlora_fx.scheduler.local.executor import LocalOptions, cpu_threads
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.requests import keep_facts
 from tlora_fx.scheduler.service import RunOptions, SchedulerService, opened
 from tlora_fx.scheduler.state import ChangeCosts, Group, JobRequest
-from tlora_fx.scheduler.store import EpochRecord, JobRecord
 from tlora_fx.simulator.replay import replay
 
 #: Jobs of each group that is formed to learn what a switch takes.
@@ -76,8 +77,6 @@ USUAL: dict[str, Any] = {
 }  # fmt: skip
 #: Joins and leaves that are timed; the first ones run what later ones find warm.
 CHANGES = 3
-
-Event = TypeVar("Event", bound=GroupEvent)
 
 
 class Quiet(Callback):
@@ -234,13 +233,13 @@ def warm_up(bench: Bench) -> tuple[list[dict[str, float]], ChangeCosts]:
             group = Group(tuple(request.name for request in own), 1, (0,))
             begun = executor.now()
             executor.reserve(group, epoch)
-            executor.launch(group, epoch, own, {})
+            executor.launch(GroupLaunch(group, epoch, own))
             # The first step compiles kernels: what it takes beyond a step belongs to the switch.
-            first = _until(running, Progress, epoch).time
+            first = until(running.executor, Progress, epoch, LIMIT_SECONDS).time
             time.sleep(2.0)
             asked = executor.now()
             executor.drain(group, epoch)
-            drained = _until(running, Drained, epoch).time
+            drained = until(running.executor, Drained, epoch, LIMIT_SECONDS).time
             executor.release(group, epoch)
             launch = first - begun - step
             measured.append(
@@ -256,16 +255,16 @@ def changes_of(
     executor = running.executor
     alone, both = Group((first.name,), 1, (0,)), Group((first.name, other.name), 1, (0,))
     executor.reserve(alone, epoch)
-    executor.launch(alone, epoch, [first], {})
-    _until(running, Progress, epoch)
+    executor.launch(GroupLaunch(alone, epoch, [first]))
+    until(running.executor, Progress, epoch, LIMIT_SECONDS)
     joined: list[float] = []
     left: list[float] = []
     moved: list[float] = []
     for before, after in [(alone, both), (both, alone)] * CHANGES:
         asked = executor.now()
         jobs = [first, other][: len(after.jobs)]
-        executor.change(before, epoch, after, epoch + 1, jobs, {})
-        started = _until(running, GroupStarted, epoch + 1)
+        executor.change(before, epoch, GroupLaunch(after, epoch + 1, jobs))
+        started = until(running.executor, GroupStarted, epoch + 1, LIMIT_SECONDS)
         assert started.paused is not None
         (joined if after is both else left).append(started.paused)
         moved.append(started.time - asked)
@@ -273,7 +272,7 @@ def changes_of(
         epoch += 1
         time.sleep(1.0)
     executor.drain(alone, epoch)
-    _until(running, Drained, epoch)
+    until(running.executor, Drained, epoch, LIMIT_SECONDS)
     executor.release(alone, epoch)
     return ChangeCosts(median(joined), median(left), median(moved))
 
@@ -290,20 +289,6 @@ def switch_of(measured: Sequence[Mapping[str, float]]) -> tuple[float, float, fl
     launch, end = last[few]["launch_seconds"], last[few]["drain_seconds"]
     more = (last[many]["launch_seconds"] - launch) / (many - few)
     return launch, max(0.0, more), end
-
-
-def _until(running: SchedulerService, kind: type[Event], epoch: int) -> Event:
-    end = time.monotonic() + LIMIT_SECONDS
-    while time.monotonic() < end:
-        for event in running.executor.events():
-            if isinstance(event, Failed):
-                raise RuntimeError(event.reason)
-            if isinstance(event, Warned):
-                print(event.text, file=sys.stderr)
-            if isinstance(event, kind) and event.epoch == epoch:
-                return event
-        time.sleep(TURN_SECONDS)
-    raise TimeoutError(f"no {kind.__name__} of formation {epoch}")
 
 
 def _ready(running: SchedulerService) -> None:
@@ -399,11 +384,11 @@ def warm_workers(bench: Bench, running: SchedulerService) -> None:
     for gpu in range(bench.estimates.cluster.gpus):
         group, epoch = Group(tuple(names), 1, (gpu,)), WARMING + gpu
         running.executor.reserve(group, epoch)
-        running.executor.launch(group, epoch, requests, {})
-        _until(running, Progress, epoch)
+        running.executor.launch(GroupLaunch(group, epoch, requests))
+        until(running.executor, Progress, epoch, LIMIT_SECONDS)
         time.sleep(1.0)
         running.executor.drain(group, epoch)
-        _until(running, Drained, epoch)
+        until(running.executor, Drained, epoch, LIMIT_SECONDS)
         running.executor.release(group, epoch)
 
 

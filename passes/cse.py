@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import fx
 
-from tlora_fx.ir.graph import GroupGraph
+from tlora_fx.ir.graph import GroupGraph, is_writing
 from tlora_fx.pipeline import GroupPass, Numerics, count, register
 from tlora_fx.rewriting import Rewriter
 
@@ -51,23 +51,13 @@ def _repeatable(node: fx.Node) -> bool:
     """Whether a node gives the same each time that it runs, and changes nothing."""
     if node.op == "get_attr":
         return True
-    target: Any = node.target
     if node.op != "call_function" or "val" not in node.meta:
         return False
-    tags = getattr(target, "tags", ())
-    schema = getattr(target, "_schema", None)
-    drawn = torch.Tag.nondeterministic_seeded in tags
-    return not drawn and (schema is None or not schema.is_mutable)
+    drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return not drawn and not is_writing(node)
 
 
 def _key(node: fx.Node) -> Hashable:
-    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda source: _Named(id(source)))  # type: ignore[arg-type, return-value]
     tags = tuple(str(node.meta.get(tag)) for tag in TAGS)
-    return node.op, str(node.target), repr(args), repr(kwargs), tags
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """A node inside an argument list, by identity."""
-
-    number: int
+    # Nodes of a graph have names of their own.
+    return node.op, str(node.target), repr(node.args), repr(node.kwargs), tags

@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch import fx
 
-from tlora_fx.ir.graph import GroupGraph, is_call
+from tlora_fx.ir.graph import GroupGraph, is_call, is_writing
 from tlora_fx.ir.lora_sites import serves_several
 from tlora_fx.pipeline import GroupPass, Numerics, count, register, rewrite_allowed
 
@@ -45,5 +44,4 @@ def _is_dead(node: fx.Node) -> bool:
     source = node.args[0] if is_call(node, operator.getitem) else None
     if isinstance(source, fx.Node) and serves_several(source):
         return False
-    schema = getattr(node.target, "_schema", None)
-    return not (isinstance(schema, torch.FunctionSchema) and schema.is_mutable)
+    return not is_writing(node)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from tlora_fx.errors import BaseNotTraceable
-from tlora_fx.ir.graph import JobGraph, is_call
+from tlora_fx.ir.graph import JobGraph, is_call, is_writing
 from tlora_fx.pipeline import JobPass, Numerics, register
 from tlora_fx.rewriting import Rewriter
 
@@ -93,13 +93,8 @@ def functionalise(graph: fx.Graph, job: str) -> None:
     raises    BaseNotTraceable, naming the operator and its source line
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
-    for node in [node for node in graph.nodes if _writes(node)]:
+    for node in list(filter(is_writing, graph.nodes)):
         _replace(graph, node, order, job)
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return node.op == "call_function" and schema is not None and bool(schema.is_mutable)
 
 
 def _replace(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int], job: str) -> None:

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, ClassVar
 
 from torch import fx
 
 from tlora_fx.errors import LayersNotChained, NotFoldable, NotOutlinable
-from tlora_fx.ir.graph import PEFT_PREFIX, Block, JobGraph, LayerPlan, TensorRef, under
+from tlora_fx.ir.graph import PEFT_PREFIX, Block, JobGraph, LayerPlan, TensorRef, behind, under
 from tlora_fx.ir.names import block_name
 from tlora_fx.pipeline import JobPass, Numerics, register
 from tlora_fx.rewriting import OutlinedGraph, Rewriter, outline
@@ -39,9 +40,14 @@ class FoldLayers(JobPass):
             return
         plan = graph.plan
         _own_constants(graph.root, plan)
-        bodies = _outline_all(graph.root, plan)
-        for layer, first in plan.twins().items():
-            _require_equal(bodies[layer], bodies[first], f"{layer}, {first}")
+        nodes: dict[str, list[fx.Node]] = {layer: [] for layer in plan.traced()}
+        for node in graph.root.nodes:
+            layer = _layer_of(node, plan)
+            if layer is not None:
+                nodes[layer].append(node)
+        bodies = {layer: _outline(layer, members) for layer, members in nodes.items()}
+        for twin, first in plan.twins().items():
+            _require_equal(bodies[twin], bodies[first], f"{twin}, {first}")
         carried = _carried_slots(bodies, plan)
         blocks: dict[str, Block] = {}
         for first in dict.fromkeys(plan.representative.values()):
@@ -50,15 +56,6 @@ class FoldLayers(JobPass):
             blocks[name] = Block(name, bodies[first].graph, instances)
         graph.root = _call_layers(graph.root, plan, bodies, carried)
         graph.blocks = blocks
-
-
-def _outline_all(root: fx.Graph, plan: LayerPlan) -> dict[str, OutlinedGraph]:
-    nodes: dict[str, list[fx.Node]] = {layer: [] for layer in plan.traced()}
-    for node in root.nodes:
-        layer = _layer_of(node, plan)
-        if layer is not None:
-            nodes[layer].append(node)
-    return {layer: _outline(layer, members) for layer, members in nodes.items()}
 
 
 def _own_constants(root: fx.Graph, plan: LayerPlan) -> None:
@@ -124,19 +121,14 @@ def canonical(graph: fx.Graph) -> list[Hashable]:
 
 
 def _require_equal(left: OutlinedGraph, right: OutlinedGraph, layers: str) -> None:
-    left_rows, right_rows = canonical(left.graph), canonical(right.graph)
-    for mine, theirs in zip(left_rows, right_rows, strict=False):
+    pairs = zip_longest(canonical(left.graph), canonical(right.graph), fillvalue="no node")
+    for mine, theirs in pairs:
         if mine != theirs:
             raise NotFoldable(
                 "two layers of equal structure trace to different graphs",
                 layers=layers,
                 found=f"{mine}\n{theirs}",
             )
-    if len(left_rows) != len(right_rows):
-        raise NotFoldable(
-            "two layers of equal structure trace to graphs of different length",
-            layers=layers,
-        )
 
 
 def _carried_slots(bodies: dict[str, OutlinedGraph], plan: LayerPlan) -> dict[str, int]:
@@ -155,7 +147,7 @@ def _carried_slots(bodies: dict[str, OutlinedGraph], plan: LayerPlan) -> dict[st
             if source in results and results[source] == before:
                 if carried.setdefault(first, slot) != slot:
                     raise LayersNotChained("layers take the running value at different places")
-            elif source in everything or _depends_on(source, everything):
+            elif not everything.isdisjoint(behind([source], everything.__contains__)):
                 raise LayersNotChained("a layer reads more than the layer before it", layer=layer)
         before = layer
     for layer in plan.traced()[1:]:
@@ -175,19 +167,6 @@ def _require_same_context(
             raise NotFoldable("equal layers are called with different values", layer=layer)
 
 
-def _depends_on(node: fx.Node, sources: set[fx.Node]) -> bool:
-    seen: set[fx.Node] = set()
-    stack = [node]
-    while stack:
-        for source in stack.pop().all_input_nodes:
-            if source in sources:
-                return True
-            if source not in seen:
-                seen.add(source)
-                stack.append(source)
-    return False
-
-
 def _call_layers(
     root: fx.Graph, plan: LayerPlan, bodies: dict[str, OutlinedGraph], carried: dict[str, int]
 ) -> fx.Graph:
@@ -204,7 +183,6 @@ def _call_layers(
     for node in root.nodes:
         if node not in owner:
             copies[node] = new.node_copy(node, lambda n: copies[n])
-            copies[node].meta = dict(node.meta)
         elif running is None and node.op == "call_function":
             running = _emit_calls(new, copies, plan, bodies, carried)
             copies[last] = running

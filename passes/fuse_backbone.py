@@ -25,6 +25,7 @@ from tlora_fx.ir.graph import (
     GroupGraph,
     JobGraph,
     TensorRef,
+    behind,
     derive,
     is_call,
     output_of,
@@ -78,9 +79,9 @@ class FuseBackbone(GroupPass):
             key = tuple(_block_at(job, layer).name for job in (group.base, *group.jobs))
             layers.setdefault(key, []).append(layer)
         for members in layers.values():
-            block = _fuse_block(group, aligned, tuple(members))
-            group.blocks[block.name] = block
-        group.root = _fuse_root(group, aligned)
+            name = block_name(tuple(members))
+            group.blocks[name] = Block(name, _fused(group, aligned, members[0]), tuple(members))
+        group.root = _fused(group, aligned)
         group.notes.extend(_missing_notes(group, aligned))
         called = [n for graph in group.graphs() for n in graph.nodes if n.op == "call_function"]
         count("shared", sum(node.meta["role"] == "shared" for node in called))
@@ -94,11 +95,12 @@ class _Structure:
         self.job, self.base = job, base
         subject = f"job '{job.name}'"
         own, theirs = placeholders(job.root), placeholders(base.root)
+        layers = [layer for block in base.blocks.values() for layer in block.instances]
         self.root = align(
             Side(base.root, base.constants),
             Side(job.root, job.constants),
             {node: theirs[name] for name, node in own.items()},
-            [path for path in job.sites if not _in_layer(path, base)],
+            [path for path in job.sites if not any(under(path, layer) for layer in layers)],
             subject,
         )
         self.blocks: dict[tuple[str, str], Alignment] = {}
@@ -139,33 +141,20 @@ def _call_of(job: JobGraph, layer: str) -> fx.Node:
     return next(node for node in calls if node.op == "call_module" and node.target == layer)
 
 
-def _in_layer(path: str, graph: JobGraph) -> bool:
-    return any(under(path, layer) for block in graph.blocks.values() for layer in block.instances)
-
-
-def _fuse_block(group: GroupGraph, aligned: list[_Structure], layers: tuple[str, ...]) -> Block:
-    first = layers[0]
-    prefix = first + "."
-    writer = _BranchWriter(group, _block_at(group.base, first).graph, first)
+def _fused(group: GroupGraph, aligned: list[_Structure], layer: str = "") -> fx.Graph:
+    """The fused graph of the root, or of a layer's block."""
+    base = _block_at(group.base, layer).graph if layer else group.base.root
+    writer, prefix = _BranchWriter(group, base, layer), f"{layer}." if layer else ""
     for job, structure in zip(group.jobs, aligned, strict=True):
         sites = {p[len(prefix) :]: s for p, s in job.sites.items() if p.startswith(prefix)}
-        writer.add_job(job, structure.block(first), sites)
-    return Block(block_name(layers), writer.write(), layers)
-
-
-def _fuse_root(group: GroupGraph, aligned: list[_Structure]) -> fx.Graph:
-    writer = _BranchWriter(group, group.base.root, "")
-    for job, structure in zip(group.jobs, aligned, strict=True):
-        writer.add_job(job, structure.root, job.sites)
+        writer.add_job(job, structure.block(layer) if layer else structure.root, sites)
     return writer.write()
 
 
 def _missing_notes(group: GroupGraph, aligned: list[_Structure]) -> list[tuple[str, str]]:
     notes = []
     for job, structure in zip(group.jobs, aligned, strict=True):
-        named = [
-            (f"{key[1]}.", block_alignment) for key, block_alignment in structure.blocks.items()
-        ]
+        named = ((f"{name}.", alignment) for (_, name), alignment in structure.blocks.items())
         for where, alignment in [("", structure.root), *named]:
             for node in alignment.missing:
                 path = where + (node.meta.get("path") or node.name)
@@ -353,12 +342,7 @@ class _BranchWriter:
 
     def _tag(self, node: fx.Node, job: JobGraph, site: str, value: Any) -> None:
         node.meta.update(
-            role="adapter",
-            jobs=(job.name,),
-            site=site,
-            path=site,
-            source="",
-            val=value,
+            role="adapter", jobs=(job.name,), site=site, path=site, source="", val=value
         )
 
 
@@ -535,16 +519,8 @@ def _key(node: fx.Node, stands: dict[fx.Node, fx.Node], side: Side) -> Hashable:
         )
     names = node.meta.get("path", "").split(".")
     path = ".".join(name for name in names if name not in PEFT_INNER)
-    named: Any = lambda n: _Named(id(stands[n]))  # noqa: E731  (fx types map_arg too narrowly)
-    args, kwargs = fx.map_arg((node.args, node.kwargs), named)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), stands.__getitem__)
     return (node.op, str(node.target), path, str(args), str(kwargs))
-
-
-@dataclass(frozen=True, slots=True)
-class _Named:
-    """A base node inside an argument list, by identity."""
-
-    number: int
 
 
 def _content(value: Tensor) -> Hashable:
@@ -581,17 +557,11 @@ def _cut_branches(
     anchors: dict[fx.Node, tuple[fx.Node, str]], job: fx.Graph, alignment: Alignment
 ) -> None:
     order = {node: position for position, node in enumerate(job.nodes)}
+    known = {*alignment.twins, *alignment.stands}
     for result, (anchor, site) in sorted(anchors.items(), key=lambda item: order[item[0]]):
         if alignment.twins.get(result) is anchor:
             continue
-        members = {result}
-        stack = [result]
-        while stack:
-            for source in stack.pop().all_input_nodes:
-                known = source in alignment.twins or source in alignment.stands
-                if not known and source not in members:
-                    members.add(source)
-                    stack.append(source)
+        members = {result, *behind(result.all_input_nodes, known.__contains__) - known}
         alignment.branches.append(
             JobBranch(anchor, site, sorted(members, key=order.__getitem__), result)
         )

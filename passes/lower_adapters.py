@@ -11,7 +11,7 @@ Keeps   every number up to rounding; branches of other kinds (DoRA with dropout,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal
@@ -21,8 +21,16 @@ from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from tlora_fx.errors import NotFoldable
-from tlora_fx.ir.graph import GroupGraph, TensorRef, is_call, placeholders, shape_of
+from tlora_fx.ir.graph import (
+    AdapterSite,
+    GroupGraph,
+    TensorRef,
+    is_call,
+    placeholders,
+    shape_of,
+)
 from tlora_fx.ir.lora_sites import ADD, EXPERTS, ONE, SCALE, BranchNumbers
+from tlora_fx.ir.verifier import named_graphs
 from tlora_fx.pipeline import GroupPass, Numerics, count, register
 from tlora_fx.rewriting import (
     Maker,
@@ -197,11 +205,7 @@ def _still(inner: Pattern) -> Pattern:
 
 
 class NoMatch(Exception):
-    """Reason why a branch is no plain LoRA branch, for the report; `miss` says it in full."""
-
-    def __init__(self, why: str, miss: Miss) -> None:
-        super().__init__(why)
-        self.miss = miss
+    """Reason why a branch is no plain LoRA branch, for the report."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,15 +237,29 @@ class Other:
 class LoraBranch:
     """A LoRA branch of one job: its captures.
 
+    rank        on a mixture's experts, of each expert
     magnitude   of DoRA, which scales the columns of the result; None: plain
+    crossed     on a mixture's experts, whether B reads the tokens
     """
 
     job: int
     a: fx.Node
     b: fx.Node
+    rank: int
     scaling: float
-    dropout: float
+    dropout: float = 0.0
     magnitude: fx.Node | None = None
+    crossed: bool = False
+
+    @property
+    def numbers(self) -> BranchNumbers:
+        """Its numbers, as the operator notes them."""
+        return BranchNumbers(self.rank, self.scaling, self.dropout)
+
+    @property
+    def kind(self) -> tuple[torch.dtype, bool]:
+        """Properties that all branches on experts share: the dtype of A, and its layout."""
+        return self.a.meta["tensor"].dtype, self.crossed
 
 
 def match_frozen(anchor: Any) -> Frozen:
@@ -252,7 +270,7 @@ def match_frozen(anchor: Any) -> Frozen:
     matched = nearest_match(list(FROZEN.values()), anchor)
     if isinstance(matched, Miss):
         why = matched.why if matched.held else f"its module is no linear ({anchor.target})"
-        raise NoMatch(why, matched)
+        raise NoMatch(why)
     transposed = matched.pattern is FROZEN["Conv1D"]
     return Frozen(matched["x"], matched["weight"], matched.captures.get("bias"), transposed)
 
@@ -282,51 +300,50 @@ def _is_made_of(anchor: fx.Node, x: fx.Node) -> bool:
     )
 
 
-def match_branch(write: fx.Node, anchor: fx.Node, x: fx.Node) -> LoraBranch:
-    """The plain LoRA branch behind a segment write.
+def match_branch(
+    write: fx.Node, anchor: fx.Node, frozen: Frozen | Other, *, dora: bool
+) -> LoraBranch:
+    """The LoRA branch behind a segment write.
 
     write     the node that writes the job's segment
     anchor    the frozen operator's result
-    x         the frozen operator's input
-    raises    NoMatch naming the first condition that fails
+    dora      it may be DoRA's
+    raises    NoMatch naming the first condition of a plain branch that fails
     """
-    matched = match_nodes(write, anchor, x)
+    # Without an input nothing matches.
+    matched = match_nodes(write, anchor, frozen.x)
+    if isinstance(matched, Miss) and dora and isinstance(frozen, Frozen):
+        matched = _match_dora(write, anchor, frozen) or matched
     if isinstance(matched, Miss):
-        raise NoMatch(matched.why, matched)
-    return LoraBranch(
-        int(matched["job"]),
-        matched["A's weight"],
-        matched["B's weight"],
-        float(matched["scaling"]),
-        float(matched.captures.get("rate", 0.0)),
+        raise NoMatch(matched.why)
+    return _branch(
+        matched,
+        dropout=float(matched.captures.get("rate", 0.0)),
+        magnitude=matched.captures.get("magnitude"),
     )
 
 
-def match_nodes(write: fx.Node, anchor: fx.Node, x: fx.Node) -> Match | Miss:
+def _branch(matched: Match, experts: int = 1, **more: Any) -> LoraBranch:
+    a, b = matched["A's weight"], matched["B's weight"]
+    rank = int(a.meta["tensor"].shape[0]) // experts
+    return LoraBranch(int(matched["job"]), a, b, rank, float(matched["scaling"]), **more)
+
+
+def match_nodes(write: fx.Node, anchor: fx.Node, x: fx.Node | None) -> Match | Miss:
     """The pattern's match behind a segment write, or how near it came."""
     return match(BRANCH, write, {RESULT: anchor, INPUT: x})
 
 
-def match_dora(write: fx.Node, anchor: fx.Node, frozen: Frozen) -> LoraBranch | None:
-    """The DoRA branch behind a segment write, None where there is none.
-
-    raises    NoMatch for one with dropout
-    """
+def _match_dora(write: fx.Node, anchor: fx.Node, frozen: Frozen) -> Match | None:
+    """The match of a DoRA branch behind a segment write; raises NoMatch for one with dropout."""
     given = {RESULT: anchor, INPUT: frozen.x, WEIGHT: frozen.weight, BIAS: frozen.bias}
     biased = frozen.bias is not None
     matched = match(_dora(biased, frozen.transposed), write, given)
-    if isinstance(matched, Miss):
-        if match(_dora(biased, frozen.transposed, dropped=True), write, given):
-            raise NoMatch(DROPPED, matched)
-        return None
-    return LoraBranch(
-        int(matched["job"]),
-        matched["A's weight"],
-        matched["B's weight"],
-        float(matched["scaling"]),
-        0.0,
-        matched["magnitude"],
-    )
+    if isinstance(matched, Match):
+        return matched
+    if match(_dora(biased, frozen.transposed, dropped=True), write, given):
+        raise NoMatch(DROPPED)
+    return None
 
 
 BANK = "lora"
@@ -355,198 +372,202 @@ class LowerAdapters(GroupPass):
     dora: bool = True
 
     def run(self, group: GroupGraph) -> None:
-        graphs = [("", group.root), *((b.name, b.graph) for b in group.blocks.values())]
-        mixed = self._partly_lowerable(group, graphs)
-        for block, graph in graphs:
-            for anchor, writes in chains(graph).items():
-                self._lower(group, graph, block, anchor, writes, mixed)
+        every = [
+            _Chain(group, block, graph, anchor, writes)
+            for block, graph in named_graphs(group)
+            for anchor, writes in chains(graph).items()
+        ]
+        mixed = self._partly_lowerable(group, every)
+        for chain in every:
+            if is_call(chain.anchor, EXPERT_LINEAR):
+                chain.lower_experts()
+            else:
+                self._lower(chain, mixed)
+        for graph in group.graphs():
             Rewriter(graph).erase_dead()
 
     def _partly_lowerable(
-        self, group: GroupGraph, graphs: Sequence[tuple[str, fx.Graph]]
+        self, group: GroupGraph, every: Sequence[_Chain]
     ) -> frozenset[tuple[str, str]]:
         """Jobs and paths of modules that run more than once, where not all calls can be lowered.
 
         Lowered calls read the site's bank, others the job's own A and B. Calls of both kinds would
         train two adapters, so the job keeps all of them as they are.
         """
-        if not group.base.repeated:
-            return frozenset()
         readers: dict[tuple[str, str], set[fx.Node]] = {}
         lowered: set[fx.Node] = set()
-        for block, graph in graphs:
-            for node in _repeated(group, block, graph):
-                for path in _paths(group, block, str(node.meta["site"])):
+        for block, graph in named_graphs(group) if group.base.repeated else ():
+            for node in graph.nodes:
+                site, ref = node.meta.get("site"), node.meta.get("tensor")
+                paths = _paths(group, block, str(site)) if site else []
+                if ref is None or ref.owner != "job" or group.base.repeated.isdisjoint(paths):
+                    continue
+                for path in paths:
                     readers.setdefault((node.meta["jobs"][0], path), set()).update(node.users)
-            for anchor, writes in chains(graph).items() if readers else ():
-                frozen = match_operator(anchor, writes)
-                for write in writes:
-                    branch = self._lowerable(group, block, write, anchor, frozen)
-                    if isinstance(branch, LoraBranch):
-                        lowered.update(_inside(anchor, [write], through=False))
+        for chain in every if readers else ():
+            frozen = match_operator(chain.anchor, chain.writes)
+            for write in chain.writes:
+                if isinstance(self._lowerable(chain, write, frozen), LoraBranch):
+                    lowered.update(_inside(chain.anchor, [write], through=False))
         return frozenset(key for key, nodes in readers.items() if nodes - lowered)
 
-    def _lowerable(
-        self, group: GroupGraph, where: str, write: fx.Node, anchor: fx.Node, frozen: Frozen | Other
-    ) -> LoraBranch | str:
+    def _lowerable(self, chain: _Chain, write: fx.Node, frozen: Frozen | Other) -> LoraBranch | str:
         """The branch behind a segment write, or why it runs as it is."""
         try:
-            branch = self._branch(write, anchor, frozen)
+            branch = match_branch(write, chain.anchor, frozen, dora=self.dora)
         except NoMatch as reason:
             return frozen.why if isinstance(frozen, Other) else str(reason)
-        if branch.dropout > 0 and _runs_again(group, where, str(write.meta["site"])):
+        if branch.dropout > 0 and not chain.group.base.repeated.isdisjoint(chain.paths):
             return "it draws other masks each time it runs"
         return branch
 
-    def _lower(
-        self,
-        group: GroupGraph,
-        graph: fx.Graph,
-        where: str,
-        anchor: fx.Node,
-        writes: list[fx.Node],
-        mixed: Collection[tuple[str, str]],
-    ) -> None:
-        if is_call(anchor, EXPERT_LINEAR):
-            self._lower_experts(group, graph, where, anchor, writes)
-            return
-        site = str(writes[0].meta["site"])
-        frozen = match_operator(anchor, writes)
-        branches: list[tuple[fx.Node, LoraBranch]] = []
-        for write in writes:
-            branch = self._lowerable(group, where, write, anchor, frozen)
+    def _lower(self, chain: _Chain, mixed: Collection[tuple[str, str]]) -> None:
+        frozen = match_operator(chain.anchor, chain.writes)
+        branches: dict[fx.Node, LoraBranch] = {}
+        for write in chain.writes:
+            branch = self._lowerable(chain, write, frozen)
             (job,) = write.meta["jobs"]
             if isinstance(branch, str):
-                self._keep(group, where, site, write, branch)
-            elif any((job, path) in mixed for path in _paths(group, where, site)):
-                why = "another call of its module runs as it is"
-                self._keep(group, where, site, write, why)
+                chain.keep(write, branch)
+            elif any((job, path) in mixed for path in chain.paths):
+                chain.keep(write, "another call of its module runs as it is")
             else:
-                branches.append((write, branch))
-        if branches and not self._replace(group, graph, anchor, frozen, where, branches):
-            for write, _ in branches:
-                self._keep(group, where, site, write, "the rewrite is held back by a bisection")
+                branches[write] = branch
+        if branches:
+            asked = chain.group.compute if self.compute == "job" else self.compute
+            chain.lower(frozen, branches, in_base_dtype=asked == "base")
 
-    def _lower_experts(
-        self, group: GroupGraph, graph: fx.Graph, where: str, anchor: fx.Node, writes: list[fx.Node]
+
+class _Chain:
+    """The segment writes that jobs chained behind one operator.
+
+    block    its name, "" for the root
+    paths    of the site, in all layers that share its code
+    """
+
+    def __init__(
+        self, group: GroupGraph, block: str, graph: fx.Graph, anchor: fx.Node, writes: list[fx.Node]
     ) -> None:
-        """Put one operator in place of the experts' product and all jobs' branches on it."""
-        site, branches = str(writes[0].meta["site"]), list[tuple[fx.Node, ExpertBranch]]()
-        for write in writes:
-            branch = match_expert_branch(write, anchor)
-            kind = branches[0][1].kind if branches else None
-            if isinstance(branch, Miss):
-                self._keep(group, where, site, write, branch.why)
-            elif kind not in (None, branch.kind):
-                self._keep(group, where, site, write, "it is not of the first job's type and form")
-            else:
-                branches.append((write, branch))
-        if branches and not _replace_experts(graph, where, site, anchor, branches):
-            for write, _ in branches:
-                self._keep(group, where, site, write, "the rewrite is held back by a bisection")
+        self.group, self.graph, self.anchor, self.writes = group, graph, anchor, writes
+        self.site = str(writes[0].meta["site"])
+        self.path, self.paths = f"{block}.{self.site}".strip("."), _paths(group, block, self.site)
 
-    def _branch(self, write: fx.Node, anchor: fx.Node, frozen: Frozen | Other) -> LoraBranch:
-        """The branch behind a segment write; raises NoMatch where it is of no kind that lowers."""
-        try:
-            # Without an input nothing matches.
-            return match_branch(write, anchor, frozen.x)  # type: ignore[arg-type]
-        except NoMatch:
-            dora = self.dora and isinstance(frozen, Frozen)
-            branch = match_dora(write, anchor, frozen) if dora else None  # type: ignore[arg-type]
-            if branch is None:
-                raise
-            return branch
-
-    def _keep(self, group: GroupGraph, where: str, site: str, write: fx.Node, reason: str) -> None:
-        path = f"{where}.{site}" if where else site
+    def keep(self, write: fx.Node, reason: str) -> None:
+        """Let a branch run as it is; raises NotFoldable where its code has another's numbers."""
         (job,) = write.meta["jobs"]
-        if not group.exact and _is_plain(group, job, where, site):
+        own = next(graph for graph in self.group.jobs if graph.name == job)
+        if not self.group.exact and own.sites[self.paths[0]].kind == "lora":
             raise NotFoldable(
-                "a plain LoRA branch cannot be lowered",
-                site=path,
-                job=job,
-                found=reason,
+                "a plain LoRA branch cannot be lowered", site=self.path, job=job, found=reason
             )
         write.meta["as_it_is"] = reason
         count("kept")
-        group.notes.append((self.name, f"{path} of job '{job}' runs as it is: {reason}"))
+        text = f"{self.path} of job '{job}' runs as it is: {reason}"
+        self.group.notes.append((LowerAdapters.name, text))
 
-    def _replace(
-        self,
-        group: GroupGraph,
-        graph: fx.Graph,
-        anchor: fx.Node,
-        frozen: Frozen | Other,
-        where: str,
-        branches: list[tuple[fx.Node, LoraBranch]],
-    ) -> bool:
-        """Put one operator in place of the linear and its branches; False where held back.
+    def lower(
+        self, frozen: Frozen | Other, branches: dict[fx.Node, LoraBranch], *, in_base_dtype: bool
+    ) -> None:
+        """Put one operator in place of the linear and branches.
 
         Where the branches stand behind another operator, that one stays.
         """
-        writes = [write for write, _ in branches]
-        jobs = tuple(write.meta["jobs"][0] for write in writes)
-        site = str(writes[0].meta["site"])
-        tables = placeholders(graph)
-        dtype = branches[0][1].a.meta["tensor"].dtype
-        asked = group.compute if self.compute == "job" else self.compute
-        compute = anchor.meta["val"].dtype if asked == "base" else dtype
-        capacity = _capacity(group, where, site, branches)
+        tables, first = placeholders(self.graph), next(iter(branches))
+        dtype = branches[first].a.meta["tensor"].dtype
+        compute = self.anchor.meta["val"].dtype if in_base_dtype else dtype
+        capacity = self._capacity(list(branches.values()))
         operator = ADD if isinstance(frozen, Other) else ONE
-        numbers = {
-            job: BranchNumbers(_rank(branch), branch.scaling, branch.dropout)
-            for job, (_, branch) in zip(jobs, branches, strict=True)
-        }
+        magnitudes = {write: branch.magnitude for write, branch in branches.items()
+                      if branch.magnitude is not None}  # fmt: skip
 
         def build(make: Maker) -> fx.Node:
-            bank = {
-                name: make.tensor(TensorRef("buffer", f"{site}.{BANK}.{name}", shape, kind))
-                for name, shape, kind in _bank_tensors(len(group.jobs), branches, dtype)
-            }
-            served = _served(make, frozen, writes[0])
+            tensors = _bank_tensors(len(self.group.jobs), list(branches.values()), dtype)
+            *adapters, site = (
+                make.tensor(TensorRef("buffer", f"{self.site}.{BANK}.{name}", shape, kind))
+                for name, shape, kind in tensors
+            )
+            served, row = _served(make, frozen, first), [tables["segments"], tables["keys"]]
             lowered = make(
-                operator, *served, *(bank[name] for name in ("a", "b", "ranks", "scales", "rates")),
-                tables["segments"], tables["keys"], tables["token_index"], bank["site"], compute,
-                *capacity,
-            )  # fmt: skip
-            lowered.meta["branches"] = numbers
-            return _scaled(make, lowered, served[1:], bank, tables, jobs, branches)
+                operator, *served, *adapters, *row, tables["token_index"], site, compute, *capacity
+            )
+            lowered.meta["branches"] = _numbers(branches)
+            if not magnitudes:
+                return lowered
+            # Nodes of their own: those of the branches stand behind the linear.
+            read = [
+                make.tagged(jobs=(write.meta["jobs"][0],)).tensor(
+                    node.meta["tensor"], str(node.target)
+                )
+                for write, node in magnitudes.items()
+            ]
+            scaled = [branches[write] for write in magnitudes]
+            indices, largest = [one.job for one in scaled], max(one.rank for one in scaled)
+            return make(SCALE, lowered, *served[1:], read, *adapters, site, *row, indices, largest)
 
-        lowered = Rewriter(graph).replace(
-            writes[0] if operator is ADD else anchor,
+        self._put(first if operator is ADD else self.anchor, operator, list(branches), build)
+
+    def lower_experts(self) -> None:
+        """Put one operator in place of the experts' product and all jobs' branches on it."""
+        branches: dict[fx.Node, LoraBranch] = {}
+        for write in self.writes:
+            branch = match_expert_branch(write, self.anchor)
+            kinds = {known.kind for known in branches.values()}
+            if isinstance(branch, Miss):
+                self.keep(write, branch.why)
+            elif not kinds <= {branch.kind}:
+                self.keep(write, "it is not of the first job's type and form")
+            else:
+                branches[write] = branch
+        found = list(branches.values())
+
+        def build(make: Maker) -> fx.Node:
+            for branch in found:
+                self.anchor.prepend(branch.a)
+                self.anchor.prepend(branch.b)
+            lowered = make(
+                EXPERTS, *self.anchor.args, [branch.a for branch in found],
+                [branch.b for branch in found], [branch.job for branch in found],
+                [branch.scaling for branch in found], found[0].crossed,
+                placeholders(self.graph)["segments"],
+            )  # fmt: skip
+            lowered.meta["branches"] = _numbers(branches)
+            return lowered
+
+        if branches:
+            self._put(self.anchor, EXPERTS, list(branches), build)
+
+    def _put(
+        self, at: fx.Node, operator: Any, writes: list[fx.Node], build: Callable[[Maker], fx.Node]
+    ) -> None:
+        """Put what `build` makes in place of a node and of branches, which stay where held back."""
+        jobs = tuple(write.meta["jobs"][0] for write in writes)
+        lowered = Rewriter(self.graph).replace(
+            at,
             build,
-            f"{operator.__name__.partition('.')[0]} at {f'{where}.{site}'.strip('.')}",
-            {"role": "adapter", "jobs": jobs, "site": site, "path": site},
-            _inside(anchor, writes),
+            f"{operator.__name__.partition('.')[0]} at {self.path}",
+            {"role": "adapter", "jobs": jobs, "site": self.site, "path": self.site},
+            _inside(self.anchor, writes),
         )
         if lowered is None:
-            return False
-        _drop_writes(graph, writes)
-        return True
+            for write in writes:
+                self.keep(write, "the rewrite is held back by a bisection")
+            return
+        count("lowered", len(writes))
+        for write in writes:
+            if not write._erased:
+                write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
+                self.graph.erase_node(write)
+
+    def _capacity(self, branches: list[LoraBranch]) -> tuple[int, bool]:
+        """The largest rank of a job in any layer that shares the site's code; whether any drops."""
+        lowered = [self.group.jobs[branch.job].sites for branch in branches]
+        adapters = [own[path] for own in lowered for path in self.paths if path in own]
+        # Of a graph that Dynamo recorded what its branches say is all there is.
+        known: Sequence[AdapterSite | LoraBranch] = adapters or branches
+        return max(one.rank for one in known), any(one.dropout > 0 for one in known)
 
 
-@dataclass(frozen=True, slots=True)
-class ExpertBranch:
-    """LoRA of one job on a mixture's experts: its captures.
-
-    rank      of each expert
-    crossed   B reads the tokens
-    """
-
-    job: int
-    a: fx.Node
-    b: fx.Node
-    rank: int
-    scaling: float
-    crossed: bool
-
-    @property
-    def kind(self) -> tuple[torch.dtype, bool]:
-        """Properties that all branches of one operator share: the dtype of A, and its layout."""
-        return self.a.meta["tensor"].dtype, self.crossed
-
-
-def match_expert_branch(write: fx.Node, anchor: fx.Node) -> ExpertBranch | Miss:
+def match_expert_branch(write: fx.Node, anchor: fx.Node) -> LoraBranch | Miss:
     """The branch behind a segment write, or how near a pattern came.
 
     anchor   the experts' frozen product
@@ -558,59 +579,13 @@ def match_expert_branch(write: fx.Node, anchor: fx.Node) -> ExpertBranch | Miss:
             expert_branch(experts, crossed), write, {RESULT: anchor, INPUT: x, CHOICE: index}
         )
         if isinstance(found, Match):
-            a, b = found["A's weight"], found["B's weight"]
-            rank = int(a.meta["tensor"].shape[0]) // experts
-            scaling = float(found["scaling"])
-            return ExpertBranch(int(found["job"]), a, b, rank, scaling, crossed)
+            return _branch(found, experts, crossed=crossed)
         nearest.append(found)
     return max(nearest, key=lambda miss: miss.held)
 
 
-def _replace_experts(
-    graph: fx.Graph,
-    where: str,
-    site: str,
-    anchor: fx.Node,
-    branches: list[tuple[fx.Node, ExpertBranch]],
-) -> bool:
-    """Write multi_lora_experts; False where the rewrite is held back."""
-    writes, found = [write for write, _ in branches], [branch for _, branch in branches]
-    jobs = tuple(write.meta["jobs"][0] for write in writes)
-
-    def build(make: Maker) -> fx.Node:
-        for branch in found:
-            anchor.prepend(branch.a)
-            anchor.prepend(branch.b)
-        return make(
-            EXPERTS, *anchor.args, [branch.a for branch in found], [branch.b for branch in found],
-            [branch.job for branch in found], [branch.scaling for branch in found],
-            found[0].crossed, placeholders(graph)["segments"],
-        )  # fmt: skip
-
-    lowered = Rewriter(graph).replace(
-        anchor,
-        build,
-        f"multi_lora_experts at {f'{where}.{site}'.strip('.')}",
-        {"role": "adapter", "jobs": jobs, "site": site, "path": site},
-        _inside(anchor, writes),
-    )
-    if lowered is None:
-        return False
-    lowered.meta["branches"] = {
-        job: BranchNumbers(branch.rank, branch.scaling, 0.0)
-        for job, branch in zip(jobs, found, strict=True)
-    }
-    _drop_writes(graph, writes)
-    return True
-
-
-def _drop_writes(graph: fx.Graph, writes: list[fx.Node]) -> None:
-    """Erase the writes of branches that are in an operator now."""
-    count("lowered", len(writes))
-    for write in writes:
-        if not write._erased:
-            write.replace_all_uses_with(write.args[0])  # type: ignore[arg-type]
-            graph.erase_node(write)
+def _numbers(branches: Mapping[fx.Node, LoraBranch]) -> dict[str, BranchNumbers]:
+    return {write.meta["jobs"][0]: branch.numbers for write, branch in branches.items()}
 
 
 def _served(make: Maker, frozen: Frozen | Other, write: fx.Node) -> tuple[Any, ...]:
@@ -624,78 +599,9 @@ def _served(make: Maker, frozen: Frozen | Other, write: fx.Node) -> tuple[Any, .
     return frozen.x, weight, frozen.bias
 
 
-def _scaled(
-    make: Maker,
-    lowered: fx.Node,
-    linear: tuple[Any, ...],
-    bank: Mapping[str, fx.Node],
-    tables: Mapping[str, fx.Node],
-    jobs: Sequence[str],
-    branches: list[tuple[fx.Node, LoraBranch]],
-) -> fx.Node:
-    """A lowered linear's result, the columns of DoRA's jobs scaled; itself where there are none.
-
-    linear   weight and bias
-    """
-    indices, magnitudes, largest = [], [], 0
-    for job, (_, branch) in zip(jobs, branches, strict=True):
-        source = branch.magnitude
-        if source is not None:
-            # A node of its own: the branch's stands behind the linear.
-            read = make.tagged(jobs=(job,)).tensor(source.meta["tensor"], str(source.target))
-            magnitudes.append(read)
-            indices.append(branch.job)
-            largest = max(largest, _rank(branch))
-    if not magnitudes:
-        return lowered
-    return make(
-        SCALE, lowered, *linear, magnitudes,
-        *(bank[name] for name in ("a", "b", "ranks", "scales", "rates", "site")),
-        tables["segments"], tables["keys"], indices, largest,
-    )  # fmt: skip
-
-
-def _capacity(
-    group: GroupGraph, where: str, site: str, branches: list[tuple[fx.Node, LoraBranch]]
-) -> tuple[int, bool]:
-    """The largest rank of a job at a site, in any layer that shares its code; whether any drops."""
-    paths = _paths(group, where, site)
-    lowered = [group.jobs[branch.job].sites for _, branch in branches]
-    adapters = [own[path] for own in lowered for path in paths if path in own]
-    if not adapters:  # a graph that Dynamo recorded: what its branches say is all there is
-        return max(_rank(branch) for _, branch in branches), any(
-            branch.dropout > 0 for _, branch in branches
-        )
-    return max(own.rank for own in adapters), any(own.dropout > 0 for own in adapters)
-
-
-def _rank(branch: LoraBranch) -> int:
-    return int(branch.a.meta["tensor"].shape[0])
-
-
-def _is_plain(group: GroupGraph, job: str, where: str, site: str) -> bool:
-    """Whether rank, scaling and rate of a branch may be another job's or layer's."""
-    graph = next(graph for graph in group.jobs if graph.name == job)
-    prefix = f"{group.blocks[where].instances[0]}." if where else ""
-    return graph.sites[prefix + site].kind == "lora"
-
-
-def _runs_again(group: GroupGraph, where: str, site: str) -> bool:
-    """Whether the base runs a site's module more than once."""
-    return any(path in group.base.repeated for path in _paths(group, where, site))
-
-
-def _repeated(group: GroupGraph, where: str, graph: fx.Graph) -> Iterator[fx.Node]:
-    """What jobs train in modules that the base runs more than once."""
-    for node in graph.nodes:
-        site, ref = node.meta.get("site"), node.meta.get("tensor")
-        if site and ref is not None and ref.owner == "job" and _runs_again(group, where, str(site)):
-            yield node
-
-
-def _paths(group: GroupGraph, where: str, site: str) -> list[str]:
+def _paths(group: GroupGraph, block: str, site: str) -> list[str]:
     """The paths of a site in all layers that share its code."""
-    layers = group.blocks[where].instances if where else ("",)
+    layers = group.blocks[block].instances if block else ("",)
     return [f"{layer}.{site}".strip(".") for layer in layers]
 
 
@@ -704,7 +610,7 @@ def chains(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
     chains: dict[fx.Node, list[fx.Node]] = {}
     first: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
-        if node.op == "call_function" and node.target is WRITE:
+        if is_call(node, WRITE):
             before: Any = node.args[0]
             anchor = first.get(before, before)
             first[node] = anchor
@@ -713,11 +619,11 @@ def chains(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
 
 
 def _bank_tensors(
-    jobs: int, branches: list[tuple[fx.Node, LoraBranch]], dtype: torch.dtype
+    jobs: int, branches: list[LoraBranch], dtype: torch.dtype
 ) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
-    """Name, shape and dtype of what a site's AdapterBank holds."""
-    rank = sum(_rank(branch) for _, branch in branches)
-    a, b = branches[0][1].a.meta["tensor"], branches[0][1].b.meta["tensor"]
+    """Name, shape and dtype of what a site's AdapterBank holds, in the operator's order."""
+    rank = sum(branch.rank for branch in branches)
+    a, b = branches[0].a.meta["tensor"], branches[0].b.meta["tensor"]
     return [
         ("a", (rank, a.shape[1]), dtype),
         ("b", (rank, b.shape[0]), dtype),

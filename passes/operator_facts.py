@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from tlora_fx.ir.graph import arguments_of
+
 aten = torch.ops.aten
 
 
@@ -52,12 +54,8 @@ def key_of(target: Any) -> str:
 
 
 def argument(node: fx.Node, name: str, default: Any = None) -> Any:
-    """What an operator is given by this name of its schema."""
-    if name in node.kwargs:
-        return node.kwargs[name]
-    names = [item.name for item in node.target._schema.arguments]  # type: ignore[union-attr]
-    index = names.index(name) if name in names else len(node.args)
-    return node.args[index] if index < len(node.args) else default
+    """What an operator is given, or takes, by this name of its schema."""
+    return arguments_of(node).get(name, default)
 
 
 def results(node: fx.Node, dim: Any) -> Any:

@@ -67,17 +67,13 @@ def _sharing(graph: fx.Graph, most: int) -> Iterator[list[fx.Node]]:
             continue
         dtype = site.arguments["a"].meta["val"].dtype
         sets = groups.setdefault((dtype, *(site.arguments[name] for name in COMMON)), [[]])
-        if len(sets[-1]) == most or not _together(order, [*sets[-1], site]):
+        results = [known.result for known in (*sets[-1], site)]
+        # None of them may read what another one computes.
+        if len(results) > most or needed_before(results[0], results, order) is None:
             sets.append([])
         sets[-1].append(site)
     for sites in (sites for sets in groups.values() for sites in sets if len(sites) > 1):
         yield [site.result for site in sites]
-
-
-def _together(order: dict[fx.Node, int], sites: list[LoweredSite]) -> bool:
-    """Whether none of the sites reads what another one computes."""
-    results = [site.result for site in sites]
-    return needed_before(results[0], results, order) is not None
 
 
 def _tags(sites: list[LoweredSite], names: list[str]) -> dict[str, Any]:

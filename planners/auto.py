@@ -6,6 +6,7 @@ reason, so that a user sees why it was not chosen.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -29,6 +30,7 @@ from tlora_fx.parallel.prepare import obstacles
 from tlora_fx.parallel.prepare import require_fits as require_mesh_fits
 from tlora_fx.parallel.stages import legal_cuts
 from tlora_fx.planners.protocol import Planner, PlannerOptions
+from tlora_fx.planners.recompute_budgets import BUDGETS, BudgetPrices
 from tlora_fx.planners.stage_cuts import cut_layers
 
 #: Micro-batches of a replica, times the stages of its pipeline.
@@ -37,6 +39,7 @@ MICRO_BATCHES = (1, 2, 4, 8)
 SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved")
 INTERLEAVED_STAGES = 2
 CPU = "cpu"
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,7 @@ class Auto(Planner):
 
     def holds_whole_base(self, plan: Plan) -> bool:
         """Whether the plan has replicas alone, and no base that is sharded over them."""
-        return plan.mesh.size == plan.mesh.dp and not plan.shard_base
+        return _holds_whole_layers(plan)
 
 
 def device_name() -> str:
@@ -191,6 +194,7 @@ def search(
     """
     largest = longest or work
     cost = CostModel(facts_of(model), profile, gpus_per_node)
+    prices = BudgetPrices(model.group, work, compiled=profile.compiled)
     fingerprint, legal = model_fingerprint(model), _legal(model)
     candidates: list[Candidate] = []
     for mesh in meshes or every_mesh(processes):
@@ -205,7 +209,15 @@ def search(
             candidates.append(candidate)
             if candidate.memory is not None and not candidate.runs:
                 again = recomputing(cost, plan, work, legal)
-                candidates.append(_judged(model, cost, again, work, largest))
+                whole = _judged(model, cost, again, work, largest)
+                candidates.append(whole)
+                if whole.runs and _holds_whole_layers(plan):
+                    # What fits with layers' inputs alone may fit with more.
+                    budgets = (
+                        _judged(model, cost, one, work, largest)
+                        for one in _budgeted(cost, again, prices)
+                    )
+                    candidates += filter(None, [next((one for one in budgets if one.runs), None)])
     ordered = tuple(_estimated(candidate, cost) for candidate in sorted(candidates, key=_order))
     return PlanSearch(ordered, work.load.total, cost, work.load.sequences)
 
@@ -235,6 +247,21 @@ def recomputing(cost: CostModel, plan: Plan, work: Round, legal: Sequence[int]) 
     whole = again.model_copy(update={"mesh": MeshShape(dp=plan.mesh.dp, tp=plan.mesh.tp)})
     cuts = balanced_stages(cost, whole, plan.mesh.pp, plan.stages, work, legal)
     return again.model_copy(update={"cuts": cuts})
+
+
+def _holds_whole_layers(plan: Plan) -> bool:
+    return plan.mesh.size == plan.mesh.dp and not plan.shard_base
+
+
+def _budgeted(cost: CostModel, plan: Plan, prices: BudgetPrices) -> Iterator[Plan]:
+    """The same plan keeping a share of what layers keep, the cheapest share first."""
+    for budget in BUDGETS:
+        try:
+            cost.prices[budget] = prices.price(budget)
+        except TloraError as error:
+            logger.info("recompute budgets are not looked at: %s", error)
+            return
+        yield plan.model_copy(update={"recompute_budget": budget})
 
 
 def _sharded(first: Plan) -> Iterator[Plan]:
@@ -274,12 +301,8 @@ def require_memory(plans: PlanSearch, work: Round) -> None:
 
     raises    JobTooLong
     """
-    if plans.running:
-        return
-    short = [candidate for candidate in plans.dropped if candidate.memory is not None]
-    if short:
-        nearest = min(short, key=lambda c: c.memory.total if c.memory else 0.0)
-        require_fits(plans.cost, nearest.plan, work)
+    if not plans.running and (smallest := plans.smallest()) is not None:
+        require_fits(plans.cost, smallest, work)
 
 
 def _legal(model: SuperModel) -> list[int]:
@@ -320,22 +343,15 @@ def _order(candidate: Candidate) -> tuple[bool, float, int, str]:
     return not candidate.runs, seconds, kinds, str(candidate.plan)
 
 
-def is_estimated(cost: CostModel, plan: Plan) -> bool:
-    """Whether a plan rests on layers that were not measured as it cuts them.
-
-    Links by a data sheet alone do not count; the plan's estimate names them beside the profile.
-    """
-    profile, tp = cost.profile, plan.mesh.tp
-    return profile.estimated or any(
-        profile.layer(layer.structure, tp) is None for layer in cost.facts.layers
-    )
-
-
 def _estimated(candidate: Candidate, cost: CostModel) -> Candidate:
     """The candidate with its estimate in its plan."""
     if candidate.time is None or candidate.memory is None:
         return candidate
-    estimated = is_estimated(cost, candidate.plan)
+    # A plan rests on estimates where a layer was not measured as it is cut. Links by a data sheet
+    # alone do not count: the estimate names them beside the profile.
+    profile, tp = cost.profile, candidate.plan.mesh.tp
+    measured = (profile.layer(layer.structure, tp) is not None for layer in cost.facts.layers)
+    estimated = profile.estimated or not all(measured)
     by_sheet = cost.collectives.estimated and candidate.plan.mesh.size > 1 and not estimated
     estimate = Estimate(
         step_seconds=candidate.time.seconds,

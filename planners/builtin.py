@@ -25,6 +25,11 @@ from tlora_fx.planners.stage_cuts import balanced_cuts
 MICRO_BATCHES_A_STAGE = 4
 
 
+def _plan(planner: Planner, model: SuperModel, mesh: MeshShape, **fields: Any) -> Plan:
+    """A planner's plan of a model."""
+    return Plan(planner=planner.name, mesh=mesh, model=model_fingerprint(model), **fields)
+
+
 class RecomputeOptions(PlannerOptions):
     """`recompute`: layers are computed again in the backward."""
 
@@ -47,7 +52,7 @@ class Single(Planner):
                 found=f"a mesh of {shape}",
                 help="choose replicated, fsdp, pipeline, tensor or auto",
             )
-        return Plan(planner=self.name, model=model_fingerprint(model), recompute=options.recompute)
+        return _plan(self, model, MeshShape(), recompute=options.recompute)
 
     def holds_whole_base(self, plan: Plan) -> bool:
         """True."""
@@ -74,12 +79,8 @@ class Replicated(Planner):
 
         raises    PlanNotRunnable for another mesh
         """
-        return Plan(
-            planner=self.name,
-            mesh=_replicas(self.name, shape or MeshShape(dp=options.processes)),
-            model=model_fingerprint(model),
-            recompute=options.recompute,
-        )
+        mesh = _replicas(self.name, shape or MeshShape(dp=options.processes))
+        return _plan(self, model, mesh, recompute=options.recompute)
 
     def holds_whole_base(self, plan: Plan) -> bool:
         """True."""
@@ -115,10 +116,10 @@ class Fsdp(Planner):
         """
         mesh = _replicas(self.name, shape or MeshShape(dp=options.processes))
         keep, recompute = choose(model, mesh.dp, options.memory_bytes, options.max_row_tokens)
-        return Plan(
-            planner=self.name,
-            mesh=mesh,
-            model=model_fingerprint(model),
+        return _plan(
+            self,
+            model,
+            mesh,
             shard_base=True,
             keep_gathered=keep if options.keep_gathered is None else options.keep_gathered,
             recompute=recompute if options.recompute is None else options.recompute,
@@ -234,13 +235,8 @@ class Tensor(Planner):
                 found="\n".join(reasons),
                 help="choose replicated, fsdp or pipeline",
             )
-        return Plan(
-            planner=self.name,
-            mesh=mesh,
-            model=model_fingerprint(model),
-            recompute=options.recompute,
-            nano_batches=options.nano_batches,
-        )
+        fields = {"recompute": options.recompute, "nano_batches": options.nano_batches}
+        return _plan(self, model, mesh, **fields)
 
 
 class PipelineParallel(Planner):
@@ -299,10 +295,10 @@ class PipelineParallel(Planner):
                 reason="shards lie on the replicas of a stage, and the mesh has dp=1",
                 help="give a mesh with dp of 2 or more, or leave shard_base out",
             )
-        plan = Plan(
-            planner=self.name,
-            mesh=mesh,
-            model=model_fingerprint(model),
+        plan = _plan(
+            self,
+            model,
+            mesh,
             cuts=cuts,
             schedule=options.schedule,
             micro_batches=micro_batches,

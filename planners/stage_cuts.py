@@ -78,7 +78,7 @@ def layer_products(model: SuperModel, *, recompute: bool = False) -> list[float]
     recompute   layers are computed again in the backward
     """
     costs: list[float] = []
-    learns = _trains(model, _before(model))
+    learns = _root_trains(model)
     for path in model.layer_order():
         layer = model.net.get_submodule(path)
         frozen, adapters = _sizes(layer, len(model.jobs))
@@ -132,14 +132,9 @@ def _sizes(module: nn.Module, jobs: int) -> tuple[float, float]:
     return frozen, adapters
 
 
-def _before(model: SuperModel) -> list[str]:
-    """Tensors that the root reads by itself."""
-    return [str(node.target) for node in model.group.root.nodes if node.op == "get_attr"]
-
-
-def _trains(model: SuperModel, paths: Sequence[str]) -> bool:
-    tensors = (
-        getattr(model.net.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2])
-        for path in paths
-    )
+def _root_trains(model: SuperModel) -> bool:
+    """Whether a tensor trains that the root reads by itself."""
+    paths = (str(node.target) for node in model.group.root.nodes if node.op == "get_attr")
+    parts = (path.rpartition(".") for path in paths)
+    tensors = (getattr(model.net.get_submodule(module), name) for module, _, name in parts)
     return any(tensor.requires_grad for tensor in tensors)

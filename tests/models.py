@@ -179,6 +179,10 @@ MIXTURES: Mapping[str, Family] = {
 }  # fmt: skip
 
 
+#: Changes to the families that most tests trace with fewer layers; who takes them shares traces.
+SHALLOW: Mapping[str, dict[str, int]] = {"llama": {"num_hidden_layers": 2}}
+
+
 class Wide:
     """torch for a model's code, in which float32 is float64."""
 

@@ -9,7 +9,7 @@ from tests import kept_between_runs, traced_once
 from tests.models import base_of, job
 from tlora_fx.compiler import compile
 from tlora_fx.ir.verifier import fingerprint
-from tlora_fx.tracing import trace_cache
+from tlora_fx.tracing import export, trace_cache
 
 KINDS = {
     "plain": {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1},
@@ -75,6 +75,19 @@ def test_jobs_that_differ_in_rates_and_starts_share_a_graph(forget, tmp_path, mo
     assert len(left()) == 2  # the base and one job
     assert asked == ["one"]
     assert found == traced != first
+
+
+def test_bases_that_differ_in_how_they_are_drawn_share_a_graph(forget, tmp_path, monkeypatch):
+    """Also in the tokens that end a text; in one process."""
+    base = base_of(tmp_path, "llama", num_hidden_layers=2)
+    traced = fingerprint(compile([job("one", base, **KINDS["plain"])]).group)
+    other = base_of(
+        tmp_path / "other", "llama", num_hidden_layers=2, initializer_range=0.2, eos_token_id=[3, 4]
+    )
+    for name in ("trace_base", "trace_job"):
+        monkeypatch.setattr(export, name, refuse)
+
+    assert fingerprint(compile([job("one", other, **KINDS["plain"])]).group) == traced
 
 
 def test_traces_and_probes_lie_in_a_folder_that_stays(tmp_path, monkeypatch):

@@ -51,6 +51,9 @@ _sites: dict[Hashable, dict[str, AdapterSite]] = {}
 _wrapped: set[Hashable] = set()
 _compared: dict[Hashable, str | None] = {}
 TRACES = "TLORA_FX_TEST_TRACES"
+# Fields of a config that decide how weights are drawn and where texts end, which no graph has, and
+# the name of the class that is asked for itself.
+IN_NO_GRAPH = frozenset({"architectures", "bos_token_id", "eos_token_id", "initializer_range"})
 
 
 def install() -> None:
@@ -180,7 +183,7 @@ def _once(backbone: Backbone, how: Hashable, trace: Callable[[], JobGraph]) -> J
     """A copy that passes may rewrite; a module given from Python is traced each time."""
     if _is_from_python(backbone):
         return trace()
-    key = (_model(backbone), how)
+    key = (_model(backbone, IN_NO_GRAPH), how)
     if key not in _known:
         with _alone((key[0][0], how)):
             _known[key] = trace()
@@ -203,9 +206,10 @@ def _alone(key: Hashable) -> Iterator[None]:
         yield
 
 
-def _model(backbone: Backbone) -> tuple[Hashable, ...]:
+def _model(backbone: Backbone, ignored: frozenset[str] = frozenset()) -> tuple[Hashable, ...]:
     """What decides a base's graph: its config, and of every module class, code and tensors."""
-    config = {k: v for k, v in backbone.config.to_dict().items() if k != "_name_or_path"}
+    ignored = ignored | {"_name_or_path"}
+    config = {k: v for k, v in backbone.config.to_dict().items() if k not in ignored}
     tensors = [*backbone.model.named_parameters(), *backbone.model.named_buffers()]
     return (
         repr(sorted(config.items())),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tlora_fx.host.environment import settle_products
 from tlora_fx.host.moved import find_moved_modules
 from tlora_fx.host.version import __version__
 
@@ -96,6 +97,7 @@ _HOMES = {
 
 
 find_moved_modules()
+settle_products()
 
 
 def __getattr__(name: str) -> Any:

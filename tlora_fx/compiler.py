@@ -25,6 +25,7 @@ from tlora_fx.errors import (
     NotAdmitted,
     NotFoldable,
     NotTokenParallel,
+    NumericsBroken,
     OwnLossDiffers,
     PaddingSeen,
     PipelineError,
@@ -41,6 +42,7 @@ from tlora_fx.model.elastic import Resolve
 from tlora_fx.model.slots import VECTOR
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics import Numerics, watch_numerics
+from tlora_fx.numerics.probe import probe_compiled
 from tlora_fx.numerics.probe_cache import probe_once
 from tlora_fx.numerics.state import copy_state
 from tlora_fx.passes import find_passes
@@ -462,10 +464,39 @@ def fuse(given: Prepared, runner: Runner, *, probed: bool = False) -> GroupGraph
 def _probe(group: GroupGraph, given: Prepared) -> None:
     """Try the fused graph against the base alone; the report says where that cannot be done."""
     with torch.enable_grad():
-        found = probe_once(group, given.backbone, given.jobs)
+        try:
+            found = probe_once(group, given.backbone, given.jobs)
+        except FusedDiffers as error:
+            _blame_joint(group, given, error)
+            raise
     logger.info("%s", found)
     if found.skipped:
         group.notes.append(("probe", str(found)))
+
+
+def _blame_joint(group: GroupGraph, given: Prepared, differs: FusedDiffers) -> None:
+    """Try the fused graph with fewer and fewer passes of the stage joint, as one may be to blame.
+
+    raises   NumericsBroken, naming it
+    """
+    staged = {name: block.joint for name, block in group.blocks.items() if block.joint}
+    passes = max(staged.values(), key=len, default=())
+    try:
+        for count in reversed(range(len(passes))):
+            for name, joint in staged.items():
+                group.blocks[name].joint = joint[:count]
+            try:
+                probe_compiled(group, given.backbone, given.jobs)
+            except FusedDiffers:
+                continue
+            raise NumericsBroken(
+                f"pass '{passes[count][0]}' changes what layers compute",
+                **differs.facts,
+                help="this is a defect of the pass: `tlora-fx bisect` names the values it changed",
+            ) from differs
+    finally:
+        for name, joint in staged.items():
+            group.blocks[name].joint = joint
 
 
 def _fuse_folded(given: Prepared, runner: Runner, form: Form) -> GroupGraph:

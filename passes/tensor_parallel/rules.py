@@ -193,6 +193,7 @@ def resized(node: fx.Node, cut: Cut, pieces: int) -> None:
     *(getattr(aten, name) for name in ("to", "_to_copy", "contiguous", "clone", "detach", "alias")),
     *(getattr(aten, name) for name in ("masked_fill", "where", "softplus", "gelu", "silu")),
     *(getattr(aten, name) for name in ("zeros_like", "ones_like", "full_like")),
+    aten.expand,
     runs="kept",
 )
 def pointwise(call: Operands) -> Cut:
@@ -360,11 +361,6 @@ def _reshape(call: Operands) -> Cut:
     if isinstance(sizes[kept[0]], fx.Node):  # type: ignore[index]
         raise CannotCarry("it computes the size of what is cut")
     return kept[0]
-
-
-@rule(aten.expand, runs="kept")
-def _expand(call: Operands) -> Cut:
-    return call.cut(call.source) + rank_of(call.node) - rank_of(call.source)
 
 
 @rule(aten.flatten, runs="kept")

@@ -180,7 +180,7 @@ def _without_bias(graph: fx.Graph, linear: Linears) -> fx.Node:
         plain = Rewriter(graph).at(node)(aten.mm.default, given["mat1"], given["mat2"])
         _keep_axis(plain, node)
         return plain
-    index = [argument.name for argument in node.target._schema.arguments].index("bias")  # type: ignore[union-attr]
+    index = list(arguments_of(node)).index("bias")
     if len(node.args) > index:
         node.update_arg(index, None)
     else:

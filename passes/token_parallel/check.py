@@ -11,11 +11,12 @@ until it is fused, then in the fused graph, where each job reads and writes its 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 import tlora_fx.passes.token_parallel.rules  # noqa: F401  (registers its rules)
 from tlora_fx.errors import NotIsolated, NotTokenParallel
@@ -33,7 +34,15 @@ from tlora_fx.ir.graph import (
 from tlora_fx.ops.job_operator import find_operator
 from tlora_fx.passes.lower_loss import head_of
 from tlora_fx.passes.token_parallel.sizes import RowSizes
-from tlora_fx.passes.token_parallel.walk import TOKEN_INPUTS, Mixed, Row, RowWalk, State, Table
+from tlora_fx.passes.token_parallel.walk import (
+    TOKEN_INPUTS,
+    Mixed,
+    Row,
+    RowWalk,
+    State,
+    Table,
+    axis_of,
+)
 from tlora_fx.pipeline import GroupPass, Numerics, register
 
 ADVICE: dict[Form, str] = {
@@ -78,12 +87,7 @@ def check_isolation(group: GroupGraph) -> None:
 
     raises    Mixed, naming the first node at which one does
     """
-    inputs = placeholders(group.root)
-    shapes = [inputs[name].meta["val"].shape for name in TOKEN_INPUTS]
-    row = str(shapes[0][1 if group.form == "packed" else 0])
-    sizes = RowSizes(shapes, group.constants)
-    walk = RowWalk(group.form, row, group.blocks, group.job_names, sizes)
-    result = walk.walk(group.root, walk.inputs(group.root))
+    walk, result = _walked(group, group.constants, group.job_names)
     wanted: State = Table(LOSS) if HEAD in group.blocks else Row(walk.dim)
     if result != wanted:
         said = "the losses" if HEAD in group.blocks else "the logits, by the row of the ids"
@@ -92,27 +96,27 @@ def check_isolation(group: GroupGraph) -> None:
 
 def _check_base(group: GroupGraph) -> None:
     base = group.base
-    inputs = placeholders(base.root)
-    shapes = [inputs[name].meta["val"].shape for name in TOKEN_INPUTS]
-    dim = 1 if base.form == "packed" else 0
-    sizes = RowSizes(shapes, group.constants)
-    walk = RowWalk(base.form, str(shapes[0][dim]), base.blocks, sizes=sizes)
-    result = walk.walk(base.root, walk.inputs(base.root))
+    walk, result = _walked(base, group.constants)
     for node, state in walk.states.items():
-        node.meta["axis"] = _axis(state)
-    if result != Row(dim):
+        node.meta["axis"] = axis_of(state)
+    if result != Row(walk.dim):
         raise Mixed(
             output_of(base.root).all_input_nodes[0],
-            f"the logits hold the row at dimension {_axis(result)}, the ids at {dim}",
+            f"the logits hold the row at dimension {axis_of(result)}, the ids at {walk.dim}",
         )
     if base.form == "batch":
         _check_head(base.root)
 
 
-def _axis(state: State) -> Any:
-    if isinstance(state, tuple):
-        return tuple(map(_axis, state))
-    return state.axis if isinstance(state, Row) else None
+def _walked(
+    graphs: JobGraph | GroupGraph, constants: Mapping[str, Tensor], jobs: Sequence[str] = ()
+) -> tuple[RowWalk, State]:
+    """A walk through the graphs of the base, or of a fused group, and what the root returns."""
+    inputs = placeholders(graphs.root)
+    shapes = [inputs[name].meta["val"].shape for name in TOKEN_INPUTS]
+    row = str(shapes[0][1 if graphs.form == "packed" else 0])
+    walk = RowWalk(graphs.form, row, graphs.blocks, jobs, RowSizes(shapes, constants))
+    return walk, walk.walk(graphs.root, walk.inputs(graphs.root))
 
 
 def _check_head(root: fx.Graph) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -176,10 +177,7 @@ class RowSizes:
 
     def _numbers_in(self, item: _Known) -> frozenset[int]:
         """The numbers of a tensor that is the same at every size, where they are few."""
-        try:
-            value = item.at(self.sizes[0], self._near[0])
-        except (RuntimeError, IndexError, ValueError, TypeError):
-            return frozenset()
+        value = item.tried(self.sizes[0], self._near[0])
         if not isinstance(value, Tensor) or value.numel() > 16:
             return frozenset()
         return frozenset(_whole(value.flatten().tolist()))
@@ -189,12 +187,10 @@ class RowSizes:
         if not known.sized or id(known) in self.compared or not self._comparable(node):
             return
         self.compared.add(id(known))
-        try:
-            first, *others = [
-                known.at(sizes, memo) for sizes, memo in zip(self.sizes, self._near, strict=True)
-            ]
-        except (RuntimeError, IndexError, ValueError, TypeError):
-            return  # an index table without values: the probe of the whole model sees it
+        values = [known.tried(*each) for each in zip(self.sizes, self._near, strict=True)]
+        if any(value is None for value in values):
+            return  # the probe of the whole model sees it
+        first, *others = values
         last: Any = node.meta["val"].shape[-1:]
         shifts = bool(last) and isinstance(last[0], torch.SymInt)
         if not all(_overlap(first, other, shifts) for other in others):
@@ -211,10 +207,9 @@ class RowSizes:
         for number in (*self._few(known), *self._far(known, still=still)):
             numbers = [*self.tried[0]]
             numbers[place] = number
-            try:
-                value = known.at(self._sizes(numbers), {})
-            except (RuntimeError, IndexError, ValueError, TypeError):
-                continue  # such as a table that ends
+            value = known.tried(self._sizes(numbers), {})
+            if value is None:
+                continue
             few = number < self.tried[0][place]
             if not _overlap(first if few else before, value, shifts):
                 raise SizeIsValue(
@@ -284,9 +279,8 @@ class RowSizes:
         for argument, value in _arguments(node):
             if not self._has_size(value) or argument.name in SHAPES or name == "arange":
                 continue
-            if _is_scalar(argument) or (
-                with_tokens and not self._is_extent(name, argument.name, node, value)
-            ):
+            moves = with_tokens and not self._is_extent(name, argument.name, value)
+            if _is_scalar(argument) or moves:
                 raise SizeIsValue("it computes with the size of the row")
         if name in MEANS and self._reduces_size(node):
             raise SizeIsValue("it reduces over the row, and divides by the size of the row")
@@ -300,7 +294,7 @@ class RowSizes:
             for number in numbers
         )
 
-    def _is_extent(self, name: str, argument: str, node: fx.Node, value: Any) -> bool:
+    def _is_extent(self, name: str, argument: str, value: Any) -> bool:
         """Whether a number says only where a slice ends, which moves no value."""
         if (name, argument) not in {("slice", "end"), ("narrow", "length")}:
             return name == "constant_pad_nd" and argument == "pad" and not any(
@@ -317,6 +311,7 @@ class RowSizes:
         return any(size.node.expr.free_symbols & self.symbols for size in sizes)
 
 
+@dataclass(slots=True, eq=False)
 class _Known:
     """What a node holds at each size, computed when it is asked for.
 
@@ -326,16 +321,11 @@ class _Known:
     open_dims    the most dimensions of such a tensor that grow with one size of the row
     """
 
-    def __init__(
-        self,
-        compute: Callable[[Sizes, dict[int, Any]], Any],
-        sized: bool,
-        numbers: frozenset[int] = frozenset(),
-        fixed: int = 1,
-        open_dims: int = 0,
-    ) -> None:
-        self.compute, self.sized, self.numbers = compute, sized, numbers
-        self.fixed, self.open_dims = fixed, open_dims
+    compute: Callable[[Sizes, dict[int, Any]], Any]
+    sized: bool
+    numbers: frozenset[int] = frozenset()
+    fixed: int = 1
+    open_dims: int = 0
 
     def at(self, sizes: Sizes, memo: dict[int, Any]) -> Any:
         """Its value.
@@ -345,6 +335,13 @@ class _Known:
         if id(self) not in memo:
             memo[id(self)] = self.compute(sizes, memo)
         return memo[id(self)]
+
+    def tried(self, sizes: Sizes, memo: dict[int, Any]) -> Any:
+        """Its value; None where it has none, as an index into a table that ends."""
+        try:
+            return self.at(sizes, memo)
+        except (RuntimeError, IndexError, ValueError, TypeError):
+            return None
 
 
 def _literals(node: fx.Node) -> Iterator[int]:

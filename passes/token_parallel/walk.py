@@ -24,8 +24,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from tlora_fx.ir.graph import HEAD, LOSS, Block, Form, TensorRef, is_call, placeholders
-from tlora_fx.ir.lora_sites import ADD, EXPERTS, LISTED, ONE, SCALE, SEVERAL, lowered_arguments
+from tlora_fx.ir.graph import (
+    HEAD,
+    LOSS,
+    Block,
+    Form,
+    TensorRef,
+    arguments_of,
+    is_call,
+    is_writing,
+    placeholders,
+)
+from tlora_fx.ir.lora_sites import ADD, EXPERTS, ONE, SCALE, SEVERAL, lowered_arguments
 from tlora_fx.ops.job_operator import JobOperator, find_operator
 from tlora_fx.passes.token_parallel.rules import MixesTokens, find_rule, rank_of
 from tlora_fx.passes.token_parallel.sizes import RowSizes, SizeIsValue
@@ -216,8 +226,7 @@ class RowWalk:
     def _call(self, node: fx.Node) -> State:
         if is_random(node):
             raise MixesTokens("it draws random numbers that belong to no job")
-        schema = getattr(node.target, "_schema", None)
-        if schema is not None and schema.is_mutable:
+        if is_writing(node):
             raise MixesTokens("it writes into what it reads")
         if is_call(node, operator.getitem):
             return self._item(node)
@@ -226,12 +235,13 @@ class RowWalk:
     def _by_inputs(self, node: fx.Node) -> State:
         flat = list(_flat(self.states[source] for source in node.all_input_nodes))
         own = {state for state in flat if isinstance(state, Own)}
-        registered = find_operator(node.target)
-        joins = is_call(node, ops.segment_write.default, EXPERTS, SCALE)
-        if own and not joins and not (registered and registered.per_job):
+        ours = _CONTRACTS.get(node.target)
+        contract = ours or find_operator(node.target)
+        joins = is_call(node, ops.segment_write.default)
+        if own and not joins and not (contract and contract.per_job):
             return self._by_one_job(node, own, flat)
-        if registered is not None and any(state is not None for state in flat):
-            return _registered(_Call(self, node), registered)
+        if contract is not None and (ours or any(state is not None for state in flat)):
+            return _apart(_Call(self, node), contract)
         special = _SPECIAL.get(node.target)
         if special is not None:
             return special(_Call(self, node))
@@ -298,16 +308,17 @@ class RowWalk:
 
     def _axis_of(self, value: Any) -> Any:
         """What rules ask for: the axis of a value, a tuple of them, or None."""
-        return _axis(self._state(value)) if isinstance(value, fx.Node) else None
+        return axis_of(self._state(value)) if isinstance(value, fx.Node) else None
 
     def _by_shape(self, value: Any) -> int | None:
         shape = value.shape if isinstance(value, torch.Tensor) else ()
         return next((d for d, size in enumerate(shape) if str(size) in self.rows), None)
 
 
-def _axis(state: State) -> Any:
+def axis_of(state: State) -> Any:
+    """The dimension that holds the row, a tuple of them for several results, or None."""
     if isinstance(state, tuple):
-        return tuple(map(_axis, state))
+        return tuple(map(axis_of, state))
     return state.axis if isinstance(state, Row) else None
 
 
@@ -353,7 +364,7 @@ class _Call:
     def __init__(self, walk: RowWalk, node: fx.Node) -> None:
         self.walk, self.node = walk, node
         lowered = is_call(node, ONE, SEVERAL, ADD)
-        self.given = lowered_arguments(node) if lowered else _arguments(node)
+        self.given = lowered_arguments(node) if lowered else arguments_of(node)
 
     def state(self, name: str) -> State:
         """State of an argument."""
@@ -382,15 +393,6 @@ class _Call:
                 good = state == Table(name, "" if name == "keys" else part)
             if self.given.get(name) is not None and not good:
                 raise MixesTokens(f"its {name} is not the row's own table")
-
-
-def _arguments(node: fx.Node) -> dict[str, Any]:
-    target: Any = node.target
-    given: dict[str, Any] = {
-        argument.name: value
-        for argument, value in zip(target._schema.arguments, node.args, strict=False)
-    }
-    return {**given, **node.kwargs}
 
 
 def _read(call: _Call) -> State:
@@ -450,91 +452,6 @@ def _keyed_dropout(call: _Call) -> State:
     return x
 
 
-def _embedding_noise(call: _Call) -> State:
-    x = call.row("x")
-    call.tables(x.part, "segments", "keys", "token_index", "cu_seqlens")
-    return x
-
-
-def _attention(call: _Call) -> State:
-    rows = [call.row(name) for name in ("q", "k", "v")]
-    part = one_part(rows)
-    if any(row.axis != 0 for row in rows):
-        raise MixesTokens("its query, key and value do not hold the row at dimension 0")
-    call.tables(part, "cu_seqlens", "max_seqlen", "segments", "keys", "token_index")
-    call.plain("site", "sinks")
-    return (Row(0, part), Row(1, part))
-
-
-def _lowered(call: _Call) -> State:
-    x = call.row("x")
-    node = call.node
-    added = is_call(node, ADD)
-    if added and call.row("y") != x:
-        raise MixesTokens("it adds to a value that holds the row elsewhere")
-    if x.axis == rank_of(call.given["x"]) - 1:
-        raise MixesTokens("it sums over the row")
-    call.tables(x.part, "segments", "keys", "token_index")
-    call.plain("ranks", "scales", "rates", "site", *(() if added else ("weight", "bias")))
-    for name in ("a", "b"):
-        if any(not isinstance(state, Bank) for state in _flat([call.state(name)])):
-            raise MixesTokens(f"its {name} is no bank of adapters")
-    if is_call(node, SEVERAL):
-        return (x,) * len(call.given[LISTED[0]])
-    return x
-
-
-def _expert_adapters(call: _Call) -> State:
-    x = call.row("x")
-    call.plain("weight", "bias")
-    if call.row("index") != x or x.axis != 0:
-        raise MixesTokens("it routes tokens by the index of others")
-    call.tables(x.part, "segments")
-    wanted = tuple(Own(job) for job in call.given["jobs"])
-    if any(call.state(name) != wanted for name in ("a", "b")):
-        raise MixesTokens("it gives a job the adapters of another")
-    return x
-
-
-def _scaled(call: _Call) -> State:
-    y = call.row("y")
-    if y.axis == rank_of(call.given["y"]) - 1:
-        raise MixesTokens("it scales along the row")
-    call.tables(y.part, "segments", "keys")
-    call.plain("weight", "bias", "ranks", "scales", "rates", "site")
-    for name in ("a", "b"):
-        if not isinstance(call.state(name), Bank):
-            raise MixesTokens(f"its {name} is no bank of adapters")
-    owners = list(_flat([call.state("magnitudes")]))
-    if owners != [Own(job) for job in call.given["jobs"]]:
-        raise MixesTokens("its magnitudes are not those of its jobs")
-    return y
-
-
-def _quantized(call: _Call) -> State:
-    x = call.row("x")
-    call.plain("stored", "bias")
-    if x.axis == rank_of(call.given["x"]) - 1:
-        raise MixesTokens("it sums over the row")
-    return x
-
-
-def _rounded(call: _Call) -> State:
-    x = call.row("x")
-    call.plain("factors")
-    if x.axis == rank_of(call.given["x"]) - 1:
-        raise MixesTokens("it rounds by the largest number of the row")
-    return (x, x)
-
-
-def _in_float8(call: _Call) -> State:
-    x = call.row("x")
-    call.plain("stored", "bias")
-    if any(call.state(name) != x for name in ("codes", "scale")):
-        raise MixesTokens("it multiplies codes that hold the row elsewhere")
-    return x
-
-
 def _alike(call: _Call) -> State:
     """What another process has at the same place: the same row."""
     return call.state("x")
@@ -563,8 +480,8 @@ def _nano_join(call: _Call) -> State:
     return Row(dim)
 
 
-def _registered(call: _Call, operator: type[JobOperator]) -> State:
-    """An operator of another package, by what it was registered with."""
+def _apart(call: _Call, operator: type[JobOperator]) -> State:
+    """An operator over all jobs, by its contract: of each job it reads what is that job's."""
     row = _common_row(call, operator)
     call.tables(row.part, *operator.tables)
     for name in operator.banks:
@@ -597,6 +514,32 @@ def _common_row(call: _Call, operator: type[JobOperator]) -> Row:
     return row
 
 
+def _contract(rows: Mapping[str, int], **more: Any) -> type[JobOperator]:
+    return type("Contract", (JobOperator,), {"rows": rows, **more})
+
+
+_TABLES = ("segments", "keys", "token_index")
+_ADAPTED = _contract({"x": 1}, tables=_TABLES, banks=("a", "b"))
+#: Contracts of our own operators, as other packages register theirs.
+_CONTRACTS: Mapping[Any, type[JobOperator]] = {
+    ONE: _ADAPTED,
+    SEVERAL: _ADAPTED,
+    ADD: _contract({"x": 1, "y": 0}, tables=_TABLES, banks=("a", "b")),
+    EXPERTS: _contract({"x": 1, "index": 1}, tables=("segments",), per_job=("a", "b")),
+    SCALE: _contract(
+        {"y": 1}, tables=("segments", "keys"), banks=("a", "b"), per_job=("magnitudes",)
+    ),
+    ops.embedding_noise.default: _contract({"x": 0}, tables=(*_TABLES, "cu_seqlens")),
+    ops.packed_attention.default: _contract(
+        {"q": 2, "k": 2, "v": 2},
+        tables=(*_TABLES, "cu_seqlens", "max_seqlen"),
+        result_axis=staticmethod(lambda axis: (axis, axis + 1)),
+    ),
+    ops.quantized_linear.default: _contract({"x": 1}),
+    ops.float8_rows.default: _contract({"x": 1}),
+    ops.float8_linear.default: _contract({"x": 1, "codes": 1, "scale": 1}),
+}
+#: Operators whose arguments are no contract's: parts of the row, and what only plans write.
 _SPECIAL: Mapping[Any, Callable[[_Call], State]] = {
     ops.segment_read.default: _read,
     ops.segment_write.default: _write,
@@ -604,16 +547,6 @@ _SPECIAL: Mapping[Any, Callable[[_Call], State]] = {
     ops.sequence_cumsum.default: _sequence_cumsum,
     ops.sequence_conv1d.default: _sequence_conv1d,
     ops.keyed_dropout.default: _keyed_dropout,
-    ops.embedding_noise.default: _embedding_noise,
-    ops.packed_attention.default: _attention,
-    ONE: _lowered,
-    SEVERAL: _lowered,
-    ADD: _lowered,
-    EXPERTS: _expert_adapters,
-    SCALE: _scaled,
-    ops.quantized_linear.default: _quantized,
-    ops.float8_rows.default: _rounded,
-    ops.float8_linear.default: _in_float8,
     ops.tp_copy.default: _alike,
     ops.tp_reduce.default: _alike,
     ops.nano_tables.default: _nano_tables,

@@ -218,12 +218,12 @@ def test_arguments_of_transformers_are_enough():
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    return save_base(tmp_path_factory.mktemp("base"), torch.float32)
+    return save_base(tmp_path_factory.mktemp("base"))
 
 
 def test_a_job_of_trl_trains_as_the_job_that_says_the_same(base, tmp_path):
     """Fields of TRL, and the same fields written by hand."""
-    model = loaded(base, torch.float32)
+    model = loaded(base)
     shared = {"base": model, "lora": LoraConfig(**LORA), "data": ROWS}
     args = config(
         per_device_train_batch_size=4, max_steps=3, learning_rate=1e-2, seed=3,

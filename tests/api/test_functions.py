@@ -15,6 +15,7 @@ from tests.api import functions
 from tests.api.bases import LORA, ROWS, SHORT, adapter, assert_same, from_file, loaded, save_base
 from tlora_fx import Job, TrainerCallback, train
 from tlora_fx.config.functions import UserFunction, function_of
+from tlora_fx.config.job_optimizer import optimizer_class
 from tlora_fx.errors import JobError, OptimizerError, ResumeMismatch
 
 
@@ -187,7 +188,7 @@ def test_a_checkpoint_names_functions(base, tmp_path):
     assert written["optim"].startswith("python:tests.api.functions:SignDescent#")
     again = Job.model_validate(written)
     with pytest.raises(JobError, match="not at hand"):
-        again.optimizer_class()
+        optimizer_class(again)
 
 
 def test_a_hash_tells_sources_and_arguments_apart():

@@ -23,7 +23,14 @@ from tests.api.bases import (
     save_base,
 )
 from tlora_fx import Job, Trainer, TrainerCallback, compile, train
-from tlora_fx.errors import BaseRefused, DataError, JobError, RunFolderError, TloraError
+from tlora_fx.errors import (
+    BaseRefused,
+    DataError,
+    DeviceUnknown,
+    JobError,
+    RunFolderError,
+    TloraError,
+)
 
 
 @pytest.fixture(scope="module")
@@ -377,3 +384,27 @@ def test_adapters_differ_by_data(base, tmp_path):
     two = trained(tmp_path / "two", base=loaded(base), data=ROWS[:-1])
 
     assert any(not torch.equal(adapter(one)[name], adapter(two)[name]) for name in adapter(one))
+
+
+@pytest.mark.parametrize(
+    ("argument", "wrong", "expected"),
+    [("lora", "8", "a LoraConfig, a rank, or a dict"), ("base", 12, "a model, or a dict")],
+)
+def test_a_wrong_object_is_told_which_ones_are_right(argument, wrong, expected):
+    """A dict, as of a job file, is the last that a script would hand over."""
+    given = {"base": "someone/base", "lora": 2, "data": ROWS} | {argument: wrong}
+
+    with pytest.raises(JobError, match=expected):
+        Job("a", **given)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has the device")
+def test_a_device_that_is_not_there_is_refused(base, tmp_path):
+    """Also of a model that was handed over, which torch would move there."""
+    with pytest.raises(DeviceUnknown, match="no device 'cuda'"):
+        train(
+            Job("a", base=loaded(base), data=ROWS, lora=2, max_steps=1),
+            output=tmp_path / "run",
+            device="cuda",
+            verbose=False,
+        )

@@ -11,12 +11,17 @@ from torch._dynamo.utils import counters
 from tests.backend.models import Lowering, assert_equal_steps, ids, language_model, start, train
 from tests.sampled import sampled
 
-SHAPES = ((2, 7), (3, 11), (1, 5), (2, 13))
+SHAPES = ((2, 7), (3, 11), (2, 13))
 
 
 def lengths(model, runs):
     """Rows of other lengths, with dynamic sizes as torch finds them."""
     return [train(model, runs, ids(*shape)) for shape in SHAPES]
+
+
+def one_line(model, runs):
+    """Among such rows one of a single line, which has a graph of its own."""
+    return [train(model, runs, ids(*shape)) for shape in (*SHAPES[:2], (1, 5), SHAPES[2])]
 
 
 def autocast(model, runs):
@@ -48,6 +53,7 @@ SETTINGS = {
     "autocast": (autocast, 2e-2),
     "checkpointing": (checkpointing, 2e-6),
     "set_adapter": (set_adapter, 2e-6),
+    "one_line": (one_line, 2e-6),
 }
 
 
@@ -60,7 +66,7 @@ def compiled(backend, setting):
     return steps, counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize("name", sampled(SETTINGS, 4))
+@pytest.mark.parametrize("name", sampled(SETTINGS, 5))
 def test_no_graph_and_no_break_more_than_inductor(name):
     """And numbers equal those of eager mode."""
     setting, bound = SETTINGS[name]
@@ -79,19 +85,24 @@ def test_no_graph_and_no_break_more_than_inductor(name):
 
 @pytest.mark.slow
 def test_what_accelerate_prepared_is_compiled(monkeypatch):
-    """With its autocast inside; numbers equal those without the backend."""
+    """With its autocast inside: equal numbers, no graph and no break more than Inductor's."""
     accelerate = pytest.importorskip("accelerate")
     monkeypatch.setattr(accelerate.state.AcceleratorState, "_shared_state", {})
     monkeypatch.setattr(accelerate.state.PartialState, "_shared_state", {})
-    steps, backend = [], Lowering()
-    for compiles in (False, True):
+    ours, found = Lowering(), {}
+    for name, backend in (("eager", None), ("theirs", aot_eager), ("ours", ours)):
         torch._dynamo.reset()
+        counters.clear()
         model = accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare_model(
             language_model("llama")
         )
-        if compiles:
+        if backend is not None:
             model.compile(backend=backend)
-        steps.append(train(model, model, ids(2, 7)))
+        steps = [train(model, model, ids(*shape)) for shape in SHAPES[:2]]
+        breaks = sum(counters["graph_break"].values())
+        found[name] = steps, counters["stats"]["unique_graphs"], breaks
 
-    assert_equal_steps(steps[1], steps[0], 2e-2)
-    assert backend.left == 0 < backend.lowered
+    for step, expected in zip(found["ours"][0], found["eager"][0], strict=True):
+        assert_equal_steps(step, expected, 2e-2)
+    assert found["ours"][1:] == found["theirs"][1:]
+    assert ours.left == 0 < ours.lowered

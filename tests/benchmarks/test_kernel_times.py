@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.kernel_times import Kernel, busy, kernels_of, span, table
+from benchmarks.kernel_times import Kernel, busy, kernels_of, table
 from benchmarks.step_profile import classes
 
 
@@ -43,7 +43,6 @@ def test_busy_time_counts_what_overlaps_once():
     kernels = kernels_of(EVENTS)
 
     assert busy(kernels) == 28
-    assert span(kernels) == 103
 
 
 def test_the_table_has_microseconds_a_call():

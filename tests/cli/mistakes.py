@@ -296,16 +296,14 @@ OTHER_FILES: list[tuple[str, str, bytes, str]] = [
 
 def _of_data() -> Iterator[Mistake]:
     for name, file, content, told in ROWS:
-        loads = told in ("the data has no rows", "give completions") or b"messages" in (
-            content or b""
-        )
+        loads = told == "give completions" or b"messages" in (content or b"")
         loads = loads or told in ("holds int", "no value", "rows.jsonl:2", "half a character")
         yield Mistake(name, told, files={file: content}, loads=loads)
     for name, file, content, told in OTHER_FILES:
         files: dict[str, bytes | None] = {
             "jobs.yaml": _changed((*JOB, "data", "path"), file), file: content,
         }  # fmt: skip
-        early = file.endswith((".xlsx", ".csv", ".tsv", ".txt")) and told != "the data has no rows"
+        early = file.endswith((".xlsx", ".csv", ".tsv", ".txt"))
         yield Mistake(name, told, files=files, loads=not early)
     folder = _changed((*JOB, "data", "path"), "./base")
     yield Mistake("a folder as data", "the data is a folder", files={"jobs.yaml": folder})
@@ -331,6 +329,16 @@ COMMANDS: list[tuple[str, str]] = [
     ("train jobs.yaml -o out --max-row-tokens 1", "max-row-tokens"),
     ("train jobs.yaml -o out --nano-batches 0", "nano-batches"),
     ("train jobs.yaml -o out --lr 1", "No such option"),
+    ("train jobs.yaml -o out --device cude", "no device 'cude'"),
+    ("train jobs.yaml -o out --gpus four", "--gpus is no number of GPUs"),
+    ("train jobs.yaml -o out --load none.py", "no file of that name"),
+    ("train jobs.yaml -o out --callback none.py:Tell", "no file none.py"),
+    ("train jobs.yaml -o out --callback Tell", "no FILE.py:CLASS"),
+    ("train jobs.yaml -o jobs.yaml/out", "jobs.yaml is a file"),
+    ("generate base --prompt one", "there is no adapter in this folder"),
+    ("serve -o jobs.yaml", "a file of that name"),
+    ("serve -o base", "the output folder holds something already"),
+    ("serve -o out --horizon soon", "such as 60s or 5m"),
     ("train base -o out", "no regular file"),
     ("verify none.yaml", "No such file"),
     ("data none.yaml", "No such file"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from contextlib import suppress
@@ -83,6 +84,30 @@ def test_a_job_goes_from_its_file_to_its_adapter(said, tmp_path):
     say("fetch", "a", "-o", tmp_path / "here")
     fetched = tmp_path / "here" / "alice.a" / "adapter_model.safetensors"
     assert fetched.read_bytes() == b"weights"
+
+
+def test_a_mistake_is_told_with_the_name_that_the_user_gave_the_file(said, tmp_path):
+    """The service knows its text alone."""
+    _, say = said
+    path = tmp_path / "größe.yaml"
+    path.write_text(job_file("a", data="x.jsonl").replace("r: ", "rank: "))
+
+    assert f"file  {path.name}:" in say("submit", path, code=1)
+
+
+def test_a_state_that_no_job_has_is_refused(said):
+    """An empty list would say that no job is in it."""
+    _, say = said
+
+    assert "did you mean 'running'?" in say("ls", "--state", "runing", code=1)
+    assert say("ls", "--state", "running").startswith("job")
+
+
+def test_an_address_without_a_scheme_is_told_how_to_be_written(said):
+    """It is no service that does not run."""
+    _, say = said
+
+    assert "such as http://HOST:8642" in say("ls", "--server", "gpu1:8642", code=1)
 
 
 @pytest.mark.parametrize("called", ["x.jsonl", "./x.jsonl", "data/x.jsonl"])
@@ -195,6 +220,28 @@ def test_what_cannot_be_served_is_refused_at_once(words, told, tmp_path, capsys)
 
     assert end.value.code == 1
     assert told in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_told_before_torch_is_imported(tmp_path):
+    """Of a new service; the folder is not made."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        words = ["serve", "-o", str(tmp_path / "run"), "--port", str(taken.getsockname()[1])]
+        code = f"""
+import sys
+from tlora_fx.cli import main
+try:
+    main({words})
+except SystemExit as end:
+    assert end.code == 1
+assert "torch" not in sys.modules
+"""
+        told = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+
+    assert told.returncode == 0, told.stderr
+    assert "it cannot listen there" in told.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_tokens_are_made_listed_and_revoked(tmp_path, capsys):

@@ -23,7 +23,7 @@ jobs:
 def jobs(tmp_path_factory):
     """A job file beside its base's config."""
     folder = tmp_path_factory.mktemp("jobs")
-    save_config(folder, "llama")
+    save_config(folder, "llama", num_hidden_layers=2)
     (folder / "jobs.yaml").write_text(JOBS)
     (folder / "x.jsonl").write_text('{"text": "a"}\n')
     return folder / "jobs.yaml"
@@ -46,8 +46,8 @@ def test_compile_writes_the_dump_and_sums_it_up(jobs, tmp_path, capsys):
         "kernels",
     }  # fmt: skip
     assert "2 jobs" in out
-    assert "6 of 9 in shared operators; 3 branches as they are: see report.txt" in out
-    assert "3 layers in 1 structure" in out
+    assert "4 of 6 in shared operators; 2 branches as they are: see report.txt" in out
+    assert "2 layers in 1 structure" in out
     assert str(tmp_path / "build") in out
     assert "\x1b" not in out
 

@@ -239,6 +239,7 @@ def test_the_evaluation_set_is_shown_too(shown):
     own, held = out[out.index("evaluation of a") :], out[out.index("evaluation of b") :]
 
     assert "<s>·1· +· ·1· =[ ][2][</s>]" in own
+    assert "evaluation: 1 samples, 9 tokens, 3 counted" in out
     assert "evaluation: 1 samples held out" in out
     assert "sample 1: 9 tokens, 3 trained" in held
     assert "tokens are not counted" in held

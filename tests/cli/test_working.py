@@ -120,6 +120,19 @@ def test_a_start_says_what_it_is_doing():
     assert lines.count("first step after 3.0 s: data 2.0, other 1.0") == 1
 
 
+def test_a_line_is_one_line_in_a_narrow_pipe():
+    """Who reads a log line by line gets whole ones, warnings too."""
+    console = plain(40)
+    with Bars(console) as bars:
+        bars.warned("a sample has 9,000 tokens, more than --max-row-tokens 64")
+        bars.noted("read as prompt-completion (prompt, completion); trained on completions")
+
+    assert told(console)[-2:] == [
+        "warning: a sample has 9,000 tokens, more than --max-row-tokens 64",
+        "read as prompt-completion (prompt, completion); trained on completions",
+    ]
+
+
 def test_on_a_terminal_a_line_below_the_bars_says_the_same():
     """What the start does, then how fast rounds are, and when the run ends."""
     console = Console(file=io.StringIO(), width=100, force_terminal=True, highlight=False)

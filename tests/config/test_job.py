@@ -13,6 +13,7 @@ import torch
 import transformers
 
 from tlora_fx.config.job import BaseSpec, DataSpec, Job
+from tlora_fx.config.job_optimizer import optimizer_arguments, optimizer_class
 from tlora_fx.errors import AdapterFolderError, JobError
 
 
@@ -210,8 +211,8 @@ def test_an_adapter_that_vanishes_later_is_told(tmp_path: Path) -> None:
 def test_torch_takes_the_arguments_of_an_optimizer(name: str) -> None:
     """Each optimizer is made by its class in torch.optim."""
     mine = job(optim=name, learning_rate=0.5, weight_decay=0.1)
-    kind: Any = mine.optimizer_class()
-    optimizer = kind([torch.zeros(1, requires_grad=True)], **mine.optimizer_arguments())
+    kind: Any = optimizer_class(mine)
+    optimizer = kind([torch.zeros(1, requires_grad=True)], **optimizer_arguments(mine))
 
     assert optimizer.param_groups[0]["lr"] == 0.5
 

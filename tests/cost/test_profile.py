@@ -49,7 +49,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     """A profile of a tiny model, measured here: its times mean nothing, its form is what counts."""
-    base = tiny_base(tmp_path_factory.mktemp("tiny"), "float32", num_hidden_layers=3)
+    base = tiny_base(tmp_path_factory.mktemp("tiny"), "float32")
     jobs = [make_job(base, "one"), make_job(base, "two", lora={"r": 2})]
     request = ProfileRequest(
         torch.device("cpu"), tokens=(16, 32), lengths=(8, 16), tp=(1, 2), rounds=1, compiled=False,

@@ -44,10 +44,11 @@ from tlora_fx.runtime.data.samples import load_job_data
 from tlora_fx.runtime.data.tokenizer import load_tokenizer
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.scheduler.executor import Committed, Finished
+from tlora_fx.scheduler.history import History, rows_of_run
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.snapshot_file import Snapshot, load_history, load_snapshot, save_snapshot
 from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, SchedulerState
-from tlora_fx.scheduler.store import History, Ledger, rows_of_run
+from tlora_fx.scheduler.store import Ledger
 from tlora_fx.simulator.traces import read_trace, write_own
 
 ROOT = Path(__file__).parents[2]
@@ -378,7 +379,7 @@ def ledger(scratch: Path) -> Kind:
         past = rows_of_run(folder), History.of_run(folder)
         there = Ledger(folder / "ledger.sqlite")
         try:
-            return past, there.jobs(), there.epochs(), there.decisions(), there.files()
+            return past, there.jobs(), there.epochs(), there.decisions()
         finally:
             there.close()
 

@@ -32,7 +32,7 @@ def compiled(tmp_path_factory):
     @cache
     def make(form):
         folder = tmp_path_factory.mktemp(form)
-        base = base_of(folder, "llama", "float32", num_hidden_layers=4, attention=form)
+        base = base_of(folder, "llama", "float32", num_hidden_layers=2, attention=form)
         jobs = [job(kind, base, **spec) for kind, spec in KINDS.items()]
         states = trace_states(prepare(jobs), resolve_pipeline())
         return states, group_source(run_passes(jobs), "llama")

@@ -26,12 +26,12 @@ LLAMA_8B = {
     "bos_token_id": 128000,
     "eos_token_id": 128001,
 }
-# The same at a sixteenth of the width, with four layers.
+# The same at a sixteenth of the width, with two layers.
 NARROW = LLAMA_8B | {
     "vocab_size": 8016,
     "hidden_size": 256,
     "intermediate_size": 896,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
@@ -128,7 +128,7 @@ def many_listing(many) -> Listing:
 
 @pytest.fixture(scope="session")
 def narrow_listing(tmp_path_factory) -> Listing:
-    """The listing of 32 jobs on four narrow layers."""
+    """The listing of 32 jobs on two narrow layers."""
     folder = tmp_path_factory.mktemp("narrow")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

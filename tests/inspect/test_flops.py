@@ -9,7 +9,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
-from tests.models import FAMILIES, OLD_TRANSFORMERS, base_of, job, mixed_jobs, ready, row_of, tokens
+from tests.models import (
+    FAMILIES,
+    OLD_TRANSFORMERS,
+    SHALLOW,
+    base_of,
+    job,
+    mixed_jobs,
+    ready,
+    row_of,
+    tokens,
+)
 from tests.sampled import sampled
 from tlora_fx.inspect.flops import FlopCounter, training_cost
 from tlora_fx.model.source import size_names
@@ -142,7 +152,7 @@ def test_training_costs_what_torch_counts(family, tmp_path):
     """To the operation: packed and padded rows, odd branches, layers below the first adapter."""
     if family == "falcon" and OLD_TRANSFORMERS:
         pytest.skip("this Falcon's rotary tables grow with lines and tokens, which is told as ?")
-    base = base_of(tmp_path, family, dtype="float32")
+    base = base_of(tmp_path, family, dtype="float32", **SHALLOW.get(family, {}))
     jobs = odd_jobs(base) if family == "gemma2" else mixed_jobs(base, FAMILIES[family].targets)
     model = ready(jobs)
     row = row_of(model, [tokens([LENGTH], seed=number) for number in range(len(jobs))])

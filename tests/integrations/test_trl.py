@@ -8,6 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.utils import counters
+from transformers import TrainerCallback
 
 from tests.backend.models import assert_equal_steps, net, train
 from tests.models import error_of
@@ -82,15 +84,28 @@ def test_wrong_options_are_refused_where_the_callback_is_made():
 
 @pytest.mark.slow
 def test_an_sft_trainer_trains_as_without_the_callback(tmp_path):
-    """TRL's defaults (bf16 by autocast, checkpointing): all branches lowered, eager's losses."""
+    """TRL's defaults: eager's losses, all branches lowered, no graph or break more than theirs."""
     pytest.importorskip("trl")
-    losses = {}
-    for name in ("eager", "tlora-fx"):
-        callbacks = [TloraFxCallback()] if name == "tlora-fx" else []
+    losses, counted = {}, {}
+    arms = {"eager": [], "theirs": [Theirs()], "tlora-fx": [TloraFxCallback()]}
+    for name, callbacks in arms.items():
+        torch._dynamo.reset()
+        counters.clear()
         losses[name] = sft_losses(tmp_path / name, callbacks)
+        counted[name] = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
-    assert (callbacks[0].lowered, callbacks[0].left) == (7, 0)
+    (callback,) = arms["tlora-fx"]
+    assert (callback.lowered, callback.left) == (7, 0)
     assert losses["tlora-fx"] == pytest.approx(losses["eager"], rel=5e-3)
+    assert counted["tlora-fx"] == counted["theirs"] > counted["eager"]
+
+
+class Theirs(TrainerCallback):
+    """Compiles a trainer's model with what Inductor does before its code."""
+
+    def on_train_begin(self, args, state, control, model=None, **_):
+        """Nothing runs before the first step."""
+        model.compile(backend=aot_eager)
 
 
 def sft_losses(folder, callbacks):

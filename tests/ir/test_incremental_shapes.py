@@ -8,7 +8,7 @@ import pytest
 import torch.utils._pytree as pytree
 from torch import Tensor
 
-from tests.models import FAMILIES, base_of, mixed_jobs
+from tests.models import FAMILIES, SHALLOW, base_of, mixed_jobs
 from tests.sampled import sampled
 from tlora_fx.compiler import DEFAULT_PIPELINE, run_passes
 from tlora_fx.ir import shapes
@@ -62,7 +62,8 @@ def test_incremental_shapes_are_those_of_full_propagation(family, tmp_path, monk
     monkeypatch.setattr(shapes, "_RESULTS", known)
     anew = Anew(known)
 
-    jobs = mixed_jobs(base_of(tmp_path, family, "float32"), FAMILIES[family].targets)
+    base = base_of(tmp_path, family, "float32", **SHALLOW.get(family, {}))
+    jobs = mixed_jobs(base, FAMILIES[family].targets)
     run_passes(jobs[1:], PASSES, instruments=[anew])
 
     assert set(anew.ran) == set(PASSES.split(","))

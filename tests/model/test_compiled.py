@@ -16,6 +16,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from tests import fresh
 from tests.models import (
     FAMILIES,
+    SHALLOW,
     assert_same,
     base_of,
     hand_written,
@@ -140,7 +141,7 @@ def test_a_process_compiles_any_number_of_models(base):
 )
 def test_gated_activations_stand_in_the_linears_behind_them(tmp_path, family, activation):
     """In the code that is compiled, once a structure; its numbers are the plain code's."""
-    base = base_of(tmp_path, family)
+    base = base_of(tmp_path, family, **SHALLOW.get(family, {}))
     model = ready([job("all", base, r=4, target_modules="all-linear", lora_dropout=0.5)])
     opened = re.findall(r"gated_linear\.default\([^']*'(\w+)'", model.compiled_source)
     layers = [block for block in model.group.blocks.values() if block.name != HEAD]
@@ -154,7 +155,7 @@ def test_gated_activations_stand_in_the_linears_behind_them(tmp_path, family, ac
 
 def test_a_gate_with_other_readers_stays(tmp_path):
     """So does one whose linear nobody adapts, and code that somebody gave."""
-    base = base_of(tmp_path, "llama")
+    base = base_of(tmp_path, "llama", num_hidden_layers=2)
     few = compile([job("few", base, r=4, target_modules=["gate_proj", "up_proj"])])
     every = compile([job("all", base, r=4, target_modules="all-linear")])
     edited = f"{every.source}\n# mine\n"

@@ -16,7 +16,7 @@ from tlora_fx.model.source import LONGEST, class_source, group_source
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A plain job, one with DoRA, and one with an embedding and a head of its own, on Llama."""
-    base = base_of(tmp_path_factory.mktemp("source"), "llama", dtype="float64")
+    base = base_of(tmp_path_factory.mktemp("source"), "llama", dtype="float64", num_hidden_layers=2)
     return ready(
         [
             job("plain", base, r=8, target_modules="all-linear"),

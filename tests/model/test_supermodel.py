@@ -26,8 +26,8 @@ from tlora_fx.runtime.adapters.files import base_tensors
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
-    """A Llama of four layers."""
-    return base_of(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=4)
+    """A Llama of two layers."""
+    return base_of(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +82,14 @@ def test_the_base_is_frozen_and_adapters_are_trained(model):
     own = model.job_parameters("few")
     assert set(own) == {
         f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_{part}.default.weight"
-        for layer in range(4) for name in ("q_proj", "v_proj") for part in "AB"
+        for layer in range(2) for name in ("q_proj", "v_proj") for part in "AB"
     }  # fmt: skip
 
 
 def test_job_parameters_are_views_of_the_bank(model):
     """An optimizer's step on a job's parameter is a step in the bank, gradients too."""
-    name = "base_model.model.model.layers.2.self_attn.q_proj.lora_B.default.weight"
-    bank = model.banks["model.layers.2.self_attn.q_proj"]
+    name = "base_model.model.model.layers.1.self_attn.q_proj.lora_B.default.weight"
+    bank = model.banks["model.layers.1.self_attn.q_proj"]
     start, stop = bank.ranks[1:3].tolist()
     parameter = model.job_parameters("few")[name]
 
@@ -102,7 +102,7 @@ def test_base_tensors_keep_their_names(model):
     """Inside `net` a base tensor has the base's own name."""
     names = {name for name, p in model.net.named_parameters() if not p.requires_grad}
 
-    assert {"model.embed_tokens.weight", "model.layers.3.mlp.down_proj.weight"} <= names
+    assert {"model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"} <= names
 
 
 def test_a_gradient_step_of_one_row_adds_to_the_next(model):

@@ -46,7 +46,7 @@ def assert_kept(found) -> None:
 )
 def test_every_pass_keeps_its_word_on_every_kind_of_job(tmp_path, verdicts, form, kinds):
     """Plain LoRA, DoRA, dropout that stays as it is, a trained head; packed and padded rows."""
-    base = base_of(tmp_path, "llama", "float32", attention=form)
+    base = base_of(tmp_path, "llama", "float32", attention=form, num_hidden_layers=2)
 
     assert_kept(verdicts([job(kind, base, **KINDS[kind]) for kind in kinds]))
 
@@ -69,7 +69,7 @@ def test_every_pass_keeps_its_word_on_a_model_written_by_hand(verdicts):
 
 def test_jobs_that_share_graphs_are_run_with_their_own_numbers(tmp_path, verdicts):
     """Rank, scaling and rate of job and layer, in half precision."""
-    base = base_of(tmp_path, "llama", "bfloat16")
+    base = base_of(tmp_path, "llama", "bfloat16", num_hidden_layers=2)
     targets = {"target_modules": ["q_proj", "up_proj"]}
     jobs = [
         job("one", base, r=2, lora_dropout=0.1, **targets),
@@ -82,7 +82,7 @@ def test_jobs_that_share_graphs_are_run_with_their_own_numbers(tmp_path, verdict
 
 def test_graphs_that_need_more_memory_than_the_limit_are_not_checked(tmp_path, verdicts):
     """The verdict names both; what did not change is exact all the same."""
-    base = base_of(tmp_path, "llama", "float32")
+    base = base_of(tmp_path, "llama", "float32", num_hidden_layers=2)
 
     found = verdicts([job("few", base, **KINDS["few"])], memory_bytes=2**14)
 
@@ -174,7 +174,8 @@ def test_verify_numerics_checks_without_an_instrument_given(tmp_path, monkeypatc
     """`compile(verify="numerics")` adds one, once."""
     seen = []
     monkeypatch.setattr(Numerics, "finished", lambda self, group: seen.append(self.results))
-    jobs = [job("few", base_of(tmp_path, "llama", "float32"), **KINDS["few"])]
+    base = base_of(tmp_path, "llama", "float32", num_hidden_layers=2)
+    jobs = [job("few", base, **KINDS["few"])]
 
     compile(jobs, verify="numerics")
 

@@ -42,7 +42,7 @@ def test_a_base_that_fuses_right_equals_itself(tmp_path, family, dtype):
 
 def test_of_two_jobs_alike_one_is_compared_beside_the_other(tmp_path, monkeypatch):
     """The neighbour has an adapter too, which takes no memory of its own and learns nothing."""
-    base = base_of(tmp_path, "llama", "float32")
+    base = base_of(tmp_path, "llama", "float32", num_hidden_layers=2)
     model = compile([job(name, base, r=2, target_modules=["q_proj"]) for name in ("one", "two")])
     ran = []
     fused = probe._Probe._fused
@@ -178,7 +178,7 @@ def test_the_error_names_the_first_module_that_differs(monkeypatch):
 
 def test_loaded_weights_are_tried_at_the_longest_length(tmp_path):
     """The base's own tensors, and the length of the data."""
-    base = base_of(tmp_path, "llama", "float64")
+    base = base_of(tmp_path, "llama", "float64", num_hidden_layers=2)
     model = compile([job("one", base, r=2, target_modules=["q_proj"])])
     tensors = base_tensors(model.backbone)
 
@@ -302,7 +302,8 @@ def test_a_large_base_runs_one_layer_of_each_end(tmp_path, monkeypatch, family):
 def test_what_is_too_large_is_said(tmp_path, monkeypatch):
     """No weights are drawn beyond the stated memory."""
     monkeypatch.setattr(probe, "WEIGHTS", 10)
-    model = compile([job("one", base_of(tmp_path, "llama"), r=2, target_modules=["q_proj"])])
+    base = base_of(tmp_path, "llama", num_hidden_layers=2)
+    model = compile([job("one", base, r=2, target_modules=["q_proj"])])
 
     assert "too many to draw" in str(probed(model))
     assert prepare(model.jobs).backbone is not None
@@ -373,7 +374,7 @@ def test_a_large_head_is_tried_by_some_of_its_rows(tmp_path, few_rows, family):
 
 def test_a_head_that_a_job_trains_is_tried_whole(tmp_path, few_rows):
     """The job's matrix has as many rows as the vocabulary."""
-    base = base_of(tmp_path, "llama", "float64")
+    base = base_of(tmp_path, "llama", "float64", num_hidden_layers=2)
     model = compile([job("one", base, target_modules=["q_proj", "lm_head"])])
     few_rows.clear()
     found = probed(model)
@@ -384,7 +385,7 @@ def test_a_head_that_a_job_trains_is_tried_whole(tmp_path, few_rows):
 
 def test_a_difference_is_told_of_the_whole_head(tmp_path, few_rows):
     """What few rows show is shown again with all of them."""
-    model = compile([job("one", base_of(tmp_path, "llama", "float64"))])
+    model = compile([job("one", base_of(tmp_path, "llama", "float64", num_hidden_layers=2))])
     broken = copy.deepcopy(model.group)
     [scaled, *_] = [
         node

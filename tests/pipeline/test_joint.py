@@ -19,14 +19,20 @@ from tests.models import (
     run_fused,
     tokens,
 )
+from tests.sampled import sampled
 from tlora_fx.compiler import DEFAULT_PIPELINE, compile, run_passes
 from tlora_fx.errors import GraphInvalid, NumericsBroken, PipelineError
 from tlora_fx.graph_file import graph_text, graphs_of_text
+from tlora_fx.inspect.cost import cost_of
+from tlora_fx.inspect.diff import difference
 from tlora_fx.inspect.joint import joint_text
+from tlora_fx.inspect.program import make_program
+from tlora_fx.ir.graph import HEAD
 from tlora_fx.ir.joint import JointGraph
 from tlora_fx.pipeline import REGISTRY, JointPass, register
-from tlora_fx.pipeline.joint_stage import JointStage
+from tlora_fx.pipeline.joint_stage import JointStage, joint_graph
 from tlora_fx.runtime.adapters.files import base_tensors
+from tlora_fx.tools.bisect import touched
 
 aten, ours = torch.ops.aten, torch.ops.tlora_fx
 PARTS = [tokens([40, 24], seed=1), tokens([30], seed=2)]
@@ -191,6 +197,47 @@ def test_a_wrong_gradient_is_blamed_on_its_pass(jobs, made):
 
     with pytest.raises(NumericsBroken, match=r"(?s)pass 'halve'.*gradient of .*q_proj"):
         compile(jobs, f"{DEFAULT_PIPELINE},halve", verify="numerics")
+
+
+def test_without_that_check_the_pass_is_blamed_too(jobs, made):
+    """What is tried against the base is not the base's fault, and no other form is tried."""
+    made(pass_of(lambda joint: None, "still"))
+    made(pass_of(halved, "halve"))
+
+    with pytest.raises(NumericsBroken, match=r"(?s)pass 'halve' changes.*form +packed"):
+        compile(jobs, f"{DEFAULT_PIPELINE},halve,still")
+
+
+def test_differences_and_bisections_see_into_joint_graphs(jobs, made):
+    """What a pass made, what reads it, and what is no longer kept."""
+    made(pass_of(halved, "halve"))
+    texts = ("", ",halve", ",halve,recompute-layers{budget=0.2}")
+    plain, halves, little = (run_passes(jobs, DEFAULT_PIPELINE + text) for text in texts)
+    programs = [make_program(group, "") for group in (plain, halves, little)]
+    kinds = {node.kind for node in touched(plain, halves)}
+    ((wrong,), (less,)) = (
+        difference(*two, ("a", "b")).joint for two in (programs[:2], programs[1:])
+    )
+
+    assert [change.what for change in wrong.changes] == ["added", "changed"]
+    assert wrong.changes[0].node.target == "aten.mul.Tensor"
+    assert kinds == {"made", "other arguments"}
+    assert less.after.kept_bytes < 0.5 * less.before.kept_bytes
+    assert less.after.operators == less.before.operators
+    assert {change.what for change in less.changes} >= {"kept → again"}
+    assert difference(programs[1], programs[1], ("a", "b")).joint == []
+
+
+@pytest.mark.parametrize("family", sampled(["llama", "gpt2", "gpt-oss", "opt"], 2))
+def test_every_operator_of_a_joint_graph_has_a_cost(family, tmp_path):
+    """For passes that weigh what they keep."""
+    base = base_of(tmp_path, family, num_hidden_layers=2)
+    group = run_passes([job("a", base, target_modules="all-linear")], DEFAULT_PIPELINE)
+    block = next(block for block in group.blocks.values() if block.name != HEAD)
+    costs = {node: cost_of(node) for node in joint_graph(group, block).graph.nodes}
+
+    assert {name for cost in costs.values() for name in cost.unknown} == set()
+    assert all(costs[node].flop > 0 for node in costs if "multi_lora" in str(node.target))
 
 
 def leaking(joint):

@@ -8,7 +8,6 @@ import os
 import pickle
 import resource
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.fresh import Program
 from tlora_fx.errors import CheckpointError, NewerFormat
 from tlora_fx.host.version import __version__
 from tlora_fx.runtime.checkpoints import store as checkpoint
@@ -437,18 +437,15 @@ while True:
 def test_a_killed_process_leaves_a_store_that_loads(tmp_path):
     """kill -9 at some moments: what was reported saved is there, without a warning."""
     for attempt in range(2):
-        child = subprocess.Popen(
-            [sys.executable, "-c", KILLED, str(tmp_path)],
-            stdout=subprocess.PIPE,
-            cwd=Path(__file__).parents[2],
-            text=True,
-        )
-        assert child.stdout is not None
-        assert child.stdout.readline() == "ready\n"
-        reported = int(child.stdout.readline())
+        child = Program("-c", KILLED, tmp_path, cwd=Path(__file__).parents[2])
+        while len(child.files[0].read_text().splitlines()) < 2:
+            assert child.poll() is None
+            time.sleep(0.001)
         time.sleep(0.0037 + 0.0237 * attempt)
-        child.send_signal(signal.SIGKILL)
-        reported = max([reported, *map(int, child.communicate()[0].split())])
+        child.process.kill()
+        ready, *reports = child.wait().stdout.split()
+        assert ready == "ready"
+        reported = max(map(int, reports))
 
         with warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -42,8 +42,9 @@ def base(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def dropping(tmp_path_factory):
-    """A base that drops attention weights too."""
-    return tiny_base(tmp_path_factory.mktemp("dropping"), attention_dropout=0.3)
+    """A base of one layer that drops attention weights too."""
+    folder = tmp_path_factory.mktemp("dropping")
+    return tiny_base(folder, attention_dropout=0.3, num_hidden_layers=1)
 
 
 def two_jobs(base, **fields):

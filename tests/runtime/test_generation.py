@@ -13,7 +13,7 @@ from peft import LoraConfig
 from transformers import AutoTokenizer
 
 from tests.runtime.conftest import UNMARKED
-from tests.runtime.groups import make_job, tiny_base
+from tests.runtime.groups import READING, make_job, tiny_base
 from tlora_fx.cli import main
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
@@ -66,7 +66,7 @@ def jobs_on(folder, base, **fields):
 def folder(tmp_path_factory, make_tokenizer):
     """A base with a tokenizer, and some data."""
     folder = tmp_path_factory.mktemp("generation")
-    tiny_base(folder / "base", vocab_size=128, initializer_range=0.3, attention_bias=True)
+    tiny_base(folder / "base", **READING)
     make_tokenizer(UNMARKED, adds_bos=True).save_pretrained(folder / "base")
     texts = ({"text": "1+1=2"}, {"text": "a b c"}, {"text": "2+2=?"}, {"text": "x=2"})
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))

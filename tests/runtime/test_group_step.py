@@ -17,7 +17,7 @@ from tests.runtime.elastic import SLOTS, coming_jobs
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
-from tlora_fx.errors import NotFinite, OptimizerError, StepMisuse, TloraError
+from tlora_fx.errors import DeviceUnknown, NotFinite, OptimizerError, StepMisuse, TloraError
 from tlora_fx.runtime.data.samples import Sample
 from tlora_fx.runtime.group_step import Batch, GroupStep
 from tlora_fx.runtime.trainer import Trainer
@@ -358,6 +358,10 @@ def test_what_a_group_cannot_do_says_what_to_do(jobs, data):
     group = GroupStep(compile([jobs["a"]], open=SLOTS), device="cpu")
     with pytest.raises(StepMisuse, match="no such job trains"):
         group.accumulate({"z": data["a"].step(0)})
+    with pytest.raises(StepMisuse, match="a dict by the jobs' names"):
+        group.accumulate(data["a"].step(0))
+    with pytest.raises(StepMisuse, match="a dict by the jobs' names"):
+        group.apply(["a"])
     with pytest.raises(StepMisuse, match="gathered no gradients"):
         group.apply({"a": {}})
     group.accumulate({"a": data["a"].step(0)})
@@ -378,6 +382,14 @@ def test_what_a_group_cannot_do_says_what_to_do(jobs, data):
         ([], "no sample"),
         ([[Sample((), ())]], "no sample"),
         ([[Sample((1, 999), (1, 999))]], "does not know"),
+        ([[Sample((1, -3), (1, 1))]], "does not know"),
+        ([[Sample((1, 2), (1, 999))]], "no token of the base"),
+        ([[Sample((1, 2), (1, -5))]], "no token of the base"),
+        ([[Sample((1, 2, 3), (1, 2))]], "3 labels, one for each token"),
+        ([[Sample((1, 2), (-100, 2.5))]], "labels of sample 0 are no list of whole numbers"),
+        ([[Sample(torch.tensor([1, 2]), (1, 2))]], "of a tensor or an array, give .tolist"),
+        ([Sample((1, 2), (1, 2))], "in no micro-batch"),
+        (Sample((1, 2), (1, 2)), "in no micro-batch"),
         (Batch([[Sample((1, 2), (1, 2))]], normalizer=0.0), "divided"),
         (Batch([[Sample((1, 2), (1, 2))]], normalizer=math.nan), "divided"),
     ],
@@ -390,6 +402,13 @@ def test_a_batch_that_teaches_nothing_is_refused_before_it_runs(jobs, data, batc
         group.accumulate({"b": data["b"].step(0), "a": batch})
     with pytest.raises(StepMisuse, match="gathered no gradients"):
         group.apply({"b": {}})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the machine has the device")
+def test_a_device_that_is_not_there_is_refused_before_anything_is_loaded(jobs):
+    """As a command with --device refuses it."""
+    with pytest.raises(DeviceUnknown, match="no device 'cuda'"):
+        GroupStep(compile([jobs["a"]]), device="cuda")
 
 
 def test_a_job_whose_state_is_not_its_own_is_not_admitted(jobs, data):

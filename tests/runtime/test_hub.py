@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 from huggingface_hub import HfApi, constants
 
-from tests.runtime.groups import make_job, tiny_base
+from tests.runtime.groups import READING, make_job, tiny_base
 from tests.runtime.hub_here import COMMIT, hub
 from tlora_fx.cli import main
 from tlora_fx.compiler import compile
@@ -32,7 +32,7 @@ def served(monkeypatch):
 def run(tmp_path_factory, make_tokenizer):
     """A job trained on a file."""
     folder = tmp_path_factory.mktemp("hub")
-    base = tiny_base(folder / "base", vocab_size=128)
+    base = tiny_base(folder / "base", **READING)
     make_tokenizer().save_pretrained(folder / "base")
     (folder / "data.jsonl").write_text(json.dumps({"text": "1+1=2"}) + "\n")
     job = make_job(base, "a", max_steps=2, report_to="tensorboard")

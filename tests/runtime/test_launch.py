@@ -16,7 +16,7 @@ from tests.parallel.processes import run_processes
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import DataError, PlanFileError, RankFailed, RanksDiffer, TloraError
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.runtime import launch
+from tlora_fx.runtime import early_checks, launch
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.launch import Peer
 from tlora_fx.runtime.run_folder import how_to_go_on
@@ -109,9 +109,9 @@ def test_a_process_that_is_gone_is_an_error_with_a_way_out(tmp_path):
 
 def test_a_plan_that_is_not_there_is_not_called_a_wrong_one(tmp_path):
     """Names of planners are no files."""
-    launch.require_plan_file("replicated")
+    early_checks.require_plan_file("replicated")
     with pytest.raises(PlanFileError, match="there is no such plan"):
-        launch.require_plan_file(str(tmp_path / "plan.json"))
+        early_checks.require_plan_file(str(tmp_path / "plan.json"))
 
 
 def test_what_stops_one_process_stops_all():

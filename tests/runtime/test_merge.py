@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.runtime.conftest import UNMARKED
-from tests.runtime.groups import make_job, tiny_base
+from tests.runtime.groups import READING, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.errors import RunFolderError
 from tlora_fx.runtime.merge import adapter_of, merge
@@ -21,7 +21,7 @@ from tlora_fx.runtime.trainer import Trainer
 def run(tmp_path_factory, make_tokenizer):
     """Two jobs trained on a file, with a tokenizer that has a chat template."""
     folder = tmp_path_factory.mktemp("merge")
-    base = tiny_base(folder / "base", vocab_size=128)
+    base = tiny_base(folder / "base", **READING)
     make_tokenizer(UNMARKED).save_pretrained(folder / "base")
     texts = ({"text": "1+1=2"}, {"text": "a b c"}, {"text": "2+2=?"}, {"text": "x=2"})
     (folder / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in texts))

@@ -20,6 +20,7 @@ from transformers import get_scheduler
 from tests.runtime.parameters import job_with, params_of, start
 from tlora_fx.config.fields import OPTIMIZER_ALIASES, OPTIMIZERS, SCHEDULE_ARGUMENTS
 from tlora_fx.config.job import Job
+from tlora_fx.config.job_optimizer import optimizer_arguments, optimizer_class
 from tlora_fx.errors import JobError, OptimizerError, OptimizerStateError
 from tlora_fx.runtime import solo
 from tlora_fx.runtime.optim import optimizer as optimizers
@@ -91,8 +92,8 @@ def starter(job: Job) -> Callable[..., dict[str, nn.Parameter]]:
 
 def plain_optimizer(job: Job, plain: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
     """The library's own, on parameters that lie in rows."""
-    make: Any = job.optimizer_class()
-    arguments, ratio = job.optimizer_arguments(), job.loraplus_lr_ratio
+    make: Any = optimizer_class(job)
+    arguments, ratio = optimizer_arguments(job), job.loraplus_lr_ratio
     if ratio is None:
         return make(plain.values(), **arguments)
     slow = [param for name, param in plain.items() if name == "a.lora_A.weight"]
@@ -204,7 +205,7 @@ def test_lora_plus_is_that_of_peft(optim, rates):
     config = peft.LoraConfig(**job.lora_fields)
     theirs = peft.get_peft_model(Small(), config)
     mine = copy.deepcopy(theirs)
-    plain: Any = solo._loraplus(job, theirs, job.optimizer_class(), job.optimizer_arguments())
+    plain: Any = solo._loraplus(job, theirs, optimizer_class(job), optimizer_arguments(job))
     params = {n: p for n, p in mine.named_parameters() if p.requires_grad}
     ours = JobOptimizer(job, params, STEPS)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.runtime.groups import losses_of, make_job, tiny_base
+from tests.runtime.groups import READING, losses_of, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import Job
 from tlora_fx.errors import ResumeMismatch
@@ -39,7 +39,7 @@ def mixed(tmp_path: Path) -> Job:
     parts = [write(tmp_path / f"{n}.jsonl", rows) for n, rows in enumerate(SETS)]
     data = [{**part, "weight": w} for part, w in zip(parts, WEIGHTS, strict=True)]
     job = make_job(
-        tiny_base(tmp_path, vocab_size=90), "a", max_steps=4, seed=5, save_steps=1, shuffle=False
+        tiny_base(tmp_path, **READING), "a", max_steps=4, seed=5, save_steps=1, shuffle=False
     )
     given = {key: getattr(job, key) for key in job.model_fields_set}
     return Job(**given | {"data": data, "mixing": "all_exhausted"})

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tlora_fx.config.job import Job
+from tlora_fx.config.job_optimizer import optimizer_arguments, optimizer_class
 from tlora_fx.runtime.optim import group_update, optimizer
 from tlora_fx.runtime.optim.group_update import GroupUpdate
 
@@ -41,10 +42,10 @@ def updates_on_the_cpu() -> Iterator[list[int]]:
 
 def _fused(job: Job, params: Any) -> torch.optim.Optimizer:
     """A job's optimizer as on a GPU."""
-    make: Any = job.optimizer_class()
+    make: Any = optimizer_class(job)
     if make.__name__ not in ("Adam", "AdamW"):
         return PLAIN(job, params)
-    made: torch.optim.Optimizer = make(params, **job.optimizer_arguments(), fused=True)
+    made: torch.optim.Optimizer = make(params, **optimizer_arguments(job), fused=True)
     return made
 
 

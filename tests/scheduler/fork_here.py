@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from dataclasses import asdict
 from importlib import import_module
-from pathlib import Path
 
 from tlora_fx.runtime.workers import training as worker
 from tlora_fx.scheduler.local import processes
@@ -26,12 +26,9 @@ class ForkHere:
     def begin(self):
         """There is nothing to begin."""
 
-    def start(self, order: Path, log: Path, environment, module="", **_) -> int:
+    def start(self, start) -> int:
         """Fork a worker, which ends with its order, or a guest."""
-        both = {**self.environment, **environment}
-        asked = {"order": str(order), "log": str(log), "environment": both}
-        if module:
-            asked["module"] = module
+        asked = {**asdict(start), "environment": {**self.environment, **start.environment}}
         pid = os.fork()
         if pid == 0:
             os.close(self.mine)
@@ -82,10 +79,10 @@ class GuestsHere(processes.ForkServer):
     def ready(self):
         return True
 
-    def start(self, order, log, environment, module="", **more):
-        if not module:
-            return super().start(order, log, environment, **more)
-        number = self.here.start(order, log, environment, module)
+    def start(self, start):
+        if not start.module:
+            return super().start(start)
+        number = self.here.start(start)
         self.guests.add(number)
         return number
 

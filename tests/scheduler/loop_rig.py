@@ -6,14 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from tests.scheduler.looping import Plain
+from tests.simulator.faults import Faults, FaultyExecutor
 from tlora_fx.cost.hardware import Cluster
-from tlora_fx.scheduler.executor import Failed
 from tlora_fx.scheduler.formations import Callback, StepTimes
 from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.state import ChangeCosts, Decision, Group, Policy, SchedulerState
 from tlora_fx.scheduler.store import Ledger
-from tlora_fx.simulator.replay import Clock, Disturbances, SimulatedExecutor
+from tlora_fx.simulator.replay import Clock
 
 
 @dataclass
@@ -21,7 +21,7 @@ class Rig:
     """A loop on a clock that a test turns."""
 
     loop: Loop
-    executor: SimulatedExecutor
+    executor: FaultyExecutor
     clock: Clock
 
     def go(self, time: float) -> None:
@@ -41,7 +41,7 @@ def rig(
     gpus: int = 8,
     estimator: Plain | None = None,
     ledger: Ledger | None = None,
-    disturbances: Disturbances | None = None,
+    faults: Faults | None = None,
     callback: Callback | None = None,
     switch_seconds: float = 0.0,
     changes: ChangeCosts | None = None,
@@ -50,13 +50,13 @@ def rig(
     """A loop over a simulated cluster."""
     chosen = find_policy(policy) if isinstance(policy, str) else policy
     times, clock = StepTimes(estimator or Plain()), Clock()
-    executor = SimulatedExecutor(
+    executor = FaultyExecutor(
         Cluster(gpus),
         times,
         clock,
         switch_seconds=switch_seconds,
         changes=changes,
-        disturbances=disturbances,
+        faults=faults,
     )
     loop = Loop(
         chosen,
@@ -106,19 +106,3 @@ def together(
         return (Group(jobs, gpus, tuple(range(gpus)), seconds),) if jobs else ()
 
     return say
-
-
-def fail_job(
-    executor: SimulatedExecutor, epoch: int, job: str, reason: str = "a simulated failure"
-) -> None:
-    """A job is at fault and ends; its group goes on."""
-    now = executor.clock.now
-    running = executor._groups.get(epoch)
-    if running is None or all(request.name != job for request in running.requests):
-        return
-    steps = running.committed(now, executor.disturbances.commit_seconds)
-    executor.steps_lost += running.steps(now)[job] - steps[job]
-    running._steps, running._from = running.steps_at(now), max(now, running._from)
-    running.requests = [request for request in running.requests if request.name != job]
-    executor._events.append(Failed(now, epoch, job, reason, {job: steps[job]}))
-    executor._goes_on(running)

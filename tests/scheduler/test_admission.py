@@ -30,6 +30,7 @@ from tlora_fx.scheduler.local.admission import (
     JobRestored,
 )
 from tlora_fx.scheduler.local.admission_worker import AdmissionOrder
+from tlora_fx.scheduler.local.processes import WorkerStart
 from tlora_fx.scheduler.state import REQUEST, JobRequest
 from tlora_fx.scheduler.store import Ledger
 
@@ -122,8 +123,8 @@ class Dying:
         self.deaths = deaths
         self.codes: list[int] = []
 
-    def start(self, order: Path, log: Path, environment, module="") -> int:
-        asked = AdmissionOrder.read(order)
+    def start(self, start: WorkerStart) -> int:
+        asked = AdmissionOrder.read(Path(start.order))
         self.codes.append(self._run(asked, EventWriter(asked.event_log)))
         return len(self.codes) - 1
 
@@ -519,9 +520,9 @@ class Slow(Dying):
         self.begun: list[str] = []
         self.at_work: dict[int, str] = {}
 
-    def start(self, order: Path, log: Path, environment, module="") -> int:
-        asked = AdmissionOrder.read(order)
-        number = super().start(order, log, environment, module)
+    def start(self, start: WorkerStart) -> int:
+        asked = AdmissionOrder.read(Path(start.order))
+        number = super().start(start)
         first = Path(asked.file).name if asked.file else asked.jobs[0]["name"]
         self.at_work[number] = user = first.partition(".")[0]
         self.begun.append(user)

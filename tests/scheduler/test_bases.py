@@ -16,7 +16,7 @@ from tlora_fx.config.job_file import load_job_file
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.runtime.workers.protocol import EventReader
-from tlora_fx.scheduler.executor import Drained, Failed, Noted
+from tlora_fx.scheduler.executor import Drained, Failed, GroupLaunch, Noted
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
 from tlora_fx.scheduler.local.processes import ForkServer
 from tlora_fx.scheduler.state import Group, JobRequest
@@ -51,7 +51,7 @@ def run_through(executor, epoch, name):
     group, told = Group((name,), 1, (0,)), []
     executor.reserve(group, epoch)
     request = JobRequest(name, f"{LAYERS[name]} layers", Demand(), 1, 4)
-    executor.launch(group, epoch, [request], {})
+    executor.launch(GroupLaunch(group, epoch, [request]))
     while not any(isinstance(event, Drained) for event in told):
         told += executor.events()
         assert not [event.reason for event in told if isinstance(event, Failed)]

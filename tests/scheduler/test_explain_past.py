@@ -14,6 +14,7 @@ from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import JobNotInState, LedgerError, NewerFormat, StateFileError
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished
 from tlora_fx.scheduler.explain import explain, explained
+from tlora_fx.scheduler.history import History, rows_of_run
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.snapshot_file import (
     Snapshot,
@@ -23,7 +24,7 @@ from tlora_fx.scheduler.snapshot_file import (
     save_snapshot,
 )
 from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest, SchedulerState
-from tlora_fx.scheduler.store import History, Ledger, rows_of_run
+from tlora_fx.scheduler.store import Ledger
 
 GPUS = 64
 

@@ -32,6 +32,7 @@ from tlora_fx.scheduler.executor import (
     Drained,
     Failed,
     Finished,
+    GroupLaunch,
     GroupStarted,
     Noted,
     Progress,
@@ -64,7 +65,7 @@ class Bench:
         group = Group(jobs, 1, (gpu,)) if layout is None else Group(jobs, 2, (0, 1))
         self.executor.reserve(group, epoch)
         requests = [JobRequest(name, "base", Demand(), 1, 1) for name in jobs]
-        self.executor.launch(group, epoch, requests, {}, layout)
+        self.executor.launch(GroupLaunch(group, epoch, requests, {}, layout))
         return group
 
     def until(self, kind, limit=120.0, **fields):
@@ -370,7 +371,7 @@ def test_a_place_is_held_once(bench):
     with pytest.raises(PlaceTaken):
         here.executor.reserve(Group(("b",), 1, (7,)), 2)
     with pytest.raises(PlaceTaken):
-        here.executor.launch(Group(("b",), 1, (1,)), 2, [], {})
+        here.executor.launch(GroupLaunch(Group(("b",), 1, (1,)), 2, []))
 
 
 def test_old_checkpoints_are_removed_once_no_job_needs_them(bench):
@@ -790,7 +791,7 @@ def change(here, epoch, group, successor_epoch, *jobs):
     successor = Group(jobs, group.gpus, group.place)
     assert here.executor.can_change(group, epoch, successor)
     for _ in range(2):
-        here.executor.change(group, epoch, successor, successor_epoch, [], {})
+        here.executor.change(group, epoch, GroupLaunch(successor, successor_epoch, []))
     return successor
 
 
@@ -830,10 +831,10 @@ def test_jobs_join_a_group_of_several_processes(bench):
     here = forked_here(bench, a={}, b={}, c={"base": "two"})
     before, successor = Group(("a",), 2, (1, 0)), Group(("a", "b"), 2, (0, 1))
     here.executor.reserve(before, 1)
-    here.executor.launch(before, 1, [], {}, Layout(MeshShape(tp=2)))
+    here.executor.launch(GroupLaunch(before, 1, [], {}, Layout(MeshShape(tp=2))))
     assert not here.executor.can_change(before, 1, Group(("c",), 2, (0, 1)))
     assert here.executor.can_change(before, 1, successor)
-    here.executor.change(before, 1, successor, 2, [], {})
+    here.executor.change(before, 1, GroupLaunch(successor, 2, []))
     order = WorkerConfig.read(here.folder / "groups" / "000002" / "worker.json")
 
     mesh = MeshShape.parse(order.mesh)
@@ -866,7 +867,7 @@ def test_a_group_that_ends_before_its_heir_takes_over_is_followed_by_it(bench):
     first = here.launch(1, "a")
     here.until(Finished, epoch=1, job="a")
     assert here.executor.can_change(first, 1, Group(("a", "b"), 1, (0,)))
-    here.executor.change(first, 1, Group(("a", "b"), 1, (0,)), 2, [], {})
+    here.executor.change(first, 1, GroupLaunch(Group(("a", "b"), 1, (0,)), 2, []))
     here.until(Finished, epoch=2, job="b")
 
     assert [event.successor for event in here.of(Drained) if event.epoch == 1] == [None]

@@ -297,13 +297,14 @@ def test_a_job_that_ends_while_another_is_about_to_join_leaves_the_group_to_it()
     made.loop.submit(request("b", steps=10))
     made.loop.advance(0.0)
     made.go(76.0)
-    [(_, epoch, successor, successor_epoch, [_, job], steps)] = asked
+    [(_, epoch, launch)] = asked
     assert made.loop.ended == {"a": "done", "b": ""}
     assert [run.group.jobs for run in made.loop.running.values()] == [()]
 
-    made.executor._places[successor_epoch] = made.executor._places[epoch]
+    made.executor._places[launch.epoch] = made.executor._places[epoch]
     made.executor._events.append(Drained(76.0, epoch, {}))
-    made.executor.launch(replace(successor, jobs=("b",)), successor_epoch, [job], steps)
+    alone = replace(launch.group, jobs=("b",))
+    made.executor.launch(replace(launch, group=alone, jobs=launch.jobs[1:]))
     made.go(200.0)
     assert made.loop.ended == {"a": "done", "b": "done"}
     assert made.loop.idle

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from tests.scheduler.loop_rig import Scripted, fail_job, rig, together
+from tests.scheduler.loop_rig import Scripted, rig, together
 from tests.scheduler.looping import Plain, request
+from tests.simulator.faults import Faults
 from tlora_fx.scheduler.loop import RetryPolicy
 from tlora_fx.scheduler.state import ActiveJob
 from tlora_fx.scheduler.store import Ledger
-from tlora_fx.simulator.replay import Disturbances
 
 
 def test_after_a_lost_node_jobs_go_on_from_their_commits_elsewhere():
     """A lost node's groups are formed again on what is left, from the last commit."""
-    made = rig(gpus=16, disturbances=Disturbances(commit_seconds=30.0))
+    made = rig(gpus=16, faults=Faults(commit_seconds=30.0))
     made.loop.submit(request("a", gpus=8, steps=1000))
     made.go(70.0)
     place = made.loop.running[1].launched.place
@@ -79,7 +79,7 @@ def test_jobs_that_died_with_their_fork_server_are_neither_given_up_nor_suspecte
 
 def test_failures_with_progress_between_are_forgiven():
     """A job that gets further each time is not given up."""
-    made = rig(disturbances=Disturbances(commit_seconds=10.0))
+    made = rig(faults=Faults(commit_seconds=10.0))
     made.loop.submit(request("a", steps=1000))
     for _ in range(6):
         made.go(made.clock.now + 60.0)
@@ -114,7 +114,7 @@ def test_a_job_at_fault_ends_and_its_neighbours_go_on():
     for name in "ab":
         made.loop.submit(request(name))
     made.go(50.0)
-    fail_job(made.executor, 1, "a", "its data is gone")
+    made.executor.fail_job(1, "a", "its data is gone")
     made.loop.advance(50.0)
 
     assert made.loop.ended["a"] == "failed: its data is gone"

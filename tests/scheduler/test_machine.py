@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from tests.scheduler.loop_rig import fail_job
 from tests.scheduler.looping import Plain, request
+from tests.simulator.faults import Faults, FaultyExecutor
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.scheduler.formations import Callback, StepTimes, membership
 from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.state import ChangeCosts, broken
-from tlora_fx.simulator.replay import Clock, Disturbances, SimulatedExecutor
+from tlora_fx.simulator.replay import Clock
 
 NODES = 4
 SWITCH, COMMIT = 5.0, 20.0
@@ -71,13 +71,13 @@ class Machine(RuleBasedStateMachine):
     def begin(self, per_node, runnable, changes):
         cluster = Cluster(NODES * per_node, per_node, 2)
         self.times, self.clock = StepTimes(Plain(fits=6000.0)), Clock()
-        self.executor = SimulatedExecutor(
+        self.executor = FaultyExecutor(
             cluster,
             self.times,
             self.clock,
             switch_seconds=SWITCH,
             changes=changes,
-            disturbances=Disturbances(commit_seconds=COMMIT),
+            faults=Faults(commit_seconds=COMMIT),
         )
         self.callback = Held(cluster.capacity())
         self.loop = Loop(
@@ -148,7 +148,7 @@ class Machine(RuleBasedStateMachine):
     def kill_job(self, data):
         epoch = data.draw(st.sampled_from(sorted(self.loop.running)))
         name = data.draw(st.sampled_from(sorted(self.loop.running[epoch].jobs)))
-        fail_job(self.executor, epoch, name)
+        self.executor.fail_job(epoch, name)
         self.loop.advance(self.clock.now)
 
     @precondition(lambda self: len(self.loop.cluster.lost) < NODES - 1)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.scheduler.toy import drawn, state
 from tlora_fx.errors import TooManyForOracle
 from tlora_fx.scheduler.policies import find_policy
-from tlora_fx.scheduler.policies.oracle import _partition, best_grouping, subsets
+from tlora_fx.scheduler.policies.oracle import _partition, best_grouping, worths
 
 
 def partitions(items: list[int]) -> Iterator[list[list[int]]]:
@@ -33,7 +33,7 @@ def test_it_finds_what_trying_every_partition_finds(objective):
     """The dynamic program over subsets agrees with brute force."""
     moment = state(drawn(6, seed=5))
     jobs = list(moment.jobs.values())
-    worth = subsets(moment, jobs, objective).worth
+    worth = worths(moment, jobs, objective)
 
     every = [sum(worth[sum(1 << i for i in g)] for g in p) for p in partitions(list(range(6)))]
 

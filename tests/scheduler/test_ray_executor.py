@@ -29,6 +29,7 @@ from tlora_fx.scheduler.executor import (
     Drained,
     Failed,
     Finished,
+    GroupLaunch,
     GroupStarted,
     NodeBack,
     NodeLost,
@@ -392,7 +393,7 @@ def test_the_first_process_of_a_group_may_be_the_last_to_end(bench, monkeypatch)
     group = Group(("a",), 2, (0, 1))
     here.executor.reserve(group, 1)
     requests = [JobRequest("a", "base", Demand(), 1, 1)]
-    here.executor.launch(group, 1, requests, {}, Layout(MeshShape(dp=2)))
+    here.executor.launch(GroupLaunch(group, 1, requests, {}, Layout(MeshShape(dp=2))))
     here.until(Drained)
 
     assert read(here, 1)["a"]["step"] == 60

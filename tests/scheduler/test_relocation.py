@@ -40,7 +40,9 @@ def test_a_ledger_that_moved_names_paths_where_it_lies(tmp_path_factory, old, ne
         assert job.spec == spec | {"data": f"{after}/a"}
         assert job.path == f"{after}/groups/000001/train"
         assert ledger.origins() == {"a": f"{after}/inbox/1.yaml"}
-        assert set(ledger.files()) == {f"{after}/inbox/1.yaml", f"{top}/elsewhere.yaml"}
+        assert ledger.file(f"{after}/inbox/1.yaml") != ("", "")
+        assert ledger.file(f"{before}/inbox/1.yaml") == ("", "")
+        assert ledger.file(f"{top}/elsewhere.yaml") != ("", "")
         ledger.close()
 
 
@@ -72,4 +74,6 @@ def test_an_older_ledger_that_moved_tells_its_folder_by_its_submissions(tmp_path
     ledger = Ledger(path)
     [job] = ledger.jobs()
     assert job.spec == {"data": f"{tmp_path}/service/submitted/1/a.jsonl"}
-    assert list(ledger.files()) == [f"{tmp_path}/service/inbox/000001.yaml"]
+    assert ledger.file("/old/run/service/inbox/000001.yaml") == ("", "")
+    _, told = ledger.file(f"{tmp_path}/service/inbox/000001.yaml")
+    assert told == "taken"

@@ -41,7 +41,7 @@ from tlora_fx.runtime.workers import protocol
 from tlora_fx.runtime.workers import training as worker
 from tlora_fx.runtime.workers.protocol import NEEDS_NEW_PROCESS
 from tlora_fx.scheduler import service
-from tlora_fx.scheduler.executor import Drained, Failed, Progress
+from tlora_fx.scheduler.executor import Drained, Failed, GroupLaunch, Progress
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
 from tlora_fx.scheduler.state import Group, JobRequest
 
@@ -149,13 +149,13 @@ def test_a_group_of_two_processes_trains_what_one_trains(tmp_path):
     executor, requests = executor_of(folder, tmp_path, "ab")
     group, wide = Group(("a", "b"), 1, (0,)), Group(("b", "a"), 2, (0, 1))
     executor.reserve(group, 1)
-    executor.launch(group, 1, requests, {})
+    executor.launch(GroupLaunch(group, 1, requests))
     until(executor, Progress)
     executor.drain(group, 1)
     until(executor, Drained)
     executor.release(group, 1)
     executor.reserve(wide, 2)
-    executor.launch(wide, 2, requests[::-1], {}, Layout(MeshShape(dp=2)))
+    executor.launch(GroupLaunch(wide, 2, requests[::-1], {}, Layout(MeshShape(dp=2))))
     told = until(executor, Drained)
     executor.close()
 
@@ -171,13 +171,13 @@ def come_and_go(executor, requests, layout):
     """Two processes train a and b; then b leaves as c comes, and b is back."""
     group = Group(("a", "b"), 2, (0, 1))
     executor.reserve(group, 1)
-    executor.launch(group, 1, requests[:2], {}, layout)
+    executor.launch(GroupLaunch(group, 1, requests[:2], {}, layout))
     until(executor, Progress)
     processes = executor._groups[1].workers
     for epoch, names in enumerate((("a", "c"), ("a", "c", "b")), 2):
         successor = replace(group, jobs=names)
         assert executor.can_change(group, epoch - 1, successor)
-        executor.change(group, epoch - 1, successor, epoch, requests, {})
+        executor.change(group, epoch - 1, GroupLaunch(successor, epoch, requests))
         assert until(executor, Drained).successor == epoch
         executor.release(group, epoch - 1)
         group = successor

@@ -20,8 +20,9 @@ from tlora_fx.cost.load import Demand
 from tlora_fx.errors import LedgerError, NewerFormat
 from tlora_fx.host.version import __version__
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, GroupStarted
+from tlora_fx.scheduler.history import History
 from tlora_fx.scheduler.state import REQUEST, Decision, Group, JobRequest
-from tlora_fx.scheduler.store import History, Ledger
+from tlora_fx.scheduler.store import Ledger
 
 OLD_FORMATS = Path(__file__).parents[1] / "old_formats"
 

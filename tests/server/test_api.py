@@ -23,7 +23,8 @@ from tlora_fx.scheduler.state import Group
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.server import submission
 from tlora_fx.server.app import make_service
-from tlora_fx.server.store import ServiceStore, User
+from tlora_fx.server.ledger import User
+from tlora_fx.server.store import ServiceStore
 from tlora_fx.server.submission import IntakeLimits
 
 
@@ -641,7 +642,8 @@ def test_uploads_that_no_job_needs_are_removed(asked):
         body = {"files": {"mine.jsonl": sha256}}
         it.submit(job_file(name, data="mine.jsonl"), name, **body)
     store = it.service.store
-    folders = [store.folder / "submitted" / taken.folder for taken in store.submissions()]
+    names = [name for (name,) in store.rows("SELECT folder FROM submissions")]
+    folders = [store.folder / "submitted" / name for name in names]
     as_scheduled(it.folder, [("a", "b")])
     store.rows("UPDATE jobs SET status = 'done', steps = 10, ended = 0 WHERE name = 'a'")
     it.service.intake.collect()

@@ -23,8 +23,9 @@ from tests.server.test_control import (  # noqa: F401  (a fixture)
 )
 from tests.server.test_control import done as steps_of
 from tlora_fx.errors import NewerFormat
-from tlora_fx.scheduler.store import History
-from tlora_fx.server.store import Page, ServiceStore, User
+from tlora_fx.scheduler.history import History
+from tlora_fx.server.ledger import User
+from tlora_fx.server.store import Page, ServiceStore
 
 OLD_FORMATS = Path(__file__).parents[1] / "old_formats"
 DOCS = Path(__file__).parents[2] / "docs" / "service.md"

@@ -18,8 +18,8 @@ import pytest
 from tests.server.conftest import as_scheduled, job_file, listen
 from tlora_fx.server import app
 from tlora_fx.server.connections import ConnectionLimits
+from tlora_fx.server.ledger import User
 from tlora_fx.server.log_lines import TextLines
-from tlora_fx.server.store import User
 
 #: After which a test gives up.
 SECONDS = 60

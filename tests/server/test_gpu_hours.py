@@ -15,7 +15,8 @@ from tlora_fx.errors import QuotaReached
 from tlora_fx.scheduler.executor import Drained, Failed
 from tlora_fx.scheduler.state import Group
 from tlora_fx.scheduler.store import Ledger
-from tlora_fx.server.store import ServiceStore, User
+from tlora_fx.server.ledger import User
+from tlora_fx.server.store import ServiceStore
 
 DAY = 86400.0
 JOBS = ("alice.a", "alice.b", "bob.a", "bob.b")

@@ -24,7 +24,8 @@ from tests.scheduler.run_folder import records
 from tests.scheduler.test_service_trainers import require_as_alone
 from tests.server.conftest import job_file
 from tests.server.test_serve import SECONDS, answering_process, serving
-from tlora_fx.server.store import ServiceStore, User
+from tlora_fx.server.ledger import User
+from tlora_fx.server.store import ServiceStore
 
 USERS = ("alice", "bob", "carol")
 POINTS = int(os.environ.get("TLORA_FX_KILLS", "5"))

@@ -55,7 +55,6 @@ def summary(policy="tlora", seed=0, samples_per_second=None, completion=None, **
         "leaves": 0,
         "group_failures": 0,
         "node_losses": 0,
-        "steps_lost": 0.0,
         "decisions": 500,
         "evaluations": 10_000,
         "decision_wall_seconds": Distribution.of([0.001, 0.002, 0.003]),

@@ -11,12 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.scheduler.looping import Plain, request
+from tests.simulator.faults import Faults, FaultyExecutor
 from tlora_fx.cost.hardware import Cluster
-from tlora_fx.errors import ReplayOptionWrong, ReplayStalled, SubmittedTwice
+from tlora_fx.errors import ReplayStalled, SubmittedTwice
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.state import ChangeCosts, Decision
+from tlora_fx.simulator import replay as replays
 from tlora_fx.simulator.metrics import DONE, FAILED
-from tlora_fx.simulator.replay import OPTIONS, Disturbances, replay
+from tlora_fx.simulator.replay import OPTIONS, replay
 
 CLUSTER = Cluster(16, 4, 2)
 POLICIES = ("tlora", "megatron", "mlora-fifo")
@@ -44,6 +46,23 @@ def run(jobs, policy="tlora", *, cluster=CLUSTER, estimator=None, **options):
     names = [name for name in own if name in options]
     loop = replace(OPTIONS, **{name: options.pop(name) for name in names})
     return replay(jobs, chosen, estimator or Plain(), cluster, options=loop, **options)
+
+
+@pytest.fixture
+def faults(monkeypatch):
+    """Replays from now on have these faults; a list of their executors."""
+
+    def set_faults(chaos):
+        made = []
+
+        def executor(*given, **named):
+            made.append(FaultyExecutor(*given, faults=chaos, **named))
+            return made[-1]
+
+        monkeypatch.setattr(replays, "SimulatedExecutor", executor)
+        return made
+
+    return set_faults
 
 
 def same(a, b):
@@ -117,29 +136,30 @@ def test_without_compatible_pairs_every_group_has_one_job(policy):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_same_replay_twice_is_the_same(policy):
-    """Deterministic by seed, disturbances included, whatever the order of the requests."""
-    chaos = Disturbances(
+def test_the_same_replay_twice_is_the_same(policy, faults):
+    """Deterministic by seed, faults included, whatever the order of the requests."""
+    chaos = Faults(
         seed=3,
         noise=0.2,
-        speed_error=0.1,
         group_failure_seconds=20_000.0,
         node_failure_seconds=5_000.0,
         repair_seconds=300.0,
         commit_seconds=60.0,
     )
     jobs = draw(40)
-    once, again = run(jobs, policy, disturbances=chaos), run(jobs[::-1], policy, disturbances=chaos)
-    other = run(jobs, policy, disturbances=replace(chaos, seed=4))
+    faults(chaos)
+    once, again = run(jobs, policy), run(jobs[::-1], policy)
+    faults(replace(chaos, seed=4))
+    other = run(jobs, policy)
 
     assert same(once.jobs, again.jobs)
     assert not same(once.jobs, other.jobs)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_failures_and_lost_nodes_lose_no_job(policy):
+def test_failures_and_lost_nodes_lose_no_job(policy, faults):
     """Every job ends, and its steps count once, however much was done twice."""
-    chaos = Disturbances(
+    chaos = Faults(
         seed=1,
         group_failure_seconds=50_000.0,
         node_failure_seconds=3_000.0,
@@ -147,12 +167,13 @@ def test_failures_and_lost_nodes_lose_no_job(policy):
         commit_seconds=60.0,
     )
     jobs = draw(60)
-    found = run(jobs, policy, disturbances=chaos)
+    executors = faults(chaos)
+    found = run(jobs, policy)
     summary, done = found.summary, found.jobs.outcome == DONE
 
     assert summary.node_losses > 0
     assert summary.group_failures > 0
-    assert summary.steps_lost > 0
+    assert executors[0].steps_lost > 0
     assert summary.finished + summary.failed == len(jobs)
     assert set(found.jobs.outcome) <= {DONE, FAILED}
     steps = np.array([job.steps for job in jobs])
@@ -161,14 +182,6 @@ def test_failures_and_lost_nodes_lose_no_job(policy):
     together = whole.allocated_gpu_seconds + whole.idle_gpu_seconds
     assert together == pytest.approx(whole.capacity_gpu_seconds, rel=1e-12)
     assert whole.capacity_gpu_seconds < whole.seconds * CLUSTER.gpus
-
-
-def test_a_slower_cluster_than_predicted_takes_longer():
-    """`speed_error` stretches what runs, not what waits for the switch."""
-    jobs = [request("a")]
-    found = run(jobs, "megatron", switch_seconds=20.0, disturbances=Disturbances(speed_error=0.1))
-
-    assert found.jobs.ended[0] == pytest.approx(20.0 + 150.0 * 1.1)
 
 
 def test_completion_is_queue_and_run():
@@ -227,22 +240,3 @@ def test_names_must_differ():
     """Two jobs of one name cannot be told apart."""
     with pytest.raises(SubmittedTwice):
         run([request("a"), request("a")])
-
-
-@pytest.mark.parametrize(
-    "options", [{"noise": -1.0}, {"speed_error": -1.0}, {"commit_seconds": 0.0}]
-)
-def test_disturbances_that_cannot_be_are_refused(options):
-    """Said when they are made."""
-    with pytest.raises(ReplayOptionWrong, match="noise >= 0"):
-        Disturbances(**options)
-
-
-def test_progress_is_told():
-    """A thousand jobs at a time, and at the end."""
-    told = []
-    jobs = [request(f"j{place:04d}", steps=1, submitted=float(place)) for place in range(2500)]
-    run(jobs, "megatron", progress=lambda done, total: told.append((done, total)))
-
-    assert [pair[0] // 1000 for pair in told] == [1, 2, 2]
-    assert told[-1] == (2500, 2500)

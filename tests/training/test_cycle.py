@@ -7,7 +7,7 @@ import os
 import random
 import shutil
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +31,7 @@ from tests.training.clients import (
 from tlora_fx.ops.kernels.select import strict
 from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.tracing.adapters import written_config
+from tlora_fx.training.folders import copy_version
 from tlora_fx.training.log import CommandLog
 from tlora_fx.training.times import REASONS, explained
 
@@ -263,6 +264,52 @@ def test_strict_bits_depend_on_no_neighbour_and_on_no_kill(tmp_path, every):
             alone, own, _ = play(tmp_path / name, {name: client}, [name, name])
             assert repr(answers[name]) == repr(alone[name])
             assert_same(adapters[name], own[name], 0)
+
+
+HEADS = {
+    "a": {"rank": 4, "seed": 1},
+    "b": {"rank": 12, "seed": 2},
+    "c": {"rank": 8, "seed": 3, "train_attn": False, "train_mlp": False},
+    "d": {"rank": 8, "seed": 4, "train_unembed": False},
+    "e": {"rank": 4, "seed": 5, "train_mlp": False},
+}
+
+
+def test_adapted_heads_train_as_alone_through_kills_parking_and_copies(tmp_path):
+    """Of several ranks, beside one that is not adapted, and more than have a place."""
+    clients = {name: (config, script(name)) for name, config in HEADS.items()}
+    answers, adapters, starts = play(
+        tmp_path, clients, "abcdecadbe", killed=lambda at: at % 2, parked_bytes=0,
+        snapshot_every=1, snapshot_share=math.inf,
+    )  # fmt: skip
+    for name in clients:
+        losses, expected = by_peft(starts[name][1], starts[name][0], clients[name][1])
+        found = [each[0]["loss:sum"] for each in answers[name] if isinstance(each, tuple)]
+        assert found == pytest.approx(losses, rel=1e-9)
+        assert_same(adapters[name], expected)
+        heads = [each for at, each in adapters[name].items() if "lm_head" in at]
+        assert [bool(each.any()) for each in heads] == ([] if name == "d" else [True, True])
+
+
+def test_a_copy_of_a_checkpoint_has_the_adapted_head(tmp_path):
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    saved = client.send("save_weights", path="x")
+    run_all(cycle)
+    checkpoint = cycle.log.checkpoint(client.result(saved)["path"])
+    session = cycle.log.open_session("ada", {})
+    folder = copy_version(tmp_path, checkpoint.folder, f"{session}:train:0", "weights/x")
+    path = f"tinker://{session}:train:0/weights/x"
+    copy = replace(checkpoint, path=path, model=f"{session}:train:0", folder=folder)
+    cycle.log.copy(copy, "ada", session)
+    shutil.rmtree(tmp_path / checkpoint.folder)
+    resumed = Client(cycle.log, load=path)
+    for each in (client, resumed):
+        send(each, script("b")[0])
+    run_all(cycle)
+
+    assert any("lm_head" in name for name in adapter(cycle, resumed))
+    assert_same(adapter(cycle, resumed), adapter(cycle, client), 1e-12)
 
 
 def test_a_checkpoint_holds_gathered_gradients(tmp_path):

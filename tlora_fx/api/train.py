@@ -19,6 +19,7 @@ from tlora_fx.errors import JobError, TloraError
 from tlora_fx.host import phases
 from tlora_fx.runtime.callbacks import Callbacks, TrainerCallback
 from tlora_fx.runtime.checks import unusual
+from tlora_fx.runtime.distributed import require_device
 from tlora_fx.runtime.job_run import JobRun
 from tlora_fx.runtime.run_folder import require_begun, require_new
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions, new_folder
@@ -55,6 +56,7 @@ def train(
     console = Console(stderr=True, quiet=not verbose, highlight=False)
     with _told_in_python(), _start(), Bars(console) as bars:
         (require_begun if resume else require_new)(folder)
+        require_device(device)
         given = _jobs_of(jobs)
         heard = _Heard(bars, max_row_tokens)
         trainer = Trainer(

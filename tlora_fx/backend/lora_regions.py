@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from tlora_fx.backend.sites import GraphRegion, LoraCalls, is_number, tensor_of, value_of
 from tlora_fx.errors import GraphInvalid
-from tlora_fx.ir.graph import GroupGraph, JobGraph, TensorRef, is_call, output_of
+from tlora_fx.ir.graph import GroupGraph, JobGraph, TensorRef, behind, is_call, output_of
 from tlora_fx.ir.lora_sites import ADD, LoweredSite, lowered_site
 from tlora_fx.ir.shapes import fake_like
 from tlora_fx.passes.lower_adapters import LowerAdapters, NoMatch, match_frozen, match_nodes
@@ -176,7 +177,7 @@ def _inputs_of(
 ) -> dict[fx.Node, tuple[str, Lowered]]:
     """What a result is made of; raises GraphInvalid where that is not its adapter, or too much."""
     banks = {s.arguments[name]: lowered for s, lowered in sites for name in ("a", "b")}
-    read = [banks[node] for node in _sources(result) if node in banks]
+    read = [banks[node] for node in behind([result]) if node in banks]
     inputs: dict[fx.Node, tuple[str, Lowered]] = {}
     # Keys of masks are those of a site that drops.
     for site, lowered in sorted(sites, key=lambda pair: not pair[0].arguments["drops"]):
@@ -184,7 +185,8 @@ def _inputs_of(
             nodes = {n: v for n, v in site.arguments.items() if isinstance(v, fx.Node)}
             for name, node in nodes.items():
                 inputs.setdefault(node, (name, lowered))
-    unknown = [n for n in _sources(result, inputs) - set(inputs) if n.op != "call_function"]
+    made_of = behind([result], inputs.__contains__) - set(inputs)
+    unknown = [node for node in made_of if node.op != "call_function"]
     dropped = read.count(own) < len(("a", "b"))
     if not dropped and not unknown:
         return inputs
@@ -197,18 +199,6 @@ def _inputs_of(
         found=", ".join(node.name for node in unknown) if not dropped else None,
         help="this is a defect of the passes in the option `passes`, or they are not for it",
     )
-
-
-def _sources(result: fx.Node, stop: Container[fx.Node] = ()) -> set[fx.Node]:
-    """All nodes that a result is made of, up to some."""
-    seen: set[fx.Node] = set()
-    left = [result]
-    while left:
-        node = left.pop()
-        if node not in seen:
-            seen.add(node)
-            left.extend(() if node in stop else node.all_input_nodes)
-    return seen
 
 
 def _ends(site: LoraCalls) -> tuple[fx.Node, fx.Node]:
@@ -466,34 +456,14 @@ def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = Fals
     return OpCall(aten.dropout.default, (x, p, True)) if training and p else OpCall(None, (x,))
 
 
-def _add(x: Any, other: Any) -> OpCall:
-    return OpCall(aten.add.Tensor, (x, other))
-
-
 def _mul(x: Any, other: Any) -> OpCall:
     given = (x, other) if isinstance(x, fx.Node) else (other, x)
     return OpCall(aten.mul.Tensor, given)
 
 
-def _matmul(x: Any, other: Any) -> OpCall:
-    return OpCall(aten.matmul.default, (x, other))
-
-
-def _addmm(x: Any, mat1: Any, mat2: Any) -> OpCall:
-    return OpCall(aten.addmm.default, (x, mat1, mat2))
-
-
 def _view(x: Any, *shape: Any) -> OpCall:
     sizes = shape[0] if len(shape) == 1 and isinstance(shape[0], (list, tuple)) else shape
     return OpCall(aten.view.default, (x, list(sizes)))
-
-
-def _t(x: Any) -> OpCall:
-    return OpCall(aten.t.default, (x,))
-
-
-def _transpose(x: Any, dim0: int, dim1: int) -> OpCall:
-    return OpCall(aten.transpose.int, (x, dim0, dim1))
 
 
 def _to(x: Any, first: Any = None, *, dtype: Any = None) -> OpCall | None:
@@ -502,30 +472,28 @@ def _to(x: Any, first: Any = None, *, dtype: Any = None) -> OpCall | None:
     return OpCall(aten.to.dtype, (x, dtype)) if isinstance(dtype, torch.dtype) else None
 
 
-def _cast(dtype: torch.dtype) -> Rule:
-    return lambda x: OpCall(aten.to.dtype, (x, dtype))
+def _rules(names: tuple[Any, ...], rule: Rule) -> dict[Any, Rule]:
+    return dict.fromkeys(names, rule)
 
 
 RULES: dict[Any, Rule] = {
     F.linear: _linear,
     F.dropout: _dropout,
-    torch.add: _add,
-    operator.add: _add,
-    "add": _add,
-    torch.mul: _mul,
-    operator.mul: _mul,
-    "mul": _mul,
-    torch.matmul: _matmul,
-    operator.matmul: _matmul,
-    "matmul": _matmul,
-    torch.addmm: _addmm,
-    torch.reshape: _view,
-    "view": _view,
-    "reshape": _view,
-    torch.t: _t,
-    "t": _t,
-    torch.transpose: _transpose,
-    "transpose": _transpose,
+    torch.addmm: lambda x, mat1, mat2: OpCall(aten.addmm.default, (x, mat1, mat2)),
+    **_rules(
+        (torch.add, operator.add, "add"), lambda x, other: OpCall(aten.add.Tensor, (x, other))
+    ),
+    **_rules((torch.mul, operator.mul, "mul"), _mul),
+    **_rules(
+        (torch.matmul, operator.matmul, "matmul"),
+        lambda x, other: OpCall(aten.matmul.default, (x, other)),
+    ),
+    **_rules((torch.reshape, "view", "reshape"), _view),
+    **_rules((torch.t, "t"), lambda x: OpCall(aten.t.default, (x,))),
+    **_rules(
+        (torch.transpose, "transpose"),
+        lambda x, dim0, dim1: OpCall(aten.transpose.int, (x, dim0, dim1)),
+    ),
     "to": _to,
-    **{name: _cast(dtype) for name, dtype in CASTS.items()},
+    **{name: partial(_to, dtype=dtype) for name, dtype in CASTS.items()},
 }

@@ -9,6 +9,7 @@ tokens.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -117,14 +118,24 @@ class SiteRewriter:
         if not isinstance(number, fx.Node):
             return self._table(name, torch.tensor([number], dtype=torch.float64))
         source: Any = number.args[0]
-        table = self.graph.call_function(torch.reshape, (source, (1,)))
-        table.meta["example_value"] = tensor_of(source).reshape(1)
-        return table
+        return self._call(torch.reshape, (source, (1,)), tensor_of(source).reshape(1))
+
+    def _call(self, target: Any, args: tuple[Any, ...], value: Any, **kwargs: Any) -> fx.Node:
+        """A call of a function, or of a method by its name, with the value that it gives."""
+        op = "call_method" if isinstance(target, str) else "call_function"
+        call = self.graph.create_node(op, target, args, kwargs)
+        call.meta["example_value"] = value
+        return call
+
+    def _once(self, key: Any, make: Callable[[], fx.Node]) -> fx.Node:
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
 
     def _table(self, name: str, value: Tensor) -> fx.Node:
         """A buffer that holds a table; equal tables are one."""
-        key = (name, tuple(value.flatten().tolist()))
-        if key not in self.made:
+
+        def make() -> fx.Node:
             attribute = f"{PREFIX}{own_source(*SOURCES)[:12]}_{name}_{len(self.made)}"
             # Persistent, because AOTAutograd's cache key holds the set of names that are not, whose
             # order differs in every process.
@@ -133,69 +144,54 @@ class SiteRewriter:
             with self.graph.inserting_before(first):
                 table = self.graph.get_attr(attribute)
             table.meta["example_value"] = value
-            self.made[key] = table
-        return self.made[key]
+            return table
+
+        return self._once((name, tuple(value.flatten().tolist())), make)
 
     def _keys(self) -> fx.Node:
         """One draw of torch's generator a forward, from which all masks follow."""
-        if "keys" not in self.made:
-            keys = self.graph.call_function(torch.randint, (0, WORDS, (1, 2)))
-            keys.meta["example_value"] = torch.empty(1, 2, dtype=torch.int64, device="meta")
-            self.made["keys"] = keys
-        return self.made["keys"]
+        value = torch.empty(1, 2, dtype=torch.int64, device="meta")
+        return self._once("keys", lambda: self._call(torch.randint, (0, WORDS, (1, 2)), value))
 
     def _token_index(self, value: Tensor, x: fx.Node) -> fx.Node:
         """The number of each token, int32 [tokens]."""
         leading = value.shape[:-1]
-        key = ("token_index", str(leading), value.device)
-        if key not in self.made:
+
+        def make() -> fx.Node:
             count: Any = 1
             for dimension, size in enumerate(leading):
-                known = size if isinstance(size, int) else self._size(x, dimension, size)
+                known = size
+                if not isinstance(size, int):
+                    known = self._call("size", (x, dimension), size)
                 count = self._product(count, known)
-            index = self.graph.call_function(
-                torch.arange, (count,), {"dtype": torch.int32, "device": value.device}
-            )
-            index.meta["example_value"] = value.new_empty(leading.numel(), dtype=torch.int32)
-            self.made[key] = index
-        return self.made[key]
+            index = value.new_empty(leading.numel(), dtype=torch.int32)
+            kind: Any = {"dtype": torch.int32, "device": value.device}
+            return self._call(torch.arange, (count,), index, **kind)
 
-    def _size(self, x: fx.Node, dimension: int, size: Any) -> fx.Node:
-        call = self.graph.call_method("size", (x, dimension))
-        call.meta["example_value"] = size
-        return call
+        return self._once(("token_index", str(leading), value.device), make)
 
     def _product(self, left: Any, right: Any) -> Any:
         if not isinstance(left, fx.Node) and not isinstance(right, fx.Node):
             return left * right
         if not isinstance(left, fx.Node) and left == 1:
             return right
-        product = self.graph.call_function(operator.mul, (left, right))
-        one_value, two_value = (
+        one, other = (
             item.meta["example_value"] if isinstance(item, fx.Node) else item
             for item in (left, right)
         )
-        product.meta["example_value"] = one_value * two_value
-        return product
+        return self._call(operator.mul, (left, right), one * other)
 
     def _cast(self, value: fx.Node, dtype: torch.dtype | None) -> fx.Node:
         """A value as autocast hands it to a product."""
-        if dtype is None or tensor_of(value).dtype == dtype:
+        tensor = tensor_of(value)
+        if dtype is None or tensor.dtype == dtype:
             return value
         key = ("cast", value, dtype)
-        if key not in self.made:
-            cast = self.graph.call_method("to", (value, dtype))
-            cast.meta["example_value"] = tensor_of(value).to(dtype)
-            self.made[key] = cast
-        return self.made[key]
+        return self._once(key, lambda: self._call("to", (value, dtype), tensor.to(dtype)))
 
     def _transposed(self, matrix: fx.Node) -> fx.Node:
-        key = ("t", matrix)
-        if key not in self.made:
-            transposed = self.graph.call_function(aten.t.default, (matrix,))
-            transposed.meta["example_value"] = tensor_of(matrix).t()
-            self.made[key] = transposed
-        return self.made[key]
+        value = tensor_of(matrix).t()
+        return self._once(("t", matrix), lambda: self._call(aten.t.default, (matrix,), value))
 
 
 def _rank_and_drops(site: Lowered) -> tuple[int, bool]:

@@ -118,12 +118,11 @@ def _run(given: list[str]) -> None:
         with without_foreign_notices():
             _app(asked)(given, prog_name="tlora-fx")
     except TloraError as error:
-        notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-        _say(f"{error}{notes}")
+        _say(error.with_notes())
         if asked in ("train", "prepare"):
             from tlora_fx.runtime.local_launch import leave_for_torchrun
 
-            leave_for_torchrun(f"{error}{notes}")
+            leave_for_torchrun(error.with_notes())
         sys.exit(1)
     except (KeyboardInterrupt, Interrupted) as stop:
         _say(f"interrupted: {stop}" if str(stop) else "interrupted")

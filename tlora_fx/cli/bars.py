@@ -206,7 +206,9 @@ class Bars(TrainerCallback):
             self._say(f"{run.job.name}: done after {run.step} steps, loss {run.loss:.4f}")
 
     def warned(self, text: str) -> None:
-        self.progress.console.print(f"warning: {text}", style="yellow", markup=False)
+        self.progress.console.print(
+            f"warning: {text}", style="yellow", markup=False, soft_wrap=True
+        )
 
     def noted(self, text: str) -> None:
         self._say(text)
@@ -241,7 +243,9 @@ class Bars(TrainerCallback):
     def _tell_start(self) -> None:
         """What the start is doing, every few seconds."""
         while not self._trained.wait(self._every_seconds):
-            self._say(f"{_doing_since()} so far")
+            # The first round ends the start; it may just have.
+            if phases.current() is not None:
+                self._say(f"{_doing_since()} so far")
 
     def _tell(self) -> None:
         """Where the job stands that has most before it, every few seconds."""

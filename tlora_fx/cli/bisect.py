@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import PipelineOptions, takes_options
+from tlora_fx.cli.options import JobFilePath, PipelineOptions, takes_options
 from tlora_fx.cli.terminal import echo
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ NUMERICS = "numerics"
 class BisectOptions(PipelineOptions):
     """Options of the command line."""
 
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
+    jobs: JobFilePath
     check: Annotated[
         str,
         typer.Option(

@@ -8,21 +8,19 @@ from typing import Annotated
 import typer
 
 from tlora_fx.cli.generation_options import (
-    Device,
-    Folder,
     Most,
     Seed,
     Temperature,
     loaded,
     set_seed,
 )
-from tlora_fx.cli.options import TrustRemoteCode
+from tlora_fx.cli.options import Device, RunOrAdapter, TrustRemoteCode
 
 NEW, END = "/new", "/exit"
 
 
 def run(
-    folder: Folder,
+    folder: RunOrAdapter,
     job: Annotated[
         str | None,
         typer.Option(help="Name of the job to chat with; required if the run has several."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tarfile
 import time
 import uuid
@@ -17,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tlora_fx.cli.options import command_group, takes_options
-from tlora_fx.cli.terminal import Console, echo, print_whole
+from tlora_fx.cli.options import JobFilePath, command_group, takes_options
+from tlora_fx.cli.terminal import Console, bare_table, echo, print_whole
 from tlora_fx.config.paths import is_file
 from tlora_fx.errors import AnswerRefused, ServiceUnreachable, TloraError, UploadRefused
 from tlora_fx.host.environment import AUTHORITY, SERVER, TOKEN
@@ -140,11 +141,13 @@ class Connection:
             ) from None
 
     def _unreachable(self, error: Exception) -> ServiceUnreachable:
+        is_address = self.server.startswith(("http://", "https://"))
+        start = "start one with `tlora-fx serve`, or set --server or TLORA_FX_SERVER"
         return ServiceUnreachable(
             "no service answers",
             server=self.server,
             reason=f"{type(error).__name__}: {error}",
-            help="start one with `tlora-fx serve`, or set --server or TLORA_FX_SERVER",
+            help=start if is_address else "write the address in full, such as http://HOST:8642",
         )
 
 
@@ -152,7 +155,7 @@ class Connection:
 @takes_options
 def submit(
     service: ServiceOptions,
-    job_file: Annotated[Path, typer.Argument(help="Job file (YAML).")],
+    job_file: JobFilePath,
     upload: Annotated[
         list[str] | None,
         typer.Option(
@@ -179,9 +182,18 @@ def submit(
     files = {name: _upload(connection, path) for name, path in there.items()}
     body = json.dumps({"job_file": text, "files": files, "priority": priority})
     headers = {KEY: key or str(uuid.uuid4()), "Content-Type": "application/json"}
-    taken = connection.ask("POST", "submissions", content=body, headers=headers)
+    try:
+        taken = connection.ask("POST", "submissions", content=body, headers=headers)
+    except AnswerRefused as refused:
+        # The service calls every job file the same; its user does not.
+        raise AnswerRefused(_of_file(refused.what, job_file)) from None
     again = " (submitted before)" if taken["replayed"] else ""
     echo(f"submission {taken['submission']}: {', '.join(taken['jobs'])}{again}")
+
+
+def _of_file(text: str, job_file: Path) -> str:
+    """What the service says of a line of a job file, with the file's own name."""
+    return re.sub(r"^(  file +)jobs\.yaml(?=:|$)", rf"\1{job_file.name}", text, flags=re.MULTILINE)
 
 
 # A job file names data relative to its own folder, wherever a command is given. A user names a file
@@ -302,11 +314,7 @@ def ls(
     if plain:
         echo(json.dumps(rows, indent=1))
         return
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for title in ("job", "state", "step", "loss", "tokens/s", "GPU", "submitted"):
-        table.add_column(title)
+    table = bare_table("job", "state", "step", "loss", "tokens/s", "GPU", "submitted")
     for row in rows:
         shown = (row["loss"], ".4f"), (row["tokens_per_second"], ".0f")
         numbers = ("" if value is None else format(value, form) for value, form in shown)

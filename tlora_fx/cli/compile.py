@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tlora_fx.cli.options import PipelineOptions, WatchOptions, takes_options
+from tlora_fx.cli.options import JobFilePath, PipelineOptions, WatchOptions, takes_options
 from tlora_fx.cli.terminal import Console, echo
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class CompileOptions(WatchOptions, PipelineOptions):
     """Options of the command line."""
 
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
+    jobs: JobFilePath
     output: Annotated[
         Path,
         typer.Option(

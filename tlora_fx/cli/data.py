@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
@@ -12,7 +11,7 @@ from rich.bar import Bar
 from rich.table import Table
 from rich.text import Text
 
-from tlora_fx.cli.options import TrustRemoteCode
+from tlora_fx.cli.options import JobFilePath, TrustRemoteCode
 from tlora_fx.cli.terminal import Console, Working, echo, print_whole
 from tlora_fx.errors import TloraError, UnknownJob, nearest
 
@@ -39,7 +38,7 @@ LEGEND = "[ab] is a trained token, · parts tokens that are not trained, ↵ is 
 
 
 def run(
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")],
+    jobs: JobFilePath,
     job: Annotated[
         list[str] | None,
         typer.Option(help="Name of a job to show; repeatable. If not given, all jobs are shown."),
@@ -68,8 +67,7 @@ def run(
         try:
             data = reader.read(chosen)
         except TloraError as error:
-            notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-            echo(f"{error}{notes}", err=True)
+            echo(error.with_notes(), err=True)
             is_right = False
             continue
         _show(out, data, rows)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.options import PipelineOptions, takes_options
+from tlora_fx.cli.options import JobFilePath, PipelineOptions, takes_options
 from tlora_fx.cli.terminal import echo
 
 
@@ -16,7 +15,7 @@ from tlora_fx.cli.terminal import echo
 class ExplainOptions(PipelineOptions):
     """Options of the command line."""
 
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
+    jobs: JobFilePath
     node: Annotated[
         str,
         typer.Option(

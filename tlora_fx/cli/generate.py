@@ -8,20 +8,18 @@ from typing import Annotated
 import typer
 
 from tlora_fx.cli.generation_options import (
-    Device,
-    Folder,
     Most,
     Seed,
     Temperature,
     loaded,
     set_seed,
 )
-from tlora_fx.cli.options import TrustRemoteCode
+from tlora_fx.cli.options import Device, RunOrAdapter, TrustRemoteCode
 from tlora_fx.cli.terminal import echo
 
 
 def run(
-    folder: Folder,
+    folder: RunOrAdapter,
     prompt: Annotated[list[str], typer.Option(help="Text to continue or to answer; repeatable.")],
     job: Annotated[
         list[str] | None,
@@ -50,9 +48,9 @@ def run(
     Prints one line for each answer: job, prompt, answer. The base model is loaded as for training,
     and PEFT applies the adapters.
     """
+    generator = loaded(folder, job, device, trusted=trust_remote_code)
     from tlora_fx.runtime.generation import SamplingOptions
 
-    generator = loaded(folder, job, device, trusted=trust_remote_code)
     asked = [(name, text) for text in prompt for name in generator.adapters]
     questions = [generator.ask(name, text, chat=chat) for name, text in asked]
     set_seed(seed)

@@ -13,24 +13,11 @@ from tlora_fx.cli.terminal import Console, Working
 if TYPE_CHECKING:
     from tlora_fx.runtime.generation import AdapterGenerator
 
-Folder = Annotated[
-    Path,
-    typer.Argument(
-        help="Output folder of a run (its -o), or the folder of one adapter, such as a checkpoint."
-    ),
-]
 Most = Annotated[int, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens.")]
 Temperature = Annotated[
     float, typer.Option(min=0, help="Sampling temperature; 0 always takes the most likely token.")
 ]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of sampling; has no effect at temperature 0.")]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        help="Device to run on: cpu, cuda, cuda:1, ...; if not given, the first GPU, or the CPU "
-        "if there is no GPU."
-    ),
-]
 
 
 def loaded(
@@ -41,12 +28,14 @@ def loaded(
     raises    RunFolderError, RemoteCodeRefused, and what loading the base raises
     """
     from tlora_fx.config.job_file import require_trusted
+    from tlora_fx.runtime.early_checks import require_device
     from tlora_fx.runtime.merge import adapter_of, adapters_of, job_of
     from tlora_fx.runtime.run_folder import JOB
 
     folders = {name: adapter_of(folder, name) for name in jobs} if jobs else adapters_of(folder)
     for at in folders.values():
         require_trusted(job_of(at).base, at / JOB, trusted=trusted)
+    require_device(device)
 
     from tlora_fx.runtime.cpu_threads import settle_threads
     from tlora_fx.runtime.distributed import device_named

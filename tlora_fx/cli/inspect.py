@@ -178,7 +178,7 @@ def _diff(options: InspectOptions, names: tuple[str, str]) -> None:
     from tlora_fx.inspect.diff import WIDTH, difference, difference_lines
 
     if options.what is None:
-        first, second = (options.subject(Path(name)).program for name in names)
+        first, second = (options.subject(Path(name)).compared for name in names)
     else:
         subject = options.subject(options.what)
         first, second = (subject.state(name) for name in names)

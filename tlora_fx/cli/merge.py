@@ -8,18 +8,12 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.options import TrustRemoteCode
+from tlora_fx.cli.options import RunOrAdapter, TrustRemoteCode
 from tlora_fx.cli.terminal import Console, Working
 
 
 def run(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            help="Output folder of a run (its -o), or the folder of one adapter, such as a "
-            "checkpoint."
-        ),
-    ],
+    folder: RunOrAdapter,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="New folder for the merged model.")
     ],

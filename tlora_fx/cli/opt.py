@@ -88,7 +88,10 @@ def run(options: OptOptions) -> None:
             passes = passes.without(options.disable_pass or (), subject.facts)
             run_on(subject, Runner(passes, instruments, verify, held=subject.facts))
         except TloraError as error:
-            _tell_or_raise(error, alone=len(documents) == 1)
+            # Of several graphs the others run all the same.
+            if len(documents) == 1:
+                raise
+            echo(error.with_notes(), err=True)
             failed = True
         else:
             written += [graph_text(subject)] if options.output is not None else []
@@ -97,13 +100,6 @@ def run(options: OptOptions) -> None:
         raise typer.Exit(1)
     if options.output is not None:
         save_document(Document(f"{SEPARATOR}\n".join(written)), options.output)
-
-
-def _tell_or_raise(error: TloraError, *, alone: bool) -> None:
-    """Print an error of one of several graphs: the others run all the same."""
-    if alone:
-        raise error
-    echo("\n  ".join([str(error), *getattr(error, "__notes__", ())]), err=True)
 
 
 def _print(graphs: JobGraph | GroupGraph, form: Form) -> None:

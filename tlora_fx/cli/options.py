@@ -113,6 +113,15 @@ def _plain(kind: Any) -> Any:
     return kind if kind in (int, float, bool, Path) else str
 
 
+JobFilePath = Annotated[Path, typer.Argument(help="Job file (YAML).")]
+RunFolderPath = Annotated[Path, typer.Argument(help="Output folder of a run (its -o).")]
+RunOrAdapter = Annotated[
+    Path,
+    typer.Argument(
+        help="Output folder of a run (its -o), or the folder of one adapter, such as a checkpoint."
+    ),
+]
+MaxRowTokens = Annotated[int, typer.Option(min=2, help="Maximum tokens in one forward pass.")]
 Checks = Literal["none", "structure", "numerics"]
 Load = Annotated[
     list[str] | None,
@@ -120,6 +129,13 @@ Load = Annotated[
         "--load",
         help="Import this Python file or module, for your own passes, operators or rules; "
         "repeatable.",
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        help="Device to run on: cpu, cuda, cuda:1, ...; if not given, the first GPU, or the CPU "
+        "if there is no GPU."
     ),
 ]
 TrustRemoteCode = Annotated[
@@ -162,8 +178,10 @@ class PipelineOptions:
 
         raises    PipelineError
         """
-        from tlora_fx.config.pipeline_text import require_readable
+        from tlora_fx.config.pipeline_text import require_extension, require_readable
 
+        for extension in self.load or ():
+            require_extension(extension)
         if not self.load:
             require_readable(self.pipeline, self.add_pass or ())
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from tlora_fx.cli.options import TrustRemoteCode, takes_options
-from tlora_fx.cli.terminal import Console, Working, print_whole
+from tlora_fx.cli.options import JobFilePath, MaxRowTokens, TrustRemoteCode, takes_options
+from tlora_fx.cli.terminal import Console, Working, bare_table, print_whole
 
 if TYPE_CHECKING:
     from tlora_fx.config.job_file import JobFile
@@ -42,7 +42,7 @@ NODE = 8
 class PlanOptions:
     """Options of the command line."""
 
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
+    jobs: JobFilePath
     gpus: Annotated[
         int, typer.Option(min=1, help="Number of GPUs to plan for, on all nodes together.")
     ]
@@ -77,9 +77,7 @@ class PlanOptions:
             min=2, help="Length of a sequence, in tokens; if not given, each job's max_length."
         ),
     ] = None
-    max_row_tokens: Annotated[
-        int, typer.Option(min=2, help="Maximum tokens in one forward pass.")
-    ] = MAX_ROW_TOKENS
+    max_row_tokens: MaxRowTokens = MAX_ROW_TOKENS
     allow_estimated: Annotated[
         bool,
         typer.Option(
@@ -225,7 +223,7 @@ def _print(console: Console, lines: list[str], plans: PlanSearch, show: int) -> 
     for line in lines:
         console.print(line, markup=False)
     print_whole(console, table(plans, show))
-    for line in [*LEGEND.splitlines(), *dropped(plans), *idle(plans)]:
+    for line in [*LEGEND.splitlines(), *dropped(plans), *idle(plans), *recomputing(plans)]:
         for part in wrap(line, WIDE, subsequent_indent="    ", break_long_words=False):
             console.print(part, markup=False)
 
@@ -261,10 +259,8 @@ def head(job_file: JobFile, work: Round, plans: PlanSearch, gpus: int, per_node:
 
 def table(plans: PlanSearch, count: int) -> Table:
     """The best plans, one a row; `rows` are the micro-batches of a replica."""
-    rows = Table(box=None, pad_edge=False)
-    for name in ("pp", "dp", "tp", "rows", "ms", "tokens/s", "GiB", *PARTS):
-        rows.add_column(name, justify="right")
-    rows.add_column("plan")
+    numbers = ("pp", "dp", "tp", "rows", "ms", "tokens/s", "GiB", *PARTS)
+    rows = bare_table(*numbers, "plan", right=numbers)
     for candidate in plans.running[:count]:
         rows.add_row(*_cells(candidate, plans.tokens))
     return rows
@@ -297,6 +293,35 @@ def idle(plans: PlanSearch) -> list[str]:
         f"note: a round has {plans.sequences} sequences for the {mesh.dp} replicas of the first "
         f"plan, so {count} of {mesh.size} GPUs have nothing to do: larger batches would use them, "
         "or fewer GPUs do"
+    )
+    return [note]
+
+
+def recomputing(plans: PlanSearch) -> list[str]:
+    """A note where the best plan keeps a share of what layers keep: its price, and what else is."""
+    best = plans.running[0] if plans.running else None
+    if best is None or not best.plan.recompute_budget:
+        return []
+    without = {"recompute": False, "recompute_budget": 0.0, "estimate": None}
+    alike = {
+        one.plan.recompute_budget if one.plan.recompute else None: one
+        for one in plans.candidates
+        if one.plan.model_copy(update=without) == best.plan.model_copy(update=without)
+    }
+
+    def told(candidate: Candidate) -> str:
+        time, memory, whole = candidate.time, candidate.memory, alike[None].time
+        assert time is not None
+        assert memory is not None
+        assert whole is not None
+        more = time.seconds / whole.seconds - 1
+        return f"{more:+.1%} time, {memory.total / GIB:.1f} GiB"
+
+    budget = best.plan.recompute_budget
+    note = (
+        f"note: layers keep too much for their backward, {alike[None].reason}. The first plan has "
+        f"--recompute-budget {budget:g}: {told(best)}. Whole layers computed again: "
+        f"{told(alike[0.0])}. Prices of budgets are counted from operations, not measured"
     )
     return [note]
 

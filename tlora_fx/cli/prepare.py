@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tlora_fx.cli.options import takes_options
-from tlora_fx.cli.terminal import Console, print_whole
+from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.cli.train import (
     StartOptions,
     arrange,
@@ -17,7 +17,6 @@ from tlora_fx.cli.train import (
     plan_name,
     read_base_ahead,
     read_jobs,
-    require_data_and_base,
     require_start,
     start_processes,
 )
@@ -77,6 +76,8 @@ def run(options: StartOptions) -> None:
 
 def _require_right(options: StartOptions, *, has_device: bool) -> Sequence[Job]:
     """The jobs, after all checks that need no torch; raises TloraError."""
+    from tlora_fx.runtime.early_checks import require_data_and_base
+
     jobs = read_jobs(options)
     if has_device:
         require_start(options, jobs)
@@ -119,13 +120,9 @@ def _prepare(options: StartOptions, launch: Launch | None, bars: Bars) -> None:
 
 def _show(known: Sequence[Cache], before: Sequence[int]) -> None:
     """Print each cache's folder, and how many entries are new."""
-    from rich.table import Table
-
     from tlora_fx.runtime.warm_up import counted
 
-    table = Table(box=None, pad_edge=False)
-    for title in ("cache", "entries", "new", "folder"):
-        table.add_column(title, justify="right" if title in ("entries", "new") else "left")
+    table = bare_table("cache", "entries", "new", "folder", right=("entries", "new"))
     for cache, now, new in counted(before, known):
         off = "" if cache.is_on else f" ({cache.variable}=0: nothing is kept)"
         table.add_row(cache.holds, str(now), str(new), f"{cache.folder}{off}")

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from tlora_fx.cli.options import RunFolderPath
 from tlora_fx.host.durable import replace_file
 
 if TYPE_CHECKING:
     from tlora_fx.runtime.run_view import JobView
-    from tlora_fx.scheduler.store import History
+    from tlora_fx.scheduler.history import History
     from tlora_fx.simulator.figures import Block
 
 #: Points of a curve, and answers of a job, at most.
@@ -47,7 +48,7 @@ class Drawn(NamedTuple):
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(help="Output folder of a run (its -o).")],
+    folder: RunFolderPath,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", help="HTML file to write; FOLDER/report.html if not given."),
@@ -59,19 +60,24 @@ def run(
     when, and what the start took. The page is one file that needs no network. It can be written
     while the run goes on.
     """
-    from tlora_fx.errors import ReportNotWritable
     from tlora_fx.runtime.run_view import read_run
 
     path = output or folder / "report.html"
     content = page(folder, read_run(folder), specs_of_run(folder))
+    write(path, content, "the page", "choose another with -o")
+    typer.echo(str(path))
+
+
+def write(path: Path, text: str, what: str, help: str) -> None:
+    """Write what is told of a run into a file; raises ReportNotWritable."""
+    from tlora_fx.errors import ReportNotWritable
+
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, content.encode())
+        replace_file(path, text.encode())
     except OSError as error:
-        raise ReportNotWritable(
-            "the page cannot be written", file=path, found=error, help="choose another with -o"
-        ) from error
-    typer.echo(str(path))
+        what = f"{what} cannot be written"
+        raise ReportNotWritable(what, file=path, found=error, help=help) from error
 
 
 def specs_of_run(folder: Path) -> dict[str, Mapping[str, Any]]:
@@ -81,7 +87,7 @@ def specs_of_run(folder: Path) -> dict[str, Mapping[str, Any]]:
     """
     from tlora_fx.runtime.results_table import spec_of
     from tlora_fx.runtime.run_folder import JOB
-    from tlora_fx.scheduler.store import History
+    from tlora_fx.scheduler.history import History
 
     history = History.of_run(folder)
     specs = {} if history is None else {name: job.spec for name, job in history.jobs.items()}
@@ -222,7 +228,7 @@ def _lengths(jobs: Sequence[JobView]) -> Drawn | None:
 
 def _groups(folder: Path, jobs: Sequence[JobView]) -> Drawn | None:
     """Who trained when: the groups of `run` on their GPUs, or the jobs of `train`."""
-    from tlora_fx.scheduler.store import History
+    from tlora_fx.scheduler.history import History
     from tlora_fx.simulator.figures import gantt
 
     colours = {job.name: colour for colour, job in enumerate(jobs)}

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.host.durable import replace_file
+from tlora_fx.cli.options import RunFolderPath
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(help="Output folder of a run (its -o).")],
+    folder: RunFolderPath,
     csv: Annotated[Path | None, typer.Option(help="CSV file to write the table to.")] = None,
     plain: Annotated[bool, typer.Option("--json", help="Print the table as JSON.")] = False,
 ) -> None:
@@ -20,22 +20,12 @@ def run(
 
     It has the hyperparameters that differ between the jobs. The run may still go on.
     """
-    from tlora_fx.cli.report import specs_of_run
-    from tlora_fx.errors import ReportNotWritable
+    from tlora_fx.cli.report import specs_of_run, write
     from tlora_fx.runtime.results_table import as_csv, as_json, as_text, result_row, results_table
     from tlora_fx.runtime.run_view import read_run
 
     rows = [result_row(view) for view in read_run(folder)]
     table = results_table(rows, specs_of_run(folder))
     if csv is not None:
-        try:
-            csv.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(csv, as_csv(table).encode())
-        except OSError as error:
-            raise ReportNotWritable(
-                "the table cannot be written",
-                file=csv,
-                found=error,
-                help="choose another file with --csv",
-            ) from error
+        write(csv, as_csv(table), "the table", "choose another file with --csv")
     typer.echo(json.dumps(as_json(table), indent=1) if plain else as_text(table))

@@ -14,20 +14,22 @@ from typing import TYPE_CHECKING
 from rich.live import Live
 from rich.table import Table
 
-from tlora_fx.cli.options import seconds, takes_options
+from tlora_fx.cli.options import takes_options
 from tlora_fx.cli.run_options import (
     TURN_SECONDS,
     RunCommandOptions,
     StopSignals,
     placed,
     require_executor,
+    require_output_and_times,
 )
-from tlora_fx.cli.terminal import Console
+from tlora_fx.cli.terminal import Console, bare_table
 from tlora_fx.errors import JobFolderError
 from tlora_fx.scheduler.formations import Callback, Formation
+from tlora_fx.scheduler.history import JobRecord
 from tlora_fx.scheduler.loop import Loop
 from tlora_fx.scheduler.state import ActiveJob, JobRequest
-from tlora_fx.scheduler.store import JobRecord, Ledger
+from tlora_fx.scheduler.store import Ledger
 
 if TYPE_CHECKING:
     from tlora_fx.scheduler.service import SchedulerService
@@ -80,26 +82,15 @@ def _require_right(options: RunCommandOptions) -> None:
     options.require_passes()
 
     from tlora_fx.config.job_file import load_job_file
-    from tlora_fx.cost.profile import Profile
     from tlora_fx.runtime import early_checks as early
-    from tlora_fx.runtime.run_folder import LEDGER, RUN_COMMAND_FILES, require_new
 
     early.require_folder(options.jobs)
-    for name in ("horizon", "save_every", "stall", "grace"):
-        if (text := getattr(options, name)) is not None:
-            seconds(text, f"--{name.replace('_', '-')}")
-    for path in options.profile or ():
-        Profile.load(path)
-    begun = options.output is not None and (options.output / LEDGER).exists()
-    if options.output is not None and not begun:
-        require_new(options.output, among=RUN_COMMAND_FILES)
+    begun = require_output_and_times(options)
     if options.until_empty and not begun and not early.job_files(options.jobs):
         raise _empty(options.jobs)
     if options.jobs.is_file():
         jobs = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code).jobs
-        early.require_data(jobs)
-        early.require_base(jobs)
-        early.require_hub(jobs)
+        early.require_data_and_base(jobs)
 
 
 def _empty(folder: Path) -> JobFolderError:
@@ -253,10 +244,8 @@ class Page(Callback):
 
 def table(records: Iterable[JobRecord], loop: Loop) -> Table:
     """Jobs, groups, steps, slowdown and state; those that have ended last."""
-    output_table = Table(box=None, pad_edge=False)
-    for title in ("job", "state", "group", "steps", "of", "slowdown"):
-        right = title in ("steps", "of", "slowdown")
-        output_table.add_column(title, justify="right" if right else "left")
+    numbers = ("steps", "of", "slowdown")
+    output_table = bare_table("job", "state", "group", *numbers, right=numbers)
     formations = {name: formation for formation in loop.running.values() for name in formation.jobs}
     for formation in loop.running.values():
         if formation.successor is not None:
@@ -292,10 +281,8 @@ def _place(formation: Formation) -> str:
 
 def summary(records: Iterable[JobRecord], output: Path, *, stopped: bool = False) -> Table:
     """Table of results; jobs that have not ended are `stopped` with their run."""
-    output_table = Table(box=None, pad_edge=False)
-    for title in ("job", "status", "steps", "queued s", "run s", "adapter"):
-        right = title in ("steps", "queued s", "run s")
-        output_table.add_column(title, justify="right" if right else "left")
+    numbers = ("steps", "queued s", "run s")
+    output_table = bare_table("job", "status", *numbers, "adapter", right=numbers)
     for record in records:
         submitted = record.request.submitted
         started, ended = record.first_started, record.ended

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import PipelineOptions, seconds
+from tlora_fx.cli.options import MaxRowTokens, PipelineOptions, seconds
 from tlora_fx.errors import RayNotInstalled, RunRefused
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.state import ChangeCosts
@@ -100,9 +100,7 @@ class RunCommandOptions(PipelineOptions):
     save_every: Annotated[
         str, typer.Option(help="Time between checkpoints of a group, such as 60s or 5m.")
     ] = "60s"
-    max_row_tokens: Annotated[
-        int, typer.Option(min=2, help="Maximum tokens in one forward pass.")
-    ] = 16384
+    max_row_tokens: MaxRowTokens = 16384
     compiled: Annotated[
         bool,
         typer.Option(
@@ -199,6 +197,27 @@ def _absolute(name: str) -> str:
     """A file's name, or what stands in it, as workers in other folders find it."""
     source, colon, attribute = name.partition(".py")
     return f"{Path(source).absolute()}{colon}{attribute}" if colon else name
+
+
+def require_output_and_times(options: RunCommandOptions) -> bool:
+    """Refuse times and profiles that cannot be read, and an output folder of something else.
+
+    returns   whether the output folder holds a run to go on with
+    """
+    from tlora_fx.cost.profile import Profile
+    from tlora_fx.runtime import early_checks as early
+    from tlora_fx.runtime.run_folder import LEDGER, RUN_COMMAND_FILES, require_new
+
+    for name in ("horizon", "save_every", "stall", "grace"):
+        if (text := getattr(options, name)) is not None:
+            seconds(text, f"--{name.replace('_', '-')}")
+    for path in options.profile or ():
+        Profile.load(path)
+    early.require_callbacks(options.callback or ())
+    begun = options.output is not None and (options.output / LEDGER).exists()
+    if options.output is not None and not begun:
+        require_new(options.output, among=RUN_COMMAND_FILES)
+    return begun
 
 
 def require_executor(options: RunCommandOptions) -> None:

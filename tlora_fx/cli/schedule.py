@@ -28,8 +28,8 @@ def state(
     It holds what the policy of a run saw at its last decision, and what became of all jobs.
     """
     from tlora_fx.host.durable import replace_file
+    from tlora_fx.scheduler.history import rows_of_run
     from tlora_fx.scheduler.snapshot_file import add_history
-    from tlora_fx.scheduler.store import rows_of_run
 
     found = _newest(run)
     rows = rows_of_run(run)
@@ -61,8 +61,8 @@ def explain(
     the last decision about it is explained. For a job that was refused, the reason is given.
     """
     from tlora_fx.scheduler.explain import explained
+    from tlora_fx.scheduler.history import History
     from tlora_fx.scheduler.snapshot_file import load_history, load_snapshot
-    from tlora_fx.scheduler.store import History
 
     if saved.is_dir():
         history = History.of_run(saved)

@@ -28,6 +28,7 @@ from tlora_fx.cli.run_options import (
     StopSignals,
     placed,
     require_executor,
+    require_output_and_times,
 )
 from tlora_fx.errors import ServiceRefused
 
@@ -173,6 +174,8 @@ def run(options: ServeCommandOptions) -> None:
 
     policy = policy_of(options.policy)
     require_executor(options)
+    options.require_passes()
+    begun = require_output_and_times(options)
     if options.log_format not in ("text", "json"):
         raise typer.BadParameter("--log-format is text or json")
     options = replace(options, public_url=_public_url(options.public_url))
@@ -182,6 +185,9 @@ def run(options: ServeCommandOptions) -> None:
     for file in (options.tls_cert, options.tls_key):
         if file is not None and not file.is_file():
             raise ServiceRefused("there is no such file", found=file, help="see --tls-cert")
+    if not begun:
+        # A service that was killed may hold its port a moment longer.
+        _require_port(options)
     options = replace(
         options, output=options.output or Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
     )
@@ -221,6 +227,14 @@ def run(options: ServeCommandOptions) -> None:
                         trainer.keep()
     if running.stopping:
         raise KeyboardInterrupt(f"every group is safe; go on with -o {options.output}")
+
+
+def _require_port(options: ServeCommandOptions) -> None:
+    """Refuse an address that cannot be listened on, before torch is imported."""
+    from tlora_fx.server.answering import listen
+
+    for each in listen(options.host, options.port):
+        each.close()
 
 
 def _public_url(text: str | None) -> str | None:

@@ -39,6 +39,7 @@ from tlora_fx.simulator.sweep import (
     plan_of,
     require_ready,
     run_all,
+    trace_of,
     words,
     workload_in,
 )
@@ -220,9 +221,7 @@ def before(base: Scenario, plan: SweepPlan) -> list[str]:
 
 def saved(scenario: Scenario, path: Path) -> str:
     """Write the jobs of a scenario as a trace of our own."""
-    trace = load(scenario.source, scenario.seed)
-    if scenario.month is not None:
-        trace = trace.month(scenario.month)
+    trace = trace_of(scenario)
     workload = workload_in(scenario, trace)
     origin = f"{'synthetic: ' if trace.synthetic else ''}{trace.source}"
     write_own(path, workload.requests, workload.jobs, origin)

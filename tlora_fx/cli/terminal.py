@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from types import TracebackType
 from typing import Any
 
@@ -92,6 +92,17 @@ class Working:
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def bare_table(*titles: str, right: Collection[str] = ()) -> Table:
+    """A table without lines.
+
+    right    titles of columns whose cells stand to the right
+    """
+    table = Table(box=None, pad_edge=False)
+    for title in titles:
+        table.add_column(title, justify="right" if title in right else "left")
+    return table
 
 
 def print_whole(console: Console, table: Table) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tlora_fx.cli.options import command_group
-from tlora_fx.cli.terminal import Console, print_whole
+from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.errors import ServiceRefused
 
 group = command_group("Create, list and revoke the access tokens of a service.")
@@ -51,7 +51,8 @@ def add(
     The token is printed once and cannot be shown again. Earlier tokens of the user stay valid; the
     new limits apply to all of them.
     """
-    from tlora_fx.server.store import LOCAL, ServiceStore, User
+    from tlora_fx.server.ledger import LOCAL, User
+    from tlora_fx.server.store import ServiceStore
 
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", name) or name == LOCAL:
         raise ServiceRefused(
@@ -65,14 +66,10 @@ def add(
 @group.command("ls")
 def ls(output: RunFolder) -> None:
     """List users, their limits, and the GPU-hours they have used."""
-    from rich.table import Table
-
     from tlora_fx.server.store import ServiceStore
 
     store = ServiceStore(output)
-    table = Table(box=None, pad_edge=False)
-    for title in ("user", "tokens", "admin", "jobs", "GPU-hours", "used", "priority"):
-        table.add_column(title)
+    table = bare_table("user", "tokens", "admin", "jobs", "GPU-hours", "used", "priority")
     for user, tokens in store.users().items():
         limits = ("any" if limit is None else f"{limit:g}" for limit in (user.jobs, user.gpu_hours))
         used = f"{store.gpu_hours(user.name):.2f}"

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import PipelineOptions, takes_options
-from tlora_fx.cli.terminal import Console, print_whole
+from tlora_fx.cli.options import JobFilePath, PipelineOptions, takes_options
+from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.host import phases
 from tlora_fx.host.phases import phase
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 class StartOptions(PipelineOptions):
     """Options of the command line that decide what a start does until the first step."""
 
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
+    jobs: JobFilePath
     device: Annotated[
         str | None,
         typer.Option(
@@ -251,10 +251,11 @@ def _require_right(options: TrainOptions) -> Sequence[Job]:
     jobs = read_jobs(options)
     early.require_job_folders(jobs, options.output)
     early.require_controller(options.controller)
+    early.require_callbacks(options.callback or ())
     if options.replan:
         early.require_replannable(resume=options.resume, plan=options.plan)
     require_start(options, jobs)
-    require_data_and_base(jobs)
+    early.require_data_and_base(jobs)
     return jobs
 
 
@@ -274,30 +275,17 @@ def require_start(options: StartOptions, jobs: Sequence[Job]) -> None:
     """
     from tlora_fx.runtime import early_checks as early
 
-    early.require_mesh(options.mesh)
+    early.require_device(options.device)
     if options.plan is not None:
         early.require_planner(options.plan)
     _require_cuts(options, jobs)
-
-
-def require_data_and_base(jobs: Sequence[Job], *, weights: bool = True) -> None:
-    """Refuse data or a base that cannot be trained on, by their files, without torch.
-
-    weights   those of the base, too
-    raises    TloraError
-    """
-    from tlora_fx.runtime import early_checks as early
-
-    early.require_data(jobs)
-    (early.require_base if weights else early.require_trainable)(jobs)
-    early.require_hub(jobs)
 
 
 def _require_cuts(options: StartOptions, jobs: Sequence[Job]) -> None:
     """Refuse a number of processes, a mesh or a base that cannot be trained on."""
     from tlora_fx.host.gpus import visible_gpus
     from tlora_fx.runtime import early_checks as early
-    from tlora_fx.runtime.local_launch import process_count
+    from tlora_fx.runtime.local_launch import process_count, require_size
 
     if options.gpus is not None:
         processes = process_count(options.gpus, options.device)
@@ -305,7 +293,8 @@ def _require_cuts(options: StartOptions, jobs: Sequence[Job]) -> None:
         processes = early.processes_of_torchrun()
     mesh = early.mesh_of(options.plan, options.mesh, processes)
     under_torchrun = options.gpus is None and processes > 1
-    early.require_processes(options.plan, mesh, processes, under_torchrun=under_torchrun)
+    if mesh is not None:
+        require_size(mesh, processes, options.plan or "auto", under_torchrun=under_torchrun)
     early.require_cuts(jobs, mesh)
     if options.pipeline is None and not options.add_pass:
         on_cpu = options.device == "cpu" or not visible_gpus()
@@ -414,7 +403,7 @@ def arrange(
     plan = everyone.together(lambda: _planned(options, launch, memory, model, data, basis))
     for name, samples in data.items():
         for line in samples.report.lines():
-            bars.console.print(f"{name}: {line}", markup=False)
+            bars.noted(f"{name}: {line}")
     if launch.size > 1:
         bars.console.print(f"plan: {plan.planner} on {plan.mesh}")
     return Arranged(everyone, device, model, data, plan, basis)
@@ -637,14 +626,10 @@ def _notes(trainer: Trainer) -> Iterator[str]:
 
 
 def _show(runs: Sequence[JobRun], output: Path) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
     evaluated = any(job.evaluation.last for job in runs)
     titles = ["job", "status", "steps", "tokens", "last loss"]
     titles += ["last evaluation", "best step"] * evaluated
-    for title in (*titles, "adapter"):
-        table.add_column(title, justify="right" if title in ("steps", "tokens") else "left")
+    table = bare_table(*titles, "adapter", right=("steps", "tokens"))
     for job in runs:
         evaluation = (_metrics(job), _best(job)) if evaluated else ()
         table.add_row(

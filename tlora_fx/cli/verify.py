@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
-from tlora_fx.cli.options import PipelineOptions, takes_options
+from tlora_fx.cli.options import Device, JobFilePath, PipelineOptions, takes_options
 from tlora_fx.cli.terminal import Console, Working, print_whole
 from tlora_fx.errors import VerifyError
 
@@ -22,15 +21,9 @@ if TYPE_CHECKING:
 class VerifyOptions(PipelineOptions):
     """Options of the command line."""
 
-    jobs: Annotated[Path, typer.Argument(help="Job file (YAML).")]
+    jobs: JobFilePath
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train each job for.")] = 20
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Device to run on: cpu, cuda, cuda:1, ...; if not given, the first GPU, or the "
-            "CPU if there is no GPU."
-        ),
-    ] = None
+    device: Device = None
 
 
 @takes_options
@@ -47,14 +40,12 @@ def run(options: VerifyOptions) -> None:
     quantize-base, differences are printed and none is an error.
     """
     from tlora_fx.config.job_file import load_job_file
-    from tlora_fx.runtime import early_checks as early
+    from tlora_fx.runtime.early_checks import require_data_and_base
 
     options.require_passes()
     console = Console(stderr=True)
     job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
-    early.require_data(job_file.jobs)
-    early.require_base(job_file.jobs)
-    early.require_hub(job_file.jobs)
+    require_data_and_base(job_file.jobs)
     with Working(console, "compiling, training fused and alone") as working:
         from tlora_fx.runtime.verify import bounds_of, declared, verify
 

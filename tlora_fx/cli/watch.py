@@ -5,15 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.live import Live
 from rich.table import Table
 
-from tlora_fx.cli.options import seconds
-from tlora_fx.cli.terminal import Console, print_whole
+from tlora_fx.cli.options import RunFolderPath, seconds
+from tlora_fx.cli.terminal import Console, bare_table, print_whole
 
 if TYPE_CHECKING:
     from tlora_fx.runtime.run_view import JobView
@@ -26,7 +25,7 @@ ENDED = ("done", "failed", "stopped", "refused", "cancelled")
 
 
 def run(
-    folder: Annotated[Path, typer.Argument(help="Output folder of a run (its -o).")],
+    folder: RunFolderPath,
     every: Annotated[str, typer.Option(help="Time between two updates, such as 1s.")] = "1s",
     once: Annotated[
         bool, typer.Option("--once", help="Print the current state once and exit.")
@@ -66,10 +65,8 @@ def table(jobs: Sequence[JobView], width: int = 200) -> Table:
     """
     names = max(len(job.name) for job in jobs)
     wide = max(8, min(CURVE, width - names - BESIDE))
-    shown = Table(box=None, pad_edge=False)
     numbers = ("step", "loss", "eval loss", "best", "tokens/s", "left")
-    for title in ("job", "status", "step", "losses", *numbers[1:]):
-        shown.add_column(title, justify="right" if title in numbers else "left")
+    shown = bare_table("job", "status", "step", "losses", *numbers[1:], right=numbers)
     for job in jobs:
         shown.add_row(*_row(job, wide))
     return shown

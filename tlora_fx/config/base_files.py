@@ -96,7 +96,7 @@ def require_base_there(spec: BaseSpec) -> None:
     if folder is None or is_hub_id(spec.model):
         return
     if not is_there(folder / CONFIG):
-        raise BaseFileDamaged("a file of the base is missing", file=folder / CONFIG, help=_AGAIN)
+        raise _damaged(folder / CONFIG, "a file of the base is missing")
     if not _has_weights(folder):
         raise _no_weights(spec, folder)
 
@@ -164,12 +164,8 @@ def _require_headers(folder: Path, files: list[Path], index: Mapping[str, str] |
     there = {path.name: safetensors_header(path) for path in files}
     for name, file in (index or {}).items():
         if file in there and name not in there[file]:
-            raise BaseFileDamaged(
-                "a file of the base lacks a tensor that the index says it has",
-                file=folder / file,
-                expected=name,
-                help=_AGAIN,
-            )
+            what = "a file of the base lacks a tensor that the index says it has"
+            raise _damaged(folder / file, what, name)
     if index is None or set(index.values()) <= there.keys():
         _require_sizes(folder, [tensor for header in there.values() for tensor in header.values()])
 
@@ -233,12 +229,8 @@ def weight_index(folder: Path) -> Mapping[str, str] | None:
     content = read_json(path)
     named = content.get("weight_map")
     if not isinstance(named, dict) or not named or not isinstance(content.get("metadata"), dict):
-        raise BaseFileDamaged(
-            "the index of the base's weights has no tensors",
-            file=path,
-            expected="mappings 'metadata', and 'weight_map' from tensors to files",
-            help=_AGAIN,
-        )
+        expected = "mappings 'metadata', and 'weight_map' from tensors to files"
+        raise _damaged(path, "the index of the base's weights has no tensors", expected)
     if not all(isinstance(file, str) for file in named.values()):
         raise _elsewhere(path, next(f for f in named.values() if not isinstance(f, str)))
     for file in set(named.values()):
@@ -272,16 +264,10 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(_content(path).decode())
     except (ValueError, RecursionError) as error:
-        raise BaseFileDamaged(
-            "a file of the base is no JSON", file=path, found=_words(error), help=_AGAIN
-        ) from error
+        raise _damaged(path, "a file of the base is no JSON", found=_words(error)) from error
     if not isinstance(content, dict):
-        raise BaseFileDamaged(
-            "a file of the base holds no JSON object",
-            file=path,
-            found=type(content).__name__,
-            help=_AGAIN,
-        )
+        found = type(content).__name__
+        raise _damaged(path, "a file of the base holds no JSON object", found=found)
     return content
 
 
@@ -305,13 +291,8 @@ def safetensors_header(path: Path) -> dict[str, StoredTensor]:
             raise _damaged_header(path, "tensors that follow on each other", f"a gap at byte {at}")
         at = tensor.end
     if at != size:
-        raise BaseFileDamaged(
-            "a file of the base is cut" if at > size else "a file of the base is too long",
-            file=path,
-            expected=f"{at} bytes, as its header says",
-            found=f"{size} bytes",
-            help=_AGAIN,
-        )
+        what = "a file of the base is cut" if at > size else "a file of the base is too long"
+        raise _damaged(path, what, f"{at} bytes, as its header says", f"{size} bytes")
     return tensors
 
 
@@ -375,13 +356,8 @@ def _require_fields(path: Path, config: Mapping[str, Any]) -> None:
         if name == "architectures" and isinstance(value, list):
             right = all(isinstance(each, str) for each in value)
         if not right:
-            raise BaseFileDamaged(
-                f"the base's config has a wrong '{name}'",
-                file=path,
-                expected=told,
-                found=repr(value)[:200],
-                help=_AGAIN,
-            )
+            what = f"the base's config has a wrong '{name}'"
+            raise _damaged(path, what, told, repr(value)[:200])
     _require_limits(path, config, MAX_LAYERS, MAX_WIDTH, "any known model has")
 
 
@@ -490,34 +466,31 @@ def _content(path: Path) -> bytes:
     """The content of a file that is not too large."""
     try:
         if not path.is_file():
-            raise BaseFileDamaged("a file of the base is missing", file=path, help=_AGAIN)
+            raise _damaged(path, "a file of the base is missing")
         with path.open("rb") as file:
             content = file.read(MAX_JSON_BYTES + 1)
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
     if len(content) > MAX_JSON_BYTES:
-        raise BaseFileDamaged(
-            "a file of the base is too large",
-            file=path,
-            expected=f"at most {MAX_JSON_BYTES} bytes",
-            help=_AGAIN,
-        )
+        most = f"at most {MAX_JSON_BYTES} bytes"
+        raise _damaged(path, "a file of the base is too large", most)
     return content
 
 
 def _unreadable(path: Path, error: Exception) -> BaseFileDamaged:
     words = getattr(error, "strerror", None) or str(error)
-    return BaseFileDamaged("a file of the base cannot be read", file=path, found=words, help=_AGAIN)
+    return _damaged(path, "a file of the base cannot be read", found=words)
 
 
 def _damaged_header(path: Path, expected: str, found: object) -> BaseFileDamaged:
-    return BaseFileDamaged(
-        "a file of the base is damaged: its header is wrong",
-        file=path,
-        expected=expected,
-        found=found,
-        help=_AGAIN,
-    )
+    return _damaged(path, "a file of the base is damaged: its header is wrong", expected, found)
+
+
+def _damaged(
+    path: Path, what: str, expected: object = None, found: object = None
+) -> BaseFileDamaged:
+    """The error for a file that another copy of the base mends."""
+    return BaseFileDamaged(what, file=path, expected=expected, found=found, help=_AGAIN)
 
 
 def _words(error: Exception) -> str:

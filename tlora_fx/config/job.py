@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
-from importlib import import_module
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -27,11 +26,7 @@ from tlora_fx.config.adapter_folder import read_adapter_config
 from tlora_fx.config.base_spec import HEADS, SEED_LIMIT, BaseSpec, LocalPath
 from tlora_fx.config.data_spec import PAIRED, DataSpec, require_data_of_method
 from tlora_fx.config.fields import (
-    ADAM_LIKE,
     DATA_STARTS,
-    OPTIMIZER_MODULES,
-    OPTIMIZERS,
-    WITH_BETAS,
     EvalSplit,
     LoraSpec,
     MaxSteps,
@@ -46,7 +41,7 @@ from tlora_fx.config.fields import (
     check_optimizer_arguments,
     check_schedule_arguments,
 )
-from tlora_fx.config.functions import UserFunction, offered_arguments
+from tlora_fx.config.functions import UserFunction
 from tlora_fx.config.halving import HalvingSpec
 from tlora_fx.config.objects import is_stream, job_fields
 from tlora_fx.config.other_kinds import (
@@ -60,9 +55,6 @@ from tlora_fx.config.other_names import JOB_KEYS
 from tlora_fx.config.trl_arguments import trl_fields
 from tlora_fx.config.validation import Spec, refuse
 from tlora_fx.errors import AdapterFolderError, JobError, nearest
-
-if TYPE_CHECKING:
-    import torch
 
 __all__ = [
     "BETA",
@@ -784,66 +776,6 @@ class Job(Spec):
         if self.greater_is_better is not None:
             return self.greater_is_better
         return not self.best_metric.endswith("loss")
-
-    def optimizer_arguments(self) -> dict[str, Any]:
-        """Keyword arguments of the job's optimizer class, beside its parameters."""
-        if isinstance(self.optim, UserFunction):
-            return {"lr": self.learning_rate, **self.optim_args}
-        arguments: dict[str, Any] = {"lr": self.learning_rate, "weight_decay": self.weight_decay}
-        if self.optim in ADAM_LIKE:
-            arguments |= {"betas": (self.adam_beta1, self.adam_beta2), "eps": self.adam_epsilon}
-        elif self.optim in WITH_BETAS:
-            arguments["betas"] = (self.adam_beta1, self.adam_beta2)
-        return arguments | self.optim_args
-
-    def optimizer_class(self) -> Callable[..., torch.optim.Optimizer]:
-        """The job's optimizer class, or function. Imports torch, or the library that has it.
-
-        raises  JobError where that library is not installed, or the function is not at hand
-        """
-        if isinstance(self.optim, UserFunction):
-            return self.called("optim", self.optim)
-        name, module = OPTIMIZERS[self.optim][0], OPTIMIZER_MODULES.get(self.optim, "torch.optim")
-        try:
-            found: type[torch.optim.Optimizer] = getattr(import_module(module), name)
-        except ImportError as error:
-            raise JobError(
-                f"the optimizer '{self.optim}' needs a library that is not installed",
-                job=self.name,
-                found=error,
-                help="pip install 'tlora-fx[optimizers]'",
-            ) from error
-        return found
-
-    def make_schedule(
-        self, optimizer: torch.optim.Optimizer, steps: int
-    ) -> torch.optim.lr_scheduler.LRScheduler | None:
-        """A new scheduler by the job's own class or function; None where the job names one.
-
-        steps   optimizer steps of the whole job
-        raises  JobError where the function is not at hand; whatever it raises
-        """
-        if not isinstance(self.lr_scheduler_type, UserFunction):
-            return None
-        make = self.called("lr_scheduler", self.lr_scheduler_type)
-        offered = {"num_training_steps": steps, "num_warmup_steps": self.warmup(steps)}
-        given = offered_arguments(make, offered) | self.lr_scheduler_kwargs
-        made: torch.optim.lr_scheduler.LRScheduler = make(optimizer, **given)
-        return made
-
-    def called(self, argument: str, function: UserFunction) -> Callable[..., Any]:
-        """A function of the user's that is about to be called.
-
-        raises  JobError where the job was read from a file, which holds no function
-        """
-        if function.call is not None:
-            return function.call
-        raise JobError(
-            "a function of Python is not at hand where a job is read from a file",
-            job=self.name,
-            found=f"{argument}: {function}",
-            help=f"make the job in Python: Job({argument}=...)",
-        )
 
     def warmup(self, steps: int) -> int:
         """Number of warmup steps among `steps` optimizer steps, rounded up as transformers does."""

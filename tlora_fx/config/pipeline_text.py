@@ -12,10 +12,20 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from tlora_fx.errors import PipelineError, nearest
+from tlora_fx.errors import PipelineError, PluginBroken, nearest
 
 _PASS_TEXT = re.compile(r"\s*([a-z0-9-]+)\s*(?:\{([^{}]*)\})?\s*(?:,|$)")
 PASSES = "tlora_fx.passes"
+
+
+def require_extension(given: str | Path) -> None:
+    """Refuse a Python file of --load that is not there; raises PluginBroken."""
+    if Path(given).suffix == ".py" and not Path(given).is_file():
+        raise PluginBroken(
+            f"'{given}' cannot be loaded",
+            found="no file of that name",
+            help="name a Python file, or a module that Python finds",
+        )
 
 
 def split_pipeline(text: str) -> list[tuple[str, str]]:

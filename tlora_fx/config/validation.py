@@ -247,11 +247,20 @@ def _keys_below(spec: type[Spec]) -> Iterator[str]:
         yield from _keys_below(kind)
 
 
+#: What an argument takes beside the mapping of a job file.
+_OBJECTS = {
+    "base": "a path or a hub id, a model, or a dict",
+    "lora": "a LoraConfig, a rank, or a dict",
+}
+
+
 def _of_argument(callee: str, mistake: Mistake) -> Mistake:
     """A mistake in Python's words, with the argument that it is about."""
     at = f"{callee}({mistake.loc[0]}=...)" if mistake.loc else f"{callee}(...)"
     texts = (mistake.what, mistake.expected, mistake.found, mistake.help)
     what, expected, found, help = map(words_of_python, texts)
+    if len(mistake.loc) == 1 and expected == "a dict":
+        expected = _OBJECTS.get(str(mistake.loc[0]), expected)
     if mistake.loc and mistake.what == f"unknown key '{mistake.loc[0]}'":
         what = f"unknown argument '{mistake.loc[0]}'"
         help = help.replace("known keys:", "known arguments:")

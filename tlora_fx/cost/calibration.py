@@ -20,9 +20,7 @@ from tlora_fx.cost.profile import (
     CollectivePoint,
     LayerPoint,
     LayerProfile,
-    LossPoint,
     Profile,
-    RootPoint,
     name_of,
 )
 from tlora_fx.cost.profile_sources import (
@@ -41,6 +39,9 @@ MAX_RATIO = 1000.0
 UNKNOWN_LINK_GBPS = 25.0
 
 Ratio = Callable[[float], float]
+#: Points, each with the layer of the roofline that it is of.
+Measured = Sequence[tuple[LayerProfile, LayerPoint]]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 def sheet_of(
@@ -96,38 +97,31 @@ def calibrated_profile(
         _corrected(gpu, facts.dtype, layer, own(layer.structure), compiled=compiled)
         for layer in roof.layers
     ]
-    both = [_ratio(gpu, facts.dtype, every, name) for name in ("forward", "backward")]
+    both = [_ratio(gpu, facts.dtype, every, direction) for direction in DIRECTIONS]
     return roof.model_copy(
         update={
             "name": name_of(facts.title, gpu.name),
             "source": "calibrated",
             "compiled": compiled,
             "layers": corrected,
-            "root": [_root(one, *both) for one in roof.root],
-            "loss": [_loss(one, *both) for one in roof.loss],
+            "root": [one.scaled(*(ratio(one.tokens) for ratio in both)) for one in roof.root],
+            "loss": [one.scaled(*(ratio(one.targets) for ratio in both)) for one in roof.loss],
             "collectives": [*collectives, *_sends(roof, collectives)],
         }
     )
 
 
 def _corrected(
-    gpu: Gpu,
-    dtype: str,
-    layer: LayerProfile,
-    measured: Sequence[tuple[LayerProfile, LayerPoint]],
-    *,
-    compiled: bool,
+    gpu: Gpu, dtype: str, layer: LayerProfile, measured: Measured, *, compiled: bool
 ) -> LayerProfile:
     """A layer of the roofline, as slow as was measured."""
-    forward = _ratio(gpu, dtype, measured, "forward")
-    backward = _ratio(gpu, dtype, measured, "backward")
+    ratios = [_ratio(gpu, dtype, measured, direction) for direction in DIRECTIONS]
     hosts = _host_ms(measured, "forward_ms"), _host_ms(measured, "backward_ms")
     knows_graphs = any(point.captured for _, point in measured)
     memory = {name: _bytes_ratio(measured, name) for name in BYTES if not compiled}
     points = []
     for point in layer.points:
-        effective = point.tokens / layer.tp
-        slower = point.scaled(forward(effective), backward(effective))
+        slower = point.scaled(*(ratio(point.tokens / layer.tp) for ratio in ratios))
         sizes = {name: getattr(point, name) * ratio for name, ratio in memory.items()}
         slower = slower.model_copy(update=sizes)
         if knows_graphs and point.tokens <= CAPTURED_TOKENS * layer.tp:
@@ -141,12 +135,7 @@ BYTES = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
 
 def _launched(point: LayerPoint, forward_ms: float, backward_ms: float) -> LayerPoint:
     """A point whose times are those of CUDA graphs, with the host's beside them."""
-    graphs = Captured(
-        forward_ms=point.forward_ms,
-        backward_ms=point.backward_ms,
-        first_ms=point.first_ms,
-        frozen_ms=point.frozen_ms,
-    )
+    graphs = Captured(**{name: getattr(point, name) for name in Captured.model_fields})
     hosts = {
         "forward_ms": forward_ms, "frozen_ms": forward_ms,
         "backward_ms": backward_ms, "first_ms": backward_ms,
@@ -159,18 +148,13 @@ def _launched(point: LayerPoint, forward_ms: float, backward_ms: float) -> Layer
     return point.model_copy(update={**times, "captured": graphs})
 
 
-def _host_ms(measured: Sequence[tuple[LayerProfile, LayerPoint]], name: str) -> float:
+def _host_ms(measured: Measured, name: str) -> float:
     """What the host takes to launch a layer, where the device waited for it."""
     waited = [getattr(point, name) for _, point in measured if point.waits(name)]
     return float(min(waited, default=0.0))
 
 
-def _ratio(
-    gpu: Gpu,
-    dtype: str,
-    measured: Sequence[tuple[LayerProfile, LayerPoint]],
-    direction: Direction,
-) -> Ratio:
+def _ratio(gpu: Gpu, dtype: str, measured: Measured, direction: Direction) -> Ratio:
     """How many times as long as by the roofline a layer takes on so many tokens."""
     known: dict[float, list[float]] = {}
     for layer, point in measured:
@@ -192,7 +176,7 @@ def _ratio(
     return ratio_at
 
 
-def _bytes_ratio(measured: Sequence[tuple[LayerProfile, LayerPoint]], name: str) -> float:
+def _bytes_ratio(measured: Measured, name: str) -> float:
     """How many times as much as by the roofline a layer keeps, or takes at most."""
     ratios = []
     for layer, point in measured:
@@ -201,14 +185,6 @@ def _bytes_ratio(measured: Sequence[tuple[LayerProfile, LayerPoint]], name: str)
         if expected > 0 and getattr(point, name) > 0:
             ratios.append(getattr(point, name) / expected)
     return fmean(ratios) if ratios else 1.0
-
-
-def _root(point: RootPoint, forward: Ratio, backward: Ratio) -> RootPoint:
-    return point.scaled(forward(point.tokens), backward(point.tokens))
-
-
-def _loss(point: LossPoint, forward: Ratio, backward: Ratio) -> LossPoint:
-    return point.scaled(forward(point.targets), backward(point.targets))
 
 
 def _sends(roof: Profile, collectives: Sequence[CollectivePoint]) -> list[CollectivePoint]:

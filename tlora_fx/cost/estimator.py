@@ -22,6 +22,7 @@ from tlora_fx.cost.load import (
     Array,
     Demand,
     Mask,
+    Rows,
     is_small,
     require_demands,
 )
@@ -228,42 +229,24 @@ class ProfileEstimator:
                 )
             require_profile(name, self.profiles[name], self.cluster.gpu, allow_estimated=True)
             facts = self.shapes[name] if name in self.shapes else find_base(name).facts()
-            known = self._bases[name] = Base(
-                facts,
-                self.profiles[name],
-                self.cluster,
-                tp=self.tp or measured(self.profiles[name]),
-                spine=self.spine,
-                fused=self.fused,
-                graphs=self.graphs,
-                nano_batches=self.nano_batches,
-            )
+            known = self._bases[name] = Base(facts, self.profiles[name], self)
         return known
 
 
 class Base:
     """One base on one cluster, ready to be asked."""
 
-    def __init__(
-        self,
-        facts: ModelFacts,
-        profile: Profile,
-        cluster: Cluster,
-        *,
-        tp: Sequence[int],
-        spine: float = SPINE,
-        fused: bool = True,
-        graphs: bool = True,
-        nano_batches: Sequence[int] = (1,),
-    ) -> None:
-        self.tp = tuple(size for size in tp if divides(facts, size))
+    def __init__(self, facts: ModelFacts, profile: Profile, options: ProfileEstimator) -> None:
+        sizes, cluster, fused = options.tp or measured(profile), options.cluster, options.fused
+        self.tp = tuple(size for size in sizes if divides(facts, size))
         # Groups' jobs may adapt any layer.
         self.cost = CostModel(facts, profile, cluster.gpus_per_node, lowest=0, fused=fused)
         self.clock = self.cost.clock(self.tp)
         # Adapters one after the other read their tables on the host.
-        self.layouts = Layouts(self.cost, cluster, self.tp, spine, captured=fused and graphs)
+        captured = fused and options.graphs
+        self.layouts = Layouts(self.cost, cluster, self.tp, options.spine, captured=captured)
         self.sites = Sites(self.cost, self.tp)
-        self.nano_batches = [count for count in nano_batches if count > 1]
+        self.nano_batches = [count for count in options.nano_batches if count > 1]
         self._whole = Stage(range(len(facts.layers)))
         self.usable_bytes, self.peak_flops = usable_bytes(profile), _peak(profile, facts.dtype)
         self._least, self._each, self._longest = self._bound()
@@ -385,7 +368,6 @@ class Base:
             parts = rows.split(nano)
         terms = self.clock.row_terms(rows, tp, links, parts, nano)
         if sharded:
-            small = rows.split(np.maximum(1.0, rows.tokens // HOST_BOUND_TOKENS))
             there, back = self.clock.stage_ms(
                 replace(rows, launched=rows.launched | ~links.copies),
                 tp,
@@ -393,7 +375,7 @@ class Base:
                 self._whole,
                 parts=parts,
                 nano=nano,
-                sharding=Sharding(replace(small, launched=np.ones_like(small.launched))),
+                sharding=_sharding(rows),
             )
             terms["gathers"] = there + back - total(terms)
         return {name: pairs.count * values for name, values in terms.items()}
@@ -485,13 +467,12 @@ class Base:
             part=tokens / pairs.of_group("tokens"),
         )
         links = self._links(pairs, "comm", *(["gather"] if sharded else []))
-        small = rows.split(np.maximum(1.0, tokens // HOST_BOUND_TOKENS)) if sharded else None
         return self.clock.stage_ms(
             rows,
             self.layouts.tp[pairs.layout],
             links,
             self._whole,
-            sharding=None if small is None else Sharding(small),
+            sharding=_sharding(rows) if sharded else None,
         )[0]
 
     def _links(self, pairs: Pairs, *names: str) -> Links:
@@ -537,6 +518,12 @@ class Base:
         least = facts.base_bytes + len(facts.layers) * tail
         least += sum(start for start, _ in (*lines, *loss))
         return least, each, sum(rise for _, rise in lines) + 2.0 * self.cost.hidden_bytes
+
+
+def _sharding(rows: Rows) -> Sharding:
+    """What the host takes to launch layers, by rows so small that it is slower."""
+    small = rows.split(np.maximum(1.0, rows.tokens // HOST_BOUND_TOKENS))
+    return Sharding(replace(small, launched=np.ones_like(small.launched)))
 
 
 @dataclass(frozen=True, slots=True)

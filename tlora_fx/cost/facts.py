@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from math import prod
-from typing import Any
 
 import torch
 from torch import fx
 
 from tlora_fx.cost.model_facts import Attention, LayerFacts, ModelFacts, SiteFacts, structure_of
-from tlora_fx.ir.graph import HEAD, GroupGraph, TensorRef, is_call, placeholders
+from tlora_fx.ir.graph import HEAD, GroupGraph, TensorRef, arguments_of, is_call, placeholders
 from tlora_fx.ir.lora_sites import lowered_sites
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.host_tables import reads_on_host
@@ -38,9 +37,9 @@ def facts_of(model: SuperModel) -> ModelFacts:
     layers = tuple(_layer(group, path) for path in model.layer_order())
     root = _base_tensors(group.root)
     head = _base_tensors(group.blocks[HEAD].graph) if HEAD in group.blocks else {}
-    outside = [_trained(group.root, group, "", ())]
+    outside = [_trained(group.root, group)]
     if HEAD in group.blocks:
-        outside.append(_trained(group.blocks[HEAD].graph, group, "", ()))
+        outside.append(_trained(group.blocks[HEAD].graph, group))
     return ModelFacts(
         title=model.backbone.title,
         dtype=str(model.backbone.dtype).removeprefix("torch."),
@@ -78,21 +77,13 @@ def _reads_on_host(node: fx.Node) -> bool:
         return registered.on_host
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "tlora_fx":
         return False
-    given = fx.map_arg(_arguments(node, target), lambda one: one.meta.get("val"))
+    given = fx.map_arg(arguments_of(node), lambda one: one.meta.get("val"))
     return reads_on_host(_name_of(node), given)
 
 
 def _name_of(node: fx.Node) -> str:
     """An operator's name without its namespace and overload."""
     return str(node.target).removeprefix("tlora_fx.").removesuffix(".default")
-
-
-def _arguments(node: fx.Node, target: torch._ops.OpOverload) -> dict[str, Any]:
-    """What an operator is given, by the names of its schema, defaults too."""
-    schema = target._schema.arguments
-    found = {one.name: one.default_value for one in schema if one.has_default_value()}
-    found |= {one.name: value for one, value in zip(schema, node.args, strict=False)}
-    return found | node.kwargs
 
 
 def _layer(group: GroupGraph, path: str) -> LayerFacts:
@@ -108,7 +99,7 @@ def _layer(group: GroupGraph, path: str) -> LayerFacts:
         matrices=matrices,
         attention=attention,
         sites=sites,
-        trained=_trained(graph, group, path, sites),
+        trained=_trained(graph, group, sites),
     )
 
 
@@ -170,7 +161,7 @@ def _tail_bytes(site: SiteFacts, itemsize: int) -> int:
 
 
 def _trained(
-    graph: fx.Graph, group: GroupGraph, layer: str, sites: Iterable[SiteFacts]
+    graph: fx.Graph, group: GroupGraph, sites: Iterable[SiteFacts] = ()
 ) -> tuple[int, ...]:
     """Numbers that each job trains in a graph, in shared operators or in branches of its own."""
     found = Counter[str]()

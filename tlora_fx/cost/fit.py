@@ -226,28 +226,27 @@ class LayerTimes:
                 measured whole
         """
 
-        def term(name: str) -> Term | None:
+        def term(name: str, like: Term | None = None) -> Term:
             known = [pair for pair in pairs if getattr(pair[0], name) is not None]
             values = [getattr(device, name) for _, device in known]
-            return Term.fitted([one for one, _ in known], values) if known else None
+            if like is not None and not known:
+                return like
+            return Term.fitted([one for one, _ in known], values)
 
         pairs = [(one, one.as_captured()) for one in profile.points]
-
-        forward, backward, saved = term("forward_ms"), term("backward_ms"), term("saved_bytes")
-        assert forward is not None
-        assert backward is not None
-        assert saved is not None
-        frozen, points = term("frozen_ms"), (whole or profile).points
+        forward, backward, saved = map(term, ("forward_ms", "backward_ms", "saved_bytes"))
+        frozen, points = term("frozen_ms", forward), (whole or profile).points
         hosts = {name: _launches(points, f"{name}_ms") for name in ("forward", "backward")}
-        hosts["frozen"] = _launches(points, "frozen_ms") if frozen else hosts["forward"]
+        known = frozen is not forward
+        hosts["frozen"] = _launches(points, "frozen_ms") if known else hosts["forward"]
         return cls(
             forward=forward,
             backward=backward,
-            first=term("first_ms") or backward,
-            frozen=frozen or forward,
+            first=term("first_ms", backward),
+            frozen=frozen,
             saved=saved,
-            forward_peak=term("forward_peak_bytes") or saved,
-            backward_peak=term("backward_peak_bytes") or saved,
+            forward_peak=term("forward_peak_bytes", saved),
+            backward_peak=term("backward_peak_bytes", saved),
             hosts=hosts,
         )
 

@@ -44,8 +44,7 @@ class Gpu:
 
     def peak_tflops(self, dtype: str) -> float:
         """The peak of products in a dtype; float64 where the sheet names none is float32's half."""
-        found = self.tflops.get(dtype)
-        return found if found is not None else self.tflops["float32"] / 2
+        return self.tflops.get(dtype, self.tflops["float32"] / 2)
 
     def link_gbps(self, tier: LinkTier) -> float:
         """The bandwidth of one direction, within a node or between nodes."""

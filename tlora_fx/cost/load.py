@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple, Self
 
 import numpy as np
@@ -50,14 +50,6 @@ class Load:
     def total(self) -> int:
         """Tokens of all jobs."""
         return sum(self.tokens)
-
-    def __add__(self, other: Load) -> Load:
-        return Load(
-            tuple(a + b for a, b in zip(self.tokens, other.tokens, strict=True)),
-            self.squares + other.squares,
-            self.sequences + other.sequences,
-            self.targets + other.targets,
-        )
 
     @classmethod
     def of_lengths(cls, lengths: Sequence[Sequence[int]]) -> Load:
@@ -100,8 +92,7 @@ class Round:
     @property
     def load(self) -> Load:
         """Load of all rows together."""
-        first, *rest = (Load.of_lengths(row) for row in self.rows)
-        return sum(rest, first)
+        return Load.of_lengths([[*chain(*own)] for own in zip(*self.rows, strict=True)])
 
     def parts(self, unit: int, square_tokens: float) -> list[Load]:
         """The forwards of a round, cut as `rows.cut_round` cuts them.
@@ -317,14 +308,6 @@ def require_demands(demands: Array, gpus: Array) -> None:
     if not len(demands):
         return
     # A comparison with NaN is false.
-    if (
-        demands.min() >= 0
-        and demands.max() < np.inf
-        and demands[:, _DIVISORS].min() > 0
-        and gpus.min() >= 1
-        and gpus.max() < np.inf
-    ):
-        return
     bad = ~((demands >= 0) & (demands < np.inf))
     bad[:, _DIVISORS] |= demands[:, _DIVISORS] == 0
     if bad.any():
@@ -337,14 +320,14 @@ def require_demands(demands: Array, gpus: Array) -> None:
             found=demands[group, column],
             help="check the numbers of the job or of the trace that the demand comes from",
         )
-    [group] = np.flatnonzero(~((gpus >= 1) & (gpus < np.inf)))[:1]
-    raise DemandWrong(
-        "no step time can be estimated for this number of GPUs",
-        group=int(group),
-        expected="a finite number of at least 1",
-        found=gpus[group],
-        help="check the GPUs that the job asks for",
-    )
+    for index in np.flatnonzero(~((gpus >= 1) & (gpus < np.inf))):
+        raise DemandWrong(
+            "no step time can be estimated for this number of GPUs",
+            group=int(index),
+            expected="a finite number of at least 1",
+            found=gpus[index],
+            help="check the GPUs that the job asks for",
+        )
 
 
 def demand_of(

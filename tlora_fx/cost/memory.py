@@ -72,6 +72,8 @@ class StageContents:
     keep       gathered weights are kept from the forward to the backward
     for_round  they are kept from micro-batch to micro-batch
     recompute  share of layers that is computed again in the backward
+    kept       bytes of a token that a layer keeps all the same, where a budget's price tells;
+               of whole matrices: processes of tp keep less
     """
 
     stage: Stage
@@ -85,6 +87,7 @@ class StageContents:
     keep: bool = False
     for_round: bool = False
     recompute: float = 0.0
+    kept: float | None = None
 
 
 def memory_terms(clock: RowClock, rows: Rows, held: StageContents) -> Terms:
@@ -140,6 +143,9 @@ def _row_bytes(clock: RowClock, rows: Rows, held: StageContents) -> tuple[Array,
     if again:
         learns = sum(float(clock.learns[kind]) for kind in kinds)
         inputs = learns * rows.tokens * cost.hidden_bytes
+        if held.kept is not None:
+            within = np.minimum(one, inputs + learns * rows.tokens * held.kept)
+            again = 1 - (within - inputs) / np.maximum(one - inputs, 1.0)
         one, back = again * inputs + (1 - again) * one, back + again * there
     if held.stage.first:
         one = one + cost.ends.root_bytes(rows.tokens)
@@ -153,6 +159,7 @@ def memory_of(cost: CostModel, plan: Plan, work: Round) -> Memory:
     rows = cost.rows([max(parts, key=lambda load: measure(load, facts))], mesh.tp)
     count, stages = len(parts) // mesh.dp, stages_of(plan, len(facts.layers))
     sharded = plan.shard_base and mesh.dp > 1
+    price = cost.prices.get(plan.recompute_budget)
     clock, copies = clock_of(cost, plan), bool(cost.links(mesh, sharded=sharded).copies)
     found = []
     for process in range(mesh.pp):
@@ -171,6 +178,7 @@ def memory_of(cost: CostModel, plan: Plan, work: Round) -> Memory:
             keep=plan.keep_gathered,
             for_round=plan.keep_gathered and mesh.pp > 1,
             recompute=plan.recomputed,
+            kept=price.kept_bytes if price is not None else None,
         )
         terms = memory_terms(clock, rows, held)
         found.append(Memory(**{name: float(own[0]) for name, own in terms.items()}))

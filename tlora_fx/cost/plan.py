@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
@@ -102,6 +102,17 @@ def require_free(path: Path) -> None:
             file=path,
             help="choose another path with -o, or move the file away",
         ) from error
+
+
+class BudgetPrice(NamedTuple):
+    """What a recompute budget keeps and costs.
+
+    kept_bytes   of a token, in a layer, mean over the layers; not their inputs
+    again        share of the forward of layers that is computed again
+    """
+
+    kept_bytes: float
+    again: float
 
 
 class Plan(BaseModel):

@@ -93,8 +93,8 @@ def roofline_profile(gpu: Gpu, facts: ModelFacts, tokens: Sequence[int] = TOKENS
     for layer in facts.layers:
         if layer.structure not in known or layer.adapted:
             known[layer.structure] = layer
-    layers = [_layer(gpu, facts, layer, tp, tokens) for layer in known.values() for tp in TP]
-    size = Size(facts.hidden * facts.vocabulary, 0, 0, facts.dtype)
+    roof = _Roofline(gpu, facts)
+    layers = [roof.layer(layer, tp, tokens) for layer in known.values() for tp in TP]
     return Profile(
         name=f"roofline:{gpu.name}",
         source="roofline",
@@ -102,9 +102,9 @@ def roofline_profile(gpu: Gpu, facts: ModelFacts, tokens: Sequence[int] = TOKENS
         hardware=Hardware(gpu=gpu.name, memory_gib=gpu.memory_gib, processors=gpu.processors),
         shape=shape_of(facts),
         layers=layers,
-        root=[_root(gpu, facts, count) for count in tokens],
-        loss=[_loss(gpu, facts, size, rows) for rows in tokens],
-        optimizer=[_optimizer(gpu, *one) for one in ((2, 10**4), (500, 10**7), (500, 10**5))],
+        root=[roof.root(count) for count in tokens],
+        loss=[roof.loss(rows) for rows in tokens],
+        optimizer=[roof.optimizer(*one) for one in ((2, 10**4), (500, 10**7), (500, 10**5))],
         host=[HostPoint(tokens=n, ms=n * HOST_MS_PER_TOKEN) for n in (512, 16384)],
     )
 
@@ -139,84 +139,87 @@ def saved_numbers(layer: LayerFacts, hidden: int, tp: int = 1) -> float:
     return 3 * hidden + (whole * hidden + split + attended) / tp
 
 
-def _layer(
-    gpu: Gpu, facts: ModelFacts, layer: LayerFacts, tp: int, tokens: Sequence[int]
-) -> LayerProfile:
-    width = sum(one.width for one in layer.attention) / tp
-    size = Size(layer.elements / tp, width, facts.hidden, facts.dtype)
-    return LayerProfile(
-        structure=layer.structure,
-        tp=tp,
-        elements=round(size.elements),
-        attention_width=round(width),
-        hidden=facts.hidden,
-        points=[
-            _point(gpu, facts, layer, size, tp, (count, length), adapted)
-            for count in tokens
-            for length in LENGTHS
-            for adapted in (0, 1, 8)
-        ],
-    )
+@dataclass(frozen=True, slots=True)
+class _Roofline:
+    """Points of a model's profile that a data sheet allows."""
 
+    gpu: Gpu
+    facts: ModelFacts
 
-def _point(
-    gpu: Gpu,
-    facts: ModelFacts,
-    layer: LayerFacts,
-    size: Size,
-    tp: int,
-    row: tuple[int, int],
-    rank: int,
-) -> LayerPoint:
-    """A point for adapters of one rank on every matrix; rank 0: a bare layer."""
-    tokens, length = row
-    count = len(layer.matrices)
-    widths = sum(min(i, o) + max(i, o) / tp for i, o in layer.matrices)
-    saved = saved_numbers(layer, facts.hidden, tp) * tokens * size.itemsize
-    work = LayerPoint(
-        tokens=tokens,
-        squares=float(tokens * min(length, tokens)),
-        sites=count if rank else 0,
-        job_sites=count if rank else 0,
-        site_tokens=tokens * widths if rank else 0,
-        rank_tokens=tokens * widths * rank,
-        forward_ms=0,
-        backward_ms=0,
-        saved_bytes=saved,
-        forward_peak_bytes=saved,
-        backward_peak_bytes=0.5 * saved,
-    )
-    forward = layer_ms(gpu, size, work, "forward")
-    backward = layer_ms(gpu, size, work, "backward")
-    times = {"forward_ms": forward, "backward_ms": backward, "frozen_ms": forward}
-    return work.model_copy(update=times | ({"first_ms": backward} if rank else {}))
+    def layer(self, layer: LayerFacts, tp: int, tokens: Sequence[int]) -> LayerProfile:
+        """A layer in so many parts, on rows of these sizes."""
+        width = sum(one.width for one in layer.attention) / tp
+        size = Size(layer.elements / tp, width, self.facts.hidden, self.facts.dtype)
+        return LayerProfile(
+            structure=layer.structure,
+            tp=tp,
+            elements=round(size.elements),
+            attention_width=round(width),
+            hidden=self.facts.hidden,
+            points=[
+                self._point(layer, size, tp, count, length, rank)
+                for count in tokens
+                for length in LENGTHS
+                for rank in (0, 1, 8)
+            ],
+        )
 
+    def _point(
+        self, layer: LayerFacts, size: Size, tp: int, tokens: int, length: int, rank: int
+    ) -> LayerPoint:
+        """A point for adapters of one rank on every matrix; rank 0: a bare layer."""
+        count = len(layer.matrices)
+        widths = sum(min(i, o) + max(i, o) / tp for i, o in layer.matrices)
+        saved = saved_numbers(layer, self.facts.hidden, tp) * tokens * size.itemsize
+        work = LayerPoint(
+            tokens=tokens,
+            squares=float(tokens * min(length, tokens)),
+            sites=count if rank else 0,
+            job_sites=count if rank else 0,
+            site_tokens=tokens * widths if rank else 0,
+            rank_tokens=tokens * widths * rank,
+            forward_ms=0,
+            backward_ms=0,
+            saved_bytes=saved,
+            forward_peak_bytes=saved,
+            backward_peak_bytes=0.5 * saved,
+        )
+        forward = layer_ms(self.gpu, size, work, "forward")
+        backward = layer_ms(self.gpu, size, work, "backward")
+        times = {"forward_ms": forward, "backward_ms": backward, "frozen_ms": forward}
+        return work.model_copy(update=times | ({"first_ms": backward} if rank else {}))
 
-def _root(gpu: Gpu, facts: ModelFacts, tokens: int) -> RootPoint:
-    moved = 6 * facts.hidden * tokens * facts.itemsize / (gpu.memory_gbps * 1e6 * MEMORY)
-    saved = 2.0 * facts.hidden * tokens * facts.itemsize
-    return RootPoint(tokens=tokens, forward_ms=moved, backward_ms=moved / 2, saved_bytes=saved)
+    def root(self, tokens: int) -> RootPoint:
+        """Embedding, positions and last norm of so many tokens."""
+        facts = self.facts
+        moved = self._moved_ms(6 * facts.hidden * tokens * facts.itemsize)
+        saved = 2.0 * facts.hidden * tokens * facts.itemsize
+        return RootPoint(tokens=tokens, forward_ms=moved, backward_ms=moved / 2, saved_bytes=saved)
 
+    def loss(self, rows: int) -> LossPoint:
+        """Chunks of logits, which the backward computes again."""
+        facts = self.facts
+        peak = self.gpu.peak_tflops(facts.dtype) * 1e9
+        product = 2 * (facts.hidden * facts.vocabulary) * rows / (peak * PRODUCTS)
+        logits = self._moved_ms(4.0 * facts.vocabulary * rows)
+        chunk = min(rows, chunk_rows(facts.vocabulary))
+        return LossPoint(
+            targets=rows,
+            forward_ms=product + 3 * logits,
+            backward_ms=2 * product + 6 * logits,
+            saved_bytes=float(facts.hidden * rows * facts.itemsize),
+            peak_bytes=float(chunk * facts.vocabulary * (4 + 4 + 2 * facts.itemsize)),
+        )
 
-def _loss(gpu: Gpu, facts: ModelFacts, size: Size, rows: int) -> LossPoint:
-    """Chunks of logits, which the backward computes again."""
-    product = 2 * size.elements * rows / (gpu.peak_tflops(facts.dtype) * 1e9 * PRODUCTS)
-    logits = 4.0 * facts.vocabulary * rows / (gpu.memory_gbps * 1e6 * MEMORY)
-    chunk = min(rows, chunk_rows(facts.vocabulary))
-    return LossPoint(
-        targets=rows,
-        forward_ms=product + 3 * logits,
-        backward_ms=2 * product + 6 * logits,
-        saved_bytes=float(facts.hidden * rows * facts.itemsize),
-        peak_bytes=float(chunk * facts.vocabulary * (4 + 4 + 2 * facts.itemsize)),
-    )
+    def optimizer(self, tensors: int, parameters: int) -> OptimizerPoint:
+        """The end of a step of a job with so many tensors and numbers."""
+        moved = self._moved_ms(parameters * 4 * 9)
+        return OptimizerPoint(
+            tensors=tensors, parameters=parameters, ms=0.1 + tensors * TENSOR_MS + moved
+        )
 
-
-def _optimizer(gpu: Gpu, tensors: int, parameters: int) -> OptimizerPoint:
-    moved = parameters * 4 * 9 / (gpu.memory_gbps * 1e6 * MEMORY)
-    return OptimizerPoint(
-        tensors=tensors, parameters=parameters, ms=0.1 + tensors * TENSOR_MS + moved
-    )
+    def _moved_ms(self, size: float) -> float:
+        return size / (self.gpu.memory_gbps * 1e6 * MEMORY)
 
 
 # Carry what was measured to another GPU, another shape, or another size of tensor parallelism.

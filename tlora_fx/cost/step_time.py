@@ -32,7 +32,7 @@ from tlora_fx.cost.hardware import LinkTier, gpu_of_device
 from tlora_fx.cost.load import Array, Load, Mask, Round, Rows, is_small
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.pipeline_simulation import Order, Times, schedule_order, simulate
-from tlora_fx.cost.plan import MeshShape, Plan, Schedule
+from tlora_fx.cost.plan import BudgetPrice, MeshShape, Plan, Schedule
 from tlora_fx.cost.profile import Operation, Profile
 from tlora_fx.host.environment import wants_peer_copies
 
@@ -62,6 +62,7 @@ class CostModel:
     lowest      the first layer whose backward anybody needs; None: the facts' own
     fused       False: adapters run one after the other
     estimated   whether anything that was asked for was not measured as it is
+    prices      of recompute budgets; one that is not there counts as a share of every layer
     kinds       layers that cost the same
     kind_of     for each layer its kind
     """
@@ -72,6 +73,7 @@ class CostModel:
     lowest: int | None = None
     fused: bool = True
     estimated: bool = field(init=False)
+    prices: dict[float, BudgetPrice] = field(default_factory=dict)
     collectives: CollectiveTimes = field(init=False)
     kinds: tuple[Kind, ...] = field(init=False)
     kind_of: tuple[int, ...] = field(init=False)
@@ -648,7 +650,9 @@ def total(terms: Terms) -> Array:
 
 def clock_of(cost: CostModel, plan: Plan) -> RowClock:
     """Clock of a plan's rows."""
-    return cost.clock((plan.mesh.tp,), recompute=plan.recomputed)
+    price = cost.prices.get(plan.recompute_budget)
+    again = price.again if price is not None else plan.recomputed
+    return cost.clock((plan.mesh.tp,), recompute=again)
 
 
 def _nano_batches(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> tuple[Rows | None, int]:

@@ -63,6 +63,10 @@ class TloraError(Exception):
             lines.extend(f"  {'':<{width}}  {line}" for line in rest)
         return printable("\n".join(lines))
 
+    def with_notes(self) -> str:
+        """The text, and below it the notes that were added."""
+        return "\n  ".join([str(self), *getattr(self, "__notes__", ())])
+
 
 def _again(kind: type[TloraError], what: str, help: str, facts: Mapping[str, str]) -> TloraError:
     return kind(what, help=help, **facts)

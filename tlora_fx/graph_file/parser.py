@@ -7,35 +7,27 @@ import base64
 import dataclasses
 import gc
 import importlib
-import operator
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
-import sympy
 import torch
 from torch import fx
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.value_ranges import ValueRanges
 
-from tlora_fx.errors import GraphFileNotReadable, GraphInvalid
+from tlora_fx.errors import GraphFileNotReadable, GraphInvalid, TagsBroken
 from tlora_fx.graph_file.operators import OPERATORS, OPS, fits, target_of
-from tlora_fx.graph_file.verify import verify_tags, verify_values
+from tlora_fx.graph_file.values import ValueReader
 from tlora_fx.graph_file.words import (
     ABSENT,
     CONSTANTS,
     FORMAT,
-    FUNCTIONS,
-    LONG,
     OBJECTS,
     PASSES,
     ROLES,
-    contiguous,
+    called,
+    strange,
     text_digest,
 )
 from tlora_fx.ir.graph import (
@@ -49,9 +41,11 @@ from tlora_fx.ir.graph import (
     TensorRef,
 )
 from tlora_fx.ir.names import hold_names
-from tlora_fx.ir.shapes import fake_tensor, give_value, remember_runs, segment_size
-from tlora_fx.ir.verifier import fingerprint
+from tlora_fx.ir.shapes import give_value, propagate, remember_runs, type_text
+from tlora_fx.ir.verifier import adapted, check_tags, fingerprint, owners
 
+#: Nodes whose values operators give.
+RUN_OPS = ("call_function", "call_module")
 # Layers that one line may name: a damaged number must not fill the memory.
 MAX_LAYERS = 100_000
 _WRITTEN = re.compile(r'fingerprint\("\w+", "\w+", text="(?P<digest>\w+)"\)')
@@ -107,7 +101,7 @@ def _without_collection() -> Iterator[None]:
 def left_out(text: str) -> list[str]:
     """Tags that could not be kept when a text was written; raises GraphFileNotReadable."""
     calls = (item.value for item in _statements(text) if isinstance(item, ast.Expr))
-    named = (call for call in calls if isinstance(call, ast.Call) and _name(call) == "left_out")
+    named = (call for call in calls if isinstance(call, ast.Call) and called(call) == "left_out")
     return [str(ast.literal_eval(call.args[0])) for call in named]
 
 
@@ -142,7 +136,7 @@ def _statements(text: str) -> list[ast.stmt]:
             "the graph file cannot be read", found=error, help="the file is damaged"
         ) from error
     first = body[0].value if body and isinstance(body[0], ast.Expr) else None
-    known = isinstance(first, ast.Call) and _name(first) == "graphs" and bool(first.args)
+    known = isinstance(first, ast.Call) and called(first) == "graphs" and bool(first.args)
     number = ast.unparse(first.args[0]) if known else None  # type: ignore[union-attr]
     if number != str(FORMAT):
         raise GraphFileNotReadable(
@@ -167,26 +161,6 @@ def _damaged(found: str) -> GraphFileNotReadable:
         found=found,
         help="the file is damaged, or another version wrote it",
     )
-
-
-def _refuse(item: ast.AST) -> NoReturn:
-    raise GraphFileNotReadable(
-        "a line of the graph file says what no graph file says",
-        found=ast.unparse(item)[:200],
-        help="docs/graph-files.md has the grammar; else the file is damaged",
-    )
-
-
-def _name(call: ast.Call) -> str:
-    """What a call calls: "aten.linear.default"."""
-    parts: list[str] = []
-    item: ast.expr = call.func
-    while isinstance(item, ast.Attribute):
-        parts.append(item.attr)
-        item = item.value
-    if not isinstance(item, ast.Name):
-        _refuse(call)
-    return ".".join([item.id, *reversed(parts)])
 
 
 @dataclass(slots=True)
@@ -215,7 +189,7 @@ class _Reader:
         self.owners: dict[int, str] = {}
         self.births: dict[int, tuple[str, str, str]] = {}
         self.origins: list[Origin] = []
-        self.values = _Values()
+        self.values = ValueReader()
         self.structures: dict[int, _Structure] = {}
         self.jobs: list[JobGraph] = []
         self.group: GroupGraph | None = None
@@ -273,10 +247,10 @@ class _Reader:
             elif isinstance(item, ast.Expr) and isinstance(item.value, ast.Subscript):
                 self._origin(item.value)
             elif isinstance(item, ast.Expr) and isinstance(item.value, ast.Call):
-                if not self._table(_name(item.value), item.value):
+                if not self._table(called(item.value), item.value):
                     calls.append(item.value)
             else:
-                _refuse(item)
+                raise strange(item)
         return calls, graphs
 
     def _table(self, name: str, call: ast.Call) -> bool:
@@ -315,18 +289,18 @@ class _Reader:
     def _number(self, item: ast.expr | None) -> int:
         if isinstance(item, ast.Constant) and type(item.value) is int:
             return item.value
-        _refuse(item or ast.Constant(None))
+        raise strange(item or ast.Constant(None))
 
     def _names(self, calls: list[ast.Call]) -> dict[int, tuple[str, ...]]:
         """For each structure the jobs that `all` stands for in it."""
         names: dict[int, tuple[str, ...]] = {}
         every: list[str] = []
         for call in calls:
-            if _name(call) == "job":
+            if called(call) == "job":
                 name, number = (self._plain.read(arg) for arg in call.args[:2])
                 names.setdefault(number, (name,))
                 every.append(name)
-            elif _name(call) == "group":
+            elif called(call) == "group":
                 names[self._plain.read(call.args[0])] = tuple(every[1:])
         return names
 
@@ -343,26 +317,26 @@ class _Reader:
                 continue
             head = _head(inner, "root", "block", "erased")
             body = inner.body  # type: ignore[attr-defined]
-            if _name(head) == "erased":
+            if called(head) == "erased":
                 readers[-1].erased = body
                 continue
-            names_of_all = names.get(args[0], ())
-            if _name(head) == "root":
-                reader = _GraphReader(self, names_of_all, kwargs.get("mode"), body)
-                readers.append(reader)
-                structure.root = reader.graph
-            else:
+            name, layers, more = "", list[Any](), dict[str, Any]()
+            if called(head) == "block":
                 (name, *layers), more = self._plain.arguments(head)
-                reader = _GraphReader(self, names_of_all, kwargs.get("mode"), body, f"{name}.")
-                readers.append(reader)
-                structure.blocks[name] = Block(
-                    name,
-                    reader.graph,
-                    _layers(layers),
-                    bool(more.get("recompute")),
-                    float(more.get("budget", 1.0)),
-                    tuple((_text(text), _text(module)) for text, module in more.get("joint", ())),
-                )
+            prefix, jobs = name and f"{name}.", names.get(args[0], ())
+            reader = _GraphReader(self, jobs, kwargs.get("mode"), body, prefix)
+            readers.append(reader)
+            if not name:
+                structure.root = reader.graph
+                continue
+            structure.blocks[name] = Block(
+                name,
+                reader.graph,
+                _layers(layers),
+                bool(more.get("recompute")),
+                float(more.get("budget", 1.0)),
+                tuple((_text(text), _text(module)) for text, module in more.get("joint", ())),
+            )
         for reader in readers:
             reader.read()
         # A layer's call has what its block gives, so the root comes last.
@@ -371,7 +345,7 @@ class _Reader:
 
     def _entry(self, call: ast.Call) -> None:
         """A line on a job or the group, or on the one before it."""
-        name = _name(call)
+        name = called(call)
         args, kwargs = self._plain.arguments(call)
         if name == "job":
             self._job(args[0], self.structures[args[1]], **kwargs)
@@ -382,7 +356,7 @@ class _Reader:
         elif name == "note":
             (self.group or self.jobs[-1]).notes.append((_text(args[0]), _text(args[1])))
         else:
-            _refuse(call)
+            raise strange(call)
 
     def _job(
         self,
@@ -430,35 +404,33 @@ def _head(item: ast.stmt, *names: str) -> ast.Call:
     """The call of `with call():`."""
     if isinstance(item, ast.With) and len(item.items) == 1:
         call = item.items[0].context_expr
-        if isinstance(call, ast.Call) and _name(call) in names:
+        if isinstance(call, ast.Call) and called(call) in names:
             return call
-    _refuse(item)
+    raise strange(item)
 
 
+@dataclass
 class _GraphReader:
     """Reads the nodes of one graph.
 
     jobs      what `all` stands for
     mode      the number of the fake mode of most values
-    erased    nodes that tags still tell of, by their number
     prefix    of the names of its nodes in errors
+    erased    nodes that tags still tell of, by their number
     """
 
-    def __init__(
-        self,
-        reader: _Reader,
-        jobs: tuple[str, ...],
-        mode: int | None,
-        body: list[ast.stmt],
-        prefix: str = "",
-    ) -> None:
-        self.reader, self.jobs, self.mode, self.body = reader, jobs, mode, body
-        self.prefix = prefix
-        self.graph = fx.Graph()
-        self.erased: list[ast.stmt] = []
-        self.nodes: dict[str, fx.Node] = {}
-        self.gone: list[fx.Node] = []
-        self.literals = _Literals(reader, self)
+    reader: _Reader
+    jobs: tuple[str, ...]
+    mode: int | None
+    body: list[ast.stmt]
+    prefix: str
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    erased: list[ast.stmt] = field(default_factory=list)
+    nodes: dict[str, fx.Node] = field(default_factory=dict)
+    gone: list[fx.Node] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.literals = _Literals(self.reader, self)
 
     def read(self) -> None:
         """Make the nodes, then give them tags, which may mention any of them."""
@@ -487,7 +459,8 @@ class _GraphReader:
         if not self.reader.is_edited:
             remember_runs(self.graph)
             return
-        verify_values(self.graph, blocks, lambda node: self.reader.at_node(self.prefix + node.name))
+        at = self.reader.at_node
+        verify_values(self.graph, blocks, lambda node: at(self.prefix + node.name))
 
     def _statement(self, item: ast.stmt, graph: fx.Graph) -> tuple[fx.Node, ast.Call | None]:
         """`name: value = call @ tags`; an operator without a value is run for one."""
@@ -500,9 +473,9 @@ class _GraphReader:
         if isinstance(call, ast.BinOp) and isinstance(call.op, ast.MatMult):
             tags, call = call.right, call.left
         if not isinstance(named, ast.Name) or not isinstance(call, ast.Call):
-            _refuse(item)
+            raise strange(item)
         if not isinstance(tags, (ast.Call, type(None))):
-            _refuse(item)
+            raise strange(item)
         absent = isinstance(note, ast.Name) and note.id == "absent"
         value = ABSENT if note is None or absent else self.value(note)
         node = self._node(graph, named.id, call, value)
@@ -519,13 +492,13 @@ class _GraphReader:
         if isinstance(note, ast.List):
             return list(map(self.value, note.elts))
         if isinstance(note, ast.Subscript) or (
-            isinstance(note, ast.Call) and _name(note) in ("tensor", "size")
+            isinstance(note, ast.Call) and called(note) in ("tensor", "size")
         ):
             return self.reader.values.read(note, self.mode)
         return self.literals.read(note)
 
     def _node(self, graph: fx.Graph, name: str, call: ast.Call, value: Any) -> fx.Node:
-        kind = _name(call)
+        kind = called(call)
         args, kwargs = self.literals.arguments(call)
         ref: TensorRef | None = None
         if kind == "input":
@@ -570,7 +543,7 @@ class _GraphReader:
         return graph.create_node(op, target, args, kwargs)
 
     def _tag(self, node: fx.Node, call: ast.Call) -> None:
-        role, meta = _name(call), node.meta
+        role, meta = called(call), node.meta
         args, kwargs = self.literals.arguments(call)
         meta.update(zip(("path", "source"), args, strict=False))
         if role in ROLES:
@@ -579,7 +552,7 @@ class _GraphReader:
             if role in usual:
                 meta["jobs"] = usual[role]
         elif role != "tags":
-            _refuse(call)
+            raise strange(call)
         number = kwargs.pop("of", None)
         if number is not None:
             meta["origin"] = self.reader.origins[number]
@@ -617,7 +590,7 @@ class _Literals:
         """The value of an expression; raises GraphFileNotReadable for what no text says."""
         if isinstance(item, ast.Constant):
             if isinstance(item.value, (bytes, complex)):
-                _refuse(item)
+                raise strange(item)
             return item.value
         if isinstance(item, ast.Name):
             return self._named(item)
@@ -635,7 +608,7 @@ class _Literals:
         if item.id == "absent":
             return ABSENT
         if self.graph is None:
-            _refuse(item)
+            raise strange(item)
         if item.id == "all":
             return self.graph.jobs
         if item.id not in self.graph.nodes:
@@ -659,13 +632,13 @@ class _Literals:
         if isinstance(item, ast.Subscript) and ast.unparse(item.value) == "gone":
             assert self.graph is not None
             return self.graph.gone[self.read(item.slice)]
-        _refuse(item)
+        raise strange(item)
 
     def _call(self, call: ast.Call) -> Any:
-        name = _name(call)
+        name = called(call)
         if name == "value":
             if self.graph is None:
-                _refuse(call)
+                raise strange(call)
             return self.graph.value(call.args[0])
         args, kwargs = self.arguments(call)
         simple: dict[str, Callable[..., Any]] = {
@@ -677,7 +650,7 @@ class _Literals:
             return OBJECTS[name](**kwargs)
         if name == "object":
             return _class(args[0])(**kwargs)
-        _refuse(call)
+        raise strange(call)
 
 
 def _class(name: str) -> type[Any]:
@@ -690,115 +663,6 @@ def _class(name: str) -> type[Any]:
         "the graph file holds a value of no known kind",
         found=name,
         help="the file is damaged, or another version wrote it",
-    )
-
-
-class _Values:
-    """Reads values; fake modes are made anew, with symbols of the same names."""
-
-    def __init__(self) -> None:
-        self.modes: dict[int, FakeTensorMode] = {}
-        self._symbols: dict[int, dict[str, Any]] = {}
-        # Making a fake tensor takes most of reading; nobody writes into one, so equal ones are one.
-        self._floats: dict[tuple[Any, ...], torch.Tensor] = {}
-
-    def add(self, number: int, sizes: dict[str, tuple[int, ...]]) -> None:
-        """A mode with its symbols: what each was while tracing, and its bounds."""
-        env = _NamedSizes()
-        self._symbols[number] = {name: _symbol(env, name, *size) for name, size in sizes.items()}
-        self.modes[number] = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True, export=True)
-
-    def read(self, note: ast.expr, mode: int | None) -> torch.Tensor | torch.SymInt | int:
-        """A value: `bf16[1, s70]`, `tensor(bf16[1, s70], strides=[...])`, `size(2*s70)`."""
-        facts: dict[str, ast.expr] = {}
-        if isinstance(note, ast.Call):
-            facts = {str(word.arg): word.value for word in note.keywords}
-            mode = ast.literal_eval(facts.pop("mode")) if "mode" in facts else mode
-            if _name(note) == "size":
-                return self._int(self._expression(note.args[0], mode), mode)
-            note = note.args[0]
-        if not isinstance(note, ast.Subscript) or not isinstance(note.value, ast.Name):
-            _refuse(note)
-        name = note.value.id
-        dtype = getattr(torch, LONG.get(name, name), None)
-        if not isinstance(dtype, torch.dtype):
-            _refuse(note)
-        words = note.slice.elts if isinstance(note.slice, ast.Tuple) else [note.slice]
-        shape = [self._expression(word, mode) for word in words]
-        strides = contiguous(shape)
-        if "strides" in facts:
-            assert isinstance(facts["strides"], ast.List)
-            strides = [self._expression(word, mode) for word in facts["strides"].elts]
-        device = ast.literal_eval(facts["device"]) if "device" in facts else "meta"
-        key = (mode, dtype, device, "grad" in facts, *shape, None, *strides)
-        if key not in self._floats or not dtype.is_floating_point:
-            tensor = self._tensor(shape, strides, dtype, device, mode)
-            self._floats[key] = tensor.requires_grad_("grad" in facts)
-        return self._floats[key]
-
-    def _tensor(
-        self,
-        shape: list[Any],
-        strides: list[Any],
-        dtype: torch.dtype,
-        device: str,
-        mode: int | None,
-    ) -> torch.Tensor:
-        sizes, steps = (tuple(self._int(size, mode) for size in part) for part in (shape, strides))
-        if mode is None:
-            # A tensor that is not fake must not take memory.
-            assert device == "meta", f"a tensor on {device} without a mode"
-            return torch.empty_strided(sizes, steps, dtype=dtype, device=device)
-        return fake_tensor(self.modes[mode], sizes, steps, dtype, device)
-
-    def _int(self, size: Any, mode: int | None) -> int | torch.SymInt:
-        if isinstance(size, int):
-            return size
-        if size.is_Integer:
-            return int(size)
-        env = None if mode is None else self.modes[mode].shape_env
-        assert env is not None
-        return env.create_symintnode(size, hint=None)
-
-    def _expression(self, item: ast.expr, mode: int | None) -> Any:
-        """A size: a number, or sympy's expression of symbols."""
-        if isinstance(item, ast.Constant) and type(item.value) is int:
-            return item.value
-        if isinstance(item, ast.UnaryOp) and isinstance(item.op, ast.USub):
-            return -self._expression(item.operand, mode)
-        if isinstance(item, ast.Name) and (segment := re.fullmatch(r"T(\d+)", item.id)):
-            return segment_size(int(segment[1]))
-        if isinstance(item, ast.Name) and mode is not None:
-            return self._symbols[mode][item.id]
-        if isinstance(item, ast.BinOp) and isinstance(item.op, (ast.Mult, ast.Add)):
-            function = operator.mul if isinstance(item.op, ast.Mult) else operator.add
-            left, right = (self._expression(part, mode) for part in (item.left, item.right))
-            return function(sympy.sympify(left), right)
-        if isinstance(item, ast.Call) and _name(item) in FUNCTIONS:
-            parts = (sympy.sympify(self._expression(part, mode)) for part in item.args)
-            return FUNCTIONS[_name(item)](*parts)
-        _refuse(item)
-
-
-class _NamedSizes(ShapeEnv):
-    """Symbols get the numbers that they are asked for: torch derives its own from a hash."""
-
-    number = 0
-
-    def _generate_unique_id(self, source_name: str) -> int:
-        self.unique_ids.add(self.number)
-        return self.number
-
-
-def _symbol(env: _NamedSizes, name: str, hint: int, lower: int, upper: int | None = None) -> Any:
-    env.number = int(name[1:])
-    span = ValueRanges(lower, int_oo if upper is None else upper)
-    return env.create_symbol(
-        hint,
-        ConstantSource(f"row_{name}"),
-        dynamic_dim=DimDynamic.DYNAMIC,
-        constraint_dim=StrictMinMaxConstraint(vr=span, warn_only=False),
-        do_not_specialize_zero_one=True,
     )
 
 
@@ -846,3 +710,67 @@ def _sites(words: list[Any]) -> Iterator[AdapterSite]:
             for tail in tails:
                 path = ".".join(filter(None, (layer, tail)))
                 yield AdapterSite(path, *numbers)
+
+
+# Verify graphs of a text that was edited: nothing in it is taken on trust.
+
+
+def verify_values(
+    graph: fx.Graph, blocks: dict[str, Block], at: Callable[[fx.Node], object]
+) -> None:
+    """Run all operators on the values that stand in the text; theirs must be what stands there.
+
+    blocks    whose layers the graph calls
+    at        is called with the node that is looked at
+    raises    GraphFileNotReadable
+    """
+    given = [node for node in graph.nodes if node.op in RUN_OPS and "val" in node.meta]
+    stated = {node: type_text(node.meta["val"]) for node in given}
+    try:
+        propagate(graph, blocks, at)
+    except GraphInvalid as error:
+        raise GraphFileNotReadable(
+            f"in the graph file {error.what}",
+            help="correct the operator, or what it is given",
+            **error.facts,
+        ) from error
+    for node, said in stated.items():
+        if said != (found := type_text(node.meta["val"])):
+            at(node)
+            raise GraphFileNotReadable(
+                "the graph file says another type of a value than its operator gives",
+                node=node.name,
+                expected=found,
+                found=said,
+                help="correct the line, or leave the type out: NAME = OPERATOR(...)",
+            )
+
+
+def verify_tags(graphs: JobGraph | GroupGraph, at: Callable[[str], object]) -> None:
+    """Check tags, and that all sites of jobs have their adapters.
+
+    at        is called with the name of the node that is looked at: "q_proj", "block.q_proj"
+    raises    GraphFileNotReadable
+    """
+    try:
+        check_tags(graphs)
+    except TagsBroken as error:
+        at(str(error.facts.get("node")))
+        raise GraphFileNotReadable(
+            "in the graph file a node's tags do not hold",
+            help="correct what stands behind @; docs/graph-files.md says what tags there are",
+            **error.facts,
+        ) from error
+    every = (graph for owner in owners(graphs) for graph in owner.graphs())
+    if not any("site" in node.meta for graph in every for node in graph.nodes):
+        return
+    whole = adapted(graphs)
+    for job in graphs.jobs if isinstance(graphs, GroupGraph) else [graphs]:
+        lost = [path for path in job.sites if (job.name, path) not in whole]
+        if lost:
+            raise GraphFileNotReadable(
+                "the graph file lacks adapters of a job",
+                job=job.name,
+                expected=f"nodes of an adapter at {lost[0]} that reach what the graph returns",
+                help="write the nodes, or take the site out of the job's lines",
+            )

@@ -7,43 +7,42 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import keyword
 import math
-from collections import Counter
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from keyword import iskeyword
+from operator import itemgetter
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from torch.utils._sympy.numbers import int_oo
 
 from tlora_fx.errors import GraphNotStorable
 from tlora_fx.graph_file.operators import OPERATORS, OPS, fits, target_text
+from tlora_fx.graph_file.values import ValuePrinter
 from tlora_fx.graph_file.words import (
     ABSENT,
     CONSTANTS,
     FORMAT,
-    FUNCTIONS,
     OBJECTS,
     PASSES,
     ROLES,
-    SHORT,
-    contiguous,
-    owner_of,
+    keyword,
+    keywords,
+    quoted,
     text_digest,
 )
 from tlora_fx.host.version import __version__
 from tlora_fx.ir.graph import AdapterSite, Block, GroupGraph, JobGraph, LayerPlan, Origin, TensorRef
-from tlora_fx.ir.shapes import RUN, size_text
+from tlora_fx.ir.shapes import RUN
 from tlora_fx.ir.verifier import fingerprint
 
 VALUE = "val"
 # Tags that have a place of their own on a node's line.
 PLACED = (VALUE, "path", "source", "tensor", "role", "jobs", "origin", RUN)
+_IN_LAYER = re.compile(r"(?P<head>.+?)\.(?P<number>0|[1-9][0-9]*)(\.(?P<tail>.*))?")
 # What is written while a job's graphs are.
 _Lines = list[str]
 
@@ -59,7 +58,7 @@ class Printer:
         self.jobs: _Lines = []
         self.graphs: _Lines = []
         self.plans: dict[str, int] = {}
-        self.sizes = _Sizes()
+        self.sizes = ValuePrinter()
         self.sources: dict[str, int] = {}
         self.origins = _Origins()
         self._structures: dict[tuple[int, ...], int] = {}
@@ -80,10 +79,10 @@ class Printer:
         known = fingerprint(graphs)
         first = f'graphs({FORMAT}, tlora_fx="{__version__}", torch="{torch.__version__}")'
         tail = [
-            *(f"left_out({_text(tag)})" for tag in self.left_out),
+            *(f"left_out({quoted(tag)})" for tag in self.left_out),
             *(f"plan({number}, {plan})" for plan, number in self.plans.items()),
             *self.sizes.lines(),
-            *(f"source({number}, {_text(line)})" for line, number in self.sources.items()),
+            *(f"source({number}, {quoted(line)})" for line, number in self.sources.items()),
             *self.origins.lines(),
         ]
         rest = "\n".join([*self.jobs, *self.graphs, *tail]) + "\n"
@@ -96,13 +95,13 @@ class Printer:
         self._names.setdefault(_key(job), (job.name,))
         number = self._structure(job, f"job '{job.name}'" if job.name else "base")
         facts = {
-            "form": _text(job.form),
+            "form": quoted(job.form),
             "plan": None if job.plan is None else self._plan(job.plan),
             "facts": _facts(job.facts) if job.facts else None,
             "repeated": repr(sorted(job.repeated)) if job.repeated else None,
-            "sites": _text(same) if kept and same != job.name else None,
+            "sites": quoted(same) if kept and same != job.name else None,
         }
-        self.jobs.append(f"job({_text(job.name)}, {number}{_keywords(facts)})")
+        self.jobs.append(f"job({quoted(job.name)}, {number}{keywords(facts)})")
         if same == job.name:
             self.jobs.extend(_site_lines(kept))
         self.jobs.extend(_notes(job.notes))
@@ -111,11 +110,11 @@ class Printer:
         number = self._structure(group, "group")
         facts = {
             "exact": repr(group.exact),
-            "compute": _text(group.compute),
+            "compute": quoted(group.compute),
             "open": None if group.open is None else Literals(None, None).show(group.open),
             "facts": _facts(group.facts) if group.facts else None,
         }
-        self.jobs.append(f"group({number}{_keywords(facts)})")
+        self.jobs.append(f"group({number}{keywords(facts)})")
         self.jobs.extend(_notes(group.notes))
 
     def _plan(self, plan: LayerPlan) -> int:
@@ -128,9 +127,9 @@ class Printer:
             return self._structures[key]
         number = self._structures[key] = len(self._structures)
         mode, jobs = self.sizes.usual(graphs), self._names[key]
-        self.graphs.append(f"with graph({number}{_keywords({'mode': mode})}):")
+        self.graphs.append(f"with graph({number}{keywords({'mode': mode})}):")
         for name, value in graphs.constants.items():
-            self.graphs.append(f" constant({_text(name)}, {_constant(value)})")
+            self.graphs.append(f" constant({quoted(name)}, {_constant(value)})")
         self._block("root()", graphs.root, subject, jobs, mode)
         for block in graphs.blocks.values():
             self._block(_block_head(block), block.graph, subject, jobs, mode)
@@ -204,23 +203,23 @@ class _GraphPrinter:
             )
         show = self.arguments.show
         words = [show(value) for value in node.args]
-        words += [_keyword(name, show(value)) for name, value in node.kwargs.items()]
+        words += [keyword(name, show(value)) for name, value in node.kwargs.items()]
         if node.op == "placeholder":
-            own = [] if target == node.name and not words else [_text(target)]
+            own = [] if target == node.name and not words else [quoted(target)]
             return f"input({', '.join([*own, *words])})"
         if node.op == "output":
             return f"returns({', '.join(words)})"
         if node.op == "call_module":
-            return f"layer({', '.join([_text(target), *words])})"
+            return f"layer({', '.join([quoted(target), *words])})"
         if node.op == "get_attr":
             return self._tensor(node)
         name = target_text(target, node.name).removeprefix(OPERATORS)
-        if all(part.isidentifier() and not keyword.iskeyword(part) for part in name.split(".")):
+        if all(part.isidentifier() and not iskeyword(part) for part in name.split(".")):
             return f"{name}({', '.join(words)})"
-        return f"call({', '.join([_text(name), *words])})"
+        return f"call({', '.join([quoted(name), *words])})"
 
     def _tensor(self, node: fx.Node) -> str:
-        ref, target = node.meta.get("tensor"), _text(str(node.target))
+        ref, target = node.meta.get("tensor"), quoted(str(node.target))
         if not isinstance(ref, TensorRef):
             return f"attribute({target})"
         value = node.meta.get(VALUE)
@@ -228,14 +227,14 @@ class _GraphPrinter:
             *value.shape, value.dtype,
         )  # fmt: skip
         facts = {
-            "name": None if ref.name == node.target else _text(ref.name),
+            "name": None if ref.name == node.target else quoted(ref.name),
             "shape": None if alike else repr(ref.shape),
             "dtype": None if alike else str(ref.dtype),
-            "form": _text(ref.form) if ref.form else None,
+            "form": quoted(ref.form) if ref.form else None,
             "originals": self.literals.show(ref.originals) if ref.originals else None,
             "shard": None if ref.shard is None else repr(ref.shard),
         }
-        return f"{ref.owner}({target}{_keywords(facts)})"
+        return f"{ref.owner}({target}{keywords(facts)})"
 
     def _tags(self, node: fx.Node) -> str:
         meta = node.meta
@@ -252,7 +251,7 @@ class _GraphPrinter:
         for tag, value in meta.items():
             if tag not in PLACED or (tag == "tensor" and not _placed(node)):
                 try:
-                    words.append(_keyword(tag, self.literals.show(value)))
+                    words.append(keyword(tag, self.literals.show(value)))
                 except GraphNotStorable:
                     kind = f"{type(value).__module__}.{type(value).__qualname__}"
                     self.left_out.append(f"{node.name}: {tag} ({kind})")
@@ -301,7 +300,7 @@ class _GraphPrinter:
             target = str(node.target)
             if node.op == "call_function":
                 target = target_text(node.target, node.name)
-            self.gone[place] = self._statement(node, f"gone({_text(node.op)}, {_text(target)})")
+            self.gone[place] = self._statement(node, f"gone({quoted(node.op)}, {quoted(target)})")
         return f"gone[{self._gone[node]}]"
 
 
@@ -325,7 +324,7 @@ class Literals:
         if value is None or value is ... or type(value) in (bool, int):
             return repr(value) if value is not ... else "..."
         if type(value) is str:
-            return _text(value)
+            return quoted(value)
         if type(value) is float:
             return repr(value) if math.isfinite(value) else _infinite(value)
         if isinstance(value, fx.Node):
@@ -347,7 +346,7 @@ class Literals:
         if isinstance(value, CONSTANTS):
             return str(value)
         if isinstance(value, torch.device):
-            return f"device({_text(str(value))})"
+            return f"device({quoted(str(value))})"
         if isinstance(value, complex):
             return f"complex({self.show(value.real)}, {self.show(value.imag)})"
         is_meta = isinstance(value, torch.Tensor) and value.is_meta
@@ -359,130 +358,13 @@ class Literals:
         if dataclasses.is_dataclass(value) and (known or name.startswith(PASSES)):
             names = [item.name for item in dataclasses.fields(value)]
             fields = ", ".join(f"{name}={self.show(getattr(value, name))}" for name in names)
-            return f"{name}({fields})" if known else f"object({_text(name)}, {fields})"
+            return f"{name}({fields})" if known else f"object({quoted(name)}, {fields})"
         raise GraphNotStorable(
             "a graph holds a value that a graph file cannot keep",
             kind=f"{cls.__module__}.{cls.__qualname__}",
             found=repr(value)[:200],
             help="hold numbers, text, tuples and nodes in arguments and tags",
         )
-
-
-class _Sizes:
-    """Writes values; what owns their symbols, a trace's fake mode, has a number."""
-
-    def __init__(self) -> None:
-        self.owners: list[Any] = []
-        self.symbols: list[dict[str, str]] = []
-        self._known: dict[tuple[int, int | None], tuple[Any, str]] = {}
-
-    def usual(self, graphs: JobGraph | GroupGraph) -> int | None:
-        """The number of the owner of most values of graphs, None where no value has one."""
-        owners = (
-            owner_of(value)
-            for graph in graphs.graphs()
-            for node in graph.nodes
-            if isinstance(value := node.meta.get(VALUE), FakeTensor)
-        )
-        counts = Counter(map(self.number, owners))
-        return counts.most_common(1)[0][0] if counts else None
-
-    def number(self, owner: Any) -> int:
-        """The number of an owner; one without symbols has a number too."""
-        for index, known in enumerate(self.owners):
-            if known is owner:
-                return index
-        self.owners.append(owner)
-        self.symbols.append({})
-        return len(self.owners) - 1
-
-    def lines(self) -> Iterator[str]:
-        """The table of symbols."""
-        for number, symbols in enumerate(self.symbols):
-            yield f"mode({number}{_keywords(symbols)})"
-
-    def value(self, value: torch.Tensor | torch.SymInt, usual: int | None) -> str:
-        """A tensor's type and shape, or a size; what is unusual stands behind."""
-        key = (id(value), usual)
-        if key not in self._known:
-            shown = self._tensor if isinstance(value, torch.Tensor) else self._size
-            self._known[key] = value, shown(value, usual)
-        return self._known[key][1]
-
-    def _size(self, value: Any, usual: int | None) -> str:
-        mode = self.number(value.node.shape_env)
-        return f"size({self._expression(value, mode)}{_mode(mode, usual)})"
-
-    def _tensor(self, value: Any, usual: int | None) -> str:
-        mode = self.number(owner_of(value)) if isinstance(value, FakeTensor) else None
-        shape = [self._expression(size, mode) for size in value.shape]
-        sizes = [size.node.expr if isinstance(size, torch.SymInt) else size for size in value.shape]
-        steps = [
-            step.node.expr if isinstance(step, torch.SymInt) else step for step in value.stride()
-        ]
-        kind = str(value.dtype).removeprefix("torch.")
-        text = f"{SHORT.get(kind, kind)}[{', '.join(shape) or '()'}]"
-        facts: dict[str, str | None] = {
-            "strides": None,
-            "device": None if value.device.type == "meta" else _text(str(value.device)),
-            "grad": "True" if value.requires_grad else None,
-        }
-        if steps != contiguous(sizes):
-            facts["strides"] = f"[{', '.join(self._expression(s, mode) for s in value.stride())}]"
-        more = _keywords(facts) + _mode(mode, usual)
-        return f"tensor({text}{more})" if more else text
-
-    def _expression(self, size: int | torch.SymInt, mode: int | None) -> str:
-        if isinstance(size, int):
-            return size_text(size)
-        assert mode is not None
-        return self._tree(size.node.expr, mode)
-
-    def _tree(self, expr: sympy.Basic, mode: int) -> str:
-        if isinstance(expr, sympy.Symbol):
-            self._note(expr, mode)
-            return str(expr.name)
-        if isinstance(expr, sympy.Integer):
-            return str(int(expr))
-        name = type(expr).__name__
-        if isinstance(expr, sympy.Rational):
-            return f"Rational({int(expr.p)}, {int(expr.q)})"
-        if name not in FUNCTIONS:
-            raise GraphNotStorable(
-                "a size is computed in a way that a graph file cannot keep",
-                found=expr,
-                help="please report it, with the model",
-            )
-        parts = [self._tree(part, mode) for part in expr.args]
-        plain = all(isinstance(part, (sympy.Symbol, sympy.Integer)) for part in expr.args)
-        if name in ("Mul", "Add") and plain:
-            return ("*" if name == "Mul" else " + ").join(parts)
-        return f"{name}({', '.join(parts)})"
-
-    def _note(self, symbol: sympy.Symbol, mode: int) -> None:
-        if symbol.name in self.symbols[mode]:
-            return
-        env: ShapeEnv = self.owners[mode]
-        hint = _hints(env).get(symbol)
-        if hint is None:
-            raise GraphNotStorable(
-                "a size depends on values, which a graph file cannot keep",
-                found=symbol,
-                help="please report it, with the model",
-            )
-        span = env.var_to_range[symbol]
-        upper = "" if span.upper == int_oo else f", {int(span.upper)}"
-        self.symbols[mode][symbol.name] = f"({int(hint)}, {int(span.lower)}{upper})"
-
-
-def _mode(mode: int | None, usual: int | None) -> str:
-    return "" if mode == usual else f", mode={mode}"
-
-
-def _hints(env: ShapeEnv) -> dict[sympy.Symbol, Any]:
-    """What the symbols were while tracing; torch renamed the table in 2.13."""
-    hints = getattr(env, "backed_var_to_val", None)
-    return hints if hints is not None else env.var_to_val
 
 
 class _Origins:
@@ -521,9 +403,9 @@ class _Origins:
 
     def lines(self) -> Iterator[str]:
         """The tables."""
-        yield from (f"owner({number}, {_text(o)})" for o, number in self.owners.items())
+        yield from (f"owner({number}, {quoted(o)})" for o, number in self.owners.items())
         for birth, number in self.births.items():
-            yield f"birth({number}, {', '.join(map(_text, birth))})"
+            yield f"birth({number}, {', '.join(map(quoted, birth))})"
         yield from self.rows
 
 
@@ -534,43 +416,25 @@ def _runs(numbers: Sequence[int]) -> Iterator[str]:
         yield str(run[0]) if len(run) == 1 else f"{run[0]}:{run[-1] + 1}"
 
 
-def _text(text: str) -> str:
-    """A text in double quotes where nothing in it needs an escape, on one line in any case."""
-    plain = text.isascii() and text.isprintable() and not {'"', "\\"}.intersection(text)
-    return f'"{text}"' if plain else ascii(text)
-
-
 def _infinite(value: float) -> str:
     return "nan" if math.isnan(value) else "inf" if value > 0 else "-inf"
 
 
-def _keyword(name: str, text: str) -> str:
-    return (
-        f"{name}={text}"
-        if name.isidentifier() and not keyword.iskeyword(name)
-        else (f"**{{{_text(name)}: {text}}}")
-    )
-
-
-def _keywords(facts: dict[str, Any]) -> str:
-    return "".join(f", {_keyword(k, str(v))}" for k, v in facts.items() if v is not None)
-
-
 def _facts(facts: dict[str, str]) -> str:
     """Facts with the pass that provides each; a pass that is a fact itself is named once."""
-    pairs = ((_text(fact), _text(by)) for fact, by in facts.items())
+    pairs = ((quoted(fact), quoted(by)) for fact, by in facts.items())
     return f"[{', '.join(fact if fact == by else f'({fact}, {by})' for fact, by in pairs)}]"
 
 
 def _notes(notes: Iterable[tuple[str, str]]) -> Iterator[str]:
-    return (f"note({_text(by)}, {_text(text)})" for by, text in notes)
+    return (f"note({quoted(by)}, {quoted(text)})" for by, text in notes)
 
 
 def _constant(value: torch.Tensor) -> str:
     """A constant as its type, shape, and bytes in base64."""
     flat = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
     content = base64.b64encode(flat.numpy().tobytes()).decode()
-    return f"{value.dtype}, {list(value.shape)}, {_text(content)}"
+    return f"{value.dtype}, {list(value.shape)}, {quoted(content)}"
 
 
 def _layers(layers: Sequence[str]) -> str:
@@ -580,16 +444,16 @@ def _layers(layers: Sequence[str]) -> str:
     if first.isdecimal():
         start = int(first)
         if [f"{head}.{start + index}" for index in range(len(layers))] == list(layers):
-            return f"{_text(head)}, {start}, {start + len(layers)}"
-    return ", ".join(map(_text, layers))
+            return f"{quoted(head)}, {start}, {start + len(layers)}"
+    return ", ".join(map(quoted, layers))
 
 
 def _block_head(block: Block) -> str:
     more = ", recompute=True" if block.recompute else ""
     more += f", budget={block.budget}" if block.budget < 1 else ""
-    pairs = ", ".join(f"({_text(text)}, {_text(module)})" for text, module in block.joint)
+    pairs = ", ".join(f"({quoted(text)}, {quoted(module)})" for text, module in block.joint)
     more += f", joint=[{pairs}]" if pairs else ""
-    return f"block({_text(block.name)}, {_layers(block.instances)}{more})"
+    return f"block({quoted(block.name)}, {_layers(block.instances)}{more})"
 
 
 def _plan_text(plan: LayerPlan) -> str:
@@ -600,36 +464,29 @@ def _plan_text(plan: LayerPlan) -> str:
     if usual and all(first in places for _, first in stands) and len(places) == len(plan.layers):
         table = repr([places[first] for _, first in stands])
     else:
-        table = f"{{{', '.join(f'{_text(a)}: {_text(b)}' for a, b in stands)}}}"
+        table = f"{{{', '.join(f'{quoted(a)}: {quoted(b)}' for a, b in stands)}}}"
     return f"({_layers(plan.layers)}{',' * (len(plan.layers) == 1)}), {table}, {plan.whole}"
 
 
 def _site_lines(sites: Sequence[AdapterSite]) -> Iterator[str]:
     """A job's sites: a line for a run of layers with equal ones."""
-    packs: list[tuple[str, int, int, list[tuple[str, AdapterSite]]]] = []
-    for site in sites:
-        parts = site.path.split(".")
-        place = next((i for i, part in enumerate(parts) if i and part.isdecimal()), None)
-        head = "" if place is None else ".".join(parts[:place])
-        number = (
-            -1 if place is None or str(int(parts[place])) != parts[place] else int(parts[place])
-        )
-        tail = site.path if number < 0 else ".".join(parts[place + 1 :])  # type: ignore[operator]
-        head = "" if number < 0 else head
-        if packs and packs[-1][:2] == (head, number):
-            packs[-1][3].append((tail, site))
-        else:
-            packs.append((head, number, number + 1, [(tail, site)]))
-    runs: list[tuple[str, int, int, str]] = []
-    for head, number, stop, entries in packs:
-        table = _site_table(entries)
-        if runs and number >= 0 and runs[-1][0] == head and runs[-1][2:] == (number, table):
-            runs[-1] = (head, runs[-1][1], stop, table)
-        else:
-            runs.append((head, number, stop, table))
-    for head, start, stop, table in runs:
-        layers = f"{_text(head)}, {start}, {stop}, " if start >= 0 else ""
+    packs = [
+        (head, number, _site_table([(tail, site) for _, _, tail, site in group]))
+        for (head, number), group in groupby(map(_placed_site, sites), key=itemgetter(0, 1))
+    ]
+    placed = ((*pack, pack[1] - place) for place, pack in enumerate(packs))
+    for (head, table, _), run in groupby(placed, key=itemgetter(0, 2, 3)):
+        numbers = [number for _, number, _, _ in run]
+        layers = f"{quoted(head)}, {numbers[0]}, {numbers[-1] + 1}, " if head else ""
         yield f"sites({layers}{table})"
+
+
+def _placed_site(site: AdapterSite) -> tuple[str, int, str, AdapterSite]:
+    """A site with its layer's list, the layer's number, and its path in the layer."""
+    found = _IN_LAYER.fullmatch(site.path)
+    if found is None:
+        return "", -1, site.path, site
+    return found["head"], int(found["number"]), found["tail"] or "", site
 
 
 def _numbers_shown(numbers: tuple[Any, ...]) -> int:
@@ -639,14 +496,11 @@ def _numbers_shown(numbers: tuple[Any, ...]) -> int:
 
 def _site_table(entries: list[tuple[str, AdapterSite]]) -> str:
     """Sites of one layer with equal numbers together."""
-    groups = groupby(
-        entries,
-        key=lambda e: (e[1].rank, e[1].scaling, e[1].dropout, e[1].kind, e[1].depth),
-    )
+    groups = groupby(entries, key=lambda entry: dataclasses.astuple(entry[1])[1:])
     show = Literals(None, None).show
     parts = []
     for numbers, group in groups:
-        tails = ", ".join(_text(tail) for tail, _ in group)
+        tails = ", ".join(quoted(tail) for tail, _ in group)
         shown = ", ".join(map(show, numbers[: _numbers_shown(numbers)]))
         parts.append(f"([{tails}], {shown})")
     return ", ".join(parts)

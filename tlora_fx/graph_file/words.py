@@ -1,30 +1,20 @@
-"""Names that printer and parser of graph files share: of types, objects and functions."""
+"""Words that printer and parser of graph files share: names of objects, texts, keywords, calls."""
 
 from __future__ import annotations
 
+import ast
 import hashlib
-from collections.abc import Sequence
+from keyword import iskeyword
 from typing import Any
 
-import sympy
 import torch
-import torch.utils._sympy.functions as sizes
-from torch._subclasses.fake_tensor import FakeTensor
 
+from tlora_fx.errors import GraphFileNotReadable
 from tlora_fx.ir.graph import AdapterSite, LayerPlan, OpenSlots, TensorRef
 from tlora_fx.ir.lora_sites import BranchNumbers
 
 # Formats 1 and 2 were JSON.
 FORMAT = 3
-FUNCTIONS: dict[str, Any] = {
-    **{name: getattr(sympy, name) for name in ("Add", "Mul", "Pow", "Rational")},
-    **{
-        name: getattr(sizes, name)
-        for name in ("FloorDiv", "CleanDiv", "CeilDiv", "Mod", "PythonMod", "ModularIndexing",
-                     "Max", "Min")
-        if hasattr(sizes, name)
-    },
-}  # fmt: skip
 #: Names of torch's constants: `torch.float32`.
 CONSTANTS = (torch.dtype, torch.layout, torch.memory_format)
 OBJECTS: dict[str, type[Any]] = {
@@ -35,11 +25,6 @@ PASSES = "tlora_fx.passes."
 #: Roles that stand before a node's tags; `tags` where it has none of these.
 ROLES = ("backbone", "adapter", "shared", "table", "loss")
 ABSENT: Any = object()
-SHORT = {
-    "float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16", "int64": "i64",
-    "int32": "i32", "int16": "i16", "int8": "i8", "uint8": "u8", "bool": "b8",
-}  # fmt: skip
-LONG = {short: name for name, short in SHORT.items()}
 
 
 def text_digest(text: str) -> str:
@@ -47,16 +32,42 @@ def text_digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def contiguous(shape: Sequence[Any]) -> list[Any]:
-    """The strides of a tensor without gaps, of numbers or expressions."""
-    strides: list[Any] = []
-    step: Any = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step = step * (1 if size == 0 else size)
-    return strides[::-1]
+def quoted(text: str) -> str:
+    """A text in double quotes where nothing in it needs an escape, on one line in any case."""
+    plain = text.isascii() and text.isprintable() and not {'"', "\\"}.intersection(text)
+    return f'"{text}"' if plain else ascii(text)
 
 
-def owner_of(value: FakeTensor) -> Any:
-    """Owner of a value's symbols: its mode's environment, or a mode without symbols itself."""
-    return value.fake_mode.shape_env or value.fake_mode
+def keyword(name: str, text: str) -> str:
+    """A keyword argument, of any name."""
+    return (
+        f"{name}={text}"
+        if name.isidentifier() and not iskeyword(name)
+        else (f"**{{{quoted(name)}: {text}}}")
+    )
+
+
+def keywords(facts: dict[str, Any]) -> str:
+    """Keyword arguments behind others, of what is not None."""
+    return "".join(f", {keyword(k, str(v))}" for k, v in facts.items() if v is not None)
+
+
+def strange(item: ast.AST) -> GraphFileNotReadable:
+    """Error for what no graph file says."""
+    return GraphFileNotReadable(
+        "a line of the graph file says what no graph file says",
+        found=ast.unparse(item)[:200],
+        help="docs/graph-files.md has the grammar; else the file is damaged",
+    )
+
+
+def called(call: ast.Call) -> str:
+    """What a call calls: "aten.linear.default"."""
+    parts: list[str] = []
+    item: ast.expr = call.func
+    while isinstance(item, ast.Attribute):
+        parts.append(item.attr)
+        item = item.value
+    if not isinstance(item, ast.Name):
+        raise strange(call)
+    return ".".join([item.id, *reversed(parts)])

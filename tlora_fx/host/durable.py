@@ -38,12 +38,12 @@ def replace_file(path: Path, data: bytes) -> None:
 
     raises   OSError; the old file then stays whole
     """
-    until_there_is_room(lambda: _replace(path, data))
-
-
-def _replace(path: Path, data: bytes) -> None:
     # One name for all attempts: what a killed process left is overwritten, not gathered.
     fresh = path.with_name(f".{path.name}.tmp")
+    until_there_is_room(lambda: _replace(path, fresh, data))
+
+
+def _replace(path: Path, fresh: Path, data: bytes) -> None:
     try:
         write_synced(fresh, data)
         fresh.replace(path)
@@ -59,20 +59,12 @@ def replace_shared_file(path: Path, data: bytes) -> None:
     raises   OSError; the old file then stays whole
     """
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
-    fresh = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
+    os.close(handle)
+    _replace(path, Path(name), data)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Give a file a second name, or copy it where the file system cannot.
+    """Give a file a second name, or copy it, to the disk, where it cannot have one.
 
     raises   OSError where the source is gone or the target is there
     """
@@ -82,3 +74,5 @@ def link_or_copy(source: Path, target: Path) -> None:
         raise
     except OSError:
         shutil.copyfile(source, target)
+        with target.open("rb") as copied:
+            os.fsync(copied.fileno())

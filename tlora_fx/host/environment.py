@@ -64,6 +64,17 @@ def wants_strict_kernels() -> bool:
     return _choice(STRICT) == "1"
 
 
+def settle_products() -> None:
+    """In strict mode, let MKL round alike wherever its operands lie in memory.
+
+    MKL reads its variable when it first computes: `import tlora_fx` calls this.
+
+    source   oneMKL Developer Guide, Obtaining Numerically Reproducible Results
+    """
+    if os.environ.get(STRICT) == "1":
+        os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+
+
 def overlaps_kernels() -> bool:
     """Whether a kernel may start while the one before ends; raises EnvironmentVariableWrong."""
     return _choice(PDL) == "1"

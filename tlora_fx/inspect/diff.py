@@ -10,19 +10,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tlora_fx.host.version import __version__
+from tlora_fx.inspect.joint_diff import JointDiff, joint_differences, joint_lines
 from tlora_fx.inspect.marks import Marks
 from tlora_fx.inspect.schema import SCHEMA, GraphEntry, JsonDocument, NodeEntry, Program
 from tlora_fx.inspect.wording import (
+    SIGNS,
     Line,
+    compared,
     cut,
     flop_text,
     labelled,
     layers_label,
+    number_row,
     plural,
     scaled,
+    signed,
     words,
 )
 
@@ -31,8 +36,6 @@ COMPARED = (
     "target", "shape", "dtype", "role", "jobs", "flop_per_token", "flop_per_length", "bytes",
 )  # fmt: skip
 WIDTH = 120
-TITLES = ("", "before", "after", "difference")
-SIGNS = {"removed": "−", "added": "+", "changed": "~"}
 # What is shown of a node that stayed and changed.
 FACTS = ("target", "role", "jobs", "shape", "dtype")
 # A change that is the same in so many modules of a graph is shown once.
@@ -90,6 +93,7 @@ class ProgramDiff(JsonDocument):
     after: Sums
     kept: int
     changes: list[Change]
+    joint: list[JointDiff] = field(default_factory=list)
 
 
 def difference(first: Program, second: Program, names: tuple[str, str]) -> ProgramDiff:
@@ -101,8 +105,9 @@ def difference(first: Program, second: Program, names: tuple[str, str]) -> Progr
     order = {module: index for index, module in enumerate(dict.fromkeys(modules))}
     changes.sort(key=lambda change: order[change.graph, change.module])
     jobs = list(dict.fromkeys([*first.jobs, *second.jobs]))
+    joint = joint_differences(first.joint, second.joint)
     return ProgramDiff(
-        SCHEMA, __version__, *names, jobs, sums(first), sums(second), aligned.kept, changes
+        SCHEMA, __version__, *names, jobs, sums(first), sums(second), aligned.kept, changes, joint
     )
 
 
@@ -218,7 +223,7 @@ def difference_lines(diff: ProgramDiff, width: int = WIDTH) -> list[Line]:
     counts = Counter(change.what for change in diff.changes)
     counted = ", ".join(f"{number} {what}" for what, number in counts.items())
     lines: list[Line] = [[(cut(f"{diff.first} → {diff.second}", width), "title")], []]
-    lines += _sum_lines(diff.before, diff.after)
+    lines += compared(list(_sum_rows(diff.before, diff.after)))
     kept = f"{plural(diff.kept, 'node')} kept; changes: {counted or 'none'}"
     lines += [[], [(cut(kept, width), "dim")]]
     marks = Marks(diff.jobs)
@@ -228,6 +233,8 @@ def difference_lines(diff: ProgramDiff, width: int = WIDTH) -> list[Line]:
         title = ", ".join(filter(None, (owner, layers_label(layers)))) if layers else graph
         lines += [[], [(cut(title, width), "title")]]
         lines += _graph_lines(changes, marks, width)
+    for joint in diff.joint:
+        lines += [[], *joint_lines(joint, width)]
     return lines
 
 
@@ -274,26 +281,13 @@ def _grouped(changes: Sequence[Change], by: Callable[[Change], str]) -> dict[str
     return groups
 
 
-def _sum_lines(before: Sums, after: Sums) -> Iterator[Line]:
-    rows = [TITLES, *_sum_rows(before, after)]
-    sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for number, row in enumerate(rows):
-        cells = [f"{row[0]:<{sizes[0]}}"]
-        cells += [f"{cell:>{size}}" for cell, size in zip(row[1:], sizes[1:], strict=True)]
-        yield [("   ".join(cells), "" if number else "title")]
-
-
 def _sum_rows(before: Sums, after: Sums) -> Iterator[tuple[str, ...]]:
     flops = [_flop(sums) for sums in (before, after)]
     yield ("FLOP/token", *flops, _flop_difference(before, after))
     read = [scaled(sums.bytes, "B") for sums in (before, after)]
-    yield ("bytes", *read, _signed(after.bytes - before.bytes, "B"))
-    for name, old, new in (
-        ("launches", before.launches, after.launches),
-        ("operators", before.nodes, after.nodes),
-    ):
-        more = f"{new - old:+,}".replace("-", "−") if new != old else "0"
-        yield (name, f"{old:,}", f"{new:,}", more)
+    yield ("bytes", *read, signed(after.bytes - before.bytes, "B"))
+    yield number_row("launches", before.launches, after.launches)
+    yield number_row("operators", before.nodes, after.nodes)
 
 
 def _flop(sums: Sums) -> str:
@@ -304,18 +298,11 @@ def _flop_difference(before: Sums, after: Sums) -> str:
     if before.flop_per_token is None or after.flop_per_token is None:
         return "?"
     parts = [
-        _signed(after.flop_per_token - before.flop_per_token),
-        _signed(after.flop_per_length - before.flop_per_length) + "·L",
-        _signed(after.flop_per_row - before.flop_per_row) + " once",
+        signed(after.flop_per_token - before.flop_per_token),
+        signed(after.flop_per_length - before.flop_per_length) + "·L",
+        signed(after.flop_per_row - before.flop_per_row) + " once",
     ]
     return " ".join(part for part in parts if part[0] != "0") or "0"
-
-
-def _signed(number: float, unit: str = "") -> str:
-    """A difference; what is no more than rounding is none."""
-    if abs(number) < 1e-3:
-        return "0"
-    return ("+" if number > 0 else "−") + scaled(abs(number), unit)
 
 
 def _side(

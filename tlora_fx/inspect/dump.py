@@ -22,7 +22,7 @@ from tlora_fx.codegen.spec import DTYPES, MAX_SITES, KernelSpec, Kind
 from tlora_fx.errors import DumpNotWritable, GraphNotStorable, KernelSpecError
 from tlora_fx.graph_file import SUFFIX, graph_text
 from tlora_fx.host.durable import replace_file
-from tlora_fx.inspect.joint import joint_text
+from tlora_fx.inspect.joint import render_joint
 from tlora_fx.inspect.listing import make_listing
 from tlora_fx.inspect.program import make_program
 from tlora_fx.inspect.program_text import render_program
@@ -82,17 +82,23 @@ def dump(
         Listing.FILE: listing.to_json(),
         Program.FILE: program.to_json(),
         **_graph_file(model),
-        **({JOINT: joint} if (joint := joint_text(model.group)) else {}),
+        **({JOINT: render_joint(program.joint)} if program.joint else {}),
         **_stage_files(stages, listing.base.title),
         **({} if statistics is None else {f"{STAGES_FOLDER}/{FILE}": statistics.to_json()}),
         **{f"{KERNELS}/{name}": text for name, text in kernels.files.items()},
     }
-    foreign = [name for name in files if (folder / name).exists()]
+    _write(folder, files)
+    return listing
+
+
+def _write(folder: Path, files: Mapping[str, str]) -> None:
+    """Write the files of a dump, by name, in place of those of an earlier one."""
+    there = [name for name in files if (folder / name).exists()]
     # A file called report.txt alone is somebody else's.
-    if foreign and not any(name.startswith("ssm.") for name in foreign):
+    if there and not any(name.startswith("ssm.") for name in there):
         raise DumpNotWritable(
             "a file that is no part of a compiled model would be overwritten",
-            file=folder / foreign[0],
+            file=folder / there[0],
             help="choose another folder with -o, or move the file away",
         )
     try:
@@ -110,7 +116,6 @@ def dump(
             found=error,
             help="choose another folder with -o, or free disk space",
         ) from error
-    return listing
 
 
 def _graph_file(model: SuperModel) -> dict[str, str]:

@@ -54,17 +54,19 @@ PER_ELEMENT = {
     "_softmax": 4, "softmax": 4, "_log_softmax": 4, "log_softmax": 4, "rms_norm": 4,
     "layer_norm": 7, "native_layer_norm": 7, "group_norm": 7, "linalg_norm": 2,
     "linalg_vector_norm": 2, "var": 3, "var_mean": 3, "cumsum": 1, "sequence_cumsum": 1,
-    "keyed_dropout": 1, "dora_columns": 1, "embedding_noise": 1,
+    "keyed_dropout": 1, "dora_columns": 1, "embedding_noise": 1, "scatter_add": 1,
+    "_softmax_backward_data": 4, "native_layer_norm_backward": 11,
 }  # fmt: skip
 # Operations a logit: the largest, the difference, the exponential and the sum.
 SOFTMAX = 4
 # What moves data or makes it, without arithmetic.
 _MOVES = (
     "_to_copy _unsafe_view alias arange argmax cat chunk clone contiguous copy detach dropout "
-    "embedding empty empty_like expand expand_as eye flatten full full_like gather getitem index "
-    "index_select lift_fresh_copy masked_fill movedim narrow new_empty new_ones new_zeros numpy_T "
-    "numpy_t one_hot ones ones_like permute repeat repeat_interleave reshape resolve_conj roll "
-    "scalar_tensor scatter segment_read segment_switch segment_write select slice split "
+    "embedding empty empty_like expand expand_as eye fill flatten full full_like gather getitem "
+    "index index_select lift_fresh_copy masked_fill movedim narrow new_empty new_ones new_zeros "
+    "numpy_T numpy_t one_hot ones ones_like permute repeat repeat_interleave reshape resolve_conj "
+    "roll scalar_tensor scatter segment_read segment_switch segment_write select select_backward "
+    "select_scatter slice slice_backward slice_scatter split "
     "split_with_sizes squeeze stack sym_size t tensor to topk transpose tril triu type_as unbind "
     "unflatten unsqueeze view zeros zeros_like"
 )

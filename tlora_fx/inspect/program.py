@@ -19,7 +19,16 @@ from tlora_fx.inspect.flops import (
     short_name,
     total,
 )
-from tlora_fx.inspect.schema import SCHEMA, Ancestor, GraphEntry, NodeEntry, PassStage, Program
+from tlora_fx.inspect.joint import joint_entries
+from tlora_fx.inspect.schema import (
+    SCHEMA,
+    Ancestor,
+    GraphEntry,
+    JointEntry,
+    NodeEntry,
+    PassStage,
+    Program,
+)
 from tlora_fx.ir.graph import (
     LOSS,
     TRACE,
@@ -52,14 +61,15 @@ TARGET_SHAPES = {"target_rows": ["R"], "targets": ["R"], "target_segments": ["J+
 
 
 def make_program(
-    graphs: GroupGraph | JobGraph, state: str, base: str = "", cache: CostCache | None = None
+    graphs: GroupGraph | JobGraph, state: str, base: str = "", *, joint: bool = True
 ) -> Program:
     """All graphs of one state: the fused ones, or those of the base and of each structure of jobs.
 
     state    name of the pass that ran last, or "trace"
     base     as the job file names it
+    joint    with joint graphs, for which the passes over them must be known
     """
-    parts = [_describe(owner, {} if cache is None else cache) for owner in owners(graphs)]
+    parts = [_describe(owner, {}, joint=joint) for owner in owners(graphs)]
     jobs = graphs.job_names if isinstance(graphs, GroupGraph) else [graphs.name] * bool(graphs.name)
     return _program(parts, state, base, graphs.form, jobs)
 
@@ -70,14 +80,16 @@ class _Described:
 
     graphs: list[GraphEntry]
     origins: list[Origin]
+    joint: list[JointEntry]
 
 
-def _describe(owner: GroupGraph | JobGraph, cache: CostCache) -> _Described:
+def _describe(owner: GroupGraph | JobGraph, cache: CostCache, *, joint: bool = True) -> _Described:
     describer = _Describer(owner, cache)
     graphs = [describer.graph("root", owner.root, ())]
     blocks = owner.blocks.values()
     graphs += [describer.graph(block.name, block.graph, block.instances) for block in blocks]
-    return _Described(graphs, describer.origins)
+    entries = joint_entries(owner) if joint and isinstance(owner, GroupGraph) else []
+    return _Described(graphs, describer.origins, entries)
 
 
 def _program(
@@ -92,7 +104,8 @@ def _program(
             if past.key not in alive and past.key not in history:
                 keys = [source.key for source in past.sources]
                 history[past.key] = Ancestor(past.target, past.made_by, keys)
-    return Program(SCHEMA, __version__, base, state, form, jobs, graphs, history)
+    joint = [entry for part in every for entry in part.joint]
+    return Program(SCHEMA, __version__, base, state, form, jobs, graphs, history, joint)
 
 
 class _Describer:

@@ -405,6 +405,48 @@ class GraphEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class JointNode:
+    """A value of a joint graph.
+
+    target        operator; "item" for one result of an operator that has several
+    inputs        ids of what it reads
+    arguments     of the call, as text; what it reads is %
+    shape         of its tensors: "[1, 512, 32], [512, 4]"
+    flop, bytes   for the row of its JointEntry
+    fate          "forward"; "kept" from there, or computed "again"; "backward"
+    """
+
+    id: str
+    target: str
+    inputs: list[str]
+    arguments: str
+    shape: str
+    flop: float
+    bytes: int
+    fate: str
+
+
+@dataclass(frozen=True, slots=True)
+class JointEntry:
+    """The joint graph of forward and backward of a block that has passes over it, or a budget.
+
+    row       what it was traced for: "2 jobs, 2 sequences of 128 tokens each"
+    passes    as pipelines write them
+    budget    share of the bytes that may be kept
+    nodes     as passes leave them, with what the budget makes of them
+    traced    as no pass changed them, with all kept that the backward reads
+    """
+
+    block: str
+    layers: list[str]
+    row: str
+    passes: list[str]
+    budget: float
+    nodes: list[JointNode]
+    traced: list[JointNode]
+
+
+@dataclass(frozen=True, slots=True)
 class Ancestor:
     """A node that is gone, from which others were made.
 
@@ -424,6 +466,7 @@ class Program(JsonDocument):
     state     "trace", or the name of the pass that ran last
     form      "packed" or "batch"
     history   nodes that are gone, by key
+    joint     joint graphs of blocks that have passes over them, or a budget
     """
 
     FILE: ClassVar[str] = "program.json"
@@ -436,6 +479,7 @@ class Program(JsonDocument):
     jobs: list[str]
     graphs: list[GraphEntry]
     history: dict[str, Ancestor]
+    joint: list[JointEntry] = field(default_factory=list)
 
     def nodes(self) -> Iterator[tuple[GraphEntry, NodeEntry]]:
         """Every node with its graph, in the order in which they run."""

@@ -27,6 +27,7 @@ KINDS = {
     "vera": "VeRA",
 }
 SHORT_TYPES = {"float32": "f32", "float64": "f64", "bfloat16": "bf16", "float16": "f16"}
+SIGNS = {"removed": "−", "added": "+", "changed": "~"}
 MANY_VALUES = 3
 MANY_RUNS = 6
 # Lines of so many columns have wider gaps between the columns of a table.
@@ -41,6 +42,31 @@ def scaled(value: float, unit: str = "") -> str:
             return f"{number:.{2 if number < 9.995 else 1}f} {prefix}{unit}"
     plain = f"{value:.0f}" if value >= MANY_VALUES or value == int(value) else f"{value:.1f}"
     return f"{plain} {unit}".rstrip()
+
+
+def signed(number: float, unit: str = "") -> str:
+    """A difference; what is no more than rounding is none."""
+    if abs(number) < 1e-3:
+        return "0"
+    return ("+" if number > 0 else "−") + scaled(abs(number), unit)
+
+
+def number_row(name: str, before: int, after: int) -> tuple[str, ...]:
+    """A row of `compared` with whole numbers."""
+    more = f"{after - before:+,}".replace("-", "−") if after != before else "0"
+    return (name, f"{before:,}", f"{after:,}", more)
+
+
+def compared(rows: Sequence[Sequence[str]]) -> list[Line]:
+    """A table of what was before, is after, and the difference; each row begins with a name."""
+    table = [("", "before", "after", "difference"), *rows]
+    sizes = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines: list[Line] = []
+    for name, *cells in table:
+        columns = [f"{cell:>{size}}" for cell, size in zip(cells, sizes[1:], strict=True)]
+        text = "   ".join([f"{name:<{sizes[0]}}", *columns])
+        lines.append([(text, "" if lines else "title")])
+    return lines
 
 
 def counted(value: float) -> str:

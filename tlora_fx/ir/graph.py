@@ -22,8 +22,9 @@ notes     what passes noted of it (`note`)
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 import networkx as nx
@@ -304,6 +305,56 @@ def output_of(graph: fx.Graph) -> fx.Node:
 def is_call(node: fx.Node, *targets: Any) -> bool:
     """Whether a node calls one of these operators."""
     return node.op == "call_function" and node.target in targets
+
+
+def is_writing(node: fx.Node) -> bool:
+    """Whether a node calls an operator that writes into what it reads."""
+    schema = getattr(node.target, "_schema", None)
+    return isinstance(schema, torch.FunctionSchema) and bool(schema.is_mutable)
+
+
+# Stands for the default of an argument that must be given.
+REQUIRED: Any = object()
+
+
+@cache
+def parameters_of(target: Any) -> dict[str, Any] | None:
+    """Names and defaults of an operator's arguments, None for a callable without a schema."""
+    schema = getattr(target, "_schema", None)
+    if schema is None:
+        return None
+    return {
+        argument.name: argument.default_value if argument.has_default_value() else REQUIRED
+        for argument in schema.arguments
+    }
+
+
+def arguments_of(node: fx.Node) -> dict[str, Any]:
+    """Arguments of a call, by name, defaults too; "0", "1", … where there is no schema.
+
+    `linear(x, w)`, `linear(x, w, None)` and `linear(x, weight=w)` are alike.
+    """
+    known = parameters_of(node.target)
+    if known is None:
+        return {**{str(index): arg for index, arg in enumerate(node.args)}, **node.kwargs}
+    return {**known, **dict(zip(known, node.args, strict=False)), **node.kwargs}
+
+
+def behind(
+    nodes: Iterable[fx.Node], ends: Callable[[fx.Node], bool] = lambda node: False
+) -> set[fx.Node]:
+    """Nodes, and all that they depend on.
+
+    ends    at which nodes the way back stops; these are among the result
+    """
+    reached: set[fx.Node] = set()
+    left = list(nodes)
+    while left:
+        node = left.pop()
+        if node not in reached:
+            reached.add(node)
+            left.extend(() if ends(node) else node.all_input_nodes)
+    return reached
 
 
 def digraph(graph: fx.Graph) -> nx.DiGraph:

@@ -104,8 +104,5 @@ def bytes_of(node: fx.Node) -> int:
     """Bytes of a node's values; a size of the row counts as it was when the graph was traced."""
     from torch._functorch.partitioners import _size_of
 
-    return int(_size_of(node)) if _has_tensors(node) else 0
-
-
-def _has_tensors(node: fx.Node) -> bool:
-    return any(isinstance(value, Tensor) for value in pytree.tree_leaves(node.meta.get("val")))
+    values = pytree.tree_leaves(node.meta.get("val"))
+    return int(_size_of(node)) if any(isinstance(value, Tensor) for value in values) else 0

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 
 import tlora_fx.ops  # noqa: F401  (registers the operators that are named here)
-from tlora_fx.ir.graph import is_call
+from tlora_fx.ir.graph import arguments_of, is_call
 from tlora_fx.ops.job_operator import find_operator
 
 ONE = torch.ops.tlora_fx.multi_lora_linear.default
@@ -126,11 +126,5 @@ def is_adapted(node: fx.Node) -> bool:
 
 def lowered_arguments(call: fx.Node) -> dict[str, Any]:
     """Arguments of an operator of lowered sites, by multi_lora_linear's names, defaults too."""
-    target: Any = call.target
-    arguments: dict[str, Any] = {}
-    for index, argument in enumerate(target._schema.arguments):
-        name = SINGULAR.get(argument.name, argument.name)
-        default = argument.default_value if argument.has_default_value() else None
-        value = call.args[index] if index < len(call.args) else None
-        arguments[name] = call.kwargs.get(argument.name, default) if value is None else value
-    return arguments
+    given = arguments_of(call)
+    return {SINGULAR.get(name, name): value for name, value in given.items()}

@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from tlora_fx.errors import TagsBroken
-from tlora_fx.ir.graph import HEAD, GroupGraph, JobGraph, is_call, output_of
+from tlora_fx.ir.graph import HEAD, GroupGraph, JobGraph, behind, is_call, output_of
 from tlora_fx.ir.lora_sites import is_lowered, lowered_arguments, serves_several
 
 ROLES = ("backbone", "adapter", "shared", "table", "loss")
@@ -58,30 +58,19 @@ def adapted(graphs: JobGraph | GroupGraph) -> set[tuple[str, str]]:
     """Jobs, and paths of sites of which trained tensors reach what the graphs return."""
     found: set[tuple[str, str]] = set()
     for owner in owners(graphs):
-        called = {node.target for node in _read(owner.root) if node.op == "call_module"}
+        root = behind([output_of(owner.root)])
+        called = {node.target for node in root if node.op == "call_module"}
         for name, graph in named_graphs(owner):
             layers = [""]
             # The head is no layer: its sites have the names that they have in the base.
             if name not in ("", HEAD):
                 layers = [f"{path}." for path in owner.blocks[name].instances if path in called]
-            for node in _read(graph):
+            for node in behind([output_of(graph)]):
                 site = node.meta.get("site")
                 if node.op == "get_attr" and site is not None and node.meta["role"] == "adapter":
                     jobs = node.meta.get("jobs") or ()
                     found.update((job, layer + site) for job in jobs for layer in layers)
     return found
-
-
-def _read(graph: fx.Graph) -> set[fx.Node]:
-    """The nodes that the output of a graph depends on."""
-    reached: set[fx.Node] = set()
-    left = [node for node in graph.nodes if node.op == "output"]
-    while left:
-        node = left.pop()
-        if node not in reached:
-            reached.add(node)
-            left.extend(node.all_input_nodes)
-    return reached
 
 
 def hands_to_all(node: fx.Node) -> bool:

@@ -203,8 +203,7 @@ def pack(jobs: Sequence[JobTokens], length: int = SMALLEST) -> PackedBatch:
     ids: list[int] = []
     positions: list[int] = []
     index: list[int] = []
-    starts = [0]
-    segments = [0]
+    starts, segments = [0], [0]
     for job in jobs:
         first = len(ids)
         for sequence in job.sequences:
@@ -213,7 +212,7 @@ def pack(jobs: Sequence[JobTokens], length: int = SMALLEST) -> PackedBatch:
             starts.append(len(ids))
         index.extend(range(job.offset, job.offset + len(ids) - first))
         segments.append(len(ids))
-    rows, targets, target_segments = _targets(jobs, starts, width=None)
+    losses = _losses(jobs, starts)
     compared = _compared(jobs)
     if len(ids) < length:
         owner = max((j for j, job in enumerate(jobs) if job.sequences), default=len(jobs) - 1)
@@ -233,13 +232,8 @@ def pack(jobs: Sequence[JobTokens], length: int = SMALLEST) -> PackedBatch:
         max_seqlen=torch.tensor(max(lengths), dtype=torch.int32),
         segments=torch.tensor(segments, dtype=torch.int32),
         token_index=torch.tensor([index], dtype=torch.int32),
-        keys=_keys(jobs),
-        target_rows=rows,
-        targets=targets,
-        target_segments=target_segments,
-        pairs=_pairs(jobs),
         compared=pack(compared) if compared else None,
-        terms=_terms(jobs, target_segments),
+        **losses,
     )
 
 
@@ -265,7 +259,6 @@ def pad(jobs: Sequence[JobTokens], padding: int = 0) -> PackedBatch:
         segments.append(line)
     segments[-1] = lines
     starts = [line * width for line in range(lines + 1)]
-    rows, targets, target_segments = _targets(jobs, starts, width)
     return PackedBatch(
         input_ids=ids,
         position_ids=torch.arange(width).expand(lines, width).contiguous(),
@@ -273,13 +266,8 @@ def pad(jobs: Sequence[JobTokens], padding: int = 0) -> PackedBatch:
         max_seqlen=torch.tensor(width, dtype=torch.int32),
         segments=torch.tensor(segments, dtype=torch.int32),
         token_index=index,
-        keys=_keys(jobs),
-        target_rows=rows,
-        targets=targets,
-        target_segments=target_segments,
-        pairs=_pairs(jobs),
         compared=pad(compared, padding) if (compared := _compared(jobs)) else None,
-        terms=_terms(jobs, target_segments),
+        **_losses(jobs, starts),
     )
 
 
@@ -299,11 +287,6 @@ def _pairs(jobs: Sequence[JobTokens]) -> tuple[Pairs | SequenceLoss, ...]:
     return pairs + sequence_losses(objectives, [job.offset for job in jobs], counts)
 
 
-def _terms(jobs: Sequence[JobTokens], target_segments: Tensor) -> TokenTerms | None:
-    firsts = [job.offset for job in jobs]
-    return terms_of([job.objective for job in jobs], firsts, target_segments.diff().tolist())
-
-
 def _compared(jobs: Sequence[JobTokens]) -> list[JobTokens]:
     """The jobs with what the base is asked for alone; none where it is asked for nothing."""
     asked = [own.job for own in _pairs(jobs) if own.needs_base]
@@ -315,14 +298,8 @@ def _compared(jobs: Sequence[JobTokens]) -> list[JobTokens]:
     ]
 
 
-def _keys(jobs: Sequence[JobTokens]) -> Tensor:
-    return torch.tensor([[job.seed, job.step] for job in jobs], dtype=torch.int64).reshape(-1, 2)
-
-
-def _targets(
-    jobs: Sequence[JobTokens], starts: Sequence[int], width: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Positions whose next token is a target, that token, and each job's run of them."""
+def _losses(jobs: Sequence[JobTokens], starts: Sequence[int]) -> dict[str, Any]:
+    """What a row's losses and keys are, whose sequences begin at `starts`."""
     rows: list[int] = []
     targets: list[int] = []
     runs = [0]
@@ -337,8 +314,13 @@ def _targets(
                     targets.append(label + SIGNED if scores else label)
             sequence += 1
         runs.append(len(rows))
-    return (
-        torch.tensor(rows, dtype=torch.int64),
-        torch.tensor(targets, dtype=torch.int64),
-        torch.tensor(runs, dtype=torch.int32),
-    )
+    firsts, keys = [job.offset for job in jobs], [[job.seed, job.step] for job in jobs]
+    counts = [end - start for start, end in pairwise(runs)]
+    return {
+        "keys": torch.tensor(keys, dtype=torch.int64).reshape(-1, 2),
+        "target_rows": torch.tensor(rows, dtype=torch.int64),
+        "targets": torch.tensor(targets, dtype=torch.int64),
+        "target_segments": torch.tensor(runs, dtype=torch.int32),
+        "pairs": _pairs(jobs),
+        "terms": terms_of([job.objective for job in jobs], firsts, counts),
+    }

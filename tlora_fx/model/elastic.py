@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -133,19 +132,18 @@ class Membership:
         like = self.jobs[0]
         if job.name in self.members:
             raise JobsDiffer("two jobs have one name", found=job.name, help="rename one")
-        for field in ("base", "adapter_dtype", "adapter_compute"):
-            expected, found = getattr(like, field), getattr(job, field)
+        compared = [
+            (field, getattr(like, field), getattr(job, field))
+            for field in ("base", "adapter_dtype", "adapter_compute")
+        ]
+        if noise := job.neftune_noise_alpha:
+            compared.append(("neftune_noise_alpha", "no noise on embeddings", noise))
+        for field, expected, found in compared:
             if expected != found:
                 raise NotAdmitted(
                     f"job '{job.name}' does not fit the running model",
                     field=field, expected=expected, found=found, help=ALONE,
                 )  # fmt: skip
-        if job.neftune_noise_alpha:
-            raise NotAdmitted(
-                f"job '{job.name}' does not fit the running model",
-                field="neftune_noise_alpha", expected="no noise on embeddings",
-                found=job.neftune_noise_alpha, help=ALONE,
-            )  # fmt: skip
         if self._resolved is None or self._resolved[0] is not job:
             self._resolved = job, self.resolve(job)
         sites = self._resolved[1]
@@ -194,14 +192,11 @@ class Membership:
     ) -> tuple[int, dict[str, RowTable]] | None:
         """A slot and the tables with the job in it: as few others move as possible."""
         free = [slot for slot, job in enumerate(self.jobs) if job.name == vacant(slot)]
-        places: list[Callable[[RowTable, int, int], RowTable | None]] = [
-            partial(RowTable.with_job, moves=moves) for moves in range(len(self.jobs))
-        ]
-        for place in (*places, RowTable.compacted):
+        for moves in range(len(self.jobs)):
             for slot in free:
                 tables: dict[str, RowTable] = {}
                 for path, site in sites.items():
-                    table = place(self._table(path), slot, site.rank)
+                    table = self._table(path).with_job(slot, site.rank, moves)
                     if table is None:
                         break
                     tables[path] = table

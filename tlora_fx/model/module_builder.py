@@ -147,8 +147,12 @@ class _TensorBuilder:
             known = [weight for weight in served if weight is not None]
             whole = len(known) == len(served)
             self.layout.weights += [known] if whole else [[weight] for weight in known]
+        # The B of all jobs on experts: kernels read each expert's columns.
         by_column = {
-            lower for node in graph.nodes if is_call(node, EXPERTS) for lower in _lower_halves(node)
+            lower
+            for node in graph.nodes
+            if is_call(node, EXPERTS)
+            for lower in cast(Sequence[fx.Node], node.args[6])
         }
         for node in graph.nodes:
             if node.op == "get_attr":
@@ -220,11 +224,6 @@ class _TensorBuilder:
             owner.register_buffer(slot, self.group.constants[ref.name], persistent=False)
         else:
             owner.register_buffer(slot, _table(node, ref, layer), persistent=False)
-
-
-def _lower_halves(call: fx.Node) -> Sequence[fx.Node]:
-    """The B of all jobs on experts: kernels read each expert's columns."""
-    return cast(Sequence[fx.Node], call.args[6])
 
 
 def _table(node: fx.Node, ref: TensorRef, layer: str) -> Tensor:

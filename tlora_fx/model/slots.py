@@ -54,7 +54,7 @@ class RowTable:
     def with_job(self, slot: int, rank: int, moves: int = 0) -> RowTable | None:
         """The table with a job in a vacant slot, once so many others have moved; None: full.
 
-        moves   those next to the slot, which move away from it
+        moves   those next to the slot, which move away from it; all, where there are fewer
         """
         return _moved(self, slot, rank, moves) if moves else _with_job(self, slot, rank)
 
@@ -65,13 +65,6 @@ class RowTable:
         end = self.offsets[last] + rounded(ranks[last]) if last >= 0 else 0
         offsets = (*self.offsets[: last + 1], *(end,) * (len(ranks) - last))
         return replace(self, offsets=offsets, ranks=ranks)
-
-    def compacted(self, slot: int, rank: int) -> RowTable | None:
-        """The table with a job more and no gaps; None: the bank has too few rows."""
-        ranks = _put(self.ranks, slot, rank)
-        offsets = (0, *accumulate(map(rounded, ranks)))
-        fits = offsets[-1] <= self.total and rank <= self.largest
-        return replace(self, offsets=offsets, ranks=ranks) if fits else None
 
     def grown(self, slots: int, total: int) -> RowTable:
         """The table of a larger bank, everybody where they are."""
@@ -135,6 +128,7 @@ def _moved(table: RowTable, slot: int, rank: int, moves: int) -> RowTable | None
         return table
     below = [j for j in range(slot) if table.ranks[j]]
     above = [j for j in range(slot + 1, len(table.ranks)) if table.ranks[j]]
+    moves = min(moves, len(below) + len(above))
     for down in range(max(0, moves - len(above)), min(moves, len(below)) + 1):
         up = moves - down
         low = below[-down - 1] if down < len(below) else -1

@@ -9,7 +9,7 @@ import copy
 import inspect
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
 
@@ -45,28 +45,22 @@ class Outcome:
     gradients: dict[str, Tensor]
 
 
+@dataclass
 class BaseAlone:
-    """The base as its author wrote it, with the probe's weights; jobs are wrapped around it."""
+    """The base as its author wrote it, with the probe's weights; jobs are wrapped around it.
 
-    def __init__(
-        self,
-        backbone: Backbone,
-        tensors: Seeded,
-        layers: frozenset[str],
-        wide: torch.dtype | None,
-        *,
-        still: bool,
-    ) -> None:
-        """Prepare to build the base.
+    still    whether dropouts are silenced, or precision widened, by a mode of torch
+    """
 
-        still    whether dropouts are silenced, or precision widened, by a mode of torch
-        """
-        self.backbone, self.tensors, self.layers, self.wide = backbone, tensors, layers, wide
-        self.module: nn.Module = nn.Module()
-        self._models: dict[str, Any] = {}
-        self._wants_positions = False
-        self.still = still
-        self.device = torch.device("cpu")
+    backbone: Backbone
+    tensors: Seeded
+    layers: frozenset[str]
+    wide: torch.dtype | None
+    still: bool
+    module: nn.Module = field(init=False, default_factory=nn.Module)
+    device: torch.device = field(init=False, default=torch.device("cpu"))
+    _models: dict[str, Any] = field(init=False, default_factory=dict)
+    _wants_positions: bool = field(init=False, default=False)
 
     def load(self) -> None:
         """Build the base.
@@ -205,10 +199,7 @@ class BaseAlone:
             id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())
         }
         base: Any = copy.deepcopy(self.module, shared)
-        config = job.lora_config()
-        if not hasattr(base, "prepare_inputs_for_generation"):
-            config.task_type = None  # PEFT's class for language models wants to generate
-        wrapped = wrap_with_peft(base, config, job.adapter_dtype).train()
+        wrapped = wrap_with_peft(base, job.lora_config(), job.adapter_dtype).train()
         fields = job.lora_fields
         for path, module in wrapped.named_modules():
             for slot, parameter in module._parameters.items():

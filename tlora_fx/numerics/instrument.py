@@ -149,67 +149,57 @@ class Numerics(Instrument):
         if called and calls != called:
             # Other layers run, or in another order: one of each structure cannot tell.
             layers = frozenset((*called, *calls))
-        rows = self._rows(held)
+        names = held.job_names if isinstance(held, GroupGraph) else [held.name]
+        rows = ProbeRows(names, held.form, self.seed, self.tokens, held.vocabulary)
         needed = bytes_needed([held, done.graphs], layers, rows)
         if needed > self.memory_bytes:
             limit_gib = self.memory_bytes / GIB
             raise Unchecked(f"needs {needed / GIB:.1f} GiB, limit {limit_gib:.1f} GiB")
-        before = self._before(held, done, layers, rows)
-        after = self._after(done, layers, rows)
+        check = _Check(held, done, layers, rows, self._tensors)
+        # The outcome before a pass is that after the last one, where the same layers ran.
+        last = self._last
+        known = last is not None and last[0] is done.graphs and last[1] == layers
+        before = check.before(last[2] if last is not None and known else None)
+        after = check.after()
         self._last = (done.graphs, layers, after)
-        verdict = self._verdict(held, done, layers, rows, before, after)
-        self._require_apart(done, layers, rows, after)
+        verdict = check.verdict(before, after)
+        check.require_apart(after)
         return verdict
 
-    def _verdict(
-        self,
-        held: State,
-        done: Done,
-        layers: frozenset[str],
-        rows: ProbeRows,
-        before: StepOutcome,
-        after: StepOutcome,
-    ) -> str:
-        if identical(before, after):
-            return "exact"
-        largest = worst(before, after)
-        word, bound = done.item.preserves_numerics, bound_of(held)
-        if word == "no":
-            return f"other numbers, as declared: {largest.relative:.1e}"
-        if word == "bound" and largest.relative <= bound:
-            return f"within bound, {largest.relative:.1e}"
-        limit = bound if word == "bound" else None
-        divergence = self._first_divergence(held, done, layers, rows, limit)
-        raise _broken(done, largest, limit, divergence)
 
-    def _rows(self, state: State) -> ProbeRows:
-        names = state.job_names if isinstance(state, GroupGraph) else [state.name]
-        return ProbeRows(names, state.form, self.seed, self.tokens, state.vocabulary)
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """The comparison of graphs after a pass with those before it, on a few rows.
 
-    def _before(
-        self, held: State, done: Done, layers: frozenset[str], rows: ProbeRows
-    ) -> StepOutcome:
-        """The outcome before a pass: that after the last one, where the same layers ran."""
-        if self._last is not None and self._last[0] is done.graphs and self._last[1] == layers:
-            outcome = self._last[2]
-        else:
-            try:
-                outcome = evaluate(held, layers, rows, self._tensors)
-            except CannotRun as error:
-                raise Unchecked(str(error)) from error
+    held    the graphs as the pass found them
+    """
+
+    held: State
+    done: Done
+    layers: frozenset[str]
+    rows: ProbeRows
+    tensors: Seeded
+
+    def before(self, known: StepOutcome | None) -> StepOutcome:
+        """The outcome before the pass; raises Unchecked."""
+        try:
+            outcome = known or self._run(self.held)
+        except CannotRun as error:
+            raise Unchecked(str(error)) from error
         if not finite(outcome):
             raise Unchecked("losses or gradients before it are not finite")
         return outcome
 
-    def _after(self, done: Done, layers: frozenset[str], rows: ProbeRows) -> StepOutcome:
+    def after(self) -> StepOutcome:
+        """The outcome behind the pass; raises Unchecked, NumericsBroken."""
         try:
-            return evaluate(done.graphs, layers, rows, self._tensors)
+            return self._run(self.done.graphs)
         except CannotRun as error:
-            if not error.refused or done.item.preserves_numerics == "no":
+            if not error.refused or self.done.item.preserves_numerics == "no":
                 raise Unchecked(str(error)) from error
             raise NumericsBroken(
-                f"the graphs cannot run after pass '{done.item.name}'",
-                graphs=done.subject,
+                f"the graphs cannot run after pass '{self.done.item.name}'",
+                graphs=self.done.subject,
                 node=error.node.format_node(),
                 layer=error.place.layer or None,
                 source=error.node.meta.get("source") or None,
@@ -217,30 +207,48 @@ class Numerics(Instrument):
                 help="before the pass they run: this is a defect of the pass",
             ) from error
 
-    def _require_apart(
-        self, done: Done, layers: frozenset[str], rows: ProbeRows, outcome: StepOutcome
-    ) -> None:
+    def verdict(self, before: StepOutcome, after: StepOutcome) -> str:
+        """What the pass did to the numbers; raises NumericsBroken."""
+        if identical(before, after):
+            return "exact"
+        largest = worst(before, after)
+        word, bound = self.done.item.preserves_numerics, bound_of(self.held)
+        if word == "no":
+            return f"other numbers, as declared: {largest.relative:.1e}"
+        if word == "bound" and largest.relative <= bound:
+            return f"within bound, {largest.relative:.1e}"
+        limit = bound if word == "bound" else None
+        raise _broken(self.done, largest, limit, self._first_divergence(limit))
+
+    def require_apart(self, outcome: StepOutcome) -> None:
         """Give some jobs other tokens: the others keep every bit; raises NotIsolated."""
-        group = done.graphs
+        group = self.done.graphs
         if not isinstance(group, GroupGraph) or not group.fused or not finite(outcome):
             return
-        for changed in halves(rows.names):
-            others = rows.with_other_tokens(changed)
-            found = evaluate(group, layers, others, self._tensors)
-            for job, what, was, now in pairs_of(outcome, found):
+        for changed in halves(self.rows.names):
+            others = self.rows.with_other_tokens(changed)
+            for job, what, was, now in pairs_of(outcome, self._run(group, others)):
                 if job and job not in changed and not torch.equal(was, now):
-                    traces = StepTrace(group), StepTrace(group)
-                    for trace, row in zip(traces, (rows, others), strict=True):
-                        evaluate(group, layers, row, self._tensors, trace.watches())
-                    raise _not_apart(done, job, what, changed, first_unlike(*traces, rows, job))
+                    traces = self._trace(group), self._trace(group, others)
+                    step = first_unlike(*traces, self.rows, job)
+                    raise _not_apart(self.done, job, what, changed, step)
 
-    def _first_divergence(
-        self, held: State, done: Done, layers: frozenset[str], rows: ProbeRows, bound: float | None
-    ) -> FirstDivergence | None:
-        before, after = StepTrace(held), StepTrace(done.graphs)
-        evaluate(held, layers, rows, self._tensors, before.watches())
-        evaluate(done.graphs, layers, rows, self._tensors, after.watches())
-        return find_first_divergence(before, after, rows, held.form, done.item.name, bound)
+    def _first_divergence(self, bound: float | None) -> FirstDivergence | None:
+        traces = self._trace(self.held), self._trace(self.done.graphs)
+        return find_first_divergence(*traces, self.rows, self.held.form, self.done.item.name, bound)
+
+    def _run(
+        self,
+        state: State,
+        rows: ProbeRows | None = None,
+        watch: Mapping[str, ValueCallback] | None = None,
+    ) -> StepOutcome:
+        return evaluate(state, self.layers, rows or self.rows, self.tensors, watch)
+
+    def _trace(self, state: State, rows: ProbeRows | None = None) -> StepTrace:
+        trace = StepTrace(state)
+        self._run(state, rows, trace.watches())
+        return trace
 
 
 def watch_numerics(runner: Runner, backbone: Backbone) -> None:
@@ -263,13 +271,9 @@ def _broken(
     if divergence is None:
         facts["node"] = "none that can be told: no value that survives the pass differs"
     else:
-        node = divergence.step.node
-        facts["node"] = node.format_node()
+        facts |= _facts_of(divergence.step)
         if divergence.gradient_of is not None:
             facts["parts"] = f"in the backward: the gradient of %{divergence.gradient_of.node.name}"
-        facts["layer"] = divergence.step.place.layer or None
-        facts["source"] = node.meta.get("source") or None
-        facts["made by"] = divergence.step.origin.made_by
     return NumericsBroken(
         f"pass '{done.item.name}' declares preserves_numerics = \"{word}\" and does not keep it",
         help="mend the pass where values first part, or declare what it keeps",
@@ -280,19 +284,24 @@ def _broken(
 def _not_apart(
     done: Done, job: str, what: str, changed: list[str], step: Step | None
 ) -> NotIsolated:
-    facts: dict[str, object] = {"graphs": done.subject, "node": "none that can be told"}
-    if step is not None:
-        facts["node"] = step.node.format_node()
-        facts["layer"] = step.place.layer or None
-        facts["source"] = step.node.meta.get("source") or None
-        facts["made by"] = step.origin.made_by
+    facts = {"node": "none that can be told"} if step is None else _facts_of(step)
     return NotIsolated(
         f"pass '{done.item.name}' lets jobs see each other",
+        graphs=done.subject,
         **facts,
         expected=f"the same bits for job '{job}', whatever the tokens of other jobs",
         found=f"another {what}, where jobs {', '.join(changed)} have other tokens",
         help="this is a defect of the pass: it mixes the row's tokens",
     )
+
+
+def _facts_of(step: Step) -> dict[str, object]:
+    return {
+        "node": step.node.format_node(),
+        "layer": step.place.layer or None,
+        "source": step.node.meta.get("source") or None,
+        "made by": step.origin.made_by,
+    }
 
 
 WRITE = torch.ops.tlora_fx.segment_write.default

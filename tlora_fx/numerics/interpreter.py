@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -44,6 +45,17 @@ class CannotRun(Exception):
         super().__init__(f"{node.target} raised {type(error).__name__}: {error}".splitlines()[0])
         self.node, self.place = node, place
         self.refused = isinstance(error, TloraError)
+
+
+@contextmanager
+def naming(node: fx.Node, place: GraphLocation) -> Iterator[None]:
+    """Within this, an error becomes CannotRun of a node; those that say their own node pass."""
+    try:
+        yield
+    except (Unchecked, CannotRun):
+        raise
+    except Exception as error:
+        raise CannotRun(node, place, error) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,20 +126,16 @@ class Interpreter:
         raise AssertionError("a graph without output")
 
     def _read(self, node: fx.Node, place: GraphLocation) -> Tensor:
-        try:
+        with naming(node, place):
             value = self.reader.tensor(node, place)
             if node.meta["tensor"].owner == "constant":
                 return value.to(self.device, self._dtype(value.dtype))
             return value
-        except Unchecked:
-            raise
-        except Exception as error:
-            raise CannotRun(node, place, error) from error
 
     def _call(self, node: fx.Node, place: GraphLocation, values: dict[fx.Node, Any]) -> Any:
         target: Any = node.target
         args, kwargs = self._filled((node.args, node.kwargs), values)
-        try:
+        with naming(node, place):
             if is_dropout(node):
                 return self.dropouts.drop(node, args, place)
             if is_call(node, ATTENTION):
@@ -137,10 +145,6 @@ class Interpreter:
             if self.reader.scales(node):
                 args = (args[0], self.reader.scaling(node, place), *args[2:])
             return target(*args, **kwargs)
-        except (Unchecked, CannotRun):
-            raise
-        except Exception as error:
-            raise CannotRun(node, place, error) from error
 
     def _filled(self, given: Any, values: dict[fx.Node, Any]) -> Any:
         """Arguments with values in place of nodes, on the row's device and in its precision."""
@@ -187,12 +191,8 @@ class Interpreter:
             return self._graph(place, list(values[: len(given)]), inner)
 
         tensors = [self._read(node, place) for node in stored]
-        try:
+        with naming(output_of(block.graph), place):
             return run_staged(block, forward, *given, *tensors)
-        except (Unchecked, CannotRun):
-            raise
-        except Exception as error:
-            raise CannotRun(output_of(block.graph), place, error) from error
 
     def _loss(self, block: Block, given: list[Any]) -> Tensor:
         logits: Any = output_of(block.graph).args[0]

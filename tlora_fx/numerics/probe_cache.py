@@ -160,6 +160,7 @@ def _key(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job], *more: obje
         group.compute,
         backbone.fingerprint(),
         sorted(set(_code(backbone.model))),
+        [source_of(module) for block in group.blocks.values() for _, module in block.joint],
         adapters,
         *more,
     )

@@ -38,7 +38,6 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
         copies[node] = copied.node_copy(node, lambda source: copies[source])
-        copies[node].meta = dict(node.meta)
     return copied
 
 

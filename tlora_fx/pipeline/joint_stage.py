@@ -166,10 +166,19 @@ def _passes(named: Sequence[tuple[str, str]]) -> list[Rewrite]:
 
 
 def joint_graph(group: GroupGraph, block: Block, tokens: int = 128) -> JointGraph:
-    """The joint graph of a block, rewritten by its passes, on fake tensors of a CPU.
+    """`traced_graph`, rewritten by the block's passes.
+
+    raises   GraphInvalid where a pass of the block leaves a wrong graph
+    """
+    traced = traced_graph(group, block, tokens)
+    return stage_of(block).rewrite(traced.module, traced.results)
+
+
+def traced_graph(group: GroupGraph, block: Block, tokens: int = 128) -> JointGraph:
+    """The joint graph of a block before any pass, on fake tensors of a CPU.
 
     tokens   of each of two sequences of every job in the row that it is traced for
-    raises   GraphInvalid where a pass of the block leaves a wrong graph, or it cannot be traced
+    raises   GraphInvalid where it cannot be traced
     """
     from torch._functorch.aot_autograd import aot_export_joint_simple
 
@@ -183,7 +192,10 @@ def joint_graph(group: GroupGraph, block: Block, tokens: int = 128) -> JointGrap
         given += [_stored(node) for node in stored]
 
         def forward(*values: Tensor) -> tuple[Any, ...]:
-            return tuple(_run_graph(block.graph, dict(zip(nodes, values, strict=True))))
+            found = _run_graph(block.graph, dict(zip(nodes, values, strict=True)))
+            # torch exports no graph that gives views.
+            pairs = zip(found, _results(block.graph), strict=True)
+            return tuple(value.clone() if _is_view(node) else value for value, node in pairs)
 
         try:
             module: Any = aot_export_joint_simple(forward, tuple(given), trace_joint=True)
@@ -196,11 +208,18 @@ def joint_graph(group: GroupGraph, block: Block, tokens: int = 128) -> JointGrap
                 found=f"{type(error).__name__}: {error}".splitlines()[0][:300],
                 help="leave out passes of the stage joint",
             ) from error
-        return stage_of(block).rewrite(module, len(_results(block.graph)))
+        return JointGraph(module, block.name, len(_results(block.graph)))
 
 
 def _results(graph: fx.Graph) -> list[Any]:
     return pytree.tree_leaves(output_of(graph).args[0])
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node's value shares memory with what it reads, or is an input."""
+    schema = getattr(node.target, "_schema", None)
+    aliases = schema is not None and any(item.alias_info is not None for item in schema.returns)
+    return aliases or node.op != "call_function"
 
 
 def _input(group: GroupGraph, name: str, node: fx.Node, tokens: int) -> Tensor:

@@ -16,6 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TypeVar, get_args
 
+from tlora_fx.config.pipeline_text import require_extension
 from tlora_fx.config.plugins import Plugin, load_plugin
 from tlora_fx.errors import PipelineError, PluginBroken, nearest
 from tlora_fx.pipeline.passes import NAME, GroupPass, JobPass, Numerics, Pass, options_of
@@ -92,6 +93,7 @@ def load_extension(given: str | Path) -> None:
     path = Path(given)
     name, wanted = str(given), None
     if path.suffix == ".py" or path.exists():
+        require_extension(given)
         wanted = path.resolve()
         name, folder = path.stem, str(wanted.parent)
         if wanted.is_file() and folder not in sys.path:

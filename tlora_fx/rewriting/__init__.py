@@ -4,6 +4,7 @@ Patterns (building.py) say why they do not fit (matching.py). Rewriting helpers 
 and provenance, and count as rewrites that a bisection may hold back (rewriter.py, outlining.py).
 """
 
+from tlora_fx.ir.graph import arguments_of
 from tlora_fx.rewriting.building import (
     add,
     anything,
@@ -21,7 +22,7 @@ from tlora_fx.rewriting.building import (
 )
 from tlora_fx.rewriting.matching import Match, Miss, find, match, nearest_match
 from tlora_fx.rewriting.outlining import OutlinedGraph, inline_block, outline, outline_block
-from tlora_fx.rewriting.patterns import Pattern, arguments_of
+from tlora_fx.rewriting.patterns import Pattern
 from tlora_fx.rewriting.rewriter import Maker, Rewriter, RewriteRule, rewrite_greedily
 
 __all__ = [

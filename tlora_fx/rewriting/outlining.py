@@ -142,7 +142,6 @@ def inline_block(graphs: JobGraph | GroupGraph, call: fx.Node) -> list[fx.Node] 
             continue
         with graphs.root.inserting_before(call):
             copies[node] = graphs.root.node_copy(node, lambda n: copies[n])
-        copies[node].meta = dict(node.meta)
         _make_absolute(copies[node], path)
         new.append(copies[node])
     call.replace_all_uses_with(copies[result])
@@ -181,7 +180,6 @@ class _Copier:
 
     def copy(self, node: fx.Node) -> fx.Node:
         copied = self.body.node_copy(node, self._take)
-        copied.meta = dict(node.meta)
         if self.path:
             _make_relative(copied, self.path)
         self.made[node] = copied
@@ -204,15 +202,15 @@ class _Copier:
                     with self.body.inserting_after(self.made[self.inputs[-1]]):
                         args = (self.made[source], dim)
                         copied = self.body.call_function(torch.ops.aten.sym_size.int, args)
-                    copied.meta = {**size.meta, "path": ""}
-                    self.made[size] = copied
-                    return copied
+                    return self._keep_size(size, copied)
         if size.op != "call_function" or not size.all_input_nodes or not _is_size(size):
             raise NotOutlinable(
                 "a piece of a graph needs a size that none of its inputs has",
                 found=size.format_node(),
             )
-        copied = self.body.node_copy(size, self._take)
+        return self._keep_size(size, self.body.node_copy(size, self._take))
+
+    def _keep_size(self, size: fx.Node, copied: fx.Node) -> fx.Node:
         copied.meta = {**size.meta, "path": ""}
         self.made[size] = copied
         return copied

@@ -11,44 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import fx
 
 from tlora_fx.errors import PatternWrong, nearest
-from tlora_fx.ir.graph import TensorRef, is_call, shape_of
+from tlora_fx.ir.graph import REQUIRED, TensorRef, is_call, parameters_of, shape_of
 from tlora_fx.ir.shapes import shape_text
 
 aten = torch.ops.aten
 CASTS = (aten.to.dtype, aten._to_copy.default)
 Captures = Mapping[str, Any]
-# Stands for the default of an argument that must be given.
-REQUIRED: Any = object()
-
-
-@cache
-def parameters_of(target: Any) -> dict[str, Any] | None:
-    """Names and defaults of an operator's arguments, None for a callable without a schema."""
-    schema = getattr(target, "_schema", None)
-    if schema is None:
-        return None
-    return {
-        argument.name: argument.default_value if argument.has_default_value() else REQUIRED
-        for argument in schema.arguments
-    }
-
-
-def arguments_of(node: fx.Node) -> dict[str, Any]:
-    """Arguments of a call, by name, defaults too; "0", "1", … where there is no schema.
-
-    `linear(x, w)`, `linear(x, w, None)` and `linear(x, weight=w)` are alike.
-    """
-    known = parameters_of(node.target)
-    if known is None:
-        return {**{str(index): arg for index, arg in enumerate(node.args)}, **node.kwargs}
-    return {**known, **dict(zip(known, node.args, strict=False)), **node.kwargs}
 
 
 class ArgumentPosition(NamedTuple):
@@ -571,30 +545,27 @@ class Either(Pattern):
 
 
 @dataclass(slots=True, eq=False)
-class Where(Pattern):
+class Conditioned(Pattern):
     """A pattern of which something more must hold."""
 
     branching: ClassVar[bool] = True
 
     inner: Pattern = field(default_factory=Anything)
-    says: str = ""
-    test: Callable[[Captures], bool] = bool
 
     def walk(
         self, value: Any, state: SearchState, search: PatternSearch, position: Position
     ) -> Iterator[SearchState]:
         for way in self.inner.walk(value, state, search, position):
             captures, count, last, nodes = way
-            if self.test(captures):
-                yield SearchState(captures, count + 1, ((self, value, None), last), nodes)
+            held = self.held(value, captures)
+            if held is None:
+                search.fail(way, self, value, position)
             else:
-                search.fail(way, self, value, None)
+                yield SearchState(held, count + 1, ((self, value, position), last), nodes)
 
-    def is_what(self) -> str:
-        return f"is one where {self.says}"
-
-    def is_not(self, subject: str, value: Any) -> str:
-        return f"it does not hold that {self.says}"
+    def held(self, value: Any, captures: Captures) -> Captures | None:
+        """The captures where it holds, None where it does not."""
+        raise NotImplementedError
 
     def targets(self) -> frozenset[Any] | None:
         return self.inner.targets()
@@ -603,11 +574,37 @@ class Where(Pattern):
         return (self.inner,)
 
     def shown(self) -> str:
+        return f"{inside(self.inner)} that {self.is_what()}"
+
+
+@dataclass(slots=True, eq=False)
+class Where(Conditioned):
+    """A pattern of whose captures something more must hold."""
+
+    says: str = ""
+    test: Callable[[Captures], bool] = bool
+
+    def walk(
+        self, value: Any, state: SearchState, search: PatternSearch, position: Position
+    ) -> Iterator[SearchState]:
+        # The sentence says of itself what it is about.
+        return Conditioned.walk(self, value, state, search, None)
+
+    def held(self, value: Any, captures: Captures) -> Captures | None:
+        return captures if self.test(captures) else None
+
+    def is_what(self) -> str:
+        return f"is one where {self.says}"
+
+    def is_not(self, subject: str, value: Any) -> str:
+        return f"it does not hold that {self.says}"
+
+    def shown(self) -> str:
         return f"{inside(self.inner)} where {self.says}"
 
 
 @dataclass(slots=True, eq=False)
-class Having(Pattern):
+class Having(Conditioned):
     """A pattern at a node of which something more must hold.
 
     says     the condition, after its subject: "is read once"
@@ -615,22 +612,12 @@ class Having(Pattern):
     tells    what is there instead: "is read 3 times"
     """
 
-    branching: ClassVar[bool] = True
-
-    inner: Pattern = field(default_factory=Anything)
     says: str = ""
     test: Callable[[fx.Node], bool] = bool
     tells: Callable[[fx.Node], str] = str
 
-    def walk(
-        self, value: Any, state: SearchState, search: PatternSearch, position: Position
-    ) -> Iterator[SearchState]:
-        for way in self.inner.walk(value, state, search, position):
-            if isinstance(value, fx.Node) and self.test(value):
-                captures, count, last, nodes = way
-                yield SearchState(captures, count + 1, ((self, value, position), last), nodes)
-            else:
-                search.fail(way, self, value, position)
+    def held(self, value: Any, captures: Captures) -> Captures | None:
+        return captures if isinstance(value, fx.Node) and self.test(value) else None
 
     def is_what(self) -> str:
         return self.says
@@ -639,42 +626,19 @@ class Having(Pattern):
         found = self.tells(value) if isinstance(value, fx.Node) else f"is {describe(value)}"
         return f"{subject} {found}; what is wanted {self.says}"
 
-    def targets(self) -> frozenset[Any] | None:
-        return self.inner.targets()
-
-    def parts(self) -> tuple[Pattern, ...]:
-        return (self.inner,)
-
-    def shown(self) -> str:
-        return f"{inside(self.inner)} that {self.says}"
-
 
 @dataclass(slots=True, eq=False)
-class Shaped(Pattern):
+class Shaped(Conditioned):
     """A pattern at a tensor of a shape.
 
     sizes    a number, None for any size, or a name: one size wherever the name stands
     opened   more dimensions may stand before these
     """
 
-    branching: ClassVar[bool] = True
-
-    inner: Pattern = field(default_factory=Anything)
     sizes: tuple[int | str | None, ...] = ()
     opened: bool = False
 
-    def walk(
-        self, value: Any, state: SearchState, search: PatternSearch, position: Position
-    ) -> Iterator[SearchState]:
-        for way in self.inner.walk(value, state, search, position):
-            captures, count, last, nodes = way
-            named = self._named(value, captures)
-            if named is None:
-                search.fail(way, self, value, position)
-            else:
-                yield SearchState(named, count + 1, ((self, value, position), last), nodes)
-
-    def _named(self, value: Any, captures: Captures) -> Captures | None:
+    def held(self, value: Any, captures: Captures) -> Captures | None:
         """Captures with the sizes that have names; None where the shape is another."""
         shape = shape_of(value) if isinstance(value, fx.Node) else None
         if shape is None or len(shape) < len(self.sizes):
@@ -699,12 +663,3 @@ class Shaped(Pattern):
         shape = shape_of(value) if isinstance(value, fx.Node) else None
         found = "is no tensor" if shape is None else f"has the shape {shape_text(shape)}"
         return f"{subject} {found}; what is wanted {self.is_what()}"
-
-    def targets(self) -> frozenset[Any] | None:
-        return self.inner.targets()
-
-    def parts(self) -> tuple[Pattern, ...]:
-        return (self.inner,)
-
-    def shown(self) -> str:
-        return f"{inside(self.inner)} that {self.is_what()}"

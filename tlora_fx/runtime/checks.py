@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
 import numpy as np
@@ -34,11 +34,13 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import ProbeResult
 from tlora_fx.numerics.probe_cache import probe_loaded_once
 from tlora_fx.planners.auto import device_name
+from tlora_fx.planners.recompute_budgets import price_budget
 from tlora_fx.runtime.clocks import JobClocks
 from tlora_fx.runtime.data.batching import Cutting
 from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.data.tables import largest_id, lengths_of
 from tlora_fx.runtime.data.tokenizer import load_tokenizer
+from tlora_fx.runtime.identity import value_differences
 from tlora_fx.runtime.user_code import find_function
 from tlora_fx.tracing.own_loss import sample_rows
 from tlora_fx.tracing.trace_cache import require_common_loss
@@ -86,14 +88,15 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
                 help="give the tokenizer that belongs to the base, or give the base rows for new "
                 "tokens: resize_token_embeddings of transformers, and save it with the tokenizer",
             )
+        logits = None if backbone.spec.is_classifier else classes
         target = largest
-        if not backbone.spec.is_classifier and classes is not None and target >= classes:
+        if logits is not None and target >= logits:
             target = max(max(sample.labels) for sample in chain(*parts))
-        if not backbone.spec.is_classifier and classes is not None and target >= classes:
+        if logits is not None and target >= logits:
             raise DataDoesNotFit(
                 f"job '{name}' has targets for which the base has no logits",
                 job=name,
-                expected=f"targets below {classes}",
+                expected=f"targets below {logits}",
                 found=target,
                 help="give a causal language model, with logits for every token of the tokenizer",
             )
@@ -119,6 +122,12 @@ def unusual(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: in
             yield f"job '{job.name}': fields of its adapter folder are unknown and empty: {names}"
         if job.eval_steps is not None and job.eval_strategy == "no":
             yield f"job '{job.name}': eval_steps without eval_data or eval_split: no evaluation"
+        steps = data[job.name].steps
+        if (warmup := job.warmup(steps)) >= steps and job.lr_scheduler_type != "constant":
+            yield (
+                f"job '{job.name}': {warmup} steps of warmup, and {steps} in all: learning_rate "
+                "is never reached"
+            )
         longest = int(max(data[job.name].lengths, default=0))
         if longest > max_row_tokens:
             yield (
@@ -149,12 +158,12 @@ def require_same_jobs(compiled: Sequence[Job], jobs: Sequence[Job]) -> None:
     for compiled_job, job in zip(compiled, jobs, strict=True):
         before, now = _what_is_compiled(compiled_job), _what_is_compiled(job)
         if before != now:
-            expected, found = _first_difference(before, now)
+            name, expected, found = next(value_differences(before, now))
             raise ResumeMismatch(
                 f"the model was compiled for another job '{job.name}'",
                 job=job.name,
-                expected=expected,
-                found=found,
+                expected=f"{name}: {expected}",
+                found=f"{name}: {found}",
                 help="compile the jobs that you train",
             )
 
@@ -168,19 +177,6 @@ def _what_is_compiled(job: Job) -> dict[str, object]:
         "adapter_compute": job.adapter_compute,
         "neftune_noise_alpha": job.neftune_noise_alpha or 0.0,
     }
-
-
-def _first_difference(first: object, second: object) -> tuple[object, object]:
-    """Where two nested mappings part."""
-    while isinstance(first, dict) and isinstance(second, dict):
-        key = next((k for k in {**first, **second} if first.get(k) != second.get(k)), None)
-        if key is None:
-            break
-        inner = first.get(key), second.get(key)
-        if not all(isinstance(value, dict) for value in inner):
-            return f"{key}: {inner[0]}", f"{key}: {inner[1]}"
-        first, second = inner
-    return first, second
 
 
 # Whether the base's own loss is the one that jobs train by, on their own samples.
@@ -211,50 +207,29 @@ _SAMPLES, _IDS = 256, 64
 _probed: dict[Hashable, tuple[int, ProbeResult]] = {}
 
 
-def probe_base(model: SuperModel, data: Mapping[str, JobData]) -> ProbeResult:
+def probe_base(
+    model: SuperModel,
+    data: Mapping[str, JobData],
+    base: Mapping[str, Tensor] | None = None,
+    device: torch.device | None = None,
+) -> ProbeResult:
     """Try a model that has its weights, whole, on its device; once a process for each graph.
 
+    base      tensors by canonical name of a model whose weights no process will hold whole, before
+              it is loaded; None: the model has them
+    device    where it is tried; by default where the model is
     raises    FusedDiffers
     """
-    device = next(model.parameters()).device
-    return _tried(model, data, device, model.base_tensor_or_value)
-
-
-def probe_ends(
-    model: SuperModel,
-    data: Mapping[str, JobData],
-    base: Mapping[str, Tensor],
-    device: torch.device,
-) -> ProbeResult:
-    """Try a model whose weights no process will hold whole, before it is loaded.
-
-    base      its tensors by canonical name
-    raises    FusedDiffers
-    """
-    return _tried(model, data, device, lambda name: base[name].to(device))
-
-
-def _frequent_ids(data: JobData) -> list[int]:
-    """The token ids that most of a job's first samples hold."""
-    first = islice(data.samples, _SAMPLES)
-    held = Counter(token for sample in first for token in set(sample.input_ids))
-    return [token for token, _ in held.most_common(_IDS)]
-
-
-def _tried(
-    model: SuperModel,
-    data: Mapping[str, JobData],
-    device: torch.device,
-    value: Callable[[str], Tensor],
-) -> ProbeResult:
+    place = device or next(model.parameters()).device
     longest = max((int(lengths_of(each.samples).max()) for each in data.values()), default=0)
-    key = (model.source, model.backbone.fingerprint(), str(device))
+    key = (model.source, model.backbone.fingerprint(), str(place))
     tried, probed = _probed.get(key, (-1, ProbeResult()))
     if longest > tried:
         parts = model.group, model.backbone, model.jobs
+        value = model.base_tensor_or_value if base is None else lambda name: base[name].to(place)
         try:
             ids = [_frequent_ids(data[job.name]) if job.name in data else () for job in model.jobs]
-            probed = probe_loaded_once(*parts, value, longest, ids=ids, device=device)
+            probed = probe_loaded_once(*parts, value, longest, ids=ids, device=place)
         except TloraError:
             raise
         except Exception as error:  # noqa: BLE001  (such as no memory for it: no fault of the model)
@@ -262,6 +237,13 @@ def _tried(
         _probed[key] = longest, probed
         logger.info("%s", probed)
     return probed
+
+
+def _frequent_ids(data: JobData) -> list[int]:
+    """The token ids that most of a job's first samples hold."""
+    first = islice(data.samples, _SAMPLES)
+    held = Counter(token for sample in first for token in set(sample.input_ids))
+    return [token for token, _ in held.most_common(_IDS)]
 
 
 # Whether the jobs' longest samples fit on the GPU at hand, by what was measured there.
@@ -284,7 +266,9 @@ def check_memory(
     try:
         facts = facts_of(model)
         known = profile or profile_for(facts, device_name(), allow_estimated=False)
-        require_fits(CostModel(facts, known), plan, longest_round(model.jobs, data, max_row_tokens))
+        cost, work = CostModel(facts, known), longest_round(model.jobs, data, max_row_tokens)
+        price_budget(cost, model.group, plan, work)
+        require_fits(cost, plan, work)
     except JobTooLong:
         raise
     except TloraError:

@@ -356,12 +356,9 @@ class Compilation:
             return reason
         self._beside = True
         # What the take-over needs of torch takes seconds to import.
-        threading.Thread(target=_import_compiler, daemon=True).start()
+        compiler = ("torch._inductor.compile_fx",)
+        threading.Thread(target=importlib.import_module, args=compiler, daemon=True).start()
         return ""
-
-
-def _import_compiler() -> None:
-    importlib.import_module("torch._inductor.compile_fx")
 
 
 def why_at_once(group: GroupStep) -> str:
@@ -370,47 +367,30 @@ def why_at_once(group: GroupStep) -> str:
     group    before its weights are loaded
     """
     model, plan = group.model, group.plan
-    if is_strict():
-        return "strict mode"
-    if model.is_open:
-        return "jobs come and go"
-    if model.backbone.spec.module is not None:
-        return "the base is a module that this process alone has"
-    if why := _why_of_plan(plan):
-        return why
-    if not _keeps_code():
-        return "torch's caches are switched off"
-    if why := why_not_shallow(model):
-        return why
-    if group.mesh.device.type == "cuda" and _needed_bytes(model) > _free_bytes(group.mesh.device):
-        return "the GPU has no memory for a second process"
-    return ""
-
-
-def _why_of_plan(plan: Plan) -> str:
-    if plan.mesh.tp > 1:
-        return "the plan cuts matrices into pieces"
-    if shards(plan):
-        return "the plan shards the base"
-    if plan.nano_batches > 1:
-        return "the plan cuts rows into nano-batches"
-    return ""
-
-
-def _keeps_code() -> bool:
-    """Whether torch keeps compiled code on disk."""
     off = os.environ.get("TORCHINDUCTOR_FORCE_DISABLE_CACHES") == "1"
-    return not off and os.environ.get("TORCHINDUCTOR_FX_GRAPH_CACHE") != "0"
+    keeps_code = not off and os.environ.get("TORCHINDUCTOR_FX_GRAPH_CACHE") != "0"
+    reasons = {
+        "strict mode": is_strict(),
+        "jobs come and go": model.is_open,
+        "the base is a module that this process alone has": model.backbone.spec.module is not None,
+        "the plan cuts matrices into pieces": plan.mesh.tp > 1,
+        "the plan shards the base": shards(plan),
+        "the plan cuts rows into nano-batches": plan.nano_batches > 1,
+        "torch's caches are switched off": not keeps_code,
+    }
+    if why := next((why for why, holds in reasons.items() if holds), "") or why_not_shallow(model):
+        return why
+    if group.mesh.device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(group.mesh.device)
+        if _needed_bytes(model) > free:
+            return "the GPU has no memory for a second process"
+    return ""
 
 
 def _needed_bytes(model: SuperModel) -> int:
     """Memory of a GPU that training and the other process need."""
     base = 0 if model.ready else sum(each.nbytes for each in model.base_shapes().values())
     return base + TRAINING_BYTES + shallow_bytes(model) + PROCESS_BYTES
-
-
-def _free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def example_row(group: GroupStep, data: Mapping[str, JobData]) -> PackedBatch:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from tlora_fx.errors import ControllerWrong
 from tlora_fx.parallel.nano_batches import COUNTS
+from tlora_fx.runtime.early_checks import require_controller
 
 #: Steps with a count before it can be left as hopeless: one alone may be a hiccup.
 MIN_STEPS = 2
@@ -268,12 +269,7 @@ def find_controller(name: str, **options: Any) -> Controller:
     options   fields of its class
     raises    ControllerWrong for a name that nobody has, and for options that it does not take
     """
-    if name not in CONTROLLERS:
-        raise ControllerWrong(
-            f"no controller is called '{name}'",
-            expected=", ".join(CONTROLLERS),
-            help="'keep-best' is the default",
-        )
+    require_controller(name)
     try:
         return CONTROLLERS[name](**options)
     except TypeError as error:

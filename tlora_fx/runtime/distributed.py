@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tlora_fx.config.functions import UserFunction
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import kind_of
+from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import DeviceUnknown, NotElementwise, RankFailed, RanksParted, TloraError
 from tlora_fx.ir.storage import Shard
 from tlora_fx.model.batch import PackedBatch
@@ -27,6 +28,7 @@ from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters.files import saved_name
 from tlora_fx.runtime.adapters.starts import needs_data
 from tlora_fx.runtime.checkpoints.store import JobState
+from tlora_fx.runtime.checkpoints.tensor_file import file_tensors, tensor_bytes
 from tlora_fx.runtime.member import Member
 
 T = TypeVar("T")
@@ -146,48 +148,35 @@ def require_elementwise(jobs: Sequence[Job], mesh: Mesh) -> None:
     raises    NotElementwise
     """
     for job in jobs:
-        if mesh.shape.pp > 1 and kind_of(job.lora_fields) == "ADALORA":
+        for what, found, help in _whole_needs(job, mesh.shape):
             raise NotElementwise(
-                f"job '{job.name}' moves ranks between modules that no process has all of",
+                f"job '{job.name}' {what}",
                 job=job.name,
-                found=f"ADALORA, on a mesh of {mesh.shape}",
-                help="choose a plan with pp=1",
+                found=f"{found}, on a mesh of {mesh.shape}",
+                help=f"choose a plan with {help}",
             )
-        if mesh.shape.pp > 1 and needs_data(job):
-            raise NotElementwise(
-                f"job '{job.name}' has a start from its data, for which a process needs all layers",
-                job=job.name,
-                found=f"init_lora_weights: {(job.lora or {})['init_lora_weights']}, on a mesh of "
-                f"{mesh.shape}",
-                help="choose a plan with pp=1, or another start",
-            )
-    if mesh.shape.tp == 1:
+
+
+def _whole_needs(job: Job, shape: MeshShape) -> Iterator[tuple[str, str, str]]:
+    """What of a job needs what no process of a mesh has; what it is, and which plan helps."""
+    init = (job.lora or {}).get("init_lora_weights")
+    start, kind = f"init_lora_weights: {init}", kind_of(job.lora_fields)
+    if shape.pp > 1 and kind == "ADALORA":
+        yield "moves ranks between modules that no process has all of", kind, "pp=1"
+    if shape.pp > 1 and needs_data(job):
+        what = "has a start from its data, for which a process needs all layers"
+        yield what, start, "pp=1, or another start"
+    if shape.tp == 1:
         return
-    for job in jobs:
-        tokens = job.lora_fields.get("trainable_token_indices")
-        if tokens or not job.is_lora:
-            raise NotElementwise(
-                f"job '{job.name}' trains beside LoRA, which is not cut into pieces",
-                job=job.name,
-                found=("trainable_token_indices" if tokens else kind_of(job.lora_fields))
-                + f", on a mesh of {mesh.shape}",
-                help="choose a plan with tp=1",
-            )
-        init = (job.lora or {}).get("init_lora_weights")
-        if init == "orthogonal" or job.changes_base or needs_data(job):
-            raise NotElementwise(
-                f"job '{job.name}' has a start that is made of whole matrices",
-                job=job.name,
-                found=f"init_lora_weights: {init}, on a mesh of {mesh.shape}",
-                help="choose a plan with tp=1, or another start",
-            )
-        if job.optim in WHOLE_MATRICES or isinstance(job.optim, UserFunction):
-            raise NotElementwise(
-                f"job '{job.name}' has an optimizer that may read whole matrices",
-                job=job.name,
-                found=f"optim: {job.optim}, on a mesh of {mesh.shape}",
-                help="choose a plan with tp=1, or an optimizer such as adamw",
-            )
+    tokens = job.lora_fields.get("trainable_token_indices")
+    if tokens or not job.is_lora:
+        found = "trainable_token_indices" if tokens else str(kind)
+        yield "trains beside LoRA, which is not cut into pieces", found, "tp=1"
+    if init == "orthogonal" or job.changes_base or needs_data(job):
+        yield "has a start that is made of whole matrices", start, "tp=1, or another start"
+    if job.optim in WHOLE_MATRICES or isinstance(job.optim, UserFunction):
+        what = "has an optimizer that may read whole matrices"
+        yield what, f"optim: {job.optim}", "tp=1, or an optimizer such as adamw"
 
 
 def _require_one_table(tables: Sequence[int]) -> None:
@@ -224,8 +213,14 @@ def device_named(name: str | None) -> torch.device:
         f"this machine has no device '{wanted}'",
         expected=", ".join(known),
         found=wanted,
-        help="leave --device out: then it is a GPU where there is one",
+        help="leave the device out: then it is a GPU where there is one",
     )
+
+
+def require_device(device: torch.device | str | None) -> None:
+    """Refuse a device that this machine does not have; raises DeviceUnknown."""
+    if device is not None and str(device).partition(":")[0] not in ("cpu", "meta"):
+        device_named(str(device))
 
 
 # A job's state put together from all processes, and cut again for each.
@@ -234,15 +229,6 @@ def device_named(name: str | None) -> torch.device:
 # The leader writes them; replicas hold the same, so only the processes of the first one send.
 
 Shards = Mapping[str, Shard | None]
-
-
-class _Sent(NamedTuple):
-    """A tensor that a process sends: its type, and which piece of the whole it is."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    shard: Shard | None
 
 
 class StateGatherer:
@@ -320,59 +306,37 @@ class StateGatherer:
 
     def _gathered(self, tensors: Mapping[str, Tensor], shards: Shards) -> Mapping[str, Tensor]:
         """Every process's tensors put together, on the leader."""
-        mine = [
-            _Sent(name, tuple(tensor.shape), tensor.dtype, shards[name])
-            for name, tensor in tensors.items()
-        ]
-        sends = self.mesh.dp_rank == 0
+        mine = tensor_bytes(tensors) if tensors and self.mesh.dp_rank == 0 else b""
+        sent = len(mine), {name: shards[name] for name in tensors if mine}
         by_rank: list[Any] = [None] * self.mesh.size
-        dist.all_gather_object(by_rank, mine if sends else [], group=self.mesh.world)
+        dist.all_gather_object(by_rank, sent, group=self.mesh.world)
         if not self.mesh.leader:
-            if mine and sends:
-                dist.send(_bytes_of([tensors[sent.name] for sent in mine]), 0, self.mesh.world)
+            if mine:
+                dist.send(torch.frombuffer(mine, dtype=torch.uint8), 0, self.mesh.world)
             return tensors
         pieces: dict[str, dict[int, Tensor]] = {}
         cuts: dict[str, Shard | None] = {}
-        for rank, listed in enumerate(by_rank):
-            received = (
-                [tensors[sent.name] for sent in mine] if rank == 0 else self._received(rank, listed)
-            )
-            for sent, tensor in zip(listed, received, strict=True):
-                index = 0 if sent.shard is None else sent.shard.index
-                pieces.setdefault(sent.name, {}).setdefault(index, tensor.cpu())
-                cuts[sent.name] = sent.shard
+        for rank, (size, shards_there) in enumerate(by_rank):
+            there = tensors if rank == 0 else self._received(rank, size)
+            for name, shard in shards_there.items():
+                index = 0 if shard is None else shard.index
+                # What is joined with others is copied then.
+                own = there[name].cpu() if rank == 0 or shard is not None else there[name].clone()
+                pieces.setdefault(name, {}).setdefault(index, own)
+                cuts[name] = shard
         return {name: _joined(pieces[name], cuts[name]) for name in sorted(pieces)}
 
-    def _received(self, rank: int, listed: list[_Sent]) -> list[Tensor]:
-        if not listed:
-            return []
-        sizes = [sent.dtype.itemsize * torch.Size(sent.shape).numel() for sent in listed]
-        flat = torch.empty(sum(sizes), dtype=torch.uint8)
-        dist.recv(flat, rank, self.mesh.world)
-        return [
-            _tensor_of(piece, sent)
-            for piece, sent in zip(torch.split(flat, sizes), listed, strict=True)
-        ]
+    def _received(self, rank: int, size: int) -> Mapping[str, Tensor]:
+        if not size:
+            return {}
+        content = torch.empty(size, dtype=torch.uint8)
+        dist.recv(content, rank, self.mesh.world)
+        return file_tensors(content.numpy().data)
 
 
 def _parameter(name: str) -> str:
     """The parameter that a tensor of an optimizer belongs to: "exp_avg/NAME"."""
     return name.partition("/")[2]
-
-
-def _bytes_of(tensors: list[Tensor]) -> Tensor:
-    """The bytes of tensors one after the other, in main memory: each is copied once."""
-    flat = torch.empty(sum(tensor.nbytes for tensor in tensors), dtype=torch.uint8)
-    for tensor, own in zip(tensors, torch.split(flat, [t.nbytes for t in tensors]), strict=True):
-        own.copy_(tensor.detach().contiguous().reshape(-1).view(torch.uint8))
-    return flat
-
-
-def _tensor_of(piece: Tensor, sent: _Sent) -> Tensor:
-    """A tensor that was sent; where it is joined with others anyway, it is not copied before."""
-    aligned = piece.storage_offset() % sent.dtype.itemsize == 0
-    own = piece if aligned and sent.shard is not None else piece.clone()
-    return own.view(sent.dtype).reshape(sent.shape)
 
 
 def _joined(pieces: Mapping[int, Tensor], shard: Shard | None) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -30,7 +31,10 @@ from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import ROOFLINE, known_profiles, same_gpu
 from tlora_fx.errors import (
     BaseNotLoadable,
+    CallbackWrong,
     ControllerWrong,
+    DeviceUnknown,
+    EmptyDataError,
     JobFolderError,
     MeshDoesNotFit,
     NoPlanFits,
@@ -41,13 +45,12 @@ from tlora_fx.errors import (
     nearest,
 )
 from tlora_fx.host.environment import wants_strict_kernels
-from tlora_fx.host.gpus import largest_gpu_bytes
+from tlora_fx.host.gpus import largest_gpu_bytes, visible_gpus
 from tlora_fx.host.memory import total_bytes
 from tlora_fx.runtime.data.encode_data import bad_row
 from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows
 from tlora_fx.runtime.data.rows import evaluated, is_local, read_rows, require_files
 from tlora_fx.runtime.data.text_files import suffix_of
-from tlora_fx.runtime.local_launch import require_size
 from tlora_fx.runtime.run_folder import RunFolder
 
 #: What the modules of planners and controllers define, which cannot be imported without torch.
@@ -78,20 +81,24 @@ def job_files(path: Path) -> list[Path]:
     return [p for p in listed if p.suffix in SUFFIXES and not p.name.startswith(".")]
 
 
-def require_planner(name: str) -> None:
-    """Refuse a plan's name that nobody has, and a file that holds no plan.
-
-    raises    UnknownPlanner, PlanFileError
-    """
-    path = Path(name)
-    if path.suffix == ".json" and not path.exists():
+def require_plan_file(name: str) -> None:
+    """Refuse the name of a plan's file where there is none; raises PlanFileError."""
+    if Path(name).suffix == ".json" and not Path(name).exists():
         raise PlanFileError(
             "there is no such plan",
             file=name,
             help="name a file that is there, or write one with `tlora-fx plan -o`",
         )
-    if path.is_file():
-        Plan.load(path)
+
+
+def require_planner(name: str) -> None:
+    """Refuse a plan's name that nobody has, and a file that holds no plan.
+
+    raises    UnknownPlanner, PlanFileError
+    """
+    require_plan_file(name)
+    if Path(name).is_file():
+        Plan.load(name)
         return
     offered = {entry.name for entry in entry_points(group="tlora_fx.planners")}
     known = sorted({*PLANNERS, *offered})
@@ -133,10 +140,35 @@ def require_controller(name: str | None) -> None:
     )
 
 
-def require_mesh(text: str | None) -> None:
-    """Refuse what is no mesh."""
-    if text is not None:
-        MeshShape.parse(text)
+def require_device(name: str | None) -> None:
+    """Refuse a device that no machine has, and a GPU where none can be seen.
+
+    raises    DeviceUnknown
+    """
+    is_gpu = visible_gpus() and re.fullmatch(r"cuda(:\d+)?", name or "")
+    if name in (None, "cpu") or is_gpu:
+        return
+    raise DeviceUnknown(
+        f"this machine has no device '{name}'",
+        expected="cpu, cuda, or cuda:N of a GPU" if visible_gpus() else "cpu",
+        found=name,
+        help="leave the device out: then it is a GPU where there is one",
+    )
+
+
+def require_callbacks(names: Sequence[str]) -> None:
+    """Refuse callbacks of files that are not there; raises CallbackWrong."""
+    for name in names:
+        source, _, attribute = name.rpartition(":")
+        is_missing = source.endswith(".py") and not Path(source).is_file()
+        if is_missing or not source or not attribute:
+            raise CallbackWrong(
+                "a callback cannot be made",
+                callback=name,
+                found=f"no file {source}" if is_missing else "no FILE.py:CLASS",
+                help="write FILE.py:CLASS, a subclass of tlora_fx.TrainerCallback without "
+                "arguments",
+            )
 
 
 # Whether a base can be cut over the processes, and whether it fits into their memory.
@@ -144,10 +176,11 @@ def require_mesh(text: str | None) -> None:
 
 def mesh_of(plan: str | None, mesh: str | None, processes: int) -> MeshShape | None:
     """The mesh that is certain before anything is planned; None where a planner chooses it."""
+    given = None if mesh is None else MeshShape.parse(mesh)
     if plan is not None and Path(plan).is_file():
         return Plan.load(plan).mesh
-    if mesh is not None:
-        return MeshShape.parse(mesh)
+    if given is not None:
+        return given
     sizes = {
         "single": MeshShape(),
         "replicated": MeshShape(dp=processes),
@@ -162,14 +195,6 @@ def processes_of_torchrun() -> int:
     """Number of processes that torchrun says it has started; 1 where it has not."""
     text = os.environ.get("WORLD_SIZE", "1")
     return int(text) if text.isdecimal() and int(text) else 1
-
-
-def require_processes(
-    plan: str | None, mesh: MeshShape | None, processes: int, *, under_torchrun: bool
-) -> None:
-    """Refuse a plan for another number of processes; raises LaunchError."""
-    if mesh is not None:
-        require_size(mesh, processes, plan or "auto", under_torchrun=under_torchrun)
 
 
 def require_cuts(jobs: Sequence[Job], mesh: MeshShape | None) -> None:
@@ -260,6 +285,17 @@ def require_job_folders(jobs: Sequence[Job], output: Path) -> None:
             )
 
 
+def require_data_and_base(jobs: Sequence[Job], *, weights: bool = True) -> None:
+    """Refuse data or a base that cannot be trained on, by their files.
+
+    weights   those of the base, too
+    raises    TloraError
+    """
+    require_data(jobs)
+    (require_base if weights else require_trainable)(jobs)
+    require_hub(jobs)
+
+
 def require_data(jobs: Sequence[Job]) -> None:
     """Refuse jobs whose data files are not there, are of a type that is not read, or do not fit.
 
@@ -279,7 +315,9 @@ _BY_LINE = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
 
 
 def _require_layout(job: Job) -> None:
-    first = read_rows(job.data, job.name, limit=WINDOW)
+    first = [*read_rows(job.data, job.name, limit=WINDOW)]
+    if not first:
+        raise EmptyDataError("the data has no rows", path=job.data.path, job=job.name)
     for row in LaidOutRows(job, first, is_whole=False):
         if row.fields is None and not job.data.skip_bad_rows:
             raise bad_row(job, row.where, row.reason, by_template=False)

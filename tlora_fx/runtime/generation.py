@@ -32,6 +32,7 @@ from tlora_fx.planners.protocol import planner_of
 from tlora_fx.runtime.adapters.files import (
     adapter_tensors,
     canonical_names,
+    own_copy,
     read_adapter,
 )
 from tlora_fx.runtime.adapters.quantised import hold_parts, modules_copied, trained_base
@@ -215,7 +216,7 @@ class AdapterGenerator:
 
         if names in self._adapted:
             return self._adapted[names]
-        made = _own_copy(self.base)
+        made = own_copy(self.base)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # PEFT asks transformers for what it will drop
             first, *others = names
@@ -275,12 +276,6 @@ class AdapterGenerator:
                 help="shorten it",
             )
         return allowed
-
-
-def _own_copy(base: nn.Module) -> nn.Module:
-    """The module tree anew, over the same matrices; PEFT puts adapters into it, and biases."""
-    shared = [*(each for each in base.parameters() if each.dim() > 1), *base.buffers()]
-    return copy.deepcopy(base, {id(tensor): tensor for tensor in shared})
 
 
 def _pad_token(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -53,7 +53,7 @@ from tlora_fx.runtime.data.batching import (
     rows_of_round,
 )
 from tlora_fx.runtime.data.samples import JobData
-from tlora_fx.runtime.distributed import StateGatherer
+from tlora_fx.runtime.distributed import StateGatherer, require_device
 from tlora_fx.runtime.group_updater import GroupUpdater
 from tlora_fx.runtime.isolation import RoundResult, is_out_of_memory, run_isolated
 from tlora_fx.runtime.member import Member
@@ -148,8 +148,10 @@ class GroupStep:
     runner: RowRunner | ReducingRunner | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
+        require_device(self.device)
         self.model = prepared(self.model, self.plan)
-        self.mesh = mesh_for(self.model, self.plan, self.device or default_device())
+        device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.mesh = mesh_for(self.model, self.plan, device)
         self.device = self.mesh.device
         self.gathering = StateGatherer(self.model, self.mesh)
         self.updater = GroupUpdater(self.model, self.mesh)
@@ -269,6 +271,7 @@ class GroupStep:
                   loss that is not there or samples that do not fit it; the failure itself where it
                   is no single job's, as OutOfMemory: all gradients are as before the call then
         """
+        _require_dict(batches)
         self._ready()
         given = {
             self.member(name).index: batch if isinstance(batch, Batch) else Batch(batch)
@@ -282,11 +285,11 @@ class GroupStep:
         normalizers = {index: batch.divisor(terms[index]) for index, batch in given.items()}
         scores = {index: Scores() for index, batch in given.items() if batch.loss is not None}
         objectives = self._objectives(given, scores)
-        before = {index: self._gathered_by(index) for index in given}
+        before = {index: self.gathered(self.members[index].job.name) for index in given}
 
         def forget(indices: Iterable[int]) -> None:
             for index in indices:
-                self._put_back(index, before[index])
+                self.put_back(self.members[index].job.name, before[index])
             self.free_memory()
 
         try:
@@ -304,7 +307,7 @@ class GroupStep:
             job = self.members[index].job
             error, loss = ran.errors.get(index), values[index]
             if error is None and not math.isfinite(loss):
-                self._put_back(index, before[index])
+                self.put_back(job.name, before[index])
                 error = NotFinite("a batch's loss is not finite", job=job.name, found=loss)
             tokens = count_row_tokens(job, batch.micro_batches, batch.loss)
             output = StepOutput(math.nan if error else loss, tokens, terms[index], error)
@@ -341,6 +344,7 @@ class GroupStep:
         returns   by job name, of each sample those of its target tokens, [n] each
         raises    StepMisuse as `accumulate` does
         """
+        _require_dict(batches)
         self._ready()
         given = {
             self.member(name).index: Batch(micro, loss="cross_entropy")
@@ -394,6 +398,7 @@ class GroupStep:
                           OptimizerError for hyperparameters that its optimizer does not have;
                           nothing is changed then
         """
+        _require_dict(hyperparameters)
         self._ready()
         members = [self.member(name) for name in hyperparameters]
         for member in members:
@@ -481,7 +486,9 @@ class GroupStep:
         objectives   by slot, losses of a loop of one's own, of each micro-batch
         """
         steps = {index: self.members[index].step for index in batches}
-        offsets = {index: self._gathered[index].tokens for index in batches if self._has(index)}
+        offsets = {
+            index: self._gathered[index].tokens for index in batches if index in self._gathered
+        }
         rows = rows_of_round(self.model.jobs, batches, steps, self.row_tokens, offsets, objectives)
         return self.bucketer.made(cut_round(rows, self.plan.parts, self.cutting))
 
@@ -515,7 +522,7 @@ class GroupStep:
         with norms_kept():
             losses = self.runner.run(rows, weights) if batches else weights
         for index in batches:
-            if not self._has(index):
+            if index not in self._gathered:
                 regularise(self.members[index].job, self.members[index].parameters)
         return losses
 
@@ -587,41 +594,27 @@ class GroupStep:
 
     def gathered(self, name: str) -> Gathered:
         """What a job has gathered, to go back to by `put_back`; raises StepMisuse."""
-        return self._gathered_by(self.member(name).index)
-
-    def put_back(self, name: str, gathered: Gathered) -> None:
-        """Let a job have gathered what `gathered` said, here or before it left, and no more."""
-        self._put_back(self.member(name).index, gathered)
-
-    def _gathered_by(self, index: int) -> Gathered:
-        if not self._has(index):
+        member = self.member(name)
+        if member.index not in self._gathered:
             return Gathered()
-        return replace(
-            self._gathered[index],
-            gradients={name: each.clone() for name, each in self._gradients_of(index).items()},
-        )
-
-    def _gradients_of(self, index: int) -> dict[str, Tensor]:
-        trained = self.members[index].optimizer.trained.items()
-        return {name: each.grad for name, each in trained if each.grad is not None}
+        gradients = {name: each.clone() for name, each in _gradients_of(member).items()}
+        return replace(self._gathered[member.index], gradients=gradients)
 
     @torch.no_grad()
-    def _put_back(self, index: int, gathered: Gathered) -> None:
-        optimizer = self.members[index].optimizer
-        optimizer.zero_grad()
-        self._gathered.pop(index, None)
+    def put_back(self, name: str, gathered: Gathered) -> None:
+        """Let a job have gathered what `gathered` said, here or before it left, and no more."""
+        member = self.member(name)
+        member.optimizer.zero_grad()
+        self._gathered.pop(member.index, None)
         if gathered.batches:
-            self._gathered[index] = replace(gathered, gradients={})
+            self._gathered[member.index] = replace(gathered, gradients={})
             given = moved(gathered.gradients, self.mesh.device)
-            own = self._gradients_of(index)
+            own = _gradients_of(member)
             torch._foreach_copy_([*own.values()], [given[name] for name in own])
 
     def has_gathered(self, name: str) -> bool:
         """Whether a job has gradients that no step has used; raises StepMisuse."""
-        return self._has(self.member(name).index)
-
-    def _has(self, index: int) -> bool:
-        return index in self._gathered
+        return self.member(name).index in self._gathered
 
     # Membership.
 
@@ -698,7 +691,7 @@ class GroupStep:
         raises   StepMisuse where it has gathered gradients that no step has used
         """
         member = self.member(name)
-        if self._has(member.index):
+        if member.index in self._gathered:
             raise StepMisuse(
                 "a job with gathered gradients cannot be parked",
                 job=name,
@@ -741,6 +734,16 @@ class GroupStep:
             self.prepare()
 
 
-def default_device() -> str:
-    """The GPU where there is one."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+def _gradients_of(member: Member) -> dict[str, Tensor]:
+    trained = member.optimizer.trained.items()
+    return {name: each.grad for name, each in trained if each.grad is not None}
+
+
+def _require_dict(given: object) -> None:
+    """Refuse what is no dict by the jobs' names; raises StepMisuse."""
+    if not isinstance(given, Mapping):
+        raise StepMisuse(
+            "a call takes a dict by the jobs' names",
+            found=type(given).__name__,
+            help="such as accumulate({'a': [[sample]]}) and apply({'a': {}})",
+        )

@@ -265,7 +265,7 @@ def _of_job(
             kind = "harmless"
         elif key in NEEDED and not both_functions:
             kind = "fatal"
-        for at, old, new in _apart(was, now[key], key):
+        for at, old, new in value_differences(was, now[key], key):
             yield f"{at} was {old}, is {new}", kind
 
 
@@ -315,7 +315,7 @@ def _of_steps(job: Job, before: int, now: int, done: int) -> Iterator[tuple[str,
 def _of_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
     for key in ("dtype", "quantize", "seed", "config"):
         # Older checkpoints do not say that the base was not quantised.
-        for at, old, new in _apart(before.get(key), now[key], key):
+        for at, old, new in value_differences(before.get(key), now[key], key):
             yield Difference(f"the base: {at} was {old}, is {new}", "altering")
     compared = False
     for kind in ("tensors", "whole"):
@@ -332,14 +332,14 @@ def _of_base(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Diff
         yield Difference("the base's weights were not at hand and are not compared", "harmless")
 
 
-def _apart(before: Any, now: Any, at: str) -> Iterator[tuple[str, Any, Any]]:
+def value_differences(before: Any, now: Any, at: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Where two nested values part, as far as mappings go."""
     if not (isinstance(before, dict) and isinstance(now, dict)):
         if before != now:
             yield at, _said(before), _said(now)
         return
     for key in {**before, **now}:
-        yield from _apart(before.get(key), now.get(key), f"{at}.{key}")
+        yield from value_differences(before.get(key), now.get(key), f"{at}.{key}".strip("."))
 
 
 def _said(value: Any) -> str:

@@ -30,7 +30,7 @@ from tlora_fx.runtime.adapters.files import (
 )
 from tlora_fx.runtime.adapters.model_card import model_card
 from tlora_fx.runtime.checkpoints.store import JobState
-from tlora_fx.runtime.data.batching import MicroBatches, count_terms, count_tokens
+from tlora_fx.runtime.data.batching import MicroBatches, count_tokens
 from tlora_fx.runtime.data.samples import DataReport, JobData
 from tlora_fx.runtime.data.tables import lengths_of
 from tlora_fx.runtime.job_evaluation import EvaluationReport, JobEvaluation, Metrics
@@ -317,10 +317,6 @@ class JobRun(Member):
         """Load the best step's values into the parameters, where the job keeps it and is done."""
         if self.best and self.status == "done":
             load_adapter(self.parameters, self.best, "the best step")
-
-    def targets(self, batches: MicroBatches) -> int:
-        """Number of terms that the step's loss is the mean over: target tokens, or pairs."""
-        return count_terms(self.job, batches)
 
     def fail(self, reason: str) -> None:
         """End the job; its adapter stays as it is."""

@@ -24,7 +24,6 @@ from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile import Profile
 from tlora_fx.errors import (
     LaunchError,
-    PlanFileError,
     ProcessLost,
     RankFailed,
     RanksDiffer,
@@ -36,6 +35,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import FIRST_STEP, Mesh
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.distributed import Ranks, device_named
+from tlora_fx.runtime.early_checks import require_plan_file
 from tlora_fx.runtime.local_launch import INTERRUPTED, Ending, leave_for_torchrun, require_size
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -197,16 +197,6 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def require_plan_file(name: str) -> None:
-    """Refuse the name of a plan's file where there is none; raises PlanFileError."""
-    if Path(name).suffix == ".json" and not Path(name).exists():
-        raise PlanFileError(
-            "there is no such plan",
-            file=name,
-            help="name a file that is there, or write one with `tlora-fx plan -o`",
-        )
-
-
 def choose_plan(
     name: str,
     model: SuperModel,
@@ -227,24 +217,20 @@ def choose_plan(
         _require_size(shape, launch, name)
     require_plan_file(name)
     if Path(name).suffix == ".json" or Path(name).is_file():
-        plan = _require_mesh(Plan.load(name), shape, name)
+        plan = Plan.load(name)
+        if shape not in (None, plan.mesh):
+            raise LaunchError(
+                f"the plan '{name}' is for another mesh",
+                expected=plan.mesh,
+                found=shape,
+                help="leave the mesh out, or name a planner that makes a plan for it",
+            )
     else:
         known = {"processes": launch.size, "gpus_per_node": launch.per_machine}
         given = {**(options or {}), **known}
         plan = find_planner(name).plan(model, shape, profile, options=given)
     plan.require_model(model)
     _require_size(plan.mesh, launch, name)
-    return plan
-
-
-def _require_mesh(plan: Plan, shape: MeshShape | None, name: str) -> Plan:
-    if shape is not None and shape != plan.mesh:
-        raise LaunchError(
-            f"the plan '{name}' is for another mesh",
-            expected=plan.mesh,
-            found=shape,
-            help="leave the mesh out, or name a planner that makes a plan for it",
-        )
     return plan
 
 
@@ -367,8 +353,7 @@ def _ending(error: BaseException) -> Ending:
 def _text(error: BaseException) -> str:
     if not isinstance(error, TloraError):
         return "".join(traceback.format_exception(error)).rstrip()
-    notes = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))
-    return f"{error}{notes}"
+    return error.with_notes()
 
 
 def _tell(error: BaseException, rank: int) -> None:

@@ -104,6 +104,13 @@ def process_count(
         return int(gpus)
     if gpus == "all" and there:
         return there
+    if not on_cpu and gpus != "all" and not (gpus.isdecimal() and int(gpus)):
+        raise LaunchError(
+            "--gpus is no number of GPUs",
+            expected="a number such as 4, or all",
+            found=f"--gpus {gpus}",
+            help="leave out --gpus to train in one process",
+        )
     if on_cpu:
         raise LaunchError(
             "--gpus needs a number on a CPU",

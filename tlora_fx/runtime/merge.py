@@ -28,12 +28,18 @@ def adapter_of(run: Path, job: str | None) -> Path:
         job = jobs[0]
     if job in jobs:
         return run / str(job)
+    if not jobs:
+        raise RunFolderError(
+            "there is no adapter in this folder",
+            folder=run,
+            help="give the -o folder of a run that has written adapters, or an adapter's folder",
+        )
     near = nearest(job, jobs) if job else None
     what = f"the run has no adapter of a job '{job}'" if job else "the run has several adapters"
     raise RunFolderError(
-        what if jobs else "the run has no adapter yet",
+        what,
         folder=run,
-        found=", ".join(jobs) or None,
+        found=", ".join(jobs),
         help=f"did you mean '{near}'?" if near else "name a job by --job",
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from tlora_fx.config.adapter_folder import CONFIG
 from tlora_fx.config.hyperparameters import differing, shown_value
-from tlora_fx.runtime.run_folder import JOB
+from tlora_fx.runtime.run_folder import JOB, without_endless
 from tlora_fx.runtime.run_view import JobView, read_object
 
 #: Columns before those of the hyperparameters, and behind them.
@@ -112,10 +112,7 @@ def as_csv(table: Sequence[Mapping[str, Any]]) -> str:
 
 def as_json(table: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """The rows for JSON, which has no NaN: null instead."""
-    return [
-        {name: None if _is_endless(value) else value for name, value in row.items()}
-        for row in table
-    ]
+    return [without_endless(row) for row in table]
 
 
 def _cell(name: str, value: object) -> str:
@@ -132,7 +129,3 @@ def _plain(value: object) -> object:
         return json.dumps(value, ensure_ascii=False)
     # The csv module of Python 3.11 quotes no carriage return.
     return value.replace("\r", "\n") if isinstance(value, str) else value
-
-
-def _is_endless(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -27,21 +27,11 @@ from tlora_fx.runtime.optim.group_update import PendingOutcomes
 CallbackErrors = dict[int, Exception]
 
 
-@dataclass(slots=True)
-class _Round:
-    """What is known of a round before it has ended; see `RoundReport`."""
-
-    number: int
-    tokens: int
-    rows: tuple[int, int]
-    start: StartRecord | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class _Launched:
     """A round that was launched and is not looked at."""
 
-    round: _Round
+    round: RoundReport
     pending: PendingOutcomes
     runs: Sequence[JobRun]
     steps: Sequence[StepAhead]
@@ -72,6 +62,8 @@ class RoundEnd:
         self.seconds = 0.0
         self._ahead: _Launched | None = None
         self._number = 0
+        # By the number of a round: the start that it ended.
+        self._starts: dict[int, StartRecord] = {}
         self._since = time.perf_counter()
 
     @property
@@ -115,7 +107,7 @@ class RoundEnd:
         pending, norms = self.updater.launch(split, losses)
         self._number += 1
         tokens = sum(count_tokens(batches[run.index]) for run in runs)
-        round_ = _Round(self._number, tokens, rows)
+        round_ = RoundReport(self._number, tokens, 0.0, *rows)
         if pending is not None:
             self._ahead = _Launched(round_, pending, together, steps)
             for run, step in zip(together, steps, strict=True):
@@ -126,10 +118,8 @@ class RoundEnd:
         for member in split.apart:
             run = by_index[member.index]
             self.seconds = time.perf_counter() - self._since
-            finish = partial(
-                run.finish_step,
-                known[run.index], batches[run.index], self._report(round_), norms[run.index],
-            )  # fmt: skip
+            loss, norm, report = known[run.index], norms[run.index], self._report(round_)
+            finish = partial(run.finish_step, loss, batches[run.index], report, norm)
             outside |= self._take(run, finish, run.step + 1)
         return outside | self.collect()
 
@@ -152,14 +142,12 @@ class RoundEnd:
             outside |= self._take(run, finish, step.step)
         return outside
 
-    def _report(self, round_: _Round) -> RoundReport:
-        """The report of a round that has come to its end; that of the first one ends the start."""
+    def _report(self, round_: RoundReport) -> RoundReport:
+        """A round that has come to its end, with its seconds; the first one ends the start."""
         if (start := phases.end()) is not None:
-            round_.start = start
+            self._starts = {round_.number: start}
             self.started(start)
-        return RoundReport(
-            round_.number, round_.tokens, self.seconds, *round_.rows, start=round_.start
-        )
+        return replace(round_, seconds=self.seconds, start=self._starts.get(round_.number))
 
     def _take(
         self, run: JobRun, finish: Callable[[], StepReport | None], step: int

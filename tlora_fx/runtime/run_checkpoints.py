@@ -100,30 +100,7 @@ class Commits:
             run.snapshot(states.get(run.job.name)) for run in runs if run.job.name not in unchanged
         ]
         logs = [run.metrics for run in runs]
-        self._hear_of_tidying()
-        written_to = self._thread.submit(
-            self._write, logs, step, states, described, unchanged, elsewhere, last
-        )
-        # Files of gigabytes are some time in going: who waits for the checkpoint need not wait.
-        self._tidied.append(self._thread.submit(self.store.tidy))
-        self._commit = _Commit(
-            written_to,
-            [run for run in written if run.job.name in inside],
-            written,
-            [run.metrics for run in runs if run.left],
-            self.roster.ended(),
-        )
 
-    def _write(
-        self,
-        logs: Sequence[MetricsLog],
-        step: int,
-        states: Mapping[str, JobState],
-        described: Mapping[str, Any],
-        unchanged: Collection[str],
-        elsewhere: Mapping[str, Path],
-        last: bool,
-    ) -> Path:
         def write() -> Path:
             for log in logs:
                 log.sync()
@@ -131,7 +108,17 @@ class Commits:
                 step, states, described, unchanged=unchanged, elsewhere=elsewhere
             )
 
-        return until_there_is_room(write) if last else write()
+        self._hear_of_tidying()
+        path = self._thread.submit(lambda: until_there_is_room(write) if last else write())
+        # Files of gigabytes are some time in going: who waits for the checkpoint need not wait.
+        self._tidied.append(self._thread.submit(self.store.tidy))
+        self._commit = _Commit(
+            path,
+            [run for run in written if run.job.name in inside],
+            written,
+            [run.metrics for run in runs if run.left],
+            self.roster.ended(),
+        )
 
     @property
     def writes(self) -> bool:

@@ -72,12 +72,9 @@ class MetricsLog:
     def _append(self, values: Mapping[str, Any]) -> None:
         if not self.writes:
             return
-        record = {k: None if _is_endless(value) else value for k, value in values.items()}
-        line = json.dumps(record).encode() + b"\n"
-        try:
+        line = json.dumps(without_endless(values)).encode() + b"\n"
+        with self._told():
             until_there_is_room(lambda: append(self._opened(), line))
-        except OSError as error:
-            raise self._refused(error) from error
 
     def _opened(self) -> IO[bytes]:
         if self._file is None:
@@ -89,16 +86,14 @@ class MetricsLog:
         """Wait until the disk holds every line; raises MetricsError when it refuses."""
         if self._file is None:
             return
-        try:
+        with self._told():
             os.fsync(self._file.fileno())
             sync_folder(self.path.parent)
-        except OSError as error:
-            raise self._refused(error) from error
 
     def truncate_after(self, step: int) -> None:
         """Keep the whole lines up to a step, drop later and torn ones: what a resumed run needs."""
         self.close()
-        try:
+        with self._told():
             if not self.writes or not self.path.exists():
                 return
             content = self.path.read_bytes()
@@ -107,8 +102,6 @@ class MetricsLog:
             )
             if kept != content:
                 replace_file(self.path, kept)
-        except OSError as error:
-            raise self._refused(error) from error
 
     def last_loss(self) -> float:
         """The loss of the last whole line; NaN where there is none."""
@@ -125,13 +118,18 @@ class MetricsLog:
         if file is not None:
             file.close()
 
-    def _refused(self, error: OSError) -> MetricsError:
-        return MetricsError(
-            "a metrics file could not be written or read",
-            file=self.path,
-            reason=error,
-            help="free space or mend the permissions, then go on with --resume",
-        )
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """Raise MetricsError where the disk refuses."""
+        try:
+            yield
+        except OSError as error:
+            raise MetricsError(
+                "a metrics file could not be written or read",
+                file=self.path,
+                reason=error,
+                help="free space or mend the permissions, then go on with --resume",
+            ) from error
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
@@ -145,8 +143,10 @@ def parsed_metrics(content: bytes) -> list[dict[str, Any]]:
     return [record for record in map(_parsed, lines) if record is not None]
 
 
-def _is_endless(value: object) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
+def without_endless(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values for JSON, which has neither NaN nor infinity: null instead."""
+    endless = {k for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
+    return {**values, **dict.fromkeys(endless)}
 
 
 def _is_kept(line: bytes, step: int) -> bool:
@@ -230,12 +230,7 @@ class RunFolder:
             self.path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             lock = (self.path / LOCK).open("a")
         except OSError as error:
-            raise RunFolderError(
-                "the output folder cannot be written",
-                folder=self.path,
-                found=error,
-                help="choose another folder with -o",
-            ) from error
+            raise _unwritable(self.path, error) from error
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -378,12 +373,7 @@ class RunFolder:
             for job in jobs:
                 self.write_status(job, STARTING)
         except OSError as error:
-            raise RunFolderError(
-                "the output folder cannot be written",
-                folder=self.path,
-                found=error,
-                help="choose another folder with -o",
-            ) from error
+            raise _unwritable(self.path, error) from error
 
     def withdraw(self, jobs: Sequence[str]) -> None:
         """Take back what `announce` left of jobs that came to nothing, empty folders too."""
@@ -459,8 +449,17 @@ def ask_to_stop(path: Path, job: str) -> None:
 
 #: What `tlora-fx run` keeps of its jobs.
 LEDGER = "ledger.sqlite"
-#: What it may have left before it kept anything.
-RUN_COMMAND_FILES = frozenset({".workers.lock"})
+#: What it and `serve` may have left before they kept anything.
+RUN_COMMAND_FILES = frozenset({".workers.lock", "service"})
+
+
+def _unwritable(path: Path, found: object) -> RunFolderError:
+    return RunFolderError(
+        "the output folder cannot be written",
+        folder=path,
+        found=found,
+        help="choose another folder with -o",
+    )
 
 
 def require_new(path: Path, *, among: Collection[str] = ()) -> None:
@@ -469,13 +468,9 @@ def require_new(path: Path, *, among: Collection[str] = ()) -> None:
     among     names that may be there
     raises    RunFolderError
     """
-    if path.exists() and not path.is_dir():
-        raise RunFolderError(
-            "the output folder cannot be written",
-            folder=path,
-            found="a file of that name",
-            help="choose another folder with -o",
-        )
+    there = next(each for each in (path, *path.absolute().parents) if each.exists())
+    if not there.is_dir():
+        raise _unwritable(path, "a file of that name" if there == path else f"{there} is a file")
     used = [name for name in _used(path) if name not in among]
     if used:
         help = "choose another folder with -o"

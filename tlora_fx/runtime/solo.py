@@ -13,7 +13,6 @@ step, by which its dropout draws.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +28,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tlora_fx.config.job import BETA, Job
+from tlora_fx.config.job_optimizer import optimizer_arguments, optimizer_class, own_schedule
 from tlora_fx.errors import OracleError
 from tlora_fx.model.backbone import has_sdpa
 from tlora_fx.numerics.noise import disturbed_embeddings
@@ -36,6 +36,7 @@ from tlora_fx.ops.dropout import keep_scale, threshold_of
 from tlora_fx.ops.noise import noise_rows
 from tlora_fx.ops.philox import sixteens
 from tlora_fx.ops.tables import site_id
+from tlora_fx.runtime.adapters.files import own_copy
 from tlora_fx.runtime.adapters.starts import constant_part
 from tlora_fx.runtime.data.labels import decoded
 from tlora_fx.runtime.data.sample_order import NO_TARGET, Line, SampleOrder, pad
@@ -72,7 +73,7 @@ class SoloTrainer:
         masks: bool,
     ) -> None:
         self.job, self.order = job, SampleOrder(job, data.samples, data.units)
-        base = _own_copy(base_model)
+        base = own_copy(base_model)
         if not masks:
             _silence_dropout(base)
         choose_attention(base)
@@ -95,7 +96,24 @@ class SoloTrainer:
 
         raises   OracleError when they are not the job's
         """
-        _load_start(self._model, adapter)
+        from peft import set_peft_model_state_dict
+
+        own = {name: tensor.shape for name, tensor in _saved(self._model).items()}
+        given = {name: tensor.shape for name, tensor in adapter.items()}
+        differ = sorted(
+            name for name in own.keys() | given.keys() if own.get(name) != given.get(name)
+        )
+        if differ:
+            raise OracleError(
+                "the adapter to start from is not the one that PEFT makes for this job",
+                tensor=differ[0],
+                expected=_shown(own.get(differ[0])),
+                found=_shown(given.get(differ[0])),
+                help="start both sides from the adapter of one job",
+            )
+        with _adalora(self._model, rank_pattern=None):
+            copies = {name: tensor.clone() for name, tensor in adapter.items()}
+            set_peft_model_state_dict(self._model, copies)
 
     def gradients(
         self, batches: Sequence[Sequence[Line]], step: int
@@ -106,11 +124,39 @@ class SoloTrainer:
         """
         self._optimizer.zero_grad()
         with _adalora(self._model, orth_reg_weight=0.0):
-            loss = _backward(
-                self._model, batches, self._drop, step, self.job, self._padding, self._reference
-            )
+            loss = self._backward(batches, step)
         _regularise(self._model)
         return loss, _gradients(self._model)
+
+    def _backward(self, batches: Sequence[Sequence[Line]], step: int) -> float:
+        """Add the gradients of one optimizer step; returns its loss."""
+        model, job, reference = self._model, self.job, self._reference
+        compared = sum(map(len, batches)) // 2
+        labels = [line.labels for batch in batches for line in batch]
+        targets = sum(label != NO_TARGET for line in labels for label in line[job.label_shift :])
+        device = next(model.parameters()).device
+        total = 0.0
+        for batch in batches:
+            ids, labels_of, attended, index = (part.to(device) for part in pad(batch))
+            noise = _noise(model, job, step, index, max(len(line.ids) for line in batch))
+            with noise, nullcontext() if self._drop is None else self._drop.row(step, index):
+                if job.method == "kto":
+                    wanted = torch.tensor([line.desirable is True for line in batch], device=device)
+                    found = _compared(model, ids, labels_of, attended, reference)
+                    loss = _kto_loss(job, *found, wanted) / compared
+                elif job.method == "reward":
+                    ids = ids.masked_fill(attended == 0, self._padding)
+                    loss = _reward_loss(model, ids, labels_of, attended) / compared
+                elif job.is_preference:
+                    loss = _pair_loss(model, job, ids, labels_of, attended, reference) / compared
+                elif job.base.is_classifier:
+                    ids = ids.masked_fill(attended == 0, self._padding)
+                    loss = _label_loss(model, job, ids, labels_of, attended) / targets
+                else:
+                    loss = _loss(model, job, ids, labels_of, attended, targets)
+            torch.autograd.backward(loss)
+            total += loss.item()
+        return total
 
     def disturbed(self, draw: int) -> AbstractContextManager[None]:
         """Move every output of an embedding by about a rounding, within this context.
@@ -149,44 +195,6 @@ class SoloTrainer:
     def adapters(self) -> dict[str, Tensor]:
         """Copies of the trained tensors, by PEFT's names."""
         return {name: tensor.detach().clone() for name, tensor in _saved(self._model).items()}
-
-
-def _backward(
-    model: PeftModel,
-    batches: Sequence[Sequence[Line]],
-    drop: KeyedDropout | None,
-    step: int,
-    job: Job,
-    padding: int = 0,
-    reference: Reference | None = None,
-) -> float:
-    """Add the gradients of one optimizer step; returns its loss."""
-    compared = sum(map(len, batches)) // 2
-    labels = [line.labels for batch in batches for line in batch]
-    targets = sum(label != NO_TARGET for line in labels for label in line[job.label_shift :])
-    device = next(model.parameters()).device
-    total = 0.0
-    for batch in batches:
-        ids, labels_of, attended, index = (part.to(device) for part in pad(batch))
-        noise = _noise(model, job, step, index, max(len(line.ids) for line in batch))
-        with noise, nullcontext() if drop is None else drop.row(step, index):
-            if job.method == "kto":
-                wanted = torch.tensor([line.desirable is True for line in batch], device=device)
-                found = _compared(model, ids, labels_of, attended, reference)
-                loss = _kto_loss(job, *found, wanted) / compared
-            elif job.method == "reward":
-                ids = ids.masked_fill(attended == 0, padding)
-                loss = _reward_loss(model, ids, labels_of, attended) / compared
-            elif job.is_preference:
-                loss = _pair_loss(model, job, ids, labels_of, attended, reference) / compared
-            elif job.base.is_classifier:
-                ids = ids.masked_fill(attended == 0, padding)
-                loss = _label_loss(model, job, ids, labels_of, attended) / targets
-            else:
-                loss = _loss(model, job, ids, labels_of, attended, targets)
-        torch.autograd.backward(loss)
-        total += loss.item()
-    return total
 
 
 @contextmanager
@@ -365,20 +373,6 @@ def _is_transformers(model: PeftModel) -> bool:
     return isinstance(model.get_base_model(), PreTrainedModel)
 
 
-def _own_copy(base_model: nn.Module) -> nn.Module:
-    """A copy that shares the frozen matrices, so that a large base is held once.
-
-    Vectors are copied: `bias: all` trains the base's own.
-    """
-    memo: dict[int, Any] = {
-        id(param): nn.Parameter(param.detach(), requires_grad=False)
-        for param in base_model.parameters()
-        if param.dim() > 1
-    }
-    memo |= {id(buffer): buffer for buffer in base_model.buffers()}
-    return copy.deepcopy(base_model, memo)
-
-
 def choose_attention(model: Any) -> None:
     """Take PyTorch's attention, or eager attention where a class has no other.
 
@@ -404,29 +398,8 @@ def _wrapped(job: Job, model: nn.Module, dropout: bool) -> PeftModel:
     return wrap_with_peft(model, config, job.adapter_dtype)
 
 
-def _load_start(model: PeftModel, start: Mapping[str, Tensor]) -> None:
-    from peft import set_peft_model_state_dict
-
-    expected = _saved(model)
-    differ = sorted(
-        name
-        for name in expected.keys() | start.keys()
-        if name not in expected or name not in start or expected[name].shape != start[name].shape
-    )
-    if differ:
-        raise OracleError(
-            "the adapter to start from is not the one that PEFT makes for this job",
-            tensor=differ[0],
-            expected=_shape(expected.get(differ[0])),
-            found=_shape(start.get(differ[0])),
-            help="start both sides from the adapter of one job",
-        )
-    with _adalora(model, rank_pattern=None):
-        set_peft_model_state_dict(model, {name: tensor.clone() for name, tensor in start.items()})
-
-
-def _shape(tensor: Tensor | None) -> str:
-    return "nothing" if tensor is None else str(list(tensor.shape))
+def _shown(shape: torch.Size | None) -> str:
+    return "nothing" if shape is None else str(list(shape))
 
 
 def _saved(model: PeftModel, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -523,8 +496,8 @@ def _optimizer(
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
     from transformers import get_scheduler
 
-    make: Any = job.optimizer_class()
-    arguments = job.optimizer_arguments()
+    make: Any = optimizer_class(job)
+    arguments = optimizer_arguments(job)
     optimizer: torch.optim.Optimizer
     if job.optim == "lorafa":
         optimizer = _lorafa(job, model, arguments)
@@ -532,7 +505,7 @@ def _optimizer(
         optimizer = _loraplus(job, model, make, arguments)
     else:
         optimizer = make([p for p in model.parameters() if p.requires_grad], **arguments)
-    if (own := job.make_schedule(optimizer, steps)) is not None:
+    if (own := own_schedule(job, optimizer, steps)) is not None:
         return optimizer, own
     schedule = get_scheduler(
         str(job.lr_scheduler_type),

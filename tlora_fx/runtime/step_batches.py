@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -102,17 +103,11 @@ def require_batch(job: Job, batch: Batch, vocabulary: int, *, alone: bool) -> No
     alone        whether one process runs each row whole
     raises       StepMisuse
     """
-    samples = [sample for micro in batch.micro_batches for sample in micro]
-    ids = [max(sample.input_ids) for sample in samples if sample.input_ids]
-    if len(ids) < len(samples) or not ids:
+    samples = _samples_of(job, batch)
+    if not samples:
         raise StepMisuse("a batch has no sample, or one without tokens", job=job.name)
-    if max(ids) >= vocabulary:
-        raise StepMisuse(
-            "a batch has a token that the base does not know",
-            job=job.name,
-            expected=f"token ids below {vocabulary}",
-            found=max(ids),
-        )
+    for number, sample in enumerate(samples):
+        _require_tokens(job, number, sample, vocabulary)
     if job.method == "reward":
         _require_scored(job, batch)
     normalizer = batch.normalizer
@@ -143,6 +138,62 @@ def require_batch(job: Job, batch: Batch, vocabulary: int, *, alone: bool) -> No
             found=", ".join(batch.loss_options),
             help="name the loss in Batch(loss=...)",
         )
+
+
+def _samples_of(job: Job, batch: Batch) -> list[Sample]:
+    """All samples of a batch; raises StepMisuse where it is no list of lists of samples."""
+    micro_batches = batch.micro_batches
+    if isinstance(micro_batches, Sample) or any(isinstance(of, Sample) for of in micro_batches):
+        raise StepMisuse(
+            "a batch is a list of micro-batches, and a micro-batch is a list of samples",
+            job=job.name,
+            found="a sample that is in no micro-batch",
+            help="write [[sample, ...]] for one micro-batch",
+        )
+    return [sample for micro in micro_batches for sample in micro]
+
+
+def _require_tokens(job: Job, number: int, sample: Sample, vocabulary: int) -> None:
+    """Refuse ids and labels that a GPU would read beyond its tables, or would round."""
+    ids, labels = sample.input_ids, sample.labels
+    for name, of in (("input_ids", ids), ("labels", labels)):
+        wrong = [kind.__name__ for kind in set(map(type, of)) if not issubclass(kind, Integral)]
+        if wrong or not isinstance(of, Sequence):
+            raise StepMisuse(
+                f"{name} of sample {number} are no list of whole numbers",
+                job=job.name,
+                found=f"{type(of).__name__} of {wrong[0]}" if wrong else type(of).__name__,
+                help="of a tensor or an array, give .tolist()",
+            )
+    if not ids:
+        raise StepMisuse("a batch has no sample, or one without tokens", job=job.name)
+    if len(labels) != len(ids):
+        raise StepMisuse(
+            f"labels of sample {number} do not fit its input_ids",
+            job=job.name,
+            expected=f"{len(ids)} labels, one for each token, not shifted",
+            found=len(labels),
+            help="-100 is the label of a token that is not trained",
+        )
+    lowest, highest = min(ids), max(ids)
+    if lowest < 0 or highest >= vocabulary:
+        raise StepMisuse(
+            "a batch has a token that the base does not know",
+            job=job.name,
+            expected=f"token ids from 0, below {vocabulary}",
+            found=lowest if lowest < 0 else highest,
+        )
+    if job.method == "reward" or job.label_shift == 0:
+        # A label is then no token: a margin, or what a classifier is to answer.
+        return
+    for label in set(labels) - {IGNORED}:
+        if not 0 <= label < vocabulary:
+            raise StepMisuse(
+                "a batch has a label that is no token of the base",
+                job=job.name,
+                expected=f"token ids from 0, below {vocabulary}, or {IGNORED}",
+                found=label,
+            )
 
 
 def _require_loss(job: Job, batch: Batch, samples: Sequence[Sample], *, alone: bool) -> None:

@@ -40,7 +40,6 @@ from tlora_fx.runtime.checks import (
     check_own_loss,
     load_all_data,
     probe_base,
-    probe_ends,
     require_same_jobs,
 )
 from tlora_fx.runtime.compilation import Compilation
@@ -624,7 +623,7 @@ def try_base(
     elif group.plan.mesh.tp == 1:
 
         def tried() -> ProbeResult:
-            return probe_ends(model, data, base, mesh.device) if mesh.leader else ProbeResult()
+            return probe_base(model, data, base, mesh.device) if mesh.leader else ProbeResult()
 
         found = ranks.together(tried)
     else:

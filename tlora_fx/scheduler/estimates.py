@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tlora_fx.config.job import Job
-from tlora_fx.cost.estimator import Layout, ProfileEstimator
+from tlora_fx.cost.estimator import Layout, Prediction, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.memory import device_bytes
@@ -97,16 +97,17 @@ class Estimates:
         """The layout that the estimator expects to be fastest."""
         if len(group.place) == 1:
             return None
-        demand = Demand.total(request.demand for request in requests)
-        tier = self.cluster.tier(group.place)
-        return self.estimator.explain(requests[0].base, demand, len(group.place), tier).layout
+        return self._expected(group, requests).layout
 
     def memory_of(self, group: Group, requests: Sequence[JobRequest]) -> float | None:
         """Bytes that a group's process takes of its GPU, or of main memory; None: not known."""
+        expected = self._expected(group, requests)
+        return device_bytes(expected.memory) if expected.layout is not None else None
+
+    def _expected(self, group: Group, requests: Sequence[JobRequest]) -> Prediction:
         demand = Demand.total(request.demand for request in requests)
         tier = self.cluster.tier(group.place)
-        expected = self.estimator.explain(requests[0].base, demand, len(group.place), tier)
-        return device_bytes(expected.memory) if expected.layout is not None else None
+        return self.estimator.explain(requests[0].base, demand, len(group.place), tier)
 
     def threads(self) -> list[str]:
         """Warnings of CPU profiles measured with another number of cores than a slot has."""

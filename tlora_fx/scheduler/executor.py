@@ -6,7 +6,6 @@ number that no other formation of a group has had and that grows with each; what
 of an epoch that is over may come late and is to be ignored.
 
     reserve → launch → Started, Progress, Committed, Finished … → drain → Drained → release
-                                                              or → kill  →           release
                                                               or → Failed            release
                                                               or → change → Drained → release
                                                                             Started of it      …
@@ -138,6 +137,22 @@ class NodeBack(ExecutorEvent):
     node: int
 
 
+@dataclass(frozen=True, slots=True)
+class GroupLaunch:
+    """A formation of a group, as an executor is asked to run it.
+
+    jobs         of the group
+    steps_done   by job; what it goes on from
+    layout       how it is spread over its GPUs; None: as the executor finds best
+    """
+
+    group: Group
+    epoch: int
+    jobs: Sequence[JobRequest]
+    steps_done: Mapping[str, float] = field(default_factory=dict)
+    layout: Layout | None = None
+
+
 class Executor(Protocol):
     """Executor of groups."""
 
@@ -150,39 +165,21 @@ class Executor(Protocol):
         raises   PlaceTaken where one of its GPUs is another epoch's or is not there
         """
 
-    def launch(
-        self,
-        group: Group,
-        epoch: int,
-        jobs: Sequence[JobRequest],
-        steps_done: Mapping[str, float],
-        layout: Layout | None = None,
-    ) -> None:
+    def launch(self, launch: GroupLaunch) -> None:
         """Start a group on the place that it has reserved.
 
-        layout       how it is spread over its GPUs; None: as the executor finds best
         raises       PlaceTaken where nothing is reserved for this epoch
         """
 
     def can_change(self, group: Group, epoch: int, successor: Group) -> bool:
         """Whether a running group may become another one on its place without stopping."""
 
-    def change(
-        self,
-        group: Group,
-        epoch: int,
-        successor: Group,
-        successor_epoch: int,
-        jobs: Sequence[JobRequest],
-        steps_done: Mapping[str, float],
-    ) -> None:
+    def change(self, group: Group, epoch: int, successor: GroupLaunch) -> None:
         """Change a running group into its successor: jobs leave and join, the others train on.
 
         It is another epoch from then on. `Drained` of the old one tells when, and that all its jobs
         are committed; `GroupStarted` of the new one follows. Where this proves impossible, it
         is formed anew, on the same place. Where the old one fails, nothing is told of it.
-
-        jobs         jobs of the successor
         """
 
     def events(self) -> list[ExecutorEvent]:
@@ -190,9 +187,6 @@ class Executor(Protocol):
 
     def drain(self, group: Group, epoch: int) -> None:
         """Ask the group to commit and to stop; `Drained` tells when, nothing where it has ended."""
-
-    def kill(self, group: Group, epoch: int) -> None:
-        """Stop the group at once; what it has not committed is lost, and nothing is told."""
 
     def release(self, group: Group, epoch: int) -> None:
         """Give the group's place back; a group that still runs is killed."""

@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import inf, isfinite
 
-from rich.table import Table
-from rich.text import Text
-
 from tlora_fx.cost.estimator import ProfileEstimator, table_of
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.errors import BaseUnknown, JobNotInState, nearest
+from tlora_fx.scheduler.formations import membership
+from tlora_fx.scheduler.history import DecisionRecord, EpochRecord, History, JobRecord
 from tlora_fx.scheduler.search.objective import tier_for
 from tlora_fx.scheduler.search.placement import Placer
 from tlora_fx.scheduler.snapshot_file import Snapshot
@@ -26,7 +25,6 @@ from tlora_fx.scheduler.state import (
     limit_seconds,
     slowdown,
 )
-from tlora_fx.scheduler.store import DecisionRecord, EpochRecord, History, JobRecord
 
 MAX_ROWS = 24
 
@@ -64,19 +62,6 @@ class DecisionExplanation:
     reasons: tuple[Reason, ...]
     unit: str = "GPU"
 
-    def table(self) -> Table:
-        """Table for a terminal."""
-        table = Table(title=f"{self.job}: {self.standing}", title_justify="left")
-        for column in self.head():
-            table.add_column(column, justify="left" if column in LEFT else "right")
-        for row in self.rows():
-            table.add_row(*(Text(cell) for cell in row))
-        return table
-
-    def head(self) -> tuple[str, ...]:
-        """The titles of the table."""
-        return ("alternative", f"{self.unit}s", *HEAD)
-
     def rows(self) -> list[tuple[str, ...]]:
         """The cells of the table."""
         return [_cells(alternative) for alternative in self.alternatives]
@@ -86,9 +71,9 @@ class DecisionExplanation:
 
     def _lines(self) -> Iterator[str]:
         yield f"{self.job}: {self.standing}"
-        head = self.head()
+        head = ("alternative", f"{self.unit}s", *HEAD)
         rows = [head, *self.rows()]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         for row in rows:
             cells = [
                 cell.ljust(width) if name in LEFT else cell.rjust(width)
@@ -97,9 +82,9 @@ class DecisionExplanation:
             yield ("  " + "  ".join(cells)).rstrip()
         yield from self._ending()
 
-    def narrow(self) -> str:
-        """The same as `str`, with a few short lines for each row of the table."""
-        return "\n".join(self._narrow_lines())
+    def text(self, *, narrow: bool) -> str:
+        """The same as `str`; narrow: with a few short lines for each row of the table."""
+        return "\n".join(self._narrow_lines() if narrow else self._lines())
 
     def _narrow_lines(self) -> Iterator[str]:
         yield f"{self.job}: {self.standing}"
@@ -338,18 +323,19 @@ def explained(
     narrow    tell alternatives by short lines, not by a wide table
     raises    JobNotInState
     """
-    record = history.jobs.get(job) if history else None
+    history = history or History({})
+    record = history.jobs.get(job)
     active = snapshot.state.jobs if snapshot else {}
     ended = record is not None and not record.is_active
     if record is None and job not in active:
-        raise _unknown(job, [*active, *(history.jobs if history else {})])
+        raise _unknown(job, [*active, *history.jobs])
     lines: list[str] = []
     if snapshot is not None and job in active and not ended:
         lines += _now(snapshot, history, job, terms=terms, narrow=narrow)
     elif record is not None:
-        lines += _ending(record, history.last(job) if history else None)
+        lines += _ending(record, history.last(job))
         lines += _before(snapshot, history, job, terms=terms, narrow=narrow)
-    if record is not None and history is not None:
+    if record is not None:
         lines += _times(record, history.formations(job))
     return "\n".join(lines)
 
@@ -366,14 +352,14 @@ def _unknown(job: str, known: list[str]) -> JobNotInState:
 
 
 def _now(
-    snapshot: Snapshot, history: History | None, job: str, *, terms: bool, narrow: bool
+    snapshot: Snapshot, history: History, job: str, *, terms: bool, narrow: bool
 ) -> Iterator[str]:
     again = snapshot.policy.decide(snapshot.state, explain=True)
-    decided = (history.at(snapshot.state.now) if history else None) or again
+    decided = history.at(snapshot.state.now) or again
     alike = _alike(decided, again, job)
     if alike:
         decided = replace(decided, reasons=again.reasons)
-    yield _text_of(explain(snapshot.state, decided, job), narrow=narrow)
+    yield explain(snapshot.state, decided, job).text(narrow=narrow)
     if not alike:
         other = explain(snapshot.state, again, job)
         yield f"  asked again without its past, the policy would answer: {other.standing}"
@@ -398,7 +384,7 @@ def _alike(decision: Decision, other: Decision, job: str) -> bool:
     group, other_group = _group(decision, job), _group(other, job)
     if group is None or other_group is None:
         return group is other_group
-    return group.same_as(other_group)
+    return membership(group) == membership(other_group)
 
 
 def _group(decision: Decision, job: str) -> Group | None:
@@ -422,16 +408,12 @@ def _ending(record: JobRecord, last: DecisionRecord | None) -> Iterator[str]:
             yield f"{record.name}: {record.status}: {reason}"
 
 
-def _text_of(explanation: DecisionExplanation, *, narrow: bool) -> str:
-    return explanation.narrow() if narrow else str(explanation)
-
-
 def _before(
-    snapshot: Snapshot | None, history: History | None, job: str, *, terms: bool, narrow: bool
+    snapshot: Snapshot | None, history: History, job: str, *, terms: bool, narrow: bool
 ) -> Iterator[str]:
     """The last decision about a job, and what else there was then."""
-    last = history.last(job) if history else None
-    if last is None or snapshot is None or history is None:
+    last = history.last(job)
+    if last is None or snapshot is None:
         return
     removed = [name for name in last.jobs if name not in history.jobs]
     if removed:
@@ -439,7 +421,7 @@ def _before(
         return
     try:
         state = _as_it_was(snapshot.state, history, last)
-        text = _text_of(explain(state, last.decision, job), narrow=narrow)
+        text = explain(state, last.decision, job).text(narrow=narrow)
     except BaseUnknown as error:
         yield f"  decided at {last.time:.1f} s; what else there was cannot be told: {error.what}"
         return

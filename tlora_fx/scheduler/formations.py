@@ -11,7 +11,7 @@ import numpy as np
 from tlora_fx.cost.estimator import Estimator, Layout
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import PlaceTaken
-from tlora_fx.scheduler.executor import Executor
+from tlora_fx.scheduler.executor import Executor, GroupLaunch
 from tlora_fx.scheduler.state import ActiveJob, Decision, Group, JobRequest
 
 if TYPE_CHECKING:
@@ -392,8 +392,8 @@ class Formations:
             epoch, group, group, members, dict(steps), now, origin=formation.epoch, asked=now
         )
         self._busy.update(group.jobs)
-        requests = [job.request for job in members.values()]
-        self._executor.change(formation.launched, formation.epoch, group, epoch, requests, steps)
+        launch = GroupLaunch(group, epoch, [job.request for job in members.values()], steps)
+        self._executor.change(formation.launched, formation.epoch, launch)
 
     def _start(self, group: Group, jobs: Mapping[str, ActiveJob], now: float) -> bool:
         epoch, self._next = self._next, self._next + 1
@@ -411,6 +411,6 @@ class Formations:
         self.running[epoch] = formation
         self._held.update(group.place)
         self._busy.update(group.jobs)
-        self._executor.launch(group, epoch, requests, steps, layout)
+        self._executor.launch(GroupLaunch(group, epoch, requests, steps, layout))
         self._callback.launched(now, formation)
         return True

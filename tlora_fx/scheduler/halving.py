@@ -16,9 +16,10 @@ from typing import Any
 from tlora_fx.config.halving import HalvingSpec, reason_of, result_of
 from tlora_fx.errors import TloraError
 from tlora_fx.runtime.run_folder import RunFolder
+from tlora_fx.scheduler.history import RungRecord
 from tlora_fx.scheduler.local.executor import LocalExecutor
 from tlora_fx.scheduler.loop import Loop
-from tlora_fx.scheduler.store import Ledger, RungRecord
+from tlora_fx.scheduler.store import Ledger
 
 #: Who submitted the jobs, name of the halving, and steps.
 Rung = tuple[str, str, int]

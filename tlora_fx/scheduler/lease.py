@@ -31,7 +31,9 @@ def grant(group: Path, run: Path) -> Path:
     held, lease = group / _HELD, lease_of(group)
     (group / "train").mkdir(exist_ok=True)
     held.mkdir(exist_ok=True)
-    for name, target in (("train", Path("..", "train")), ("jobs", _way(held, run))):
+    # The way from one folder to the other, however each machine has mounted both.
+    jobs = Path(os.path.relpath(run, held))
+    for name, target in (("train", Path("..", "train")), ("jobs", jobs)):
         with suppress(FileExistsError):
             (held / name).symlink_to(target)
     with suppress(FileExistsError):
@@ -62,8 +64,3 @@ def is_granted(group: Path) -> bool:
 def lease_of(group: Path) -> Path:
     """A group's lease."""
     return group / "lease"
-
-
-def _way(start: Path, end: Path) -> Path:
-    """From one folder to another, however each machine has mounted both."""
-    return Path(os.path.relpath(end, start))

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from heapq import heapify, heappop, heappush
 from time import perf_counter
 from typing import TYPE_CHECKING, Literal
@@ -48,7 +49,6 @@ from tlora_fx.scheduler.state import (
     SchedulerState,
     arrival,
     check,
-    solo_or_reason,
 )
 
 if TYPE_CHECKING:
@@ -183,11 +183,6 @@ class Window:
         return len(self.jobs) + len(self._queue)
 
     @property
-    def queued(self) -> int:
-        """Jobs behind the window."""
-        return len(self._queue)
-
-    @property
     def full(self) -> bool:
         """Whether a job that comes now would have to wait behind the window."""
         return len(self.jobs) + len(self._queue) >= self.runnable
@@ -211,12 +206,8 @@ class Window:
             came = True
         return came
 
-    def withdraw(self, name: str) -> bool:
-        """A job is taken back, from the window or from the queue; whether it was in one."""
-        return self.take(name) is not None
-
     def take(self, name: str) -> ActiveJob | None:
-        """The same, with the job; None where it was in neither."""
+        """Take a job out of the window or of the queue; None where it was in neither."""
         job = self.jobs.pop(name, None)
         if job is not None:
             return job
@@ -225,10 +216,6 @@ class Window:
             self._queue = [entry for entry in self._queue if entry[1] != name]
             heapify(self._queue)
         return job
-
-    def remove(self, name: str) -> ActiveJob:
-        """A job of the window ends; the next may come in by `fill`."""
-        return self.jobs.pop(name)
 
     def waiting(self) -> list[ActiveJob]:
         """The queue behind the window, in order."""
@@ -354,7 +341,7 @@ class Events:
         """A job ends, done ("") or failed for a reason."""
         loop = self.loop
         if loop.held.pop(name, None) is None:
-            loop.window.remove(name)
+            del loop.window.jobs[name]
         loop.parked.discard(name)
         loop.window.fill()
         loop.retries.forget(name)
@@ -552,7 +539,7 @@ class Loop:
         """Take a job back that is in no group; whether there was one."""
         if self.formations.holds(name):
             return False
-        if self.held.pop(name, None) is None and not self.window.withdraw(name):
+        if self.held.pop(name, None) is None and self.window.take(name) is None:
             return False
         self.parked.discard(name)
         self.window.fill()
@@ -682,17 +669,19 @@ class Loop:
 
     def _solo(self, request: JobRequest) -> tuple[float, str | None]:
         """T_solo, and why the job can never run."""
-        most = self.cluster.gpus
+        most, asked = self.cluster.gpus, request.gpus
         if request.steps < 1:
             return 0.0, f"it has {request.steps} steps"
-        if not 1 <= request.gpus <= most:
-            return 0.0, solo_or_reason(0.0, request.gpus, most, {})
-        solo = self.estimator.solo(request.base, request.demand, request.gpus)
+        if asked < 1:
+            return 0.0, f"it asks for {asked} GPUs"
+        if asked > most:
+            return 0.0, f"it asks for {asked} GPUs and the cluster has {most}"
+        solo_on = partial(self.estimator.solo, request.base, request.demand)
+        solo = solo_on(asked)
         if solo < float("inf"):
             return solo, None
-        counts = {min(most, request.gpus << power) for power in range(1, most.bit_length() + 1)}
-        others = {
-            count: self.estimator.solo(request.base, request.demand, count) < float("inf")
-            for count in counts
-        }
-        return solo, solo_or_reason(solo, request.gpus, most, others)
+        others = sorted({min(most, asked << power) for power in range(1, most.bit_length() + 1)})
+        enough = [count for count in others if solo_on(count) < float("inf")]
+        if not enough:
+            return solo, f"no layout fits into memory, on {asked} GPUs or on all {most}"
+        return solo, f"no layout fits into the memory of {asked} GPUs; {enough[0]} would do"

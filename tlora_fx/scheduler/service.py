@@ -35,6 +35,7 @@ from tlora_fx.runtime.early_checks import job_files, require_folder
 from tlora_fx.runtime.run_folder import LEDGER, RunFolder
 from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
 from tlora_fx.scheduler.halving import RungComparison
+from tlora_fx.scheduler.history import JobRecord
 from tlora_fx.scheduler.local.admission import (
     ADMISSION,
     Admission,
@@ -59,7 +60,7 @@ from tlora_fx.scheduler.state import (
     Policy,
     SchedulerState,
 )
-from tlora_fx.scheduler.store import JobRecord, Ledger
+from tlora_fx.scheduler.store import Ledger
 
 TAKEN = "taken"
 
@@ -458,8 +459,9 @@ class SchedulerService:
 
     def _turn(self) -> bool:
         now = self.executor.now()
-        looks = self._time_to_look()
+        looks = time.monotonic() - self._looked >= LOOK_SECONDS
         if looks:
+            self._looked = time.monotonic()
             self.folder.require_there()
         if looks and not self.stopping:
             for file in self.files.look(self._open):
@@ -520,12 +522,6 @@ class SchedulerService:
             self.callback.noted(self.executor.now(), text)
         return self._holds
 
-    def _time_to_look(self) -> bool:
-        due = time.monotonic() - self._looked >= LOOK_SECONDS
-        if due:
-            self._looked = time.monotonic()
-        return due
-
     def _beat(self) -> None:
         """Write a heartbeat into the ledger, if it is time to."""
         if time.monotonic() - self._heartbeat >= HEARTBEAT_SECONDS:
@@ -565,12 +561,9 @@ class SchedulerService:
                 self._refuse(answer.spec, answer.reason, now)
                 self._submitted(answer.spec["name"])
             case ProcessDied():
-                self._tell_died(answer, now)
-
-    def _tell_died(self, answer: ProcessDied, now: float) -> None:
-        file = "" if answer.path is None else answer.path.name
-        jobs = [] if answer.spec is None else [answer.spec["name"]]
-        self.callback.retried(now, file, jobs, answer.reason, answer.seconds)
+                file = "" if answer.path is None else answer.path.name
+                jobs = [] if answer.spec is None else [answer.spec["name"]]
+                self.callback.retried(now, file, jobs, answer.reason, answer.seconds)
 
     def _read(self, answer: FileRead, now: float) -> None:
         """A file's jobs are prepared, all but those that are known or cannot be called so."""

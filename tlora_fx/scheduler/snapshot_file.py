@@ -17,9 +17,9 @@ from tlora_fx.cost.profile import Profile
 from tlora_fx.errors import StateFileError
 from tlora_fx.host.durable import replace_file
 from tlora_fx.host.formats import require_known
+from tlora_fx.scheduler.history import History, Rows
 from tlora_fx.scheduler.policies import find_policy
 from tlora_fx.scheduler.state import ActiveJob, ChangeCosts, Group, Policy, SchedulerState
-from tlora_fx.scheduler.store import History, Rows
 
 FORMAT_SNAPSHOT: Literal["tlora-fx moment 1"] = "tlora-fx moment 1"
 NO_STATE = "this is no saved state of the scheduler"

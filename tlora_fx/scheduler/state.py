@@ -30,10 +30,6 @@ class Group:
     seconds: float = 0.0
     formed: float = 0.0
 
-    def same_as(self, other: Group) -> bool:
-        """Whether going from one to the other moves nothing."""
-        return set(self.jobs) == set(other.jobs) and set(self.place) == set(other.place)
-
 
 MAX_SLOWDOWN = 1.5
 
@@ -232,12 +228,14 @@ def keeps(jobs: Iterable[ActiveJob], seconds: float, now: float, *, lending: boo
     return all(bound <= limit_seconds(job, now, lending=lending) for job in jobs)
 
 
-def broken(jobs: Iterable[ActiveJob], seconds: float, now: float) -> list[ActiveJob]:
-    """The jobs that a group of two or more slows down too much, consent included."""
+def broken(
+    jobs: Iterable[ActiveJob], seconds: float, now: float, *, lending: bool = True
+) -> list[ActiveJob]:
+    """The jobs that a group of two or more slows down too much; `lending` as of `limit_seconds`."""
     members = list(jobs)
     if len(members) < 2:
         return []
-    return [job for job in members if not keeps((job,), seconds, now, lending=True)]
+    return [job for job in members if not keeps((job,), seconds, now, lending=lending)]
 
 
 NEAR = 0.8
@@ -322,20 +320,3 @@ def _wrong(policy: str, found: str, group: Group) -> DecisionWrong:
         found=found,
         help="this is a mistake of the policy; see tlora_fx.scheduler.state.Decision",
     )
-
-
-def solo_or_reason(solo: float, gpus: int, most: int, others: Mapping[int, bool]) -> str | None:
-    """Reason why a job can never run; None where it can.
-
-    others   by other numbers of GPUs, whether it would fit there
-    """
-    if gpus < 1:
-        return f"it asks for {gpus} GPUs"
-    if gpus > most:
-        return f"it asks for {gpus} GPUs and the cluster has {most}"
-    if solo < float("inf"):
-        return None
-    enough = min((count for count, fits in others.items() if fits), default=None)
-    if enough is None:
-        return f"no layout fits into memory, on {gpus} GPUs or on all {most}"
-    return f"no layout fits into the memory of {gpus} GPUs; {enough} would do"

@@ -7,23 +7,20 @@ is done, and from which committed state each other job goes on.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any
 
-from pydantic import Json, TypeAdapter
+from pydantic import TypeAdapter
 
-from tlora_fx.config.halving import HalvingSpec
 from tlora_fx.cost.estimator import Layout
 from tlora_fx.errors import LedgerError
-from tlora_fx.host.formats import require_known
 from tlora_fx.host.version import __version__
-from tlora_fx.runtime.run_folder import LEDGER
 from tlora_fx.scheduler.executor import (
     Committed,
     Drained,
@@ -32,138 +29,20 @@ from tlora_fx.scheduler.executor import (
     Finished,
     GroupStarted,
 )
-from tlora_fx.scheduler.relocation import relocate
-from tlora_fx.scheduler.state import (
-    REQUEST,
-    Decision,
-    Group,
-    JobRequest,
+from tlora_fx.scheduler.history import (
+    FORMAT,
+    DecisionRecord,
+    EpochRecord,
+    JobRecord,
+    Record,
+    RungRecord,
+    read_records,
+    reading,
+    require_known_format,
 )
-
-Status = Literal["queued", "running", "done", "failed", "refused", "cancelled"]
-
-
-@dataclass(frozen=True, slots=True)
-class JobRecord:
-    """A job, as far as it is certain.
-
-    status          `running` where the process that wrote it may have died since
-    epoch, path     the formation whose commit that was, and where its state lies
-    credit          GPU-seconds given (positive) or taken
-    first_started   seconds; None: not yet
-    ended           seconds; None: not yet
-    """
-
-    request: Json[JobRequest]
-    spec: Json[Mapping[str, Any]]
-    status: Status
-    reason: str
-    steps: float
-    epoch: int | None
-    path: str
-    credit: float
-    first_started: float | None
-    ended: float | None
-
-    @property
-    def name(self) -> str:
-        """The job's name."""
-        return self.request.name
-
-    @property
-    def is_active(self) -> bool:
-        """Whether it has not ended."""
-        return self.status in ("queued", "running")
-
-
-@dataclass(frozen=True, slots=True)
-class EpochRecord:
-    """A formation of a group.
-
-    started    when its first step began; None: never, or not known
-    ended      None: it runs, or nobody saw its end
-    how        it ended: "drained", "killed", "failed: ..."
-    """
-
-    epoch: int
-    jobs: Json[tuple[str, ...]]
-    place: Json[tuple[int, ...]]
-    layout: str
-    seconds: float
-    launched: float
-    started: float | None
-    ended: float | None
-    how: str
-
-
-@dataclass(frozen=True, slots=True)
-class DecisionRecord:
-    """Record of a decision at a moment, in seconds; without reasons."""
-
-    time: float
-    groups: Json[tuple[Group, ...]]
-    waiting: Json[tuple[str, ...]]
-
-    @property
-    def decision(self) -> Decision:
-        """Decision of the policy."""
-        return Decision(self.groups, self.waiting)
-
-    @property
-    def jobs(self) -> list[str]:
-        """Jobs that were active then."""
-        return [name for group in self.groups for name in group.jobs] + list(self.waiting)
-
-
-@dataclass(frozen=True, slots=True)
-class RungRecord:
-    """A job that has come to a rung of its halving, and is not compared there yet.
-
-    is_active   it has not ended by itself
-    """
-
-    job: str
-    step: int
-    loss: float
-    halving: Json[HalvingSpec]
-    is_active: bool
-
+from tlora_fx.scheduler.state import REQUEST, Decision, Group, JobRequest
 
 _GROUPS = TypeAdapter(tuple[Group, ...])
-Record = TypeVar("Record", JobRecord, EpochRecord, DecisionRecord, RungRecord)
-_RECORDS: dict[Any, TypeAdapter[Any]] = {
-    JobRecord: TypeAdapter(list[JobRecord]),
-    EpochRecord: TypeAdapter(list[EpochRecord]),
-    DecisionRecord: TypeAdapter(list[DecisionRecord]),
-    RungRecord: TypeAdapter(list[RungRecord]),
-}
-#: The columns of each record, in the order of its fields.
-_COLUMNS = {
-    "jobs": "request, spec, status, reason, steps, epoch, path, credit, first_started, ended",
-    "epochs": "epoch, jobs, gpus, layout, seconds, launched, started, ended, how",
-    "decisions": "time, groups, waiting",
-}
-_ORDER = {"jobs": "place", "epochs": "epoch", "decisions": "number"}
-
-
-def _select(table: str, where: str = "") -> str:
-    """A query for records of a table, in their order."""
-    condition = f" WHERE {where}" if where else ""
-    columns, order = _COLUMNS[table], _ORDER[table]
-    return f"SELECT {columns} FROM {table}{condition} ORDER BY {order}"  # noqa: S608  (our own)
-
-
-def records(kind: type[Record], rows: Iterable[Sequence[Any]]) -> list[Record]:
-    """Rows of the ledger as records; raises ValueError where they are none."""
-    names = [field.name for field in fields(kind)]
-    content = [dict(zip(names, row, strict=True)) for row in rows]
-    read: list[Record] = _RECORDS[kind].validate_python(content)
-    return read
-
-
-#: In the first format, `epochs` has no column `held`. The second has no tables `members` and
-#: `decided`, the third no table `rungs`.
-FORMAT = 4
 MEMBERS_FORMAT = 3
 
 _TABLES = """
@@ -209,7 +88,6 @@ CREATE INDEX IF NOT EXISTS epochs_open ON epochs (epoch) WHERE ended IS NULL;
 CREATE INDEX IF NOT EXISTS decisions_by_time ON decisions (time);
 CREATE INDEX IF NOT EXISTS rungs_undecided ON rungs (job) WHERE kept IS NULL;
 """
-_ACTIVE = "status IN ('queued', 'running')"
 
 #: Older ledgers do not say how long a group held its GPUs. A group that ended is charged from its
 #: launch to its end. The end of a killed one was written at the next start, so that it is charged
@@ -267,7 +145,7 @@ class Ledger:
             write_fact(base, "format", str(FORMAT))
             write_fact(base, "version", __version__)
             if self.path != ":memory:":
-                relocate(base, Path(self.path).parent)
+                _relocate(base, Path(self.path).parent)
 
     def close(self) -> None:
         """Close the file."""
@@ -303,12 +181,12 @@ class Ledger:
         file   as of `submit`
         """
         self._enter(request, spec, "refused", reason, file)
-        with self._transition() as base:
-            base.execute(
-                "UPDATE jobs SET status = 'refused', reason = ? WHERE name = ? "
-                "AND status IN ('queued', 'running')",
-                (reason, request.name),
-            )
+        self._write(
+            "UPDATE jobs SET status = 'refused', reason = ? WHERE name = ? "
+            "AND status IN ('queued', 'running')",
+            reason,
+            request.name,
+        )
 
     def _enter(
         self,
@@ -318,11 +196,7 @@ class Ledger:
         reason: str,
         file: str = "",
     ) -> None:
-        text = REQUEST.dump_json(request).decode()
-        query = (
-            "INSERT OR IGNORE INTO jobs (name, request, spec, status, reason) VALUES (?,?,?,?,?)"
-        )
-        name = request.name
+        name, text = request.name, REQUEST.dump_json(request).decode()
         with self._transition() as base:
             base.execute(
                 "DELETE FROM jobs WHERE name = ? AND (status = 'cancelled' OR "
@@ -334,7 +208,11 @@ class Ledger:
                 "AND NOT EXISTS (SELECT 1 FROM jobs WHERE name = job)",
                 (name,),
             )
-            base.execute(query, (name, text, json.dumps(spec or {}), status, reason))
+            base.execute(
+                "INSERT OR IGNORE INTO jobs (name, request, spec, status, reason) "
+                "VALUES (?, ?, ?, ?, ?)",
+                (name, text, json.dumps(spec or {}), status, reason),
+            )
             if file:
                 base.execute("INSERT OR REPLACE INTO origins VALUES (?, ?)", (name, file))
 
@@ -475,19 +353,12 @@ class Ledger:
 
     def undecided_rungs(self) -> list[RungRecord]:
         """Jobs that are to be compared, in the order of `jobs`; raises LedgerError."""
-        query = (
-            "SELECT job, step, loss, json_extract(spec, '$.halving'), status != 'done' "
-            "FROM rungs JOIN jobs ON name = job "
-            "WHERE kept IS NULL AND status IN ('queued', 'running', 'done') ORDER BY place"
-        )
-        with _reading(self.path):
-            return records(RungRecord, self._base.execute(query))
+        where = "kept IS NULL AND status IN ('queued', 'running', 'done')"
+        return self._records(RungRecord, where)
 
     def has_rung(self, job: str, step: int) -> bool:
         """Whether a job has come to a rung, decided or not; raises LedgerError."""
-        query = "SELECT 1 FROM rungs WHERE job = ? AND step = ?"
-        with _reading(self.path):
-            return self._base.execute(query, (job, step)).fetchone() is not None
+        return bool(self._rows("SELECT 1 FROM rungs WHERE job = ? AND step = ?", job, step))
 
     def decide_rung(
         self, step: int, kept: Collection[str], ended: Mapping[str, str], time: float
@@ -507,126 +378,111 @@ class Ledger:
 
     def retry(self) -> None:
         """Jobs that were refused although they had begun are queued: they may go on now."""
-        with self._transition() as base:
-            base.execute(
-                "UPDATE jobs SET status = 'queued', reason = '' "
-                "WHERE status = 'refused' AND first_started IS NOT NULL"
-            )
+        self._write(
+            "UPDATE jobs SET status = 'queued', reason = '' "
+            "WHERE status = 'refused' AND first_started IS NOT NULL"
+        )
 
     def cancel(self, job: str, reason: str, time: float, *, begun: bool = False) -> bool:
         """A job that is queued is taken back; whether it was.
 
         begun   also one that was in a group before
         """
-        with self._transition() as base:
-            done = base.execute(
-                "UPDATE jobs SET status = 'cancelled', reason = ?, ended = ? WHERE name = ? "
-                "AND status = 'queued' AND (? OR first_started IS NULL)",
-                (reason, time, job, begun),
-            )
-            return done.rowcount > 0
+        changed = self._write(
+            "UPDATE jobs SET status = 'cancelled', reason = ?, ended = ? WHERE name = ? "
+            "AND status = 'queued' AND (? OR first_started IS NULL)",
+            reason,
+            time,
+            job,
+            begun,
+        )
+        return changed > 0
 
     def jobs(self) -> list[JobRecord]:
         """All jobs, in the order in which they were submitted; raises LedgerError."""
-        with _reading(self.path):
-            return records(JobRecord, self._base.execute(_select("jobs")))
+        return self._records(JobRecord)
 
     def active_jobs(self) -> list[JobRecord]:
         """Jobs that have not ended, in the order of `jobs`; raises LedgerError."""
-        with _reading(self.path):
-            return records(JobRecord, self._base.execute(_select("jobs", _ACTIVE)))
+        return self._records(JobRecord, "status IN ('queued', 'running')")
 
     def refused_jobs(self) -> list[JobRecord]:
         """Jobs that were refused, in the order of `jobs`; raises LedgerError."""
-        with _reading(self.path):
-            return records(JobRecord, self._base.execute(_select("jobs", "status = 'refused'")))
+        return self._records(JobRecord, "status = 'refused'")
 
     def job_count(self) -> int:
         """Number of jobs; raises LedgerError."""
-        with _reading(self.path):
-            [count] = self._base.execute("SELECT count(*) FROM jobs").fetchone()
-            return int(count)
+        [(count,)] = self._rows("SELECT count(*) FROM jobs")
+        return int(count)
 
     def spec(self, job: str, *, besides: Collection[str] = ()) -> Mapping[str, Any] | None:
         """What a job's runner must know; None where there is no such job. Raises LedgerError.
 
         besides   statuses of jobs that count as not there
         """
-        with _reading(self.path):
-            row = self._base.execute(
-                "SELECT spec, status FROM jobs WHERE name = ?", (job,)
-            ).fetchone()
-            if row is None or row[1] in besides:
-                return None
-            spec: Mapping[str, Any] = json.loads(row[0])
-            return spec
+        for text, status in self._rows("SELECT spec, status FROM jobs WHERE name = ?", job):
+            if status not in besides:
+                with reading(self.path):
+                    spec: Mapping[str, Any] = json.loads(text)
+                    return spec
+        return None
 
     def open_epochs(self) -> list[EpochRecord]:
         """Formations whose end nobody saw, in their order; raises LedgerError."""
-        with _reading(self.path):
-            return records(EpochRecord, self._base.execute(_select("epochs", "ended IS NULL")))
+        return self._records(EpochRecord, "ended IS NULL")
 
     def epochs(self) -> list[EpochRecord]:
         """All formations of groups, in their order; raises LedgerError."""
-        with _reading(self.path):
-            return records(EpochRecord, self._base.execute(_select("epochs")))
+        return self._records(EpochRecord)
 
     def next_epoch(self) -> int:
         """A number that no formation has had; raises LedgerError."""
-        with _reading(self.path):
-            [last] = self._base.execute("SELECT coalesce(max(epoch), 0) FROM epochs").fetchone()
-            return int(last) + 1
+        [(last,)] = self._rows("SELECT coalesce(max(epoch), 0) FROM epochs")
+        return int(last) + 1
 
     def decisions(self) -> list[DecisionRecord]:
         """Records of decisions, without reasons; raises LedgerError."""
-        with _reading(self.path):
-            return records(DecisionRecord, self._base.execute(_select("decisions")))
+        return self._records(DecisionRecord)
 
     def note_file(self, path: str, sha256: str, told: str) -> None:
         """Remember what was said of a job file."""
-        with self._transition() as base:
-            base.execute("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", (path, sha256, told))
+        self._write("INSERT OR REPLACE INTO files VALUES (?, ?, ?)", path, sha256, told)
 
     def file(self, path: str) -> tuple[str, str]:
         """SHA-256 of a job file as it was read, and what was said of it; "" where it was not."""
-        with _reading(self.path):
-            row = self._base.execute(
-                "SELECT sha256, told FROM files WHERE path = ?", (path,)
-            ).fetchone()
-            return ("", "") if row is None else (row[0], row[1])
-
-    def files(self) -> dict[str, tuple[str, str]]:
-        """SHA-256 of each job file as it was read, and what was said of it, by path."""
-        with _reading(self.path):
-            rows = self._base.execute("SELECT path, sha256, told FROM files")
-            return {path: (sha256, told) for path, sha256, told in rows}
+        rows = self._rows("SELECT sha256, told FROM files WHERE path = ?", path)
+        return next(iter(rows), ("", ""))
 
     def forget_file(self, path: str) -> None:
         """A job file is gone: one of this name that comes later is read, whatever it holds."""
-        with self._transition() as base:
-            base.execute("DELETE FROM files WHERE path = ?", (path,))
+        self._write("DELETE FROM files WHERE path = ?", path)
 
     def move(self, job: str, path: str) -> None:
         """A job's file has another name now."""
-        with self._transition() as base:
-            base.execute("INSERT OR REPLACE INTO origins VALUES (?, ?)", (job, path))
+        self._write("INSERT OR REPLACE INTO origins VALUES (?, ?)", job, path)
 
     def origins(self) -> dict[str, str]:
         """File that each job comes from, by job."""
-        return dict(self._base.execute("SELECT name, path FROM origins").fetchall())
+        return dict(self._rows("SELECT name, path FROM origins"))
+
+    def _records(self, kind: type[Record], where: str = "true", *values: object) -> list[Record]:
+        with reading(self.path):
+            return read_records(self._base, kind, where, *values)
+
+    def _rows(self, query: str, *values: object) -> list[Any]:
+        with reading(self.path):
+            return self._base.execute(query, values).fetchall()
+
+    def _write(self, query: str, *values: object) -> int:
+        """A transition of one statement; the number of rows that it changed."""
+        with self._transition() as base:
+            return base.execute(query, values).rowcount
 
     @contextmanager
     def _transition(self) -> Iterator[sqlite3.Connection]:
         try:
-            self._base.execute("BEGIN IMMEDIATE")
-            try:
+            with transaction(self._base):
                 yield self._base
-                self._base.execute("COMMIT")
-            except BaseException:
-                # SQLite itself has ended a transaction that met a full disk.
-                if self._base.in_transaction:
-                    self._base.execute("ROLLBACK")
-                raise
         except sqlite3.Error as error:
             raise LedgerError(
                 "the run's ledger cannot be written",
@@ -634,6 +490,20 @@ class Ledger:
                 reason=error,
                 help="free space or mend the disk, then start the run again with the same -o",
             ) from error
+
+
+@contextmanager
+def transaction(base: sqlite3.Connection) -> Iterator[None]:
+    """Inside, all is written, or nothing of it where anything is raised."""
+    base.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        base.execute("COMMIT")
+    except BaseException:
+        # SQLite itself has ended a transaction that met a full disk.
+        if base.in_transaction:
+            base.execute("ROLLBACK")
+        raise
 
 
 def _add_held(base: sqlite3.Connection) -> None:
@@ -677,159 +547,105 @@ def _end(base: sqlite3.Connection, epoch: int, how: str, time: float) -> None:
     )
 
 
-Rows = dict[str, list[list[Any]]]
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """History in a ledger.
-
-    Reading disturbs nobody; the run may go on meanwhile.
-
-    decisions   the newest, and for each job the last one that it had a part in, in order of time
-    """
-
-    jobs: Mapping[str, JobRecord]
-    epochs: tuple[EpochRecord, ...] = ()
-    decisions: tuple[DecisionRecord, ...] = ()
-
-    @classmethod
-    def of_run(cls, folder: Path) -> History | None:
-        """History of a run's folder; None where it has no ledger. Raises LedgerError."""
-        path = folder / LEDGER
-        if not path.is_file():
-            return None
-        rows = _read(path)
-        with _reading(path):
-            return cls.of_rows(rows)
-
-    @classmethod
-    def of_job(cls, folder: Path, job: str) -> History | None:
-        """What a run's ledger tells of one job, and of the jobs that were decided upon with it.
-
-        None where the run has no ledger. Raises LedgerError.
-        """
-        path = folder / LEDGER
-        if not path.is_file():
-            return None
-        with _opened(path) as base:
-            where = (
-                "number = (SELECT max(number) FROM decisions) "
-                "OR number = (SELECT decision FROM decided WHERE job = ?)"
-            )
-            decisions = records(DecisionRecord, base.execute(_select("decisions", where), (job,)))
-            names = json.dumps([job, *(name for each in decisions for name in each.jobs)])
-            where = "name IN (SELECT value FROM json_each(?))"
-            jobs = records(JobRecord, base.execute(_select("jobs", where), (names,)))
-            where = "epoch IN (SELECT epoch FROM members WHERE job = ?)"
-            epochs = records(EpochRecord, base.execute(_select("epochs", where), (job,)))
-        return cls({each.name: each for each in jobs}, tuple(epochs), tuple(decisions))
-
-    @classmethod
-    def of_rows(cls, rows: Rows) -> History:
-        """History from rows of the ledger's tables; raises KeyError, ValueError for other rows."""
-        jobs = records(JobRecord, rows["jobs"])
-        epochs = tuple(records(EpochRecord, rows["epochs"]))
-        decisions = tuple(_last(records(DecisionRecord, rows["decisions"])))
-        return cls({job.name: job for job in jobs}, epochs, decisions)
-
-    def last(self, job: str) -> DecisionRecord | None:
-        """The last decision about a job."""
-        return next((record for record in reversed(self.decisions) if job in record.jobs), None)
-
-    def at(self, time: float) -> Decision | None:
-        """Decision of a moment; None where there is none."""
-        return next((record.decision for record in self.decisions if record.time == time), None)
-
-    def formations(self, job: str) -> list[EpochRecord]:
-        """The groups that a job was in."""
-        return [epoch for epoch in self.epochs if job in epoch.jobs]
-
-
-def rows_of_run(folder: Path) -> Rows | None:
-    """The rows of a run's ledger that tell its past, as JSON can hold them; None: it has none.
-
-    What came with a job is for whoever runs it, and is not carried along.
-
-    raises   LedgerError
-    """
-    path = folder / LEDGER
-    if not path.is_file():
-        return None
-    rows = _read(path)
-    with _reading(path):
-        kept = {record.time for record in _last(records(DecisionRecord, rows["decisions"]))}
-    return {
-        "jobs": [[request, "{}", *rest] for request, _, *rest in rows["jobs"]],
-        "epochs": rows["epochs"],
-        "decisions": [row for row in rows["decisions"] if row[0] in kept],
-    }
-
-
-def _last(decisions: Sequence[DecisionRecord]) -> list[DecisionRecord]:
-    """The newest decision, and the last one about each job."""
-    last = {name: record for record in decisions for name in record.jobs}
-    wanted = {id(record) for record in (*last.values(), *decisions[-1:])}
-    return [record for record in decisions if id(record) in wanted]
-
-
-def _read(path: Path) -> Rows:
-    with _opened(path) as base:
-        return {name: list(map(list, base.execute(_select(name)))) for name in _COLUMNS}
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[sqlite3.Connection]:
-    """A ledger as it is at one moment; nobody is disturbed. Raises LedgerError."""
-    address = f"{path.absolute().as_uri()}?mode=ro"
-    with _reading(path), closing(sqlite3.connect(address, uri=True)) as base:
-        require_known_format(base, path)
-        base.execute("BEGIN")
-        yield base
-
-
-@contextmanager
-def _reading(path: Path | str) -> Iterator[None]:
-    """Inside, what is wrong with a ledger's content is a LedgerError."""
-    try:
-        yield
-    except (sqlite3.Error, TypeError, ValueError, OverflowError) as error:
-        raise LedgerError(
-            "the run's ledger cannot be read",
-            file=path,
-            reason=f"{type(error).__name__}: {error}",
-            help="name the folder that `tlora-fx run` was given by -o; a damaged ledger comes "
-            "back from a backup alone",
-        ) from error
-
-
-def require_known_format(
-    base: sqlite3.Connection, path: Path | str, *, name: str = "format", known: int = FORMAT
-) -> int:
-    """Refuse a ledger of a newer format before anything is read or written; an empty one is none.
-
-    name      of the fact that has the format
-    known     the newest format that is read
-    returns   the format; 0 where the ledger does not say
-    raises    NewerFormat; sqlite3.Error where it is no ledger
-    """
-    if not base.execute("SELECT 1 FROM sqlite_master WHERE name = 'facts'").fetchone():
-        return 0
-    query = "SELECT name, value FROM facts WHERE name IN (?, 'version')"
-    facts = dict(base.execute(query, (name,)).fetchall())
-    try:
-        format = int(facts.get(name, 0))
-    except (TypeError, ValueError) as error:
-        raise sqlite3.DatabaseError(f"the fact '{name}' is no number") from error
-    version = str(facts.get("version", ""))
-    require_known("the run's ledger", path, format, known=known, version=version)
-    return format
-
-
 def write_fact(base: sqlite3.Connection, name: str, value: str) -> None:
     """Write down a fact of the run, where it is not written so already."""
     base.execute(
         "INSERT INTO facts VALUES (?, ?) ON CONFLICT DO UPDATE SET value = excluded.value "
         "WHERE value != excluded.value",
         (name, value),
+    )
+
+
+# Paths in the ledger follow a run's folder that was moved, or restored from a backup.
+
+#: Below a run's folder: its groups, whose checkpoints are in groups/NUMBER/train, and the
+#: submissions to its service.
+_GROUPS_FOLDER, _INBOX = "groups", "service/inbox"
+#: Columns that hold a path, and those that hold JSON with paths anywhere in it.
+_PATHS = (("files", "path"), ("origins", "path"))
+_JSON = (("jobs", "spec"), ("submissions", "document"))
+
+
+def _relocate(base: sqlite3.Connection, folder: Path) -> None:
+    """Let paths below the run's folder begin with the folder where the ledger lies now.
+
+    base     of the ledger, in a transaction; its fact `folder` says where it lay. A ledger of an
+             older version has none: the files of its submissions tell the folder
+    folder   where the ledger lies
+    raises   sqlite3.Error
+    """
+    new = str(folder.absolute())
+    query = "SELECT value FROM facts WHERE name = 'folder' AND typeof(value) = 'text'"
+    row = base.execute(query).fetchone()
+    old = row[0] if row else _folder_of_submissions(base)
+    if row is None or old != new:
+        base.execute("INSERT OR REPLACE INTO facts VALUES ('folder', ?)", (new,))
+    if old is None or old == new:
+        return
+    there = {name for (name,) in base.execute("SELECT name FROM sqlite_master")}
+    for table, column in _PATHS:
+        _replace_start(base, table, column, old, new)
+    for table, column in _JSON:
+        if table in there:
+            _replace_in_json(base, table, column, old, new)
+    if "submissions" in there:
+        _count_as_read(base, new)
+    _relocate_commits(base, folder.absolute() / _GROUPS_FOLDER)
+
+
+def _folder_of_submissions(base: sqlite3.Connection) -> str | None:
+    """Folder of a service's run by the paths of files that it read; None where it read none."""
+    query = "SELECT path FROM files WHERE typeof(path) = 'text' AND path LIKE ?"
+    row = base.execute(query, (f"%/{_INBOX}/%",)).fetchone()
+    return None if row is None else row[0].rpartition(f"/{_INBOX}/")[0]
+
+
+def _replace_start(base: sqlite3.Connection, table: str, column: str, old: str, new: str) -> None:
+    base.execute(
+        f"UPDATE {table} SET {column} = ? || substr({column}, ?) "  # noqa: S608  (names of ours)
+        f"WHERE substr({column}, 1, ?) = ?",
+        (new, len(old) + 1, len(old) + 1, f"{old}/"),
+    )
+
+
+def _replace_in_json(base: sqlite3.Connection, table: str, column: str, old: str, new: str) -> None:
+    # A string of JSON begins with a quotation mark, and may have its other characters escaped.
+    for ascii_only in (True, False):
+        before, after = (
+            json.dumps(path, ensure_ascii=ascii_only)[:-1] + "/" for path in (old, new)
+        )
+        base.execute(
+            f"UPDATE {table} SET {column} = replace({column}, ?, ?) "  # noqa: S608  (names of ours)
+            f"WHERE instr({column}, ?)",
+            (before, after, before),
+        )
+
+
+def _count_as_read(base: sqlite3.Connection, folder: str) -> None:
+    """Submissions that were read stay so, although their files have other content now."""
+    query = "SELECT number, document FROM submissions WHERE typeof(document) = 'text'"
+    rows = base.execute(query).fetchall()
+    base.executemany(
+        "UPDATE files SET sha256 = ? WHERE path = ?",
+        [
+            (hashlib.sha256(text.encode()).hexdigest(), f"{folder}/{_INBOX}/{number:06d}.yaml")
+            for number, text in rows
+        ],
+    )
+
+
+def _relocate_commits(base: sqlite3.Connection, groups: Path) -> None:
+    """Let jobs go on from checkpoints below this folder of groups.
+
+    A commit's path may be relative to where the command was started: its end alone counts.
+    """
+    query = "SELECT name, path FROM jobs WHERE path != '' AND typeof(path) = 'text'"
+    rows = base.execute(query).fetchall()
+    base.executemany(
+        "UPDATE jobs SET path = ? WHERE name = ?",
+        [
+            (str(groups.joinpath(*parts[-2:])), name)
+            for name, path in rows
+            if (parts := Path(path).parts)[-3:-2] == (_GROUPS_FOLDER,)
+        ],
     )

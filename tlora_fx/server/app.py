@@ -49,13 +49,15 @@ from tlora_fx.errors import (
     TloraError,
     TokenRefused,
     UploadRefused,
+    nearest,
 )
 from tlora_fx.host.version import __version__
 from tlora_fx.runtime.run_folder import METRICS
 from tlora_fx.scheduler.explain import explained
+from tlora_fx.scheduler.history import History
 from tlora_fx.scheduler.snapshot_file import load_snapshot
-from tlora_fx.scheduler.store import History
-from tlora_fx.server.store import LOCAL, Page, ServiceStore, User
+from tlora_fx.server.ledger import LOCAL, User
+from tlora_fx.server.store import STATES, Page, ServiceStore
 from tlora_fx.server.submission import Intake, IntakeLimits
 from tlora_fx.server.view import Event, GroupSpan, JobStatus, Overview, RunView, log_lines
 
@@ -352,6 +354,14 @@ def _page(
 ) -> Page:
     if after is not None and before is not None:
         raise RequestRefused("a page is behind one job or before one", help="leave out one of them")
+    if state is not None and state not in STATES:
+        near = nearest(state, STATES)
+        raise RequestRefused(
+            "no job can be in this state",
+            expected=", ".join(STATES),
+            found=state,
+            help=f"did you mean '{near}'?" if near else "",
+        )
     return Page(after, before, limit, state, ended)
 
 

@@ -1,8 +1,7 @@
-"""Ledger of a service: users, submissions, wanted states of jobs, and who did what.
+"""Submissions to a service, and its jobs: what is wanted of them, and what becomes of them.
 
-It lies in the run's ledger. Each call that changes something is one transaction, with a row that
-says who asked for it, and the disk holds it before the caller is answered. What is wanted of a job
-("run", "pause", "cancel") is a state and no message: a service that was killed finds it again.
+What is wanted of a job ("run", "pause", "cancel") is a state and no message: a service that was
+killed finds it again.
 
 Nothing that is done often looks at what has ended. The scheduler's look settles each job that has
 ended: it writes down the job's last state and counts it. From then on indexes leave it out of
@@ -11,94 +10,25 @@ whatever concerns jobs that may still train. In the same way GPU-hours of ended 
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
-import pwd
 import re
 import secrets
-import sqlite3
-import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from tlora_fx.config.hyperparameters import with_defaults
-from tlora_fx.errors import JobUnknown, LedgerError, QuotaReached, RequestConflict, ServiceRefused
-from tlora_fx.runtime.run_folder import LEDGER
+from tlora_fx.errors import JobUnknown, QuotaReached, RequestConflict
 from tlora_fx.scheduler.local.recovery import RESERVED
-from tlora_fx.scheduler.store import GOES_ON, Ledger, require_known_format, write_fact
+from tlora_fx.scheduler.store import GOES_ON
+from tlora_fx.server.ledger import FOLDER, LOCAL, ServiceLedger, User, act, operator
 
 Wanted = Literal["run", "pause", "cancel"]
-#: Below a run's folder, all that is the service's own; no job can be called so.
-FOLDER = "service"
-#: Who asks where there are no users; the only one whose jobs keep their names.
-LOCAL = "local"
 #: What may be the name of a job in a text.
 _NAME = re.compile(r"[\w.-]+")
 
-#: Of the service's tables. A ledger without this fact has none of them, or those of a version
-#: before formats: what lacks is added. The first format has no tables of totals, used GPU-seconds,
-#: summaries and removed jobs, and not the columns of `_NEW_COLUMNS`.
-FORMAT = 2
-_FORMAT = "service_format"
-
-_TABLES = """
-CREATE TABLE IF NOT EXISTS users (
-    name TEXT PRIMARY KEY, admin INTEGER NOT NULL, jobs INTEGER, gpu_hours REAL,
-    priority INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS tokens (
-    sha256 TEXT PRIMARY KEY, user TEXT NOT NULL, made REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS submissions (
-    number INTEGER PRIMARY KEY, user TEXT NOT NULL, key TEXT NOT NULL, sha256 TEXT NOT NULL,
-    time REAL NOT NULL, folder TEXT NOT NULL, document TEXT NOT NULL, UNIQUE (user, key));
-CREATE TABLE IF NOT EXISTS owned (
-    name TEXT PRIMARY KEY COLLATE NOCASE, user TEXT NOT NULL, submission INTEGER NOT NULL,
-    priority INTEGER NOT NULL, wanted TEXT NOT NULL DEFAULT 'run');
-CREATE TABLE IF NOT EXISTS actions (
-    number INTEGER PRIMARY KEY, time REAL NOT NULL, user TEXT NOT NULL, verb TEXT NOT NULL,
-    what TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS events (
-    number INTEGER PRIMARY KEY, time REAL NOT NULL, kind TEXT NOT NULL, jobs TEXT NOT NULL,
-    text TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS access (tokens_required INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS numbers (submission INTEGER NOT NULL, job INTEGER NOT NULL);
-CREATE TABLE IF NOT EXISTS totals (
-    user TEXT NOT NULL, state TEXT NOT NULL, jobs INTEGER NOT NULL, PRIMARY KEY (user, state));
-CREATE TABLE IF NOT EXISTS used (user TEXT PRIMARY KEY, gpu_seconds REAL NOT NULL);
-CREATE TABLE IF NOT EXISTS summaries (
-    name TEXT PRIMARY KEY COLLATE NOCASE, metrics TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS removed (
-    number INTEGER PRIMARY KEY, job INTEGER NOT NULL, submission INTEGER NOT NULL,
-    name TEXT NOT NULL COLLATE NOCASE, user TEXT NOT NULL, state TEXT NOT NULL,
-    reason TEXT NOT NULL, steps REAL NOT NULL, submitted REAL NOT NULL, ended REAL NOT NULL,
-    time REAL NOT NULL, replaced INTEGER NOT NULL);
-INSERT INTO numbers SELECT 0, 0 WHERE NOT EXISTS (SELECT 1 FROM numbers);
-"""
-#: Columns that older tables do not have. `final`: the state of a job that was settled; NULL: it may
-#: still train. `over`: time of day at which it ended. `counted`: whether `used` has a group's time.
-_NEW_COLUMNS = (
-    ("owned", "final", "TEXT"),
-    ("owned", "over", "REAL"),
-    ("epochs", "counted", "INTEGER NOT NULL DEFAULT 0"),
-)
-_INDEXES = """
-CREATE INDEX IF NOT EXISTS owned_open ON owned (user) WHERE final IS NULL;
-CREATE INDEX IF NOT EXISTS owned_of_user ON owned (user);
-CREATE INDEX IF NOT EXISTS owned_final ON owned (final);
-CREATE INDEX IF NOT EXISTS owned_final_of_user ON owned (user, final);
-CREATE INDEX IF NOT EXISTS owned_over ON owned (over) WHERE final IS NOT NULL;
-CREATE INDEX IF NOT EXISTS owned_submission ON owned (submission);
-CREATE INDEX IF NOT EXISTS epochs_uncounted ON epochs (epoch) WHERE counted = 0;
-CREATE INDEX IF NOT EXISTS submissions_kept ON submissions (number) WHERE folder != '';
-CREATE INDEX IF NOT EXISTS removed_name ON removed (name);
-CREATE INDEX IF NOT EXISTS removed_of_submission ON removed (submission);
-CREATE INDEX IF NOT EXISTS removed_replaced ON removed (ended) WHERE replaced = 1;
-CREATE INDEX IF NOT EXISTS epochs_how ON epochs (how);
-"""
 #: Groups that run, and all those whose processes they took over, each with the one that runs.
 _AT_WORK = f"""
 WITH RECURSIVE at_work (epoch, jobs, last) AS (
@@ -119,22 +49,6 @@ LEFT JOIN files ON files.path = ? || printf('%06d.yaml', owned.submission)
 
 
 @dataclass(frozen=True, slots=True)
-class User:
-    """User of the service, with quotas.
-
-    jobs        active ones at a time; None: any number
-    gpu_hours   in all; None: any number
-    priority    the highest that a submission of theirs may have
-    """
-
-    name: str
-    admin: bool = False
-    jobs: int | None = None
-    gpu_hours: float | None = None
-    priority: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Submission:
     """A job file that was taken.
 
@@ -146,6 +60,13 @@ class Submission:
     document: str
     folder: str
     replayed: bool = False
+
+
+#: What `OwnedJob.state` may be.
+STATES = (
+    "received", "queued", "running", "pausing", "paused", "cancelling", "done", "failed", "refused",
+    "cancelled",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,110 +166,31 @@ class Page:
         return self.state in (None, job.state) and self.ended in (None, not job.active)
 
 
-class ServiceStore:
-    """The service's part of a run's ledger; any thread may call it.
-
-    folder   of the run
-    raises   LedgerError; NewerFormat where a newer version wrote it
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.folder = folder / FOLDER
-        self.inbox = self.folder / "inbox"
-        for name in ("inbox", "uploads", "submitted", "replaced", "trash"):
-            (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._path = folder / LEDGER
-        Ledger(self._path).close()
-        self._local = threading.local()
-        with self._reading() as base:
-            require_known_format(base, self._path, name=_FORMAT, known=FORMAT)
-            base.executescript(_TABLES)
-        with self._transition("", "", "") as base:
-            for table, column, kind in _NEW_COLUMNS:
-                _add_column(base, table, column, kind)
-            write_fact(base, _FORMAT, str(FORMAT))
-        with self._reading() as base:
-            base.executescript(_INDEXES)
-        self.started = self._started()
-
-    # Users.
-
-    def add_user(self, user: User) -> str:
-        """Make a token for a user, new or known, whose limits are these from now on; the token.
-
-        It is shown once: the ledger has its SHA-256.
-        """
-        token = f"tlora-{secrets.token_urlsafe(32)}"
-        with self._transition(operator(), "token", user.name) as base:
-            base.execute(
-                "INSERT OR REPLACE INTO users VALUES (?, ?, ?, ?, ?)",
-                (user.name, user.admin, user.jobs, user.gpu_hours, user.priority),
-            )
-            row = (hash_of(token), user.name, time.time())
-            base.execute("INSERT INTO tokens VALUES (?, ?, ?)", row)
-        return token
-
-    def revoke(self, name: str) -> int:
-        """Forget all tokens of a user; how many there were. Their jobs go on."""
-        with self._transition(operator(), "revoke", name) as base:
-            return base.execute("DELETE FROM tokens WHERE user = ?", (name,)).rowcount
-
-    def users(self) -> dict[User, int]:
-        """All users, and how many tokens each has."""
-        with self._reading() as base:
-            rows = base.execute(
-                "SELECT name, admin, jobs, gpu_hours, priority, (SELECT count(*) FROM tokens "
-                "WHERE tokens.user = users.name) FROM users ORDER BY name"
-            ).fetchall()
-        return {User(row[0], bool(row[1]), *row[2:5]): row[5] for row in rows}
-
-    def user_of(self, token: str) -> User | None:
-        """User who owns a token; None: nobody's."""
-        with self._reading() as base:
-            row = base.execute(
-                "SELECT name, admin, jobs, gpu_hours, priority FROM users "
-                "WHERE name = (SELECT user FROM tokens WHERE sha256 = ?)",
-                (hash_of(token),),
-            ).fetchone()
-        return None if row is None else User(row[0], bool(row[1]), *row[2:])
-
-    def require_tokens(self) -> None:
-        """Require a token for every request to this run, from now on and after each restart."""
-        with self._transition(operator(), "require-tokens", "") as base:
-            base.execute("INSERT INTO access SELECT 1 WHERE NOT EXISTS (SELECT 1 FROM access)")
-
-    def tokens_required(self) -> bool:
-        """Whether every request needs a token.
-
-        True once a user was added or `require_tokens` was called. Users are never removed, so that
-        revoking tokens, even the last one, cannot open a run to everybody.
-        """
-        with self._reading() as base:
-            (required,) = base.execute(
-                "SELECT EXISTS (SELECT 1 FROM users) OR EXISTS (SELECT 1 FROM access)"
-            ).fetchone()
-            return bool(required)
-
-    def refuse_open_network(self, option: str) -> None:
-        """Refuse to listen to a network without tokens; raises ServiceRefused.
-
-        option   of the command line that opens the service to one
-        """
-        if not self.tokens_required():
-            raise ServiceRefused(
-                "no token is required, so it would obey everybody on the network",
-                found=option,
-                help="add users with `tlora-fx tokens add NAME -o RUN`, start with "
-                "--require-tokens, or listen on 127.0.0.1",
-            )
+class ServiceStore(ServiceLedger):
+    """Submissions and jobs of a service; any thread may call it."""
 
     # Submissions.
 
     def replayed(self, user: User, key: str, sha256: str) -> Submission | None:
         """The submission that had this key; raises RequestConflict where it was another."""
-        with self._reading() as base:
-            return self._replayed(base, user, key, sha256)
+        rows = self.rows(
+            "SELECT number, sha256, document, folder FROM submissions WHERE user = ? AND key = ?",
+            user.name,
+            key,
+        )
+        for number, before, document, folder in rows:
+            if before != sha256:
+                help = "give each submission its own key"
+                raise RequestConflict("another submission had this key", key=key, help=help)
+            names = self.rows(
+                "SELECT name, rowid FROM owned WHERE submission = ? UNION ALL "
+                "SELECT name, job FROM removed WHERE submission = ? ORDER BY 2",
+                number,
+                number,
+            )
+            jobs = tuple(name for name, _ in names)
+            return Submission(number, jobs, document, folder, replayed=True)
+        return None
 
     def submit(
         self, user: User, key: str, sha256: str, names: Sequence[str], document: str,
@@ -364,14 +206,14 @@ class ServiceStore:
         moved to `service/replaced`.
         """
         with self._transition(user.name, "submit", ", ".join(names)) as base:
-            known = self._replayed(base, user, key, sha256)
+            known = self.replayed(user, key, sha256)
             if known is not None:
                 return known
-            replaced = self._require_free(base, names)
-            self._require_quota(base, user, len(names), priority)
+            replaced = self._require_free(names)
+            self._require_quota(user, len(names), priority)
             for job in replaced:
-                self._remove(base, job, replaced=True)
-            number, last = _next_numbers(base, len(names))
+                self._remove(job, replaced=True)
+            number, last = self._next_numbers(len(names))
             base.execute(
                 "INSERT INTO submissions (number, user, key, sha256, time, folder, document) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -387,47 +229,36 @@ class ServiceStore:
             )
         return Submission(number, tuple(names), document, folder)
 
-    def submissions(self) -> list[Submission]:
-        """Submissions that were accepted, and not removed."""
-        with self._reading() as base:
-            rows = base.execute("SELECT number, document, folder FROM submissions").fetchall()
+    def unread_submissions(self) -> list[Submission]:
+        """Submissions that the scheduler has not taken in whole."""
+        rows = self.rows(
+            "SELECT number, document, folder FROM submissions WHERE number IN "
+            "(SELECT submission FROM owned WHERE final IS NULL) AND NOT EXISTS "
+            "(SELECT 1 FROM files WHERE path = ? || printf('%06d.yaml', number))",
+            self._prefix,
+        )
         return [Submission(number, (), document, folder) for number, document, folder in rows]
 
     def described(self, number: int) -> dict[str, dict[str, Any]]:
         """Jobs of a submission as its document describes them, with defaults, by full name."""
-        with self._reading() as base:
-            row = base.execute(
-                "SELECT document FROM submissions WHERE number = ?", (number,)
-            ).fetchone()
-        jobs = json.loads(row[0])["jobs"] if row and row[0] else []
+        rows = self.rows("SELECT document FROM submissions WHERE number = ?", number)
+        jobs = [job for (text,) in rows if text for job in json.loads(text)["jobs"]]
         return {job["name"]: with_defaults(job) for job in jobs}
-
-    def unread_submissions(self) -> list[Submission]:
-        """Submissions that the scheduler has not taken in whole."""
-        with self._reading() as base:
-            rows = base.execute(
-                "SELECT number, document, folder FROM submissions WHERE number IN "
-                "(SELECT submission FROM owned WHERE final IS NULL) AND NOT EXISTS "
-                "(SELECT 1 FROM files WHERE path = ? || printf('%06d.yaml', number))",
-                (self._prefix,),
-            ).fetchall()
-        return [Submission(number, (), document, folder) for number, document, folder in rows]
 
     def submission_folders(self) -> set[str]:
         """Names of the folders of submissions."""
-        with self._reading() as base:
-            return {name for (name,) in base.execute("SELECT folder FROM submissions")}
+        return {name for (name,) in self.rows("SELECT folder FROM submissions")}
 
     def drop_folders(self, long_ago: float) -> list[str]:
         """Forget the folders of submissions whose jobs ended before a time of day; their names."""
         self.settle()
-        with self._transition("", "", "") as base:
-            rows = base.execute(
+        with self._transition() as base:
+            rows = self.rows(
                 "SELECT number, folder FROM submissions WHERE folder != '' AND NOT EXISTS "
                 "(SELECT 1 FROM owned WHERE submission = number AND "
                 "(final IS NULL OR max(over, submissions.time) > ?))",
-                (long_ago,),
-            ).fetchall()
+                long_ago,
+            )
             base.executemany(
                 "UPDATE submissions SET folder = '' WHERE number = ?",
                 [(number,) for number, _ in rows],
@@ -458,20 +289,17 @@ class ServiceStore:
 
     def jobs(self, name: str | None = None) -> list[OwnedJob]:
         """All jobs, or one, in order of submission."""
-        with self._reading() as base:
-            return self._jobs(base, "owned.name = ?", name) if name else self._jobs(base, "true")
+        return self._jobs("owned.name = ?", name) if name else self._jobs("true")
 
     def open_jobs(self) -> list[OwnedJob]:
         """Jobs that were not settled: all that may still train, and those that have just ended."""
-        with self._reading() as base:
-            return self._jobs(base, "owned.final IS NULL")
+        return self._jobs("owned.final IS NULL")
 
     def standing(self) -> tuple[list[OwnedJob], dict[tuple[str, str], int]]:
         """`open_jobs`, and how many others there are, by user and state, at one moment."""
-        with self._snapshot() as base:
-            rows = base.execute("SELECT user, state, jobs FROM totals").fetchall()
-            totals = {(user, state): jobs for user, state, jobs in rows}
-            return self._jobs(base, "owned.final IS NULL"), totals
+        with self._snapshot():
+            rows = self.rows("SELECT user, state, jobs FROM totals")
+            return self.open_jobs(), {(user, state): jobs for user, state, jobs in rows}
 
     def page(self, user: User, page: Page) -> list[OwnedJob]:
         """Jobs of a user, of all users for an administrator; see `Page`.
@@ -487,18 +315,15 @@ class ServiceStore:
             where, values = f"{where} AND owned.rowid < ?", [*values, page.before]
         elif page.after is not None:
             where, values = f"{where} AND owned.rowid > ?", [*values, page.after]
-        with self._snapshot() as base:
-            jobs = [
-                job
-                for job in self._jobs(base, f"owned.final IS NULL AND {where}", *values)
-                if page.has(job)
-            ]
+        with self._snapshot():
+            jobs = self._jobs(f"owned.final IS NULL AND {where}", *values)
+            jobs = [job for job in jobs if page.has(job)]
             if page.ended is not False:
                 settled = "owned.final IS NOT NULL" if page.state is None else "owned.final = ?"
                 state = [] if page.state is None else [page.state]
                 order = "DESC" if newest_first else "ASC"
                 jobs += self._jobs(
-                    base, f"{settled} AND {where}", *state, *values, order=order, limit=page.limit
+                    f"{settled} AND {where}", *state, *values, order=order, limit=page.limit
                 )
         return sorted(jobs, key=lambda job: job.number, reverse=newest_first)[: page.limit]
 
@@ -510,30 +335,28 @@ class ServiceStore:
             "SELECT EXISTS (SELECT 1 FROM epochs WHERE counted = 0 AND ended IS NOT NULL)"
         )
         if ended or uncounted:
-            with self._transition("", "", "") as base:
+            with self._transition():
                 for job in ended:
-                    self._settle(base, job)
-                self._count_groups(base)
+                    self._settle(job)
+                self._count_groups()
         return [job for job in jobs if job.active]
 
-    def _settle(self, base: sqlite3.Connection, job: OwnedJob) -> None:
+    def _settle(self, job: OwnedJob) -> None:
         over = time.time() if job.ended is None else self.started + job.ended
-        changed = base.execute(
-            "UPDATE owned SET final = ?, over = ? WHERE name = ? AND final IS NULL",
-            (job.state, over, job.name),
+        changed = self.rows(
+            "UPDATE owned SET final = ?, over = ? WHERE name = ? AND final IS NULL RETURNING 1",
+            job.state,
+            over,
+            job.name,
         )
-        if changed.rowcount:
-            _add_total(base, job.user, job.state, 1)
+        if changed:
+            self._add_total(job.user, job.state, 1)
 
     def _jobs(
-        self, base: sqlite3.Connection, where: str, *values: object, order: str = "ASC",
-        limit: int = -1,
-    ) -> list[OwnedJob]:  # fmt: skip
-        rows = base.execute(
-            f"{_JOBS}WHERE {where} ORDER BY owned.rowid {order} LIMIT ?",
-            (self._prefix, *values, limit),
-        )
-        return [OwnedJob(*row) for row in rows.fetchall()]
+        self, where: str, *values: object, order: str = "ASC", limit: int = -1
+    ) -> list[OwnedJob]:
+        query = f"{_JOBS}WHERE {where} ORDER BY owned.rowid {order} LIMIT ?"
+        return [OwnedJob(*row) for row in self.rows(query, self._prefix, *values, limit)]
 
     @property
     def _prefix(self) -> str:
@@ -541,31 +364,20 @@ class ServiceStore:
 
     def owners(self, names: Iterable[str]) -> dict[str, str]:
         """Users of those of some jobs that are there, by job."""
-        with self._reading() as base:
-            return dict(
-                base.execute(
-                    "SELECT name, user FROM owned WHERE name IN (SELECT value FROM json_each(?))",
-                    (json.dumps(list(names)),),
-                ).fetchall()
-            )
+        query = "SELECT name, user FROM owned WHERE name IN (SELECT value FROM json_each(?))"
+        return dict(self.rows(query, json.dumps(list(names))))
 
     def summaries(self, names: Iterable[str]) -> dict[str, str]:
         """What was kept of the metrics of ended jobs, by job."""
-        with self._reading() as base:
-            return dict(
-                base.execute(
-                    "SELECT name, metrics FROM summaries WHERE name IN "
-                    "(SELECT value FROM json_each(?))",
-                    (json.dumps(list(names)),),
-                ).fetchall()
-            )
+        query = "SELECT name, metrics FROM summaries WHERE name IN (SELECT value FROM json_each(?))"
+        return dict(self.rows(query, json.dumps(list(names))))
 
     def keep_summaries(self, metrics: Mapping[int, str]) -> None:
         """Keep what is shown of the metrics of ended jobs, by number of the job.
 
         Their files are not read again. Nothing is kept of a job that was removed.
         """
-        with self._transition("", "", "") as base:
+        with self._transition() as base:
             base.executemany(
                 "INSERT OR REPLACE INTO summaries SELECT name, ? FROM owned WHERE rowid = ?",
                 [(text, number) for number, text in metrics.items()],
@@ -587,7 +399,7 @@ class ServiceStore:
         job = self.job(user, name)
         verb = "resume" if wanted == "run" else wanted
         with self._transition(user.name, verb, job.name) as base:
-            [now] = [found for found in self.jobs(job.name) if found.name == job.name]
+            [now] = self.jobs(job.name)
             if not now.active or now.wanted == "cancel":
                 raise RequestConflict(
                     f"a job that is {now.state} cannot be asked to {verb}", job=now.name
@@ -608,8 +420,8 @@ class ServiceStore:
         raises   JobUnknown; RequestConflict where it has not ended
         """
         job = self.job(user, name)
-        with self._transition(user.name, "rm", job.name) as base:
-            [job] = self._jobs(base, "owned.name = ?", job.name)
+        with self._transition(user.name, "rm", job.name):
+            [job] = self.jobs(job.name)
             if job.active:
                 raise RequestConflict(
                     f"a job that is {job.state} cannot be removed",
@@ -622,83 +434,76 @@ class ServiceStore:
                     job=job.name,
                     help="remove it once they are",
                 )
-            self._remove(base, job)
+            self._remove(job)
         return job
 
     def old_jobs(self, long_ago: float, most: int) -> list[OwnedJob]:
         """Jobs that ended before a time of day, at most so many, the oldest first to go."""
         self.settle()
-        with self._reading() as base:
-            return self._jobs(
-                base,
-                "owned.rowid IN (SELECT rowid FROM owned WHERE final IS NOT NULL AND over < ? "
-                "ORDER BY over LIMIT ?) AND files.told IS NOT NULL",
-                long_ago,
-                most,
-            )
+        return self._jobs(
+            "owned.rowid IN (SELECT rowid FROM owned WHERE final IS NOT NULL AND over < ? "
+            "ORDER BY over LIMIT ?) AND files.told IS NOT NULL",
+            long_ago,
+            most,
+        )
 
     def remove_old(self, jobs: Iterable[OwnedJob]) -> None:
         """Remove jobs of `old_jobs`; those that were removed meanwhile are left out."""
-        with self._transition("", "", "") as base:
+        with self._transition() as base:
             for old in jobs:
-                for job in self._jobs(base, "owned.rowid = ?", old.number):
-                    self._remove(base, job)
-                    base.execute(
-                        "INSERT INTO actions (time, user, verb, what) VALUES (?, ?, 'rm', ?)",
-                        (time.time(), operator(), job.name),
-                    )
+                for job in self._jobs("owned.rowid = ?", old.number):
+                    self._remove(job)
+                    act(base, operator(), "rm", job.name)
 
-    def _remove(self, base: sqlite3.Connection, job: OwnedJob, *, replaced: bool = False) -> None:
+    def _remove(self, job: OwnedJob, *, replaced: bool = False) -> None:
         """Remove a job that has ended, in a transaction.
 
         replaced   another job has its name from now on: what it has trained is kept in
                    `service/replaced`, and the key of its submission stays used; otherwise all that
                    it has left goes into the trash
         """
-        self._settle(base, job)
-        [(state, over)] = base.execute(
-            "SELECT final, over FROM owned WHERE name = ?", (job.name,)
-        ).fetchall()
-        base.execute(
+        self._settle(job)
+        [(state, over)] = self.rows("SELECT final, over FROM owned WHERE name = ?", job.name)
+        self.rows(
             "INSERT INTO removed (job, submission, name, user, state, reason, steps, submitted, "
             "ended, time, replaced) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                job.number, job.submission, job.name, job.user, state, job.reason or "",
-                job.steps or 0.0, job.submitted, over, time.time(), replaced,
-            ),
+            job.number, job.submission, job.name, job.user, state, job.reason or "",
+            job.steps or 0.0, job.submitted, over, time.time(), replaced,
         )  # fmt: skip
-        _add_total(base, job.user, state, -1)
+        self._add_total(job.user, state, -1)
         for table in ("owned", "jobs", "origins", "summaries"):
-            base.execute(f"DELETE FROM {table} WHERE name = ?", (job.name,))  # noqa: S608  (ours)
+            self.rows(f"DELETE FROM {table} WHERE name = ?", job.name)  # noqa: S608  (ours)
         for table in ("members", "decided"):
-            base.execute(f"DELETE FROM {table} WHERE job = ?", (job.name,))  # noqa: S608  (ours)
+            self.rows(f"DELETE FROM {table} WHERE job = ?", job.name)  # noqa: S608  (ours)
         there = self.folder.parent / job.name
         aside = self.folder.parent / replaced_folder(job.number, job.name)
         if replaced and job.first_started is not None and there.is_dir() and not aside.exists():
             there.rename(aside)
         self._discard(there)
         if not replaced:
-            self._remove_submission(base, job.submission)
+            self._remove_submission(job.submission)
 
     def _discard(self, folder: Path) -> None:
         """Move a folder into the trash, if it is there and not one of the run's own."""
         if folder.is_dir() and folder.name not in RESERVED:
             folder.rename(self.folder / "trash" / secrets.token_hex(8))
 
-    def _remove_submission(self, base: sqlite3.Connection, number: int) -> None:
+    def _remove_submission(self, number: int) -> None:
         """Remove a submission, if all its jobs are removed and none of them counts as replaced."""
-        left = base.execute(
+        left = self.rows(
             "SELECT 1 FROM owned WHERE submission = ? UNION ALL "
             "SELECT 1 FROM removed WHERE submission = ? AND replaced = 1",
-            (number, number),
+            number,
+            number,
         )
-        if left.fetchone() is not None:
+        if left:
             return
-        row = base.execute("SELECT folder FROM submissions WHERE number = ?", (number,)).fetchone()
-        if row is not None and row[0]:
-            self._discard(self.folder / "submitted" / row[0])
-        base.execute("DELETE FROM submissions WHERE number = ?", (number,))
-        base.execute("DELETE FROM files WHERE path = ?", (str(self.file_of(number).absolute()),))
+        for (folder,) in self.rows(
+            "DELETE FROM submissions WHERE number = ? RETURNING folder", number
+        ):
+            if folder:
+                self._discard(self.folder / "submitted" / folder)
+        self.rows("DELETE FROM files WHERE path = ?", str(self.file_of(number).absolute()))
 
     def old_replaced(self, long_ago: float, most: int) -> list[ReplacedJob]:
         """Replaced jobs that ended before a time of day, and are still kept; at most so many."""
@@ -712,11 +517,11 @@ class ServiceStore:
 
     def drop_replaced(self, jobs: Iterable[ReplacedJob]) -> None:
         """Keep no longer what replaced jobs have left."""
-        with self._transition("", "", "") as base:
+        with self._transition():
             for job in jobs:
-                base.execute("UPDATE removed SET replaced = 0 WHERE job = ?", (job.number,))
+                self.rows("UPDATE removed SET replaced = 0 WHERE job = ?", job.number)
                 self._discard(self.folder.parent / job.folder)
-                self._remove_submission(base, job.submission)
+                self._remove_submission(job.submission)
 
     def forget_past(self, long_ago: float) -> list[int]:
         """Forget groups, decisions and events from before a time of day; epochs of the groups.
@@ -726,21 +531,21 @@ class ServiceStore:
         """
         self.settle()
         seconds = long_ago - self.started
-        with self._transition("", "", "") as base:
-            epochs = base.execute(
+        with self._transition():
+            epochs = self.rows(
                 f"{_AT_WORK} DELETE FROM epochs WHERE counted = 1 AND ended < ? "  # noqa: S608  (ours)
                 "AND epoch < (SELECT max(epoch) FROM epochs) "
                 "AND epoch NOT IN (SELECT epoch FROM at_work) RETURNING epoch",
-                (seconds,),
-            ).fetchall()
-            base.execute(
+                seconds,
+            )
+            self.rows(
                 "DELETE FROM decisions WHERE time < ? "
                 "AND number < (SELECT max(number) FROM decisions)",
-                (seconds,),
+                seconds,
             )
-            base.execute(
+            self.rows(
                 "DELETE FROM events WHERE time < ? AND number < (SELECT max(number) FROM events)",
-                (long_ago,),
+                long_ago,
             )
         return [epoch for (epoch,) in epochs]
 
@@ -749,8 +554,7 @@ class ServiceStore:
         words = set(_NAME.findall(text))
         # A name may stand at the end of a sentence.
         words |= {word.rstrip(".,:;") for word in words}
-        with self._reading() as base:
-            owners = {word: _owner(base, word) for word in words}
+        owners = {word: self._owner(word) for word in words}
         return [word for word, owner in owners.items() if owner not in (None, user.name)]
 
     def gpu_hours(self, user: str) -> float:
@@ -759,77 +563,11 @@ class ServiceStore:
         A group's GPU-hours are divided evenly among its jobs. Time in which no scheduler was alive
         does not count.
         """
-        with self._reading() as base:
-            return self._gpu_hours(base, user)
+        used = self.rows("SELECT gpu_seconds FROM used WHERE user = ?", user)
+        seconds = sum(float(each) for (each,) in used)
+        return (seconds + sum(g.get(user, 0.0) for *_, g in self._uncounted_groups())) / 3600
 
-    # What happened.
-
-    def tell(self, time_of_day: float, kind: str, jobs: Sequence[str], text: str) -> None:
-        """Write down an event, in words that name no job."""
-        with self._transition("", "", "") as base:
-            base.execute(
-                "INSERT INTO events (time, kind, jobs, text) VALUES (?, ?, ?, ?)",
-                (time_of_day, kind, json.dumps(list(jobs)), text),
-            )
-
-    def events(self, after: int, most: int) -> list[tuple[int, float, str, list[str], str]]:
-        """The newest events behind a number, in order: number, time of day, kind, jobs, text."""
-        with self._reading() as base:
-            rows = base.execute(
-                "SELECT number, time, kind, jobs, text FROM events WHERE number > ? "
-                "ORDER BY number DESC LIMIT ?",
-                (after, most),
-            ).fetchall()
-        return [(n, at, kind, json.loads(jobs), text) for n, at, kind, jobs, text in rows[::-1]]
-
-    def actions(self) -> list[tuple[float, str, str, str]]:
-        """Every call that changed something: time of day, user, verb, what."""
-        with self._reading() as base:
-            return base.execute(
-                "SELECT time, user, verb, what FROM actions ORDER BY number"
-            ).fetchall()
-
-    def rows(self, query: str, *values: object) -> list[tuple[Any, ...]]:
-        """Rows of the ledger by any other query."""
-        with self._reading() as base:
-            return base.execute(query, values).fetchall()
-
-    def version(self) -> tuple[int, int, int]:
-        """Version of the ledger, which changes with it, as seen by the thread that asks."""
-        base = self._base
-        [version] = base.execute("PRAGMA data_version").fetchone()
-        return id(base), version, base.total_changes
-
-    # The rest is for this class.
-
-    def _started(self) -> float:
-        with self._reading() as base:
-            base.execute("INSERT OR IGNORE INTO facts VALUES ('started', ?)", (repr(time.time()),))
-            [value] = base.execute("SELECT value FROM facts WHERE name = 'started'").fetchone()
-        return float(value)
-
-    def _replayed(
-        self, base: sqlite3.Connection, user: User, key: str, sha256: str
-    ) -> Submission | None:
-        row = base.execute(
-            "SELECT number, sha256, document, folder FROM submissions WHERE user = ? AND key = ?",
-            (user.name, key),
-        ).fetchone()
-        if row is None:
-            return None
-        number, before, document, folder = row
-        if before != sha256:
-            raise RequestConflict(
-                "another submission had this key", key=key, help="give each submission its own key"
-            )
-        names = base.execute(
-            "SELECT name, rowid FROM owned WHERE submission = ? UNION ALL "
-            "SELECT name, job FROM removed WHERE submission = ? ORDER BY 2",
-            (number, number),
-        )
-        return Submission(number, tuple(name for name, _ in names), document, folder, replayed=True)
-
-    def _require_free(self, base: sqlite3.Connection, names: Sequence[str]) -> list[OwnedJob]:
+    def _require_free(self, names: Sequence[str]) -> list[OwnedJob]:
         """Refuse names that other jobs have; the jobs that are to give theirs back.
 
         Those were refused or cancelled, and no process knows them any more. In the same way, the
@@ -837,12 +575,12 @@ class ServiceStore:
 
         raises   RequestConflict
         """
-        at_work, replaced = _names_at_work(base), []
+        at_work, replaced = self._names_at_work(), []
         for name in names:
-            before = next(iter(self._jobs(base, "owned.name = ?", name)), None)
-            known = base.execute("SELECT 1 FROM jobs WHERE name = ? COLLATE NOCASE", (name,))
+            before = next(iter(self.jobs(name)), None)
+            known = self.rows("SELECT 1 FROM jobs WHERE name = ? COLLATE NOCASE", name)
             ended = before is not None and before.state in ("refused", "cancelled")
-            if not ended and (before is not None or known.fetchone() is not None):
+            if not ended and (before is not None or known):
                 raise RequestConflict(
                     f"there is a job '{name}' already",
                     found=None if before is None else before.state,
@@ -858,14 +596,12 @@ class ServiceStore:
                 )
             if before is not None:
                 replaced.append(before)
-            elif _owner(base, name) is not None:
+            elif self._owner(name) is not None:
                 # A group may have written there after the job was removed.
                 self._discard(self.folder.parent / name)
         return replaced
 
-    def _require_quota(
-        self, base: sqlite3.Connection, user: User, jobs: int, priority: int
-    ) -> None:
+    def _require_quota(self, user: User, jobs: int, priority: int) -> None:
         if priority > user.priority:
             raise QuotaReached(
                 "the priority is above the user's limit",
@@ -875,7 +611,7 @@ class ServiceStore:
                 "`tlora-fx tokens add NAME --priority P`",
             )
         if user.jobs is not None:
-            mine = self._jobs(base, "owned.final IS NULL AND owned.user = ?", user.name)
+            mine = self._jobs("owned.final IS NULL AND owned.user = ?", user.name)
             active = sum(job.active for job in mine)
             if active + jobs > user.jobs:
                 raise QuotaReached(
@@ -884,7 +620,7 @@ class ServiceStore:
                     found=f"{active} and {jobs} more",
                 )
         if user.gpu_hours is not None:
-            used = self._gpu_hours(base, user.name)
+            used = self.gpu_hours(user.name)
             if used >= user.gpu_hours:
                 raise QuotaReached(
                     "no GPU-hours are left",
@@ -892,104 +628,72 @@ class ServiceStore:
                     found=f"{used:.2f} used",
                 )
 
-    def _gpu_hours(self, base: sqlite3.Connection, user: str) -> float:
-        row = base.execute("SELECT gpu_seconds FROM used WHERE user = ?", (user,)).fetchone()
-        seconds = 0.0 if row is None else float(row[0])
-        for *_, shares in self._uncounted_groups(base):
-            seconds += shares.get(user, 0.0)
-        return seconds / 3600
-
-    def _uncounted_groups(
-        self, base: sqlite3.Connection
-    ) -> list[tuple[int, bool, dict[str, float]]]:
+    def _uncounted_groups(self) -> list[tuple[int, bool, dict[str, float]]]:
         """Groups that `used` does not have: epoch, whether it has ended, GPU-seconds by user."""
-        rows = base.execute(
+        rows = self.rows(
             "SELECT epoch, jobs, gpus, held, ended IS NOT NULL FROM epochs WHERE counted = 0"
-        ).fetchall()
+        )
         groups = []
         for epoch, jobs, gpus, held, ended in rows:
             names = json.loads(jobs)
             shares: dict[str, float] = {}
             for name in names:
-                user = _owner(base, name)
+                user = self._owner(name)
                 if user is not None:
                     share = held * len(json.loads(gpus)) / len(names)
                     shares[user] = shares.get(user, 0.0) + share
             groups.append((epoch, bool(ended), shares))
         return groups
 
-    def _count_groups(self, base: sqlite3.Connection) -> None:
+    def _count_groups(self) -> None:
         """Add the GPU-seconds of groups that have ended to their users'."""
-        for epoch, ended, shares in self._uncounted_groups(base):
-            if not ended:
-                continue
-            base.executemany(
-                "INSERT INTO used VALUES (?, ?) ON CONFLICT (user) DO UPDATE "
-                "SET gpu_seconds = gpu_seconds + excluded.gpu_seconds",
-                list(shares.items()),
-            )
-            base.execute("UPDATE epochs SET counted = 1 WHERE epoch = ?", (epoch,))
+        for epoch, ended, shares in self._uncounted_groups():
+            for user, seconds in shares.items() if ended else ():
+                self.rows(
+                    "INSERT INTO used VALUES (?, ?) ON CONFLICT (user) DO UPDATE "
+                    "SET gpu_seconds = gpu_seconds + excluded.gpu_seconds",
+                    user,
+                    seconds,
+                )
+            if ended:
+                self.rows("UPDATE epochs SET counted = 1 WHERE epoch = ?", epoch)
 
-    @property
-    def _base(self) -> sqlite3.Connection:
-        base: sqlite3.Connection | None = getattr(self._local, "base", None)
-        if base is None:
-            base = sqlite3.connect(self._path, isolation_level=None, timeout=30.0)
-            base.execute("PRAGMA synchronous=FULL")
-            self._local.base = base
-        return base
+    def _next_numbers(self, jobs: int) -> tuple[int, int]:
+        """The number of a new submission, and the one before its first job's.
 
-    @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        try:
-            yield self._base
-        except sqlite3.Error as error:
-            raise LedgerError(
-                "the service's ledger fails", file=self._path, reason=error
-            ) from error
+        Numbers of what was removed are not used again: a page or a file that names one stays right.
+        """
+        [(submission, last)] = self.rows(
+            "UPDATE numbers SET "
+            "submission = 1 + max(submission, (SELECT coalesce(max(number), 0) FROM submissions)), "
+            "job = ? + max(job, (SELECT coalesce(max(rowid), 0) FROM owned)) "
+            "RETURNING submission, job",
+            jobs,
+        )
+        return int(submission), int(last) - jobs
 
-    @contextmanager
-    def _snapshot(self) -> Iterator[sqlite3.Connection]:
-        """Inside, all that is read is of one moment."""
-        with self._reading() as base:
-            base.execute("BEGIN")
-            try:
-                yield base
-            finally:
-                base.execute("COMMIT")
+    def _add_total(self, user: str, state: str, jobs: int) -> None:
+        self.rows(
+            "INSERT INTO totals VALUES (?, ?, ?) ON CONFLICT (user, state) DO UPDATE "
+            "SET jobs = jobs + excluded.jobs",
+            user,
+            state,
+            jobs,
+        )
 
-    @contextmanager
-    def _transition(self, user: str, verb: str, what: str) -> Iterator[sqlite3.Connection]:
-        """A transaction; with a verb, who asked for it is written down too."""
-        with self._reading() as base:
-            base.execute("BEGIN IMMEDIATE")
-            try:
-                before = base.total_changes
-                yield base
-                if verb and base.total_changes != before:
-                    base.execute(
-                        "INSERT INTO actions (time, user, verb, what) VALUES (?, ?, ?, ?)",
-                        (time.time(), user, verb, what),
-                    )
-                base.execute("COMMIT")
-            except BaseException:
-                # SQLite itself has ended a transaction that met a full disk.
-                if base.in_transaction:
-                    base.execute("ROLLBACK")
-                raise
+    def _owner(self, name: str) -> str | None:
+        """User of a job, removed ones included."""
+        removed = "SELECT user FROM removed WHERE name = ? ORDER BY number DESC LIMIT 1"
+        rows = self.rows("SELECT user FROM owned WHERE name = ?", name) or self.rows(removed, name)
+        return next((str(user) for (user,) in rows), None)
 
+    def _names_at_work(self) -> dict[str, int]:
+        """Jobs that processes know, in small letters, and the group that runs in those processes.
 
-def operator() -> str:
-    """Who runs this process, as `actions` names them: `os:ACCOUNT`, which no user can be called."""
-    try:
-        return f"os:{pwd.getpwuid(os.getuid()).pw_name}"
-    except KeyError:
-        return f"os:{os.getuid()}"
-
-
-def hash_of(token: str) -> str:
-    """Hash of a token; it has 256 random bits, so that one round is enough."""
-    return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
+        They are the jobs of the groups that run, and of groups whose processes those took over.
+        """
+        query = f"{_AT_WORK} SELECT value, last FROM at_work, json_each(jobs)"  # noqa: S608  (ours)
+        return {str(name).lower(): int(last) for name, last in self.rows(query)}
 
 
 def full_name(user: str, job: str) -> str:
@@ -1000,53 +704,3 @@ def full_name(user: str, job: str) -> str:
 def replaced_folder(number: int, job: str) -> str:
     """Folder, below the run's, of what a replaced job has left."""
     return f"{FOLDER}/replaced/{number:06d}.{job}"
-
-
-def _add_column(base: sqlite3.Connection, table: str, column: str, kind: str) -> None:
-    """Add a column to a table that was made without it."""
-    if column not in {name for _, name, *_ in base.execute(f"PRAGMA table_info({table})")}:
-        base.execute(f"ALTER TABLE {table} ADD COLUMN {column} {kind}")
-
-
-def _next_numbers(base: sqlite3.Connection, jobs: int) -> tuple[int, int]:
-    """The number of a new submission, and the one before its first job's.
-
-    Numbers of what was removed are not used again: a page or a file that names one stays right.
-    """
-    row = base.execute(
-        "UPDATE numbers SET "
-        "submission = 1 + max(submission, (SELECT coalesce(max(number), 0) FROM submissions)), "
-        "job = ? + max(job, (SELECT coalesce(max(rowid), 0) FROM owned)) "
-        "RETURNING submission, job",
-        (jobs,),
-    ).fetchone()
-    return int(row[0]), int(row[1]) - jobs
-
-
-def _add_total(base: sqlite3.Connection, user: str, state: str, jobs: int) -> None:
-    base.execute(
-        "INSERT INTO totals VALUES (?, ?, ?) ON CONFLICT (user, state) DO UPDATE "
-        "SET jobs = jobs + excluded.jobs",
-        (user, state, jobs),
-    )
-
-
-def _owner(base: sqlite3.Connection, name: str) -> str | None:
-    """User of a job, removed ones included."""
-    for query in (
-        "SELECT user FROM owned WHERE name = ?",
-        "SELECT user FROM removed WHERE name = ? ORDER BY number DESC LIMIT 1",
-    ):
-        row = base.execute(query, (name,)).fetchone()
-        if row is not None:
-            return str(row[0])
-    return None
-
-
-def _names_at_work(base: sqlite3.Connection) -> dict[str, int]:
-    """Jobs that processes know, in small letters, and the group that runs in those processes.
-
-    They are the jobs of the groups that run, and of groups whose processes those took over.
-    """
-    query = f"{_AT_WORK} SELECT value, last FROM at_work, json_each(jobs)"  # noqa: S608  (ours)
-    return {str(name).lower(): int(last) for name, last in base.execute(query)}

@@ -52,15 +52,8 @@ from tlora_fx.host.storage import missing_bytes
 from tlora_fx.runtime.data.rows import is_local
 from tlora_fx.scheduler.local.recovery import RESERVED
 from tlora_fx.server.file_patterns import look_up
-from tlora_fx.server.store import (
-    FOLDER,
-    OwnedJob,
-    ReplacedJob,
-    ServiceStore,
-    Submission,
-    User,
-    full_name,
-)
+from tlora_fx.server.ledger import FOLDER, User
+from tlora_fx.server.store import OwnedJob, ReplacedJob, ServiceStore, Submission, full_name
 
 logger = logging.getLogger(__name__)
 
@@ -536,13 +529,13 @@ def _paths(top: object) -> Iterator[tuple[str, str]]:
         for entry in entries_of_values(section)
     ]
     for key in _BASE_PATHS:
-        yield from _text(f"base.{key}", _at(top.get("base"), (key,)))
+        yield from _text(f"base.{key}", _at(top.get("base"), key))
     for where, section in sections:
         for key in _JOB_PATHS:
-            yield from _text(f"{where}.{key}", _at(section, (key,)))
+            yield from _text(f"{where}.{key}", _at(section, key))
         for key in _DATA:
-            yield from _data_paths(f"{where}.{key}", _at(section, (key,)))
-        function = _at(section, ("compute_metrics",))
+            yield from _data_paths(f"{where}.{key}", _at(section, key))
+        function = _at(section, "compute_metrics")
         if isinstance(function, str) and ".py" in function:
             yield f"{where}.compute_metrics", function.rpartition(":")[0] or function
     # A base may be named by one word.
@@ -567,10 +560,8 @@ def _home(text: str) -> Path:
         return Path(text).absolute()
 
 
-def _at(section: object, keys: Sequence[str]) -> Any:
-    for key in keys:
-        section = section.get(key) if isinstance(section, dict) else None
-    return section
+def _at(section: object, key: str) -> Any:
+    return section.get(key) if isinstance(section, dict) else None
 
 
 def _text(where: str, value: object) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,8 @@ from pydantic import BaseModel, ConfigDict
 from tlora_fx.config.hyperparameters import learning_rate_of, rank_of
 from tlora_fx.errors import LedgerError
 from tlora_fx.runtime.run_folder import METRICS, parsed_metrics
-from tlora_fx.server.store import OwnedJob, Page, ServiceStore, User
+from tlora_fx.server.ledger import User
+from tlora_fx.server.store import OwnedJob, Page, ServiceStore
 
 #: Of a curve, at most.
 POINTS = 120
@@ -237,7 +238,8 @@ class RunView:
         self._totals: dict[tuple[str, str], int] = {}
         # Monotonic second at which jobs of `shown` were seen to be settled.
         self._settled: dict[str, float] = {}
-        self._last_removed = self._newest_removed()
+        [(last,)] = store.rows("SELECT coalesce(max(number), 0) FROM removed")
+        self._last_removed = int(last)
         self._spans: dict[int, GroupSpan] = {}
         self._owners: dict[str, str] = {}
         self._places: dict[str, GroupSpan] = {}
@@ -274,10 +276,6 @@ class RunView:
         gone = self.shown.keys() - unsettled - self._settled.keys()
         self._settled |= dict.fromkeys(gone, time.monotonic())
         return [owned for name in gone for owned in self.store.jobs(name) if owned.name == name]
-
-    def _newest_removed(self) -> int:
-        [(last,)] = self.store.rows("SELECT coalesce(max(number), 0) FROM removed")
-        return int(last)
 
     def _read_removed(self, version: int) -> None:
         for number, name, user in self.store.rows(

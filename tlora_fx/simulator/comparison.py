@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Literal
 
 from tlora_fx.simulator.metrics import Summary
 from tlora_fx.simulator.sweep import Scenario, ScenarioResult
@@ -24,7 +23,6 @@ class Metric:
     key: str
     title: str
     path: str
-    better: Literal["more", "less", "neither"] = "neither"
     scale: float = 1.0
 
     def of(self, summary: Summary) -> float:
@@ -33,24 +31,20 @@ class Metric:
 
 
 THROUGHPUT = Metric(
-    "samples_per_second", "samples/s while jobs arrive", "loaded.samples_per_second", "more"
+    "samples_per_second", "samples/s while jobs arrive", "loaded.samples_per_second"
 )
-COMPLETION = Metric(
-    "completion_mean_seconds", "completion, mean (s)", "completion_seconds.mean", "less"
-)
-ALLOCATED = Metric("allocated_percent", "GPUs allocated (%)", "loaded.allocated_share", "more", 100)
-BUSY = Metric("busy_percent", "GPUs busy (%)", "loaded.busy_share", "more", 100)
-QUEUE = Metric("queue_mean_seconds", "of it queue, mean (s)", "queue_seconds.mean", "less")
-RUN = Metric("run_mean_seconds", "of it run, mean (s)", "run_seconds.mean", "less")
-SLOWDOWN = Metric("slowdown_mean", "slowdown of a step, mean", "slowdown.mean", "less")
+COMPLETION = Metric("completion_mean_seconds", "completion, mean (s)", "completion_seconds.mean")
+ALLOCATED = Metric("allocated_percent", "GPUs allocated (%)", "loaded.allocated_share", 100)
+BUSY = Metric("busy_percent", "GPUs busy (%)", "loaded.busy_share", 100)
+QUEUE = Metric("queue_mean_seconds", "of it queue, mean (s)", "queue_seconds.mean")
+RUN = Metric("run_mean_seconds", "of it run, mean (s)", "run_seconds.mean")
+SLOWDOWN = Metric("slowdown_mean", "slowdown of a step, mean", "slowdown.mean")
 
-WHOLE = Metric(
-    "whole_samples_per_second", "samples/s to the end", "whole.samples_per_second", "more"
-)
+WHOLE = Metric("whole_samples_per_second", "samples/s to the end", "whole.samples_per_second")
 WEIGHTED = Metric(
-    "weighted_speedup", "weighted speed-up while jobs arrive", "loaded.weighted_speedup", "more"
+    "weighted_speedup", "weighted speed-up while jobs arrive", "loaded.weighted_speedup"
 )
-LONE_WORK = Metric("lone_work_share", "lone work per GPU-second", "loaded.lone_work_share", "more")
+LONE_WORK = Metric("lone_work_share", "lone work per GPU-second", "loaded.lone_work_share")
 #: Of what was trained while jobs arrive: they say nothing where that is nothing.
 TRAINED = (THROUGHPUT, WEIGHTED, LONE_WORK, BUSY)
 
@@ -60,29 +54,29 @@ METRICS: tuple[Metric, ...] = (
     WEIGHTED,
     LONE_WORK,
     COMPLETION,
-    Metric("completion_p50_seconds", "completion, p50 (s)", "completion_seconds.p50", "less"),
-    Metric("completion_p95_seconds", "completion, p95 (s)", "completion_seconds.p95", "less"),
-    Metric("completion_p99_seconds", "completion, p99 (s)", "completion_seconds.p99", "less"),
+    Metric("completion_p50_seconds", "completion, p50 (s)", "completion_seconds.p50"),
+    Metric("completion_p95_seconds", "completion, p95 (s)", "completion_seconds.p95"),
+    Metric("completion_p99_seconds", "completion, p99 (s)", "completion_seconds.p99"),
     QUEUE,
     RUN,
-    Metric("stretch_p50", "completion / lone time, p50", "stretch.p50", "less"),
+    Metric("stretch_p50", "completion / lone time, p50", "stretch.p50"),
     ALLOCATED,
     BUSY,
     SLOWDOWN,
-    Metric("slowdown_p99", "slowdown of a step, p99", "slowdown.p99", "less"),
-    Metric("violating_percent", "jobs beyond their bound (%)", "violating_job_share", "less", 100),
-    Metric("grouped_percent", "jobs that ever shared (%)", "grouped_job_share", scale=100),
+    Metric("slowdown_p99", "slowdown of a step, p99", "slowdown.p99"),
+    Metric("violating_percent", "jobs beyond their bound (%)", "violating_job_share", 100),
+    Metric("grouped_percent", "jobs that ever shared (%)", "grouped_job_share", 100),
     Metric("group_jobs", "jobs in a group, mean", "group_jobs"),
-    Metric("switches", "switches", "switches", "less"),
-    Metric("moves", "moves of jobs", "moves", "less"),
-    Metric("evaluations", "evaluations of the estimator", "evaluations", "less"),
+    Metric("switches", "switches", "switches"),
+    Metric("moves", "moves of jobs", "moves"),
+    Metric("evaluations", "evaluations of the estimator", "evaluations"),
     Metric("decisions", "decisions", "decisions"),
-    Metric("decision_p50_ms", "a decision, p50 (ms)", "decision_wall_seconds.p50", "less", 1e3),
-    Metric("decision_p99_ms", "a decision, p99 (ms)", "decision_wall_seconds.p99", "less", 1e3),
-    Metric("finished", "jobs finished", "finished", "more"),
-    Metric("unfinished", "jobs unfinished", "unfinished", "less"),
-    Metric("refused", "jobs refused", "refused", "less"),
-    Metric("failed", "jobs failed", "failed", "less"),
+    Metric("decision_p50_ms", "a decision, p50 (ms)", "decision_wall_seconds.p50", 1e3),
+    Metric("decision_p99_ms", "a decision, p99 (ms)", "decision_wall_seconds.p99", 1e3),
+    Metric("finished", "jobs finished", "finished"),
+    Metric("unfinished", "jobs unfinished", "unfinished"),
+    Metric("refused", "jobs refused", "refused"),
+    Metric("failed", "jobs failed", "failed"),
 )
 
 Outcomes = Mapping[Scenario, ScenarioResult]

@@ -160,7 +160,6 @@ class Summary:
     moves                   of jobs that had run before, into groups that were formed or that they
                             joined
     joins, leaves           of jobs, from running groups that did not stop
-    steps_lost              steps done twice, since they were not committed
     evaluations             (group, GPUs) pairs that the estimator was asked for by the policy
     """
 
@@ -195,7 +194,6 @@ class Summary:
     leaves: int
     group_failures: int
     node_losses: int
-    steps_lost: float
     decisions: int
     evaluations: int
     decision_wall_seconds: Distribution

@@ -8,26 +8,23 @@ replay.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from heapq import heappop, heappush
-from math import exp, floor, inf, isfinite
-from random import Random
+from math import inf, isfinite
 from time import perf_counter
 
 import numpy as np
 
-from tlora_fx.cost.estimator import Estimator, Layout
+from tlora_fx.cost.estimator import Estimator
 from tlora_fx.cost.hardware import Cluster
-from tlora_fx.errors import ClockBackwards, PlaceTaken, ReplayOptionWrong, ReplayStalled
+from tlora_fx.errors import ClockBackwards, PlaceTaken, ReplayStalled
 from tlora_fx.scheduler.executor import (
     Drained,
     ExecutorEvent,
-    Failed,
     Finished,
+    GroupLaunch,
     GroupStarted,
-    NodeBack,
-    NodeLost,
     Progress,
 )
 from tlora_fx.scheduler.formations import StepTimes
@@ -65,70 +62,6 @@ class Clock:
         self.now = time
 
 
-@dataclass(frozen=True, slots=True)
-class Disturbances:
-    """Disturbances of predictions and of nodes; the defaults disturb nothing.
-
-    Every draw is keyed by the seed and by what it is of, so a replay is the same however often it
-    is run, and a change of one part leaves the draws of the others alone.
-
-    speed_error              groups run this part slower than predicted; negative: faster
-    noise                    spread of the logarithm of each formation's step time, mean 1
-    commit_seconds           between commits; what a group did since its last one is lost with it
-    group_failure_seconds    mean time to the failure of a group, for each GPU it holds
-    node_failure_seconds     mean time between two losses of a node
-    """
-
-    seed: int = 0
-    speed_error: float = 0.0
-    noise: float = 0.0
-    commit_seconds: float = 600.0
-    group_failure_seconds: float = inf
-    node_failure_seconds: float = inf
-    repair_seconds: float = 3600.0
-
-    def __post_init__(self) -> None:
-        positive = (
-            self.commit_seconds,
-            self.group_failure_seconds,
-            self.node_failure_seconds,
-            self.repair_seconds,
-        )
-        if self.noise < 0 or self.speed_error <= -1 or not all(value > 0 for value in positive):
-            raise ReplayOptionWrong(
-                "a disturbance cannot have this value",
-                expected="noise >= 0, speed_error > -1, seconds > 0",
-                found=repr(self),
-            )
-
-    def factor(self, epoch: int, alone: int) -> float:
-        """Real step time over the predicted one, of a formation with so many jobs left."""
-        slower = 1.0 + self.speed_error
-        if not self.noise:
-            return slower
-        draw = self._random("speed", epoch, alone).gauss(-(self.noise**2) / 2, self.noise)
-        return slower * exp(draw)
-
-    def group_fails_after(self, epoch: int, gpus: int) -> float:
-        """Seconds from a formation's launch to its failure; infinite where it does not fail."""
-        if not isfinite(self.group_failure_seconds):
-            return inf
-        return self._random("group", epoch).expovariate(gpus / self.group_failure_seconds)
-
-    def node_losses(self, node: int) -> Iterator[tuple[float, float]]:
-        """Times when a node is lost and when it is back, in seconds from the begin, for ever."""
-        if not isfinite(self.node_failure_seconds):
-            return
-        random, time = self._random("node", node), 0.0
-        while True:
-            time += random.expovariate(1.0 / self.node_failure_seconds)
-            yield time, time + self.repair_seconds
-            time += self.repair_seconds
-
-    def _random(self, *key: object) -> Random:
-        return Random(repr((self.seed, *key)))  # noqa: S311 - no secrets
-
-
 class SimulatedGroup:
     """Formation that runs in the simulator.
 
@@ -137,33 +70,13 @@ class SimulatedGroup:
     version        grows whenever its next event moves
     """
 
-    __slots__ = (
-        "_from",
-        "_launched",
-        "_steps",
-        "_targets",
-        "announced",
-        "begins",
-        "epoch",
-        "group",
-        "requests",
-        "seconds",
-        "version",
-    )
-
     def __init__(
-        self,
-        group: Group,
-        epoch: int,
-        jobs: Sequence[JobRequest],
-        steps_done: Mapping[str, float],
-        begins: float,
-        seconds: float,
+        self, launch: GroupLaunch, jobs: Sequence[JobRequest], begins: float, seconds: float
     ) -> None:
-        self.group, self.epoch, self.seconds = group, epoch, seconds
+        self.group, self.epoch, self.seconds = launch.group, launch.epoch, seconds
         self.begins = begins
         self.version, self.announced = 0, False
-        self._launched = {job.name: steps_done.get(job.name, 0.0) for job in jobs}
+        self._launched = {job.name: launch.steps_done.get(job.name, 0.0) for job in jobs}
         self._targets = {job.name: job.steps - self._launched[job.name] for job in jobs}
         self.requests = sorted(jobs, key=lambda job: (-self._targets[job.name], job.name))
         self._from, self._steps = begins, 0.0
@@ -184,14 +97,6 @@ class SimulatedGroup:
         done = self.steps_at(time)
         return {job.name: self._launched[job.name] + done for job in self.requests}
 
-    def committed(self, time: float, every: float) -> dict[str, float]:
-        """Steps of each job that is left at its last commit, one being made every so often."""
-        since = max(0.0, time - self.begins)
-        last = self.begins + floor(since / every) * every
-        # What neighbours of a job that left had not committed by then is not looked up.
-        done = self.steps_at(last) if last >= self._from else self._steps
-        return {job.name: self._launched[job.name] + done for job in self.requests}
-
     def end_jobs(self, time: float) -> list[JobRequest]:
         """The jobs that end now leave; those with as many steps left end together."""
         target = self._targets[self.requests[-1].name]
@@ -202,9 +107,8 @@ class SimulatedGroup:
         return gone
 
 
-#: What happens to a node, in the heap of events.
-LOSS, RETURN = -1, -2
-#: A group becomes another one, after what else happens at that time; and something is told.
+#: In the heap of events: a group becomes another one, after what else happens at that time; and
+#: something is told.
 TAKEOVER, TOLD = 1 << 62, 1 << 63
 
 
@@ -215,10 +119,7 @@ class Takeover:
     came    names of those who join it
     """
 
-    successor: Group
-    epoch: int
-    jobs: tuple[JobRequest, ...]
-    steps_done: Mapping[str, float]
+    successor: GroupLaunch
     came: frozenset[str]
 
 
@@ -227,15 +128,13 @@ class SimulatedExecutor:
 
     Nothing ticks: a group's next event is known when it is launched, and is computed anew only when
     a job leaves it. A group makes no progress for `switch_seconds` from its launch; then each step
-    of it takes the predicted seconds, disturbed where that is asked for. Steps are fractions
-    between events. A job that ends leaves its group without a pause, and a drained group stops at
-    once; both are told `changes.end` later. While a job moves to a group, that trains on without
-    it.
+    of it takes the predicted seconds. Steps are fractions between events. A job that ends leaves
+    its group without a pause, and a drained group stops at once; both are told `changes.end` later.
+    While a job moves to a group, that trains on without it.
 
     switch_seconds   from a launch to the first step of a job alone
     join_seconds     that each further job of a group adds to it
     changes          what joins and leaves cost a running group; None: it has to stop for them
-    steps_lost       by failures, summed over jobs: done and not committed
     """
 
     def __init__(
@@ -247,30 +146,22 @@ class SimulatedExecutor:
         switch_seconds: float = 20.0,
         join_seconds: float = 0.0,
         changes: ChangeCosts | None = None,
-        disturbances: Disturbances | None = None,
     ) -> None:
         self.times, self.clock = times, clock
         self.switch_seconds, self.join_seconds = switch_seconds, join_seconds
         self.changes = changes
-        self.disturbances = disturbances or Disturbances()
         self._cluster = cluster
         self._groups: dict[int, SimulatedGroup] = {}
         self._places: dict[int, tuple[int, ...]] = {}
         self._owner: dict[int, int] = {}
         self._heap: list[tuple[float, int, int]] = []
         self._events: list[ExecutorEvent] = []
-        self._fails: dict[int, float] = {}
-        self._losses: dict[int, Iterator[tuple[float, float]]] = {}
         self._takeovers: dict[int, Takeover] = {}
         self._late: dict[int, Finished | Drained] = {}
         self._written = 0
         self._untold: set[str] = set()
         self._holders: dict[str, int] = {}
         self._pulled = -inf
-        self.steps_lost = 0.0
-        for node in range(cluster.nodes):
-            self._losses[node] = self.disturbances.node_losses(node)
-            self._plan_loss(node)
 
     def inventory(self) -> Cluster:
         return self._cluster
@@ -289,67 +180,42 @@ class SimulatedExecutor:
         self._places[epoch] = group.place
         self._owner.update(dict.fromkeys(group.place, epoch))
 
-    def launch(
-        self,
-        group: Group,
-        epoch: int,
-        jobs: Sequence[JobRequest],
-        steps_done: Mapping[str, float],
-        layout: Layout | None = None,
-    ) -> None:
+    def launch(self, launch: GroupLaunch) -> None:
         """Start a group on the place that it has reserved; the layout is the estimator's best.
 
         raises   PlaceTaken
         """
+        group, epoch = launch.group, launch.epoch
         if epoch in self._groups:
             return
         if epoch not in self._places:
             raise PlaceTaken("nothing is reserved for this group", group=", ".join(group.jobs))
         self._holders.update(dict.fromkeys(group.jobs, epoch))
-        switch = self.switch_seconds + self.join_seconds * (len(jobs) - 1)
-        self._begin(group, epoch, jobs, steps_done, self.clock.now + switch)
+        switch = self.switch_seconds + self.join_seconds * (len(launch.jobs) - 1)
+        self._begin(launch, self.clock.now + switch)
 
-    def _begin(
-        self,
-        group: Group,
-        epoch: int,
-        jobs: Sequence[JobRequest],
-        steps_done: Mapping[str, float],
-        begins: float,
-    ) -> None:
-        jobs = [job for job in jobs if job.name not in self._untold]
+    def _begin(self, launch: GroupLaunch, begins: float) -> None:
+        jobs = [job for job in launch.jobs if job.name not in self._untold]
         if not jobs:
             return
-        seconds = self._seconds(jobs, group.place, epoch)
-        running = SimulatedGroup(group, epoch, jobs, steps_done, begins, seconds)
-        self._groups[epoch] = running
-        fails_after = self.disturbances.group_fails_after(epoch, group.gpus)
-        self._fails[epoch] = self.clock.now + fails_after
+        seconds = self._seconds(jobs, launch.group.place)
+        self._groups[launch.epoch] = running = SimulatedGroup(launch, jobs, begins, seconds)
         self._plan(running)
 
     def can_change(self, group: Group, epoch: int, successor: Group) -> bool:
-        coming = (takeover.epoch for takeover in self._takeovers.values())
+        coming = (takeover.successor.epoch for takeover in self._takeovers.values())
         return self.changes is not None and (epoch in self._groups or epoch in coming)
 
-    def change(
-        self,
-        group: Group,
-        epoch: int,
-        successor: Group,
-        successor_epoch: int,
-        jobs: Sequence[JobRequest],
-        steps_done: Mapping[str, float],
-    ) -> None:
-        if successor_epoch in self._groups or epoch in self._takeovers:
+    def change(self, group: Group, epoch: int, successor: GroupLaunch) -> None:
+        if successor.epoch in self._groups or epoch in self._takeovers:
             return
         assert self.changes is not None
         running = self._groups.get(epoch)
         here = running.steps(self.clock.now).keys() if running is not None else set()
-        came = frozenset(successor.jobs) - here - self._untold
-        takeover = Takeover(successor, successor_epoch, tuple(jobs), dict(steps_done), came)
-        self._takeovers[epoch] = takeover
-        self._places[successor_epoch] = self._places[epoch]
-        if self.changes.move and any(steps_done.get(name) for name in came):
+        came = frozenset(successor.group.jobs) - here - self._untold
+        self._takeovers[epoch] = Takeover(successor, came)
+        self._places[successor.epoch] = self._places[epoch]
+        if self.changes.move and any(successor.steps_done.get(name) for name in came):
             heappush(self._heap, (self.clock.now + self.changes.move, TAKEOVER, epoch))
         else:
             self._take_over(epoch)
@@ -358,31 +224,25 @@ class SimulatedExecutor:
         """A group has become another one; of its jobs some may have ended, or all."""
         assert self.changes is not None
         takeover = self._takeovers.pop(epoch)
+        successor, came = takeover.successor, takeover.came
         now, running = self.clock.now, self._groups.pop(epoch, None)
         steps = running.steps(now) if running is not None else {}
-        jobs = [job for job in takeover.jobs if job.name in steps or job.name in takeover.came]
-        went = steps.keys() - set(takeover.successor.jobs)
-        begins = now + self.changes.of(len(takeover.came), len(went))
+        jobs = [job for job in successor.jobs if job.name in steps or job.name in came]
+        went = steps.keys() - set(successor.group.jobs)
+        begins = now + self.changes.of(len(came), len(went))
         if running is not None:
             # One that had not begun yet is not ready any sooner.
             begins = max(begins, running.begins)
-        self._events.append(Drained(now, epoch, steps, takeover.epoch))
-        self._holders.update(dict.fromkeys(takeover.successor.jobs, takeover.epoch))
-        self._owner.update(dict.fromkeys(takeover.successor.place, takeover.epoch))
-        done = {**takeover.steps_done, **steps}
-        self._begin(takeover.successor, takeover.epoch, jobs, done, begins)
+        self._events.append(Drained(now, epoch, steps, successor.epoch))
+        self._holders.update(dict.fromkeys(successor.group.jobs, successor.epoch))
+        self._owner.update(dict.fromkeys(successor.group.place, successor.epoch))
+        done = {**successor.steps_done, **steps}
+        self._begin(replace(successor, jobs=jobs, steps_done=done), begins)
 
     def events(self) -> list[ExecutorEvent]:
         now = self.clock.now
         while self._heap and self._heap[0][0] <= now:
             time, key, version = heappop(self._heap)
-            if key == LOSS:
-                self.lose_node(version)
-                continue
-            if key == RETURN:
-                self.return_node(version)
-                self._plan_loss(version)
-                continue
             if key == TAKEOVER:
                 if version in self._takeovers:
                     self._take_over(version)
@@ -416,7 +276,7 @@ class SimulatedExecutor:
             steps = running.steps(now) if running is not None else {}
             self._tell(Drained(now, epoch, steps))
         if takeover is not None:
-            self._tell(Drained(now, takeover.epoch, {}))
+            self._tell(Drained(now, takeover.successor.epoch, {}))
 
     def _tell(self, event: Finished | Drained) -> None:
         """What is written first, and then heard of."""
@@ -437,13 +297,9 @@ class SimulatedExecutor:
             event = replace(event, epoch=self._holders[event.job])
         self._events.append(event)
 
-    def kill(self, group: Group, epoch: int) -> None:
+    def release(self, group: Group, epoch: int) -> None:
         self._groups.pop(epoch, None)
         self._takeovers.pop(epoch, None)
-
-    def release(self, group: Group, epoch: int) -> None:
-        self.kill(group, epoch)
-        self._fails.pop(epoch, None)
         for gpu in self._places.pop(epoch, ()):
             if self._owner.get(gpu) == epoch:
                 del self._owner[gpu]
@@ -453,62 +309,15 @@ class SimulatedExecutor:
         while self._heap:
             time, key, version = self._heap[0]
             group = self._groups.get(key)
-            if key < 0 or key == TOLD or (key == TAKEOVER and version in self._takeovers):
+            if key == TOLD or (key == TAKEOVER and version in self._takeovers):
                 return time
             if group is not None and group.version == version:
                 return time
             heappop(self._heap)
         return inf
 
-    def begins(self, epoch: int) -> float:
-        """Time when the first step of a running group begins."""
-        return self._groups[epoch].begins
-
-    def fail_group(
-        self, epoch: int, reason: str = "a simulated failure", *, blameless: bool = False
-    ) -> None:
-        """A group ends; its jobs go on from their last commits.
-
-        blameless   as of `Failed`
-        """
-        running, takeover = self._groups.pop(epoch, None), self._takeovers.pop(epoch, None)
-        # Jobs that ended before their group failed lose nothing.
-        for number, event in list(self._late.items()):
-            if isinstance(event, Finished) and self._holders[event.job] == epoch:
-                self._hear(replace(self._late.pop(number), time=self.clock.now))
-        if running is not None or takeover is not None:
-            steps = self._safe(running) if running is not None else {}
-            failed = Failed(self.clock.now, epoch, None, reason, steps, blameless=blameless)
-            self._events.append(failed)
-
-    def lose_node(self, node: int) -> None:
-        """A node goes away, and what runs on it fails."""
-        if node in self._cluster.lost:
-            return
-        self._cluster = replace(self._cluster, lost=self._cluster.lost | {node})
-        self._events.append(NodeLost(self.clock.now, node))
-        hit = {self._owner[gpu] for gpu in self._owner if self._cluster.node(gpu) == node}
-        for epoch in sorted(hit):
-            self.fail_group(epoch, f"node {node} was lost")
-
-    def return_node(self, node: int) -> None:
-        """A lost node is there again."""
-        if node in self._cluster.lost:
-            self._cluster = replace(self._cluster, lost=self._cluster.lost - {node})
-            self._events.append(NodeBack(self.clock.now, node))
-
-    def _safe(self, group: SimulatedGroup) -> dict[str, float]:
-        """Steps at the last commit; what was done since is lost."""
-        now = self.clock.now
-        done, safe = group.steps(now), group.committed(now, self.disturbances.commit_seconds)
-        self.steps_lost += sum(done[name] - safe[name] for name in done)
-        return safe
-
     def _group_event(self, group: SimulatedGroup, time: float) -> None:
-        """A group fails, or its next jobs end."""
-        if time >= self._fails[group.epoch] and time < group.next_end():
-            self.fail_group(group.epoch)
-            return
+        """The next jobs of a group end."""
         if not group.announced:
             group.announced = True
             self._events.append(GroupStarted(group.begins, group.epoch))
@@ -521,28 +330,17 @@ class SimulatedExecutor:
         if not group.requests:
             del self._groups[group.epoch]
             return
-        group.seconds = self._seconds(group.requests, group.group.place, group.epoch)
+        group.seconds = self._seconds(group.requests, group.group.place)
         group.version += 1
         self._plan(group)
 
     def _plan(self, group: SimulatedGroup) -> None:
-        time = min(group.next_end(), self._fails[group.epoch])
-        heappush(self._heap, (time, group.epoch, group.version))
+        heappush(self._heap, (group.next_end(), group.epoch, group.version))
 
-    def _seconds(self, jobs: Sequence[JobRequest], place: tuple[int, ...], epoch: int) -> float:
-        step = self.times.of(jobs, place, self._cluster)
-        return step.seconds * self.disturbances.factor(epoch, len(jobs))
-
-    def _plan_loss(self, node: int) -> None:
-        times = next(self._losses[node], None)
-        if times is not None:
-            heappush(self._heap, (times[0], LOSS, node))
-            heappush(self._heap, (times[1], RETURN, node))
+    def _seconds(self, jobs: Sequence[JobRequest], place: tuple[int, ...]) -> float:
+        return self.times.of(jobs, place, self._cluster).seconds
 
 
-#: Is told how many jobs have ended, and how many there are.
-Tell = Callable[[int, int], None]
-TELL_EVERY = 1000
 #: Decisions with nothing running and nothing started, after which a policy is said to stall.
 PATIENCE = 100
 
@@ -571,14 +369,14 @@ def replay(
     *,
     options: LoopOptions = OPTIONS,
     join_seconds: float = 0.0,
-    disturbances: Disturbances | None = None,
-    progress: Tell | None = None,
+    seed: int = 0,
     record: bool = False,
 ) -> ReplayResult:
     """Replay jobs to the end of the last one.
 
     options          `switch_seconds` pass from the launch of a job alone to its first step, and
                      policies reckon with them for every group
+    seed             of what the requests were drawn by, for the summary
     record           what every group did is kept
     raises           ReplayStalled, DecisionWrong, SubmittedTwice
     """
@@ -592,7 +390,6 @@ def replay(
         switch_seconds=options.switch_seconds,
         join_seconds=join_seconds,
         changes=options.changes,
-        disturbances=disturbances,
     )
     table = JobTable(ordered)
     intervals: list[Interval] | None = [] if record else None
@@ -602,8 +399,8 @@ def replay(
     )
     loop = Loop(policy, estimator, executor, options=options, callback=recorder, times=times)
     engine = _Engine(ordered, executor, loop, recorder)
-    engine.run(progress)
-    return engine.replayed()
+    engine.run()
+    return engine.replayed(seed)
 
 
 class _Engine:
@@ -620,10 +417,10 @@ class _Engine:
         self.loaded: Span | None = None
         self.stalled = 0
 
-    def run(self, tell: Tell | None) -> None:
+    def run(self) -> None:
         """Replay to the end of the last job, or until lost nodes leave no way on."""
         requests, loop, clock = self.requests, self.loop, self.clock
-        count, told = len(requests), 0
+        count = len(requests)
         last = requests[-1].submitted if requests else 0.0
         came = 0
         while came < count or not loop.idle:
@@ -643,11 +440,6 @@ class _Engine:
                 self._stalls()
             else:
                 self.stalled = 0
-            if tell and came - len(loop.window) - told >= TELL_EVERY:
-                told = came - len(loop.window)
-                tell(told, count)
-        if tell:
-            tell(count, count)
 
     def _next(self, arrival: float) -> float:
         """When something happens next; infinite where nothing will."""
@@ -683,7 +475,7 @@ class _Engine:
             help="this is a mistake of the policy; ask it with `tlora-fx schedule explain`",
         )
 
-    def replayed(self) -> ReplayResult:
+    def replayed(self, seed: int) -> ReplayResult:
         recorder, table = self.recorder, self.recorder.table
         end = float(np.nanmax(table.ended)) if np.isfinite(table.ended).any() else self.clock.now
         whole = recorder.cut(max(end, self.clock.now), self.loop.running.values())
@@ -698,8 +490,8 @@ class _Engine:
             horizon_seconds=options.horizon,
             switch_seconds=options.switch_seconds,
             runnable=options.runnable,
-            seed=self.executor.disturbances.seed,
-            options=asdict(options) | asdict(self.executor.disturbances),
+            seed=seed,
+            options=asdict(options) | {"seed": seed},
             jobs=len(table.names),
             finished=table.count(DONE),
             failed=table.count(FAILED),
@@ -720,7 +512,6 @@ class _Engine:
             leaves=recorder.leaves,
             group_failures=recorder.group_failures,
             node_losses=recorder.node_losses,
-            steps_lost=self.executor.steps_lost,
             decisions=len(recorder.wall_seconds),
             evaluations=recorder.evaluations,
             decision_wall_seconds=Distribution.of(np.array(recorder.wall_seconds)),

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+
+from pydantic import TypeAdapter
 
 from tlora_fx.errors import ReportNotWritable
 from tlora_fx.host.durable import replace_file
@@ -59,6 +60,7 @@ from tlora_fx.simulator.sweep import (
     ClusterOptions,
     JobSource,
     ReplayOptions,
+    ReplayRecord,
     Scenario,
     ScenarioResult,
     SweepOptions,
@@ -83,12 +85,8 @@ def colour(policy: str) -> int:
 
 def compared(policies: Policies, metric: Metric, name: str, title: str, shows: str) -> Figure:
     """A metric of each policy as bars."""
-    spreads = {policy: spread(metric, outcomes) for policy, outcomes in policies.items()}
-    series = [series_of(metric.title, list(spreads.values()))]
-    shades = [colour(policy) for policy in spreads]
-    svg = bars(title, metric.title, list(spreads), series, colours=shades, log=wide(series))
-    rows = [(policy, metric.key, *spread_cells(item)) for policy, item in spreads.items()]
-    return Figure(name, title, shows, svg, ("policy", "metric", *SPREAD), tuple(rows))
+    metrics, shades = ((metric.title, metric),), [colour(policy) for policy in policies]
+    return side_by_side(policies, metrics, name, title, shows, metric.title, shades)
 
 
 SPREAD = ("mean", "least", "most", "seeds")
@@ -157,8 +155,9 @@ def side_by_side(
     title: str,
     shows: str,
     label: str,
+    colours: Sequence[int] = (),
 ) -> Figure:
-    """Metrics of each policy as bars beside each other."""
+    """Metrics of each policy as bars beside each other; `colours` of the policies, if of them."""
     names = list(policies)
     series, rows = [], []
     for index, (part, metric) in enumerate(metrics):
@@ -168,7 +167,8 @@ def side_by_side(
         rows += [(policy, metric.key, *spread_cells(item)) for policy, item in pairs]
     percent = label.startswith("%")
     log = not percent and wide(series)
-    svg = bars(title, label, names, series, top=100 if percent else None, log=log)
+    top = 100 if percent else None
+    svg = bars(title, label, names, series, colours=colours, top=top, log=log)
     return Figure(name, title, shows, svg, ("policy", "metric", *SPREAD), tuple(rows))
 
 
@@ -471,10 +471,10 @@ class Report:
         return bool(self.first.trace["synthetic"])
 
     @property
-    def recorded(self) -> list[ScenarioResult]:
-        """The replays of which is known who ran where and when."""
+    def recorded(self) -> list[tuple[str, ReplayRecord]]:
+        """Policies of whose replays is known who ran where and when, and that."""
         rows = (outcome for outcomes in self.policies.values() for outcome in outcomes)
-        return [outcome for outcome in rows if outcome.record is not None]
+        return [(row.scenario.policy, row.record) for row in rows if row.record is not None]
 
     @cached_property
     def ratios(self) -> list[Ratio]:
@@ -607,15 +607,13 @@ def jobs_csv(report: Report) -> str:
     )  # fmt: skip
 
     def rows() -> Iterator[Sequence[Number]]:
-        for outcome in report.recorded:
-            record = outcome.record
-            assert record is not None
+        for policy, record in report.recorded:
             table = record.table
             times = (table.submitted, table.started, table.ended)
             for row, job in enumerate(record.requests):
                 moments = [float(time[row]) for time in times]
                 yield (
-                    outcome.scenario.policy,
+                    policy,
                     job.name,
                     job.base,
                     job.gpus,
@@ -640,23 +638,21 @@ def gpus_csv(report: Report) -> str:
     columns = ("policy", "gpu", "begin seconds", "end seconds", "group", "jobs", "steps")
 
     def rows() -> Iterator[Sequence[Number]]:
-        for outcome in report.recorded:
-            assert outcome.record is not None
-            for one in outcome.record.intervals:
+        for policy, record in report.recorded:
+            for one in record.intervals:
                 jobs, steps = ";".join(one.jobs), ";".join(f"{step:.12g}" for step in one.steps)
                 for gpu in one.gpus:
-                    yield (
-                        outcome.scenario.policy, gpu, one.begin, one.end, one.group, jobs, steps,
-                    )  # fmt: skip
+                    yield policy, gpu, one.begin, one.end, one.group, jobs, steps
 
     return csv_of(columns, rows())
 
 
 def numbers(report: Report) -> str:
     """Every scenario with its summary, as JSON."""
+    scenario = TypeAdapter(Scenario)
     replays = [
         {
-            "scenario": _plain(asdict(outcome.scenario)),
+            "scenario": scenario.dump_python(outcome.scenario, mode="json"),
             "trace": outcome.trace,
             "dropped": outcome.dropped,
             "wall_seconds": outcome.wall_seconds,
@@ -676,14 +672,6 @@ def numbers(report: Report) -> str:
         "ratios": [asdict(ratio) for ratio in report.ratios],
     }
     return json.dumps({**head, "replays": replays}, indent=1)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, frozenset):
-        return sorted(value)
-    return str(value) if isinstance(value, Path) else value
 
 
 def page(report: Report) -> str:

@@ -41,7 +41,7 @@ from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.scheduler.policies.oracle import MAX_JOBS
 from tlora_fx.scheduler.state import MAX_SLOWDOWN, ChangeCosts, JobRequest
 from tlora_fx.simulator.metrics import Interval, JobTable, Summary
-from tlora_fx.simulator.replay import OPTIONS, Disturbances, ReplayResult, replay
+from tlora_fx.simulator.replay import OPTIONS, ReplayResult, replay
 from tlora_fx.simulator.synthetic import Draw, fit_of_file, generate, shipped_fit
 from tlora_fx.simulator.traces import Dropped, Trace, TraceJob, described, read_trace
 
@@ -348,12 +348,16 @@ def load(source: JobSource, seed: int) -> Trace:
     return generate(fit, Draw(source.jobs, source.intensity, source.burstiness, seed))
 
 
+def trace_of(scenario: Scenario) -> Trace:
+    """The trace of a scenario, of its month if it has one; raises all that reading a trace does."""
+    trace = load(scenario.source, scenario.seed)
+    return trace if scenario.month is None else trace.month(scenario.month)
+
+
 def run(scenario: Scenario) -> ScenarioResult:
     """Replay one scenario."""
     start = time.perf_counter()
-    trace = load(scenario.source, scenario.seed)
-    if scenario.month is not None:
-        trace = trace.month(scenario.month)
+    trace = trace_of(scenario)
     result, workload = replayed(scenario, trace)
     facts = described(replace(trace, jobs=tuple(workload.jobs.values())))
     record = None
@@ -682,7 +686,7 @@ def replayed(scenario: Scenario, trace: Trace) -> tuple[ReplayResult, Workload]:
             changes=changes_of(scenario.change_seconds),
             runnable=scenario.runnable,
         ),
-        disturbances=Disturbances(seed=scenario.seed),
+        seed=scenario.seed,
         record=scenario.recorded,
     )
     return result, workload
@@ -733,10 +737,7 @@ def require_ready(plan: SweepPlan) -> None:
               all that reading a trace does
     """
     base = plan.main[0]
-    trace = load(base.source, base.seed)
-    if base.month is not None:
-        trace = trace.month(base.month)
-    workload = workload_in(base, trace)
+    workload = workload_in(base, trace_of(base))
     require_few_for_oracle(
         {scenario.policy for scenario in plan.scenarios()}, base.runnable, workload.requests
     )

@@ -18,14 +18,10 @@ from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import PlainSerializer, PlainValidator, TypeAdapter
+from pydantic import PlainValidator, TypeAdapter
 
 from tlora_fx.errors import MarginalsFileError, ReplayChoiceWrong
 from tlora_fx.simulator.traces import MONTH_SECONDS, Trace, TraceJob
-
-
-def _rounded(value: NDArray[Any]) -> list[Any]:
-    return [_rounded(row) if np.ndim(row) else round(float(row), 6) for row in value]
 
 
 def _shares(value: Any) -> NDArray[Any]:
@@ -34,11 +30,9 @@ def _shares(value: Any) -> NDArray[Any]:
 
 
 Numbers = NDArray[Any]
-#: As they are read from a file, and written into one.
-Floats = Annotated[
-    Numbers, PlainValidator(partial(np.array, dtype=float)), PlainSerializer(_rounded)
-]
-Shares = Annotated[Numbers, PlainValidator(_shares), PlainSerializer(_rounded)]
+#: As they are read from a file.
+Floats = Annotated[Numbers, PlainValidator(partial(np.array, dtype=float))]
+Shares = Annotated[Numbers, PlainValidator(_shares)]
 SHIPPED = Path(__file__).parent / "assets" / "acme_seren_fit.json"
 #: March to August 2023.
 TRACE_DAYS = 184
@@ -76,15 +70,6 @@ class Fit:
         logs = self.log_weights + self.tilts * np.log(bucket_means(self.buckets.shape[1]))[:, None]
         weights = np.exp(logs - logs.max(axis=1, keepdims=True))
         return np.asarray(weights / weights.sum(axis=1, keepdims=True))
-
-    def to_json(self) -> str:
-        """Text for `fit_of_file`."""
-        document = {
-            "source": self.source,
-            "licence": "CC-BY-4.0 (the data that this was fitted to)",
-        } | _FIT.dump_python(self)
-        lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(document[key])}" for key in document)
-        return "{\n" + lines.replace("], [", "],\n    [") + "\n}\n"
 
 
 _FIT = TypeAdapter(Fit)

@@ -244,11 +244,9 @@ def jobs_of(path: Path, reader: TraceReader, dropped: Dropped) -> Iterator[Trace
 
 def header_of(path: Path) -> list[str]:
     """The columns of a file: of a CSV's first line, or the keys of the first JSON object."""
-    with opened(path) as file, _decoding(path):
-        if file.read(1) == "{":
-            file.seek(0)
+    with _opened(path) as (file, has_objects):
+        if has_objects:
             return list(_object(file.readline(), 1, path))
-        file.seek(0)
         _, names = next(_records(file, path), (1, []))
     return [name.strip() for name in names if name.strip()]
 
@@ -277,14 +275,12 @@ def rows_of(path: Path) -> Iterator[tuple[int, Row | WrongRow]]:
 
     raises    TraceFileError
     """
-    with opened(path) as file, _decoding(path):
-        if file.read(1) == "{":
-            file.seek(0)
+    with _opened(path) as (file, has_objects):
+        if has_objects:
             for line, text in enumerate(file, start=1):
                 if text.strip():
                     yield line, _object(text, line, path)
             return
-        file.seek(0)
         records = _records(file, path)
         names = [name.strip() for name in next(records, (1, []))[1]]
         for line, cells in records:
@@ -320,37 +316,34 @@ def _row(names: Sequence[str], cells: Sequence[str]) -> Row | WrongRow:
     return dict(zip(names, cells, strict=True))
 
 
-def opened(path: Path) -> IO[str]:
-    """The file as text; a byte-order mark is skipped."""
-    try:
-        return path.open(encoding="utf-8-sig", newline="")
-    except FileNotFoundError:
-        raise TraceFileError(
-            "there is no such trace",
-            file=path,
-            help="name a file, or leave --trace out for a synthetic trace",
-        ) from None
-    except OSError as error:
-        raise TraceFileError(
-            "the trace cannot be read",
-            file=path,
-            found=error.strerror or error,
-            help="name a file that you may read",
-        ) from None
-
-
 @contextmanager
-def _decoding(path: Path) -> Iterator[None]:
-    """Inside, bytes that are no text are our own error."""
+def _opened(path: Path) -> Iterator[tuple[IO[str], bool]]:
+    """A file as text, a byte-order mark skipped, and whether its lines are JSON objects.
+
+    raises    TraceFileError, also inside for bytes that are no text
+    """
     try:
-        yield
-    except UnicodeDecodeError as error:
+        opened = path.open(encoding="utf-8-sig", newline="")
+    except OSError as error:
+        gone = isinstance(error, FileNotFoundError)
         raise TraceFileError(
-            "a trace that is no UTF-8 text",
+            "there is no such trace" if gone else "the trace cannot be read",
             file=path,
-            found=f"{error.reason} at byte {error.start}",
-            help="write it anew in UTF-8",
+            found=None if gone else error.strerror or error,
+            help="name a file that you may read, or leave --trace out for a synthetic trace",
         ) from None
+    with opened as file:
+        try:
+            has_objects = file.read(1) == "{"
+            file.seek(0)
+            yield file, has_objects
+        except UnicodeDecodeError as error:
+            raise TraceFileError(
+                "a trace that is no UTF-8 text",
+                file=path,
+                found=f"{error.reason} at byte {error.start}",
+                help="write it anew in UTF-8",
+            ) from None
 
 
 def _object(text: str, line: int, path: Path) -> dict[str, Any]:

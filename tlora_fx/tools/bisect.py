@@ -7,9 +7,6 @@ first bad state, then the first bad number of rewrites of the pass that made it.
 
 from __future__ import annotations
 
-import os
-import shlex
-import subprocess
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +21,8 @@ from tlora_fx.errors import BisectFails, NotFoldable, TloraError
 from tlora_fx.graph_file import Document, from_document, save_graphs, to_document
 from tlora_fx.host.environment import STATE
 from tlora_fx.inspect.instruments import state_source
+from tlora_fx.inspect.joint import joint_entries
+from tlora_fx.inspect.joint_diff import joint_differences
 from tlora_fx.inspect.program import make_program
 from tlora_fx.inspect.schema import Program
 from tlora_fx.inspect.wording import plural
@@ -37,12 +36,13 @@ from tlora_fx.numerics.memory import bytes_needed
 from tlora_fx.numerics.rows import ProbeRows
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
 from tlora_fx.pipeline import Event, GroupPass, Instrument, JobPass, Pipeline, Runner, Verify
+from tlora_fx.tools.check_command import run_check
 
 Verdict = Literal["good", "bad", "skip"]
 Key = tuple[str, str]
 
 WORDS = {"good": "good", "bad": "BAD", "skip": "cannot tell"}
-HOLE = "{}"
+JOINT_WORDS = {"removed": "gone", "added": "made", "changed": "other arguments"}
 CANNOT_TELL = 125
 SHELLS_OWN = {126: "it may not be executed", 127: "there is no such command"}
 PROGRAM = "program.py"
@@ -395,18 +395,7 @@ class CommandCheck(Check):
         self.command = command
 
     def judge(self, state: PassState, folder: Path) -> Judged:
-        command = self.command.replace(HOLE, shlex.quote(str(folder)))
-        process = subprocess.run(  # noqa: S602  (a check is a shell command, as its user wrote it)
-            command,
-            shell=True,
-            env={**os.environ, STATE: str(folder)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            check=False,
-        )
-        output = process.stdout.decode(errors="replace")
-        code = process.returncode
+        command, code, output = run_check(self.command, folder, {STATE: str(folder)})
         if code < 0 or code > CANNOT_TELL:
             raise BisectFails(
                 "the check cannot be run",
@@ -510,7 +499,7 @@ def _of(outcome: StepOutcome, jobs: list[str]) -> StepOutcome:
 class Touched:
     """A node that a rewrite touched.
 
-    kind      "gone", "made" or "other arguments"
+    kind      "gone", "made" or "other arguments"; of a joint graph what became of it too
     place     graph and name: "layers_0_3.linear_7", or "job a, linear_7" before jobs are fused
     source    the line of model code, "" where there is none
     """
@@ -526,7 +515,10 @@ class Touched:
 
 
 def touched(before: GroupGraph, after: GroupGraph) -> list[Touched]:
-    """Nodes in which two states differ, by their keys; not those that read what was replaced."""
+    """Nodes in which two states differ, by their keys; not those that read what was replaced.
+
+    Those of joint graphs, which have no keys, are lined up by their order.
+    """
     old, new = dict(_keyed(before)), dict(_keyed(after))
     both = old.keys() & new.keys()
     differences = [_touched("gone", key, *node) for key, node in old.items() if key not in new]
@@ -534,7 +526,12 @@ def touched(before: GroupGraph, after: GroupGraph) -> list[Touched]:
     for key, node in new.items():
         if key in both and _code(key, old[key][1], both) != _code(key, node[1], both):
             differences.append(_touched("other arguments", key, *node))
-    return differences
+    joint = joint_differences(joint_entries(before), joint_entries(after))
+    return differences + [
+        Touched(JOINT_WORDS.get(change.what, change.what), f"{diff.block}.{change.node.id}",
+                change.node.target, "")
+        for diff in joint for change in diff.changes
+    ]  # fmt: skip
 
 
 def lines(nodes: list[Touched]) -> list[str]:

@@ -8,8 +8,6 @@ that was edited, so that the parser and the verifier look at all of it.
 
 from __future__ import annotations
 
-import shlex
-import subprocess
 from collections import deque
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass, field, replace
@@ -28,8 +26,8 @@ from tlora_fx.ir.lora_sites import is_lowered
 from tlora_fx.ir.shapes import propagate, type_text
 from tlora_fx.ir.verifier import WRITE, adapted, named_graphs, owners
 from tlora_fx.rewriting import Rewriter
+from tlora_fx.tools.check_command import HOLE, run_check
 
-HOLE = "{}"
 # Exit codes from which the command itself is wrong, and no verdict.
 NO_VERDICT = 126
 READ = torch.ops.tlora_fx.segment_read.default
@@ -387,23 +385,14 @@ class Command:
     def __call__(self, text: str) -> bool:
         """Whether it is there; raises ReduceFails where the command cannot be run."""
         save_document(Document(text), self.file)
-        name = shlex.quote(str(self.file))
-        holed = HOLE in self.command
-        command = self.command.replace(HOLE, name) if holed else f"{self.command} {name}"
-        process = subprocess.run(  # noqa: S602  (a check is a shell command, as its user wrote it)
-            command,
-            shell=True,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-        if process.returncode < 0 or process.returncode >= NO_VERDICT:
+        holed = self.command if HOLE in self.command else f"{self.command} {HOLE}"
+        command, code, output = run_check(holed, self.file)
+        if code < 0 or code >= NO_VERDICT:
             raise ReduceFails(
                 "the check cannot be run",
                 command=command,
-                found=f"exit {process.returncode}",
-                output=process.stdout.decode(errors="replace")[-2000:].rstrip() or None,
+                found=f"exit {code}",
+                output=output[-2000:].rstrip() or None,
                 help="exit with 0 where the failure is still there, with 1 to 125 where it is not",
             )
-        return process.returncode == 0
+        return code == 0

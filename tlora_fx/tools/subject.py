@@ -45,6 +45,11 @@ class Subject:
             Listing.load(self.path)  # which says what is wrong with the folder
         return Program.load(self.folder / Program.FILE)
 
+    @property
+    def compared(self) -> Program:
+        """Program with all that a difference shows."""
+        return self.program
+
     @cached_property
     def stages(self) -> list[PassStage]:
         """State after every pass, in order; empty where none was recorded."""
@@ -145,12 +150,20 @@ class GraphSubject(Subject):
 
     @cached_property
     def program(self) -> Program:
-        """Program with an entry for each node."""
+        """Program with an entry for each node, without joint graphs: passes need not be known."""
+        return self._program(joint=False)
+
+    @property
+    def compared(self) -> Program:
+        """Program with joint graphs; raises PipelineError where their passes are not known."""
+        return self._program(joint=True)
+
+    def _program(self, *, joint: bool) -> Program:
         from tlora_fx.inspect.program import make_program
         from tlora_fx.ir.graph import TRACE
 
         passes = [fact for fact, by in self.graphs.facts.items() if by.partition("{")[0] == fact]
-        return make_program(self.graphs, passes[-1] if passes else TRACE)
+        return make_program(self.graphs, passes[-1] if passes else TRACE, joint=joint)
 
     @cached_property
     def stages(self) -> list[PassStage]:

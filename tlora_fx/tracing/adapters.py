@@ -29,6 +29,7 @@ from tlora_fx.ir.graph import (
     JobGraph,
     TensorRef,
     is_call,
+    is_writing,
     output_of,
     under,
 )
@@ -462,7 +463,7 @@ def _trained_tensors(graph: JobGraph) -> set[str]:
     names: set[str] = set()
     seen: set[fx.Node] = set()
     # A write into memory that is read later hands its inputs on through no edge of the graph.
-    stack: list[Any] = [output_of(graph.root).args[0], *filter(_writes, graph.root.nodes)]
+    stack: list[Any] = [output_of(graph.root).args[0], *filter(is_writing, graph.root.nodes)]
     while stack:
         node = stack.pop()
         value = node.meta.get("val")
@@ -476,11 +477,6 @@ def _trained_tensors(graph: JobGraph) -> set[str]:
             names.add(ref.name.removeprefix(PEFT_PREFIX))
         stack.extend(node.all_input_nodes)
     return names
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
 
 
 def _prefixes(path: str) -> list[str]:
@@ -568,6 +564,8 @@ def wrap_with_peft(model: nn.Module, config: PeftConfig, adapter_dtype: str) -> 
     """
     from peft import get_peft_model
 
+    if not hasattr(model, "prepare_inputs_for_generation"):
+        config.task_type = None  # PEFT's class for language models wants to generate
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wrapped: Any = get_peft_model(

@@ -47,7 +47,6 @@ HARMLESS = {
 }
 
 _ROW: ContextVar[dict[str, Tensor]] = ContextVar("row")
-_CALLS: ContextVar[list[str]] = ContextVar("calls")
 
 
 def register() -> None:
@@ -74,14 +73,13 @@ def current_row() -> dict[str, Tensor]:
 
 
 @contextmanager
-def row_of(tables: dict[str, Tensor]) -> Iterator[list[str]]:
-    """Make attention read these row tables, within this context; yields the list of its calls."""
-    row, calls = _ROW.set(tables), _CALLS.set([])
+def row_of(tables: dict[str, Tensor]) -> Iterator[None]:
+    """Make attention read these row tables, within this context."""
+    row = _ROW.set(tables)
     try:
-        yield _CALLS.get()
+        yield
     finally:
         _ROW.reset(row)
-        _CALLS.reset(calls)
 
 
 def attend(
@@ -122,7 +120,6 @@ def attend(
     keywords = MaskRule(causal, -1 if sliding_window is None else int(sliding_window))
     rule = _rule_of(where, attention_mask, keywords, reading)
     row = _ROW.get()
-    _CALLS.get().append(where)
     out, _ = torch.ops.tlora_fx.packed_attention(
         query.transpose(1, 2).squeeze(0),
         key.transpose(1, 2).squeeze(0),

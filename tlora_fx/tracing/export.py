@@ -8,7 +8,6 @@ line, and holds no submodules: regions that only switched gradients or autocast 
 from __future__ import annotations
 
 import operator
-import warnings
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -35,19 +34,25 @@ from tlora_fx.ir.graph import (
     JobGraph,
     LayerPlan,
     TensorRef,
+    arguments_of,
     is_call,
     placeholders,
 )
 from tlora_fx.ir.shapes import fake_like, fake_mode_of, give_value
 from tlora_fx.model.backbone import Backbone
-from tlora_fx.tracing.adapters import check_wrapped, layer_signature, make_traceable
+from tlora_fx.tracing.adapters import (
+    check_wrapped,
+    layer_signature,
+    make_traceable,
+    wrap_with_peft,
+)
 from tlora_fx.tracing.attention import packed_implementation, register
 from tlora_fx.tracing.experts import use_expert_products
 from tlora_fx.tracing.layer_calls import LayerCalls
 from tlora_fx.tracing.layers import plan_layers, pruned_copy
 from tlora_fx.tracing.positions import counts_positions
 from tlora_fx.tracing.refusals import DETAIL, model_line, require_no_reads, words_of
-from tlora_fx.tracing.row_export import TracedRow, accepts, accepts_positions, export_row
+from tlora_fx.tracing.row_export import TracedRow, accepts, export_row
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -151,7 +156,8 @@ def _trace(
     config: LoraConfig | None = None,
 ) -> JobGraph:
     model, index_read, calls = pruned_copy(backbone, plan)
-    counts = form == "packed" and accepts_positions(model) and _counts_positions(backbone, plan)
+    placed = accepts(model, "position_ids")
+    counts = form == "packed" and placed and _counts_positions(backbone, plan)
     masked = backbone.is_encoder and accepts(model, "attention_mask")
     if form == "packed":
         _use_packed_attention(model, subject)
@@ -245,7 +251,7 @@ def _finer_plan(
 
 def _use_packed_attention(model: nn.Module, subject: str) -> None:
     register()
-    if not accepts_positions(model):
+    if not accepts(model, "position_ids"):
         raise BaseNotTraceable(
             f"the model of {subject} takes no position_ids, so its rows cannot be packed",
             found=f"{type(model).__name__}.forward",
@@ -283,27 +289,17 @@ def _require_memory(model: nn.Module, job: Job, config: LoraConfig) -> None:
 
 def _wrap(model: nn.Module, job: Job, config: LoraConfig, backbone: Backbone) -> nn.Module:
     """PEFT's own wrapping; what the job trains of the base itself becomes the job's own tensor."""
-    from peft import get_peft_model
-
     _require_memory(model, job, config)
-    if not hasattr(model, "prepare_inputs_for_generation"):
-        config.task_type = None  # PEFT's class for language models wants to generate
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            wrapped = get_peft_model(
-                model,
-                config,
-                autocast_adapter_dtype=job.adapter_dtype == "float32",
-            )
-        except (ValueError, TypeError) as error:
-            raise JobError(
-                f"PEFT refuses the fields of {kind_of(job.lora_fields)} on this base",
-                job=job.name,
-                base=backbone.title,
-                found=error,
-                help="name other linear modules in lora.target_modules",
-            ) from error
+    try:
+        wrapped = wrap_with_peft(model, config, job.adapter_dtype)
+    except (ValueError, TypeError) as error:
+        raise JobError(
+            f"PEFT refuses the fields of {kind_of(job.lora_fields)} on this base",
+            job=job.name,
+            base=backbone.title,
+            found=error,
+            help="name other linear modules in lora.target_modules",
+        ) from error
     wrapped.train()
     make_traceable(wrapped)
     for module in wrapped.modules():
@@ -421,23 +417,20 @@ class _Importer:
             tensor = _get(module, target)
             if tensor.is_meta:
                 raise _without_value(node) from None
-            name = self._constant(tensor.detach())
-            return TensorRef("constant", name, tuple(tensor.shape), tensor.dtype)
+            return self._constant(tensor.detach())
         canonical = self.base_names.get(id(tensor))
         if canonical is None and not isinstance(tensor, nn.Parameter) and not tensor.is_meta:
-            name = self._constant(tensor.detach())
-            return TensorRef("constant", name, tuple(tensor.shape), tensor.dtype)
+            return self._constant(tensor.detach())
         owner = "base" if canonical else "job"
         return TensorRef(owner, canonical or name, tuple(tensor.shape), tensor.dtype)  # type: ignore[arg-type]
 
-    def _constant(self, value: Tensor) -> str:
-        """The name of a lifted constant, the same for equal ones."""
-        for name, known in self.constants.items():
-            if known.dtype == value.dtype and torch.equal(known, value):
-                return name
-        name = f"constant_{len(self.constants)}"
-        self.constants[name] = value
-        return name
+    def _constant(self, value: Tensor) -> TensorRef:
+        """A lifted constant, the same for equal ones."""
+        alike = (name for name, known in self.constants.items()
+                 if known.dtype == value.dtype and torch.equal(known, value))  # fmt: skip
+        name = next(alike, f"constant_{len(self.constants)}")
+        self.constants.setdefault(name, value)
+        return TensorRef("constant", name, tuple(value.shape), value.dtype)
 
     def _add(self, copied: fx.Node, node: fx.Node) -> fx.Node:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
@@ -462,9 +455,7 @@ def _without_value(node: fx.Node) -> BaseNotTraceable:
 
 
 def _get(module: nn.Module, target: str) -> Tensor:
-    value: Any = module
-    for name in target.split("."):
-        value = getattr(value, name)
+    value: Any = operator.attrgetter(target)(module)
     assert isinstance(value, Tensor)
     return value
 
@@ -482,9 +473,6 @@ def _source_line(stack_trace: str | None) -> str:
 
 
 aten = torch.ops.aten
-#: What conv1d and slice take where a call says nothing, by the arguments' places.
-CONVOLUTION: tuple[Any, ...] = (None, None, None, [1], [0], [1], 1)
-SLICE: tuple[Any, ...] = (None, 0, None, None, 1)
 
 
 def convolve_by_sequence(graph: fx.Graph) -> None:
@@ -504,7 +492,8 @@ def convolve_by_sequence(graph: fx.Graph) -> None:
 
 
 def _replace(graph: fx.Graph, node: fx.Node, row: str, cu_seqlens: fx.Node) -> None:
-    padded, weight, bias, stride, (padding,), (dilation,), groups = _filled(node, CONVOLUTION)
+    given = arguments_of(node)
+    padded, weight, bias, stride, (padding,), (dilation,), groups = given.values()
     x, zeros = _unpadded(padded)
     kernel = weight.meta["val"].shape[-1]
     known = all(isinstance(number, int) for number in (padding, zeros, dilation, kernel))
@@ -538,13 +527,9 @@ def _first(node: fx.Node, row: str) -> Iterator[fx.Node]:
         return
     for user in node.users:
         if is_call(user, aten.slice.Tensor) and _length(user) == row:
-            _, dim, start, _, step = _filled(user, SLICE)
+            _, dim, start, _, step = arguments_of(user).values()
             if dim in (-1, user.meta["val"].dim() - 1) and not start and step == 1:
                 yield user
-
-
-def _filled(node: fx.Node, defaults: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (*node.args, *defaults[len(node.args) :])
 
 
 def _length(value: fx.Node) -> str:

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -374,20 +375,10 @@ def unpacked_lines(*, padded: bool, hidden: bool = False) -> Iterator[None]:
     from transformers import masking_utils
 
     makers: dict[str, Any] = masking_utils.AttentionMaskInterface._global_mapping
-    kept_makers = dict(makers)
-    instead = {
-        "find_packed_sequence_indices": lambda position_ids: None,
-        "chunked_overlay": unpadded_chunks,
-    }
-    kept = {name: getattr(masking_utils, name) for name in instead}
-    if padded:
-        for key, maker in kept_makers.items():
-            makers[key] = partial(padded_mask, maker, hidden)
-    try:
-        for name, function in instead.items():
-            setattr(masking_utils, name, function)
+    instead = {name: partial(padded_mask, maker, hidden) for name, maker in makers.items()}
+    with (
+        patch.dict(makers, instead if padded else {}),
+        patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None),
+        patch.object(masking_utils, "chunked_overlay", unpadded_chunks),
+    ):
         yield
-    finally:
-        for name, function in kept.items():
-            setattr(masking_utils, name, function)
-        makers.update(kept_makers)

@@ -371,12 +371,13 @@ class _OwnLoss:
         self, inputs: Mapping[str, Tensor], *, widened: bool, spread: float = 1.0
     ) -> tuple[ValueRun, Any]:
         run = ValueRun(inputs, self._vector, widened=widened, spread=spread)
-        given = {self._name(key): value for key, value in run.stand_ins.items()}
+        names = {"labels": self.argument}
+        given = {names.get(key, key): value for key, value in run.stand_ins.items()}
         known: dict[str, Any] = {key: part for key, part in given.items() if key in self.taken}
         if "use_cache" in self.taken:
             known["use_cache"] = False
         with quietly(), unpacked_lines(padded=False), torch.enable_grad(), run:
-            if self._first not in known:
+            if "input_ids" not in known:  # the first argument takes them
                 return run, self.model(run.stand_ins["input_ids"], **known)
             return run, self.model(**known)
 
@@ -399,14 +400,6 @@ class _OwnLoss:
             if same.function is step.function and found.shape == logits.shape:
                 return found
         raise NotEvaluated("its forward returns no logits beside its loss")
-
-    @functools.cached_property
-    def _first(self) -> str:
-        """The forward's first argument, which takes ids where none is named input_ids."""
-        return "input_ids" if "input_ids" in self.taken else ""
-
-    def _name(self, key: str) -> str:
-        return self.argument if key == "labels" else key
 
     def _vector(self, tensor: Tensor) -> Tensor | None:
         """Numbers of a vector or buffer; those that are not known are drawn around one."""

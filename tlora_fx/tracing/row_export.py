@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import cache, partial
 from types import CodeType
 from typing import Any
 from unittest.mock import patch
@@ -154,6 +154,13 @@ class Watch:
         """Note an error, to be raised when no model code can catch it."""
         self.refused.append(kind(what, help=help, **facts))
 
+    def refuse_mode(self, mode: str, *, help: str) -> None:
+        """Note that model code enters a mode."""
+        source = self.source()
+        if source is not None:
+            what = f"the model runs in {mode}, which a graph does not keep"
+            self.refuse(GradientLost, what, source=source, help=help)
+
     def source(self) -> str | None:
         """The model's line that is running."""
         return line_text(model_frame(self.stop))
@@ -176,22 +183,14 @@ class Watch:
             return super(_SingleLevelFunction, function).apply(*args, **kwargs)  # type: ignore[misc]
 
         def entered(mode: Any) -> Any:
-            if mode.mode and watch.source() is not None:
-                watch.refuse(
-                    GradientLost,
-                    "the model runs in inference mode, which a graph does not keep",
-                    source=watch.source(),
-                    help="use torch.no_grad()",
-                )
+            if mode.mode:
+                watch.refuse_mode("inference mode", help="use torch.no_grad()")
             return enter(mode)
 
         def cast(mode: Any) -> Any:
-            if mode._enabled and watch.source() is not None:
-                watch.refuse(
-                    GradientLost,
-                    "the model runs in autocast, which a graph does not keep",
-                    source=watch.source(),
-                    help="write the casts out with Tensor.to, or set enabled=False",
+            if mode._enabled:
+                watch.refuse_mode(
+                    "autocast", help="write the casts out with Tensor.to, or set enabled=False"
                 )
             return enter_autocast(mode)
 
@@ -341,14 +340,14 @@ class AppliedFunction:
 
     def __init__(self, function: Any, args: tuple[Any, ...], place: tuple[str, int] | None) -> None:
         self.function, self.place = function, place
-        self.args = [_description(arg) for arg in args]
+        self.makers = [_maker(arg) for arg in args]
 
     def has_plain_gradient(self) -> bool:
         """Whether its backward agrees with the derivative of its forward, on random numbers."""
         try:
             with torch.random.fork_rng(devices=[]), torch.enable_grad():
                 torch.manual_seed(0)
-                args = [arg.drawn() if isinstance(arg, _Drawn) else arg for arg in self.args]
+                args = [make() for make in self.makers]
                 return _same_gradients(self.function.apply, self._plain, args)
         except Exception:  # noqa: BLE001  (the model's own function raises what it likes)
             return False
@@ -367,25 +366,20 @@ class _Context:
         return lambda *args, **kwargs: None
 
 
-class _Drawn:
-    """A tensor argument: its shape and dtype, to be drawn anew."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.shape = [
-            int(size.node.hint) if isinstance(size, torch.SymInt) else size for size in tensor.shape
-        ]
-        self.dtype = tensor.dtype
-
-    def drawn(self) -> Tensor:
-        if not self.dtype.is_floating_point:
-            return torch.ones(self.shape, dtype=self.dtype)
-        return torch.randn(self.shape, dtype=torch.float64, requires_grad=True)
+def _drawn(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    if not dtype.is_floating_point:
+        return torch.ones(shape, dtype=dtype)
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
-def _description(arg: Any) -> Any:
+def _maker(arg: Any) -> Callable[[], Any]:
+    """What makes an argument again: of a tensor one of its shape and kind, drawn anew."""
     if isinstance(arg, torch.SymInt):
-        return int(arg.node.hint)
-    return _Drawn(arg) if isinstance(arg, Tensor) else arg
+        return partial(int, arg.node.hint)
+    if not isinstance(arg, Tensor):
+        return lambda: arg
+    shape = [int(n.node.hint) if isinstance(n, torch.SymInt) else n for n in arg.shape]
+    return partial(_drawn, shape, arg.dtype)
 
 
 def _same_gradients(left: Any, right: Any, args: list[Any]) -> bool:
@@ -432,7 +426,6 @@ class TracedRow(nn.Module):
         self.counts, self.masked = counts, masked
         self.keywords = keywords
         self.calls = calls
-        self.attention: list[str] = []
         self.runs: Counter[int] = Counter()
         stop = TracedRow.forward.__code__
         self.guards, self.watch = SizeGuards(form, stop), Watch(model, stop)
@@ -442,11 +435,10 @@ class TracedRow(nn.Module):
         self.watch.clear()
         if self.calls is not None:
             self.calls.clear()
-        row = row_of(dict(zip(TABLES, tables, strict=True)))
         inputs = (input_ids, position_ids, *tables)
         row_shaped = (input_ids, position_ids, tables[TABLES.index("token_index")])
         with ExitStack() as stack:
-            self.attention = stack.enter_context(row)
+            stack.enter_context(row_of(dict(zip(TABLES, tables, strict=True))))
             stack.enter_context(RealConstants())
             stack.enter_context(self._counted())
             stack.enter_context(self.guards.running(row_shaped))
@@ -528,11 +520,6 @@ def _index(index: Any) -> Any:
     if isinstance(index, tuple):
         return tuple(_index(item) for item in index)
     return torch.tensor(index) if isinstance(index, list) else index
-
-
-def accepts_positions(model: nn.Module) -> bool:
-    """Whether a model's forward takes position_ids, without which rows cannot be packed."""
-    return accepts(model, "position_ids")
 
 
 def accepts(model: nn.Module, name: str) -> bool:

@@ -412,8 +412,7 @@ def _environment() -> object:
         root, _, rest = name.partition(".")
         ours = root == "tlora_fx" and rest.partition(".")[0] in ROOMS
         if ours or root in ("transformers", "peft") or name == "torch.nn.functional":
-            _require_own(module)
-            _require_installed(_functions(module, classes=root != "transformers"))
+            _require_own(module, classes=root != "transformers")
     return (
         _versions(),
         own_source(*ROOMS),
@@ -544,35 +543,23 @@ def _code(value: Any) -> str:
     return f"{getattr(value, '__module__', None)}.{name} {body}"
 
 
-def _functions(module: types.ModuleType, *, classes: bool) -> Iterator[types.FunctionType]:
-    """The functions at the top of a module, with classes also the methods of its own."""
-    for value in list(vars(module).values()):
-        if isinstance(value, types.FunctionType):
-            yield value
-        elif classes and isinstance(value, type) and value.__module__ == module.__name__:
-            yield from _members(value)
-
-
-def _require_own(module: types.ModuleType) -> None:
+def _require_own(module: types.ModuleType, *, classes: bool) -> None:
     """Raise where another package has put its function in place of one of a library's.
 
     Libraries import functions of many packages, and classes have generated ones; replaced is what
-    the module's own file defines.
+    the module's own file defines. Functions must be of installed packages, with `classes` those of
+    the module's classes too.
     """
-    top = list(vars(module).items())
-    own = [top]
-    own += [
-        list(vars(value).items())
-        for _, value in top
-        if isinstance(value, type) and value.__module__ == module.__name__
-    ]
-    for name, value in itertools.chain.from_iterable(own):
-        function = value.__func__ if isinstance(value, (staticmethod, classmethod)) else value
-        # transformers decorates its configurations by huggingface_hub.
-        if not isinstance(function, types.FunctionType) or _root(function) in _IN_PLACE:
-            continue
-        if name in _defined(module.__name__):
-            raise _NoLibraryCode(f"{module.__name__}.{name} is {_full_name(function)}")
+    values = list(vars(module).values())
+    own = [each for each in values if isinstance(each, type) and each.__module__ == module.__name__]
+    for holder in (module, *own):
+        for name, value in list(vars(holder).items()):
+            for function in _functions(value):
+                # transformers decorates its configurations by huggingface_hub.
+                if _root(function) not in _IN_PLACE and name in _defined(module.__name__):
+                    raise _NoLibraryCode(f"{module.__name__}.{name} is {_full_name(function)}")
+                if classes or holder is module:
+                    _require_installed([function])
 
 
 @functools.cache
@@ -587,12 +574,16 @@ def _defined(module: str) -> frozenset[str]:
 
 def _members(kind: type[Any]) -> Iterator[types.FunctionType]:
     """The functions of a class itself."""
-    for value in list(vars(kind).values()):
-        member = getattr(value, "__func__", value)
-        if isinstance(member, property):
-            yield from (f for f in (member.fget, member.fset) if isinstance(f, types.FunctionType))
-        elif isinstance(member, types.FunctionType):
-            yield member
+    return itertools.chain.from_iterable(map(_functions, list(vars(kind).values())))
+
+
+def _functions(value: Any) -> Iterator[types.FunctionType]:
+    """The functions behind an attribute of a module or a class."""
+    if isinstance(value, (staticmethod, classmethod, types.MethodType)):
+        value = value.__func__
+    for part in (value.fget, value.fset) if isinstance(value, property) else (value,):
+        if isinstance(part, types.FunctionType):
+            yield part
 
 
 def _require_installed(functions: Iterable[types.FunctionType]) -> None:

@@ -59,15 +59,14 @@ class ValueRun(TorchDispatchMode):
         *,
         widened: bool,
         spread: float = 1.0,
-        traced: str = "labels",
     ) -> None:
         """Prepare a run.
 
-        inputs     real tensors by name; `stand_ins` are what the model is given for them
+        inputs     real tensors by name; `stand_ins` are what the model is given for them. The
+                   influence of "labels" is followed
         vectors    the numbers of a parameter or buffer, None where it counts as a matrix
         widened    floats are float64, whatever the model's code asks for
         spread     standard deviation of what is drawn
-        traced     name of the input whose influence is followed
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._vectors, self._widened, self._spread = vectors, widened, spread
@@ -83,24 +82,24 @@ class ValueRun(TorchDispatchMode):
         self.stand_ins = {name: value.to("meta") for name, value in inputs.items()}
         for name, value in inputs.items():
             self._know(self.stand_ins[name], self._wide(value).clone(), start=True)
-        if traced in self.stand_ins:
-            self._influenced.add(id(self.stand_ins[traced]))
+        if "labels" in self.stand_ins:
+            self._influenced.add(id(self.stand_ins["labels"]))
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
         tensors = [leaf for leaf in tree_leaves((args, named)) if isinstance(leaf, Tensor)]
-        known = [self._is_known(tensor) for tensor in tensors]
         follows = any(id(tensor) in self._influenced for tensor in tensors)
+        known = [self._is_known(tensor) for tensor in tensors]
         if not all(known):
-            return self._drawn(func, args, named, tensors, known, follows)
+            return self._drawn(func, args, named, tensors, follows)
         try:
             real = self._computed(func, args, named, self.value)
         except Exception as error:
             if follows:
                 raise NotEvaluated(f"{func}: {type(error).__name__}: {error}") from error
-            return self._drawn(func, args, named, tensors, [False] * len(known), follows)
+            return self._drawn(func, args, named, tensors, follows)
         if func is torch.ops.aten._local_scalar_dense.default:
             return real
         result = self._stand_in(func, args, named, real)
@@ -203,8 +202,9 @@ class ValueRun(TorchDispatchMode):
             return self._like(args, real)
 
     def _like(self, args: Any, real: Any) -> Any:
-        floats = [t.dtype for t in tree_leaves(args) if _is_float(t)]
-        dtype = floats[0] if floats else torch.get_default_dtype()
+        tensors = (leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor))
+        floats = (tensor.dtype for tensor in tensors if tensor.is_floating_point())
+        dtype = next(floats, torch.get_default_dtype())
 
         def like(value: Tensor) -> Tensor:
             kind = dtype if value.is_floating_point() else value.dtype
@@ -220,9 +220,7 @@ class ValueRun(TorchDispatchMode):
         step = Step(func, args, kwargs, tuple(stand_ins), torch.is_grad_enabled())
         self.steps.append(step)
 
-    def _drawn(
-        self, func: Any, args: Any, kwargs: Any, tensors: Any, known: Any, follows: bool
-    ) -> Any:
+    def _drawn(self, func: Any, args: Any, kwargs: Any, tensors: Any, follows: bool) -> Any:
         """What an operator makes of something that has no numbers."""
         if func is torch.ops.aten._local_scalar_dense.default:
             raise NotEvaluated("it reads a number that was computed of a matrix alone")
@@ -289,10 +287,6 @@ def quietly() -> Iterator[None]:
 
 def _widest(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype.is_floating_point else dtype
-
-
-def _is_float(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 
 def _reads_mask(args: Any) -> bool:

@@ -13,9 +13,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-#: Seconds that a client may take nothing before it is dropped.
-_STALLED = 1.0
-
 
 class Bell:
     """The trainer's end.

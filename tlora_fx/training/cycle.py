@@ -296,7 +296,6 @@ class Cycle:
         vocabulary = self.engine.step.model.group.vocabulary
         job = self.tenants.member(command.queue).job
         require_batch(job, batch, vocabulary, alone=True)
-        _require_targets(batch, vocabulary)
         pieces = deque(replace(batch, micro_batches=[micro]) for micro in batch.micro_batches)
         if custom is not None:
             said = iter([custom.read(at, each.inputs) for at, each in enumerate(request.data)])
@@ -553,13 +552,3 @@ class Cycle:
         text = f"the trainer failed: {type(error).__name__}; see its log" if mine else str(error)
         content = {"error": text, "category": "server" if mine else "user"}
         return Outcome(command, replace(json_answer(content), failed=True))
-
-
-def _require_targets(batch: Batch, vocabulary: int) -> None:
-    """Refuse a target that the base does not know; `require_batch` looks at inputs alone."""
-    largest = max(max(s.labels) for micro in batch.micro_batches for s in micro)
-    if largest >= vocabulary:
-        raise CommandRefused(
-            "a target is a token that the base does not know",
-            expected=f"token ids below {vocabulary}", found=largest,
-        )  # fmt: skip

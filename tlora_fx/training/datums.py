@@ -17,7 +17,14 @@ from torch import Tensor
 
 from tlora_fx.errors import CommandRefused
 from tlora_fx.model.batch import IGNORED
-from tlora_fx.model.objectives import FIELDS, LOSSES, Scores, SequenceLoss, terms_of, token_losses
+from tlora_fx.model.objectives import (
+    FIELDS,
+    LOSSES,
+    Scores,
+    sequence_losses,
+    terms_of,
+    token_losses,
+)
 from tlora_fx.runtime.data.samples import Sample
 from tlora_fx.runtime.step_batches import Batch
 from tlora_fx.training.custom_loss import CustomLoss
@@ -146,11 +153,6 @@ def loss_of(batch: Batch, logprobs: Sequence[Tensor]) -> float:
             assert terms is not None
             total += float(token_losses(torch.cat(own), terms.values).sum())
             continue
-        bounds = (0, *np.cumsum(counts).tolist())
-        given = tuple(
-            {name: torch.tensor(said, dtype=torch.float64) for name, said in of.items()}
-            for of in objective.given
-        )
-        sequences = SequenceLoss(0, objective, 0, bounds, given)
+        (sequences,) = sequence_losses([objective], [0], [counts])
         total += float(sequences.loss((-torch.cat(own)).requires_grad_()))
     return total

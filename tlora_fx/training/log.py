@@ -17,6 +17,7 @@ then repeat, for nobody knows their futures any more.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import secrets
@@ -24,7 +25,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -236,8 +237,19 @@ class CommandLog:
         self._base.close()
 
     @contextmanager
+    def held(self, ended: threading.Event) -> Iterator[None]:
+        """Inside, nobody else runs commands, or the end has come; a kill of the holder frees it."""
+        with (self.folder / "trainer.lock").open("a") as lock:
+            while not ended.is_set():
+                with suppress(BlockingIOError):
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                ended.wait(0.05)
+            yield
+
+    @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        with self._lock:
+        with self._lock, _values_of_sqlite():
             self._base.execute("BEGIN IMMEDIATE")
             try:
                 yield self._base
@@ -248,7 +260,7 @@ class CommandLog:
 
     def _rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
         """Rows as the last change left them."""
-        with self._read_lock:
+        with self._read_lock, _values_of_sqlite():
             return self._reader.execute(sql, values).fetchall()
 
     def tell(self, facts: Mapping[str, Any]) -> None:
@@ -269,7 +281,7 @@ class CommandLog:
         seed, now = f"{user} {key}".encode() if key else secrets.token_bytes(), time.time()
         session = f"s{hashlib.sha256(seed).hexdigest()[:16]}"
         with self._change() as base:
-            row = (session, user, now, now, None, json.dumps(said))
+            row = (session, user, now, now, None, json.dumps(said, ensure_ascii=False))
             base.execute("INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, ?)", row)
         return session
 
@@ -328,16 +340,23 @@ class CommandLog:
 
         raises   RequestGone where the session is over, RequestConflict as `append`
         """
-        model, now = f"{session}:train:{place}", time.time()
+        model = f"{session}:train:{place}"
         assert kind in CREATE
         with self._change() as base:
             self._hear(user, session)
-            base.execute(
-                "INSERT OR IGNORE INTO models (id, session, user, made, asked, said) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                (model, session, user, now, now, json.dumps(said or {})),
-            )
+            self._add_model(base, model, session, user, time.time(), said or {})
             return self._append(base, user, model, 0, kind, body), model
+
+    @staticmethod
+    def _add_model(
+        base: sqlite3.Connection, model: str, session: str, user: str, made: float,
+        said: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        base.execute(
+            "INSERT OR IGNORE INTO models (id, session, user, made, asked, said) "
+            "VALUES (?1, ?2, ?3, ?4, ?4, ?5)",
+            (model, session, user, made, json.dumps(said, ensure_ascii=False)),
+        )
 
     def add_loss(self, user: str, session: str, place: int, body: bytes) -> int:
         """The command that checks a loss of a session, as `append`; raises RequestGone too."""
@@ -430,11 +449,9 @@ class CommandLog:
         for queue, own in groupby(rows, key=lambda row: str(row["queue"])):
             commands = list(own)
             if (ran := commands[0]["ran"]) is not None:
-                ready = [row for at, row in enumerate(commands, ran + 1) if row["seq"] == at]
-            else:
-                ready = commands
-            if ready:
-                found[queue] = [self._command(row) for row in ready]
+                commands = [row for at, row in enumerate(commands, ran + 1) if row["seq"] == at]
+            if commands:
+                found[queue] = [self._command(row) for row in commands]
         return found
 
     def body_of(self, command: Command) -> bytes:
@@ -555,13 +572,7 @@ class CommandLog:
             "ORDER BY made DESC",
             user, name,
         )  # fmt: skip
-        return [
-            Model(
-                row["id"], row["session"], row["user"], row["made"], row["asked"], row["ran"],
-                row["kept"], row["config"] and json.loads(row["config"]), json.loads(row["said"]),
-            )
-            for row in rows
-        ]  # fmt: skip
+        return [Model(**_fields(row)) for row in rows]
 
     def add_sampler(self, user: str, session: str, place: int, path: str | None) -> Sampler:
         """A sampler of a checkpoint, or of the base; the same again is the same one.
@@ -637,12 +648,7 @@ class CommandLog:
             known = "SELECT 1 FROM commands WHERE queue = ?"
             if base.execute(known, (checkpoint.model,)).fetchone():
                 raise RequestConflict("the model trains already", model=checkpoint.model)
-            row = (checkpoint.model, session, user, checkpoint.made, checkpoint.made, "{}")
-            base.execute(
-                "INSERT OR IGNORE INTO models (id, session, user, made, asked, said) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                row,
-            )
+            self._add_model(base, checkpoint.model, session, user, checkpoint.made, {})
             self._keep(base, checkpoint)
 
     def expired(self) -> list[Checkpoint]:
@@ -697,15 +703,29 @@ class CommandLog:
         )  # fmt: skip
 
 
+@contextmanager
+def _values_of_sqlite() -> Iterator[None]:
+    """Inside, a text or number that SQLite has no value for is a mistake of who asks."""
+    try:
+        yield
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise RequestRefused(
+            "a request has a text or a number that is none", reason=repr(error)[:200]
+        ) from error
+
+
 def sampler_id(session: str, place: int) -> str:
     """The id of a session's n-th sampler."""
     return f"{session}:sample:{place}"
 
 
 def _checkpoint(row: sqlite3.Row) -> Checkpoint:
-    fields = dict(row)
-    fields |= {name: json.loads(fields[name]) for name in ("config", "said")}
-    return Checkpoint(**fields | {"public": bool(fields["public"])})
+    return Checkpoint(**_fields(row) | {"public": bool(row["public"])})
+
+
+def _fields(row: sqlite3.Row) -> dict[str, Any]:
+    """The columns of a model or checkpoint, those in JSON read."""
+    return {**row} | {name: row[name] and json.loads(row[name]) for name in ("config", "said")}
 
 
 def _unknown(what: str, found: str) -> JobUnknown:

@@ -26,7 +26,9 @@ KEPT_SECONDS = 24 * 3600.0
 def run_commands(
     log: CommandLog, engine: Engine, socket: Path, ready: Callable[[], None], ended: threading.Event
 ) -> None:
-    """Run the commands of a log until the end.
+    """Run the commands of a log until the end, once no other trainer does.
+
+    Another one may be ending: when the service was killed, its trainer ends its cycle first.
 
     socket   where the bell is
     ready    called once commands run
@@ -39,9 +41,15 @@ def run_commands(
             "sampleable": engine.sampler is not None,
         }
     )  # fmt: skip
-    bell = Bell(socket)
-    cycle = Cycle(log, engine, bell.ring)
-    ready()
+    with log.held(ended):
+        bell = Bell(socket)
+        ready()
+        _run_until(ended, Cycle(log, engine, bell.ring), bell)
+        bell.close()
+    log.close()
+
+
+def _run_until(ended: threading.Event, cycle: Cycle, bell: Bell) -> None:
     tidied = 0.0
     while not ended.is_set():
         try:
@@ -55,9 +63,7 @@ def run_commands(
             ended.wait(LOOK_SECONDS)
         if time.monotonic() - tidied > TIDY_SECONDS:
             tidied = time.monotonic()
-            tidy(log)
-    bell.close()
-    log.close()
+            tidy(cycle.log)
 
 
 def gather(cycle: Cycle, bell: Bell) -> None:

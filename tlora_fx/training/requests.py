@@ -16,6 +16,8 @@ from tlora_fx.errors import CommandRefused
 
 _NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SEED_LIMIT = 2**32
+#: Some centuries: later than that there are no dates.
+MAX_TTL_SECONDS = 10**10
 
 
 class Request(BaseModel):
@@ -129,7 +131,7 @@ class SaveWeights(Addressed):
     """A checkpoint of a model under a name."""
 
     path: str | None = None
-    ttl_seconds: int | None = Field(default=None, ge=1)
+    ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL_SECONDS)
     user_metadata: dict[str, str] | None = None
     overwrite: bool = False
 

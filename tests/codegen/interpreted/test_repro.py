@@ -1,14 +1,17 @@
-"""The scripts of `tlora-fx kernels repro`, each in a process of its own."""
+"""The scripts of `tlora-fx kernels repro`: one in a process of its own, the others here."""
 
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 
 import pytest
 
+from tlora_fx.codegen import loading
 from tlora_fx.codegen.spec import KernelSpec
+from tlora_fx.ops.kernels import launch
 from tlora_fx.testing.kernels import repro_script
 
 SHAPE = {"inner": 64, "outer": 48, "dtype": "float16"}
@@ -20,18 +23,25 @@ KINDS = {
 
 
 @pytest.fixture
-def run(tmp_path):
-    """Run a script: its exit code and what it prints."""
+def run(tmp_path, monkeypatch, capsys):
+    """Run a script in this process, which knows no kernel: its exit code and what it prints."""
+    monkeypatch.setattr(loading, "_loaded", {})
+    monkeypatch.setenv("TLORA_FX_KERNELS", "interpret")
+
+    def forget():
+        launch.kernel.cache_clear()
+        launch.loaded.cache_clear()
 
     def go(text):
-        script = tmp_path / "repro.py"
+        script = tmp_path / f"{tmp_path.name}.py"  # modules are known by their files' names
         script.write_text(text)
-        environment = os.environ | {"TLORA_FX_KERNELS": "interpret"}
-        command = [sys.executable, script]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-        return done.returncode, done.stdout + done.stderr
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(script), run_name="__main__")
+        return ended.value.code, capsys.readouterr().out
 
-    return go
+    forget()
+    yield go
+    forget()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -43,14 +53,22 @@ def test_a_kernel_equals_float64_on_a_drawn_site(kind, run):
     assert told.count("differs from float64 by") == 4
 
 
-def test_an_edited_kernel_is_the_one_that_runs(run):
-    """A scale is lost: what it scaled differs."""
+def test_an_edited_kernel_is_the_one_that_runs(tmp_path):
+    """A scale is lost: what it scaled differs. A user starts the script by itself."""
     text = repro_script(KernelSpec("shrink", **SHAPE), 100, (4, 8))
     assert "* scale[k]" in text
 
-    code, told = run(text.replace("* scale[k]", "* 1.0"))
+    script = tmp_path / "repro.py"
+    script.write_text(text.replace("* scale[k]", "* 1.0"))
 
-    assert code == 1, told
+    done = subprocess.run(
+        [sys.executable, script],
+        capture_output=True, text=True, check=False,
+        env=os.environ | {"TLORA_FX_KERNELS": "interpret"},
+    )  # fmt: skip
+
+    assert done.returncode == 1, done.stderr
+    assert done.stdout.count("differs from float64 by") == 4
 
 
 def test_a_kernel_that_the_site_does_not_take_is_told(run):

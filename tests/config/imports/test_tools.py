@@ -187,6 +187,7 @@ def test_a_qlora_file_of_axolotl(imported):
     assert (job.lr_scheduler_type, job.learning_rate) == ("cosine", 2e-4)
     assert (job.eval_strategy, job.early_stopping_patience) == ("epoch", 3)
     assert job.report_to == ["wandb"]
+    assert reasons["wandb_project"] == "see report_to"
     assert changes == {"load_in_4bit", "datasets.0.type", "evals_per_epoch"}
     assert (job.base.quantize, "not rounded again" in reasons["load_in_4bit"]) == ("nf4", True)
     assert reasons["logging_steps"] == "every step is logged, in metrics.jsonl"

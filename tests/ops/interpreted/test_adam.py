@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tests.runtime.parameters import job_with
 from tlora_fx.config.job import Job
+from tlora_fx.config.job_optimizer import optimizer_arguments, optimizer_class
 from tlora_fx.runtime.optim import group_update, optimizer
 from tlora_fx.runtime.optim.group_update import GroupUpdate
 from tlora_fx.runtime.optim.optimizer import JobOptimizer
@@ -30,8 +31,8 @@ def _on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused optimizers, and kernels, also without a GPU."""
 
     def fused(job: Job, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        make: Any = job.optimizer_class()
-        made: torch.optim.Optimizer = make(groups, **job.optimizer_arguments(), fused=True)
+        make: Any = optimizer_class(job)
+        made: torch.optim.Optimizer = make(groups, **optimizer_arguments(job), fused=True)
         return made
 
     monkeypatch.setattr(optimizer, "_make_optimizer", fused)

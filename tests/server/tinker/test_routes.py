@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.tinker.serving import serving
 from tests.training.clients import datum, request
-from tlora_fx.server.store import User
+from tlora_fx.server.ledger import User
 from tlora_fx.training.bell import Bell
 from tlora_fx.training.log import Checkpoint, Command, CommandLog, Outcome, Ran, json_answer
 from tlora_fx.training.messages import _CLASS
@@ -375,3 +375,37 @@ def test_a_checkpoint_is_shown_and_deleted(asked):
     assert not (asked.folder / "tinker/models/v").exists()
     assert asked.post("/weights_info", {"tinker_path": path}).status_code == 404
     assert len(json.dumps(asked.get("/checkpoints").json()["checkpoints"])) > 2
+
+
+FAR = {"ttl_seconds": 10**15}
+DEEP = b'{"model_id": ' + b"[" * 100_000
+
+
+@pytest.mark.parametrize(
+    ("route", "body"),
+    [
+        ("optim_step", {"model_id": "\ud800", "seq_id": 1}),
+        ("optim_step", {"model_id": "{model}", "seq_id": 2**70}),
+        ("optim_step", DEEP),
+        ("get_info", {"model_id": "\ud800"}),
+        ("create_session", {"user_metadata": {"a": "\ud800"}}),
+        ("create_session", {"display_name": "\ud800"}),
+        ("create_model", {"session_id": "\ud800", "model_seq_id": 1, "base_model": "x"}),
+        ("copy_weights", {"source_path": "tinker://{model}/weights/a", **FAR}),
+    ],
+)
+def test_what_no_file_can_hold_is_the_mistake_of_who_asks(asked, route, body):
+    """No failure of the service, which a client would repeat for ever."""
+    model = asked.model(asked.session())["model_id"]
+    if not isinstance(body, bytes):
+        body = json.dumps(body).replace("{model}", model).encode()
+    answer = asked.post(f"/{route}", content=body, headers={"Content-Type": "application/json"})
+
+    assert answer.status_code == 422, answer.text
+    assert answer.json()["help"] != "see its log"
+
+
+@pytest.mark.parametrize("query", ["limit=-1", "offset=-1"])
+def test_a_page_of_less_than_nothing_is_refused(asked, query):
+    asked.model(asked.session())
+    assert asked.get(f"/training_runs?{query}").status_code == 422

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from tests.server.tinker.serving import needs_sdk, run_client, serving, trainer
-from tlora_fx.server.store import User
+from tlora_fx.server.ledger import User
 
 PAGE = Path(__file__).parents[3] / "docs" / "tinker.md"
 pytestmark = needs_sdk

@@ -150,8 +150,9 @@ class Draft:
 
     def take(self, key: str) -> Any:
         """The value of a key, which is not looked at again; None where there is none."""
+        is_there = key in self.rest
         value = self.rest.pop(key, None)
-        if value is None and key in self._keys:
+        if value is None and is_there:
             self.leave(key, None, NO_VALUE)
         return value
 

@@ -7,7 +7,7 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -135,6 +135,7 @@ def _saved_config(config: PeftConfig, base_name: str | None) -> PeftConfig:
 PIECE = 1 << 22
 #: What adapters on one expert have in their names, before experts became one parameter.
 SINGLE_EXPERT = re.compile(r"\.experts\.\d+\.")
+FACTOR = re.compile(r"\.lora_(embedding_)?[AB]\.")
 
 
 def base_tensors(backbone: Backbone, device: torch.device | str = "cpu") -> Mapping[str, Tensor]:
@@ -235,6 +236,20 @@ def plain_base(backbone: Backbone) -> nn.Module:
         for name, parameter in model.named_parameters():
             parameter.copy_(drawn[canonical[name]])
     return _with_any_product(model)
+
+
+def own_copy(base: nn.Module) -> nn.Module:
+    """The module tree anew over the same frozen matrices, so that a large base is held once.
+
+    Vectors are copied: PEFT trains and loads biases of the base's own.
+    """
+    memo: dict[int, Any] = {
+        id(param): nn.Parameter(param.detach(), requires_grad=False)
+        for param in base.parameters()
+        if param.dim() > 1
+    }
+    memo |= {id(buffer): buffer for buffer in base.buffers()}
+    return copy.deepcopy(base, memo)
 
 
 def _with_any_product(model: Any) -> nn.Module:
@@ -586,51 +601,35 @@ class _Starter:
     ) -> Tensor:
         path = name.removeprefix(PEFT_PREFIX)
         if "lora_magnitude_vector" in name:
-            return self._magnitude(name, path, parameters)
-        rules: dict[str, Callable[[Tensor, str], Tensor]] = {
-            ".lora_A.": self._down,
-            ".lora_B.": self._up,
-            ".lora_embedding_A.": self._embedding_a,
-            ".lora_embedding_B.": self._embedding_b,
-        }
-        for part, rule in rules.items():
-            if part in name:
-                return rule(parameter, self.key(name))
+            return self._magnitude(path, parameters)
+        if FACTOR.search(name):
+            return self._factor(name, parameter)
         if ".token_adapter." in path:
-            return self._tokens(path)
+            module = path.partition(".token_adapter.")[0]
+            ids = trained_tokens(self.job.start_config(), self.model.backbone)[module]
+            return self.model.base_tensor_or_value(self.canonical[f"{module}.weight"])[ids]
         name = path.replace(".modules_to_save.default.", ".").replace(".base_layer.", ".")
         return self.model.base_tensor_or_value(self.canonical[name])
 
-    def _tokens(self, path: str) -> Tensor:
-        module = path.partition(".token_adapter.")[0]
-        ids = trained_tokens(self.job.start_config(), self.model.backbone)[module]
-        return self.model.base_tensor_or_value(self.canonical[f"{module}.weight"])[ids]
-
-    def _down(self, like: Tensor, path: str) -> Tensor:
-        if self.init == "gaussian":
-            return self._normal(like, path, 1 / like.shape[0])
-        return self._uniform(like, path, like.shape[1])
-
-    def _up(self, like: Tensor, path: str) -> Tensor:
-        if self.init is not False:
-            return torch.zeros_like(like)
-        return self._uniform(like, path, like.shape[1])
-
-    def _embedding_a(self, like: Tensor, path: str) -> Tensor:
-        return self._normal(like, path, 1.0) if self.init is False else torch.zeros_like(like)
-
-    def _embedding_b(self, like: Tensor, path: str) -> Tensor:
-        return self._normal(like, path, 1.0)
-
-    def _uniform(self, like: Tensor, path: str, fan_in: int) -> Tensor:
-        return draw(like, _kaiming(fan_in), self.job.seed, path, like.device)
+    def _factor(self, name: str, like: Tensor) -> Tensor:
+        """An A or a B as PEFT draws it."""
+        key, both_random = self.key(name), self.init is False
+        if ".lora_A." in name and self.init == "gaussian":
+            return self._normal(like, key, 1 / like.shape[0])
+        if ".lora_A." in name or (".lora_B." in name and both_random):
+            return draw(like, _kaiming(like.shape[1]), self.job.seed, key, like.device)
+        if ".lora_embedding_B." in name or (".lora_embedding_A." in name and both_random):
+            return self._normal(like, key, 1.0)
+        return torch.zeros_like(like)
 
     def _normal(self, like: Tensor, path: str, deviation: float) -> Tensor:
         generator = torch.Generator().manual_seed((self.job.seed << 31) + site_id(path))
         drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64) * deviation
         return drawn.to(like.device, like.dtype)
 
-    def _magnitude(self, name: str, path: str, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+    def _magnitude(self, path: str, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+        from transformers.pytorch_utils import Conv1D
+
         module_path = path.partition(".lora_magnitude_vector")[0]
         site: AdapterSite = self.sites[module_path]
         weight = self.model.base_tensor_or_value(self.canonical[f"{module_path}.weight"])
@@ -642,14 +641,8 @@ class _Starter:
             a = parameters[f"{stem}lora_A.default.weight"]
             b = parameters[f"{stem}lora_B.default.weight"]
         oriented = weight.to(a.dtype)
-        if self._stored_in_out(module_path):
+        if isinstance(self.model.backbone.model.get_submodule(module_path), (nn.Embedding, Conv1D)):
+            # They store their weight [in, out].
             oriented = oriented.t()
         norms: Tensor = torch.linalg.norm(oriented + site.scaling * (b.to(a.dtype) @ a), dim=1)
         return norms
-
-    def _stored_in_out(self, path: str) -> bool:
-        """Whether a module stores its weight [in, out], as Conv1D and embeddings do."""
-        from transformers.pytorch_utils import Conv1D
-
-        module = self.model.backbone.model.get_submodule(path)
-        return isinstance(module, (nn.Embedding, Conv1D))

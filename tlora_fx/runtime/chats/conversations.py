@@ -105,9 +105,8 @@ def require_encodable(text: str) -> None:
 
 
 def _message(number: int, message: object) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise BadRowError(f"message {number} is no object with a role")
-    kept = {key: item for key, item in message.items() if item is not None}
+    given = message if isinstance(message, dict) else {}
+    kept = {key: item for key, item in given.items() if item is not None}
     said = kept.get("role")
     if said is None and isinstance(kept.get("from"), str):
         said, content = kept.pop("from"), kept.pop("value", None)
@@ -177,14 +176,13 @@ def _calls_of_text(number: int, text: object) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"arguments": {}, **call}} for call in calls]
 
 
-def _call(number: int, call: object) -> object:
+def _call(number: int, call: dict[str, Any]) -> dict[str, Any]:
     """A tool call whose arguments are an object: OpenAI writes them as JSON in a text."""
-    function = call.get("function") if isinstance(call, dict) else None
+    function = call.get("function")
     if not isinstance(function, dict) or not isinstance(function.get("arguments"), str):
         return call
     try:
         arguments = json.loads(function["arguments"])
     except ValueError as error:
         raise BadRowError(f"message {number} calls a tool with no JSON: {error}") from None
-    assert isinstance(call, dict)
     return {**call, "function": {**function, "arguments": arguments}}

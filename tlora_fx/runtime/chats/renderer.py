@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -304,32 +304,24 @@ def template_of(tokenizer: PreTrainedTokenizerBase, tools: object = None) -> str
 class TrainingTemplate:
     """How the turns of a known template are trained.
 
-    name      the models'
+    headers   what of the generation prompt is trained: the first of these that it ends with
+    edits     parts of the template, each with what TRL writes in its place
+    note      what a user should know of it
     original  the template
     text      what renders in its place
-    headers   what of the generation prompt is trained: the first of these that it ends with
-    note      what a user should know of it
     """
 
-    name: str
-    original: str
-    text: str
     headers: tuple[str, ...] = ()
+    edits: tuple[tuple[str, str], ...] = ()
     note: str = ""
+    original: str = ""
+    text: str = ""
 
     def widened(self, span: Span, text: str) -> Span:
         """The span of a turn with what of its header is trained."""
         start, end = span
         header = next((each for each in self.headers if text.endswith(each, 0, start)), "")
         return start - len(header), end
-
-
-@dataclass(frozen=True, slots=True)
-class _Known:
-    name: str
-    headers: tuple[str, ...] = ()
-    edits: tuple[tuple[str, str], ...] = ()
-    note: str = ""
 
 
 _ALL_THINK = (
@@ -339,57 +331,38 @@ _ALL_THINK = (
 _THINKS = (
     "the chat template shows thinking in the last turn alone: it is trained in each turn, as in TRL"
 )
-_KEEPS_REASONING = (
-    (
-        "{% set content = content.split('</think>')[-1] %}",
-        "",
-    ),
-)
+_KEEPS_REASONING = (("{% set content = content.split('</think>')[-1] %}", ""),)
 _REASONS = "the chat template leaves reasoning out: it is shown and trained, as in TRL"
 _ARGUMENTS_AS_JSON = (("tool['function']['arguments']", "tool['function']['arguments'] | tojson"),)
+_QWEN = ("<think>\n\n</think>\n\n", "<think>\n")
+_DEEPSEEK = (
+    "<｜Assistant｜><think>\n",
+    "<｜Assistant｜><think>",
+    "<｜Assistant｜>",
+    "<｜tool▁outputs▁end｜>",
+)
+_HARMONY = TrainingTemplate(("<|start|>assistant",))
+_NEMOTRON_3 = TrainingTemplate(("<think>\n", "<think>"))
 
 #: By the first 16 digits of a template's digest.
-_KNOWN: Mapping[str, _Known] = {
-    "a55ee1b1660128b7": _Known("Qwen3", (), _ALL_THINK, _THINKS),
-    "a4aee8afcf2e0711": _Known(
-        "Qwen3.5", ("<think>\n\n</think>\n\n", "<think>\n"), _ALL_THINK, _THINKS
-    ),
-    "273d8e0e683b8850": _Known(
-        "Qwen3.5", ("<think>\n\n</think>\n\n", "<think>\n"), _ALL_THINK, _THINKS
-    ),
-    "e84f32a23fdda276": _Known(
-        "Qwen3.6", ("<think>\n\n</think>\n\n", "<think>\n"), _ALL_THINK, _THINKS
-    ),
-    "c3cf9e34abf4f9e3": _Known("Qwen3.8", ("<think>\n\n</think>\n\n", "<think>\n"), _ALL_THINK, ""),
-    "cd8e9439f0570856": _Known("Qwen2.5", ("\n",), (), ""),
-    "56a1447ad31926fd": _Known(
-        "DeepSeek-R1-Distill",
-        (
-            "<｜Assistant｜><think>\n",
-            "<｜Assistant｜><think>",
-            "<｜Assistant｜>",
-            "<｜tool▁outputs▁end｜>",
-        ),
-        _KEEPS_REASONING,
-        _REASONS,
-    ),
-    "563b1ce7d61d50a9": _Known(
-        "DeepSeek-V3",
-        (
-            "<｜Assistant｜><think>\n",
-            "<｜Assistant｜><think>",
-            "<｜Assistant｜>",
-            "<｜tool▁outputs▁end｜>",
-        ),
-        _ARGUMENTS_AS_JSON,
-        "",
-    ),
-    "a4c9919cbbd4acdd": _Known("GPT-OSS", ("<|start|>assistant",), (), ""),
-    "cfc67e5f349f3769": _Known("Muse Glimmer", ("<|start|>assistant",), (), ""),
-    "ab7813c3abdd9cb6": _Known("Nemotron 3", ("<think>\n", "<think>"), (), ""),
-    "575fb74f54ed264d": _Known("Nemotron 3", ("<think>\n", "<think>"), (), ""),
-    "82753bef5cedc493": _Known("Nemotron 3", ("<think>\n", "<think>"), (), ""),
-    "58933db77d3099b4": _Known("Nemotron 3", ("<think>\n", "<think>"), (), ""),
+_KNOWN: Mapping[str, TrainingTemplate] = {
+    # Qwen 3; twice 3.5; 3.6; 3.8; 2.5.
+    "a55ee1b1660128b7": TrainingTemplate((), _ALL_THINK, _THINKS),
+    "a4aee8afcf2e0711": TrainingTemplate(_QWEN, _ALL_THINK, _THINKS),
+    "273d8e0e683b8850": TrainingTemplate(_QWEN, _ALL_THINK, _THINKS),
+    "e84f32a23fdda276": TrainingTemplate(_QWEN, _ALL_THINK, _THINKS),
+    "c3cf9e34abf4f9e3": TrainingTemplate(_QWEN, _ALL_THINK),
+    "cd8e9439f0570856": TrainingTemplate(("\n",)),
+    # DeepSeek-R1-Distill and DeepSeek-V3.
+    "56a1447ad31926fd": TrainingTemplate(_DEEPSEEK, _KEEPS_REASONING, _REASONS),
+    "563b1ce7d61d50a9": TrainingTemplate(_DEEPSEEK, _ARGUMENTS_AS_JSON),
+    # GPT-OSS and Muse Glimmer.
+    "a4c9919cbbd4acdd": _HARMONY,
+    "cfc67e5f349f3769": _HARMONY,
+    "ab7813c3abdd9cb6": _NEMOTRON_3,
+    "575fb74f54ed264d": _NEMOTRON_3,
+    "82753bef5cedc493": _NEMOTRON_3,
+    "58933db77d3099b4": _NEMOTRON_3,
 }
 
 
@@ -402,4 +375,4 @@ def training_template(template: str) -> TrainingTemplate | None:
     text = template
     for old, new in known.edits:
         text = text.replace(old, new)
-    return TrainingTemplate(known.name, template, text, known.headers, known.note)
+    return replace(known, original=template, text=text)

@@ -391,18 +391,8 @@ class _Earlier:
                 target = folder / path.relative_to(self.folder)
                 if path.is_file():
                     target.parent.mkdir(parents=True, exist_ok=True)
-                    _link(path, target)
+                    link_or_copy(path, target)
             sync_folder(folder / "jobs" / name)
-
-
-def _link(source: Path, target: Path) -> None:
-    """A second name for a file that the disk holds; a copy where there are no such names."""
-    try:
-        os.link(source, target)
-    except FileNotFoundError:
-        raise
-    except OSError:
-        write_synced(target, source.read_bytes())
 
 
 def _linked(folder: Path, name: str, job: JobState, source: Path) -> dict[str, str]:
@@ -414,7 +404,7 @@ def _linked(folder: Path, name: str, job: JobState, source: Path) -> dict[str, s
             return {}
         own = {file: sums[file] for file in sums if _job_of(file) == name}
         for file in own:
-            _link(source / file, folder / file)
+            link_or_copy(source / file, folder / file)
     except (_Damaged, OSError, ValueError, KeyError, TypeError):
         for path in (folder / "jobs" / name).glob("*.safetensors"):
             path.unlink()

@@ -337,9 +337,8 @@ class TextEncoder:
 
     def _question(self, ours: Mapping[str, Any]) -> str:
         """What a row of Alpaca's asks."""
-        asked, more = self._text(ours, "instruction"), ours.get("input") or ""
-        if not isinstance(more, str):
-            raise BadRowError(f"the column 'input' holds {type(more).__name__}, no text")
+        asked = self._text(ours, "instruction")
+        more = self._text(ours, "input") if ours.get("input") else ""
         return f"{asked}\n\n{more}" if more.strip() else asked
 
     def _ids(self, texts: Sequence[str]) -> list[list[int]]:
@@ -441,7 +440,7 @@ def encode_tokens(ours: Mapping[str, Any]) -> Encoded:
     ours       a row's values by our names; lists of whole numbers, one a token
     raises     BadRowError
     """
-    ids = _numbers(ours, "input_ids", len(_numbers(ours, "input_ids")))
+    ids = _numbers(ours, "input_ids")
     wrong = next((at for at, token in enumerate(ids) if not 0 <= token < 2**31), None)
     if wrong is not None:
         raise BadRowError(f"input_ids[{wrong}] is {ids[wrong]}, which is no token")

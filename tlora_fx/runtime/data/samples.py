@@ -107,9 +107,12 @@ class DataReport:
     unread: tuple[str, ...] = ()
     parts: tuple[PartReport, ...] = ()
 
-    def lines(self) -> list[str]:
-        """The report as text: what is left, then each thing that was changed or left out."""
-        lines = [f"{self.samples} samples, {self.tokens} tokens, {self.target_tokens} trained"]
+    def lines(self, targets: str = "trained") -> list[str]:
+        """The report as text: what is left, then each thing that was changed or left out.
+
+        targets   what is done with target tokens
+        """
+        lines = [f"{self.samples} samples, {self.tokens} tokens, {self.target_tokens} {targets}"]
         for count, what in (
             (self.bad_rows, "bad rows skipped"),
             (self.truncated, "samples truncated to max_length"),
@@ -285,7 +288,7 @@ def load_job_data(
         notes.append(f"evaluation: {len(evaluation) // each} samples held out, {tokens}")
     elif (spec := evaluated(job)) is not None:
         evaluation, found = _samples(job.model_copy(update={"data": spec}), tokenizer, told)
-        notes += [f"evaluation: {line}" for line in found.lines()]
+        notes += [f"evaluation: {line}" for line in found.lines("counted")]
     if isinstance(samples, MixedTable):
         samples = interleaved(samples, job)
         report.parts = _shared(report.parts, samples, each)

@@ -146,7 +146,9 @@ def csv_rows(path: Path, job: str) -> Iterator[DataRow]:
             help = 'double a quote inside a quoted field: ""'
             raise DataFileError(what, path=at, job=job, found=error, help=help) from None
         except UnicodeDecodeError as error:
-            raise _not_utf8(path, job, error) from None
+            encoding = _guess(error.object)
+            found = f"byte 0x{error.object[error.start]:02x}; perhaps {encoding}"
+            raise _not_utf8(path, job, found, encoding) from None
 
 
 def _csv_row(where: str, names: list[str], cells: list[str]) -> DataRow:
@@ -220,28 +222,19 @@ def _require_bytes_of_text(first: bytes, path: Path, job: str) -> None:
     """Refuse UTF-16, which spreadsheets write; all else is found out where it fails to decode."""
     marked = first.startswith((b"\xff\xfe", b"\xfe\xff"))
     if marked or first[:64].count(0) > 8:
-        raise DataFileError(
-            "the data file is not UTF-8",
-            path=path,
-            job=job,
-            found="UTF-16" if marked else "zero bytes",
-            help=_conversion(path, "utf-16") if marked else "is it a file of another type?",
-        )
+        found = "UTF-16" if marked else "zero bytes"
+        raise _not_utf8(path, job, found, "utf-16" if marked else "")
 
 
-def _not_utf8(path: Path, job: str, error: UnicodeDecodeError) -> DataFileError:
-    encoding = _guess(error.object)
+def _not_utf8(path: Path, job: str, found: str, encoding: str) -> DataFileError:
+    conversion = f"iconv -f {encoding} -t utf-8 {path.name} > utf8-{path.name}"
     return DataFileError(
         "the data file is not UTF-8",
         path=path,
         job=job,
-        found=f"byte 0x{error.object[error.start]:02x}; perhaps {encoding}",
-        help=_conversion(path, encoding),
+        found=found,
+        help=conversion if encoding else "is it a file of another type?",
     )
-
-
-def _conversion(path: Path, encoding: str) -> str:
-    return f"iconv -f {encoding} -t utf-8 {path.name} > utf8-{path.name}"
 
 
 def _guess(content: bytes) -> str:

@@ -5,8 +5,8 @@ views of storage that many jobs share, so nothing here replaces `.data` or `.gra
 zeroed in place and updated in place.
 
 A job has hundreds of small parameters, and on a GPU a launch for each costs more than its
-arithmetic. So they are zeroed, measured and updated together, by lists of them that are made once
-(`gradients`, `fused_adam`); every other optimizer does its own step.
+arithmetic. So they are zeroed and measured together, by a list that is made once (`Gradients`), and
+torch.optim does the step. Jobs with Adam on a GPU are updated all at once (`group_update`).
 
 A job's parameters are one group of its optimizer; with LoRA+ they are up to four, by their rates.
 """
@@ -18,13 +18,13 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import chain
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from tlora_fx.config.functions import UserFunction
+from tlora_fx.config.job_optimizer import optimizer_arguments, optimizer_class, own_schedule
 from tlora_fx.errors import JobError, OptimizerError, OptimizerStateError
 from tlora_fx.runtime.adapters.starts import (
     FREEZES_A,
@@ -139,115 +139,11 @@ def _wide_dtype(gradient: Tensor) -> torch.dtype:
     return torch.promote_types(gradient.dtype, torch.float32)
 
 
-# The step of torch.optim's fused Adam and AdamW, over lists that are made once.
-#
-# `Optimizer.step` looks up every parameter's gradient, moments and counter and sorts them by dtype
-# on each step: for hundreds of small parameters a few milliseconds of the host, while a GPU needs
-# a tenth of one. The optimizer stays the owner of state and options; this holds its tensors in the
-# lists that its kernel takes.
-
-# What the kernels take; where a torch has others, its own step calls them.
-_ARGUMENTS = (
-    "self grads exp_avgs exp_avg_sqs max_exp_avg_sqs state_steps lr beta1 beta2 weight_decay eps "
-    "amsgrad maximize grad_scale found_inf"
-)
 # What one step may have otherwise than the job says.
 OVERRIDABLE = ("lr", "weight_decay", "eps", "beta1", "beta2", "max_grad_norm")
 _BETAS = ("beta1", "beta2")
 # Options that only torch's own step knows.
 _OTHERS = ("amsgrad", "maximize", "capturable", "differentiable")
-
-
-def fused_adam(optimizer: torch.optim.Optimizer, gradients: Gradients) -> Callable[[], None] | None:
-    """The optimizer's step over lists, bitwise what its own `step` does; options may change.
-
-    gradients   of the optimizer's parameters; the step reads these tensors for good
-    returns     None where it is to be left to the optimizer: other optimizers, options and versions
-                of torch, tensors of several dtypes or devices, and before the first step, which
-                makes the state
-    """
-    if not (is_plain_adam(optimizer) and gradients.alike):
-        return None
-    tensor_of = dict(zip(gradients.params, gradients.tensors, strict=True))
-    steps = [
-        _fused_step(optimizer, options, [p for p in options["params"] if p in tensor_of], tensor_of)
-        for options in optimizer.param_groups
-    ]
-    known = [step for step in steps if step is not None]
-    if len(known) < len(steps):
-        return None
-
-    def step() -> None:
-        for each in known:
-            each()
-
-    return step
-
-
-def _fused_step(
-    optimizer: torch.optim.Optimizer,
-    options: dict[str, Any],
-    params: list[nn.Parameter],
-    gradient_of: Mapping[nn.Parameter, Tensor],
-) -> Callable[[], None] | None:
-    """The step of those parameters of a group that have gradients; None as `fused_adam`."""
-    if not params:
-        return lambda: None
-    states = [optimizer.state.get(param, {}) for param in params]
-    if not (all(states) and _is_known(options)):
-        return None
-    moments = [[state[kind] for state in states] for kind in ("exp_avg", "exp_avg_sq")]
-    lists: list[list[Tensor]] = [[*params], [gradient_of[param] for param in params], *moments]
-    steps = [state["step"] for state in states]
-    kinds = {(each.device, each.dtype) for each in chain(*lists)}
-    if len(kinds) > 1 or {each.device for each in steps} != {device for device, _ in kinds}:
-        return None
-    kernel = getattr(torch, _kernel_of(options))
-
-    @torch.no_grad()
-    def step() -> None:
-        beta1, beta2 = options["betas"]
-        torch._foreach_add_(steps, 1)
-        kernel(
-            *lists,
-            [],
-            steps,
-            amsgrad=False,
-            lr=options["lr"],
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=options["weight_decay"],
-            eps=options["eps"],
-            maximize=False,
-            grad_scale=None,
-            found_inf=None,
-        )
-
-    return step
-
-
-def is_plain_adam(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether it is a fused Adam or AdamW with no option that only torch's own step knows."""
-    return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and all(
-        bool(options["fused"])
-        and not any(options[name] for name in _OTHERS)
-        and isinstance(options["lr"], float)
-        for options in optimizer.param_groups
-    )
-
-
-def _kernel_of(options: dict[str, Any]) -> str:
-    return "_fused_adamw_" if options["decoupled_weight_decay"] else "_fused_adam_"
-
-
-def _is_known(options: dict[str, Any]) -> bool:
-    """Whether this torch has the kernel, with the arguments that we give it."""
-    name = _kernel_of(options)
-    operator = getattr(torch.ops.aten, name, None)
-    if operator is None or not hasattr(torch, name):
-        return False
-    arguments = operator.default._schema.arguments
-    return " ".join(argument.name for argument in arguments) == _ARGUMENTS
 
 
 # Counters that torch.optim keeps on the host, wherever the parameters are.
@@ -314,7 +210,6 @@ class JobOptimizer:
         self._allocation = RankAllocation.of(job, self._params)
         self._schedule = make_schedule(job, self._optimizer, steps)
         self._gradients = Gradients(self._params.values())
-        self._fused: Callable[[], None] | None = None
         self.updates = 0
         # Those by `GroupUpdate` that the counters of torch.optim's state do not have yet.
         self._uncounted = 0
@@ -424,12 +319,10 @@ class JobOptimizer:
         gradients = self._held_gradients()
         if self.max_norm > 0:
             gradients.clip(norm, self.max_norm)
-        if not self._is_own:
-            self._fused = self._fused or fused_adam(self._optimizer, gradients)
         for param, copy in self._copies:
             copy.copy_(param)
             copy.grad = None if param.grad is None else param.grad.contiguous()
-        (self._fused or self._optimizer.step)()
+        self._optimizer.step()
         for param, copy in self._copies:
             param.copy_(copy)
         if self._allocation is not None:
@@ -441,7 +334,18 @@ class JobOptimizer:
     @property
     def is_plain_adam(self) -> bool:
         """Whether a kernel that updates many jobs at once may be given this one's state."""
-        return is_plain_adam(self._optimizer) and self._allocation is None and not self._is_own
+        if type(self._optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+            return False
+        return (
+            self._allocation is None
+            and not self._is_own
+            and all(
+                bool(options["fused"])
+                and not any(options[name] for name in _OTHERS)
+                and isinstance(options["lr"], float)
+                for options in self._optimizer.param_groups
+            )
+        )
 
     def adam(self) -> AdamState | None:
         """State for a kernel that updates many jobs at once; None where torch.optim is to do it.
@@ -552,7 +456,7 @@ class JobOptimizer:
             torch._foreach_copy_(copies, list(tensors.values()))
         for name, state in states.items():
             self._optimizer.state[self._known[name]] = state
-        self._fused, self._uncounted = None, 0
+        self._uncounted = 0
         if isinstance(self._optimizer, LoraFA):
             self._optimizer.forget()
         if self._allocation is not None:
@@ -593,7 +497,7 @@ class JobOptimizer:
     def _held_gradients(self) -> Gradients:
         """The gradients as they are; lists of tensors that somebody replaced are made anew."""
         if not self._gradients.holds():
-            self._gradients, self._fused = Gradients(self._params.values()), None
+            self._gradients = Gradients(self._params.values())
         return self._gradients
 
 
@@ -707,8 +611,8 @@ def _known_as(job: Job, param: nn.Parameter) -> nn.Parameter:
 
 
 def _make_optimizer(job: Job, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    arguments = job.optimizer_arguments()
-    make = cast(Any, LoraFA if job.optim in FREEZES_A else job.optimizer_class())
+    arguments = optimizer_arguments(job)
+    make = cast(Any, LoraFA if job.optim in FREEZES_A else optimizer_class(job))
     made: torch.optim.Optimizer
     params = [param for group in groups for param in group["params"]]
     if isinstance(job.optim, UserFunction):
@@ -727,7 +631,7 @@ def _own_optimizer(
     job: Job, make: Callable[..., Any], groups: list[dict[str, Any]], params: list[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """What a class or a function of the user's makes; raises OptimizerError."""
-    arguments, what = job.optimizer_arguments(), f"the optimizer '{job.optim}'"
+    arguments, what = optimizer_arguments(job), f"the optimizer '{job.optim}'"
     with _refused(job, what, arguments, "optim_args", everything=True):
         made = make(groups, **arguments)
         if not isinstance(made, torch.optim.Optimizer):
@@ -795,6 +699,6 @@ def make_schedule(
     title = f"the schedule '{job.lr_scheduler_type}'"
     if isinstance(job.lr_scheduler_type, UserFunction):
         with _refused(job, title, arguments, "lr_scheduler_kwargs", everything=True):
-            return RecordedSchedule(optimizer, lambda own: job.make_schedule(own, steps))
+            return RecordedSchedule(optimizer, lambda own: own_schedule(job, own, steps))
     with _refused(job, title, arguments, "lr_scheduler_kwargs"):
         return lr_schedule(job.lr_scheduler_type, optimizer, job.warmup(steps), steps, arguments)

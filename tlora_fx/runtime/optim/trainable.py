@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from tlora_fx.config.functions import UserFunction
+from tlora_fx.config.job_optimizer import optimizer_arguments
 from tlora_fx.errors import OptimizerError
 from tlora_fx.runtime.optim.optimizer import JobOptimizer, make_schedule
 from tlora_fx.runtime.optim.schedules import RecordedSchedule
@@ -47,7 +48,9 @@ def require_trainable(job: Job, steps: int) -> None:
         return
     # After its last step a job asks for one more rate.
     rates = learning_rates(job, steps, _tried(steps))
-    toy = nn.Parameter(torch.tensor([[1.0, 0.0], [-0.5, 0.0]], dtype=_dtype_of(job)))
+    toy = nn.Parameter(
+        torch.tensor([[1.0, 0.0], [-0.5, 0.0]], dtype=getattr(torch, job.adapter_dtype))
+    )
     # B starts as zeros, so the first gradients of A are zeros; some of B may stay so.
     gradient = torch.tensor([[0.0, 1.0], [-0.5, 0.0]], dtype=toy.dtype)
     toy.grad = torch.zeros_like(toy)
@@ -68,7 +71,7 @@ def require_trainable(job: Job, steps: int) -> None:
             raise OptimizerError(
                 f"the optimizer '{job.optim}' cannot train with its arguments",
                 job=job.name,
-                found=job.optimizer_arguments(),
+                found=optimizer_arguments(job),
                 reason=reason,
                 help="mend learning_rate, loraplus_lr_ratio, adam_epsilon, weight_decay or "
                 "optim_args",
@@ -96,11 +99,6 @@ def _tried(steps: int) -> list[int]:
     part = TRIED_STEPS // 4
     spread = (steps * number // (2 * part) for number in range(2 * part))
     return sorted({*range(part), *spread, *range(steps + 1 - part, steps + 1)})
-
-
-def _dtype_of(job: Job) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, job.adapter_dtype)
-    return dtype
 
 
 def learning_rates(job: Job, total: int, steps: Iterable[int]) -> list[float]:

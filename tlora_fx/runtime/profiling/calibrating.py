@@ -17,32 +17,31 @@ from torch import Tensor
 from tlora_fx.cost.calibration import calibrated_profile, sheet_of
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import Gpu, LinkTier, gpu_of_device
-from tlora_fx.cost.load import Round, work_of
+from tlora_fx.cost.load import Round
 from tlora_fx.cost.model_facts import CAPTURED_TOKENS, ModelFacts
 from tlora_fx.cost.profile import CollectivePoint, LayerPoint, Profile
-from tlora_fx.ir.graph import LOSS, under
-from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.launch import Launch
 from tlora_fx.runtime.profiling.profiler import (
     RowCalls,
+    TimedLayer,
     calls_of,
-    captured_of,
     hardware_of,
     layer_pass,
+    layers_to_time,
     mixes_of,
     row_of,
     run_once,
+    some_layers,
 )
 from tlora_fx.runtime.profiling.timing import (
     TimedPass,
     bytes_of,
-    collective_works,
+    group_points,
     measure,
     measure_captured,
-    time_collective,
 )
 
 #: For layers; not counted are kernels that are compiled on the way, which training needs too.
@@ -141,7 +140,7 @@ def layer_points(
                 break
         row = row_of(sampled, mixes_of(facts)[0], affordable, min(length, affordable))
         called = calls_of(sampled, row, device)
-        for index in _chosen(facts):
+        for index in layers_to_time(facts):
             point, seconds = _point(sampled, facts, index, called, device)
             points[facts.layers[index].structure].append(point)
             seconds_a_token += seconds / affordable
@@ -163,38 +162,14 @@ def _point(
     measure([piece], device, ROUNDS)
     if called.load.total <= CAPTURED_TOKENS and facts.captures:
         measure_captured([piece], device, ROUNDS)
-    done = work_of([layer], [called.load], facts.hidden)
-    point = LayerPoint(
-        tokens=called.load.total,
-        **{name: float(values[0, 0, 0]) for name, values in done._asdict().items()},
-        forward_ms=piece.forward_ms,
-        backward_ms=piece.backward_ms,
-        captured=captured_of(piece),
-        saved_bytes=memory.saved,
-        forward_peak_bytes=memory.forward_peak,
-        backward_peak_bytes=memory.backward_peak,
-        noise=piece.noise,
-    )
+    point = TimedLayer(layer, called.load, memory, piece).point(facts.hidden)
     return point, time.monotonic() - started
-
-
-def _chosen(facts: ModelFacts) -> list[int]:
-    """A layer of each structure, that with most adapters."""
-    best: dict[str, int] = {}
-    for index, layer in enumerate(facts.layers):
-        known = best.get(layer.structure)
-        if known is None or len(layer.sites) > len(facts.layers[known].sites):
-            best[layer.structure] = index
-    return sorted(best.values())
 
 
 def _sampled(model: SuperModel, facts: ModelFacts, device: torch.device) -> SuperModel:
     """Another model over the same graphs, with random weights in what is timed and before it."""
     sampled = SuperModel(model.group, model.backbone, model.jobs, model.resolve)
-    order = sampled.layer_order()
-    named = [*dict(sampled.net.named_parameters()), *dict(sampled.net.named_buffers())]
-    outside = [name for name in named if not any(under(name, path) for path in (*order, LOSS))]
-    held = LocalShard(frozenset([*outside, *(order[index] for index in _chosen(facts))]))
+    held = some_layers(sampled, layers_to_time(facts), loss=False)
     sampled.materialize(_RandomTensors(sampled.backbone, device), device, held)
     return sampled
 
@@ -230,21 +205,11 @@ def _collective_points(device: torch.device, launch: Launch) -> list[CollectiveP
         groups.append(("node", own, launch.per_machine))
     tier: LinkTier = "node" if launch.per_machine >= launch.size else "network"
     groups.append((tier, dist.group.WORLD, launch.size))
-    points = []
-    for where, group, size in groups:
-        for payload in PAYLOADS[device.type]:
-            for operation, run in collective_works(device, group, size, payload).items():
-                if operation == "send":
-                    continue
-                ms, noise = time_collective(run, device, group, COLLECTIVE_ROUNDS)
-                points.append(
-                    CollectivePoint(
-                        operation=operation,
-                        tier=where,
-                        processes=size,
-                        payload_bytes=payload,
-                        ms=ms,
-                        noise=noise,
-                    )
-                )
-    return points
+    payloads = PAYLOADS[device.type]
+    return [
+        point
+        for tier, group, size in groups
+        for point in group_points(
+            device, group, size, tier, payloads, COLLECTIVE_ROUNDS, sends=False
+        )
+    ]

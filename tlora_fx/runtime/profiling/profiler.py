@@ -13,13 +13,14 @@ import datetime
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from tlora_fx.compiler import compile
 from tlora_fx.config.job import Job
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.load import Load, work_of
-from tlora_fx.cost.model_facts import CAPTURED_TOKENS, ModelFacts
+from tlora_fx.cost.model_facts import CAPTURED_TOKENS, LayerFacts, ModelFacts
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile import (
     Captured,
@@ -56,6 +57,7 @@ from tlora_fx.runtime.launch import Launch, join, leave
 from tlora_fx.runtime.optim.group_update import GroupUpdate
 from tlora_fx.runtime.optim.optimizer import JobOptimizer
 from tlora_fx.runtime.profiling.timing import (
+    Bytes,
     TimedPass,
     bytes_of,
     collective_points,
@@ -133,7 +135,8 @@ def profile_jobs(jobs: Sequence[Job], request: ProfileRequest) -> Profile:
         )
     hardware = hardware_of(request.device)
     samples = {
-        tp: _sampled_model(model, request, tp, _adapted(facts)) for tp, model in compiled.items()
+        tp: _sampled_model(model, request, tp, layers_to_time(facts))
+        for tp, model in compiled.items()
     }
     layers: list[LayerProfile] = []
     for tp, sampled in samples.items():
@@ -143,7 +146,7 @@ def profile_jobs(jobs: Sequence[Job], request: ProfileRequest) -> Profile:
     whole = (
         samples[1]
         if 1 in samples
-        else _sampled_model(compile(list(jobs)), request, 1, _adapted(facts))
+        else _sampled_model(compile(list(jobs)), request, 1, layers_to_time(facts))
     )
     mix = mixes_of(facts)[0]
     rows = [
@@ -246,10 +249,7 @@ def _sampled_model(
     if tp > 1:
         use_group(GROUP, None)
         model = prepared(model, Plan(planner="profile", mesh=MeshShape(tp=tp)))
-    order = model.layer_order()
-    named = [*dict(model.net.named_parameters()), *dict(model.net.named_buffers())]
-    outside = [name for name in named if not any(under(name, layer) for layer in order)]
-    part = LocalShard(frozenset([*outside, *(order[index] for index in layers)]), 0, tp)
+    part = some_layers(model, layers, tp=tp)
     model.materialize(base_tensors(model.backbone, request.device), request.device, part)
     start_adapters(model, {name: {} for name in model.members})
     if request.compiled:
@@ -257,7 +257,21 @@ def _sampled_model(
     return SampledModel(model, facts_of(model), layers, tp, adapted)
 
 
-def _adapted(facts: ModelFacts) -> tuple[int, ...]:
+def some_layers(
+    model: SuperModel, layers: Sequence[int], *, tp: int = 1, loss: bool = True
+) -> LocalShard:
+    """The part of a model that has some layers, and what is in no layer.
+
+    loss    with head and loss
+    """
+    order = model.layer_order()
+    apart = order if loss else [*order, LOSS]
+    named = [*dict(model.net.named_parameters()), *dict(model.net.named_buffers())]
+    outside = [name for name in named if not any(under(name, path) for path in apart)]
+    return LocalShard(frozenset([*outside, *(order[index] for index in layers)]), 0, tp)
+
+
+def layers_to_time(facts: ModelFacts) -> tuple[int, ...]:
     """One layer of each structure, that with most adapters."""
     best: dict[str, int] = {}
     for index, layer in enumerate(facts.layers):
@@ -285,12 +299,18 @@ def _bare_model(like: SuperModel, job: Job, request: ProfileRequest) -> SampledM
     return _sampled_model(compile([single]), request, 1, tuple(bare.values()), adapted=False)
 
 
-@dataclass(slots=True)
-class _TimedLayer:
-    """The pieces of one layer on one row."""
+@dataclass(frozen=True, slots=True)
+class TimedLayer:
+    """The pieces of one layer on one row.
 
-    structure: str
-    point: LayerPoint
+    above    in the middle of a model: its input has a gradient
+    first    the first layer, whose input has none
+    frozen   where nothing needs a gradient
+    """
+
+    layer: LayerFacts
+    load: Load
+    memory: Bytes
     above: TimedPass
     first: TimedPass | None = None
     frozen: TimedPass | None = None
@@ -299,61 +319,54 @@ class _TimedLayer:
         """Pieces that the layer has."""
         return [piece for piece in (self.above, self.first, self.frozen) if piece is not None]
 
+    def point(self, hidden: int, tp: int = 1) -> LayerPoint:
+        """What its pieces took, once they are measured."""
+        work = work_of([self.layer], [self.load], hidden, tp)
+        return LayerPoint(
+            tokens=self.load.total,
+            **{name: float(values[0, 0, 0]) for name, values in work._asdict().items()},
+            forward_ms=self.above.forward_ms,
+            backward_ms=self.above.backward_ms,
+            first_ms=self.first.backward_ms if self.first else None,
+            frozen_ms=self.frozen.forward_ms if self.frozen else None,
+            captured=captured_of(self.above, self.first, self.frozen),
+            saved_bytes=self.memory.saved,
+            forward_peak_bytes=self.memory.forward_peak,
+            backward_peak_bytes=self.memory.backward_peak,
+            noise=max(piece.noise for piece in self.pieces()),
+        )
+
 
 def _layer_profiles(models: Sequence[SampledModel], request: ProfileRequest) -> list[LayerProfile]:
     """Time the layers of some models in turns with each other."""
-    timed = [layer for model in models for layer in _pieces(model, request)]
-    pieces = [piece for layer in timed for piece in layer.pieces()]
+    timed = [(model, layer) for model in models for layer in _pieces(model, request)]
+    pieces = [piece for _, layer in timed for piece in layer.pieces()]
     measure(pieces, request.device, request.rounds)
     most = CAPTURED_TOKENS * models[0].tp
-    small = [layer for layer in timed if layer.point.tokens <= most]
+    small = [layer for _, layer in timed if layer.load.total <= most]
     capturable = [piece for layer in small for piece in layer.pieces()]
     measure_captured(capturable, request.device, request.rounds)
     first = models[0]
+    points: dict[str, list[LayerPoint]] = {}
+    for model, layer in timed:
+        point = layer.point(model.facts.hidden, model.tp)
+        points.setdefault(layer.layer.structure, []).append(point)
     profiles: dict[str, LayerProfile] = {}
     for index in first.layers:
-        layer = first.facts.layers[index]
-        width = sum(attention.width for attention in layer.attention)
-        profiles[layer.structure] = LayerProfile(
-            structure=layer.structure,
+        facts = first.facts.layers[index]
+        width = sum(attention.width for attention in facts.attention)
+        profiles[facts.structure] = LayerProfile(
+            structure=facts.structure,
             tp=first.tp,
-            elements=max(1, layer.elements // first.tp),
+            elements=max(1, facts.elements // first.tp),
             attention_width=width // first.tp,
             hidden=first.facts.hidden,
-            points=[_point(other) for other in timed if other.structure == layer.structure],
+            points=points[facts.structure],
         )
     return list(profiles.values())
 
 
-def _point(timed: _TimedLayer) -> LayerPoint:
-    first, frozen = timed.first, timed.frozen
-    return timed.point.model_copy(
-        update={
-            "forward_ms": timed.above.forward_ms,
-            "backward_ms": timed.above.backward_ms,
-            "first_ms": first.backward_ms if first else None,
-            "frozen_ms": frozen.forward_ms if frozen else None,
-            "captured": _captured(timed),
-            "noise": max(piece.noise for piece in timed.pieces()),
-        }
-    )
-
-
-def _captured(timed: _TimedLayer) -> Captured | None:
-    above = timed.above.captured_ms
-    first = timed.first.captured_ms if timed.first else None
-    frozen = timed.frozen.captured_ms if timed.frozen else None
-    if above is None:
-        return None
-    return Captured(
-        forward_ms=above[0],
-        backward_ms=above[1],
-        first_ms=first and first[1],
-        frozen_ms=frozen and frozen[0],
-    )
-
-
-def _pieces(sampled: SampledModel, request: ProfileRequest) -> Iterator[_TimedLayer]:
+def _pieces(sampled: SampledModel, request: ProfileRequest) -> Iterator[TimedLayer]:
     """Every layer of a model on rows of all sizes; other mixes of jobs on the first length."""
     mixes = mixes_of(sampled.facts)
     for tokens in request.tokens:
@@ -368,7 +381,7 @@ def _pieces(sampled: SampledModel, request: ProfileRequest) -> Iterator[_TimedLa
 
 def _timed(
     sampled: SampledModel, request: ProfileRequest, index: int, called: RowCalls
-) -> _TimedLayer:
+) -> TimedLayer:
     layer = sampled.facts.layers[index]
     module = sampled.model.net.get_submodule(layer.path)
     above = layer_pass(module, called, layer.path, needs=True)
@@ -376,19 +389,9 @@ def _timed(
     shared += [value for value in called.layers[layer.path] if isinstance(value, Tensor)]
     run_once(above)
     memory = bytes_of(above, request.device, shared)
-    work = work_of([layer], [called.load], sampled.facts.hidden, sampled.tp)
-    point = LayerPoint(
-        tokens=called.load.total,
-        **{name: float(values[0, 0, 0]) for name, values in work._asdict().items()},
-        forward_ms=0,
-        backward_ms=0,
-        saved_bytes=memory.saved,
-        forward_peak_bytes=memory.forward_peak,
-        backward_peak_bytes=memory.backward_peak,
-    )
     first = layer_pass(module, called, layer.path, needs=False) if layer.adapted else None
     frozen = None if sampled.adapted else _frozen_piece(module, called, layer.path)
-    return _TimedLayer(layer.structure, point, above, first, frozen)
+    return TimedLayer(layer, called.load, memory, above, first, frozen)
 
 
 def layer_pass(module: nn.Module, called: RowCalls, path: str, *, needs: bool = True) -> TimedPass:
@@ -515,16 +518,15 @@ def handing_on(
 
     instead   is given a module's path and its arguments, and returns its value
     """
-    paths = [*model.layer_order(), LOSS]
-    modules = {path: model.net.get_submodule(path) for path in paths}
-    before = {path: module.__dict__.get("forward") for path, module in modules.items()}
-    for path, module in modules.items():
-        module.__dict__["forward"] = _bound(instead, path)
-    try:
+
+    def run_instead(path: str) -> Callable[..., Tensor]:
+        return lambda *args, **_: instead(path, args)
+
+    with ExitStack() as stack:
+        for path in (*model.layer_order(), LOSS):
+            module = model.net.get_submodule(path)
+            stack.enter_context(patch.object(module, "forward", run_instead(path)))
         yield
-    finally:
-        for path, module in modules.items():
-            _restore(module, before[path])
 
 
 def hidden_argument(model: SuperModel) -> int:
@@ -551,17 +553,6 @@ def hidden_argument(model: SuperModel) -> int:
             found=f"arguments {sorted(indices)} of a layer come from the layer before",
         )
     return next(iter(indices), 0)
-
-
-def _bound(instead: Callable[[str, tuple[Any, ...]], Tensor], path: str) -> Callable[..., Tensor]:
-    return lambda *args, **_: instead(path, args)
-
-
-def _restore(module: nn.Module, forward: object) -> None:
-    if forward is None:
-        del module.__dict__["forward"]
-    else:
-        module.__dict__["forward"] = forward
 
 
 def _ends(mix: Sequence[float], tokens: int) -> Iterator[int]:
@@ -609,10 +600,18 @@ def root_points(
     ]
 
 
-def captured_of(piece: TimedPass) -> Captured | None:
-    """A piece's times as CUDA graphs."""
+def captured_of(
+    piece: TimedPass, first: TimedPass | None = None, frozen: TimedPass | None = None
+) -> Captured | None:
+    """A piece's times as CUDA graphs; of a layer with those of its other pieces."""
     times = piece.captured_ms
-    return None if times is None else Captured(forward_ms=times[0], backward_ms=times[1])
+    first_times, frozen_times = (each and each.captured_ms for each in (first, frozen))
+    return times and Captured(
+        forward_ms=times[0],
+        backward_ms=times[1],
+        first_ms=first_times and first_times[1],
+        frozen_ms=frozen_times and frozen_times[0],
+    )
 
 
 def _measure(

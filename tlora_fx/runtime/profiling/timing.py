@@ -257,22 +257,36 @@ def collective_points(
     returns    the same on every process: medians of the slowest
     """
     world = dist.get_world_size()
+    payloads = SIZES if device.type == "cuda" else ON_CPU
     points: list[CollectivePoint] = []
     for size in sorted({2, max(2, world // 2), world}):
         group = dist.new_group(list(range(size)))
         if dist.get_rank() < size:
             tier: LinkTier = "node" if size <= per_node else "network"
-            points.extend(_points(device, group, size, tier, rounds))
+            points.extend(group_points(device, group, size, tier, payloads, rounds))
         dist.barrier()
     return points
 
 
-def _points(
-    device: torch.device, group: dist.ProcessGroup | None, size: int, tier: LinkTier, rounds: int
+def group_points(
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    size: int,
+    tier: LinkTier,
+    payloads: Sequence[int],
+    rounds: int,
+    *,
+    sends: bool = True,
 ) -> list[CollectivePoint]:
+    """Collectives of one group of processes, by size; all of them call this together.
+
+    sends   sends too, where there are two processes
+    """
     points = []
-    for payload in SIZES if device.type == "cuda" else ON_CPU:
+    for payload in payloads:
         for operation, work in collective_works(device, group, size, payload).items():
+            if operation == "send" and not sends:
+                continue
             parts = 2 if operation == "send" else 1
             ms, noise = time_collective(work, device, group, rounds, parts)
             points.append(

@@ -41,6 +41,7 @@ from tlora_fx.runtime.workers.protocol import (
     exit_text,
 )
 from tlora_fx.scheduler.local.admission_worker import AdmissionOrder
+from tlora_fx.scheduler.local.processes import WorkerStart
 from tlora_fx.scheduler.requests import FACTS, forget_old_facts
 from tlora_fx.scheduler.state import REQUEST, JobRequest
 
@@ -152,6 +153,7 @@ class _Task:
     sources   by job, the run that it goes on from
     deaths    processes that died of the file or first job, one after the other
     due       monotonic second before which no process begins
+    reads     it is a file's, whether that is read yet or not
     """
 
     file: Path | None = None
@@ -162,10 +164,7 @@ class _Task:
     sources: Mapping[str, str] = field(default_factory=dict)
     deaths: int = 0
     due: float = 0.0
-    reads: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.reads = self.file is not None
+    reads: bool = False
 
     @property
     def over(self) -> bool:
@@ -243,7 +242,7 @@ class Admission:
 
     def read(self, path: Path, user: str = "") -> None:
         """Read a job file of a user; a `FileRead` will come."""
-        self._files.append(_Task(path, user))
+        self._files.append(_Task(path, user, reads=True))
 
     def prepare(self, jobs: Sequence[Spec], submitted: float, user: str = "") -> None:
         """Prepare the jobs of one file; a `JobPrepared` or `JobRefused` will come of each."""
@@ -316,7 +315,8 @@ class Admission:
             trust_remote_code=self.limits.trust_remote_code,
         )
         order.write(folder / _REQUEST)
-        number = self._server.start(folder / _REQUEST, folder / "log", {}, self._module)
+        start = WorkerStart(str(folder / _REQUEST), str(folder / "log"), module=self._module)
+        number = self._server.start(start)
         reader = EventReader(folder / EVENTS)
         self._running.append(_Process(task, folder, number, reader, time.monotonic()))
 

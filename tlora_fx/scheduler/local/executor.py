@@ -41,10 +41,11 @@ from tlora_fx.scheduler.executor import (
     Failed,
     Finished,
     GroupEvent,
+    GroupLaunch,
     Noted,
 )
 from tlora_fx.scheduler.local.group import Processes, RunningGroup
-from tlora_fx.scheduler.local.processes import IdleNews
+from tlora_fx.scheduler.local.processes import IdleNews, WorkerStart
 from tlora_fx.scheduler.local.recovery import CheckpointSource
 from tlora_fx.scheduler.local.watchdog import StallLimits, Watchdog
 from tlora_fx.scheduler.state import Group, JobRequest
@@ -65,7 +66,6 @@ class LocalOptions:
     pipeline         passes instead of the default, with extensions that bring some of them
     accept_changes   jobs go on though their data or base are not as they were
     callbacks        FILE.py:CLASS of a `TrainerCallback` that each group's process makes and tells
-    resident         a worker whose group has ended keeps the base for the next group
     memory_of        bytes that a group needs of each of its GPUs, or of main memory; None: nobody
                      knows
     """
@@ -80,7 +80,6 @@ class LocalOptions:
     extensions: tuple[str, ...] = ()
     accept_changes: bool = False
     callbacks: tuple[str, ...] = ()
-    resident: bool = True
     memory_of: Callable[[Group, Sequence[JobRequest]], float | None] | None = None
 
 
@@ -156,40 +155,34 @@ class LocalExecutor:
             )
         self._held.setdefault(epoch, group.place)
 
-    def launch(
-        self,
-        group: Group,
-        epoch: int,
-        jobs: Sequence[JobRequest],
-        steps_done: Mapping[str, float],
-        layout: Layout | None = None,
-    ) -> None:
-        """Start the group's processes.
+    def launch(self, launch: GroupLaunch) -> None:
+        """Start the group's processes; each job's newest checkpoint says its steps.
 
-        steps_done   not needed: each job's newest checkpoint says it
         raises       PlaceTaken where nothing is reserved for this epoch
         """
+        group, epoch = launch.group, launch.epoch
         if epoch in self._groups:
             return
         if epoch not in self._held:
             raise PlaceTaken("nothing is reserved for this group", epoch=epoch)
-        self._groups[epoch] = running = self._running(epoch, group, layout)
-        running.needs = self._memory_of(group, jobs)
-        self._bases |= {self._stays(group): job.base for job in jobs}
+        self._groups[epoch] = running = self._running(launch)
+        self._bases |= {self._stays(group): job.base for job in launch.jobs}
         self._begin(running, group)
 
-    def _running(self, epoch: int, group: Group, layout: Layout | None) -> RunningGroup:
-        folder = self.folder / "groups" / f"{epoch:06d}"
+    def _running(self, launch: GroupLaunch, output: Path | None = None) -> RunningGroup:
+        """A group without processes yet.
+
+        output   where it saves, if not below its own folder
+        """
+        group, memory_of = launch.group, self.options.memory_of
+        folder = self.folder / "groups" / f"{launch.epoch:06d}"
         folder.mkdir(parents=True, exist_ok=True)
         committed = {n: self.sources[n].steps for n in group.jobs if n in self.sources}
+        needs = None if memory_of is None else memory_of(group, launch.jobs)
         return RunningGroup(
-            epoch, group.jobs, folder, self._server, (), self._clock, committed,
-            Watchdog(self.options.stall), folder / "train", layout,
+            launch.epoch, group.jobs, folder, self._server, (), self._clock, committed,
+            Watchdog(self.options.stall), output or folder / "train", launch.layout, needs=needs,
         )  # fmt: skip
-
-    def _memory_of(self, group: Group, jobs: Sequence[JobRequest]) -> float | None:
-        memory_of = self.options.memory_of
-        return None if memory_of is None else memory_of(group, jobs)
 
     def _begin(self, running: RunningGroup, group: Group) -> None:
         """Start a group's processes."""
@@ -197,7 +190,17 @@ class LocalExecutor:
         self._checkpoints.add(running.output)
         config = self._config(folder, running.epoch, group, gpus, running.layout)
         config.write(folder / WORKER_CONFIG)
-        running.workers = self._start(running, folder, config, gpus)
+        kind = self._kind(config, gpus)
+        running.workers = tuple(
+            self._server.start(
+                WorkerStart(
+                    str(folder / WORKER_CONFIG), str(folder / f"rank-{rank}.log"),
+                    self._environment(rank, gpus), stays=kind, needs=running.needs, rank=rank,
+                    place=self._place_of(running, rank, gpus), size=len(gpus),
+                )
+            )
+            for rank in range(len(gpus))
+        )  # fmt: skip
         running.stays, running.begun = config.stays, True
         running.log = folder / "rank-0.log"
 
@@ -205,19 +208,19 @@ class LocalExecutor:
         """Those of its place that its processes train on."""
         return self._held[running.epoch][: running.layout.mesh.size if running.layout else 1]
 
-    def _start(
-        self, running: RunningGroup, folder: Path, config: WorkerConfig, gpus: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        """Start the processes of a group, whose config is in its folder; their numbers."""
-        kind = self._kind(config, gpus)
-        return tuple(
-            self._server.start(
-                folder / WORKER_CONFIG, folder / f"rank-{rank}.log", environment,
-                stays=kind, place=gpus[rank : rank + 1] if self.options.device == "cuda" else (),
-                needs=running.needs, rank=rank, size=len(gpus),
-            )
-            for rank, environment in enumerate(_environments(gpus))
-        )  # fmt: skip
+    def _environment(self, rank: int, gpus: tuple[int, ...]) -> dict[str, str]:
+        """The variables of torchrun for a process; none where there is one only.
+
+        The first process chooses the port (`runtime.launch.join`).
+        """
+        if len(gpus) == 1:
+            return {}
+        master = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        return rank_variables(rank, [""] * len(gpus)) | master
+
+    def _place_of(self, running: RunningGroup, rank: int, gpus: tuple[int, ...]) -> tuple[int, ...]:
+        """What a process of a group has for itself."""
+        return gpus[rank : rank + 1] if self.options.device == "cuda" else ()
 
     def _kind(self, config: WorkerConfig, gpus: tuple[int, ...]) -> str:
         """What the next order must have for which a group's processes stay."""
@@ -234,31 +237,21 @@ class LocalExecutor:
             return False
         return self._stays(successor) == running.stays
 
-    def change(
-        self,
-        group: Group,
-        epoch: int,
-        successor: Group,
-        successor_epoch: int,
-        jobs: Sequence[JobRequest],
-        steps_done: Mapping[str, float],
-    ) -> None:
-        if successor_epoch in self._groups:
+    def change(self, group: Group, epoch: int, successor: GroupLaunch) -> None:
+        if successor.epoch in self._groups:
             return
         before = self._groups[epoch]
-        running = self._running(successor_epoch, successor, before.layout)
-        running.begun, running.stays = False, before.stays
-        running.output, running.log = before.output, before.log
-        running.needs = self._memory_of(successor, jobs)
+        running = self._running(replace(successor, layout=before.layout), before.output)
+        running.begun, running.stays, running.log = False, before.stays, before.log
         for worker in before.workers:
             self._server.free_memory(worker, running.needs)
         kept = [name for name, source in self.sources.items() if source.path == before.output]
-        self._held[successor_epoch] = self._held[epoch]
-        gpus = self._gpus(running)
-        config = self._config(running.folder, successor_epoch, successor, gpus, running.layout)
+        self._held[successor.epoch] = self._held[epoch]
+        gpus, group = self._gpus(running), successor.group
+        config = self._config(running.folder, successor.epoch, group, gpus, running.layout)
         output, keeps = str(before.output), (*before.jobs, *kept)
         replace(config, output=output, keeps=keeps).write(running.folder / WORKER_CONFIG)
-        self._groups[successor_epoch] = before.successor = running
+        self._groups[successor.epoch] = before.successor = running
         # Last, since the worker looks for it.
         replace_file(before.folder / SUCCESSOR, str(running.folder / WORKER_CONFIG).encode())
 
@@ -308,7 +301,7 @@ class LocalExecutor:
     def _stays(self, group: Group) -> str:
         """What others need to join it: the base; "" where a pipeline of a user's own made it."""
         base = self.specs[group.jobs[0]].get("base")
-        if not self.options.resident or self.options.pipeline is not None:
+        if self.options.pipeline is not None:
             return ""
         return "" if base is None else json.dumps(base, sort_keys=True, default=str)
 
@@ -425,23 +418,17 @@ def _wait(running: RunningGroup, seconds: float) -> None:
         time.sleep(0.01)
 
 
-def _environments(gpus: tuple[int, ...]) -> Iterable[dict[str, str]]:
-    """The variables of torchrun for each process; none where there is one only.
+def rank_variables(rank: int, nodes: Sequence[str]) -> dict[str, str]:
+    """The variables that tell a process its rank.
 
-    The first process chooses the port (`runtime.launch.join`).
+    nodes   where each process of its group runs
     """
-    if len(gpus) == 1:
-        yield {}
-        return
-    for rank in range(len(gpus)):
-        yield {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(len(gpus)),
-            "LOCAL_WORLD_SIZE": str(len(gpus)),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": "0",
-        }
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(len(nodes)),
+        "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
+        "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
+    }
 
 
 def cpu_threads(slots: int) -> dict[str, str]:

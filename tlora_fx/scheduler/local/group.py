@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,7 +31,7 @@ from tlora_fx.scheduler.executor import (
     Progress,
     Warned,
 )
-from tlora_fx.scheduler.local.processes import IdleNews
+from tlora_fx.scheduler.local.processes import IdleNews, WorkerStart
 from tlora_fx.scheduler.local.watchdog import Watchdog
 
 TAIL_LINES = 12
@@ -50,19 +50,7 @@ class Processes(Protocol):
     def begin(self) -> None:
         """Make the server ready."""
 
-    def start(
-        self,
-        order: Path,
-        log: Path,
-        environment: Mapping[str, str],
-        module: str = "",
-        *,
-        stays: str = "",
-        place: Iterable[int] = (),
-        needs: float | None = None,
-        rank: int = 0,
-        size: int = 1,
-    ) -> int:
+    def start(self, start: WorkerStart) -> int:
         """Start a worker; returns its number."""
 
     def free_memory(self, worker: int, needs: float | None) -> None:

@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from types import FrameType, ModuleType
@@ -31,6 +31,37 @@ from tlora_fx.runtime.workers.protocol import (
 )
 
 WORKER = "tlora_fx.runtime.workers.training"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerStart:
+    """A worker, as a server is asked to start it.
+
+    order         file of what it is to do
+    log           file that it prints into
+    environment   besides that of its server
+    module        what it runs instead of the server's own module. Such a guest saves nothing: it
+                  leads a session, which is killed as a whole when the parent has gone, and gives
+                  way to others
+    stays         what the worker keeps when its order is done: the next order of the same kind and
+                  place goes to it. "": it ends
+    place         GPUs on which no other works; idle ones keep their memory there while it suffices
+    needs         bytes of each of these, or of main memory; None: nobody knows, and its GPUs are
+                  cleared
+    rank          among the workers of an order, which stay together: the first one starts when all
+                  are asked for
+    size          how many they are
+    """
+
+    order: str
+    log: str
+    environment: Mapping[str, str] = field(default_factory=dict)
+    module: str = ""
+    stays: str = ""
+    place: tuple[int, ...] = ()
+    needs: float | None = None
+    rank: int = 0
+    size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,41 +138,12 @@ class ForkServer:
         self._hear()
         return self._ready
 
-    def start(
-        self,
-        order: Path,
-        log: Path,
-        environment: Mapping[str, str],
-        module: str = "",
-        *,
-        stays: str = "",
-        place: Iterable[int] = (),
-        needs: float | None = None,
-        rank: int = 0,
-        size: int = 1,
-    ) -> int:
-        """Start a worker; its number, which is the order's where workers stay.
-
-        module   what it runs instead of the server's own module. Such a guest saves nothing: it
-                 leads a session, which is killed as a whole when the parent has gone, and gives way
-                 to others
-        stays    what the worker keeps when its order is done: the next order of the same kind and
-                 place goes to it. "": it ends
-        place    GPUs on which no other works; idle ones keep their memory there while it suffices
-        needs    bytes of each of these, or of main memory; None: nobody knows, and its GPUs are
-                 cleared
-        rank     among the workers of an order, which stay together: the first one starts when all
-                 are asked for
-        size     how many they are
-        """
+    def start(self, start: WorkerStart) -> int:
+        """Start a worker; its number, which is the order's where workers stay."""
         self.begin()
         number, self._next = self._next, self._next + 1
         self._running.add(number)
-        asked: dict[str, Any] = {
-            "start": number, "order": str(order), "log": str(log), "environment": environment,
-            "stays": stays, "place": list(place), "needs": needs, "rank": rank, "size": size,
-        }  # fmt: skip
-        self._ask({**asked, "module": module} if module else asked)
+        self._ask({"start": number, **asdict(start)})
         return number
 
     def signal(self, worker: int, number: int) -> None:
@@ -150,7 +152,7 @@ class ForkServer:
             self._ask({"signal": worker, "number": number})
 
     def free_memory(self, worker: int, needs: float | None) -> None:
-        """Free memory for a worker that needs so many bytes from now on; as of `start`."""
+        """Free memory for a worker that needs so many bytes from now on; None: nobody knows."""
         if worker in self._running:
             self._ask({"free_memory": worker, "needs": needs})
 
@@ -237,8 +239,7 @@ class ForkServer:
 # stdout:
 #
 #     (when all is imported)                                           {"ready": true}
-#     {"start": 7, "order": "…", "log": "…", "environment": {…}, "stays": "", "place": [0],
-#      "needs": null, "rank": 0, "size": 1}                        →   {"ended": 7, "code": 0}
+#     {"start": 7, "order": "…", "log": "…", …}, as of WorkerStart  →   {"ended": 7, "code": 0}
 #     to end one: {"signal": 7, "number": 15}
 #
 # A start may name another "module": such a guest leads a session and so a process group, which a
@@ -387,7 +388,7 @@ class _Server:
 
     def start(self, asked: dict[str, Any]) -> None:
         """Hand an order to the worker that waits for such, or to a new one."""
-        if "module" in asked:
+        if asked.get("module"):
             self.reap(told=True)
             self.trim()
             self.fork(asked, 0)
@@ -439,7 +440,7 @@ class _Server:
         if pid == 0:
             _become_worker(self.module, self.lifeline, asked, pipes)
         self.children[pid] = asked
-        if "module" in asked:
+        if asked.get("module"):
             self.guests.add(pid)
         if pipes:
             hears, says, *others = pipes
@@ -623,7 +624,7 @@ def _become_worker(
     pipes    as of `_pipes`, of a worker that stays
     """
     try:
-        if "module" in asked:
+        if asked.get("module"):
             # A session is a process group too.
             os.setsid()
         for pipe in pipes[:2]:

@@ -142,10 +142,9 @@ def _locked(file: IO[str], seconds: float) -> bool:
         time.sleep(0.05)
 
 
-def recover(ledger: Ledger, folder: Path, now: float) -> list[int]:
-    """Write down what the groups of a killed run have committed, and end them; their epochs."""
-    open_epochs = ledger.open_epochs()
-    for record in open_epochs:
+def recover(ledger: Ledger, folder: Path, now: float) -> None:
+    """Write down what the groups of a killed run have committed, and end them."""
+    for record in ledger.open_epochs():
         group = folder / "groups" / f"{record.epoch:06d}"
         train = _output(group)
         # Workers on other machines may not have ended; one that took over has the other's lease.
@@ -162,7 +161,6 @@ def recover(ledger: Ledger, folder: Path, now: float) -> list[int]:
             elif counters_of_job["status"] == "failed":
                 ledger.record(Failed(now, record.epoch, job, counters_of_job["reason"]))
         ledger.record(Failed(now, record.epoch, None, KILLED))
-    return [record.epoch for record in open_epochs]
 
 
 def _output(folder: Path) -> Path:

@@ -43,20 +43,6 @@ class Grouping:
     worth: float
 
 
-@dataclass(frozen=True, slots=True)
-class Subsets:
-    """All subsets of some jobs; bit i of a subset's index stands for job i.
-
-    worth     [2^n] -inf where a bound or memory forbids it
-    seconds   [2^n] of one step on all their GPUs
-    gpus      [2^n] that its jobs asked for together
-    """
-
-    worth: Array
-    seconds: Array
-    gpus: Array
-
-
 def best_grouping(state: SchedulerState, objective: Objective = "weighted") -> Grouping:
     """The grouping of the largest worth, each group on all its jobs' GPUs.
 
@@ -77,15 +63,17 @@ def best_grouping(state: SchedulerState, objective: Objective = "weighted") -> G
                 expected=f"at most {MAX_JOBS}",
                 help="choose the policy 'tlora', or let a replay show it fewer jobs (--runnable)",
             )
-        table = subsets(state, jobs, objective)
-        masks, value = _partition(table.worth, len(jobs))
+        masks, value = _partition(worths(state, jobs, objective), len(jobs))
         worth += value
         groups += [tuple(jobs[i].name for i in range(len(jobs)) if m >> i & 1) for m in masks]
     return Grouping(tuple(groups), worth)
 
 
-def subsets(state: SchedulerState, jobs: Sequence[ActiveJob], objective: Objective) -> Subsets:
-    """Worth of every subset of jobs of one base."""
+def worths(state: SchedulerState, jobs: Sequence[ActiveJob], objective: Objective) -> Array:
+    """Worth [2^n] of every subset of jobs of one base; bit i of its index stands for job i.
+
+    It is -inf where a bound or memory forbids a subset.
+    """
     count = 1 << len(jobs)
     bits = (np.arange(count)[:, None] >> np.arange(len(jobs)) & 1).astype(np.float64)
     demand = bits @ np.array([job.request.demand for job in jobs], dtype=np.float64)
@@ -103,7 +91,7 @@ def subsets(state: SchedulerState, jobs: Sequence[ActiveJob], objective: Objecti
     fits = np.isfinite(seconds) & ((seconds <= limit * (1 + ROUNDING)) | (bits.sum(axis=1) == 1))
     worth = np.full(count, -np.inf)
     worth[fits] = mass[fits] / seconds[fits]
-    return Subsets(worth, seconds, gpus)
+    return worth
 
 
 def _partition(worth: Array, count: int) -> tuple[list[int], float]:

@@ -28,7 +28,6 @@ from tlora_fx.scheduler.search.objective import (
     PolicyMemory,
     SearchRound,
     StepTimeCache,
-    by_jobs,
     released,
     resized,
     sized,
@@ -56,38 +55,33 @@ class SearchResult:
     merger: Merger | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SearchLimits:
-    """Limits of how much a search may cost."""
-
-    breadth: int
-    thorough: int
-
-    def cost(self, units: int) -> float:
-        """About how many groups a full search evaluates, its calls' own time counted as such."""
-        return float(CALLS + units * min(units, self.breadth))
+def search_cost(units: int, breadth: int) -> float:
+    """About how many groups a full search evaluates, its calls' own time counted as such."""
+    return float(CALLS + units * min(units, breadth))
 
 
 def search(
     valuation: GroupValuation,
     collector: CandidateCollector,
     search_round: SearchRound,
-    limits: SearchLimits,
     *,
+    breadth: int,
+    thorough: int,
     full: bool,
 ) -> SearchResult:
-    """The groups of a round; `full` looks at all of them, not only at what is new or changed."""
+    """The groups of a round; `full` looks at all of them, not only at what is new or changed.
+
+    breadth, thorough   as of `Tlora`
+    """
     if not full and not any(search_round.fresh):
         return SearchResult(search_round.units, search_round.units)
-    merger = Merger(valuation, search_round.units, limits.breadth)
+    merger = Merger(valuation, search_round.units, breadth)
     merged = merger.run(np.array([full or fresh for fresh in search_round.fresh]))
     result = SearchResult(merged, merged, merger)
-    if not full or len(collector.state.jobs) > limits.breadth:
+    if not full or len(collector.state.jobs) > breadth:
         return result
     starts = [merged]
-    if len(search_round.units) <= limits.thorough and not any(
-        unit.settled for unit in search_round.units
-    ):
+    if len(search_round.units) <= thorough and not any(unit.settled for unit in search_round.units):
         starts += others(valuation, search_round.units)
     best = -np.inf
     for start in starts:
@@ -145,12 +139,12 @@ def reasons_of(
         for name in search_round.broke
     ]
     cluster = state.cluster
-    for name, unit in by_jobs(placed.running).items():
+    for unit in placed.running:
         less = unit.asked - unit.gpus
-        if less:
+        verdict = f"released {cluster.counted(less)}"
+        detail = f"{unit.gpus} of the {cluster.counted(unit.asked)} that its jobs asked for"
+        for name in unit.jobs if less else ():
             others = tuple(other for other in unit.jobs if other != name)
-            detail = f"{unit.gpus} of the {cluster.counted(unit.asked)} that its jobs asked for"
-            verdict = f"released {cluster.counted(less)}"
             reasons.append(Reason(name, verdict, others, detail=detail))
     reasons += _waiting(placed, new, cluster)
     order = {name: index for index, name in enumerate(state.jobs)}
@@ -257,10 +251,9 @@ class Tlora:
         if not state.jobs:
             self._memory = PolicyMemory()
             return Decision(())
-        limits = SearchLimits(self.breadth, self.thorough)
         passed = max(0.0, state.now - self._last) / max(state.horizon, 1e-9)
         self._saved, self._last = self._saved + self.search * passed, state.now
-        due = self._saved >= limits.cost(len(state.groups) + 1)
+        due = self._saved >= search_cost(len(state.groups) + 1, self.breadth)
         if not due and not explain and (last := self._last_answer.answer(state)) is not None:
             return last
         collector = CandidateCollector(state, self._memory, lending=self.lending)
@@ -274,7 +267,10 @@ class Tlora:
         if full:
             self._saved = 0.0
         if self.share:
-            result = search(valuation, collector, search_round, limits, full=full)
+            result = search(
+                valuation, collector, search_round,
+                breadth=self.breadth, thorough=self.thorough, full=full,
+            )  # fmt: skip
         else:
             result = SearchResult(search_round.units, search_round.units)
         placed = self._place(state, collector, search_round, result, valuation)

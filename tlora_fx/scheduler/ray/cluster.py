@@ -111,10 +111,9 @@ class RayCluster:
     cluster: Cluster
     slots: int | None = None
     over: threading.Event = field(default_factory=threading.Event)
-    _seen: tuple[float, list[dict[str, Any]]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._seen = (time.monotonic(), [])
+    _seen: tuple[float, list[dict[str, Any]]] = field(
+        default_factory=lambda: (time.monotonic(), []), init=False
+    )
 
     @classmethod
     def join(cls, address: str | None, device: str | None, slots: int | None) -> Self:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,17 +29,17 @@ from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.errors import PlaceTaken, RayUnreachable
 from tlora_fx.host.version import __version__
-from tlora_fx.runtime.workers.protocol import LOST, NEEDS_NEW_PROCESS, WORKER_CONFIG, WorkerConfig
-from tlora_fx.scheduler.executor import Committed, ExecutorEvent, NodeBack, NodeLost
+from tlora_fx.runtime.workers.protocol import LOST, NEEDS_NEW_PROCESS, WorkerConfig
+from tlora_fx.scheduler.executor import ExecutorEvent, GroupLaunch, NodeBack, NodeLost
 from tlora_fx.scheduler.lease import grant, revoke
-from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions
+from tlora_fx.scheduler.local.executor import LocalExecutor, rank_variables
 from tlora_fx.scheduler.local.group import RunningGroup
-from tlora_fx.scheduler.local.processes import STOP_SECONDS, ForkServer, IdleNews
+from tlora_fx.scheduler.local.processes import STOP_SECONDS, ForkServer, IdleNews, WorkerStart
 from tlora_fx.scheduler.local.recovery import CheckpointSource
 from tlora_fx.scheduler.ray.cluster import RayCluster
 from tlora_fx.scheduler.ray.worker import Worker
 from tlora_fx.scheduler.service import RunOptions
-from tlora_fx.scheduler.state import Group, JobRequest
+from tlora_fx.scheduler.state import Group
 
 #: That Ray may take to reserve what is free; another user of the cluster has it then.
 RESERVE_SECONDS = 5.0
@@ -72,11 +72,8 @@ class Place:
 class _Order:
     """What one actor is at; code None: it has not ended."""
 
-    path: Path
-    log: Path
-    environment: dict[str, str]
+    start: WorkerStart
     place: Place
-    rank: int
     actor: Any = None
     reply: Any = None
     code: int | None = None
@@ -86,12 +83,17 @@ class _Order:
     @property
     def group(self) -> Path:
         """The folder of its group."""
-        return self.path.parent
+        return Path(self.start.order).parent
+
+    def lose(self) -> None:
+        """It has ended: what it has committed is all that it will ever have."""
+        revoke(self.group)
+        self.code = LOST
 
     @property
     def asked(self) -> Path:
         """File of the signals that the worker shall have."""
-        return self.log.with_suffix(".asked")
+        return Path(self.start.log).with_suffix(".asked")
 
 
 class Actors:
@@ -112,41 +114,29 @@ class Actors:
     def begin(self) -> None:
         """There is nothing to begin."""
 
-    def start(
-        self,
-        order: Path,
-        log: Path,
-        environment: Mapping[str, str],
-        module: str = "",
-        *,
-        stays: str = "",
-        place: Iterable[int] = (),
-        needs: float | None = None,
-        rank: int = 0,
-        size: int = 1,
-    ) -> int:
+    def start(self, start: WorkerStart) -> int:
         """Start an order on the actor of its rank, which has its GPU for itself; its number."""
-        here = self.places[tuple(place)]
-        if here.kind != stays:
+        here = self.places[start.place]
+        if here.kind != start.stays:
             self.end(here)
-        here.kind = stays
+        here.kind = start.stays
         number, self._next = self._next, self._next + 1
-        self._orders[number] = _Order(order, log, dict(environment), here, rank)
+        self._orders[number] = _Order(start, here)
         self._hand(self._orders[number])
         here.workers.append(number)
         return number
 
     def _hand(self, order: _Order) -> None:
         """Hand an order to the actor of its rank."""
-        here, rank = order.place, order.rank
-        order.again = rank in here.actors
-        order.actor = actor = here.actors.get(rank) or self._actor(here, rank)
+        here, start = order.place, order.start
+        order.again = start.rank in here.actors
+        order.actor = actor = here.actors.get(start.rank) or self._actor(here, start.rank)
         address = None
-        if "RANK" in order.environment:
+        if "RANK" in start.environment:
             # Ray hands it on when it is known: nobody waits for it here.
-            here.address = actor.address.remote() if rank == 0 else here.address
+            here.address = actor.address.remote() if start.rank == 0 else here.address
             address = here.address
-        order.reply = actor.work.remote(str(order.path), str(order.log), order.environment, address)
+        order.reply = actor.work.remote(start.order, start.log, start.environment, address)
 
     def signal(self, worker: int, number: int) -> None:
         """Send a worker a signal; nothing happens where it has ended."""
@@ -155,9 +145,10 @@ class Actors:
             return
         if number == signal.SIGKILL:
             # What it has committed is all that it will ever have, whether it can be reached or not.
-            revoke(order.group)
-            order.code = LOST
-            self._kill(order.place, order.actor)
+            order.lose()
+            ray.kill(order.actor)
+            kept = [each for each in order.place.actors.items() if each[1] is not order.actor]
+            order.place.actors = dict(kept)
         else:
             with order.asked.open("ab") as file:
                 file.write(b"%d\n" % number)
@@ -201,10 +192,8 @@ class Actors:
     def lose(self, place: Place) -> None:
         """A node of a place is gone; so are its workers, whatever else is known of them."""
         for number in place.workers:
-            order = self._orders[number]
-            if order.code is None:
-                revoke(order.group)
-                order.code = LOST
+            if self._orders[number].code is None:
+                self._orders[number].lose()
 
     def end(self, place: Place) -> None:
         """End the actors of a place."""
@@ -228,8 +217,7 @@ class Actors:
         """The cluster is gone: nobody writes any more, and nobody is asked."""
         for order in self._orders.values():
             revoke(order.group)
-            if order.code is None:
-                order.code = LOST
+            order.code = LOST if order.code is None else order.code
 
     def _actor(self, place: Place, rank: int) -> Any:
         strategy = PlacementGroupSchedulingStrategy(
@@ -241,10 +229,6 @@ class Actors:
         )  # fmt: skip
         place.actors[rank] = actor = kind.remote(self._module, __version__, str(Path.cwd()))
         return actor
-
-    def _kill(self, place: Place, actor: Any) -> None:
-        ray.kill(actor)
-        place.actors = {rank: other for rank, other in place.actors.items() if other is not actor}
 
     def _end(self, order: _Order) -> None:
         try:
@@ -261,7 +245,7 @@ class Actors:
                     self._hand(self._orders[number])
             return
         # Before anybody reads what is committed; others end well while the first still writes.
-        if code or order.rank == 0:
+        if code or order.start.rank == 0:
             revoke(order.group)
         order.code = code
 
@@ -272,7 +256,7 @@ class RayExecutor(LocalExecutor):
     nodes     the cluster
     module    module that its workers run
     server    not needed: the driver's own processes are no workers
-    others    as of `LocalExecutor`
+    others    options, started and commits, as of `LocalExecutor`
     raises    RayUnreachable, from `events`, where the cluster is gone
     """
 
@@ -285,10 +269,8 @@ class RayExecutor(LocalExecutor):
         specs: Mapping[str, Mapping[str, Any]],
         server: ForkServer,
         *,
-        options: LocalOptions | None = None,
         sources: Mapping[str, CheckpointSource] | None = None,
-        started: float | None = None,
-        commits: Callable[[Committed], None] | None = None,
+        **others: Any,
     ) -> None:
         self.nodes = nodes
         cpus = min(seat.cpus for seat in nodes.seats)
@@ -302,9 +284,8 @@ class RayExecutor(LocalExecutor):
             for name, source in (sources or {}).items()
         }
         super().__init__(
-            folder.absolute(), cluster, specs, self._actors, options=options, sources=absolute,
-            started=started, commits=commits,
-        )  # fmt: skip
+            folder.absolute(), cluster, specs, self._actors, sources=absolute, **others
+        )
         self._forks = server
         server.begin()
 
@@ -326,8 +307,7 @@ class RayExecutor(LocalExecutor):
         gpus = group.place
         if gpus in self._kept:
             return self._kept.pop(gpus)
-        for other in [held for held in self._kept if not set(held).isdisjoint(gpus)]:
-            self._dismiss(self._kept.pop(other))
+        self._dismiss_kept(lambda place: not set(place.gpus).isdisjoint(gpus))
         nodes = [self.nodes.node(gpu).node for gpu in gpus]
         bundles = placement_group(
             [self._needs] * len(gpus),
@@ -355,46 +335,21 @@ class RayExecutor(LocalExecutor):
             gpus=(0,) * len(gpus),
         )
 
-    def _start(
-        self, running: RunningGroup, folder: Path, config: WorkerConfig, gpus: tuple[int, ...]
-    ) -> tuple[int, ...]:
-        place = self._places[running.epoch].gpus
-        nodes = [self.nodes.node(gpu).node for gpu in gpus]
-        return tuple(
-            self._actors.start(
-                folder / WORKER_CONFIG, folder / f"rank-{rank}.log",
-                self._environment(rank, nodes), place=place,
-                stays=self._kind(config, gpus), rank=rank, size=len(gpus),
-            )
-            for rank in range(len(gpus))
-        )  # fmt: skip
-
-    def _environment(self, rank: int, nodes: list[str]) -> dict[str, str]:
+    def _environment(self, rank: int, gpus: tuple[int, ...]) -> dict[str, str]:
         """Threads of a process, and the variables of torchrun where it is one of several."""
         threads = {"OMP_NUM_THREADS": f"{cpus:g}"} if (cpus := self._needs.get("CPU")) else {}
-        if len(nodes) == 1:
-            return threads
-        return {
-            **threads,
-            "RANK": str(rank),
-            "WORLD_SIZE": str(len(nodes)),
-            "LOCAL_RANK": str(nodes[:rank].count(nodes[rank])),
-            "LOCAL_WORLD_SIZE": str(nodes.count(nodes[rank])),
-        }
+        nodes = [self.nodes.node(gpu).node for gpu in gpus]
+        return threads if len(nodes) == 1 else threads | rank_variables(rank, nodes)
 
-    def change(
-        self,
-        group: Group,
-        epoch: int,
-        successor: Group,
-        successor_epoch: int,
-        jobs: Sequence[JobRequest],
-        steps_done: Mapping[str, float],
-    ) -> None:
+    def _place_of(self, running: RunningGroup, rank: int, gpus: tuple[int, ...]) -> tuple[int, ...]:
+        """The GPUs of the whole group: `Actors` knows who has which."""
+        return self._places[running.epoch].gpus
+
+    def change(self, group: Group, epoch: int, successor: GroupLaunch) -> None:
         """Have the worker of a group train another one; its place and its lease stay."""
         if epoch in self._places:
-            self._places.setdefault(successor_epoch, self._places[epoch])
-        super().change(group, epoch, successor, successor_epoch, jobs, steps_done)
+            self._places.setdefault(successor.epoch, self._places[epoch])
+        super().change(group, epoch, successor)
 
     def events(self) -> list[ExecutorEvent]:
         try:
@@ -408,8 +363,7 @@ class RayExecutor(LocalExecutor):
         ]
         if moved:
             self._look_around()
-        for gpus in [gpus for gpus, kept in self._kept.items() if not self._actors.is_there(kept)]:
-            self._dismiss(self._kept.pop(gpus))
+        self._dismiss_kept(lambda place: not self._actors.is_there(place))
         return sorted(moved + super().events(), key=lambda event: event.time)
 
     def _look_around(self) -> None:
@@ -419,8 +373,7 @@ class RayExecutor(LocalExecutor):
         for place in self._places.values():
             if not there.issuperset(place.gpus):
                 self._actors.lose(place)
-        for gpus in [gpus for gpus in self._kept if not there.issuperset(gpus)]:
-            self._dismiss(self._kept.pop(gpus))
+        self._dismiss_kept(lambda place: not there.issuperset(place.gpus))
 
     def release(self, group: Group, epoch: int) -> None:
         """Give the place back; it stays reserved while its worker keeps a base there."""
@@ -433,6 +386,10 @@ class RayExecutor(LocalExecutor):
             self._kept[place.gpus] = place
         else:
             self._dismiss(place)
+
+    def _dismiss_kept(self, unfit: Callable[[Place], bool]) -> None:
+        for place in [place for place in self._kept.values() if unfit(place)]:
+            self._dismiss(self._kept.pop(place.gpus))
 
     def _dismiss(self, place: Place) -> None:
         self._actors.end(place)

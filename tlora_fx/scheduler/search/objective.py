@@ -12,7 +12,7 @@ GPUs, so groups share as few GPUs as their bounds allow, and jobs that wait can 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Literal
@@ -379,9 +379,7 @@ class CandidateCollector:
                 known.held = self.state.now - group.formed < dwell
                 self._add(known, fresh=False)
                 return
-        out = broken(jobs, group.seconds, self.state.now)
-        if not self.lending:
-            out = [job for job in jobs if self._too_slow(job, group.seconds, len(jobs))]
+        out = broken(jobs, group.seconds, self.state.now, lending=self.lending)
         stay = [job for job in jobs if job not in out]
         self.broke += [job.name for job in out]
         if not stay:
@@ -393,22 +391,15 @@ class CandidateCollector:
         # A group that only lost a job that ended goes on; new jobs will look at it.
         self._add(unit, fresh=not whole)
 
-    def _too_slow(self, job: ActiveJob, seconds: float, count: int) -> bool:
-        limit = limit_seconds(job, self.state.now, lending=self.lending)
-        return count > 1 and seconds > limit * (1 + ROUNDING)
-
     def _refresh(self, unit: CandidateGroup) -> None:
         jobs = [self.state.jobs[name] for name in unit.jobs]
         unit.left = min(job.steps_left for job in jobs)
         if any(job.request.deadline is not None for job in jobs):
-            unit.limit = self._limit(jobs)
+            unit.limit = self.limit(*unit.jobs)
 
-    def limit(self, name: str) -> float:
-        """The longest step that one job bears, in seconds."""
-        return limit_seconds(self.state.jobs[name], self.state.now, lending=self.lending)
-
-    def _limit(self, jobs: Iterable[ActiveJob]) -> float:
-        now = self.state.now
+    def limit(self, *names: str) -> float:
+        """The longest step that these jobs all bear, in seconds."""
+        jobs, now = (self.state.jobs[name] for name in names), self.state.now
         return min(limit_seconds(job, now, lending=self.lending) for job in jobs)
 
     def alone(self, job: ActiveJob) -> CandidateGroup:
@@ -417,23 +408,19 @@ class CandidateCollector:
 
     def unit(self, jobs: list[ActiveJob], gpus: int, seconds: float) -> CandidateGroup:
         """Group of some jobs."""
+        names = tuple(job.name for job in jobs)
         return CandidateGroup(
-            tuple(job.name for job in jobs),
+            names,
             jobs[0].request.base,
             np.sum([job.request.demand for job in jobs], axis=0, dtype=np.float64),
             sum(job.request.gpus for job in jobs),
             sum(job.solo_seconds for job in jobs),
             sum(job.request.gpus * job.solo_seconds for job in jobs),
-            self._limit(jobs),
+            self.limit(*names),
             min(job.steps_left for job in jobs),
             gpus,
             seconds,
         )
-
-
-def by_jobs(units: Iterable[CandidateGroup]) -> Mapping[str, CandidateGroup]:
-    """The unit of each job."""
-    return {name: unit for unit in units for name in unit.jobs}
 
 
 def sized(

@@ -286,14 +286,11 @@ class Arrangement:
         now, ready = self.state.now, 0.0
         for unit in units:
             reserved = self.placed.reserved
-            place = None
             if self.placed.waiting and not backfill:
                 self.placed.waiting.append(unit)
                 continue
-            if reserved and now + self._lasts(unit) > ready:
-                with self.placer.without(reserved):
-                    place = self.placer.find(unit.gpus)
-            else:
+            ends_late = bool(reserved) and now + self._lasts(unit) > ready
+            with self.placer.without(reserved if ends_late else ()):
                 place = self.placer.find(unit.gpus)
             if place is not None:
                 self.placer.take(place)

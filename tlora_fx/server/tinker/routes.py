@@ -15,17 +15,18 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, Field
 
 from tlora_fx.errors import JobUnknown, QuotaReached, RequestGone, RequestRefused
-from tlora_fx.server.store import User
+from tlora_fx.server.ledger import User
 from tlora_fx.server.tinker.futures import Futures
 from tlora_fx.training.folders import copy_version
 from tlora_fx.training.log import Checkpoint, CommandLog, Model
 from tlora_fx.training.messages import canonical_request
+from tlora_fx.training.requests import MAX_TTL_SECONDS
 from tlora_fx.training.times import explained, slowdowns, trace
 
 #: Bodies at most. Clients cut data at 5 MB, but one sequence may be larger.
@@ -120,6 +121,7 @@ def _asker(request: Request) -> Asker:
 
 
 By = Annotated[Asker, Depends(_asker)]
+Count = Annotated[int, Query(ge=0)]
 api = APIRouter(prefix="/api/v1", tags=["tinker"])
 
 
@@ -160,7 +162,7 @@ class OfPath(BaseModel):
 class Ttl(BaseModel):
     """For how long a checkpoint stays; None: for ever."""
 
-    ttl_seconds: int | None = Field(default=None, ge=1)
+    ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL_SECONDS)
 
 
 class Copy(Ttl):
@@ -242,7 +244,7 @@ def finish_session(session: str, by: By) -> None:
 
 
 @api.get("/sessions")
-def sessions(by: By, limit: int = 20, offset: int = 0) -> dict[str, Any]:
+def sessions(by: By, limit: Count = 20, offset: Count = 0) -> dict[str, Any]:
     """The user's sessions."""
     return {"sessions": by.log.sessions(by.user.name)[offset : offset + limit]}
 
@@ -287,7 +289,7 @@ async def _json(request: Request) -> dict[str, Any]:
     body = await request.body()
     try:
         content = json.loads(body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestRefused("the body is no JSON", reason=error) from error
     if not isinstance(content, dict):
         raise RequestRefused("the body is no object of JSON")
@@ -486,7 +488,7 @@ def _page(items: list[T], limit: int, offset: int) -> tuple[list[T], dict[str, i
 
 
 @api.get("/training_runs")
-def training_runs(by: By, limit: int = 20, offset: int = 0) -> dict[str, Any]:
+def training_runs(by: By, limit: Count = 20, offset: Count = 0) -> dict[str, Any]:
     """The user's models."""
     models, cursor = _page(by.log.models(by.user.name), limit, offset)
     return {"training_runs": [_run(model, by) for model in models], "cursor": cursor}
@@ -499,7 +501,7 @@ def training_run(model: str, by: By) -> dict[str, Any]:
 
 
 @api.get("/training_runs/{model}/requests")
-def requests_of(model: str, by: By, limit: int = 100) -> dict[str, Any]:
+def requests_of(model: str, by: By, limit: Count = 100) -> dict[str, Any]:
     """The last requests of a model: what each waited for, and how much others slowed it down."""
     rows = by.log.times(
         by.user.name, model=by.log.model(model, by.user.name).id, limit=min(limit, MAX_TRACED)
@@ -571,7 +573,7 @@ def delete_checkpoint(model: str, checkpoint: str, by: By) -> None:
 
 
 @api.get("/checkpoints")
-def checkpoints(by: By, limit: int = 100, offset: int = 0) -> dict[str, Any]:
+def checkpoints(by: By, limit: Count = 100, offset: Count = 0) -> dict[str, Any]:
     """The user's checkpoints."""
     found, cursor = _page(by.log.checkpoints(by.user.name)[::-1], limit, offset)
     return {"checkpoints": [_shown(each) for each in found], "cursor": cursor}
