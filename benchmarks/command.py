@@ -234,7 +234,8 @@ def plan_of(path: Path) -> dict[str, Any]:
 
 #: Writes Python's bytecode, which an installation has.
 IMPORTS = (
-    "import torch._inductor.compile_fx, tlora_fx.runtime.trainer, tlora_fx.runtime.launch, peft;"
+    "import torch._inductor.compile_fx, tlora_fx.runtime.trainer, peft;"
+    "import tlora_fx.runtime.launching.launch;"
     "from transformers import LlamaForCausalLM"
 )
 

@@ -34,7 +34,7 @@ from benchmarks.step_mixes import SEED, Shape
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.runtime.adapters.files import base_tensors
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
-from tlora_fx.runtime.interrupts import Interrupts
+from tlora_fx.runtime.launching.interrupts import Interrupts
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
 JOBS = (1, 2, 4, 8, 16, 32, 64)

@@ -38,7 +38,7 @@ from benchmarks.results_file import console, described, write
 from benchmarks.rounds import data_of
 from tlora_fx.config.job import Job
 from tlora_fx.runtime.data.samples import JobData
-from tlora_fx.runtime.interrupts import Interrupts
+from tlora_fx.runtime.launching.interrupts import Interrupts
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
 STEPS = 1_000

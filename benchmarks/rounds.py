@@ -31,7 +31,7 @@ from benchmarks.results_file import console, described, write
 from benchmarks.step_mixes import SEED, Shape
 from tlora_fx.config.job import Job
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
-from tlora_fx.runtime.interrupts import Interrupts
+from tlora_fx.runtime.launching.interrupts import Interrupts
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
 EXACT, FEW, GRAPHS = "exact", "few lengths", "graphs"

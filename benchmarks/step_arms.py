@@ -25,7 +25,7 @@ from tlora_fx.model import source
 from tlora_fx.ops.float8 import BACKWARDS
 from tlora_fx.ops.kernels import flash_attention_4, packed
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
-from tlora_fx.runtime.interrupts import Interrupts
+from tlora_fx.runtime.launching.interrupts import Interrupts
 
 
 class Arm(Protocol):

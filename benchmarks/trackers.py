@@ -28,8 +28,8 @@ from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.runtime.callbacks import Callbacks, EachInTurn, TrainerCallback
 from tlora_fx.runtime.job_evaluation import EvaluationReport
 from tlora_fx.runtime.job_run import StepReport
+from tlora_fx.runtime.reports.trackers import Trackers
 from tlora_fx.runtime.run_folder import RunFolder
-from tlora_fx.runtime.trackers import Trackers
 
 BOUND_MS = 1.0
 

@@ -24,8 +24,8 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from tlora_fx.cli.arguments.options import command_group, takes_options
 from tlora_fx.cli.kernels import KernelOptions, require_architecture
-from tlora_fx.cli.options import command_group, takes_options
 from tlora_fx.codegen.kernels import stem
 from tlora_fx.codegen.loading import GeneratedModule, load
 from tlora_fx.codegen.spec import KINDS, SHARED_BYTES, KernelSpec, Kind

@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 from tests.cli.test_watch import output, write_job
 from tlora_fx.cli import main
 from tlora_fx.config.hyperparameters import differing
-from tlora_fx.runtime.results_table import as_csv, as_json, as_text, result_row, results_table
-from tlora_fx.runtime.run_view import JobView, read_run
+from tlora_fx.runtime.reports.results_table import (
+    as_csv,
+    as_json,
+    as_text,
+    result_row,
+    results_table,
+)
+from tlora_fx.runtime.reports.run_view import JobView, read_run
 
 FIELDS = st.dictionaries(st.sampled_from(["seed", "optim", "beta"]), st.integers(0, 2))
 

@@ -18,12 +18,12 @@ import yaml
 
 from tests.scheduler.fork_here import ForkHere
 from tlora_fx.cli import main
+from tlora_fx.cli.arguments.run_options import StopSignals
 from tlora_fx.cli.run import Page
-from tlora_fx.cli.run_options import StopSignals
 from tlora_fx.cli.terminal import Console
 from tlora_fx.cost.profile_sources import SHIPPED
-from tlora_fx.runtime import interrupts
-from tlora_fx.runtime.interrupts import stop_signals
+from tlora_fx.runtime.launching import interrupts
+from tlora_fx.runtime.launching.interrupts import stop_signals
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.workers.protocol import EventReader
 from tlora_fx.scheduler import service

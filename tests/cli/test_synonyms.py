@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tlora_fx.cli import COMMANDS
-from tlora_fx.cli.synonyms import SYNONYMS, suggested
+from tlora_fx.cli.arguments.synonyms import SYNONYMS, suggested
 
 
 @pytest.mark.parametrize(

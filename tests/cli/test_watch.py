@@ -12,7 +12,7 @@ from tests.inspect.html_page import conftest as pages
 from tlora_fx.cli import main
 from tlora_fx.cli.terminal import Console
 from tlora_fx.cli.watch import CURVE, curve, table
-from tlora_fx.runtime.run_view import read_run, thinned
+from tlora_fx.runtime.reports.run_view import read_run, thinned
 
 browser = pages.browser
 HOSTILE = "<script>document.title = 'run'</script>"

@@ -40,7 +40,7 @@ from tlora_fx.runtime.adapters.files import base_tensors
 from tlora_fx.runtime.controllers import NanoBatches, find_controller
 from tlora_fx.runtime.data.batching import Cutting, cut_round
 from tlora_fx.runtime.distributed import _require_one_table, require_elementwise
-from tlora_fx.runtime.launch import Launch, choose_plan
+from tlora_fx.runtime.launching.launch import Launch, choose_plan
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
 

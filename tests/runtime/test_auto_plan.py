@@ -23,9 +23,9 @@ from tlora_fx.runtime.auto_plan import ROUNDS, PlanBasis, PlanKeeper, plan_basis
 from tlora_fx.runtime.checks import typical_round
 from tlora_fx.runtime.data.samples import Sample
 from tlora_fx.runtime.distributed import Ranks
-from tlora_fx.runtime.early_checks import require_replannable
 from tlora_fx.runtime.job_run import StepReport
-from tlora_fx.runtime.launch import Launch
+from tlora_fx.runtime.launching.early_checks import require_replannable
+from tlora_fx.runtime.launching.launch import Launch
 
 CPU = torch.device("cpu")
 LENGTHS = {"one": [4] * 90 + [40] * 10, "two": list(range(10, 60))}

@@ -15,7 +15,7 @@ from tlora_fx.cost.plan import MeshShape
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.planners.auto import search
 from tlora_fx.runtime.distributed import Ranks
-from tlora_fx.runtime.launch import Launch
+from tlora_fx.runtime.launching.launch import Launch
 from tlora_fx.runtime.profiling.calibrating import calibrate, row_sizes
 
 CPU = torch.device("cpu")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from tlora_fx.host.threads import thread_rules
-from tlora_fx.runtime.cpu_threads import (
+from tlora_fx.runtime.launching.cpu_threads import (
     SMALL_MATRIX,
     few_threads,
     mean_matrix,

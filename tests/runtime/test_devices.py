@@ -7,7 +7,7 @@ import torch
 
 from tlora_fx.errors import DeviceUnknown
 from tlora_fx.runtime.distributed import device_named
-from tlora_fx.runtime.launch import Launch
+from tlora_fx.runtime.launching.launch import Launch
 
 
 @pytest.fixture

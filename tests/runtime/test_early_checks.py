@@ -16,7 +16,8 @@ from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import MeshDoesNotFit, NoPlanFits, RunFolderError
 from tlora_fx.planners.protocol import _own_planners
-from tlora_fx.runtime import controllers, early_checks
+from tlora_fx.runtime import controllers
+from tlora_fx.runtime.launching import early_checks
 from tlora_fx.runtime.run_folder import RunFolder, require_begun, require_new
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.planners.auto import search
 from tlora_fx.runtime.distributed import Ranks
-from tlora_fx.runtime.launch import Launch
+from tlora_fx.runtime.launching.launch import Launch
 from tlora_fx.runtime.profiling.calibrating import calibrate, layer_points
 
 pytestmark = pytest.mark.gpu

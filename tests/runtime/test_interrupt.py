@@ -8,7 +8,7 @@ import sys
 
 WAITING = """
 import os, signal, threading
-from tlora_fx.runtime.interrupts import Interrupts
+from tlora_fx.runtime.launching.interrupts import Interrupts
 
 with Interrupts(grace_seconds=0.2) as interrupts:
     os.kill(os.getpid(), signal.SIGTERM)

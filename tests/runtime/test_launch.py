@@ -16,9 +16,9 @@ from tests.parallel.processes import run_processes
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import DataError, PlanFileError, RankFailed, RanksDiffer, TloraError
 from tlora_fx.parallel.mesh import Mesh
-from tlora_fx.runtime import early_checks, launch
 from tlora_fx.runtime.distributed import Ranks
-from tlora_fx.runtime.launch import Peer
+from tlora_fx.runtime.launching import early_checks, launch
+from tlora_fx.runtime.launching.launch import Peer
 from tlora_fx.runtime.run_folder import how_to_go_on
 
 

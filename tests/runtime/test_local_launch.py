@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 
 from tlora_fx.errors import LaunchError
-from tlora_fx.runtime import local_launch
-from tlora_fx.runtime.local_launch import process_count
+from tlora_fx.runtime.launching import local_launch
+from tlora_fx.runtime.launching.local_launch import process_count
 
 BEGIN = """
 import os, signal, sys, time
 from pathlib import Path
 from tlora_fx.errors import TloraError
-from tlora_fx.runtime.local_launch import Ending, start_processes
+from tlora_fx.runtime.launching.local_launch import Ending, start_processes
 
 try:
     start_processes(3, lambda: "start again")

@@ -22,7 +22,7 @@ from tlora_fx.runtime.checks import check_memory, longest_round, longest_row
 from tlora_fx.runtime.clocks import JobClocks
 from tlora_fx.runtime.data.batching import Cutting, cut_round, rows_of_round
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
-from tlora_fx.runtime.launch import Launch
+from tlora_fx.runtime.launching.launch import Launch
 
 PLAN = Plan(planner="single")
 

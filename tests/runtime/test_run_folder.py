@@ -8,8 +8,8 @@ import pytest
 
 from tlora_fx.errors import NewerFormat, RunFolderError
 from tlora_fx.host.version import __version__
+from tlora_fx.runtime.reports.run_view import read_run
 from tlora_fx.runtime.run_folder import RunFolder, ask_to_stop
-from tlora_fx.runtime.run_view import read_run
 
 PLACES = ("run.json", "a/status.json")
 

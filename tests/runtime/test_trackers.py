@@ -9,11 +9,11 @@ import pytest
 
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
-from tlora_fx.runtime import trackers
 from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.job_run import SampleReport
+from tlora_fx.runtime.reports import trackers
+from tlora_fx.runtime.reports.trackers import Trackers
 from tlora_fx.runtime.run_folder import read_metrics
-from tlora_fx.runtime.trackers import Trackers
 from tlora_fx.runtime.trainer import Trainer
 
 EVALUATED = {"eval_data": {"path": "unused.jsonl"}, "eval_steps": 2}

@@ -10,7 +10,7 @@ import torch
 
 from tlora_fx.errors import OutOfMemory
 from tlora_fx.runtime.clocks import JobClocks
-from tlora_fx.runtime.launch import Launch
+from tlora_fx.runtime.launching.launch import Launch
 from tlora_fx.runtime.workers import training as worker
 from tlora_fx.runtime.workers.protocol import OUT_OF_MEMORY, EventReader, WorkerConfig
 

@@ -16,7 +16,7 @@ from tlora_fx.config.adapter_folder import CONFIG
 from tlora_fx.config.job import Job
 from tlora_fx.errors import AdapterFolderError
 from tlora_fx.runtime.adapters.quantised import trained_base
-from tlora_fx.runtime.results_table import (
+from tlora_fx.runtime.reports.results_table import (
     as_csv,
     as_text,
     cells,
@@ -24,7 +24,7 @@ from tlora_fx.runtime.results_table import (
     results_table,
     spec_of,
 )
-from tlora_fx.runtime.run_view import JobView
+from tlora_fx.runtime.reports.run_view import JobView
 
 if TYPE_CHECKING:
     from peft import PeftModel

@@ -11,8 +11,8 @@ from importlib import import_module
 
 import typer
 
-from tlora_fx.cli.options import Interrupted, command_group
-from tlora_fx.cli.synonyms import suggested
+from tlora_fx.cli.arguments.options import Interrupted, command_group
+from tlora_fx.cli.arguments.synonyms import suggested
 from tlora_fx.errors import TloraError, printable
 from tlora_fx.host import collector
 from tlora_fx.host.environment import require_known_values
@@ -120,7 +120,7 @@ def _run(given: list[str]) -> None:
     except TloraError as error:
         _say(error.with_notes())
         if asked in ("train", "prepare"):
-            from tlora_fx.runtime.local_launch import leave_for_torchrun
+            from tlora_fx.runtime.launching.local_launch import leave_for_torchrun
 
             leave_for_torchrun(error.with_notes())
         sys.exit(1)

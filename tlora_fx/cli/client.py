@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tlora_fx.cli.options import JobFilePath, command_group, takes_options
+from tlora_fx.cli.arguments.options import JobFilePath, command_group, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, echo, print_whole
 from tlora_fx.config.paths import is_file
 from tlora_fx.errors import AnswerRefused, ServiceUnreachable, TloraError, UploadRefused

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tlora_fx.cli.options import JobFilePath, PipelineOptions, WatchOptions, takes_options
+from tlora_fx.cli.arguments.options import JobFilePath, PipelineOptions, WatchOptions, takes_options
 from tlora_fx.cli.terminal import Console, echo
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def run(options: CompileOptions) -> None:
     are written; this works with --stop-after too.
     """
     from tlora_fx.config.job_file import load_job_file
-    from tlora_fx.runtime.early_checks import require_trainable
+    from tlora_fx.runtime.launching.early_checks import require_trainable
 
     options.require_passes()
     console = Console(stderr=True)

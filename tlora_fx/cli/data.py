@@ -11,7 +11,7 @@ from rich.bar import Bar
 from rich.table import Table
 from rich.text import Text
 
-from tlora_fx.cli.options import JobFilePath, TrustRemoteCode
+from tlora_fx.cli.arguments.options import JobFilePath, TrustRemoteCode
 from tlora_fx.cli.terminal import Console, Working, echo, print_whole
 from tlora_fx.errors import TloraError, UnknownJob, nearest
 
@@ -102,7 +102,7 @@ class _Reader:
         """
         from tlora_fx.runtime.data.samples import load_job_data
         from tlora_fx.runtime.data.tokenizer import load_tokenizer
-        from tlora_fx.runtime.early_checks import require_data
+        from tlora_fx.runtime.launching.early_checks import require_data
 
         require_data([job])
         with Working(Console(stderr=True), f"reading the data of {job.name}"):

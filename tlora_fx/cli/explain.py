@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.options import JobFilePath, PipelineOptions, takes_options
+from tlora_fx.cli.arguments.options import JobFilePath, PipelineOptions, takes_options
 from tlora_fx.cli.terminal import echo
 
 

@@ -7,14 +7,14 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.generation_options import (
+from tlora_fx.cli.arguments.generation_options import (
     Most,
     Seed,
     Temperature,
     loaded,
     set_seed,
 )
-from tlora_fx.cli.options import Device, RunOrAdapter, TrustRemoteCode
+from tlora_fx.cli.arguments.options import Device, RunOrAdapter, TrustRemoteCode
 from tlora_fx.cli.terminal import echo
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import PipelineOptions, takes_options
+from tlora_fx.cli.arguments.options import PipelineOptions, takes_options
 
 if TYPE_CHECKING:
     from tlora_fx.inspect.schema import Program

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tlora_fx.cli.options import command_group, takes_options
+from tlora_fx.cli.arguments.options import command_group, takes_options
 from tlora_fx.codegen.kernels import build, emitter, first_line
 from tlora_fx.codegen.loading import kernel_folder
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.options import RunOrAdapter, TrustRemoteCode
+from tlora_fx.cli.arguments.options import RunOrAdapter, TrustRemoteCode
 from tlora_fx.cli.terminal import Console, Working
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tlora_fx.cli.options import Load, WatchOptions, takes_options
+from tlora_fx.cli.arguments.options import Load, WatchOptions, takes_options
 from tlora_fx.cli.terminal import echo
 from tlora_fx.config.pipeline_text import require_readable
 from tlora_fx.errors import TloraError

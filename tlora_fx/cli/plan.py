@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from tlora_fx.cli.options import JobFilePath, MaxRowTokens, TrustRemoteCode, takes_options
+from tlora_fx.cli.arguments.options import JobFilePath, MaxRowTokens, TrustRemoteCode, takes_options
 from tlora_fx.cli.terminal import Console, Working, bare_table, print_whole
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def _compiled(options: PlanOptions) -> tuple[JobFile, SuperModel]:
     """The jobs of a file, and their model; nothing is compiled for a profile that is none."""
     from tlora_fx.config.job_file import load_job_file
     from tlora_fx.cost.plan import require_free
-    from tlora_fx.runtime import early_checks as early
+    from tlora_fx.runtime.launching import early_checks as early
 
     job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
     early.require_gpu(options.gpu)

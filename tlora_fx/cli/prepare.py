@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tlora_fx.cli.options import takes_options
+from tlora_fx.cli.arguments.options import takes_options
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.cli.train import (
     StartOptions,
@@ -26,7 +26,7 @@ from tlora_fx.host.phases import phase
 if TYPE_CHECKING:
     from tlora_fx.cli.bars import Bars
     from tlora_fx.config.job import Job
-    from tlora_fx.runtime.launch import Launch
+    from tlora_fx.runtime.launching.launch import Launch
     from tlora_fx.runtime.warm_up import Cache
 
 AGAIN = "start it again: what is in the caches is not made anew"
@@ -62,7 +62,7 @@ def run(options: StartOptions) -> None:
 
     with Bars(Console(stderr=True, quiet=not leads, highlight=False)) as bars:
         with phase("imports"):
-            from tlora_fx.runtime.launch import Launch, exits_at_once
+            from tlora_fx.runtime.launching.launch import Launch, exits_at_once
 
         launch = Launch.found() if has_device else Launch()
         options = replace(options, plan=plan_name(options, launch))
@@ -76,7 +76,7 @@ def run(options: StartOptions) -> None:
 
 def _require_right(options: StartOptions, *, has_device: bool) -> Sequence[Job]:
     """The jobs, after all checks that need no torch; raises TloraError."""
-    from tlora_fx.runtime.early_checks import require_data_and_base
+    from tlora_fx.runtime.launching.early_checks import require_data_and_base
 
     jobs = read_jobs(options)
     if has_device:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from tlora_fx.cli.options import TrustRemoteCode, takes_options
+from tlora_fx.cli.arguments.options import TrustRemoteCode, takes_options
 from tlora_fx.cli.terminal import Console, Working, print_whole
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ def run(options: ProfileOptions) -> None:
     plan` and `train --plan auto` find the profile.
     """
     from tlora_fx.config.job_file import load_job_file
-    from tlora_fx.runtime.launch import Launch
+    from tlora_fx.runtime.launching.launch import Launch
     from tlora_fx.runtime.profiling.profiler import ProfileRequest, profile_file
 
     tokens, rounds = (QUICK_TOKENS, QUICK_ROUNDS) if options.quick else (TOKENS, ROUNDS)

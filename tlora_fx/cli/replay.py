@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.options import Load
+from tlora_fx.cli.arguments.options import Load
 from tlora_fx.cli.terminal import echo
 
 

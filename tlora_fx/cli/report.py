@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
-from tlora_fx.cli.options import RunFolderPath
+from tlora_fx.cli.arguments.options import RunFolderPath
 from tlora_fx.host.durable import replace_file
 
 if TYPE_CHECKING:
-    from tlora_fx.runtime.run_view import JobView
+    from tlora_fx.runtime.reports.run_view import JobView
     from tlora_fx.scheduler.history import History
     from tlora_fx.simulator.figures import Block
 
@@ -60,7 +60,7 @@ def run(
     when, and what the start took. The page is one file that needs no network. It can be written
     while the run goes on.
     """
-    from tlora_fx.runtime.run_view import read_run
+    from tlora_fx.runtime.reports.run_view import read_run
 
     path = output or folder / "report.html"
     content = page(folder, read_run(folder), specs_of_run(folder))
@@ -85,7 +85,7 @@ def specs_of_run(folder: Path) -> dict[str, Mapping[str, Any]]:
 
     The ledger of `run` has all jobs. Of `train`, a job's folder tells once the job has begun.
     """
-    from tlora_fx.runtime.results_table import spec_of
+    from tlora_fx.runtime.reports.results_table import spec_of
     from tlora_fx.runtime.run_folder import JOB
     from tlora_fx.scheduler.history import History
 
@@ -130,7 +130,7 @@ def page(folder: Path, jobs: Sequence[JobView], specs: Mapping[str, Mapping[str,
 def _start(folder: Path) -> list[tuple[str, str]]:
     """What the newest start took, each with its seconds; nothing where the folder does not tell."""
     from tlora_fx.host.phases import TITLES
-    from tlora_fx.runtime.run_view import read_start
+    from tlora_fx.runtime.reports.run_view import read_start
 
     start = read_start(folder)
     if start is None:
@@ -191,7 +191,7 @@ def figures(folder: Path, jobs: Sequence[JobView]) -> list[Drawn | None]:
 
 
 def _curves(name: str, title: str, shows: str, jobs: Sequence[JobView], field: str) -> Drawn | None:
-    from tlora_fx.runtime.run_view import thinned
+    from tlora_fx.runtime.reports.run_view import thinned
     from tlora_fx.simulator.figures import Series, lines
 
     series: list[Series] = []

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.options import RunFolderPath
+from tlora_fx.cli.arguments.options import RunFolderPath
 
 
 def run(
@@ -21,8 +21,14 @@ def run(
     It has the hyperparameters that differ between the jobs. The run may still go on.
     """
     from tlora_fx.cli.report import specs_of_run, write
-    from tlora_fx.runtime.results_table import as_csv, as_json, as_text, result_row, results_table
-    from tlora_fx.runtime.run_view import read_run
+    from tlora_fx.runtime.reports.results_table import (
+        as_csv,
+        as_json,
+        as_text,
+        result_row,
+        results_table,
+    )
+    from tlora_fx.runtime.reports.run_view import read_run
 
     rows = [result_row(view) for view in read_run(folder)]
     table = results_table(rows, specs_of_run(folder))

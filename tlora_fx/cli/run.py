@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from rich.live import Live
 from rich.table import Table
 
-from tlora_fx.cli.options import takes_options
-from tlora_fx.cli.run_options import (
+from tlora_fx.cli.arguments.options import takes_options
+from tlora_fx.cli.arguments.run_options import (
     TURN_SECONDS,
     RunCommandOptions,
     StopSignals,
@@ -82,7 +82,7 @@ def _require_right(options: RunCommandOptions) -> None:
     options.require_passes()
 
     from tlora_fx.config.job_file import load_job_file
-    from tlora_fx.runtime import early_checks as early
+    from tlora_fx.runtime.launching import early_checks as early
 
     early.require_folder(options.jobs)
     begun = require_output_and_times(options)
@@ -129,7 +129,7 @@ def _end(records: list[JobRecord], output: Path, *, stopped: bool, mistaken: boo
 @contextmanager
 def _even_if_hung_up() -> Iterator[None]:
     """Inside, a terminal may be closed: that is an error before SIGHUP is heard."""
-    from tlora_fx.runtime.interrupts import leave_terminal
+    from tlora_fx.runtime.launching.interrupts import leave_terminal
 
     try:
         yield

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.options import command_group
+from tlora_fx.cli.arguments.options import command_group
 from tlora_fx.cli.terminal import Console
 from tlora_fx.errors import StateFileError
 

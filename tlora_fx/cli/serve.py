@@ -21,8 +21,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from tlora_fx.cli.options import takes_options
-from tlora_fx.cli.run_options import (
+from tlora_fx.cli.arguments.options import takes_options
+from tlora_fx.cli.arguments.run_options import (
     TURN_SECONDS,
     RunCommandOptions,
     StopSignals,

@@ -16,7 +16,7 @@ from pydantic.dataclasses import dataclass
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tlora_fx.cli.options import seconds, with_options
+from tlora_fx.cli.arguments.options import seconds, with_options
 from tlora_fx.cli.terminal import Console, print_whole
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.host.memory import usable_cpus

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.options import command_group
+from tlora_fx.cli.arguments.options import command_group
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.errors import ServiceRefused
 

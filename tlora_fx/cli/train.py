@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import JobFilePath, PipelineOptions, takes_options
+from tlora_fx.cli.arguments.options import JobFilePath, PipelineOptions, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.host import phases
 from tlora_fx.host.phases import phase
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from tlora_fx.runtime.data.samples import JobData
     from tlora_fx.runtime.distributed import Ranks
     from tlora_fx.runtime.job_run import JobRun
-    from tlora_fx.runtime.launch import Launch
+    from tlora_fx.runtime.launching.launch import Launch
     from tlora_fx.runtime.trainer import Trainer
 
 
@@ -223,7 +223,7 @@ def run(options: TrainOptions) -> None:
     # One process speaks for all.
     with Bars(Console(stderr=True, quiet=not leads, highlight=False)) as bars:
         with phase("imports"):
-            from tlora_fx.runtime.launch import Launch, exits_at_once
+            from tlora_fx.runtime.launching.launch import Launch, exits_at_once
 
         launch = Launch.found()
         plan = plan_name(options, launch)
@@ -246,7 +246,7 @@ def plan_name(options: StartOptions, launch: Launch) -> str:
 
 def _require_right(options: TrainOptions) -> Sequence[Job]:
     """The jobs, after all checks that need no torch."""
-    from tlora_fx.runtime import early_checks as early
+    from tlora_fx.runtime.launching import early_checks as early
 
     jobs = read_jobs(options)
     early.require_job_folders(jobs, options.output)
@@ -273,7 +273,7 @@ def require_start(options: StartOptions, jobs: Sequence[Job]) -> None:
 
     raises    TloraError
     """
-    from tlora_fx.runtime import early_checks as early
+    from tlora_fx.runtime.launching import early_checks as early
 
     early.require_device(options.device)
     if options.plan is not None:
@@ -284,8 +284,8 @@ def require_start(options: StartOptions, jobs: Sequence[Job]) -> None:
 def _require_cuts(options: StartOptions, jobs: Sequence[Job]) -> None:
     """Refuse a number of processes, a mesh or a base that cannot be trained on."""
     from tlora_fx.host.gpus import visible_gpus
-    from tlora_fx.runtime import early_checks as early
-    from tlora_fx.runtime.local_launch import process_count, require_size
+    from tlora_fx.runtime.launching import early_checks as early
+    from tlora_fx.runtime.launching.local_launch import process_count, require_size
 
     if options.gpus is not None:
         processes = process_count(options.gpus, options.device)
@@ -317,7 +317,7 @@ def start_processes(gpus: str, options: StartOptions, going_on: Callable[[], str
     gpus       of `--gpus`
     going_on   what helps where a process was lost
     """
-    from tlora_fx.runtime import local_launch
+    from tlora_fx.runtime.launching import local_launch
 
     count = local_launch.process_count(gpus, options.device)
     if count > 1:
@@ -372,7 +372,7 @@ def arrange(
         from tlora_fx.codegen.ahead import ahead
         from tlora_fx.runtime.clocks import JobClocks, clocks_in
         from tlora_fx.runtime.distributed import Ranks
-        from tlora_fx.runtime.launch import join, memory_bytes
+        from tlora_fx.runtime.launching.launch import join, memory_bytes
 
     device = launch.device(options.device)
     # What compiles kernels is ready by the time that it is needed.
@@ -546,7 +546,7 @@ def _planned(
     from tlora_fx.errors import PlanNotRunnable
     from tlora_fx.parallel.prepare import require_fits
     from tlora_fx.runtime.checks import check_memory
-    from tlora_fx.runtime.launch import choose_plan
+    from tlora_fx.runtime.launching.launch import choose_plan
 
     assert options.plan is not None
     of_planner: dict[str, object] = {

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from tlora_fx.cli.options import Device, JobFilePath, PipelineOptions, takes_options
+from tlora_fx.cli.arguments.options import Device, JobFilePath, PipelineOptions, takes_options
 from tlora_fx.cli.terminal import Console, Working, print_whole
 from tlora_fx.errors import VerifyError
 
@@ -40,7 +40,7 @@ def run(options: VerifyOptions) -> None:
     quantize-base, differences are printed and none is an error.
     """
     from tlora_fx.config.job_file import load_job_file
-    from tlora_fx.runtime.early_checks import require_data_and_base
+    from tlora_fx.runtime.launching.early_checks import require_data_and_base
 
     options.require_passes()
     console = Console(stderr=True)

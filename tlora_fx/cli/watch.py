@@ -11,11 +11,11 @@ import typer
 from rich.live import Live
 from rich.table import Table
 
-from tlora_fx.cli.options import RunFolderPath, seconds
+from tlora_fx.cli.arguments.options import RunFolderPath, seconds
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
 
 if TYPE_CHECKING:
-    from tlora_fx.runtime.run_view import JobView
+    from tlora_fx.runtime.reports.run_view import JobView
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 #: Characters of a curve, and of all that stands beside it but the jobs' names.
@@ -36,7 +36,7 @@ def run(
     Ctrl-C stops watching; the run goes on. If the output is no terminal, the current state is
     printed once.
     """
-    from tlora_fx.runtime.run_view import read_run
+    from tlora_fx.runtime.reports.run_view import read_run
 
     pause = seconds(every, "--every")
     console = Console()
@@ -93,7 +93,7 @@ def _row(job: JobView, wide: int) -> tuple[str, ...]:
 
 def curve(values: Sequence[float], width: int = CURVE) -> str:
     """Values as blocks of eight heights, each the mean of equally many."""
-    from tlora_fx.runtime.run_view import thinned
+    from tlora_fx.runtime.reports.run_view import thinned
 
     means = [mean for _, mean in thinned([(0.0, value) for value in values], width)]
     if not means:

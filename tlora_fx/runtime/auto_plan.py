@@ -34,7 +34,7 @@ from tlora_fx.runtime.checks import longest_round, typical_round
 from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.job_run import JobRun, StepReport
-from tlora_fx.runtime.launch import Launch
+from tlora_fx.runtime.launching.launch import Launch
 from tlora_fx.runtime.profiling.calibrating import calibrate
 from tlora_fx.runtime.profiling.profiler import hardware_of
 from tlora_fx.runtime.run_folder import PLAN, PROFILE, PROPOSAL

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from tlora_fx.errors import ControllerWrong
 from tlora_fx.parallel.nano_batches import COUNTS
-from tlora_fx.runtime.early_checks import require_controller
+from tlora_fx.runtime.launching.early_checks import require_controller
 
 #: Steps with a count before it can be left as hopeless: one alone may be a hiccup.
 MIN_STEPS = 2

@@ -41,7 +41,6 @@ from tlora_fx.runtime.adapters.files import base_tensors, start_adapter, start_a
 from tlora_fx.runtime.checkpoints.store import JobState
 from tlora_fx.runtime.checkpoints.tensor_file import moved
 from tlora_fx.runtime.checks import probe_base
-from tlora_fx.runtime.cpu_threads import on_few_threads, settle_threads
 from tlora_fx.runtime.data.batching import (
     Cutting,
     MicroBatches,
@@ -56,6 +55,7 @@ from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.distributed import StateGatherer, require_device
 from tlora_fx.runtime.group_updater import GroupUpdater
 from tlora_fx.runtime.isolation import RoundResult, is_out_of_memory, run_isolated
+from tlora_fx.runtime.launching.cpu_threads import on_few_threads, settle_threads
 from tlora_fx.runtime.member import Member
 from tlora_fx.runtime.optim.rank_allocation import regularise
 from tlora_fx.runtime.step_batches import (

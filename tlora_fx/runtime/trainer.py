@@ -44,7 +44,6 @@ from tlora_fx.runtime.checks import (
 )
 from tlora_fx.runtime.compilation import Compilation
 from tlora_fx.runtime.controllers import NanoBatches
-from tlora_fx.runtime.cpu_threads import on_few_threads
 from tlora_fx.runtime.data.batching import (
     MicroBatches,
 )
@@ -60,15 +59,16 @@ from tlora_fx.runtime.elastic import Roster
 from tlora_fx.runtime.evaluation import Measurements
 from tlora_fx.runtime.group_step import GroupStep, StepOptions
 from tlora_fx.runtime.halving import Halving
-from tlora_fx.runtime.interrupts import Interrupts
-from tlora_fx.runtime.job_reports import JobReports
 from tlora_fx.runtime.job_run import JobRun
+from tlora_fx.runtime.launching.cpu_threads import on_few_threads
+from tlora_fx.runtime.launching.interrupts import Interrupts
 from tlora_fx.runtime.optim.trainable import require_trainable
+from tlora_fx.runtime.reports.job_reports import JobReports
+from tlora_fx.runtime.reports.trackers import Trackers
 from tlora_fx.runtime.round_end import CallbackErrors, RoundEnd
 from tlora_fx.runtime.row_schedule import RowSchedule
 from tlora_fx.runtime.run_checkpoints import RunCheckpoints
 from tlora_fx.runtime.run_folder import RunFolder
-from tlora_fx.runtime.trackers import Trackers
 
 GRACE_SECONDS = 10.0
 

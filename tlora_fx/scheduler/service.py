@@ -31,7 +31,7 @@ from tlora_fx.errors import (
     TloraError,
 )
 from tlora_fx.host.storage import missing_bytes
-from tlora_fx.runtime.early_checks import job_files, require_folder
+from tlora_fx.runtime.launching.early_checks import job_files, require_folder
 from tlora_fx.runtime.run_folder import LEDGER, RunFolder
 from tlora_fx.scheduler.formations import Callback, Formation, LayoutOf
 from tlora_fx.scheduler.halving import RungComparison

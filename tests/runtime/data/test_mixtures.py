@@ -23,7 +23,7 @@ from tlora_fx.errors import (
 from tlora_fx.host import environment
 from tlora_fx.runtime.data.samples import load_job_data
 from tlora_fx.runtime.data.tables import MixedTable, digest_of, mixed_order
-from tlora_fx.runtime.early_checks import require_data
+from tlora_fx.runtime.launching.early_checks import require_data
 
 SETS = {
     "a": [{"prompt": "1+" * n, "completion": "a"} for n in range(1, 8)],

@@ -23,7 +23,7 @@ from tlora_fx.cost.profile import CollectivePoint, LayerPoint, Profile
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.distributed import Ranks
-from tlora_fx.runtime.launch import Launch
+from tlora_fx.runtime.launching.launch import Launch
 from tlora_fx.runtime.profiling.profiler import (
     RowCalls,
     TimedLayer,

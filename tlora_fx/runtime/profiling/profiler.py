@@ -53,7 +53,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.parallel import GROUP, use_group
 from tlora_fx.parallel.prepare import prepared
 from tlora_fx.runtime.adapters.files import base_tensors, start_adapters
-from tlora_fx.runtime.launch import Launch, join, leave
+from tlora_fx.runtime.launching.launch import Launch, join, leave
 from tlora_fx.runtime.optim.group_update import GroupUpdate
 from tlora_fx.runtime.optim.optimizer import JobOptimizer
 from tlora_fx.runtime.profiling.timing import (

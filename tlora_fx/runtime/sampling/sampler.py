@@ -27,11 +27,11 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.kernels.select import is_strict
 from tlora_fx.ops.paged_attention import KeyValuePages, page_tokens
 from tlora_fx.passes.operator_facts import argument
-from tlora_fx.runtime.cpu_threads import few_threads
 from tlora_fx.runtime.data.samples import Sample
 from tlora_fx.runtime.data.tokenizer import load_tokenizer
 from tlora_fx.runtime.generation import generation_config
 from tlora_fx.runtime.group_step import GroupStep
+from tlora_fx.runtime.launching.cpu_threads import few_threads
 from tlora_fx.runtime.sampling.draw import DrawOptions, numbers_of
 from tlora_fx.runtime.sampling.engine import Engine, FinishReason, GrowingSequence, Request
 from tlora_fx.runtime.sampling.token_graphs import TokenGraphs

@@ -42,7 +42,7 @@ from tlora_fx.runtime.checks import load_all_data
 from tlora_fx.runtime.clocks import JobClocks, kept_clocks
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.isolation import is_out_of_memory
-from tlora_fx.runtime.launch import Launch, exits_at_once, join
+from tlora_fx.runtime.launching.launch import Launch, exits_at_once, join
 from tlora_fx.runtime.optim.trainable import require_trainable
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 from tlora_fx.runtime.workers.protocol import (

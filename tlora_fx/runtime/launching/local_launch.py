@@ -27,7 +27,7 @@ from tlora_fx.errors import LaunchError, ProcessLost, printable
 from tlora_fx.host.environment import START_FOLDER
 from tlora_fx.host.gpus import visible_gpus
 from tlora_fx.host.memory import usable_cpus
-from tlora_fx.runtime.interrupts import leave_terminal, stop_signals
+from tlora_fx.runtime.launching.interrupts import leave_terminal, stop_signals
 
 POLL_SECONDS = 0.05
 #: After the first failure the other processes may take so long to end by themselves.

@@ -28,7 +28,7 @@ def loaded(
     raises    RunFolderError, RemoteCodeRefused, and what loading the base raises
     """
     from tlora_fx.config.job_file import require_trusted
-    from tlora_fx.runtime.early_checks import require_device
+    from tlora_fx.runtime.launching.early_checks import require_device
     from tlora_fx.runtime.merge import adapter_of, adapters_of, job_of
     from tlora_fx.runtime.run_folder import JOB
 
@@ -37,9 +37,9 @@ def loaded(
         require_trusted(job_of(at).base, at / JOB, trusted=trusted)
     require_device(device)
 
-    from tlora_fx.runtime.cpu_threads import settle_threads
     from tlora_fx.runtime.distributed import device_named
     from tlora_fx.runtime.generation import AdapterGenerator
+    from tlora_fx.runtime.launching.cpu_threads import settle_threads
 
     place = device_named(device)
     with Working(Console(stderr=True, highlight=False), f"loading the base of {folder}"):

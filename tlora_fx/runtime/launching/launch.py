@@ -35,8 +35,13 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.mesh import FIRST_STEP, Mesh
 from tlora_fx.planners.protocol import find_planner
 from tlora_fx.runtime.distributed import Ranks, device_named
-from tlora_fx.runtime.early_checks import require_plan_file
-from tlora_fx.runtime.local_launch import INTERRUPTED, Ending, leave_for_torchrun, require_size
+from tlora_fx.runtime.launching.early_checks import require_plan_file
+from tlora_fx.runtime.launching.local_launch import (
+    INTERRUPTED,
+    Ending,
+    leave_for_torchrun,
+    require_size,
+)
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # torchrun counts how often it has started the processes again.

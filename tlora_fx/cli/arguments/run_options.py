@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.options import MaxRowTokens, PipelineOptions, seconds
+from tlora_fx.cli.arguments.options import MaxRowTokens, PipelineOptions, seconds
 from tlora_fx.errors import RayNotInstalled, RunRefused
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.state import ChangeCosts
@@ -205,7 +205,7 @@ def require_output_and_times(options: RunCommandOptions) -> bool:
     returns   whether the output folder holds a run to go on with
     """
     from tlora_fx.cost.profile import Profile
-    from tlora_fx.runtime import early_checks as early
+    from tlora_fx.runtime.launching import early_checks as early
     from tlora_fx.runtime.run_folder import LEDGER, RUN_COMMAND_FILES, require_new
 
     for name in ("horizon", "save_every", "stall", "grace"):
@@ -270,7 +270,7 @@ class StopSignals:
         self.running = running
 
     def __enter__(self) -> None:
-        from tlora_fx.runtime.interrupts import stop_signals
+        from tlora_fx.runtime.launching.interrupts import stop_signals
 
         self.before = {number: signal.signal(number, self._hear) for number in stop_signals()}
 
@@ -279,7 +279,7 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        from tlora_fx.runtime.interrupts import leave_terminal
+        from tlora_fx.runtime.launching.interrupts import leave_terminal
 
         if number == signal.SIGHUP:
             leave_terminal()
