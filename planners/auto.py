@@ -338,6 +338,8 @@ def _judged(
 def _order(candidate: Candidate) -> tuple[bool, float, int, str]:
     """Best first; of equal ones the simplest; what does not run last."""
     seconds = candidate.time.seconds if candidate.time and candidate.runs else 0.0
+    # Sums of equal times differ in their last bits.
+    seconds = float(f"{seconds:.9g}")
     mesh = candidate.plan.mesh
     kinds = sum(size > 1 for size in (mesh.pp, mesh.dp, mesh.tp)) + candidate.plan.shard_base
     return not candidate.runs, seconds, kinds, str(candidate.plan)
