@@ -93,6 +93,15 @@ def test_rows_that_ran_as_graphs_are_told_as_a_share(run):
     assert job.replayed() == 0.75
 
 
+def test_the_page_has_no_column_that_is_empty_for_all_jobs(run, capsys):
+    """On a CPU no row is replayed."""
+    output(["report", run, "-o", run / "page.html"], capsys)
+    page = (run / "page.html").read_text("utf-8")
+
+    assert "rows replayed" not in page
+    assert page.count('data-title="last loss"') == 2
+
+
 def test_the_page_says_what_the_newest_start_took(run, capsys):
     """Phase by phase, where the folder tells."""
     start = {"seconds": 14.25, "phases": {"imports": 2.1, "own": 3.0}, "other": 0.5}

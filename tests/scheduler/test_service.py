@@ -346,6 +346,14 @@ class Notes(Heard):
         self.said.append(("noted", text))
 
 
+def test_a_run_says_that_it_waits_for_another_file(tmp_path):
+    """Once, where it does not end at once."""
+    write_job(tmp_path / "jobs", "a", 5)
+    for linger, told in ((0.5, 1), (0.0, 0)):
+        heard = run(tmp_path / "jobs", tmp_path / f"run{told}", Notes(), linger=linger)
+        assert sum("no job is left" in said[1] for said in heard.said if said[0] == "noted") == told
+
+
 def held_seconds(output):
     """Seconds for which each group is charged."""
     with closing(sqlite3.connect(output / "ledger.sqlite")) as base:

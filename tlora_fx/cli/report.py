@@ -111,13 +111,18 @@ def page(folder: Path, jobs: Sequence[JobView], specs: Mapping[str, Mapping[str,
     template = (files("tlora_fx.cli") / "assets" / "run.html.j2").read_text("utf-8")
     style = (files("tlora_fx.simulator") / "assets" / "report.css").read_text("utf-8")
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    rows = [_row(job, specs.get(job.name, {})) for job in jobs]
+    known = [title for title in NUMBERS if any(dict(row.numbers)[title] for row in rows)]
     return environment.from_string(template).render(
         name=folder.resolve().name,
         style=style,
         version=__version__,
         written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        numbers=NUMBERS,
-        rows=[_row(job, specs.get(job.name, {})) for job in jobs],
+        numbers=known,
+        rows=[
+            row._replace(numbers=tuple(each for each in row.numbers if each[0] in known))
+            for row in rows
+        ],
         hyperparameters=[
             (job.name, told) for job in jobs if (told := hyperparameters(specs.get(job.name, {})))
         ],
@@ -179,9 +184,9 @@ def _samples(jobs: Sequence[JobView]) -> Iterator[tuple[str, int, str, str]]:
 def figures(folder: Path, jobs: Sequence[JobView]) -> list[Drawn | None]:
     """Figures of the page; None for each that has nothing to draw."""
     return [
-        _curves("losses", "Training loss", "Means of equally many steps.", jobs, "loss"),
-        _curves("evaluations", "Evaluation loss", "Over all target tokens.", jobs, "eval_loss"),
-        _curves("rates", "Learning rate", "That each step used.", jobs, "learning_rate"),
+        _curves("losses", "Training loss", "Each point is a mean over steps.", jobs, "loss"),
+        _curves("evaluations", "Evaluation loss", "Mean over target tokens.", jobs, "eval_loss"),
+        _curves("rates", "Learning rate", "The rate that each step used.", jobs, "learning_rate"),
         _curves("norms", "Gradient norm", "Before clipping.", jobs, "grad_norm"),
         _curves("seconds", "Seconds a round", "Jobs of a group step together.", jobs, "seconds"),
         _curves("speed", "Tokens a second", "Of each job.", jobs, "tokens_per_second"),

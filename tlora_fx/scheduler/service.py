@@ -388,6 +388,7 @@ class SchedulerService:
     _looked: float = float("-inf")
     _heartbeat: float = field(default_factory=time.monotonic)
     _busy: float = 0.0
+    _lingers: bool = False
     _measured: MeasuredCosts = field(default_factory=MeasuredCosts)
     _open: dict[Path, OpenFile] = field(default_factory=dict)
     _origins: dict[str, str] = field(default_factory=dict)
@@ -485,11 +486,17 @@ class SchedulerService:
         self.loop.advance(self.executor.now())
         self._beat()
         self._measure()
-        if self.stopping:
-            return not self.loop.quiet
+        return not self.loop.quiet if self.stopping else self._waits(now)
+
+    def _waits(self, now: float) -> bool:
+        """Whether there is work, or another file may still come."""
         gathered = self._gathered or self._restored
         if not self.loop.idle or self.files.waiting or self.admission.busy or gathered:
-            self._busy = now
+            self._busy, self._lingers = now, False
+        elif self.options.linger and not self._lingers:
+            self._lingers = True
+            end = f"the run ends in {self.options.linger:g} s unless a new job file comes"
+            self.callback.noted(now, f"no job is left: {end} (--until-empty ends it at once)")
         return self.options.linger is None or now - self._busy <= self.options.linger
 
     def _coming(self) -> set[str] | None:
