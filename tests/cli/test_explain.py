@@ -17,15 +17,15 @@ def run(*arguments: object) -> int | str | None:
 
 def test_explain_says_what_became_of_a_module(jobs, capsys):  # noqa: F811
     """Plain text on stdout."""
-    assert run("explain", jobs, "--node", "layers.2.self_attn.q_proj") == 0
+    assert run("explain", jobs, "--node", "layers.1.self_attn.q_proj") == 0
 
     out = capsys.readouterr().out
-    assert out.startswith("model.layers.2.self_attn.q_proj   Linear(")
+    assert out.startswith("model.layers.1.self_attn.q_proj   Linear(")
     assert "one: lowered: rank 4, scaling 2, dropout 0" in out
 
 
 def test_a_wrong_module_exits_with_1(jobs, capsys):  # noqa: F811
     """The nearest name on stderr."""
-    assert run("explain", jobs, "--node", "layers.2.self_attn.q_porj") == 1
+    assert run("explain", jobs, "--node", "layers.1.self_attn.q_porj") == 1
 
-    assert "nearest  model.layers.2.self_attn.q_proj" in capsys.readouterr().err
+    assert "nearest  model.layers.1.self_attn.q_proj" in capsys.readouterr().err

@@ -73,13 +73,20 @@ def test_more_ranks_never_cost_less(cost, tokens):
     assert layer_cost(cost, 1, small).forward <= layer_cost(cost, 1, large).forward
 
 
+def merged(*loads):
+    """The load of all their sequences in one row."""
+    tokens = zip(*(each.tokens for each in loads), strict=True)
+    others = zip(*((each.squares, each.sequences, each.targets) for each in loads), strict=True)
+    return Load(tuple(map(sum, tokens)), *map(sum, others))
+
+
 @FEW
 @given(first=st.integers(0, 5000), second=st.integers(0, 5000))
 def test_work_adds_up(cost, first, second):
     """Of two rows merged, all but the constants of a layer is the sum."""
     layer, hidden = cost.facts.layers[0], cost.facts.hidden
     one, two = load(first), load(second)
-    found = work_of([layer], [one, two, one + two], hidden)
+    found = work_of([layer], [one, two, merged(one, two)], hidden)
 
     for name in ("squares", "site_tokens", "rank_tokens"):
         first, second, both = getattr(found, name)[0, :, 0]
@@ -212,7 +219,7 @@ def test_a_round_is_cut_as_it_will_be(model):
     parts = work.parts(4, 384.0)
 
     assert len(parts) == 4
-    assert sum(parts[1:], parts[0]) == work.load
+    assert merged(*parts) == work.load
 
 
 def test_a_round_follows_the_jobs(model):
