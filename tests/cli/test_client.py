@@ -67,6 +67,7 @@ def test_a_job_goes_from_its_file_to_its_adapter(said, tmp_path):
     assert "(submitted before)" in say(
         "submit", path, "--upload", upload, "--key", "k", "--priority", "5"
     )
+    assert "not known yet" in say("status", "a")
     assert say("pause", "a") == "alice.a: paused\n"
     assert say("resume", "a") == "alice.a: received\n"
     as_scheduled(it.folder, [("alice.a",)])

@@ -119,6 +119,7 @@ def test_a_wrong_key_gets_the_nearest(fields: dict[str, Any], said: str) -> None
         ({"base": {"model": "m", "module": torch.nn.Linear(1, 1)}}, "'model' and 'module' exclude"),
         ({"base": {"module": "m"}}, "no torch.nn.Module"),
         ({"base": {"model": "./nowhere"}}, "'./nowhere' does not exist"),
+        ({"base": {"model": __file__}}, "is no folder"),
         ({"base": {"config": "nowhere"}}, "'nowhere' does not exist"),
         ({"data": {"path": "x", "columns": {"prompt": "a", "text": "b"}}}, "name one format"),
         (

@@ -353,6 +353,8 @@ def status(
 
 def _shown(name: str, value: object) -> str:
     """A field of a job as people read it."""
+    if name == "steps" and value == 0:
+        return "not known yet"
     if name in TIMES and isinstance(value, int | float):
         return _time(value, "%Y-%m-%d %H:%M:%S %Z")
     if isinstance(value, float):

@@ -112,8 +112,10 @@ class BaseSpec(Spec):
     @field_validator("model", "tokenizer")
     @classmethod
     def _folder_exists(cls, value: str | None) -> str | None:
-        if value is None or not is_written_as_path(value) or is_there(value):
+        if value is None or not is_written_as_path(value) or is_folder(value):
             return value
+        if is_there(value):
+            raise refuse(f"'{value}' is no folder", help="give the folder that the file lies in")
         raise refuse(f"'{value}' does not exist", help="give a folder, or a hub id without './'")
 
     @field_validator("task", mode="before")
