@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -250,12 +251,21 @@ def plain(**options: Any) -> nn.Module:
         return Plain(**options).double()
 
 
+def save(config: transformers.PretrainedConfig, folder: Path) -> None:
+    """Write a config where other processes may read, or write the same, meanwhile."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent) as beside:
+        config.save_pretrained(beside)
+        for path in Path(beside).iterdir():
+            path.replace(folder / path.name)
+
+
 def save_config(folder: Path, family: str, **changes: Any) -> Path:
     """Write a family's config.json; returns its folder."""
     name, arguments = (MIXTURES.get(family) or FAMILIES[family]).config
     make: Any = getattr(transformers, name)
     path = folder / family
-    make(**{**arguments, **changes}).save_pretrained(path)
+    save(make(**{**arguments, **changes}), path)
     return path
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import transformers
 
+from tests.models import save
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.runtime.data.encode_data import encode_once
 from tlora_fx.runtime.data.samples import DataReport, JobData, Sample
@@ -32,7 +33,7 @@ def tiny_base(folder: Path, dtype: str = "float64", **changes: Any) -> BaseSpec:
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,
     }
-    transformers.LlamaConfig(**(sizes | changes)).save_pretrained(folder)
+    save(transformers.LlamaConfig(**(sizes | changes)), folder)
     return BaseSpec(config=folder, dtype=dtype, seed=7)
 
 
