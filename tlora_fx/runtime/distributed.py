@@ -306,8 +306,9 @@ class StateGatherer:
 
     def _gathered(self, tensors: Mapping[str, Tensor], shards: Shards) -> Mapping[str, Tensor]:
         """Every process's tensors put together, on the leader."""
-        mine = tensor_bytes(tensors) if tensors and self.mesh.dp_rank == 0 else b""
-        sent = len(mine), {name: shards[name] for name in tensors if mine}
+        sends = self.mesh.dp_rank == 0
+        mine = tensor_bytes(tensors) if tensors and sends and not self.mesh.leader else b""
+        sent = len(mine), {name: shards[name] for name in tensors if sends}
         by_rank: list[Any] = [None] * self.mesh.size
         dist.all_gather_object(by_rank, sent, group=self.mesh.world)
         if not self.mesh.leader:
