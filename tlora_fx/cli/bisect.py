@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.arguments.options import JobFilePath, PipelineOptions, takes_options
+from tlora_fx.cli.arguments.options import JobFilePath, PipelineOptions, option, takes_options
 from tlora_fx.cli.terminal import echo
 
 if TYPE_CHECKING:
@@ -32,12 +32,8 @@ class BisectOptions(PipelineOptions):
             "numerics, to compare losses and gradients."
         ),
     ]
-    keep: Annotated[
-        Path | None, typer.Option(help="Folder in which to keep the graphs that were judged.")
-    ] = None
-    verbose: Annotated[
-        bool, typer.Option("-v", "--verbose", help="Show the output of the --check command.")
-    ] = False
+    keep: Path | None = option(None, "Folder in which to keep the graphs that were judged.")
+    verbose: bool = option(False, "Show the output of the --check command.", "-v", "--verbose")
 
 
 @takes_options

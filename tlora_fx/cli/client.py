@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tlora_fx.cli.arguments.options import JobFilePath, command_group, takes_options
+from tlora_fx.cli.arguments.options import JobFilePath, command_group, option, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, echo, print_whole
 from tlora_fx.config.paths import is_file
 from tlora_fx.errors import AnswerRefused, ServiceUnreachable, TloraError, UploadRefused
@@ -45,19 +45,13 @@ Plain = Annotated[bool, typer.Option("--json", help="Print the answer of the ser
 class ServiceOptions:
     """Options that say which service is asked, and who asks."""
 
-    server: Annotated[str, typer.Option(envvar=SERVER, help="URL of the service.")] = (
-        "http://127.0.0.1:8642"
+    server: str = option("http://127.0.0.1:8642", "URL of the service.", envvar=SERVER)
+    token: str | None = option(
+        None, "Your access token; better set by the environment variable.", envvar=TOKEN
     )
-    token: Annotated[
-        str | None,
-        typer.Option(
-            envvar=TOKEN, help="Your access token; better set by the environment variable."
-        ),
-    ] = None
-    authority: Annotated[
-        str | None,
-        typer.Option(envvar=AUTHORITY, help="CA certificate (PEM file) to trust for HTTPS."),
-    ] = None
+    authority: str | None = option(
+        None, "CA certificate (PEM file) to trust for HTTPS.", envvar=AUTHORITY
+    )
 
 
 class Connection:

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tlora_fx.cli.arguments.options import JobFilePath, PipelineOptions, WatchOptions, takes_options
+from tlora_fx.cli.arguments.options import (
+    JobFilePath,
+    PipelineOptions,
+    WatchOptions,
+    option,
+    takes_options,
+)
 from tlora_fx.cli.terminal import Console, echo
 
 if TYPE_CHECKING:
@@ -34,15 +40,8 @@ class CompileOptions(WatchOptions, PipelineOptions):
             help="Folder for the compiled model, or NAME.tfx for the graphs alone.",
         ),
     ]
-    stop_after: Annotated[
-        str | None, typer.Option("--stop-after", help="Name of the last compiler pass to run.")
-    ] = None
-    states: Annotated[
-        bool,
-        typer.Option(
-            "--states", help="Also write the graphs after every pass, for `inspect --diff`."
-        ),
-    ] = False
+    stop_after: str | None = option(None, "Name of the last compiler pass to run.")
+    states: bool = option(False, "Also write the graphs after every pass, for `inspect --diff`.")
 
     @property
     def is_file(self) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.arguments.options import JobFilePath, PipelineOptions, takes_options
+from tlora_fx.cli.arguments.options import JobFilePath, PipelineOptions, option, takes_options
 from tlora_fx.cli.terminal import echo
 
 
@@ -22,7 +22,7 @@ class ExplainOptions(PipelineOptions):
             help="Module to explain, such as layers.3.mlp.down_proj, or a node of ssm.py."
         ),
     ]
-    job: Annotated[str | None, typer.Option(help="Explain this job only.")] = None
+    job: str | None = option(None, "Explain this job only.")
 
 
 @takes_options

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.arguments.options import PipelineOptions, takes_options
+from tlora_fx.cli.arguments.options import PipelineOptions, option, takes_options
 
 if TYPE_CHECKING:
     from tlora_fx.inspect.schema import Program
@@ -26,49 +26,26 @@ class InspectOptions(PipelineOptions):
             metavar="[MODEL]", help="Folder that `compile` wrote, job file, or graph file."
         ),
     ] = None
-    code: Annotated[
-        bool,
-        typer.Option("--code", help="Show the code of the program, with the shape of each value."),
-    ] = False
-    node: Annotated[
-        str | None,
-        typer.Option(
-            "--node", metavar="NAME", help="Show one module, or one node, by its name in the code."
-        ),
-    ] = None
-    diff: Annotated[
-        tuple[str, str] | None,
-        typer.Option(
-            "--diff",
-            metavar="A B",
-            help="Compare the graphs after two passes; without MODEL, two folders or job files.",
-        ),
-    ] = None
-    after: Annotated[
-        str | None,
-        typer.Option(
-            "--after",
-            metavar="PASS",
-            help="Show the graphs as this pass left them; `trace` for before the first pass.",
-        ),
-    ] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print the data of the view as JSON.")] = (
-        False
+    code: bool = option(False, "Show the code of the program, with the shape of each value.")
+    node: str | None = option(
+        None, "Show one module, or one node, by its name in the code.", metavar="NAME"
     )
-    html: Annotated[
-        Path | None,
-        typer.Option(
-            "--html", help="Write an HTML page of the model with all its views to this file."
-        ),
-    ] = None
-    graphml: Annotated[
-        Path | None,
-        typer.Option("--graphml", help="Write the graph to this file in GraphML format."),
-    ] = None
-    dot: Annotated[
-        Path | None,
-        typer.Option("--dot", help="Write the graph to this file in Graphviz (DOT) format."),
-    ] = None
+    diff: tuple[str, str] | None = option(
+        None,
+        "Compare the graphs after two passes; without MODEL, two folders or job files.",
+        metavar="A B",
+    )
+    after: str | None = option(
+        None,
+        "Show the graphs as this pass left them; `trace` for before the first pass.",
+        metavar="PASS",
+    )
+    as_json: bool = option(False, "Print the data of the view as JSON.", "--json")
+    html: Path | None = option(
+        None, "Write an HTML page of the model with all its views to this file."
+    )
+    graphml: Path | None = option(None, "Write the graph to this file in GraphML format.")
+    dot: Path | None = option(None, "Write the graph to this file in Graphviz (DOT) format.")
 
     @property
     def files(self) -> list[Path]:

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from tlora_fx.cli.arguments.options import command_group, takes_options
+from tlora_fx.cli.arguments.options import command_group, option, takes_options
 from tlora_fx.codegen.kernels import build, emitter, first_line
 from tlora_fx.codegen.loading import kernel_folder
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
@@ -35,70 +35,39 @@ class KernelOptions:
     kind: Annotated[str, typer.Argument(help="Kind of kernel; `tlora-fx kernels list` lists them.")]
     inner: Annotated[int, typer.Option("--in", help="Input features of the frozen linear layer.")]
     outer: Annotated[int, typer.Option("--out", help="Output features of the frozen linear layer.")]
-    dtype: Annotated[
-        str, typer.Option(help="Dtype of inputs and frozen weights: bf16, fp16, fp32 or fp64.")
-    ] = "bf16"
-    adapter_dtype: Annotated[
-        str, typer.Option(help="Dtype of the stored adapters: bf16, fp16, fp32 or fp64.")
-    ] = "fp32"
-    rank_block: Annotated[
-        int, typer.Option(help="LoRA ranks are padded to a multiple of this power of two.")
-    ] = 16
-    dropout: Annotated[
-        bool, typer.Option("--dropout", help="Generate the kernel for jobs with dropout.")
-    ] = False
-    bias: Annotated[bool, typer.Option("--bias", help="The frozen linear layer has a bias.")] = (
-        False
+    dtype: str = option("bf16", "Dtype of inputs and frozen weights: bf16, fp16, fp32 or fp64.")
+    adapter_dtype: str = option("fp32", "Dtype of the stored adapters: bf16, fp16, fp32 or fp64.")
+    rank_block: int = option(16, "LoRA ranks are padded to a multiple of this power of two.")
+    dropout: bool = option(False, "Generate the kernel for jobs with dropout.")
+    bias: bool = option(False, "The frozen linear layer has a bias.")
+    weight_layout: str = option(
+        "out_in", "Layout of the frozen weights: out_in, or in_out as in GPT-2's Conv1D."
     )
-    weight_layout: Annotated[
-        str,
-        typer.Option(help="Layout of the frozen weights: out_in, or in_out as in GPT-2's Conv1D."),
-    ] = "out_in"
-    accumulate: Annotated[
-        bool,
-        typer.Option(
-            "--accumulate", help="Add the result to the output instead of overwriting it."
-        ),
-    ] = False
-    sites: Annotated[int, typer.Option(help="Number of linear layers that share the input.")] = 1
-    beside: Annotated[
-        str,
-        typer.Option(
-            help="With --sites, output features of the second and later linear layers, such as "
-            "1024,1024; if not given, all are as wide as the first."
-        ),
-    ] = ""
-    extend: Annotated[
-        str,
-        typer.Option(
-            help="For the concat-K plan: write behind the existing rows (tail), or copy those "
-            "rows too (copy)."
-        ),
-    ] = ""
-    gated: Annotated[
-        str,
-        typer.Option(
-            help="Compute the input from a gated activation in the kernel: silu or gelu_tanh."
-        ),
-    ] = ""
-    whole: Annotated[
-        bool,
-        typer.Option(
-            "--whole",
-            help="No job has more tokens than one chunk, so gradients need no partial sums.",
-        ),
-    ] = False
-    job_capacity: Annotated[int, typer.Option(help="Maximum jobs in one row; a power of two.")] = 64
-    arch: Annotated[
-        int, typer.Option(help="CUDA compute capability to compile for: 80, 90 or 100.")
-    ] = 90
-    tile: Annotated[
-        str | None,
-        typer.Option(
-            help="Tile sizes as rows,columns,depth,warps,stages,chunk,slab; if not given, the "
-            "generator chooses."
-        ),
-    ] = None
+    accumulate: bool = option(False, "Add the result to the output instead of overwriting it.")
+    sites: int = option(1, "Number of linear layers that share the input.")
+    beside: str = option(
+        "",
+        "With --sites, output features of the second and later linear layers, such as 1024,1024; "
+        "if not given, all are as wide as the first.",
+    )
+    extend: str = option(
+        "",
+        "For the concat-K plan: write behind the existing rows (tail), or copy those rows too "
+        "(copy).",
+    )
+    gated: str = option(
+        "", "Compute the input from a gated activation in the kernel: silu or gelu_tanh."
+    )
+    whole: bool = option(
+        False, "No job has more tokens than one chunk, so gradients need no partial sums."
+    )
+    job_capacity: int = option(64, "Maximum jobs in one row; a power of two.")
+    arch: int = option(90, "CUDA compute capability to compile for: 80, 90 or 100.")
+    tile: str | None = option(
+        None,
+        "Tile sizes as rows,columns,depth,warps,stages,chunk,slab; if not given, the generator "
+        "chooses.",
+    )
 
     def spec(self) -> KernelSpec:
         """Spec that the options name; raises UnknownKernel, KernelSpecError."""

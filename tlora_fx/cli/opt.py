@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from tlora_fx.cli.arguments.options import Load, WatchOptions, takes_options
+from tlora_fx.cli.arguments.options import Load, WatchOptions, option, takes_options
 from tlora_fx.cli.terminal import echo
 from tlora_fx.config.pipeline_text import require_readable
 from tlora_fx.errors import TloraError
@@ -32,27 +32,17 @@ class OptOptions(WatchOptions):
             metavar="[GRAPH]", help="Graph file (.tfx), or a folder that holds one; - for stdin."
         ),
     ] = STANDARD
-    pipeline: Annotated[
-        str, typer.Option("--pipeline", help="Compiler passes to run; if not given, none.")
-    ] = ""
+    pipeline: str = option("", "Compiler passes to run; if not given, none.")
     load: Load = None
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Graph file to write the result to.")
-    ] = None
-    form: Annotated[
-        Form,
-        typer.Option(
-            "--print", help="What to print of the result: its code, the graph file, or nothing."
-        ),
-    ] = "code"
-    split_input_file: Annotated[
-        bool,
-        typer.Option(
-            "--split-input-file",
-            help="The file holds several graphs, parted by lines `// -----`; each is run by "
-            "itself, and results are parted in the same way.",
-        ),
-    ] = False
+    output: Path | None = option(None, "Graph file to write the result to.", "-o", "--output")
+    form: Form = option(
+        "code", "What to print of the result: its code, the graph file, or nothing.", "--print"
+    )
+    split_input_file: bool = option(
+        False,
+        "The file holds several graphs, parted by lines `// -----`; each is run by itself, and "
+        "results are parted in the same way.",
+    )
 
 
 @takes_options

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from tlora_fx.cli.arguments.options import JobFilePath, MaxRowTokens, TrustRemoteCode, takes_options
+from tlora_fx.cli.arguments.options import (
+    JobFilePath,
+    MaxRowTokens,
+    TrustRemoteCode,
+    option,
+    takes_options,
+)
 from tlora_fx.cli.terminal import Console, Working, bare_table, print_whole
 
 if TYPE_CHECKING:
@@ -46,54 +52,31 @@ class PlanOptions:
     gpus: Annotated[
         int, typer.Option(min=1, help="Number of GPUs to plan for, on all nodes together.")
     ]
-    gpu: Annotated[
-        str | None,
-        typer.Option(
-            help="GPU to plan for: a name such as h200, a profile file, or roofline:h200 for its "
-            "data sheet. This machine's GPU if not given."
-        ),
-    ] = None
-    nodes: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of nodes, each with equally many GPUs; if not given, nodes of 8 GPUs.",
-        ),
-    ] = None
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="File to write the best plan to.")
-    ] = None
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="Tokens in one round, a step of all jobs; if not given, from the jobs' batch "
-            "sizes.",
-        ),
-    ] = None
-    length: Annotated[
-        int | None,
-        typer.Option(
-            min=2, help="Length of a sequence, in tokens; if not given, each job's max_length."
-        ),
-    ] = None
-    max_row_tokens: MaxRowTokens = MAX_ROW_TOKENS
-    allow_estimated: Annotated[
-        bool,
-        typer.Option(
-            "--allow-estimated",
-            help="Allow planning with a scaled profile or a data sheet if there is no measured "
-            "profile.",
-        ),
-    ] = False
-    export: Annotated[
-        str | None,
-        typer.Option(help="Also write the profile in the format of metis or sailor."),
-    ] = None
-    folder: Annotated[Path, typer.Option(help="Folder for the files of --export.")] = Path(
-        "exported"
+    gpu: str | None = option(
+        None,
+        "GPU to plan for: a name such as h200, a profile file, or roofline:h200 for its data "
+        "sheet. This machine's GPU if not given.",
     )
-    show: Annotated[int, typer.Option(min=1, help="Number of plans to print.")] = 10
+    nodes: int | None = option(
+        None, "Number of nodes, each with equally many GPUs; if not given, nodes of 8 GPUs.", min=1
+    )
+    output: Path | None = option(None, "File to write the best plan to.", "-o", "--output")
+    tokens: int | None = option(
+        None,
+        "Tokens in one round, a step of all jobs; if not given, from the jobs' batch sizes.",
+        min=2,
+    )
+    length: int | None = option(
+        None, "Length of a sequence, in tokens; if not given, each job's max_length.", min=2
+    )
+    max_row_tokens: MaxRowTokens = MAX_ROW_TOKENS
+    allow_estimated: bool = option(
+        False,
+        "Allow planning with a scaled profile or a data sheet if there is no measured profile.",
+    )
+    export: str | None = option(None, "Also write the profile in the format of metis or sailor.")
+    folder: Path = option(Path("exported"), "Folder for the files of --export.")
+    show: int = option(10, "Number of plans to print.", min=1)
     trust_remote_code: TrustRemoteCode = False
 
 

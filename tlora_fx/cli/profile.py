@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from tlora_fx.cli.arguments.options import TrustRemoteCode, takes_options
+from tlora_fx.cli.arguments.options import TrustRemoteCode, option, takes_options
 from tlora_fx.cli.terminal import Console, Working, print_whole
 
 if TYPE_CHECKING:
@@ -34,52 +34,32 @@ class ProfileOptions:
             help="Job file (YAML) with the base model; the adapters of its jobs are measured too."
         ),
     ]
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o", "--output", help="File for the profile; in your cache folder if not given."
-        ),
-    ] = None
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Device to measure: cpu, cuda, cuda:1, ...; if not given, a GPU for each "
-            "process, or the CPU if there is no GPU."
-        ),
-    ] = None
-    tokens: Annotated[
-        str | None,
-        typer.Option(
-            help=f"Row sizes to measure, in tokens; if not given, {TOKENS}, or {QUICK_TOKENS} "
-            "with --quick."
-        ),
-    ] = None
-    lengths: Annotated[str, typer.Option(help="Sequence lengths to measure, in tokens.")] = (
-        "160,1024"
+    output: Path | None = option(
+        None, "File for the profile; in your cache folder if not given.", "-o", "--output"
     )
-    tp: Annotated[str, typer.Option(help="Tensor-parallel sizes to measure, such as 1,2,4.")] = "1"
-    rounds: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of rounds in which the measured pieces take turns; if not given, "
-            f"{ROUNDS}, or {QUICK_ROUNDS} with --quick.",
-        ),
-    ] = None
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Measure only two row sizes, in two rounds.")
-    ] = False
-    eager: Annotated[
-        bool, typer.Option("--eager", help="Measure the layers without torch.compile.")
-    ] = False
-    add: Annotated[
-        bool,
-        typer.Option(
-            "--add",
-            help="Keep what the profile file holds, and add the newly measured layers and "
-            "collectives.",
-        ),
-    ] = False
+    device: str | None = option(
+        None,
+        "Device to measure: cpu, cuda, cuda:1, ...; if not given, a GPU for each process, or the "
+        "CPU if there is no GPU.",
+    )
+    tokens: str | None = option(
+        None,
+        f"Row sizes to measure, in tokens; if not given, {TOKENS}, or {QUICK_TOKENS} with --quick.",
+    )
+    lengths: str = option("160,1024", "Sequence lengths to measure, in tokens.")
+    tp: str = option("1", "Tensor-parallel sizes to measure, such as 1,2,4.")
+    rounds: int | None = option(
+        None,
+        "Number of rounds in which the measured pieces take turns; if not given, "
+        f"{ROUNDS}, or {QUICK_ROUNDS} with --quick.",
+        min=1,
+    )
+    quick: bool = option(False, "Measure only two row sizes, in two rounds.")
+    eager: bool = option(False, "Measure the layers without torch.compile.")
+    add: bool = option(
+        False,
+        "Keep what the profile file holds, and add the newly measured layers and collectives.",
+    )
     trust_remote_code: TrustRemoteCode = False
 
 

@@ -16,12 +16,12 @@ from functools import partial
 from ipaddress import ip_address
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import typer
 
-from tlora_fx.cli.arguments.options import takes_options
+from tlora_fx.cli.arguments.options import option, takes_options
 from tlora_fx.cli.arguments.run_options import (
     TURN_SECONDS,
     RunCommandOptions,
@@ -48,111 +48,71 @@ class ServeCommandOptions(RunCommandOptions):
     jobs: Path = field(init=False, default=Path())
     until_empty: bool = field(init=False, default=False)
     forever: bool = field(init=False, default=True)
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            help="Output folder, new or of a service to continue; runs/DATE-TIME if not given.",
-        ),
-    ] = None
-    host: Annotated[
-        str,
-        typer.Option(
-            help="Address to listen on; any but a loopback address requires access tokens."
-        ),
-    ] = "127.0.0.1"
-    require_tokens: Annotated[
-        bool,
-        typer.Option(
-            "--require-tokens",
-            help="Answer only requests with an access token, now and after every restart with the "
-            "same -o.",
-        ),
-    ] = False
-    port: Annotated[
-        int, typer.Option(min=0, max=65535, help="TCP port to listen on; 0 takes a free one.")
-    ] = 8642
-    public_url: Annotated[
-        str | None,
-        typer.Option(
-            help="Address at which browsers find the service if it is behind a proxy, such as "
-            "https://train.example.com; requires access tokens."
-        ),
-    ] = None
-    tls_cert: Annotated[
-        Path | None,
-        typer.Option(help="TLS certificate (PEM file); with it the service speaks HTTPS."),
-    ] = None
-    tls_key: Annotated[
-        Path | None,
-        typer.Option(
-            help="Private key of the TLS certificate (PEM file), if it is not in the "
-            "certificate's file."
-        ),
-    ] = None
-    root: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Folder on this machine from which jobs may read base models, data and adapters; "
-            "repeatable."
-        ),
-    ] = None
-    max_upload: Annotated[float, typer.Option(min=0, help="Largest uploaded file, in MiB.")] = 256.0
-    max_stored: Annotated[
-        float, typer.Option(min=0, help="Largest size of all uploads of a user together, in GiB.")
-    ] = 10.0
-    keep_uploads: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Days to keep uploaded files that no job needs; for ever if not given."
-        ),
-    ] = None
-    keep_jobs: Annotated[
-        float | None,
-        typer.Option(min=0, help="Days to keep jobs that have ended; for ever if not given."),
-    ] = None
-    archive: Annotated[
-        Path | None,
-        typer.Option(help="Folder that gets a tar file of each job before --keep-jobs removes it."),
-    ] = None
-    log_format: Annotated[str, typer.Option(help="Format of the log on stderr: text or json.")] = (
-        "text"
+    output: Path | None = option(
+        None,
+        "Output folder, new or of a service to continue; runs/DATE-TIME if not given.",
+        "-o",
+        "--output",
     )
+    host: str = option(
+        "127.0.0.1", "Address to listen on; any but a loopback address requires access tokens."
+    )
+    require_tokens: bool = option(
+        False,
+        "Answer only requests with an access token, now and after every restart with the same -o.",
+    )
+    port: int = option(8642, "TCP port to listen on; 0 takes a free one.", min=0, max=65535)
+    public_url: str | None = option(
+        None,
+        "Address at which browsers find the service if it is behind a proxy, such as "
+        "https://train.example.com; requires access tokens.",
+    )
+    tls_cert: Path | None = option(
+        None, "TLS certificate (PEM file); with it the service speaks HTTPS."
+    )
+    tls_key: Path | None = option(
+        None,
+        "Private key of the TLS certificate (PEM file), if it is not in the certificate's file.",
+    )
+    root: list[Path] | None = option(
+        None,
+        "Folder on this machine from which jobs may read base models, data and adapters; "
+        "repeatable.",
+    )
+    max_upload: float = option(256.0, "Largest uploaded file, in MiB.", min=0)
+    max_stored: float = option(
+        10.0, "Largest size of all uploads of a user together, in GiB.", min=0
+    )
+    keep_uploads: float | None = option(
+        None, "Days to keep uploaded files that no job needs; for ever if not given.", min=0
+    )
+    keep_jobs: float | None = option(
+        None, "Days to keep jobs that have ended; for ever if not given.", min=0
+    )
+    archive: Path | None = option(
+        None, "Folder that gets a tar file of each job before --keep-jobs removes it."
+    )
+    log_format: str = option("text", "Format of the log on stderr: text or json.")
 
-    tinker: Annotated[
-        bool,
-        typer.Option(
-            "--tinker",
-            help="Also serve the Tinker API, to clients that call forward_backward, optim_step and "
-            "sample from their own loop.",
-        ),
-    ] = False
-    tinker_base: Annotated[
-        str | None,
-        typer.Option(
-            help="Hub id or folder of the base model of --tinker; a small one with random weights "
-            "if not given."
-        ),
-    ] = None
-    tinker_device: Annotated[
-        str, typer.Option(help="Device of --tinker: cpu, or a GPU such as cuda:0.")
-    ] = "cpu"
-    tinker_models: Annotated[
-        int,
-        typer.Option(
-            min=2,
-            help="Models of --tinker that are on the device at a time; others wait.",
-        ),
-    ] = 8
-    tinker_rank: Annotated[
-        int, typer.Option(min=8, max=256, help="Largest rank of a model of --tinker.")
-    ] = 64
+    tinker: bool = option(
+        False,
+        "Also serve the Tinker API, to clients that call forward_backward, optim_step and sample "
+        "from their own loop.",
+    )
+    tinker_base: str | None = option(
+        None,
+        "Hub id or folder of the base model of --tinker; a small one with random weights if not "
+        "given.",
+    )
+    tinker_device: str = option("cpu", "Device of --tinker: cpu, or a GPU such as cuda:0.")
+    tinker_models: int = option(
+        8, "Models of --tinker that are on the device at a time; others wait.", min=2
+    )
+    tinker_rank: int = option(64, "Largest rank of a model of --tinker.", min=8, max=256)
 
-    tinker_price: Annotated[
-        float,
-        typer.Option(min=0, help="Price of an hour of the device of --tinker, for /metrics."),
-    ] = 0.0
+    tinker_price: float = option(
+        0.0, "Price of an hour of the device of --tinker, for /metrics.", min=0
+    )
 
     @property
     def loopback(self) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.arguments.options import JobFilePath, PipelineOptions, takes_options
+from tlora_fx.cli.arguments.options import JobFilePath, PipelineOptions, option, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.host import phases
 from tlora_fx.host.phases import phase
@@ -43,77 +43,51 @@ class StartOptions(PipelineOptions):
     """Options of the command line that decide what a start does until the first step."""
 
     jobs: JobFilePath
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Device to run on, such as cpu, cuda or cuda:1; if not given, each process takes "
-            "a GPU, or the CPU if there is no GPU."
-        ),
-    ] = None
-    max_row_tokens: Annotated[
-        int, typer.Option(min=2, help="Maximum tokens of a row, that is, of one forward pass.")
-    ] = 16384
-    gpus: Annotated[
-        str | None,
-        typer.Option(
-            help="Number of GPUs of this machine to train on, or all: starts a process for each. "
-            "With --device cpu, a number of processes on the CPU. If not given, one process, "
-            "or those that torchrun has started."
-        ),
-    ] = None
-    plan: Annotated[
-        str | None,
-        typer.Option(
-            help="How to divide the model among processes: single, replicated, fsdp, tensor, "
-            "pipeline, auto (the fastest one that is predicted to fit), or a plan file; if not "
-            "given, single for one process and auto for several. Without a profile of the base "
-            "(`tlora-fx profile`) auto measures for a few seconds."
-        ),
-    ] = None
-    mesh: Annotated[
-        str | None,
-        typer.Option(
-            help="Numbers of pipeline stages (pp), replicas (dp) and tensor-parallel parts (tp), "
-            "such as pp=2,dp=2; their product is the number of processes. If not given, the plan "
-            "chooses."
-        ),
-    ] = None
-    compiled: Annotated[
-        bool,
-        typer.Option(
-            "--compile",
-            help="Compile the layers with torch.compile.",
-        ),
-    ] = False
-    nano_batches: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of parts (nano-batches) to cut each row into, so that one computes while "
-            "another communicates; if not given, the number in the plan. A --controller other than "
-            "fixed chooses the number instead.",
-        ),
-    ] = None
-    recompute_budget: Annotated[
-        float | None,
-        typer.Option(
-            min=0,
-            max=0.99,
-            help="Compute values of the layers again in the backward, the cheapest first, so that "
-            "this share of their bytes is kept, such as 0.6; 0: their inputs alone.",
-        ),
-    ] = None
-    shard_base: Annotated[
-        bool,
-        typer.Option(
-            "--shard-base",
-            help="With --plan pipeline, divide the base weights of each stage among its replicas.",
-        ),
-    ] = False
-    cuda_graphs: Annotated[
-        bool,
-        typer.Option(help="On a GPU, run small rows whose sizes recur as CUDA graphs."),
-    ] = True
+    device: str | None = option(
+        None,
+        "Device to run on, such as cpu, cuda or cuda:1; if not given, each process takes a GPU, or "
+        "the CPU if there is no GPU.",
+    )
+    max_row_tokens: int = option(
+        16384, "Maximum tokens of a row, that is, of one forward pass.", min=2
+    )
+    gpus: str | None = option(
+        None,
+        "Number of GPUs of this machine to train on, or all: starts a process for each. With "
+        "--device cpu, a number of processes on the CPU. If not given, one process, or those that "
+        "torchrun has started.",
+    )
+    plan: str | None = option(
+        None,
+        "How to divide the model among processes: single, replicated, fsdp, tensor, pipeline, auto "
+        "(the fastest one that is predicted to fit), or a plan file; if not given, single for one "
+        "process and auto for several. Without a profile of the base (`tlora-fx profile`) auto "
+        "measures for a few seconds.",
+    )
+    mesh: str | None = option(
+        None,
+        "Numbers of pipeline stages (pp), replicas (dp) and tensor-parallel parts (tp), such as "
+        "pp=2,dp=2; their product is the number of processes. If not given, the plan chooses.",
+    )
+    compiled: bool = option(False, "Compile the layers with torch.compile.", "--compile")
+    nano_batches: int | None = option(
+        None,
+        "Number of parts (nano-batches) to cut each row into, so that one computes while another "
+        "communicates; if not given, the number in the plan. A --controller other than fixed "
+        "chooses the number instead.",
+        min=1,
+    )
+    recompute_budget: float | None = option(
+        None,
+        "Compute values of the layers again in the backward, the cheapest first, so that this "
+        "share of their bytes is kept, such as 0.6; 0: their inputs alone.",
+        min=0,
+        max=0.99,
+    )
+    shard_base: bool = option(
+        False, "With --plan pipeline, divide the base weights of each stage among its replicas."
+    )
+    cuda_graphs: bool = option(True, "On a GPU, run small rows whose sizes recur as CUDA graphs.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,68 +98,49 @@ class TrainOptions(StartOptions):
         Path,
         typer.Option("-o", "--output", help="Output folder for adapters, metrics and checkpoints."),
     ]
-    resume: Annotated[
-        bool, typer.Option(help="Continue from the newest checkpoint in the output folder.")
-    ] = False
-    accept_changes: Annotated[
-        bool,
-        typer.Option(
-            "--accept-changes", help="Resume even if data, base model or settings have changed."
-        ),
-    ] = False
-    whole_base: Annotated[
-        bool,
-        typer.Option(
-            "--whole-base",
-            help="When resuming, check that no byte of the base weights has changed; if not given, "
-            "some blocks of each tensor are checked.",
-        ),
-    ] = False
-    replan: Annotated[
-        bool,
-        typer.Option(
-            "--replan",
-            help="When resuming, switch to the plan that the run has proposed "
-            "(proposed-plan.json in the output folder).",
-        ),
-    ] = False
-    wait_for_compile: Annotated[
-        bool,
-        typer.Option(
-            help="With --compile: compile the layers before the first round, or in another process "
-            "while the first rounds run."
-        ),
-    ] = True
-    controller: Annotated[
-        str | None,
-        typer.Option(
-            help="How to choose the number of nano-batches while training: keep-best (the fastest "
-            "one that was measured), aimd (the rule of the paper) or fixed; if not given, the "
-            "number stays as it is."
-        ),
-    ] = None
-    callback: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Class of yours to call at events of the run, a subclass of "
-            "tlora_fx.TrainerCallback, as FILE.py:CLASS; repeatable."
-        ),
-    ] = None
-    push_to_hub: Annotated[
-        str | None,
-        typer.Option(
-            help="Upload the adapters of finished jobs to the Hugging Face Hub as USER/JOB, for "
-            "this USER; new repositories are private."
-        ),
-    ] = None
-    collective_timeout: Annotated[
-        float,
-        typer.Option(
-            min=1,
-            help="Seconds that a process waits for the others before it gives up. The first round, "
-            "which compiles, has more time.",
-        ),
-    ] = 300
+    resume: bool = option(
+        False, "Continue from the newest checkpoint in the output folder.", "--resume/--no-resume"
+    )
+    accept_changes: bool = option(
+        False, "Resume even if data, base model or settings have changed."
+    )
+    whole_base: bool = option(
+        False,
+        "When resuming, check that no byte of the base weights has changed; if not given, some "
+        "blocks of each tensor are checked.",
+    )
+    replan: bool = option(
+        False,
+        "When resuming, switch to the plan that the run has proposed (proposed-plan.json in the "
+        "output folder).",
+    )
+    wait_for_compile: bool = option(
+        True,
+        "With --compile: compile the layers before the first round, or in another process while "
+        "the first rounds run.",
+    )
+    controller: str | None = option(
+        None,
+        "How to choose the number of nano-batches while training: keep-best (the fastest one that "
+        "was measured), aimd (the rule of the paper) or fixed; if not given, the number stays as "
+        "it is.",
+    )
+    callback: list[str] | None = option(
+        None,
+        "Class of yours to call at events of the run, a subclass of tlora_fx.TrainerCallback, as "
+        "FILE.py:CLASS; repeatable.",
+    )
+    push_to_hub: str | None = option(
+        None,
+        "Upload the adapters of finished jobs to the Hugging Face Hub as USER/JOB, for this USER; "
+        "new repositories are private.",
+    )
+    collective_timeout: float = option(
+        300,
+        "Seconds that a process waits for the others before it gives up. The first round, which "
+        "compiles, has more time.",
+        min=1,
+    )
 
 
 @takes_options

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.table import Table
 
-from tlora_fx.cli.arguments.options import Device, JobFilePath, PipelineOptions, takes_options
+from tlora_fx.cli.arguments.options import (
+    Device,
+    JobFilePath,
+    PipelineOptions,
+    option,
+    takes_options,
+)
 from tlora_fx.cli.terminal import Console, Working, print_whole
 from tlora_fx.errors import VerifyError
 
@@ -22,7 +27,7 @@ class VerifyOptions(PipelineOptions):
     """Options of the command line."""
 
     jobs: JobFilePath
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to train each job for.")] = 20
+    steps: int = option(20, "Optimizer steps to train each job for.", min=1)
     device: Device = None
 
 

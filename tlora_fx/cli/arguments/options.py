@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import UnionType
@@ -14,6 +14,10 @@ import typer
 
 if TYPE_CHECKING:
     from tlora_fx.pipeline import Instrument, Pipeline
+
+
+#: Key of an option's names and settings, in the metadata of its field.
+_OPTION = "option"
 
 
 def command_group(help: str) -> typer.Typer:
@@ -27,6 +31,22 @@ def command_group(help: str) -> typer.Typer:
     )
 
 
+def option(default: Any, help: str, *names: str, **settings: Any) -> Any:
+    """A field of a command's dataclass that is an option; a flag if it is False by default.
+
+    names      of the option, where it has others than the field's
+    settings   more of `typer.Option`, such as `min`
+    """
+    return field(default=default, metadata={_OPTION: (names, {"help": help, **settings})})
+
+
+def _typer_option(name: str, default: object, names: tuple[str, ...], **settings: Any) -> Any:
+    """Typer's option of a field; without names of its own, a flag has no --no- form."""
+    if default is False and not names:
+        names = (f"--{name.replace('_', '-')}",)
+    return typer.Option(*names, **settings)
+
+
 class Interrupted(BaseException):
     """Exit of an interrupted command with a message; typer shows nothing of a KeyboardInterrupt."""
 
@@ -34,22 +54,27 @@ class Interrupted(BaseException):
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """Make typer's parameters of the fields of a command's first argument, a dataclass.
 
-    Each field is annotated as typer wants a parameter, so that an option is stated once. Other
-    parameters of the command come before them; what must be given comes first.
+    A field is an `option`, or annotated as typer wants a parameter, so that it is stated once.
+    Other parameters of the command come before them; what must be given comes first.
     """
     first, *others = signature(command).parameters.values()
     own = get_type_hints(command, include_extras=True)
     options = own.pop(first.name)
     hints = get_type_hints(options, include_extras=True) | own
-    fields = dict(signature(options).parameters)
+    for each in fields(options):
+        if _OPTION in each.metadata:
+            names, settings = each.metadata[_OPTION]
+            described = _typer_option(each.name, each.default, names, **settings)
+            hints[each.name] = Annotated[hints[each.name], described]
+    taken = dict(signature(options).parameters)
     # What many commands have stands behind a command's own options.
     for shared in (WatchOptions, PipelineOptions):
         if issubclass(options, shared):
-            fields |= {name: fields.pop(name) for name in signature(shared).parameters}
+            taken |= {name: taken.pop(name) for name in signature(shared).parameters}
 
     def run(**values: Any) -> None:
         try:
-            command(options(**{name: values.pop(name) for name in fields}), **values)
+            command(options(**{name: values.pop(name) for name in taken}), **values)
         except KeyboardInterrupt as stop:
             raise Interrupted(str(stop)) from stop
 
@@ -57,7 +82,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__annotations__ = hints
     parameters = [
         parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
-        for parameter in (*others, *fields.values())
+        for parameter in (*others, *taken.values())
     ]
     parameters.sort(key=lambda parameter: parameter.default is not Parameter.empty)
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
@@ -95,13 +120,12 @@ def _parameter(
     default = field.default
     if isinstance(default, tuple):
         default = ",".join(map(str, default))
-    if default is False and not names:
-        names = (f"--{name.replace('_', '-')}",)
     help = f"{field.description[:1].upper()}{field.description[1:]}."
     literal = get_origin(field.annotation) is Literal
     words = get_args(field.annotation) if literal else ()
-    option = typer.Option(*names, help=help, parser=parser, metavar="|".join(words) or None)
-    annotation = Annotated[_plain(field.annotation), option]  # type: ignore[valid-type]
+    metavar = "|".join(words) or None
+    described = _typer_option(name, default, names, help=help, parser=parser, metavar=metavar)
+    annotation = Annotated[_plain(field.annotation), described]  # type: ignore[valid-type]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
@@ -152,22 +176,16 @@ TrustRemoteCode = Annotated[
 class PipelineOptions:
     """Options of commands that compile the jobs of a file."""
 
-    pipeline: Annotated[
-        str | None,
-        typer.Option(
-            "--pipeline",
-            help="Graph passes that compile the model, instead of the default ones; `tlora-fx "
-            "passes` lists them.",
-        ),
-    ] = None
-    add_pass: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--add-pass",
-            help="Insert a compiler pass before or after another one: NAME@after:NAME or "
-            "NAME@before:NAME; repeatable.",
-        ),
-    ] = None
+    pipeline: str | None = option(
+        None,
+        "Graph passes that compile the model, instead of the default ones; `tlora-fx passes` lists "
+        "them.",
+    )
+    add_pass: list[str] | None = option(
+        None,
+        "Insert a compiler pass before or after another one: NAME@after:NAME or NAME@before:NAME; "
+        "repeatable.",
+    )
     load: Load = None
     trust_remote_code: TrustRemoteCode = False
 
@@ -203,61 +221,34 @@ class PipelineOptions:
 class WatchOptions:
     """Options of commands that show what each pass does."""
 
-    disable_pass: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--disable-pass",
-            help="Leave this compiler pass out (NAME); refused if a later one needs it; "
-            "repeatable.",
-        ),
-    ] = None
-    verify: Annotated[
-        Checks | None,
-        typer.Option(
-            "--verify", help="What to check after each compiler pass; structure if not given."
-        ),
-    ] = None
-    strict: Annotated[
-        bool,
-        typer.Option(
-            "--strict",
-            help="Check numbers after each compiler pass, and fail where they cannot be compared.",
-        ),
-    ] = False
-    time: Annotated[
-        bool, typer.Option("--time", help="Print how long each compiler pass takes.")
-    ] = False
-    pass_statistics: Annotated[
-        bool,
-        typer.Option(
-            "--pass-statistics",
-            "--time-passes",
-            help="Print what each compiler pass and each of its rewrite rules did: times, nodes, "
-            "shapes, matches and misses.",
-        ),
-    ] = False
-    print_after: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--print-after",
-            help="Print the graphs after this pass (NAME), after each pass (all), or after each "
-            "that changed them (changed); repeatable.",
-        ),
-    ] = None
-    print_after_change: Annotated[
-        bool,
-        typer.Option(
-            "--print-after-change",
-            help="Print the graphs after each pass that changed them, as --print-after changed.",
-        ),
-    ] = False
-    dump_changed: Annotated[
-        Path | None,
-        typer.Option(
-            "--dump-changed",
-            help="Folder to write the graphs to after each pass that changed them.",
-        ),
-    ] = None
+    disable_pass: list[str] | None = option(
+        None, "Leave this compiler pass out (NAME); refused if a later one needs it; repeatable."
+    )
+    verify: Checks | None = option(
+        None, "What to check after each compiler pass; structure if not given."
+    )
+    strict: bool = option(
+        False, "Check numbers after each compiler pass, and fail where they cannot be compared."
+    )
+    time: bool = option(False, "Print how long each compiler pass takes.")
+    pass_statistics: bool = option(
+        False,
+        "Print what each compiler pass and each of its rewrite rules did: times, nodes, shapes, "
+        "matches and misses.",
+        "--pass-statistics",
+        "--time-passes",
+    )
+    print_after: list[str] | None = option(
+        None,
+        "Print the graphs after this pass (NAME), after each pass (all), or after each that "
+        "changed them (changed); repeatable.",
+    )
+    print_after_change: bool = option(
+        False, "Print the graphs after each pass that changed them, as --print-after changed."
+    )
+    dump_changed: Path | None = option(
+        None, "Folder to write the graphs to after each pass that changed them."
+    )
 
     def instruments(self) -> list[Instrument]:
         """Instruments that the options ask for; they write to stderr."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tlora_fx.cli.arguments.options import MaxRowTokens, PipelineOptions, seconds
+from tlora_fx.cli.arguments.options import MaxRowTokens, PipelineOptions, option, seconds
 from tlora_fx.errors import RayNotInstalled, RunRefused
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.state import ChangeCosts
@@ -33,119 +33,74 @@ class RunCommandOptions(PipelineOptions):
     """Options of the command line."""
 
     jobs: Annotated[Path, typer.Argument(help="Folder of job files (YAML), or one file.")]
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            help="Output folder for adapters, metrics and checkpoints; runs/DATE-TIME if not "
-            "given.",
-        ),
-    ] = None
-    policy: Annotated[
-        str,
-        typer.Option(
-            help="Scheduling policy, which decides which jobs train together: tlora, "
-            "megatron:backfill=true, ..."
-        ),
-    ] = "tlora"
-    horizon: Annotated[
-        str, typer.Option(help="Time between scheduling decisions, such as 60s or 5m.")
-    ] = "60s"
-    slots: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Number of GPUs to use (with Ray, on each node). On the CPU, number of slots to "
-            "divide it into. If not given, all GPUs, or the CPU as one slot.",
-        ),
-    ] = None
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="Kind of device to train on: cpu or cuda; if not given, cuda if there is a GPU."
-        ),
-    ] = None
-    executor: Annotated[
-        str,
-        typer.Option(help="Where groups of jobs run: local (this machine) or ray (a Ray cluster)."),
-    ] = "local"
-    ray_address: Annotated[
-        str | None,
-        typer.Option(
-            help="HOST:PORT of the head node of a Ray cluster; if not given, the cluster that "
-            "runs on this machine."
-        ),
-    ] = None
-    profile: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="Profile file of a base model, written by `tlora-fx profile`; repeatable."
-        ),
-    ] = None
-    until_empty: Annotated[
-        bool,
-        typer.Option(
-            "--until-empty",
-            help="Exit as soon as every job has ended, without waiting for new job files.",
-        ),
-    ] = False
-    forever: Annotated[
-        bool,
-        typer.Option(
-            "--forever",
-            help="Do not exit when every job has ended: wait for more job files until Ctrl-C.",
-        ),
-    ] = False
-    save_every: Annotated[
-        str, typer.Option(help="Time between checkpoints of a group, such as 60s or 5m.")
-    ] = "60s"
+    output: Path | None = option(
+        None,
+        "Output folder for adapters, metrics and checkpoints; runs/DATE-TIME if not given.",
+        "-o",
+        "--output",
+    )
+    policy: str = option(
+        "tlora",
+        "Scheduling policy, which decides which jobs train together: tlora, "
+        "megatron:backfill=true, ...",
+    )
+    horizon: str = option("60s", "Time between scheduling decisions, such as 60s or 5m.")
+    slots: int | None = option(
+        None,
+        "Number of GPUs to use (with Ray, on each node). On the CPU, number of slots to divide it "
+        "into. If not given, all GPUs, or the CPU as one slot.",
+        min=1,
+    )
+    device: str | None = option(
+        None, "Kind of device to train on: cpu or cuda; if not given, cuda if there is a GPU."
+    )
+    executor: str = option(
+        "local", "Where groups of jobs run: local (this machine) or ray (a Ray cluster)."
+    )
+    ray_address: str | None = option(
+        None,
+        "HOST:PORT of the head node of a Ray cluster; if not given, the cluster that runs on this "
+        "machine.",
+    )
+    profile: list[Path] | None = option(
+        None, "Profile file of a base model, written by `tlora-fx profile`; repeatable."
+    )
+    until_empty: bool = option(
+        False, "Exit as soon as every job has ended, without waiting for new job files."
+    )
+    forever: bool = option(
+        False, "Do not exit when every job has ended: wait for more job files until Ctrl-C."
+    )
+    save_every: str = option("60s", "Time between checkpoints of a group, such as 60s or 5m.")
     max_row_tokens: MaxRowTokens = 16384
-    compiled: Annotated[
-        bool,
-        typer.Option(
-            "--compile", help="Compile the layers with torch.compile; groups take longer to start."
-        ),
-    ] = False
-    prepare_seconds: Annotated[
-        float,
-        typer.Option(
-            min=1,
-            help="Seconds that reading and checking a job may take; a job that takes longer is "
-            "refused.",
-        ),
-    ] = 120.0
-    prepare_memory: Annotated[
-        float | None,
-        typer.Option(
-            min=0.1,
-            help="Memory that reading and checking a job may take, in GiB; a quarter of the "
-            "machine's memory if not given.",
-        ),
-    ] = None
-    stall: Annotated[
-        str | None,
-        typer.Option(
-            help="Kill a group that makes no progress for this long, such as 10m; if not given, "
-            "for 20 times its longest step, and 5 minutes at least (30 with --compile)."
-        ),
-    ] = None
-    grace: Annotated[
-        str, typer.Option(help="How long groups may take to stop after Ctrl-C, such as 60s.")
-    ] = "60s"
-    callback: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Your own callback for events of each group, a tlora_fx.TrainerCallback, as "
-            "FILE.py:CLASS; repeatable."
-        ),
-    ] = None
-    accept_changes: Annotated[
-        bool,
-        typer.Option(
-            "--accept-changes", help="Continue jobs even if their data or base model have changed."
-        ),
-    ] = False
+    compiled: bool = option(
+        False, "Compile the layers with torch.compile; groups take longer to start.", "--compile"
+    )
+    prepare_seconds: float = option(
+        120.0,
+        "Seconds that reading and checking a job may take; a job that takes longer is refused.",
+        min=1,
+    )
+    prepare_memory: float | None = option(
+        None,
+        "Memory that reading and checking a job may take, in GiB; a quarter of the machine's "
+        "memory if not given.",
+        min=0.1,
+    )
+    stall: str | None = option(
+        None,
+        "Kill a group that makes no progress for this long, such as 10m; if not given, for 20 "
+        "times its longest step, and 5 minutes at least (30 with --compile).",
+    )
+    grace: str = option("60s", "How long groups may take to stop after Ctrl-C, such as 60s.")
+    callback: list[str] | None = option(
+        None,
+        "Your own callback for events of each group, a tlora_fx.TrainerCallback, as FILE.py:CLASS; "
+        "repeatable.",
+    )
+    accept_changes: bool = option(
+        False, "Continue jobs even if their data or base model have changed."
+    )
 
     def service(self, kind: str, estimates: Estimates) -> RunOptions:
         """Service options of the run that the command line asks for, on kind "cpu" or "cuda"."""
