@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.runtime.groups import make_data, make_job, tiny_base
-from tlora_fx.cli import train
+from tlora_fx.cli.arguments import start_options
 from tlora_fx.compiler import compile
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GPUS
@@ -104,10 +104,10 @@ def test_every_plan_of_the_command_line_is_looked_at(monkeypatch, tmp_path):
         "jobs: [{name: a, lora: {r: 2, target_modules: [q_proj]}, data: {path: x.jsonl}}]\n"
     )
     (tmp_path / "x.jsonl").write_text('{"text": "a"}\n')
-    options = train.TrainOptions(jobs=path, output=tmp_path, max_row_tokens=64, plan="single")
+    options = start_options.StartOptions(jobs=path, max_row_tokens=64, plan="single")
 
-    samples, model = train.compiled_with_data(options, JobClocks())
-    plan = train._planned(options, Launch(), None, model, samples, None)
+    samples, model = start_options.compiled_with_data(options, JobClocks())
+    plan = start_options.planned(options, Launch(), None, model, samples, None)
 
     ((given, chosen, _, tokens),) = seen
     assert (given, chosen, tokens) == (model, plan, 64)

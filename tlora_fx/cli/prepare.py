@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tlora_fx.cli.arguments.options import takes_options
-from tlora_fx.cli.terminal import Console, bare_table, print_whole
-from tlora_fx.cli.train import (
+from tlora_fx.cli.arguments.start_options import (
     StartOptions,
     arrange,
     compiled_with_data,
@@ -20,6 +19,7 @@ from tlora_fx.cli.train import (
     require_start,
     start_processes,
 )
+from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.host import phases
 from tlora_fx.host.phases import phase
 
