@@ -133,24 +133,7 @@ def run(options: ServeCommandOptions) -> None:
     from tlora_fx.server.log_lines import log_to_stderr
 
     policy = policy_of(options.policy)
-    require_executor(options)
-    options.require_passes()
-    begun = require_output_and_times(options)
-    if options.log_format not in ("text", "json"):
-        raise typer.BadParameter("--log-format is text or json")
-    options = replace(options, public_url=_public_url(options.public_url))
-    for folder in options.root or ():
-        if not folder.is_dir():
-            raise ServiceRefused("there is no such folder", root=folder)
-    for file in (options.tls_cert, options.tls_key):
-        if file is not None and not file.is_file():
-            raise ServiceRefused("there is no such file", found=file, help="see --tls-cert")
-    if not begun:
-        # A service that was killed may hold its port a moment longer.
-        _require_port(options)
-    options = replace(
-        options, output=options.output or Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
-    )
+    options = _require_right(options)
     assert options.output is not None
     log_to_stderr(options.log_format)
     logging.getLogger("tlora_fx.server").info(
@@ -187,6 +170,30 @@ def run(options: ServeCommandOptions) -> None:
                         trainer.keep()
     if running.stopping:
         raise KeyboardInterrupt(f"every group is safe; go on with -o {options.output}")
+
+
+def _require_right(options: ServeCommandOptions) -> ServeCommandOptions:
+    """The options with an output folder, after all checks that need no torch.
+
+    raises    TloraError, typer.BadParameter
+    """
+    require_executor(options)
+    options.require_passes()
+    begun = require_output_and_times(options)
+    if options.log_format not in ("text", "json"):
+        raise typer.BadParameter("--log-format is text or json")
+    public_url = _public_url(options.public_url)
+    for folder in options.root or ():
+        if not folder.is_dir():
+            raise ServiceRefused("there is no such folder", root=folder)
+    for file in (options.tls_cert, options.tls_key):
+        if file is not None and not file.is_file():
+            raise ServiceRefused("there is no such file", found=file, help="see --tls-cert")
+    if not begun:
+        # A service that was killed may hold its port a moment longer.
+        _require_port(options)
+    output = options.output or Path("runs") / f"{datetime.now(UTC):%Y%m%d-%H%M%S}"
+    return replace(options, public_url=public_url, output=output)
 
 
 def _require_port(options: ServeCommandOptions) -> None:
