@@ -5,7 +5,7 @@
 A line of code is a line of Python that is no docstring, no comment and not blank; imports count. A
 line of text is a line of Markdown that is not blank. Below the table stand the modules of the
 product that one module alone imports, which lies in the same folder: each may be a section of that
-one. A module that only its package hands on is not among them.
+one. A module that only its package hands on is not among them, nor is a package.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def with_one_importer() -> Iterator[tuple[str, str]]:
     for module in sorted(graph.modules):
         importers = graph.find_modules_that_directly_import(module)
         packages = {name.rpartition(".")[0] for name in (module, *importers)}
-        if len(importers) == 1 and len(packages) == 1:
+        if len(importers) == 1 and len(packages) == 1 and not graph.find_children(module):
             (importer,) = importers
             yield module, importer
 
