@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated
 
 import typer
 
@@ -14,20 +13,24 @@ from tlora_fx.cli.arguments.generation_options import (
     loaded,
     set_seed,
 )
-from tlora_fx.cli.arguments.options import Device, RunOrAdapter, TrustRemoteCode
+from tlora_fx.cli.arguments.options import (
+    Device,
+    RunOrAdapter,
+    TrustRemoteCode,
+    option,
+    takes_options,
+)
 
 NEW, END = "/new", "/exit"
 
 
+@takes_options
 def run(
     folder: RunOrAdapter,
-    job: Annotated[
-        str | None,
-        typer.Option(help="Name of the job to chat with; required if the run has several."),
-    ] = None,
-    system: Annotated[
-        str | None, typer.Option(help="System message, before the first turn.")
-    ] = None,
+    job: str | None = option(
+        None, "Name of the job to chat with; required if the run has several."
+    ),
+    system: str | None = option(None, "System message, before the first turn."),
     max_new_tokens: Most = 256,
     temperature: Temperature = 0.0,
     seed: Seed = 0,

@@ -150,22 +150,15 @@ class Connection:
 def submit(
     service: ServiceOptions,
     job_file: JobFilePath,
-    upload: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="File to upload that the job file names: FILE, as the job file names it or from "
-            "here, or NAME=FILE if it is called NAME there; repeatable."
-        ),
-    ] = None,
-    priority: Annotated[
-        int, typer.Option(min=0, help="Priority of the jobs; higher ones are started first.")
-    ] = 0,
-    key: Annotated[
-        str | None,
-        typer.Option(
-            help="Idempotency key: submitting again with the same key creates no second job."
-        ),
-    ] = None,
+    upload: list[str] | None = option(
+        None,
+        "File to upload that the job file names: FILE, as the job file names it or from here, or "
+        "NAME=FILE if it is called NAME there; repeatable.",
+    ),
+    priority: int = option(0, "Priority of the jobs; higher ones are started first.", min=0),
+    key: str | None = option(
+        None, "Idempotency key: submitting again with the same key creates no second job."
+    ),
 ) -> None:
     """Submit the jobs of a file to the service."""
     from tlora_fx.config.job_file import read_bounded
@@ -288,13 +281,10 @@ def _upload(connection: Connection, path: Path) -> str:
 @takes_options
 def ls(
     service: ServiceOptions,
-    state: Annotated[str | None, typer.Option(help="List only jobs in this state.")] = None,
-    last: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=PAGE, help="List only so many jobs, those submitted last; all if not given."
-        ),
-    ] = None,
+    state: str | None = option(None, "List only jobs in this state."),
+    last: int | None = option(
+        None, "List only so many jobs, those submitted last; all if not given.", min=1, max=PAGE
+    ),
     plain: Plain = False,
 ) -> None:
     """List your jobs, or the jobs of all users if you are an admin."""
@@ -324,12 +314,9 @@ def ls(
 def status(
     service: ServiceOptions,
     job: Job,
-    why: Annotated[
-        bool,
-        typer.Option(
-            "--why", help="Also explain why the scheduler runs the job as it does, or lets it wait."
-        ),
-    ] = False,
+    why: bool = option(
+        False, "Also explain why the scheduler runs the job as it does, or lets it wait."
+    ),
     plain: Plain = False,
 ) -> None:
     """Show the state of a job."""
@@ -398,10 +385,9 @@ def rm(
 def logs(
     service: ServiceOptions,
     job: Job,
-    follow: Annotated[
-        bool,
-        typer.Option("-f", "--follow", help="Keep printing new lines until the job has ended."),
-    ] = False,
+    follow: bool = option(
+        False, "Keep printing new lines until the job has ended.", "-f", "--follow"
+    ),
 ) -> None:
     """Print the metrics of a job's steps and evaluations."""
     connection = Connection(service)
@@ -415,9 +401,7 @@ def logs(
 def fetch(
     service: ServiceOptions,
     job: Job,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="Folder to put the job's folder into.")
-    ] = Path(),
+    output: Path = option(Path(), "Folder to put the job's folder into.", "-o", "--output"),
 ) -> None:
     """Download the adapter (PEFT) and the metrics of a finished job."""
     connection = Connection(service)

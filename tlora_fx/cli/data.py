@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import typer
 from rich.bar import Bar
 from rich.table import Table
 from rich.text import Text
 
-from tlora_fx.cli.arguments.options import JobFilePath, TrustRemoteCode
+from tlora_fx.cli.arguments.options import JobFilePath, TrustRemoteCode, option, takes_options
 from tlora_fx.cli.terminal import Console, Working, echo, print_whole
 from tlora_fx.errors import TloraError, UnknownJob, nearest
 
@@ -37,15 +37,13 @@ _NAMED = 8
 LEGEND = "[ab] is a trained token, · parts tokens that are not trained, ↵ is a line break, ⇥ a tab"
 
 
+@takes_options
 def run(
     jobs: JobFilePath,
-    job: Annotated[
-        list[str] | None,
-        typer.Option(help="Name of a job to show; repeatable. If not given, all jobs are shown."),
-    ] = None,
-    rows: Annotated[
-        int, typer.Option(min=0, help="Samples to show of each job, token by token.")
-    ] = 3,
+    job: list[str] | None = option(
+        None, "Name of a job to show; repeatable. If not given, all jobs are shown."
+    ),
+    rows: int = option(3, "Samples to show of each job, token by token.", min=0),
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Show what each job trains on: samples token by token, lengths, what was left out.

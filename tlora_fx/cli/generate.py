@@ -14,33 +14,31 @@ from tlora_fx.cli.arguments.generation_options import (
     loaded,
     set_seed,
 )
-from tlora_fx.cli.arguments.options import Device, RunOrAdapter, TrustRemoteCode
+from tlora_fx.cli.arguments.options import (
+    Device,
+    RunOrAdapter,
+    TrustRemoteCode,
+    option,
+    takes_options,
+)
 from tlora_fx.cli.terminal import echo
 
 
+@takes_options
 def run(
     folder: RunOrAdapter,
     prompt: Annotated[list[str], typer.Option(help="Text to continue or to answer; repeatable.")],
-    job: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Name of a job that answers; repeatable. All jobs of the run if not given."
-        ),
-    ] = None,
-    chat: Annotated[
-        bool | None,
-        typer.Option(
-            help="Format prompts with the chat template, or not. If not given, as in the job's "
-            "data."
-        ),
-    ] = None,
+    job: list[str] | None = option(
+        None, "Name of a job that answers; repeatable. All jobs of the run if not given."
+    ),
+    chat: bool | None = option(
+        None, "Format prompts with the chat template, or not. If not given, as in the job's data."
+    ),
     max_new_tokens: Most = 64,
     temperature: Temperature = 0.0,
     seed: Seed = 0,
     device: Device = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print a JSON object for each answer, one per line.")
-    ] = False,
+    as_json: bool = option(False, "Print a JSON object for each answer, one per line.", "--json"),
     trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Generate an answer of each job to each prompt, all in one batch.

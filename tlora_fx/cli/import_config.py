@@ -7,37 +7,31 @@ from typing import Annotated, Literal
 
 import typer
 
+from tlora_fx.cli.arguments.options import option, takes_options
 from tlora_fx.cli.terminal import echo
 
 #: Longest line of what is told, in characters.
 WIDTH = 100
 
 
+@takes_options
 def run(
     config: Annotated[Path, typer.Argument(help="Config file (YAML) of the other tool.")],
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            help="Job file to write; it must not exist. If not given, the job file is printed.",
-        ),
-    ] = None,
-    tool: Annotated[
-        Literal["axolotl", "llama-factory", "trl"] | None,
-        typer.Option(
-            "--from",
-            help="Tool that the config file is for. If not given, it is recognised by the keys.",
-        ),
-    ] = None,
-    strict: Annotated[
-        bool,
-        typer.Option(
-            "--strict",
-            help="Write no job file, and exit with 1, if the job would train otherwise than the "
-            "other tool.",
-        ),
-    ] = False,
+    output: Path | None = option(
+        None,
+        "Job file to write; it must not exist. If not given, the job file is printed.",
+        "-o",
+        "--output",
+    ),
+    tool: Literal["axolotl", "llama-factory", "trl"] | None = option(
+        None,
+        "Tool that the config file is for. If not given, it is recognised by the keys.",
+        "--from",
+    ),
+    strict: bool = option(
+        False,
+        "Write no job file, and exit with 1, if the job would train otherwise than the other tool.",
+    ),
 ) -> None:
     """Make a job file of a config file of Axolotl, LLaMA-Factory or TRL.
 

@@ -153,28 +153,21 @@ def show(kernel: KernelOptions) -> None:
 
 
 @group.command()
+@takes_options
 def package(
     name: Annotated[str, typer.Argument(help="Kernel of a package; `kernels list` lists them.")],
     values: Annotated[
         list[str] | None, typer.Argument(help="Its fields, as inner=4096 dtype=bfloat16.")
     ] = None,
-    tune: Annotated[
-        int,
-        typer.Option(
-            "--tune",
-            min=0,
-            help="Time its tiles on this machine's GPU at so many tokens, and save the fastest; 0: "
-            "print its source instead.",
-        ),
-    ] = 0,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            help="File for the table of --tune; in your cache folder if not given.",
-        ),
-    ] = None,
+    tune: int = option(
+        0,
+        "Time its tiles on this machine's GPU at so many tokens, and save the fastest; 0: print "
+        "its source instead.",
+        min=0,
+    ),
+    output: Path | None = option(
+        None, "File for the table of --tune; in your cache folder if not given.", "-o", "--output"
+    ),
 ) -> None:
     """Print the generated source of a kernel that a package brings, or tune it."""
     from tlora_fx.ops.kernels.templates import kernel_text, template_of, tune_kernel
@@ -197,8 +190,8 @@ def package(
 @takes_options
 def repro(
     kernel: KernelOptions,
-    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens in the row.")] = 256,
-    ranks: Annotated[str, typer.Option(help="LoRA ranks of the jobs in the row.")] = "4,8,16",
+    tokens: int = option(256, "Number of tokens in the row.", min=1),
+    ranks: str = option("4,8,16", "LoRA ranks of the jobs in the row."),
 ) -> None:
     """Print a script with one kernel's code that compares it with float64.
 
@@ -223,16 +216,11 @@ def _ranks(text: str) -> list[int]:
 @takes_options
 def explain(
     kernel: KernelOptions,
-    tokens: Annotated[
-        int, typer.Option(min=1, help="Number of tokens in the call to estimate.")
-    ] = 8192,
-    ranks: Annotated[
-        str,
-        typer.Option(help="LoRA ranks of the jobs in that call; each job has equally many tokens."),
-    ] = "16,16,16,16",
-    gpu: Annotated[
-        str, typer.Option(help="GPU whose measured tile tables are used.")
-    ] = "NVIDIA H200",
+    tokens: int = option(8192, "Number of tokens in the call to estimate.", min=1),
+    ranks: str = option(
+        "16,16,16,16", "LoRA ranks of the jobs in that call; each job has equally many tokens."
+    ),
+    gpu: str = option("NVIDIA H200", "GPU whose measured tile tables are used."),
 ) -> None:
     """Explain how a kernel divides its work, and why.
 
@@ -247,6 +235,7 @@ def explain(
 
 
 @group.command()
+@takes_options
 def tune(
     shapes: Annotated[
         list[str] | None,
@@ -255,38 +244,19 @@ def tune(
             "if none is given."
         ),
     ] = None,
-    tokens: Annotated[
-        list[int] | None, typer.Option(help="Number of tokens in a call; repeatable.")
-    ] = None,
-    ranks: Annotated[
-        list[int] | None, typer.Option(help="LoRA rank of a job; repeatable, once for each job.")
-    ] = None,
-    dtype: Annotated[
-        Literal["bf16", "fp16"], typer.Option(help="Dtype of the base model: bf16 or fp16.")
-    ] = "bf16",
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            help="File for the table of results; in your cache folder if not given.",
-        ),
-    ] = None,
-    budget_seconds: Annotated[
-        int, typer.Option(help="Seconds after which no new measurement is begun.")
-    ] = 540,
-    ship: Annotated[
-        bool,
-        typer.Option(
-            "--ship", help="Write the table into the installed package, for all users of this GPU."
-        ),
-    ] = False,
-    plans_only: Annotated[
-        bool,
-        typer.Option(
-            "--plans-only", help="Measure only plans, with the tile sizes that tables already hold."
-        ),
-    ] = False,
+    tokens: list[int] | None = option(None, "Number of tokens in a call; repeatable."),
+    ranks: list[int] | None = option(None, "LoRA rank of a job; repeatable, once for each job."),
+    dtype: Literal["bf16", "fp16"] = option("bf16", "Dtype of the base model: bf16 or fp16."),
+    output: Path | None = option(
+        None, "File for the table of results; in your cache folder if not given.", "-o", "--output"
+    ),
+    budget_seconds: int = option(540, "Seconds after which no new measurement is begun."),
+    ship: bool = option(
+        False, "Write the table into the installed package, for all users of this GPU."
+    ),
+    plans_only: bool = option(
+        False, "Measure only plans, with the tile sizes that tables already hold."
+    ),
 ) -> None:
     """Measure kernels on this machine's GPU and save the best choices.
 

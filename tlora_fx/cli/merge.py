@@ -8,32 +8,25 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.arguments.options import RunOrAdapter, TrustRemoteCode
+from tlora_fx.cli.arguments.options import RunOrAdapter, TrustRemoteCode, option, takes_options
 from tlora_fx.cli.terminal import Console, Working
 
 
+@takes_options
 def run(
     folder: RunOrAdapter,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="New folder for the merged model.")
     ],
-    job: Annotated[
-        str | None,
-        typer.Option(
-            help="Name of the job whose adapter is merged; required if the run has several."
-        ),
-    ] = None,
+    job: str | None = option(
+        None, "Name of the job whose adapter is merged; required if the run has several."
+    ),
     trust_remote_code: TrustRemoteCode = False,
-    push_to_hub: Annotated[
-        str | None,
-        typer.Option(
-            help="Also upload the model to the Hugging Face Hub as USER/NAME; a new repository is "
-            "private."
-        ),
-    ] = None,
-    shard_size: Annotated[
-        str, typer.Option(help="Largest size of one file of weights, such as 500MB or 5GB.")
-    ] = "5GB",
+    push_to_hub: str | None = option(
+        None,
+        "Also upload the model to the Hugging Face Hub as USER/NAME; a new repository is private.",
+    ),
+    shard_size: str = option("5GB", "Largest size of one file of weights, such as 500MB or 5GB."),
 ) -> None:
     """Merge a job's adapter into its base model, and write the full model as transformers reads it.
 

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.arguments.options import Load
+from tlora_fx.cli.arguments.options import Load, option, takes_options
 from tlora_fx.cli.terminal import echo
 
 
+@takes_options
 def run(
     graphs: Annotated[
         Path, typer.Argument(help="Graph file (.tfx) on which something fails, or its folder.")
@@ -23,10 +24,9 @@ def run(
             "graph file, which is appended if there is no {}."
         ),
     ],
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="Graph file to write; NAME.reduced.tfx if not given."),
-    ] = None,
+    output: Path | None = option(
+        None, "Graph file to write; NAME.reduced.tfx if not given.", "-o", "--output"
+    ),
     load: Load = None,
 ) -> None:
     """Shrink a graph file while a failure stays.

@@ -9,23 +9,21 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.arguments.options import Load
+from tlora_fx.cli.arguments.options import Load, option, takes_options
 from tlora_fx.cli.terminal import echo
 
 
+@takes_options
 def run(
     folder: Annotated[
         Path, typer.Argument(help="Replay folder that a failed compiler pass wrote.")
     ],
-    show_traceback: Annotated[
-        bool, typer.Option("--traceback", help="Also print the Python traceback of the failure.")
-    ] = False,
-    yes: Annotated[
-        bool,
-        typer.Option(
-            "--yes", help="Import the Python modules that the folder names, without asking first."
-        ),
-    ] = False,
+    show_traceback: bool = option(
+        False, "Also print the Python traceback of the failure.", "--traceback"
+    ),
+    yes: bool = option(
+        False, "Import the Python modules that the folder names, without asking first."
+    ),
     load: Load = None,
 ) -> None:
     """Run a failed compiler pass again, alone, with the checks that it failed.

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.arguments.options import command_group
+from tlora_fx.cli.arguments.options import command_group, option, takes_options
 from tlora_fx.cli.terminal import Console
 from tlora_fx.errors import StateFileError
 
@@ -41,18 +41,14 @@ def state(
 
 
 @group.command("explain")
+@takes_options
 def explain(
     saved: Annotated[
         Path,
         typer.Argument(help="Snapshot that `schedule state` wrote, or the output folder of a run."),
     ],
     job: Annotated[str, typer.Option("--job", help="Name of the job to explain.")],
-    terms: Annotated[
-        bool,
-        typer.Option(
-            "--terms", help="Also print the parts of the estimated time and memory of a step."
-        ),
-    ] = False,
+    terms: bool = option(False, "Also print the parts of the estimated time and memory of a step."),
 ) -> None:
     """Explain why a job is in its group, or why it waits.
 

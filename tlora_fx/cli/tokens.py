@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from tlora_fx.cli.arguments.options import command_group
+from tlora_fx.cli.arguments.options import command_group, option, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.errors import ServiceRefused
 
@@ -22,29 +22,20 @@ RunFolder = Annotated[
 
 
 @group.command("add")
+@takes_options
 def add(
     name: Annotated[str, typer.Argument(help="Name of the user: small letters, digits and '-'.")],
     output: RunFolder,
-    admin: Annotated[
-        bool, typer.Option("--admin", help="Let the user see and change the jobs of all users.")
-    ] = False,
-    jobs: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            help="How many jobs the user may have at a time, running or waiting; no limit if not "
-            "given.",
-        ),
-    ] = None,
-    gpu_hours: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="How many GPU-hours the user may use in all; no limit if not given."
-        ),
-    ] = None,
-    priority: Annotated[
-        int, typer.Option(min=0, max=1000, help="Highest priority that the user may give a job.")
-    ] = 0,
+    admin: bool = option(False, "Let the user see and change the jobs of all users."),
+    jobs: int | None = option(
+        None,
+        "How many jobs the user may have at a time, running or waiting; no limit if not given.",
+        min=0,
+    ),
+    gpu_hours: float | None = option(
+        None, "How many GPU-hours the user may use in all; no limit if not given.", min=0
+    ),
+    priority: int = option(0, "Highest priority that the user may give a job.", min=0, max=1000),
 ) -> None:
     """Create an access token for a user, and set the user's limits.
 

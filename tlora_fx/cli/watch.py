@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.live import Live
 from rich.table import Table
 
-from tlora_fx.cli.arguments.options import RunFolderPath, seconds
+from tlora_fx.cli.arguments.options import RunFolderPath, option, seconds, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
 
 if TYPE_CHECKING:
@@ -24,12 +23,11 @@ CURVE, BESIDE = 24, 64
 ENDED = ("done", "failed", "stopped", "refused", "cancelled")
 
 
+@takes_options
 def run(
     folder: RunFolderPath,
-    every: Annotated[str, typer.Option(help="Time between two updates, such as 1s.")] = "1s",
-    once: Annotated[
-        bool, typer.Option("--once", help="Print the current state once and exit.")
-    ] = False,
+    every: str = option("1s", "Time between two updates, such as 1s."),
+    once: bool = option(False, "Print the current state once and exit."),
 ) -> None:
     """Show the losses of a run's jobs while they train, until all have ended.
 

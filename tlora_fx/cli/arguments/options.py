@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import UnionType
@@ -32,7 +32,9 @@ def command_group(help: str) -> typer.Typer:
 
 
 def option(default: Any, help: str, *names: str, **settings: Any) -> Any:
-    """A field of a command's dataclass that is an option; a flag if it is False by default.
+    """A field of a command's dataclass, or a parameter of a command, that is an option.
+
+    It is a flag if it is False by default.
 
     names      of the option, where it has others than the field's
     settings   more of `typer.Option`, such as `min`
@@ -47,32 +49,48 @@ def _typer_option(name: str, default: object, names: tuple[str, ...], **settings
     return typer.Option(*names, **settings)
 
 
+def _annotated(name: str, kind: Any, described: Any) -> Any:
+    """A type with typer's option, if an `option` describes it."""
+    if _OPTION not in getattr(described, "metadata", {}):
+        return kind
+    names, settings = described.metadata[_OPTION]
+    return Annotated[kind, _typer_option(name, described.default, names, **settings)]
+
+
 class Interrupted(BaseException):
     """Exit of an interrupted command with a message; typer shows nothing of a KeyboardInterrupt."""
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Make typer's parameters of the fields of a command's first argument, a dataclass.
+    """Make typer's parameters of those of a command, and of the fields of a dataclass.
 
-    A field is an `option`, or annotated as typer wants a parameter, so that it is stated once.
-    Other parameters of the command come before them; what must be given comes first.
+    The dataclass is the command's first argument, if it has one. What is an `option` is stated
+    once. Other parameters come before the fields; what must be given comes first.
     """
-    first, *others = signature(command).parameters.values()
-    own = get_type_hints(command, include_extras=True)
-    options = own.pop(first.name)
-    hints = get_type_hints(options, include_extras=True) | own
-    for each in fields(options):
-        if _OPTION in each.metadata:
-            names, settings = each.metadata[_OPTION]
-            described = _typer_option(each.name, each.default, names, **settings)
-            hints[each.name] = Annotated[hints[each.name], described]
-    taken = dict(signature(options).parameters)
+    others = dict(signature(command).parameters)
+    hints = get_type_hints(command, include_extras=True)
+    first = next(iter(others))
+    options = hints.pop(first) if is_dataclass(hints[first]) else None
+    taken: dict[str, Parameter] = {}
+    if options is not None:
+        del others[first]
+        own = get_type_hints(options, include_extras=True)
+        own |= {each.name: _annotated(each.name, own[each.name], each) for each in fields(options)}
+        hints = own | hints
+        taken = dict(signature(options).parameters)
+    for name, parameter in others.items():
+        hints[name] = _annotated(name, hints[name], parameter.default)
+        if isinstance(parameter.default, Field):
+            others[name] = parameter.replace(default=parameter.default.default)
     # What many commands have stands behind a command's own options.
     for shared in (WatchOptions, PipelineOptions):
-        if issubclass(options, shared):
+        if options is not None and issubclass(options, shared):
             taken |= {name: taken.pop(name) for name in signature(shared).parameters}
 
     def run(**values: Any) -> None:
+        if options is None:
+            command(**values)
+            return
         try:
             command(options(**{name: values.pop(name) for name in taken}), **values)
         except KeyboardInterrupt as stop:
@@ -82,7 +100,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     run.__annotations__ = hints
     parameters = [
         parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
-        for parameter in (*others, *taken.values())
+        for parameter in (*others.values(), *taken.values())
     ]
     parameters.sort(key=lambda parameter: parameter.default is not Parameter.empty)
     run.__signature__ = Signature(parameters)  # type: ignore[attr-defined]
