@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import typer
 
-from tlora_fx.cli.arguments.options import RunFolderPath
-from tlora_fx.host.durable import replace_file
+from tlora_fx.cli.arguments.options import RunFolderPath, option, takes_options
+from tlora_fx.cli.terminal import write_file
 
 if TYPE_CHECKING:
     from tlora_fx.runtime.reports.run_view import JobView
@@ -47,12 +47,12 @@ class Drawn(NamedTuple):
     svg: str
 
 
+@takes_options
 def run(
     folder: RunFolderPath,
-    output: Annotated[
-        Path | None,
-        typer.Option("-o", "--output", help="HTML file to write; FOLDER/report.html if not given."),
-    ] = None,
+    output: Path | None = option(
+        None, "HTML file to write; FOLDER/report.html if not given.", "-o", "--output"
+    ),
 ) -> None:
     """Write an HTML page of a run of `train` or `run`.
 
@@ -61,41 +61,12 @@ def run(
     while the run goes on.
     """
     from tlora_fx.runtime.reports.run_view import read_run
+    from tlora_fx.scheduler.history import specs_of_run
 
     path = output or folder / "report.html"
     content = page(folder, read_run(folder), specs_of_run(folder))
-    write(path, content, "the page", "choose another with -o")
+    write_file(path, content, "the page", "choose another with -o")
     typer.echo(str(path))
-
-
-def write(path: Path, text: str, what: str, help: str) -> None:
-    """Write what is told of a run into a file; raises ReportNotWritable."""
-    from tlora_fx.errors import ReportNotWritable
-
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text.encode())
-    except OSError as error:
-        what = f"{what} cannot be written"
-        raise ReportNotWritable(what, file=path, found=error, help=help) from error
-
-
-def specs_of_run(folder: Path) -> dict[str, Mapping[str, Any]]:
-    """Each job as its file describes it, by name, as far as the run's folder tells.
-
-    The ledger of `run` has all jobs. Of `train`, a job's folder tells once the job has begun.
-    """
-    from tlora_fx.runtime.reports.results_table import spec_of
-    from tlora_fx.runtime.run_folder import JOB
-    from tlora_fx.scheduler.history import History
-
-    history = History.of_run(folder)
-    specs = {} if history is None else {name: job.spec for name, job in history.jobs.items()}
-    for path in folder.glob(f"*/{JOB}"):
-        spec = spec_of(path.parent)
-        if spec is not None:
-            specs.setdefault(path.parent.name, spec)
-    return specs
 
 
 def page(folder: Path, jobs: Sequence[JobView], specs: Mapping[str, Mapping[str, Any]]) -> str:

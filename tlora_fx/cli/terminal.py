@@ -1,10 +1,11 @@
-"""Output of commands, on a terminal and without one: the work in progress, and whole tables."""
+"""Output of commands, on a terminal, without one and into files: work in progress, whole tables."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Collection, Iterable
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +18,8 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from tlora_fx.errors import printable
+from tlora_fx.errors import ReportNotWritable, printable
+from tlora_fx.host.durable import replace_file
 
 EVERY_SECONDS = 5.0
 
@@ -92,6 +94,16 @@ class Working:
 
     def _say(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+def write_file(path: Path, text: str, what: str, help: str) -> None:
+    """Write what is told of a run into a file; raises ReportNotWritable."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, text.encode())
+    except OSError as error:
+        what = f"{what} cannot be written"
+        raise ReportNotWritable(what, file=path, found=error, help=help) from error
 
 
 def bare_table(*titles: str, right: Collection[str] = ()) -> Table:

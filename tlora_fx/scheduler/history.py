@@ -18,7 +18,8 @@ from pydantic import Json, TypeAdapter
 from tlora_fx.config.halving import HalvingSpec
 from tlora_fx.errors import LedgerError
 from tlora_fx.host.formats import require_known
-from tlora_fx.runtime.run_folder import LEDGER
+from tlora_fx.runtime.reports.results_table import spec_of
+from tlora_fx.runtime.run_folder import JOB, LEDGER
 from tlora_fx.scheduler.state import Decision, Group, JobRequest
 
 #: In the first format, `epochs` has no column `held`. The second has no tables `members` and
@@ -212,6 +213,20 @@ class History:
     def formations(self, job: str) -> list[EpochRecord]:
         """The groups that a job was in."""
         return [epoch for epoch in self.epochs if job in epoch.jobs]
+
+
+def specs_of_run(folder: Path) -> dict[str, Mapping[str, Any]]:
+    """Each job as its file describes it, by name, as far as the run's folder tells.
+
+    The ledger of `run` has all jobs. Of `train`, a job's folder tells once the job has begun.
+    """
+    history = History.of_run(folder)
+    specs = {} if history is None else {name: job.spec for name, job in history.jobs.items()}
+    for path in folder.glob(f"*/{JOB}"):
+        spec = spec_of(path.parent)
+        if spec is not None:
+            specs.setdefault(path.parent.name, spec)
+    return specs
 
 
 def rows_of_run(folder: Path) -> Rows | None:
