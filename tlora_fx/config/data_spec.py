@@ -20,7 +20,7 @@ from tlora_fx.config.base_spec import BaseSpec, PathOrId
 from tlora_fx.config.objects import is_of_datasets, is_stream
 from tlora_fx.config.other_names import DATA_KEYS
 from tlora_fx.config.validation import Spec, refuse
-from tlora_fx.errors import nearest
+from tlora_fx.errors import did_you_mean
 
 FormatName = Literal[
     "auto", "prompt-completion", "messages", "text", "alpaca", "sharegpt", "preference",
@@ -153,8 +153,7 @@ class DataSpec(Spec):
         known = get_args(ColumnName)
         for name, theirs in columns.items():
             if theirs is not None and name not in known:
-                near = nearest(name, known)
-                help = f"did you mean '{near}'?" if near else f"columns are {', '.join(known)}"
+                help = did_you_mean(name, known, f"columns are {', '.join(known)}")
                 raise refuse(f"no format has a column '{name}'", help=help)
         return columns
 

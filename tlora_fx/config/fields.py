@@ -39,7 +39,7 @@ from pydantic_core import PydanticCustomError
 from tlora_fx.config.functions import OR_FUNCTION, UserFunction
 from tlora_fx.config.other_names import LORA_KEYS, hint
 from tlora_fx.config.validation import Mistake, Spec, refuse
-from tlora_fx.errors import nearest
+from tlora_fx.errors import did_you_mean, nearest
 
 
 class Refused(NamedTuple):
@@ -356,8 +356,9 @@ class LoraSpec(Spec):
         if not other and key in peft_defaults():
             what = f"'{key}' is refused: this version of tlora-fx does not know the field"
             return Mistake((key,), what)
-        near = nearest(key, [*cls.model_fields, *REFUSED])
-        help = f"did you mean '{near}'?" if near else f"known keys: {', '.join(cls.model_fields)}"
+        help = did_you_mean(
+            key, [*cls.model_fields, *REFUSED], f"known keys: {', '.join(cls.model_fields)}"
+        )
         return Mistake((key,), f"unknown key '{key}' in 'lora'", help=other or help)
 
 
@@ -527,10 +528,9 @@ def check_schedule_arguments(name: str, given: Mapping[str, Any]) -> PydanticCus
 
 
 def _unknown(key: str, owner: str, allowed: frozenset[str], help: str) -> PydanticCustomError:
-    near = nearest(key, allowed)
     if not help:
         known = ", ".join(sorted(allowed)) or "none"
-        help = f"did you mean '{near}'?" if near else f"known arguments: {known}"
+        help = did_you_mean(key, allowed, f"known arguments: {known}")
     return refuse(f"unknown argument '{key}' of {owner}", help=help)
 
 

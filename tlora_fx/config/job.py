@@ -54,7 +54,7 @@ from tlora_fx.config.other_kinds import (
 from tlora_fx.config.other_names import JOB_KEYS
 from tlora_fx.config.trl_arguments import trl_fields
 from tlora_fx.config.validation import Spec, refuse
-from tlora_fx.errors import AdapterFolderError, JobError, nearest
+from tlora_fx.errors import AdapterFolderError, JobError, did_you_mean
 
 __all__ = [
     "BETA",
@@ -579,8 +579,7 @@ class Job(Spec):
         classifies = base is not None and base.is_classifier
         known = (*(LABEL_METRICS if classifies else EVAL_METRICS), TRAIN_LOSS)
         if info.data.get("compute_metrics") is None and name.removeprefix("eval_") not in known:
-            near = nearest(name, known)
-            help = f"did you mean '{near}'?" if near else "or name a function by 'compute_metrics'"
+            help = did_you_mean(name, known, "or name a function by 'compute_metrics'")
             what = "wrong value of 'metric_for_best_model'"
             raise refuse(what, expected=f"one of {', '.join(known)}", help=help)
         return name

@@ -29,7 +29,7 @@ from tlora_fx.errors import (
     JobFileMissingError,
     JobFileSyntaxError,
     RemoteCodeRefused,
-    nearest,
+    did_you_mean,
 )
 
 #: A job by its name, as it is written; None where it is wrong.
@@ -178,8 +178,7 @@ class _JobFileReader:
         for key in top:
             if key in KEYS:
                 continue
-            near = nearest(key, KEYS)
-            help = f"did you mean '{near}'?" if near else f"known keys: {', '.join(KEYS)}"
+            help = did_you_mean(key, KEYS, f"known keys: {', '.join(KEYS)}")
             if key in (*Job.model_fields, "sweep"):
                 help = "it belongs into a job, or into 'defaults'"
             elif key in JOB_KEYS:

@@ -28,7 +28,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
 from tlora_fx.config.other_names import PYTHON_KEYS, hint
-from tlora_fx.errors import JobError, nearest
+from tlora_fx.errors import JobError, did_you_mean
 
 #: Options of the command line, and what says the same to `tlora_fx.train`.
 _OPTIONS = {
@@ -183,9 +183,8 @@ class Spec(BaseModel):
     @classmethod
     def unknown_key(cls, key: str, value: object) -> Mistake:
         """Message for a key that is no field."""
-        near = nearest(key, cls.model_fields)
         known = ", ".join(cls.model_fields)
-        help = f"did you mean '{near}'?" if near else f"known keys: {known}"
+        help = did_you_mean(key, cls.model_fields, f"known keys: {known}")
         help = hint(key, cls.other_names) or help
         if _called.get() == "Job" and cls.__name__ == "Job":
             help = PYTHON_KEYS.get(key, help)
@@ -287,10 +286,8 @@ def _mistake(details: ErrorDetails, spec: type[Spec]) -> Mistake:
     kinds = _KINDS_IN_PYTHON if _called.get() else _KINDS
     expected = _allowed(field) or kinds.get(kind.split("_")[0], "")
     expected = expected or details["msg"].removeprefix("Input should be ")
-    near = nearest(str(details.get("input")), _choices(field))
-    return Mistake(
-        loc, f"wrong value of '{path}'", expected, found, f"did you mean '{near}'?" if near else ""
-    )
+    help = did_you_mean(str(details.get("input")), _choices(field))
+    return Mistake(loc, f"wrong value of '{path}'", expected, found, help)
 
 
 def _owner(spec: type[Spec], loc: tuple[str | int, ...]) -> tuple[type[Spec], FieldInfo | None]:

@@ -79,3 +79,9 @@ def nearest(name: str, choices: Iterable[str], likeness: float = 0.5) -> str | N
     """
     found = difflib.get_close_matches(name, list(choices), n=1, cutoff=likeness)
     return found[0] if found else None
+
+
+def did_you_mean(name: str, choices: Iterable[str], otherwise: str = "") -> str:
+    """Help for a wrong name: the choice that was most likely meant, else another text."""
+    near = nearest(name, choices)
+    return f"did you mean '{near}'?" if near else otherwise

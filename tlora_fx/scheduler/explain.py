@@ -9,7 +9,7 @@ from math import inf, isfinite
 from tlora_fx.cost.estimator import ProfileEstimator, table_of
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
-from tlora_fx.errors import BaseUnknown, JobNotInState, nearest
+from tlora_fx.errors import BaseUnknown, JobNotInState, did_you_mean
 from tlora_fx.scheduler.formations import membership
 from tlora_fx.scheduler.history import DecisionRecord, EpochRecord, History, JobRecord
 from tlora_fx.scheduler.search.objective import tier_for
@@ -117,11 +117,10 @@ def explain(state: SchedulerState, decision: Decision, job: str) -> DecisionExpl
     raises     JobNotInState
     """
     if job not in state.jobs:
-        near = nearest(job, state.jobs)
         raise JobNotInState(
             f"job '{job}' is not active",
             expected=", ".join(list(state.jobs)[:12]),
-            help=f"did you mean '{near}'?" if near else "name an active job",
+            help=did_you_mean(job, state.jobs, "name an active job"),
         )
     group = _group(decision, job)
     weigher = _Weigher(state, decision, job, group)
@@ -342,12 +341,11 @@ def explained(
 
 def _unknown(job: str, known: list[str]) -> JobNotInState:
     names = list(dict.fromkeys(known))
-    near = nearest(job, names)
     more = f" and {len(names) - 12} more" if len(names) > 12 else ""
     return JobNotInState(
         f"there is no job '{job}'",
         expected=f"{', '.join(names[:12])}{more}" or "no jobs",
-        help=f"did you mean '{near}'?" if near else "name a job of the run",
+        help=did_you_mean(job, names, "name a job of the run"),
     )
 
 

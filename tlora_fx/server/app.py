@@ -49,7 +49,7 @@ from tlora_fx.errors import (
     TloraError,
     TokenRefused,
     UploadRefused,
-    nearest,
+    did_you_mean,
 )
 from tlora_fx.host.version import __version__
 from tlora_fx.runtime.run_folder import METRICS
@@ -355,12 +355,11 @@ def _page(
     if after is not None and before is not None:
         raise RequestRefused("a page is behind one job or before one", help="leave out one of them")
     if state is not None and state not in STATES:
-        near = nearest(state, STATES)
         raise RequestRefused(
             "no job can be in this state",
             expected=", ".join(STATES),
             found=state,
-            help=f"did you mean '{near}'?" if near else "",
+            help=did_you_mean(state, STATES),
         )
     return Page(after, before, limit, state, ended)
 

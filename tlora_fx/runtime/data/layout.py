@@ -15,7 +15,13 @@ from typing import Any, Literal, get_args
 
 from tlora_fx.config.data_spec import COLUMNS_OF, OPTIONAL_COLUMNS, ColumnName, columns_of
 from tlora_fx.config.job import DataSpec, Job
-from tlora_fx.errors import AmbiguousFormatError, MissingColumnError, UnreadColumnError, nearest
+from tlora_fx.errors import (
+    AmbiguousFormatError,
+    MissingColumnError,
+    UnreadColumnError,
+    did_you_mean,
+    nearest,
+)
 from tlora_fx.runtime.chats.conversations import is_conversation
 from tlora_fx.runtime.data.text_files import DataRow, separated_otherwise
 
@@ -230,13 +236,12 @@ class _RowCheck:
     def require_mapped(self, where: str) -> None:
         """Refuse a mapping to a column that no row had; raises MissingColumnError."""
         for theirs, ours in self._missing.items():
-            near = nearest(theirs, [*self._known])
             raise MissingColumnError(
                 f"the data has no column {theirs!r}",
                 file=where,
                 job=self.job.name,
                 found=f"columns {', '.join(sorted(self._known))}",
-                help=f"did you mean '{near}'?" if near else f"leave {ours} out of columns",
+                help=did_you_mean(theirs, [*self._known], f"leave {ours} out of columns"),
             )
 
     def _governing(self, where: str, name: str, fields: Mapping[str, Any]) -> UnreadColumnError:

@@ -42,6 +42,7 @@ from tlora_fx.errors import (
     PlanNotRunnable,
     RunFolderError,
     UnknownPlanner,
+    did_you_mean,
     nearest,
 )
 from tlora_fx.host.environment import wants_strict_kernels
@@ -53,9 +54,9 @@ from tlora_fx.runtime.data.rows import evaluated, is_local, read_rows, require_f
 from tlora_fx.runtime.data.text_files import suffix_of
 from tlora_fx.runtime.run_folder import RunFolder
 
-#: What the modules of planners and controllers define, which cannot be imported without torch.
 #: Of job files.
 SUFFIXES = (".yaml", ".yml")
+#: What the modules of planners and controllers define, which cannot be imported without torch.
 PLANNERS = ("auto", "fsdp", "pipeline", "replicated", "single", "tensor")
 CONTROLLERS = ("keep-best", "aimd", "fixed")
 
@@ -132,11 +133,10 @@ def require_controller(name: str | None) -> None:
     """Refuse a controller's name that nobody has; raises ControllerWrong."""
     if name is None or name in CONTROLLERS:
         return
-    near = nearest(name, CONTROLLERS)
     raise ControllerWrong(
         f"no controller is called '{name}'",
         expected=", ".join(CONTROLLERS),
-        help=f"did you mean '{near}'?" if near else "'keep-best' is the default",
+        help=did_you_mean(name, CONTROLLERS, "'keep-best' is the default"),
     )
 
 

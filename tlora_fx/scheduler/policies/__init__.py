@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import yaml
 
-from tlora_fx.errors import PolicyOptionWrong, UnknownPolicy, nearest
+from tlora_fx.errors import PolicyOptionWrong, UnknownPolicy, did_you_mean
 from tlora_fx.scheduler.state import Policy
 
 _OURS = {
@@ -48,11 +48,10 @@ def find_policy(name: str, **options: Any) -> Policy:
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     for option in options:
         if option not in fields:
-            near = nearest(option, fields)
             raise PolicyOptionWrong(
                 f"policy '{name}' has no option '{option}'",
                 expected=", ".join(fields) or "no options",
-                help=f"did you mean '{near}'?" if near else "leave it out",
+                help=did_you_mean(option, fields, "leave it out"),
             )
     _require_kinds(name, {name: field.type for name, field in fields.items()}, options)
     try:
@@ -105,9 +104,8 @@ def _find(name: str) -> Any:
     if name in others:
         return others[name].load()
     known = [*_OURS, *others]
-    near = nearest(name, known)
     raise UnknownPolicy(
         f"there is no policy '{name}'",
         expected=", ".join(known),
-        help=f"did you mean '{near}'?" if near else "choose one of these",
+        help=did_you_mean(name, known, "choose one of these"),
     )
