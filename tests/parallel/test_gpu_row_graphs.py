@@ -169,8 +169,8 @@ def padded_to(ladder, row):
 
 def test_a_run_replays_its_rows_and_goes_on_as_it_would(tmp_path, monkeypatch):
     """Of real lengths; resumed, its rows are padded as before, so that its bits are the same."""
-    monkeypatch.setattr("tlora_fx.runtime.row_schedule.CAPTURE_AFTER", 3)
-    monkeypatch.setattr("tlora_fx.runtime.row_schedule.PAYS_SHORT", 0)
+    monkeypatch.setattr("tlora_fx.runtime.rounds.row_schedule.CAPTURE_AFTER", 3)
+    monkeypatch.setattr("tlora_fx.runtime.rounds.row_schedule.PAYS_SHORT", 0)
     base = tiny_base(tmp_path, "bfloat16", **WIDE)
     settings = {"max_steps": 60, "save_steps": 25, "per_device_train_batch_size": 8}
     jobs = [make_job(base, name, seed=n, lora={"r": 8}, **settings) for n, name in enumerate("abc")]

@@ -19,7 +19,7 @@ from tlora_fx.errors import CheckpointError, MetricsError, RunFolderError
 from tlora_fx.host import storage
 from tlora_fx.runtime.checkpoints import store as checkpoint
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
-from tlora_fx.runtime.run_checkpoints import Commits
+from tlora_fx.runtime.rounds.run_checkpoints import Commits
 from tlora_fx.runtime.run_folder import MetricsLog
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 

@@ -39,8 +39,8 @@ from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import JobsDiffer, NotAdmitted
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.ops.kernels import strict
-from tlora_fx.runtime import elastic
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
+from tlora_fx.runtime.rounds import elastic
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 from tlora_fx.runtime.verify import adapter_difference

@@ -12,10 +12,10 @@ import torch
 from tests.runtime.groups import losses_of, make_data, make_job, shuffle_inductor_choices, tiny_base
 from tests.runtime.test_compilation import ROUNDS, Pretended, Snapshots
 from tlora_fx.compiler import compile
-from tlora_fx.runtime import compilation
 from tlora_fx.runtime.adapters.files import adapter_tensors
-from tlora_fx.runtime.compilation import CompileProcess, CompileRequest, example_row
 from tlora_fx.runtime.group_step import Batch, GroupStep, StepOptions
+from tlora_fx.runtime.rounds import compilation
+from tlora_fx.runtime.rounds.compilation import CompileProcess, CompileRequest, example_row
 from tlora_fx.runtime.run_folder import COMPILED
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 
@@ -62,8 +62,8 @@ def test_captured_rows_and_a_resumed_run_follow_the_switch(jobs, tmp_path, monke
     """Rows are captured after it alone; a run cut before or behind it repeats its losses."""
     shuffle_inductor_choices(monkeypatch)
     monkeypatch.setattr(compilation, "CompileProcess", Pretended)
-    monkeypatch.setattr("tlora_fx.runtime.row_schedule.CAPTURE_AFTER", 1)
-    monkeypatch.setattr("tlora_fx.runtime.row_schedule.PAYS_SHORT", 0)
+    monkeypatch.setattr("tlora_fx.runtime.rounds.row_schedule.CAPTURE_AFTER", 1)
+    monkeypatch.setattr("tlora_fx.runtime.rounds.row_schedule.PAYS_SHORT", 0)
     data = make_data(jobs, longest=9, count=2)
 
     def trained(folder, *, resume=False):

@@ -18,7 +18,7 @@ from tlora_fx import Job, TrainerCallback, sweep, train
 from tlora_fx.api.sweep import sweep_jobs
 from tlora_fx.config.halving import HalvingSpec
 from tlora_fx.errors import JobError
-from tlora_fx.runtime.halving import FILE, Halving
+from tlora_fx.runtime.rounds.halving import FILE, Halving
 
 #: Of which the second and the fourth are so small or so large that they learn nothing.
 RATES = [1e-2, 1e-7, 5e-3, 3.0]

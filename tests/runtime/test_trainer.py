@@ -18,7 +18,7 @@ from tlora_fx.errors import CheckpointError, ResumeMismatch, RunFolderError
 from tlora_fx.model.row_ladder import RowLadder, RowSize
 from tlora_fx.runtime.adapters.files import adapter_tensors
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
-from tlora_fx.runtime.row_schedule import rounds_to_pay
+from tlora_fx.runtime.rounds.row_schedule import rounds_to_pay
 from tlora_fx.runtime.run_folder import MetricsLog, RunFolder, read_metrics
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
 from tlora_fx.runtime.verify import adapter_difference
@@ -395,7 +395,7 @@ def test_rows_are_captured_where_enough_rounds_follow(
     base, tmp_path, monkeypatch, tokens, steps, rounds
 ):
     """Some rounds after their sizes were chosen, once; of long rows more rounds must follow."""
-    monkeypatch.setattr("tlora_fx.runtime.row_schedule.CAPTURE_AFTER", 3)
+    monkeypatch.setattr("tlora_fx.runtime.rounds.row_schedule.CAPTURE_AFTER", 3)
     ladder = RowLadder(
         (RowSize(tokens, 4, 16, 8), RowSize(tokens + 16, 4, 16, 8), RowSize(tokens + 32, 4, 16, 8))
     )

@@ -34,7 +34,7 @@ from tlora_fx.runtime import group_step
 from tlora_fx.runtime.callbacks import TrainerCallback
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.launching.launch import Launch
-from tlora_fx.runtime.run_checkpoints import Commits, RunCheckpoints
+from tlora_fx.runtime.rounds.run_checkpoints import Commits, RunCheckpoints
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer
 from tlora_fx.runtime.workers import protocol

@@ -47,7 +47,7 @@ class RoundNotice(NamedTuple):
     fault         1 + the index of a job that cannot go on, on this process; 0: none
     changes       jobs that come or go before this round, as the leader was asked
     waits         the process has to look at this round before the next one
-    compilation   how far the process's compilation is (see `runtime.compilation`)
+    compilation   how far the process's compilation is (see `runtime.rounds.compilation`)
     """
 
     table: int

@@ -42,7 +42,6 @@ from tlora_fx.runtime.checks import (
     probe_base,
     require_same_jobs,
 )
-from tlora_fx.runtime.compilation import Compilation
 from tlora_fx.runtime.controllers import NanoBatches
 from tlora_fx.runtime.data.batching import (
     MicroBatches,
@@ -55,10 +54,7 @@ from tlora_fx.runtime.distributed import (
     require_elementwise,
     table_hash,
 )
-from tlora_fx.runtime.elastic import Roster
-from tlora_fx.runtime.evaluation import Measurements
 from tlora_fx.runtime.group_step import GroupStep, StepOptions
-from tlora_fx.runtime.halving import Halving
 from tlora_fx.runtime.job_run import JobRun
 from tlora_fx.runtime.launching.cpu_threads import on_few_threads
 from tlora_fx.runtime.launching.interrupts import Interrupts
@@ -66,8 +62,12 @@ from tlora_fx.runtime.optim.trainable import require_trainable
 from tlora_fx.runtime.reports.job_reports import JobReports
 from tlora_fx.runtime.reports.trackers import Trackers
 from tlora_fx.runtime.round_end import CallbackErrors, RoundEnd
-from tlora_fx.runtime.row_schedule import RowSchedule
-from tlora_fx.runtime.run_checkpoints import RunCheckpoints
+from tlora_fx.runtime.rounds.compilation import Compilation
+from tlora_fx.runtime.rounds.elastic import Roster
+from tlora_fx.runtime.rounds.evaluation import Measurements
+from tlora_fx.runtime.rounds.halving import Halving
+from tlora_fx.runtime.rounds.row_schedule import RowSchedule
+from tlora_fx.runtime.rounds.run_checkpoints import RunCheckpoints
 from tlora_fx.runtime.run_folder import RunFolder
 
 GRACE_SECONDS = 10.0
@@ -88,7 +88,7 @@ class TrainerOptions:
     keeps            captured rows stay with an open model, for its next trainer
     wait_for_compile   the first round waits for compiled layers; False: they are compiled in
                      another process while the first rounds run, where that can be (see
-                     `runtime.compilation`)
+                     `runtime.rounds.compilation`)
     """
 
     max_row_tokens: int = MAX_ROW_TOKENS

@@ -26,10 +26,10 @@ from tlora_fx.runtime.checkpoints.store import Checkpoint, CheckpointStore, JobS
 from tlora_fx.runtime.clocks import JobClocks, clocks_in, kept_clocks
 from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.distributed import Ranks
-from tlora_fx.runtime.elastic import Roster
 from tlora_fx.runtime.identity import describe_jobs, describe_run, require_same_run
 from tlora_fx.runtime.job_run import JobRun, status_after
 from tlora_fx.runtime.reports.job_reports import JobReports
+from tlora_fx.runtime.rounds.elastic import Roster
 from tlora_fx.runtime.run_folder import MetricsLog, RunFolder
 
 
