@@ -26,7 +26,8 @@ from tlora_fx.ops import use_group
 from tlora_fx.ops.kernels.packed import as_compiled
 from tlora_fx.ops.kernels.select import cut_by_jobs, is_strict
 from tlora_fx.ops.parallel import GROUP
-from tlora_fx.parallel.cuda_graphs import RowGraphs, add_gradients
+from tlora_fx.parallel.capturing import add_gradients
+from tlora_fx.parallel.cuda_graphs import RowGraphs
 from tlora_fx.parallel.fsdp import Sharded, gathered_bytes, shard_base, shard_layer
 from tlora_fx.parallel.mesh import Mesh, open_mesh
 from tlora_fx.parallel.nano_batches import NanoModel

@@ -21,15 +21,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from traceback import clear_frames
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from tlora_fx.cost.model_facts import CAPTURED_TOKENS
 from tlora_fx.errors import PlanNotRunnable, TloraError
@@ -39,9 +39,17 @@ from tlora_fx.model.preference import with_base
 from tlora_fx.model.row_ladder import RowLadder, RowSize
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.dora import Lengths, Norms, lengths_kept, norms_at_once
-from tlora_fx.ops.kernels import refresh, release
+from tlora_fx.ops.kernels import release
 from tlora_fx.ops.kernels.pack_together import Packing, noting, served, serving
 from tlora_fx.ops.kernels.select import cut_by_jobs
+from tlora_fx.parallel.capturing import (
+    add_gradients,
+    copied,
+    forget_capture,
+    free_gpu_bytes,
+    is_out_of_memory,
+    overwrite,
+)
 from tlora_fx.parallel.peer_copies import SideStreams
 
 logger = logging.getLogger(__name__)
@@ -740,11 +748,6 @@ class NormGraph:
         return graph, found
 
 
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether a capture failed for lack of memory, which may be there another time."""
-    return isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error)
-
-
 def agreed(mine: bool, group: dist.ProcessGroup | None, device: torch.device) -> bool:
     """Whether it holds on every process of a group."""
     if group is None:
@@ -752,48 +755,6 @@ def agreed(mine: bool, group: dist.ProcessGroup | None, device: torch.device) ->
     least = torch.tensor(int(mine), device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     return bool(least.item())
-
-
-def free_gpu_bytes(device: torch.device) -> int:
-    """Bytes of a GPU that new tensors can have."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return torch.cuda.mem_get_info(device)[0] + unused
-
-
-def add_gradients(losses: Tensor, model: nn.Module, kept: int) -> None:
-    """Do `losses.sum().backward()`, with one sum over all parameters in place of one for each.
-
-    Of a Llama layer's fourteen banks that would be as many kernels, each of a few microseconds.
-    What is summed stays until the end, in the place of activations that are gone by then.
-
-    losses   [J]; nothing is done where they depend on no parameter
-    kept     bytes of those activations: larger gradients are added one by one
-    """
-    if not losses.requires_grad:
-        return
-    leaves = [leaf for leaf in model.parameters() if leaf.requires_grad]
-    if not may_add_together(leaves, kept):
-        losses.sum().backward()  # type: ignore[no-untyped-call]
-        return
-    add_together(leaves, torch.autograd.grad(losses.sum(), leaves, allow_unused=True))
-
-
-def may_add_together(leaves: Sequence[Tensor], kept: int) -> bool:
-    """Whether gradients of these leaves fit where activations were, and each has one already."""
-    large = sum(leaf.nbytes for leaf in leaves) > kept
-    return not large and not any(leaf.grad is None or _is_watched(leaf) for leaf in leaves)
-
-
-def add_together(leaves: Sequence[Tensor], found: Sequence[Tensor | None]) -> None:
-    """Add to the gradients of leaves what was found, where anything was."""
-    pairs = [(leaf.grad, new) for leaf, new in zip(leaves, found, strict=True) if new is not None]
-    if pairs:
-        torch._foreach_add_(*map(list, zip(*pairs, strict=True)))
-
-
-def _is_watched(leaf: Tensor) -> bool:
-    """Whether somebody waits for the moment at which a gradient has been added."""
-    return bool(getattr(leaf, "_post_accumulate_grad_hooks", None))
 
 
 def kind_of(row: PackedBatch) -> int:
@@ -805,21 +766,6 @@ def kind_of(row: PackedBatch) -> int:
     return (0 if row.terms is None else 1 + row.terms.smooths) + 3 * bool(row.pairs)
 
 
-def overwrite(own: PackedBatch, row: PackedBatch) -> None:
-    """Overwrite the row of a graph by another one with the same key, on the CPU."""
-    for name, tensor in row.tensors().items():
-        getattr(own, name).copy_(tensor, non_blocking=True)
-    if own.terms is not None and row.terms is not None:
-        own.terms.values.copy_(row.terms.values, non_blocking=True)
-    refresh(own.segments, own.keys, own.target_segments, *segments_of_chunks(own.target_segments))
-
-
-def copied(row: PackedBatch) -> PackedBatch:
-    """The row in tensors of its own."""
-    copies: dict[str, Any] = {name: tensor.clone() for name, tensor in row.tensors().items()}
-    return replace(row, **copies, terms=None if row.terms is None else row.terms.unasked())
-
-
 def broken(error: Exception) -> PlanNotRunnable:
     """Error for a capture that failed and left other processes halfway."""
     return PlanNotRunnable(
@@ -828,24 +774,3 @@ def broken(error: Exception) -> PlanNotRunnable:
         reason="its gathers or its sums over processes were interrupted",
         help="train without graphs: --no-cuda-graphs, or TrainerOptions(cuda_graphs=False)",
     )
-
-
-def forget_capture(device: torch.device, stream: torch.cuda.Stream, pool: Any) -> None:
-    """Restore streams, memory and random numbers after a capture that failed.
-
-    torch leaves the stream of a capture, and tells its allocator and its generator of the end, only
-    where it ends well.
-
-    stream   which was the current one before the capture
-    pool     in which the capture allocated
-    """
-    index = torch.cuda.current_device() if device.index is None else device.index
-    with torch.cuda.device(index):
-        torch.cuda.set_stream(stream)
-    with suppress(RuntimeError):  # where the allocator was told
-        torch._C._cuda_endAllocateToPool(index, pool)
-        torch._C._cuda_releasePool(index, pool)
-    generator: Any = torch.cuda.default_generators[index]
-    fresh: Any = torch.Generator(device)
-    fresh.manual_seed(generator.initial_seed())
-    generator.graphsafe_set_state(fresh)

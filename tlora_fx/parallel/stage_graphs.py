@@ -20,13 +20,8 @@ from tlora_fx.model.batch import PackedBatch, padded_by, size_of
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.dora import lengths_kept
 from tlora_fx.ops.kernels.pack_together import noting, serving
-from tlora_fx.parallel.cuda_graphs import (
-    CapturedRow,
-    GraphCache,
-    Position,
-    add_together,
-    may_add_together,
-)
+from tlora_fx.parallel.capturing import add_together, may_add_together
+from tlora_fx.parallel.cuda_graphs import CapturedRow, GraphCache, Position
 
 
 class StageGraphs(GraphCache["CapturedStage"]):

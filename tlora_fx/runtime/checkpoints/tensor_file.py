@@ -22,7 +22,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from tlora_fx.parallel.cuda_graphs import free_gpu_bytes
+from tlora_fx.parallel.capturing import free_gpu_bytes
 
 
 class _Layout(NamedTuple):

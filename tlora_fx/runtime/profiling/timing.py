@@ -24,7 +24,7 @@ from torch import Tensor
 from tlora_fx.cost.hardware import LinkTier
 from tlora_fx.cost.profile import CollectivePoint, Operation
 from tlora_fx.errors import TloraError
-from tlora_fx.parallel.cuda_graphs import forget_capture
+from tlora_fx.parallel.capturing import forget_capture
 
 logger = logging.getLogger(__name__)
 # Of one piece in a turn: a host that launches few layers has not come to its pace.

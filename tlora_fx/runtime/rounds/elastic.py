@@ -19,7 +19,7 @@ from tlora_fx.config.job import Job
 from tlora_fx.errors import JobsDiffer, NotAdmitted
 from tlora_fx.host import memory
 from tlora_fx.model.elastic import ALONE, Admission
-from tlora_fx.parallel.cuda_graphs import free_gpu_bytes
+from tlora_fx.parallel.capturing import free_gpu_bytes
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters.files import start_adapter
 from tlora_fx.runtime.adapters.starts import needs_data

@@ -24,7 +24,7 @@ from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.ops.kernels import release
 from tlora_fx.ops.kernels.pack_together import Packing, noting, serving
 from tlora_fx.ops.paged_attention import KeyValuePages, RowPages
-from tlora_fx.parallel.cuda_graphs import copied, forget_capture, is_out_of_memory, overwrite
+from tlora_fx.parallel.capturing import copied, forget_capture, is_out_of_memory, overwrite
 from tlora_fx.runtime.sampling.draw import DrawOptions, draw_tokens
 
 logger = logging.getLogger(__name__)
