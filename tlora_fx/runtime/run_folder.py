@@ -230,16 +230,12 @@ class RunFolder:
             self.path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             lock = (self.path / LOCK).open("a")
         except OSError as error:
-            raise _unwritable(self.path, error) from error
+            raise unwritable(self.path, error) from error
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
-                raise RunFolderError(
-                    "another process is running in the output folder",
-                    folder=self.path,
-                    help="wait for it, or choose another folder with -o",
-                ) from error
+                raise busy(self.path) from error
             if not resume:
                 require_new(self.path)
             self._held = os.fstat(lock.fileno())
@@ -253,18 +249,9 @@ class RunFolder:
 
         raises    RunFolderError
         """
-        if self._held is None:
-            return
-        try:
-            there = os.path.samestat((self.path / LOCK).stat(), self._held)
-        except OSError:
-            there = False
-        if not there:
-            raise RunFolderError(
-                "the output folder was removed or replaced while it was in use",
-                folder=self.path,
-                help="what was trained since the last copy is lost; train again with another -o",
-            )
+        if self._held is not None:
+            help = "what was trained since the last copy is lost; train again with another -o"
+            require_same_lock(self.path, self._held, help)
 
     def begin(self, jobs: Sequence[str]) -> None:
         """Write down whose run this is, before there is a checkpoint."""
@@ -373,7 +360,7 @@ class RunFolder:
             for job in jobs:
                 self.write_status(job, STARTING)
         except OSError as error:
-            raise _unwritable(self.path, error) from error
+            raise unwritable(self.path, error) from error
 
     def withdraw(self, jobs: Sequence[str]) -> None:
         """Take back what `announce` left of jobs that came to nothing, empty folders too."""
@@ -453,12 +440,35 @@ LEDGER = "ledger.sqlite"
 RUN_COMMAND_FILES = frozenset({".workers.lock", "service"})
 
 
-def _unwritable(path: Path, found: object) -> RunFolderError:
+def unwritable(path: Path, found: object) -> RunFolderError:
+    """Error for an output folder that cannot be written."""
     return RunFolderError(
         "the output folder cannot be written",
         folder=path,
         found=found,
         help="choose another folder with -o",
+    )
+
+
+def busy(path: Path) -> RunFolderError:
+    """Error for an output folder that another process holds."""
+    return RunFolderError(
+        "another process is running in the output folder",
+        folder=path,
+        help="wait for it, or choose another folder with -o",
+    )
+
+
+def require_same_lock(path: Path, held: os.stat_result, help: str) -> None:
+    """Refuse a folder whose lock is gone, or is another than the one that is held.
+
+    raises    RunFolderError
+    """
+    with suppress(OSError):
+        if os.path.samestat((path / LOCK).stat(), held):
+            return
+    raise RunFolderError(
+        "the output folder was removed or replaced while it was in use", folder=path, help=help
     )
 
 
@@ -470,7 +480,7 @@ def require_new(path: Path, *, among: Collection[str] = ()) -> None:
     """
     there = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not there.is_dir():
-        raise _unwritable(path, "a file of that name" if there == path else f"{there} is a file")
+        raise unwritable(path, "a file of that name" if there == path else f"{there} is a file")
     used = [name for name in _used(path) if name not in among]
     if used:
         help = "choose another folder with -o"

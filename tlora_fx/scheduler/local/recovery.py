@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from tlora_fx.errors import RunFolderError, WorkerLost
+from tlora_fx.errors import WorkerLost
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
-from tlora_fx.runtime.run_folder import PRIVATE
+from tlora_fx.runtime.run_folder import LOCK, PRIVATE, busy, require_same_lock, unwritable
 from tlora_fx.runtime.workers.protocol import (
     WORKER_CONFIG,
     WorkerConfig,
@@ -81,16 +81,8 @@ class HeldFolder:
 
         raises    RunFolderError
         """
-        try:
-            there = os.path.samestat((self.path / ".lock").stat(), self._lock)
-        except OSError:
-            there = False
-        if not there:
-            raise RunFolderError(
-                "the output folder was removed or replaced while it was in use",
-                folder=self.path,
-                help="what was trained since is lost; start again with another -o",
-            )
+        help = "what was trained since is lost; start again with another -o"
+        require_same_lock(self.path, self._lock, help)
 
 
 @contextmanager
@@ -100,14 +92,10 @@ def held(folder: Path) -> Iterator[HeldFolder]:
     raises    RunFolderError where another process runs in it, WorkerLost where the workers of a
               killed one do not end
     """
-    with _opened(folder, ".lock") as mine, _opened(folder, ".workers.lock") as theirs:
+    with _opened(folder, LOCK) as mine, _opened(folder, ".workers.lock") as theirs:
         # A run that is killed while it starts its server leaves the lock to that until its exec.
         if not _locked(mine, GRACE_SECONDS):
-            raise RunFolderError(
-                "another process is running in the output folder",
-                folder=folder,
-                help="wait for it, or choose another folder with -o",
-            )
+            raise busy(folder)
         if not _locked(theirs, WAIT_SECONDS):
             raise WorkerLost(
                 f"a process of the killed run still trains after {WAIT_SECONDS:g} seconds",
@@ -122,12 +110,7 @@ def _opened(folder: Path, name: str) -> IO[str]:
         folder.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         return (folder / name).open("a")
     except OSError as error:
-        raise RunFolderError(
-            "the output folder cannot be written",
-            folder=folder,
-            found=error,
-            help="choose another folder with -o",
-        ) from error
+        raise unwritable(folder, error) from error
 
 
 def _locked(file: IO[str], seconds: float) -> bool:
