@@ -24,7 +24,7 @@ from pydantic import (
     model_validator,
 )
 
-from tlora_fx.config.plugins import load_plugin
+from tlora_fx.config.plugins import load_plugin, plugin_names
 from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import TAKEN_OUT, MeshShape, Plan
 from tlora_fx.cost.step_time import GPUS_PER_NODE
@@ -171,7 +171,7 @@ def planner_of(plan: Plan) -> Planner:
 
 def planner_names() -> list[str]:
     """Names of all planners."""
-    return sorted({*_own_planners(), *(entry.name for entry in entry_points(group=PLANNERS))})
+    return plugin_names(PLANNERS, _own_planners())
 
 
 def _own_planners() -> dict[str, type[Planner]]:

@@ -45,7 +45,7 @@ from tlora_fx.config.fields import (
     names,
     whole_number,
 )
-from tlora_fx.config.plugins import Plugin, load_plugin
+from tlora_fx.config.plugins import Plugin, load_plugin, plugin_names, plugins_of
 from tlora_fx.config.validation import Spec, refuse
 from tlora_fx.errors import nearest
 
@@ -285,13 +285,12 @@ def other_kind(kind: str) -> type[OtherKind] | None:
 
 def other_kind_names() -> list[str]:
     """The kinds beside LoRA, without importing anything."""
-    return sorted({*OTHER_KINDS, *(entry.name.upper() for entry in entry_points(group=ADAPTERS))})
+    return sorted({*OTHER_KINDS, *map(str.upper, plugin_names(ADAPTERS))})
 
 
 def plugin_kinds() -> list[Plugin]:
     """The kinds of other packages, broken ones too, by name."""
-    offered = sorted(entry_points(group=ADAPTERS), key=lambda entry: entry.name)
-    return [_load(entry) for entry in offered]
+    return plugins_of(ADAPTERS, _load)
 
 
 def _load(entry: EntryPoint) -> Plugin:

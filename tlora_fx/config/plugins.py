@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from importlib.metadata import EntryPoint
+from importlib.metadata import EntryPoint, entry_points
 
 from tlora_fx.errors import PluginBroken
 
@@ -44,3 +45,13 @@ def load_plugin(entry: EntryPoint) -> Plugin:
     if not isinstance(loaded, type):
         return Plugin(entry.name, package, entry.value, None, f"{entry.value} is no class")
     return Plugin(entry.name, package, entry.value, loaded)
+
+
+def plugins_of(group: str, load: Callable[[EntryPoint], Plugin] = load_plugin) -> list[Plugin]:
+    """What a group of entry points offers, broken plug-ins too, by name."""
+    return [load(entry) for entry in sorted(entry_points(group=group), key=lambda each: each.name)]
+
+
+def plugin_names(group: str, own: Iterable[str] = ()) -> list[str]:
+    """Names in a group of entry points, and our own, without importing anything."""
+    return sorted({*own, *(entry.name for entry in entry_points(group=group))})

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from tlora_fx.config.plugins import Plugin, load_plugin
+from tlora_fx.config.plugins import Plugin, load_plugin, plugins_of
 from tlora_fx.errors import OperatorNotRegistrable
 
 OPERATORS = "tlora_fx.operators"
@@ -114,8 +114,7 @@ def load_operator(name: str) -> None:
 
 def plugin_operators() -> list[Plugin]:
     """The operators of other packages, broken ones too, by name."""
-    entries = sorted(entry_points(group=OPERATORS), key=lambda entry: entry.name)
-    return [load_plugin(entry) for entry in entries]
+    return plugins_of(OPERATORS)
 
 
 def arguments_of(target: Any) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar, get_args
 
 from tlora_fx.config.pipeline_text import require_extension
-from tlora_fx.config.plugins import Plugin, load_plugin
+from tlora_fx.config.plugins import Plugin, load_plugin, plugin_names, plugins_of
 from tlora_fx.errors import PipelineError, PluginBroken, nearest
 from tlora_fx.pipeline.passes import NAME, GroupPass, JobPass, Numerics, Pass, options_of
 
@@ -79,7 +79,7 @@ def find_pass(name: str) -> type[Pass]:
 
 def pass_names() -> list[str]:
     """All names of passes, without importing anything."""
-    return sorted({*REGISTRY, *(entry.name for entry in entry_points(group=PASSES))})
+    return plugin_names(PASSES, REGISTRY)
 
 
 def load_extension(given: str | Path) -> None:
@@ -128,14 +128,12 @@ def _line_in(file: Path | None, error: BaseException) -> str | None:
 
 def plugin_passes() -> list[Plugin]:
     """The passes of other packages, broken ones too, by name."""
-    offered = sorted(entry_points(group=PASSES), key=lambda entry: entry.name)
-    return [load_pass(entry) for entry in offered]
+    return plugins_of(PASSES, load_pass)
 
 
 def plugin_planners() -> list[Plugin]:
     """The planners of other packages, broken ones too, by name."""
-    offered = sorted(entry_points(group=PLANNERS), key=lambda entry: entry.name)
-    return [load_plugin(entry) for entry in offered]
+    return plugins_of(PLANNERS)
 
 
 def load_pass(entry: EntryPoint) -> Plugin:

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from functools import cache, partial
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, get_type_hints
 
@@ -22,7 +21,7 @@ from tlora_fx.codegen.importing import import_generated
 from tlora_fx.codegen.kernels import first_line, headed
 from tlora_fx.codegen.loading import keep_triton_cache, stored
 from tlora_fx.codegen.spec import Tile
-from tlora_fx.config.plugins import Plugin, load_plugin
+from tlora_fx.config.plugins import Plugin, plugins_of
 from tlora_fx.errors import KernelSpecError, UnknownKernel, nearest
 from tlora_fx.host.environment import kernel_mode
 from tlora_fx.host.paths import cache_folder
@@ -176,8 +175,7 @@ def _values(template: KernelTemplate) -> list[str]:
 
 def plugin_templates() -> list[Plugin]:
     """The templates of other packages, broken ones too, by name."""
-    entries = sorted(entry_points(group=KERNELS), key=lambda entry: entry.name)
-    return [load_plugin(entry) for entry in entries]
+    return plugins_of(KERNELS)
 
 
 def template_of(name: str, words: Mapping[str, str]) -> KernelTemplate:

@@ -10,7 +10,6 @@ import math
 import os
 import re
 from collections.abc import Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +22,7 @@ from tlora_fx.config.base_files import (
 from tlora_fx.config.base_task import read_base_config, require_task
 from tlora_fx.config.hub import hub_cache, is_hub_id, why_offline
 from tlora_fx.config.job import BaseSpec, Job
+from tlora_fx.config.plugins import plugin_names
 from tlora_fx.cost.hardware import GIB, find_gpu
 from tlora_fx.cost.mesh_fits import cut_obstacles, every_mesh
 from tlora_fx.cost.model_facts import ITEM_BYTES
@@ -101,8 +101,7 @@ def require_planner(name: str) -> None:
     if Path(name).is_file():
         Plan.load(name)
         return
-    offered = {entry.name for entry in entry_points(group="tlora_fx.planners")}
-    known = sorted({*PLANNERS, *offered})
+    known = plugin_names("tlora_fx.planners", PLANNERS)
     if name not in known:
         raise UnknownPlanner(
             f"there is no planner '{name}'",
