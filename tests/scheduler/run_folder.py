@@ -29,7 +29,7 @@ from tlora_fx.scheduler.store import Ledger
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 FAKE = "tests.scheduler.fake_worker"
 #: What the fake worker is told besides.
-MORE = ("step_seconds", "warn_at", "hang_at", "described", "fails")
+MORE = ("step_seconds", "warn_at", "hang_at", "described", "fails", "gates")
 #: No run of a test takes longer.
 LONGEST_SECONDS = 900.0
 

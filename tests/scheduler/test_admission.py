@@ -15,8 +15,17 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.scheduler.fake_worker import GATE
 from tests.scheduler.fork_here import ForkHere
-from tests.scheduler.run_folder import QUICKSTART, Heard, Prepared, records, run, write_job
+from tests.scheduler.run_folder import (
+    LONGEST_SECONDS,
+    QUICKSTART,
+    Heard,
+    Prepared,
+    records,
+    run,
+    write_job,
+)
 from tlora_fx.cost.load import Demand
 from tlora_fx.runtime.workers.protocol import FORK_SERVER_DIED, EventWriter
 from tlora_fx.scheduler import service
@@ -34,12 +43,36 @@ from tlora_fx.scheduler.local.processes import WorkerStart
 from tlora_fx.scheduler.state import REQUEST, JobRequest
 from tlora_fx.scheduler.store import Ledger
 
-SHORT = AdmissionLimits(seconds=1.0, memory_bytes=1 << 28)
+#: So long that nothing reaches it that does not hang, however busy the machine is.
+PATIENT = AdmissionLimits(seconds=900.0, memory_bytes=1 << 28)
+
+
+@pytest.fixture
+def impatient(monkeypatch):
+    """A process has a second once it is at job "bad"; nothing else has a limit that it reaches."""
+    plain, why = Admission._seconds, Admission._why
+
+    def seconds(self, task):
+        running = any(process.task is task for process in self._running)
+        at_bad = running and not task.reads and task.jobs and task.jobs[0]["name"] == "bad"
+        return 1.0 if at_bad else plain(self, task)
+
+    def why_bad(self, *given):
+        with monkeypatch.context() as patched:
+            patched.setattr(Admission, "_seconds", lambda self, task: 1.0)
+            return why(self, *given)
+
+    monkeypatch.setattr(Admission, "_seconds", seconds)
+    monkeypatch.setattr(Admission, "_why", why_bad)
 
 
 @pytest.fixture(autouse=True)
 def guests_here(monkeypatch):
-    """What reads a file is forked from here, files are looked at often, and no pause is long."""
+    """What reads a file is forked from here, files are looked at often, and no pause is long.
+
+    A busy machine may take long to read a file.
+    """
+    monkeypatch.setattr(admission, "READ_SECONDS", PATIENT.seconds)
     monkeypatch.setattr(service, "LOOK_SECONDS", 0.1)
     monkeypatch.setattr(admission, "RETRY_SECONDS", 0.01)
     monkeypatch.setattr(service, "ForkServer", ForkHere)
@@ -97,12 +130,14 @@ def fill_memory():
     ids=["backtracks", "fills-memory", "is-killed", "exits", "asks-to-exit"],
 )
 def test_whatever_a_job_does_to_its_reader_its_neighbours_train(
-    tmp_path, prepared_by, function, reason
+    tmp_path, prepared_by, function, reason, request
 ):
     """Those before and behind it in its file too."""
+    if function is backtrack:
+        request.getfixturevalue("impatient")
     prepared_by(function)
     write_jobs(tmp_path / "jobs", "a", "bad", "z")
-    heard = run(tmp_path / "jobs", tmp_path / "run", admission=SHORT)
+    heard = run(tmp_path / "jobs", tmp_path / "run", admission=PATIENT)
 
     [refused] = [said for said in heard.said if said[0] == "refused"]
     assert refused[1] == "bad"
@@ -231,7 +266,7 @@ def test_the_run_goes_on_while_a_job_is_being_prepared(tmp_path, prepared_by):
     prepared_by(backtrack)
     write_job(tmp_path / "jobs", "bad", 5)
     write_job(tmp_path / "jobs", "good", 5)
-    limits = AdmissionLimits(seconds=60.0)
+    limits = AdmissionLimits(LONGEST_SECONDS)
     done = []
 
     def stop(it):
@@ -244,11 +279,12 @@ def test_the_run_goes_on_while_a_job_is_being_prepared(tmp_path, prepared_by):
     assert {name: one.status for name, one in records(tmp_path / "run").items()} == {"good": "done"}
 
 
-def test_jobs_that_come_together_are_decided_upon_together(tmp_path):
+def test_jobs_that_come_together_are_decided_upon_together(tmp_path, monkeypatch):
     """The first decision sees all of a folder, and no group is formed for the first alone."""
+    monkeypatch.setattr(service, "GATHER_SECONDS", LONGEST_SECONDS)
     write_jobs(tmp_path / "jobs", "a", "b", "c")
     write_job(tmp_path / "jobs", "d", 5)
-    run(tmp_path / "jobs", tmp_path / "run", horizon=5.0)
+    run(tmp_path / "jobs", tmp_path / "run", horizon=LONGEST_SECONDS)
     ledger = Ledger(tmp_path / "run" / "ledger.sqlite")
     first = ledger.decisions()[0]
     ledger.close()
@@ -260,7 +296,7 @@ def test_what_a_stop_has_cut_is_prepared_by_the_next_run(tmp_path, prepared_by):
     """The run ends at once, whatever is being prepared."""
     write_job(tmp_path / "jobs", "bad", 5)
     prepared_by(backtrack)
-    jobs, limits = tmp_path / "jobs", AdmissionLimits(seconds=600.0)
+    jobs, limits = tmp_path / "jobs", AdmissionLimits(LONGEST_SECONDS)
     run(jobs, tmp_path / "run", until=lambda it: it._open and it.stop(), admission=limits)
     prepared_by(lambda: None)
     run(tmp_path / "jobs", tmp_path / "run")
@@ -268,21 +304,36 @@ def test_what_a_stop_has_cut_is_prepared_by_the_next_run(tmp_path, prepared_by):
     assert records(tmp_path / "run")["bad"].status == "done"
 
 
-def test_what_a_job_has_started_ends_with_its_reader(tmp_path, prepared_by):
+def test_what_a_job_has_started_ends_with_its_reader(tmp_path, prepared_by, impatient):
     """The whole group of processes is killed."""
-    mark = tmp_path / "pid"
+    mark = tmp_path / "pids"
 
     def start():
-        mark.write_text(str(subprocess.Popen(["sleep", "600"]).pid))
+        with mark.open("a") as pids:
+            pids.write(f"{subprocess.Popen(['sleep', '3600']).pid}\n")
         backtrack()
 
     prepared_by(start)
     write_job(tmp_path / "jobs", "bad", 5)
-    run(tmp_path / "jobs", tmp_path / "run", admission=SHORT)
-    # Nobody waits for an orphan here: init does, in its time.
-    stat = Path(f"/proc/{mark.read_text()}/stat")
+    run(tmp_path / "jobs", tmp_path / "run", admission=PATIENT)
 
-    assert not stat.exists() or " Z " in stat.read_text()
+    until(lambda: not any(map(runs, mark.read_text().split())))
+
+
+def until(true):
+    """Wait until something is true."""
+    end = time.monotonic() + LONGEST_SECONDS
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def runs(pid):
+    """Whether a process has not ended. Nobody waits for an orphan here: init does, in its time."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def test_a_reader_gives_way_to_what_trains_and_answers(tmp_path, prepared_by):
@@ -327,7 +378,7 @@ def test_files_that_unfold_are_told_and_others_train(tmp_path, name, text):
     """Within the limits of their reader."""
     write_job(tmp_path / "jobs", "a", 5)
     (tmp_path / "jobs" / f"{name}.yaml").write_text(text)
-    heard = run(tmp_path / "jobs", tmp_path / "run", admission=AdmissionLimits(20.0))
+    heard = run(tmp_path / "jobs", tmp_path / "run", admission=AdmissionLimits(LONGEST_SECONDS))
 
     assert [said[1] for said in heard.said if said[0] == "took" and said[3]] == [f"{name}.yaml"]
     assert records(tmp_path / "run")["a"].status == "done"
@@ -344,7 +395,7 @@ def test_a_file_whose_name_is_no_text_is_told(tmp_path):
 
 def ended(admission):
     """All that a batch of files came to."""
-    answers, end = [], time.monotonic() + 100
+    answers, end = [], time.monotonic() + LONGEST_SECONDS
     while admission.busy and time.monotonic() < end:
         answers += admission.answers()
         time.sleep(0.01)
@@ -362,7 +413,7 @@ WRONG = {
 def test_numbers_that_nobody_thought_of_are_answered(tmp_path):
     """By the code that prepares real jobs: refused, or told as numbers; a neighbour prepared."""
     path = write_jobs(tmp_path / "jobs", "good", *WRONG, **WRONG)
-    it = Admission(tmp_path / "run", ForkHere(None), AdmissionLimits(seconds=100.0))
+    it = Admission(tmp_path / "run", ForkHere(None), AdmissionLimits(LONGEST_SECONDS))
     it.read(path)
     [file] = ended(it)
     assert isinstance(file, FileRead)
@@ -384,7 +435,7 @@ def test_code_of_a_base_is_refused_unless_the_run_trusts_it(tmp_path):
     path.write_text(yaml.safe_dump(content))
     told = []
     for trusted in (True, False):
-        limits = AdmissionLimits(100.0, trust_remote_code=trusted)
+        limits = AdmissionLimits(LONGEST_SECONDS, trust_remote_code=trusted)
         it = Admission(tmp_path / "run", ForkHere(None), limits)
         it.read(path)
         told += ended(it)
@@ -408,7 +459,7 @@ def test_a_job_whose_data_or_base_is_gone_cannot_go_on_now(tmp_path, gone):
     content["base"]["config"] = str(tmp_path / "base")
     content["jobs"][0]["data"]["path"] = str(tmp_path / "records.jsonl")
     path.write_text(yaml.safe_dump(content))
-    it = Admission(tmp_path / "run", ForkHere(None), AdmissionLimits(100.0))
+    it = Admission(tmp_path / "run", ForkHere(None), AdmissionLimits(LONGEST_SECONDS))
     it.read(path)
     [file] = ended(it)
     (tmp_path / gone).rename(tmp_path / "elsewhere")
@@ -430,7 +481,7 @@ def test_a_job_with_a_damaged_base_is_refused_with_its_file(tmp_path, again):
     path.write_text(yaml.safe_dump(content))
     weights = tmp_path / "base" / "model.safetensors"
     weights.write_bytes((1 << 60).to_bytes(8, "little") + b"{}")
-    it = Admission(tmp_path / "run", ForkHere(None), AdmissionLimits(100.0))
+    it = Admission(tmp_path / "run", ForkHere(None), AdmissionLimits(LONGEST_SECONDS))
     it.read(path)
     [file] = ended(it)
     it.restore(file.jobs, {}) if again else it.prepare(file.jobs, 0.0)
@@ -445,18 +496,24 @@ def begun(it):
     return bool(it.loop.running)
 
 
+#: b does not begin before a has ended, and a does not end before its gate is open.
+ONE_AFTER_THE_OTHER = {"policy": "megatron", "slots": 1, "gates": {"a": 30}}
+
+
 def test_a_job_whose_file_is_removed_before_it_begins_is_cancelled(tmp_path):
     """One that has begun goes on, and that is told."""
-    write_job(tmp_path / "jobs", "a", 200)
-    write_job(tmp_path / "jobs", "b", 200)
+    write_job(tmp_path / "jobs", "a", 60)
+    write_job(tmp_path / "jobs", "b", 60)
     heard = Cancels()
 
     def remove(it):
         if begun(it) and {"a", "b"} <= it.loop.ended.keys():
             for name in "ab":
                 (tmp_path / "jobs" / f"{name}.yaml").unlink(missing_ok=True)
+        if heard.said_of("cancelled") and heard.said_of("kept"):
+            (tmp_path / "run" / GATE).touch()
 
-    run(tmp_path / "jobs", tmp_path / "run", heard, until=remove, policy="megatron", slots=1)
+    run(tmp_path / "jobs", tmp_path / "run", heard, until=remove, **ONE_AFTER_THE_OTHER)
 
     assert heard.said_of("cancelled") == ["b"]
     assert heard.said_of("kept") == ["a"]
@@ -466,34 +523,37 @@ def test_a_job_whose_file_is_removed_before_it_begins_is_cancelled(tmp_path):
 
 def test_a_cancelled_job_may_come_again(tmp_path):
     """Its file is read as a new one."""
-    write_job(tmp_path / "jobs", "a", 100)
+    write_job(tmp_path / "jobs", "a", 60)
     write_job(tmp_path / "jobs", "b", 5)
     heard = Cancels()
 
     def change(it):
-        if begun(it) and not heard.said_of("cancelled"):
+        if begun(it) and "b" in it.loop.ended and not heard.said_of("cancelled"):
             (tmp_path / "jobs" / "b.yaml").unlink(missing_ok=True)
-        elif heard.said_of("cancelled") and not (tmp_path / "jobs" / "b.yaml").exists():
+        elif heard.said_of("cancelled") and not (tmp_path / "run" / GATE).exists():
             write_job(tmp_path / "jobs", "b", 7)
+            (tmp_path / "run" / GATE).touch()
 
-    run(tmp_path / "jobs", tmp_path / "run", heard, until=change, policy="megatron", slots=1)
+    run(tmp_path / "jobs", tmp_path / "run", heard, until=change, **ONE_AFTER_THE_OTHER)
 
     found = {name: (one.status, one.steps) for name, one in records(tmp_path / "run").items()}
-    assert found == {"a": ("done", 100), "b": ("done", 7)}
+    assert found == {"a": ("done", 60), "b": ("done", 7)}
 
 
 def test_a_renamed_file_cancels_nothing(tmp_path):
     """Its jobs are known by its new name."""
-    write_job(tmp_path / "jobs", "a", 100)
+    write_job(tmp_path / "jobs", "a", 60)
     write_job(tmp_path / "jobs", "b", 5)
     heard = Cancels()
 
     def rename(it):
         before = tmp_path / "jobs" / "b.yaml"
-        if begun(it) and before.exists():
+        if begun(it) and "b" in it.loop.ended and before.exists():
             before.rename(before.with_name("c.yaml"))
+        if "c.yaml" in [said[1] for said in heard.said if said[0] == "took"]:
+            (tmp_path / "run" / GATE).touch()
 
-    run(tmp_path / "jobs", tmp_path / "run", heard, until=rename, policy="megatron", slots=1)
+    run(tmp_path / "jobs", tmp_path / "run", heard, until=rename, **ONE_AFTER_THE_OTHER)
 
     assert not heard.said_of("cancelled")
     assert records(tmp_path / "run")["b"].status == "done"

@@ -9,11 +9,12 @@ import subprocess
 import time
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.scheduler.fake_worker import adapter_of, is_there
+from tests.scheduler.fake_worker import GATE, NEVER_READY, adapter_of, is_there
 from tests.scheduler.fork_here import ForkHere
 from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.hardware import Cluster
@@ -68,7 +69,7 @@ class Bench:
         self.executor.launch(GroupLaunch(group, epoch, requests, {}, layout))
         return group
 
-    def until(self, kind, limit=120.0, **fields):
+    def until(self, kind, limit=900.0, **fields):
         end = time.monotonic() + limit
         while time.monotonic() < end:
             for event in self.executor.events():
@@ -118,11 +119,13 @@ def test_a_group_trains_to_its_end(bench):
 
 def test_a_drained_group_goes_on_elsewhere_in_other_company(bench):
     """Each job goes on from what it had committed; no step is done twice."""
-    here = bench(a={"steps": 40}, b={"steps": 30}, c={"steps": 5})
+    gates = {"gates": {"a": 20, "b": 20}}
+    here = bench(more=gates, a={"steps": 40}, b={"steps": 30}, c={"steps": 5})
     first = here.launch(1, "a", "b")
     here.until(Committed)
     here.executor.drain(first, 1)
     left = here.until(Drained, epoch=1).steps
+    (here.folder / GATE).touch()
     here.executor.release(first, 1)
     here.launch(2, "b", "c", gpu=1)
     here.launch(3, "a")
@@ -249,7 +252,14 @@ def test_a_worker_whose_disk_was_full_blames_no_job(bench):
 def test_a_group_that_hangs_is_killed_and_its_jobs_return(bench):
     """To their last commits, with what was expected of it."""
     here = bench(a={"steps": 500}, b={"steps": 60, "hang_at": 50})
-    here.executor.options = LocalOptions(save_seconds=0.1, stall=StallLimits(seconds=0.5))
+
+    class Impatient(StallLimits):
+        """Half a second, but a busy machine has all the time for the first commits."""
+
+        def of(self, longest_seconds):
+            return 0.5 if here.of(Committed) else 900.0
+
+    here.executor.options = LocalOptions(save_seconds=0.1, stall=Impatient())
     here.launch(1, "a", "b")
     failed = here.until(Failed)
 
@@ -266,6 +276,8 @@ def test_a_group_that_does_not_stop_is_killed_after_its_grace(bench):
     here = bench(a={"steps": 500, "hang_at": 0})
     group = here.launch(1, "a")
     here.until(GroupStarted)
+    while not hangs(worker_of(here, 1)):
+        time.sleep(0.01)
     here.executor.drain(group, 1)
     here.executor.hurry(0.3)
 
@@ -326,11 +338,12 @@ def test_a_group_that_nobody_could_hear_has_its_time_again(clock):
 
 def test_a_killed_group_tells_nothing_more_and_keeps_its_commits(bench):
     """The next group goes on from the newest checkpoint on disk."""
-    here = bench(a={"steps": 300})
+    here = bench(a={"steps": 100_000})
     group = here.launch(1, "a")
     here.until(Committed)
     here.executor.kill(group, 1)
     here.executor.release(group, 1)
+    newest = CheckpointStore(here.folder / "groups" / "000001" / "train").counters()["a"]["step"]
     told = len(here.told)
     here.told += here.executor.events()
 
@@ -340,14 +353,13 @@ def test_a_killed_group_tells_nothing_more_and_keeps_its_commits(bench):
     begins = [
         json.loads(line)[1:] for line in (here.folder / "audit.jsonl").read_text().splitlines()
     ]
-    commits = [step for _, what, _, step in begins if what == "commit"]
     begin = next(step for epoch, what, _, step in begins if (epoch, what) == (2, "begin"))
-    assert begin in commits
+    assert begin == newest > 0
 
 
 def test_verbs_may_be_repeated(bench):
     """Idempotent on the epoch: one worker, one drain, one end."""
-    here = bench(a={"steps": 1000})
+    here = bench(a={"steps": 100_000})
     group = here.launch(1, "a")
     here.launch(1, "a")
     here.until(GroupStarted)
@@ -388,7 +400,7 @@ def test_old_checkpoints_are_removed_once_no_job_needs_them(bench):
 
 def test_workers_end_with_their_parent(bench):
     """With a checkpoint, as if they had been asked to."""
-    here = bench(a={"steps": 100000})
+    here = bench(a={"steps": 1_000_000})
     here.launch(1, "a")
     here.until(GroupStarted)
     with closing(here.server):
@@ -401,7 +413,7 @@ def test_workers_end_with_their_parent(bench):
 
 def test_a_worker_that_cannot_do_with_a_fork_gets_a_process_of_its_own(bench):
     """It can be drained like any other."""
-    here = bench(a={"steps": 100000})
+    here = bench(a={"steps": 1_000_000})
     here.executor.options = LocalOptions(save_seconds=0.1, more={"anew": True})
     group = here.launch(1, "a")
     here.until(Committed)
@@ -413,7 +425,7 @@ def test_a_worker_that_cannot_do_with_a_fork_gets_a_process_of_its_own(bench):
 
 def test_a_dead_fork_server_takes_its_workers_with_it_and_is_replaced(bench):
     """The group has failed; the next one runs."""
-    here = bench(a={"steps": 100}, b={"steps": 3})
+    here = bench(a={"steps": 100_000}, b={"steps": 3})
     group = here.launch(1, "a")
     here.until(GroupStarted)
     os.kill(here.server._server.pid, signal.SIGKILL)
@@ -428,8 +440,9 @@ def test_a_dead_fork_server_takes_its_workers_with_it_and_is_replaced(bench):
     assert len(found.stdout.split()) >= 1
 
 
-def test_a_group_whose_fork_server_died_before_it_had_imported_was_killed(bench):
+def test_a_group_whose_fork_server_died_before_it_had_imported_was_killed(bench, monkeypatch):
     """A server that never comes so far tries no job forever."""
+    monkeypatch.setenv(NEVER_READY, "1")
     here = bench(a={"steps": 100})
     here.launch(1, "a")
     os.kill(here.server._server.pid, signal.SIGKILL)
@@ -443,9 +456,22 @@ def worker_of(bench, epoch, rank=""):
     return int((bench.folder / "groups" / f"{epoch:06d}" / f"pid{rank}").read_text())
 
 
+def wait_for_end(pid):
+    """Wait until a process is there no more."""
+    end = time.monotonic() + 900
+    while is_there(pid):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def hangs(pid):
+    """Whether a process has stopped itself."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
 def stay(bench, **specs):
     return bench(more={"stays": True}, **{
-        name: {"base": "one", "steps": 10_000, **spec} for name, spec in specs.items()
+        name: {"base": "one", "steps": 1_000_000, **spec} for name, spec in specs.items()
     })  # fmt: skip
 
 
@@ -506,9 +532,8 @@ def test_processes_whose_neighbour_has_gone_are_of_no_use(bench, rank):
     here = stay(bench, **{name: {"steps": 5} for name in "abc"})
     first = both(here, 1, "a")
     os.kill(first[rank], signal.SIGKILL)
-    end = time.monotonic() + 120
-    while any(map(is_there, first)) and time.monotonic() < end:
-        time.sleep(0.01)
+    for pid in first:
+        wait_for_end(pid)
     second = both(here, 2, "b")
     third = both(here, 3, "c")
 
@@ -581,7 +606,7 @@ def test_idle_processes_of_a_group_do_not_hinder_others_whose_run_was_killed(ben
     server._server.stdout.close()
     os.close(server._lifeline)
     server._lifeline = None
-    server._server.wait(30)
+    server._server.wait(900)
 
     audit = [json.loads(line) for line in (here.folder / "audit.jsonl").read_text().splitlines()]
     assert not any(map(is_there, idle))
@@ -613,8 +638,7 @@ def test_a_worker_that_is_killed_is_replaced_and_its_jobs_return(bench):
     here.executor.release(other, 2)
     idle = worker_of(here, 2)
     os.kill(idle, signal.SIGKILL)
-    while is_there(idle):
-        time.sleep(0.01)
+    wait_for_end(idle)
     here.launch(3, "a")
     begun = here.until(GroupStarted, epoch=3)
 
@@ -722,7 +746,9 @@ def test_a_base_that_comes_back_needs_what_it_holds_no_second_time(bench):
 
 def test_whoever_joins_makes_idle_workers_go_for_whom_there_is_no_room(bench):
     """The group that it joins needs more from then on."""
-    here = sharing(bench, {"a": 50, "b": 50, "c": 91}, a={"base": "two"}, b={"steps": 10_000}, c={})
+    here = sharing(
+        bench, {"a": 50, "b": 50, "c": 91}, a={"base": "two"}, b={"steps": 1_000_000}, c={}
+    )
     idle = run_through(here, 1, "a")
     group = here.launch(2, "b")
     here.until(Progress, epoch=2)
@@ -730,7 +756,8 @@ def test_whoever_joins_makes_idle_workers_go_for_whom_there_is_no_room(bench):
     change(here, 2, group, 3, "c", "b")
     here.until(GroupStarted, epoch=3)
 
-    assert not is_there(idle)
+    # By the server, which the worker does not wait for.
+    wait_for_end(idle)
 
 
 def test_a_group_without_memory_beside_idle_workers_is_tried_again_without_them(bench):
@@ -770,8 +797,7 @@ def test_an_idle_worker_that_is_killed_is_replaced_beside_the_others(bench):
     )  # fmt: skip
     one, two = run_through(here, 1, "a"), run_through(here, 2, "b")
     os.kill(one, signal.SIGKILL)
-    while is_there(one):
-        time.sleep(0.01)
+    wait_for_end(one)
     again = run_through(here, 3, "c")
 
     assert again not in (one, two)
@@ -779,10 +805,10 @@ def test_an_idle_worker_that_is_killed_is_replaced_beside_the_others(bench):
     assert not here.of(Failed)
 
 
-def forked_here(bench, **specs):
+def forked_here(bench, more=None, **specs):
     """Workers of one base that are forked from this process."""
-    return bench(server=ForkHere, **{
-        name: {"base": "one", "steps": 10_000, **spec} for name, spec in specs.items()
+    return bench(server=ForkHere, more=more, **{
+        name: {"base": "one", "steps": 1_000_000, **spec} for name, spec in specs.items()
     })  # fmt: skip
 
 
@@ -863,11 +889,12 @@ def test_a_group_that_cannot_take_jobs_in_is_formed_anew(bench):
 
 def test_a_group_that_ends_before_its_heir_takes_over_is_followed_by_it(bench):
     """Its only job is done; the one that should have joined begins without it."""
-    here = forked_here(bench, a={"steps": 3}, b={"steps": 5})
+    here = forked_here(bench, {"lingers": True}, a={"steps": 3}, b={"steps": 5})
     first = here.launch(1, "a")
     here.until(Finished, epoch=1, job="a")
     assert here.executor.can_change(first, 1, Group(("a", "b"), 1, (0,)))
     here.executor.change(first, 1, GroupLaunch(Group(("a", "b"), 1, (0,)), 2, []))
+    (here.folder / GATE).touch()
     here.until(Finished, epoch=2, job="b")
 
     assert [event.successor for event in here.of(Drained) if event.epoch == 1] == [None]

@@ -10,12 +10,13 @@ import sqlite3
 import time
 from contextlib import closing
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
 from tests.scheduler import run_folder
-from tests.scheduler.fake_worker import adapter_of
+from tests.scheduler.fake_worker import GATE, adapter_of
 from tests.scheduler.fork_here import ForkHere, GuestsHere
 from tests.scheduler.run_folder import (
     LONGEST_SECONDS,
@@ -33,6 +34,7 @@ from tests.scheduler.run_folder import (
 from tlora_fx.errors import JobFolderError, ProfileMismatch, RunFolderError
 from tlora_fx.runtime.checkpoints.digests import file_digest
 from tlora_fx.scheduler import service
+from tlora_fx.scheduler.local import recovery
 from tlora_fx.scheduler.local.admission import Admission
 from tlora_fx.scheduler.local.executor import LocalExecutor
 from tlora_fx.scheduler.local.recovery import held
@@ -51,6 +53,12 @@ def stop_at_work(it):
     """Stop a run of two jobs that trains, once both are known."""
     if it.loop.running and len(it.loop.ended) == 2:
         it.stop()
+
+
+def run_until_work(folder, **changed):
+    """A run of jobs a and b that is stopped once both are known, and before either has ended."""
+    gates = {"gates": {"a": 30, "b": 30}}
+    run(folder / "jobs", folder / "run", **({"until": stop_at_work} | gates | changed))
 
 
 def status_of(output, name):
@@ -94,16 +102,18 @@ def test_every_job_of_a_folder_is_trained_once(tmp_path):
 
 def test_jobs_are_taken_as_they_appear(tmp_path):
     """Also while others train."""
-    write_job(tmp_path / "jobs", "a", 150)
+    write_job(tmp_path / "jobs", "a", 50)
     late = []
 
     def then(it):
         if not late and it.loop.running:
             late.append(write_job(tmp_path / "jobs", "b", 5))
+        elif "b" in it.loop.ended:
+            (tmp_path / "run" / GATE).touch()
 
-    run(tmp_path / "jobs", tmp_path / "run", until=then)
+    run(tmp_path / "jobs", tmp_path / "run", until=then, gates={"a": 30})
 
-    require_trained_once(tmp_path / "run", {"a": 150, "b": 5})
+    require_trained_once(tmp_path / "run", {"a": 50, "b": 5})
 
 
 def test_a_job_that_came_joins_the_group_that_runs(tmp_path):
@@ -118,7 +128,10 @@ def test_a_job_that_came_joins_the_group_that_runs(tmp_path):
             it.stop()
 
     policy = "tlora:dwell_seconds=0"
-    run(tmp_path / "jobs", tmp_path / "run", until=then, slots=1, policy=policy, horizon=2.0)
+    # How long a busy machine takes to start a process is no cost of joining.
+    changed = {"slots": 1, "policy": policy, "horizon": 2.0, "learns": False}
+    changed["gates"] = {"a": 4000}  # a does not end before b has joined
+    run(tmp_path / "jobs", tmp_path / "run", until=then, **changed)
 
     begun = [(epoch, job, step) for _, epoch, what, job, step in audit(tmp_path / "run")
              if what == "begin"]  # fmt: skip
@@ -147,7 +160,9 @@ def test_a_clock_that_is_set_changes_no_decision(tmp_path, monkeypatch, days):
             it.stop()
 
     policy = "tlora:dwell_seconds=0"
-    run(tmp_path / "jobs", tmp_path / "run", until=then, slots=1, policy=policy, horizon=2.0)
+    changed = {"slots": 1, "policy": policy, "horizon": 2.0, "learns": False}
+    changed["gates"] = {"a": 2000}
+    run(tmp_path / "jobs", tmp_path / "run", until=then, **changed)
 
     for one in epochs(tmp_path / "run"):
         assert 0 <= one.launched <= one.started <= one.ended < LONGEST_SECONDS
@@ -158,7 +173,7 @@ def test_a_clock_that_is_set_changes_no_decision(tmp_path, monkeypatch, days):
 
 def test_a_bad_file_is_told_once_and_left(tmp_path):
     """Its neighbours run; mended, it is taken."""
-    write_job(tmp_path / "jobs", "a", 300)
+    write_job(tmp_path / "jobs", "a", 50)
     bad = write_job(tmp_path / "jobs", "b", 5, learning_rat=1.0)
     heard = Heard()
     mended = []
@@ -166,14 +181,16 @@ def test_a_bad_file_is_told_once_and_left(tmp_path):
     def mend(it):
         if not mended and any(said[3] for said in heard.said if said[0] == "took"):
             mended.append(write_job(tmp_path / "jobs", "b", 5))
+        elif "b" in it.loop.ended:
+            (tmp_path / "run" / GATE).touch()
 
-    run(tmp_path / "jobs", tmp_path / "run", heard, until=mend)
+    run(tmp_path / "jobs", tmp_path / "run", heard, until=mend, gates={"a": 30})
 
     mistakes = [said[3] for said in heard.said if said[0] == "took" and said[3]]
     assert len(mistakes) == 1
     assert "learning_rate" in mistakes[0]
     assert bad.exists()
-    require_trained_once(tmp_path / "run", {"a": 300, "b": 5})
+    require_trained_once(tmp_path / "run", {"a": 50, "b": 5})
 
 
 def test_a_file_that_is_being_written_waits(tmp_path):
@@ -252,7 +269,7 @@ def test_a_job_that_began_and_was_refused_later_goes_on_where_it_was(tmp_path):
     """As where a run was started again with too few GPUs, and then with enough."""
     write_job(tmp_path / "jobs", "a", 60)
     run(
-        tmp_path / "jobs", tmp_path / "run",
+        tmp_path / "jobs", tmp_path / "run", gates={"a": 30},
         until=lambda it: any(record.steps > 5 for record in it.ledger.jobs()),
     )  # fmt: skip
     ledger = Ledger(tmp_path / "run" / "ledger.sqlite")
@@ -415,7 +432,7 @@ def test_a_job_whose_base_is_gone_at_a_restart_waits_for_the_next_one(tmp_path, 
     """It is told and not refused, and the others go on."""
     for name in "ab":
         write_job(tmp_path / "jobs", name, 60)
-    run(tmp_path / "jobs", tmp_path / "run", until=stop_at_work)
+    run_until_work(tmp_path)
     parked = []
 
     def restored(self, job):
@@ -438,7 +455,7 @@ def test_new_jobs_train_while_those_of_an_earlier_process_are_looked_at(tmp_path
     """A base that takes long to look at holds up its own jobs alone."""
     for name in "ab":
         write_job(tmp_path / "jobs", name, 60)
-    run(tmp_path / "jobs", tmp_path / "run", until=stop_at_work)
+    run_until_work(tmp_path)
     write_job(tmp_path / "jobs", "c", 10)
 
     def restored(self, job):
@@ -468,13 +485,13 @@ def test_a_job_of_other_data_waits_at_a_restart_unless_that_is_accepted(
     base |= {"tensors": None, "whole": None}
     described = {"data": {"a": same, "b": other}, "base": base}
     for name in "ab":
-        write_job(tmp_path / "jobs", name, 200)
+        write_job(tmp_path / "jobs", name, 60)
 
     def stop(it):
         if [bool(record.path) for record in it.ledger.jobs()] == [True, True]:
             it.stop()
 
-    run(tmp_path / "jobs", tmp_path / "run", described=described, until=stop)
+    run_until_work(tmp_path, until=stop, described=described)
     parked = []
     monkeypatch.setattr(Heard, "parked", lambda self, time, request, why: parked.append(why))
     run(tmp_path / "jobs", tmp_path / "run", accept_changes=accept)
@@ -499,24 +516,37 @@ def test_a_folder_has_one_run_at_a_time(tmp_path):
         run(tmp_path / "jobs", tmp_path / "run")
 
 
-def test_a_lock_that_a_killed_run_leaves_for_a_moment_is_waited_for(tmp_path):
+def test_a_lock_that_a_killed_run_leaves_for_a_moment_is_waited_for(tmp_path, monkeypatch):
     """What it was just forking holds its files until it executes."""
+    listening, telling = os.pipe()
     with held(tmp_path):
         pid = os.fork()
         if pid == 0:
-            time.sleep(0.5)
+            os.read(listening, 1)
             os._exit(0)
-    begun = time.monotonic()
+    pauses = []
+
+    def end_the_holder(seconds):
+        if not pauses:
+            os.write(telling, b".")
+            os.waitpid(pid, 0)
+        pauses.append(seconds)
+
+    monkeypatch.setattr(recovery, "GRACE_SECONDS", LONGEST_SECONDS)
+    monkeypatch.setattr(
+        recovery, "time", SimpleNamespace(monotonic=time.monotonic, sleep=end_the_holder)
+    )
     with held(tmp_path):
-        assert time.monotonic() - begun >= 0.2
-    os.waitpid(pid, 0)
+        assert pauses
+    for end in (listening, telling):
+        os.close(end)
 
 
 def test_a_stopped_run_goes_on(tmp_path):
     """Every group is drained; the next process forms them anew."""
     for name in "ab":
         write_job(tmp_path / "jobs", name, 60)
-    run(tmp_path / "jobs", tmp_path / "run", until=stop_at_work)
+    run_until_work(tmp_path)
     before = records(tmp_path / "run")
     stopped = [status_of(tmp_path / "run", name) for name in "ab"]
     waiting = []
