@@ -24,7 +24,7 @@ SLOW = {"parquet": 10, "saved": 4}
 
 @pytest.mark.parametrize("name", NAMES)
 def test_every_reader_answers_whatever_it_reads(name, tmp_path, monkeypatch):
-    """Our own error or success, within two seconds and 500 MB."""
+    """Our own error or success, in bounded time and 500 MB."""
     monkeypatch.setenv("TLORA_FX_CACHE", str(tmp_path / "cache"))
     (tmp_path / "good").mkdir()
     (tmp_path / "cases").mkdir()

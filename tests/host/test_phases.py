@@ -69,12 +69,12 @@ def test_phases_of_two_threads_run_beside_each_other() -> None:
     def load() -> None:
         with phase("weights"):
             inside.set()
-            read.wait(60)
+            read.wait(600)
 
     thread = threading.Thread(target=load, name="loader")
     with phase("data"):
         thread.start()
-        inside.wait(60)
+        inside.wait(600)
         running = start.running()
         read.set()
         thread.join()

@@ -31,7 +31,7 @@ def test_every_byte_is_read(files, tmp_path):
     """Of all files, one after the other."""
     thread = read_ahead(files, machine(tmp_path / "root", 100))
 
-    thread.join(60)
+    thread.join(600)
     assert thread.done_bytes == 5000
 
 

@@ -24,7 +24,7 @@ from tlora_fx.runtime.run_folder import MetricsLog
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback
 
 #: A writer that waits for what never comes goes on after so long.
-PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 600.0
 
 
 @pytest.fixture(scope="module")

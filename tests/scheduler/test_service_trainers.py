@@ -354,7 +354,7 @@ def test_a_group_is_handed_over_by_the_checkpoint_that_holds_who_left(tmp_path, 
 
     def slow_save(self, *given, **named):
         if not waited:
-            waited.append(came.wait(60))
+            waited.append(came.wait(600))
         return save(self, *given, **named)
 
     def hear(self, report):
@@ -414,7 +414,7 @@ def test_a_job_of_another_structure_is_declined_and_the_others_train_on(tmp_path
 
 def until(executor, kind):
     """Wait for an event."""
-    end = time.monotonic() + 200
+    end = time.monotonic() + 900
     while time.monotonic() < end:
         for event in executor.events():
             assert not isinstance(event, Failed), event.reason

@@ -81,7 +81,7 @@ def test_who_only_leaves_waits_for_no_reader(monkeypatch, config, tmp_path):
 
 def test_a_joiners_data_and_checkpoint_are_read_beside_one_another(monkeypatch):
     """Each waits for the other to begin."""
-    both = threading.Barrier(2, timeout=60)
+    both = threading.Barrier(2, timeout=600)
 
     def read(what):
         both.wait()

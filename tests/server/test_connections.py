@@ -7,22 +7,22 @@ import hashlib
 import io
 import logging
 import socket
-import threading
 import time
 from contextlib import contextmanager, suppress
+from types import SimpleNamespace
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from tests.server.conftest import as_scheduled, job_file, listen
-from tlora_fx.server import app
+from tlora_fx.server import app, connections
 from tlora_fx.server.connections import ConnectionLimits
 from tlora_fx.server.ledger import User
 from tlora_fx.server.log_lines import TextLines
 
 #: After which a test gives up.
-SECONDS = 60
+SECONDS = 600
 QUICK = ConnectionLimits(
     connections=4, head_bytes=4096, head_seconds=2, body_bytes=1000, body_seconds=2,
     answer_seconds=2,
@@ -35,9 +35,20 @@ UPLOAD = f"PUT /api/v1/files/{SHA256} HTTP/1.1\r\nHost: localhost\r\n".encode()
 @contextmanager
 def listening(service, limits=None):
     """The address of a service that answers; it has ended afterwards."""
-    server, address, thread = listen(service, limits)
-    try:
+    with limited(service, limits) as (address, _):
         yield address
+
+
+@contextmanager
+def limited(service, limits=None):
+    """Such an address, and what gives the connections that come from now on other limits."""
+    server, address, thread = listen(service, limits)
+
+    def change(limits):
+        server.config.http_protocol_class.limits = limits
+
+    try:
+        yield address, change
     finally:
         service.ending = server.should_exit = True
         thread.join(SECONDS)
@@ -147,7 +158,7 @@ def test_a_user_has_a_bounded_number_of_streams(asked, monkeypatch):
         with httpx.stream("GET", path, headers=headers["alice"], timeout=SECONDS) as stream:
             chunks = stream.iter_raw()
             next(chunks)
-            refused = httpx.get(path, headers=headers["alice"])
+            refused = httpx.get(path, headers=headers["alice"], timeout=SECONDS)
             with httpx.stream("GET", path, headers=headers["bob"], timeout=SECONDS) as other:
                 assert other.status_code == 200
 
@@ -183,11 +194,12 @@ def test_a_user_has_a_bounded_number_of_streams(asked, monkeypatch):
 def test_a_connection_that_waits_for_its_client_is_closed(asked, parts):
     """Before a head, within one, and within a body; the service keeps nothing of it."""
     it = asked()
-    with listening(it.service, QUICK) as address:
+    with limited(it.service, QUICK) as (address, change):
         connection = connected(address, *parts)
         read_to_the_end(connection)
+        change(ConnectionLimits())
 
-        assert httpx.get(f"{address}/api/v1/jobs").status_code == 200
+        assert httpx.get(f"{address}/api/v1/jobs", timeout=SECONDS).status_code == 200
     assert not list(it.service.store.folder.glob("uploads/*/*"))
 
 
@@ -203,15 +215,55 @@ def test_without_a_token_no_body_is_read(asked):
         assert connected(address, head).recv(12) == b"HTTP/1.1 401"
 
 
-def test_an_upload_at_a_fair_pace_outlives_the_window(asked):
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that connections see, how many bytes they had, and when they looked at both."""
+    found = SimpleNamespace(seconds=0.0, bytes=0, looks=0)
+
+    class Loop:
+        """An event loop with another clock."""
+
+        def __init__(self, loop):
+            self._loop = loop
+
+        def __getattr__(self, name):
+            return getattr(self._loop, name)
+
+        def time(self):
+            return found.seconds
+
+    class Clocked(connections._LimitedProtocol):
+        """A connection on that clock."""
+
+        def __init__(self, *given, **named):
+            super().__init__(*given, **named)
+            self.loop = Loop(self.loop)
+
+        def data_received(self, data):
+            super().data_received(data)
+            found.bytes += len(data)
+
+        def _look(self):
+            super()._look()
+            found.looks += 1
+
+    monkeypatch.setattr(connections, "_LimitedProtocol", Clocked)
+    return found
+
+
+def test_an_upload_at_a_fair_pace_outlives_the_window(asked, clock):
     """A body that takes many windows is taken, as long as enough comes in each."""
     it, content = asked(), b"x" * 40_000
-    pause = threading.Event()
 
     def slowly():
-        for start in range(0, len(content), 2000):
-            yield content[start : start + 2000]
-            pause.wait(0.1)
+        for start in range(0, len(content), 5000):
+            yield content[start : start + 5000]
+            while clock.bytes < start + 5000:
+                time.sleep(0.01)
+            clock.seconds += 1.5
+            looks = clock.looks
+            while clock.looks == looks:
+                time.sleep(0.01)
 
     with listening(it.service, QUICK) as address:
         sha256 = hashlib.sha256(content).hexdigest()
@@ -229,7 +281,7 @@ def test_a_client_that_takes_nothing_of_its_answer_is_cut(asked):
     row = '{"step": 1, "loss": 2.0, "tokens": 10, "seconds": 0.1}\n'
     (it.folder / "a" / "metrics.jsonl").write_text(row * 400_000)
     request = b"GET /api/v1/jobs/a/logs HTTP/1.1\r\nHost: localhost\r\n\r\n"
-    with listening(it.service, QUICK) as address:
+    with listening(it.service, ConnectionLimits(answer_seconds=2)) as address:
         connection = connected(address, request)
         connection.recv(1)
         while it.service.streams["local"]:
@@ -242,7 +294,7 @@ def test_a_head_that_is_too_large_is_refused(asked):
     """Whether its line, one header, or many are."""
     it = asked()
     many = b"".join(b"X-%d: y\r\n" % number for number in range(2000))
-    with listening(it.service, QUICK) as address:
+    with listening(it.service, ConnectionLimits(head_bytes=4096)) as address:
         for head in (b"GET /" + b"a" * 9000, b"GET / HTTP/1.1\r\nX: " + b"a" * 9000,
                      b"GET / HTTP/1.1\r\n" + many):  # fmt: skip
             assert read_to_the_end(connected(address, head)).startswith(b"HTTP/1.1 400 ")
@@ -255,7 +307,7 @@ def test_half_open_connections_shut_nobody_out(asked):
     with listening(it.service, limits) as address:
         opened = [connected(address, b"GET / HT") for _ in range(20)]
 
-        assert httpx.get(f"{address}/api/v1/jobs").status_code == 200
+        assert httpx.get(f"{address}/api/v1/jobs", timeout=SECONDS).status_code == 200
         assert [read_to_the_end(connection) for connection in opened[:16]] == [b""] * 16
 
 
@@ -274,7 +326,7 @@ def test_a_connection_above_the_limit_is_turned_away(asked):
         while it.service.streams["local"] > 1:
             time.sleep(0.01)
 
-        assert httpx.get(f"{address}/api/v1/jobs").status_code == 200
+        assert httpx.get(f"{address}/api/v1/jobs", timeout=SECONDS).status_code == 200
 
 
 @pytest.mark.parametrize("framing", [b"Content-Length: 100000", b"Transfer-Encoding: chunked"])

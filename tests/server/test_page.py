@@ -20,7 +20,7 @@ def opened(browser, asked):  # noqa: F811
     as_scheduled(it.folder, [("a", "b")])
     server, address, thread = listen(it.service)
     page = browser.new_page(viewport={"width": 1200, "height": 700})
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(300_000)
     errors, requests = [], []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("request", lambda request: requests.append(request.url))

@@ -67,7 +67,7 @@ def it(asked):
 def client(it, address, folder, **headers):
     trusted = ssl.create_default_context(cafile=folder / "cert.pem")
     headers = {"Authorization": f"Bearer {it.tokens['alice']}"} | headers
-    return httpx.Client(base_url=address, headers=headers, verify=trusted, timeout=30)
+    return httpx.Client(base_url=address, headers=headers, verify=trusted, timeout=300)
 
 
 @pytest.mark.parametrize("proxy", PROXIES)
@@ -95,7 +95,7 @@ def test_the_buttons_of_the_page_work_behind_a_proxy(it, tmp_path, proxy, browse
     """With a token, in Chromium; what happens comes by the stream."""
     with behind(it, proxy, tmp_path) as address:
         page = browser.new_page(ignore_https_errors=True)
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(300_000)
         page.goto(f"{address}/")
         page.locator("#token").fill(it.tokens["alice"])
         page.keyboard.press("Enter")

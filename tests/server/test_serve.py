@@ -36,7 +36,7 @@ def serving(run, *more):
     try:
         address = process.stdout.readline().decode().strip()
         assert address, (run.parent / "log").read_text()
-        yield process, httpx.Client(base_url=f"{address}/api/v1", timeout=60)
+        yield process, httpx.Client(base_url=f"{address}/api/v1", timeout=300)
     finally:
         process.kill()
         process.wait()

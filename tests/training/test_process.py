@@ -38,7 +38,7 @@ def test_a_trainer_begins_once_the_one_before_it_has_ended(tmp_path, begun):
         ready, _ = begun()
         assert not ready.wait(0.5)
         assert log.answer(client.user, client.created) is None
-    assert ready.wait(60)
+    assert ready.wait(600)
     while log.answer(client.user, client.created) is None:
         threading.Event().wait(0.01)
 
@@ -50,4 +50,4 @@ def test_a_trainer_that_waits_can_be_ended(tmp_path, begun):
     with log.held(threading.Event()):
         ready, ended = begun()
         ended.set()
-        assert ready.wait(60)
+        assert ready.wait(600)

@@ -77,7 +77,7 @@ def browser() -> Iterator[Any]:
 
 def listening(page: Any, opened: list[Opened]) -> Any:
     """A page whose errors and requests go to what was opened last."""
-    page.set_default_timeout(10_000)
+    page.set_default_timeout(300_000)
     page.on("console", lambda message: opened[-1].console.append(message.text))
     page.on("pageerror", lambda error: opened[-1].console.append(str(error)))
     page.on("request", lambda request: opened[-1].requests.append(request.url))

@@ -80,7 +80,7 @@ class Forked:
         self._process = spawn.Process(target=nursery, args=given)
         self._process.start()
         address = self._pipe.recv()
-        self.client = httpx.Client(base_url=f"{address}/api/v1", timeout=60)
+        self.client = httpx.Client(base_url=f"{address}/api/v1", timeout=300)
         self.models: Path = folder / "tinker" / "models"
         self._pids = {name: self._begin(name) for name in PROCESSES}
 

@@ -23,7 +23,7 @@ from tlora_fx.training.process import run_commands
 
 SDK = Path(os.environ.get("TINKER_SDK_PYTHON", ".tinker-sdk/bin/python"))
 SDK = SDK if SDK.is_absolute() else Path(__file__).parents[3] / SDK
-SECONDS = 120
+SECONDS = 600
 needs_sdk = pytest.mark.skipif(
     not SDK.is_file(), reason="no Tinker SDK: make tinker-sdk, or set TINKER_SDK_PYTHON"
 )

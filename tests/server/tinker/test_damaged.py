@@ -49,7 +49,7 @@ class Client:
     """A client that never repeats by itself."""
 
     def __init__(self, address):
-        self.http = httpx.Client(base_url=f"{address}/api/v1", timeout=60, headers=KEY)
+        self.http = httpx.Client(base_url=f"{address}/api/v1", timeout=300, headers=KEY)
         self.session = self.post("create_session", {}).json()["session_id"]
         body = {
             "session_id": self.session, "model_seq_id": 0, "base_model": "tlora-fx/small",
@@ -163,7 +163,7 @@ def test_damaged_and_repeated_requests_are_answered_and_hurt_nobody(tmp_path, co
             answer = bad.http.get("/" + place.format(session=bad.session, model=bad.model))
             assert answer.status_code == 200, (place, answer.text)
             strictly(answer.content)
-        metrics = httpx.get(f"{address}/metrics").text
+        metrics = httpx.get(f"{address}/metrics", timeout=300).text
 
     assert len(numbers) == count // 2 + 1
     assert first == again

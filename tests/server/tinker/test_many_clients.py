@@ -29,7 +29,7 @@ def test_two_hundred_clients_at_a_time_lose_and_double_nothing(tmp_path):
         serving(tmp_path) as (address, socket, _),
         trainer(tmp_path / "tinker", socket),
         httpx.Client(
-            base_url=f"{address}/api/v1", timeout=60,
+            base_url=f"{address}/api/v1", timeout=300,
             limits=httpx.Limits(max_connections=CLIENTS),
         ) as pool,
     ):  # fmt: skip

@@ -160,7 +160,7 @@ def test_checkpoints_are_kept_published_and_copied(address):
     assert expires
     assert re.fullmatch(r"tinker://s\w+:train:\d+/weights/mine", copied)
     assert metrics["grad_norm"] > 0
-    events = httpx.get(trace, headers={"X-API-Key": "tml-any"}).json()["traceEvents"]
+    events = httpx.get(trace, headers={"X-API-Key": "tml-any"}, timeout=300).json()["traceEvents"]
     assert {"forward_backward 1", "save_weights 2"} <= {each["name"] for each in events}
 
 
