@@ -6,10 +6,12 @@ import gc
 import importlib
 import logging
 import os
+import random
 import shutil
 import signal
 import sys
 import tempfile
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -139,6 +141,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Let a test draw the same numbers whatever ran before it in its process, or did not.
+
+    Which files a worker runs, and in which order, depends on how fast the others are.
+    """
+    seed = zlib.crc32(item.nodeid.encode())
+    random.seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed)
+    if "torch" in sys.modules:
+        # That of the CPU: torch.manual_seed would begin to look for GPUs.
+        sys.modules["torch"].default_generator.manual_seed(seed)
 
 
 def pytest_collection_finish() -> None:

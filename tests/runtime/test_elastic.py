@@ -41,6 +41,7 @@ from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.ops.kernels import strict
 from tlora_fx.runtime.checkpoints.store import CheckpointStore
 from tlora_fx.runtime.rounds import elastic
+from tlora_fx.runtime.rounds.run_checkpoints import Commits
 from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions
 from tlora_fx.runtime.verify import adapter_difference
@@ -372,6 +373,13 @@ def open_files(folder):
     return [link for link in links if link.is_relative_to(folder)]
 
 
+@pytest.fixture
+def fast_disk(monkeypatch):
+    """A checkpoint is written before the next round begins: nothing on its way is counted."""
+    monkeypatch.setattr(Commits, "look", Commits.settle)
+
+
+@pytest.mark.usefixtures("fast_disk")
 def test_small_jobs_that_have_passed_through_a_model_hold_nothing(folder, tmp_path):
     """Sixteen in four slots: not one tensor or open file more when the last four end."""
     base = BaseSpec(config=folder / "base", dtype="float64", seed=7)
@@ -389,6 +397,7 @@ def test_small_jobs_that_have_passed_through_a_model_hold_nothing(folder, tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("fast_disk")
 def test_a_hundred_small_jobs_pass_through_one_model(folder, tmp_path, fresh_dynamo):
     """Ranks 2 to 8, twenty steps each, sixteen at a time; the last costs what the first did."""
     base = BaseSpec(config=folder / "base", dtype="float64", seed=7)

@@ -20,8 +20,11 @@ BEGIN = """
 import os, signal, sys, time
 from pathlib import Path
 from tlora_fx.errors import TloraError
+from tlora_fx.runtime.launching import local_launch
 from tlora_fx.runtime.launching.local_launch import Ending, start_processes
 
+# On a busy machine one process may begin long after another one has ended.
+local_launch.TELL_SECONDS = float(os.environ.get("TEST_TELL_SECONDS", 600))
 try:
     start_processes(3, lambda: "start again")
 except TloraError as error:
@@ -33,6 +36,15 @@ rank, folder = int(os.environ["RANK"]), Path(os.environ["TLORA_FX_START_FOLDER"]
 def say(*words):
     os.write(1, " ".join(map(str, words)).encode() + b"\\n")
 
+def is_over(other):
+    # Its number stands in a file, and its parent has waited for it.
+    numbers = folder / f"pid-{other}"
+    return numbers.exists() and not Path(f"/proc/{numbers.read_text()}").exists()
+
+part = folder / f"part-{rank}"
+part.write_text(str(os.getpid()))
+part.rename(folder / f"pid-{rank}")
+
 def leave(kind, text="", code=1):
     Ending(kind, text).write(folder, rank)
     os._exit(code)
@@ -40,21 +52,25 @@ def leave(kind, text="", code=1):
 """
 
 
-def start(code: str) -> subprocess.Popen[str]:
+#: After which a test gives up.
+SECONDS = 900
+
+
+def start(code: str, **environment: str) -> subprocess.Popen[str]:
     """A program that becomes three processes, each of which runs some code."""
     return subprocess.Popen(
         [sys.executable, "-c", BEGIN + code],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": ""},
+        env={**os.environ, "OMP_NUM_THREADS": "", **environment},
     )
 
 
-def ended(code: str) -> tuple[int, str, str]:
+def ended(code: str, **environment: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of such a program."""
-    program = start(code)
-    out, err = program.communicate(timeout=60)
+    program = start(code, **environment)
+    out, err = program.communicate(timeout=SECONDS)
     return program.returncode, out, err
 
 
@@ -82,13 +98,16 @@ leave(*kinds[rank])
 
 def test_processes_that_hang_are_ended_after_an_error() -> None:
     """They hear no signal."""
-    code, _, err = ended("""
+    code, _, err = ended(
+        """
 if rank == 0:
     leave("error", "the cause")
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 say(os.getpid())
-time.sleep(600)
-""")
+time.sleep(3600)
+""",
+        TEST_TELL_SECONDS="1",
+    )
 
     assert (code, err) == (1, "the cause\n")
 
@@ -98,7 +117,8 @@ def test_a_killed_process_is_named() -> None:
     code, _, err = ended("""
 if rank == 1:
     os.kill(os.getpid(), signal.SIGKILL)
-time.sleep(0.5)
+while not is_over(1):
+    time.sleep(0.01)
 leave("lost", "connection gone")
 """)
 
@@ -109,12 +129,17 @@ leave("lost", "connection gone")
 
 def test_a_process_that_has_said_all_ends_no_other() -> None:
     """Failed jobs make an exit code; the first process may still have work to do."""
-    code, out, err = ended(f"""
+    code, out, err = ended(
+        """
 if rank == 0:
-    time.sleep({local_launch.TELL_SECONDS + 1})
+    while not (is_over(1) and is_over(2)):
+        time.sleep(0.01)
+    time.sleep(2 * local_launch.TELL_SECONDS)
     say("all is written")
 leave("exit")
-""")
+""",
+        TEST_TELL_SECONDS="1",
+    )
 
     assert (code, out, err) == (1, "all is written\n", "")
 
@@ -131,13 +156,13 @@ def hear(number, frame):
 
 signal.signal(signal.SIGTERM, hear)
 say("ready")
-time.sleep(60)
+time.sleep(3600)
 """)
     assert program.stdout is not None
     for _ in range(3):
         assert program.stdout.readline() == "ready\n"
     program.send_signal(number)
-    out, err = program.communicate(timeout=60)
+    out, err = program.communicate(timeout=SECONDS)
 
     assert out == "heard\n" * 3
     assert err == "interrupted: stopped after a checkpoint\n"
@@ -145,17 +170,16 @@ time.sleep(60)
 
 def test_processes_end_with_the_one_that_has_started_them() -> None:
     """They are asked to stop, as by a user."""
-    program = start("say(os.getpid())\ntime.sleep(600)")
+    program = start("say(os.getpid())\ntime.sleep(3600)")
     assert program.stdout is not None
     pids = [int(program.stdout.readline()) for _ in range(3)]
     program.kill()
-    program.communicate(timeout=60)
+    program.communicate(timeout=SECONDS)
 
-    for _ in range(200):
-        if not any(is_running(pid) for pid in pids):
-            return
+    end = time.monotonic() + SECONDS
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < end
         time.sleep(0.05)
-    raise AssertionError("processes run on")
 
 
 def is_running(pid: int) -> bool:
