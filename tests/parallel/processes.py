@@ -7,6 +7,7 @@ most of what they do.
 from __future__ import annotations
 
 import os
+import pickle
 import time
 import traceback
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from torch import multiprocessing
 
 from tests import forked, traced_once
 
-TIMEOUT = timedelta(seconds=120)
+TIMEOUT = timedelta(seconds=600)
 # What the server imports before it forks.
 SERVED = ["tests.parallel.warm"]
 
@@ -68,7 +69,7 @@ def run_processes(
             failed.append("a process ended without a word; see what it printed")
             break
         rank, value, error = results.get()
-        found[rank] = value
+        found[rank] = pickle.loads(value)
         if error:
             failed.append(f"rank {rank}:\n{error}")
             break
@@ -105,9 +106,11 @@ def _run(
             torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl" if gpus else "gloo"
         torch.distributed.init_process_group(backend, timeout=TIMEOUT)
-        value = function(*arguments)
+        # As bytes: torch would hand over tensors in shared memory, of which there may be little, by
+        # way of a process that may have ended before anybody asks for them.
+        value = pickle.dumps(function(*arguments))
     except BaseException:  # noqa: BLE001  (told to the parent)
-        results.put((rank, None, traceback.format_exc()))
+        results.put((rank, pickle.dumps(None), traceback.format_exc()))
         os._exit(1)
     results.put((rank, value, ""))
     torch.distributed.destroy_process_group()
