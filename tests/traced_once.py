@@ -2,8 +2,9 @@
 
 A compilation gets a copy of the graph that an earlier one traced, if all that decides it is equal:
 the base's config, modules and code, and the job's adapters; of plain LoRA what is in a graph, which
-its rates and starts are not. So it is with the sites of adapters, and with a base's own loss, which
-is compared with that of the next token. Tests of tracing (tests/tracing) do all of it each time.
+its rates and starts are not. So it is with the sites of adapters. A base's own loss is compared
+with that of the next token on the first samples that a process has, which stand for all: no base of
+a config looks at ids. Tests of tracing (tests/tracing) do all of it each time.
 
 Processes of a group (tests/parallel/processes.py) train the same jobs under plan after plan. There
 passes run once over equal jobs too.
@@ -166,7 +167,7 @@ def _loss(plain: Callable[..., str | None]) -> Callable[..., str | None]:
     ) -> str | None:
         if _is_from_python(backbone):
             return plain(backbone, rows, jobs)
-        key = (_model(backbone), backbone.spec.is_classifier, repr([*rows]))
+        key = (_model(backbone), backbone.spec.is_classifier, bool(rows))
         if key not in _compared:
             _compared[key] = plain(backbone, rows, jobs)
         return _compared[key]
