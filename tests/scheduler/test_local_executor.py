@@ -527,6 +527,44 @@ def test_processes_of_a_group_stay_for_the_next_one_of_their_layout(bench):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_a_group_is_drained_whose_process_was_stopped_before_it_listened(bench, rank):
+    """The other one listens, and waits for it in vain; no job is blamed and none has failed."""
+    here = bench(more={"launch_seconds": 600}, a={"steps": 5})
+    folder = here.folder / "groups" / "000001"
+    folder.mkdir(parents=True)
+    # Its first act is to open its log: that of a pipe waits until somebody reads.
+    os.mkfifo(folder / f"rank-{rank}.log")
+    group = here.launch(1, "a", layout=TWO)
+    end = time.monotonic() + 120
+    while not (folder / ("pid" if rank else "pid1")).exists() and time.monotonic() < end:
+        time.sleep(0.01)
+    here.executor.drain(group, 1)
+    here.until(Drained)
+
+    assert not (folder / ("pid1" if rank else "pid")).exists()
+    assert [type(event) for event in here.told if not isinstance(event, Noted)] == [Drained]
+
+
+@pytest.mark.parametrize(("code", "steps", "told"), [
+    (-signal.SIGKILL, 0, Drained), (1, 0, Drained), (-signal.SIGKILL, 3, Failed),
+])  # fmt: skip
+def test_a_group_that_has_trained_and_whose_process_was_killed_has_failed(
+    tmp_path, code, steps, told
+):
+    """Its neighbour gave up in time. Before the first step, nothing can be lost by that."""
+    codes = {7: 128 + signal.SIGTERM, 8: code}
+    server = SimpleNamespace(code=codes.get, signal=lambda worker, number: None)
+    group = RunningGroup(
+        1, ("a",), tmp_path, server, (7, 8), float, {}, Watchdog(StallLimits()), tmp_path / "train"
+    )
+    for step in range(steps):
+        EventWriter(tmp_path / "events.jsonl", every_seconds=0).progress({"a": step + 1})
+    group.drain()
+
+    assert [type(event) for event in group.events(0.0)][-1] is told
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_processes_whose_neighbour_has_gone_are_of_no_use(bench, rank):
     """The next group gets two new ones; the one that was left has ended."""
     here = stay(bench, **{name: {"steps": 5} for name in "abc"})

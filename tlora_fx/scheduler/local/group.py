@@ -69,9 +69,9 @@ class Processes(Protocol):
         """End all workers."""
 
 
-#: Exit codes of a process that was asked to stop. One that does not listen yet is ended by the
-#: signal itself: it had just begun, and had nothing to save.
-_STOPPED = (0, 128 + signal.SIGTERM, -signal.SIGTERM)
+#: Exit codes of a process that was asked to stop before it could save anything. One that does not
+#: listen yet is ended by the signal itself.
+_UNSAVED = (128 + signal.SIGTERM, -signal.SIGTERM)
 
 
 @dataclass(slots=True)
@@ -86,6 +86,7 @@ class RunningGroup:
     begun       whether it has processes; one that is to take over has none yet
     successor   group that takes over from it
     needs       bytes of each of its GPUs, or of main memory; None: not known
+    stepped     whether a step was done
     """
 
     epoch: int
@@ -106,6 +107,7 @@ class RunningGroup:
     asked: bool = False
     over: bool = False
     handed_over: bool = False
+    stepped: bool = False
     failed: bool = False
     at_fault: str | None = None
     reason: str = ""
@@ -166,6 +168,7 @@ class RunningGroup:
                 yield Warned(time, self.epoch, f"it is formed anew: {line['reason']}")
                 self.drain()
             case "progress":
+                self.stepped = True
                 yield Progress(time, self.epoch, line["steps"])
             case "saved":
                 self.committed |= line["steps"]
@@ -205,9 +208,8 @@ class RunningGroup:
         # Where it was asked to stop, that may be what the trainer stumbled over.
         if not self.asked and self.at_fault is not None and self.at_fault not in self.settled:
             yield Failed(now, self.epoch, self.at_fault, self.reason)
-        stopped = self.asked and all(code in _STOPPED for code in codes)
         yield from self._unwritten(now)
-        if stopped or not any(codes):
+        if self._was_stopped(codes) or not any(codes):
             yield Drained(now, self.epoch, dict(self.committed))
         else:
             self.failed = True
@@ -215,6 +217,16 @@ class RunningGroup:
             blameless = not self.reason and bool({FORK_SERVER_DIED, DISK_FULL} & {*codes})
             reason = self.reason or self._why(codes)
             yield Failed(now, self.epoch, None, reason, dict(self.committed), killed, blameless)
+
+    def _was_stopped(self, codes: list[int]) -> bool:
+        """Whether it ended because it was asked to, and not by a failure.
+
+        Before the first step there is nothing to save. Where one process was stopped then, the
+        others cannot go on, and were killed or stumbled over its absence.
+        """
+        if self.stepped:
+            return self.asked and all(code in (0, *_UNSAVED) for code in codes)
+        return self.asked and any(code in _UNSAVED for code in codes)
 
     def _unwritten(self, now: float) -> Iterator[GroupEvent]:
         """A checkpoint that was written, and its writer killed before it told."""
