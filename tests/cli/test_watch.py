@@ -172,9 +172,9 @@ def test_the_page_stands_alone_in_a_browser(run, capsys, browser):
     drawn = opened.locator("figure").evaluate_all(
         "all => all.map(one => [one.id, one.querySelectorAll('polyline, .bar').length])"
     )
-    # Bars and blocks, and the legend's.
+    # Bars and blocks, and the legend's; blocks have their names beside them.
     assert dict(drawn) == {
-        "losses": 4, "evaluations": 2, "rates": 4, "seconds": 4, "lengths": 6, "groups": 4,
+        "losses": 4, "evaluations": 2, "rates": 4, "seconds": 4, "lengths": 6, "groups": 2,
     }  # fmt: skip
     assert HOSTILE in opened.inner_text("#samples")
     wide = "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
@@ -195,7 +195,8 @@ def test_the_page_compares_the_jobs_of_a_sweep(run, capsys):
     assert '<td class="number" data-title="rank">16</td>' in page
     assert '<td class="number" data-title="learning rate">3e-05</td>' in page
     assert "<dt>learning_rate</dt><dd>3e-05</dd>" in page
-    assert page.count("<summary>") == 1
+    hyperparameters = page.split('<section id="hyperparameters">')[1].split("</section>")[0]
+    assert hyperparameters.count("<summary>") == 1
     losses, groups = (
         ElementTree.fromstring(
             page.split(f'<figure id="{name}">')[1].split("</figcaption>")[1].split("</figure>")[0]
@@ -205,6 +206,30 @@ def test_the_page_compares_the_jobs_of_a_sweep(run, capsys):
     texts = [text.text for text in losses.iter("text") if text.get("class") == "end"]
     assert texts == ["3", "3.2", "3.4", "3.6", "3.8", "4"]
     assert [t.text for t in groups.iter("text") if t.get("class") == "end"] == ["a", "b.2"]
+
+
+def test_the_page_says_why_a_job_failed_below_its_row(run, capsys):
+    """A long reason has the width of the table."""
+    reason = "step 2: loss nan, gradient norm nan; the adapter is kept as step 1 left it"
+    (run / "a" / "status.json").write_text(json.dumps({"status": "failed", "reason": reason}))
+    output(["report", run], capsys)
+    page = (run / "report.html").read_text("utf-8")
+
+    assert '<td data-title="status" class="failed">failed</td>' in page
+    assert f'class="reason" colspan="{page.count("</th>", 0, page.index("</thead>"))}"' in page
+    assert page.count(reason) == 1
+
+
+def test_the_page_of_many_jobs_draws_how_long_their_samples_are_as_lines(run, capsys):
+    """Bars of nine jobs cannot be told apart; lines end at all samples."""
+    for number in range(9):
+        write_job(run, f"job-{number}", 1, evaluated=False)
+    output(["report", run], capsys)
+    page = (run / "report.html").read_text("utf-8")
+    figure = page.split('<figure id="lengths">')[1].split("</figure>")[0]
+
+    assert figure.count("<polyline") == 11
+    assert "at most so many tokens" in figure
 
 
 def test_the_page_of_a_scheduled_run_shows_its_groups(run, capsys):

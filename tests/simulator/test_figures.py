@@ -21,6 +21,7 @@ from tlora_fx.simulator.figures import (
     lines,
     round_step,
     rows_labelled,
+    shortened,
     shown,
 )
 
@@ -84,14 +85,61 @@ def test_labels_of_rows_are_whole_and_do_not_overlap(rows):
     assert len(labelled) <= 18
 
 
+@given(name=st.text("abc-", min_size=1, max_size=40), length=st.integers(3, 30))
+def test_a_long_name_keeps_its_beginning_and_its_end(name, length):
+    """What stands for its middle is one mark; a name that fits stays as it is."""
+    short = shortened(name, length)
+
+    assert len(short) <= length
+    if short != name:
+        first, last = short.split("…")
+        assert name.startswith(first)
+        assert name.endswith(last)
+        assert len(short) == length
+
+
+def test_names_in_a_legend_stay_in_the_frame_however_long_they_are():
+    """A long name is shortened; the whole is its title."""
+    name = "x" * 300
+    drawn = parsed(lines("t", "step", "", [Series(name, [1.0], x=[1])]))
+    text = drawn.findall("text")[-1]
+
+    assert float(text.get("x")) + 8 * len(text.text) <= 560
+    assert text.find("title").text == name
+
+
+def test_a_chart_of_many_names_has_a_label_for_each():
+    """It grows, and the first stands at the top."""
+    names = [f"job-{n:02}" for n in range(40)]
+    blocks = [Block(row, row, 0.0, 60.0, row, "") for row in range(40)]
+    drawn = parsed(gantt("t", "s", "", 40, blocks, [], names=names))
+    labels = {text.text: text.get("y") for text in drawn.iter("text")}
+    heights = [float(labels[name]) for name in names]
+
+    assert heights == sorted(heights)
+    assert heights[1] - heights[0] >= 13
+
+
+@pytest.mark.parametrize("steps", [[1.0], [1.0, 2.0], [1.0, 3000.0]])
+def test_steps_are_marked_by_whole_numbers(steps):
+    """A run of one step has no step 1.05."""
+    axis = axis_of(steps, 0.0, 100.0, zero=False, whole=True)
+
+    assert all(tick == int(tick) for tick in axis.ticks())
+    assert 0.0 <= axis.at(1.0) < 100.0
+
+
 def test_each_row_of_a_chart_has_one_label():
     """Its number, or its name as far as there is room, in the middle of the row."""
     blocks = [Block(row, row, 0.0, 60.0, row, "") for row in (0, 1)]
     numbered = gantt("t", "s", "GPU", 2, blocks, [])
-    named = gantt("t", "s", "", 2, blocks, [], names=["a", "a-name-too-long"])
+    named = gantt("t", "s", "", 2, blocks, [], names=["a", "a-name-that-is-much-too-long-7"])
 
     assert [text.text for text in parsed(numbered).iter("text")][-2:] == ["0", "1"]
-    assert [text.text for text in parsed(named).iter("text")][-2:] == ["a", "a-name-…"]
+    assert [text.text for text in parsed(named).iter("text")][-2:] == [
+        "a",
+        "a-name-that-…-too-long-7",
+    ]
 
 
 @pytest.mark.parametrize(("given", "step"), [(0.0, 1.0), (3.0, 5.0), (0.2, 0.2), (70.0, 100.0)])
@@ -104,7 +152,8 @@ def test_steps_are_round(given, step):
     ("value", "text"),
     [
         (0, "0"), (0.5, "0.5"), (12.345, "12.3"), (1234.5, "1,234"), (45678, "45.7k"),
-        (3.2e6, "3.2M"), (0.0001, "1.0e-04"), (None, "–"), (float("nan"), "–"),
+        (3.2e6, "3.2M"), (0.0001, "0.0001"), (0.00123, "0.0012"), (1e-5, "1e-5"), (1e30, "1e30"),
+        (None, "–"), (float("nan"), "–"),
     ],
 )  # fmt: skip
 def test_numbers_are_shown_short(value, text):

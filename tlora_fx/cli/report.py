@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
     from tlora_fx.scheduler.history import History
     from tlora_fx.simulator.figures import Block
 
-#: Points of a curve, and answers of a job, at most.
-POINTS, SAMPLES = 400, 6
+#: Points of a curve, answers of a job, and jobs whose lengths are drawn as bars, at most.
+POINTS, SAMPLES, MAX_BARS = 400, 6, 8
+#: The bound of the shortest bucket of lengths, in tokens.
+SHORTEST = 8
 NUMBERS = (
     "rank", "learning rate", "steps", "tokens", "samples", "last loss", "last eval loss",
     "best step", "tokens/s", "mean tokens/s", "rows replayed",
@@ -142,20 +145,22 @@ def _row(job: JobView, spec: Mapping[str, Any]) -> Row:
     return Row(job.name, job.state, str(job.status.get("reason", "")), titled)
 
 
-def _samples(jobs: Sequence[JobView]) -> Iterator[tuple[str, int, str, str]]:
+def _samples(jobs: Sequence[JobView]) -> Iterator[tuple[str, list[tuple[int, str, str]]]]:
+    """Each job's newest answers: step, prompt and answer."""
     for job in jobs:
-        told = [
-            (job.name, row["step"], each["prompt"], each["completion"])
+        answers = [
+            (row["step"], each["prompt"], each["completion"])
             for row in job.samples
             for each in row["samples"]
         ]
-        yield from told[-SAMPLES:]
+        if answers:
+            yield job.name, answers[-SAMPLES:]
 
 
 def figures(folder: Path, jobs: Sequence[JobView]) -> list[Drawn | None]:
     """Figures of the page; None for each that has nothing to draw."""
     return [
-        _curves("losses", "Training loss", "Each point is a mean over steps.", jobs, "loss"),
+        _curves("losses", "Training loss", "Loss of each step.", jobs, "loss"),
         _curves("evaluations", "Evaluation loss", "Mean over target tokens.", jobs, "eval_loss"),
         _curves("rates", "Learning rate", "The rate that each step used.", jobs, "learning_rate"),
         _curves("norms", "Gradient norm", "Before clipping.", jobs, "grad_norm"),
@@ -171,35 +176,51 @@ def _curves(name: str, title: str, shows: str, jobs: Sequence[JobView], field: s
     from tlora_fx.simulator.figures import Series, lines
 
     series: list[Series] = []
+    most = 1
     for colour, job in enumerate(jobs):
         rows = job.evaluations if field.startswith("eval") else job.steps
         points = [(row["step"], row[field]) for row in rows if row.get(field) is not None]
         if points:
             at, values = zip(*thinned(points, POINTS), strict=True)
             series.append(Series(job.name, values, x=at, colour=colour))
+            most = max(most, -(-len(points) // len(at)))
     if not series:
         return None
     few = all(len(line.x) <= 40 for line in series)
     # A loss says little by its distance from 0; the others do.
-    svg = lines(title, "step", "", series, marks=few, zero=not field.endswith("loss"))
+    zero = not field.endswith("loss")
+    svg = lines(title, "step", "", series, marks=few, zero=zero, whole_x=True)
+    if most > 1:
+        shows += f" A point is the mean of up to {most:,} of them."
     return Drawn(name, title, shows, svg)
 
 
 def _lengths(jobs: Sequence[JobView]) -> Drawn | None:
-    from tlora_fx.simulator.figures import Series, bars
+    from tlora_fx.simulator.figures import Series, bars, lines
 
     counted = {job.name: job.lengths() for job in jobs}
     most = sorted({length for counts in counted.values() for length in counts})
     if not most:
         return None
-    series = [
-        Series(name, [100 * counts.get(n, 0) / sum(counts.values()) for n in most], colour=colour)
+    parts = [
+        (name, [100 * counts.get(n, 0) / sum(counts.values()) for n in most], colour)
         for colour, (name, counts) in enumerate(counted.items())
         if counts
     ]
-    title, shows = "Tokens of a sample", "Samples with at most so many tokens, in percent."
-    drawn = bars(title, "percent", [f"≤{n}" for n in most], series, top=100)
-    return Drawn("lengths", title, shows, drawn)
+    title = "Tokens of a sample"
+    if len(parts) <= MAX_BARS:
+        shows = "How many percent of a job's samples have so many tokens."
+        # A bucket has the lengths above half of its largest one.
+        names = [f"{n // 2 + 1}–{n}" if n > SHORTEST else f"≤{n}" for n in most]
+        series = [Series(name, values, colour=colour) for name, values, colour in parts]
+        return Drawn("lengths", title, shows, bars(title, "percent", names, series, top=100))
+    shows = "How many percent of a job's samples have at most so many tokens."
+    x = [most[0] // 2, *most]
+    series = [
+        Series(name, [0.0, *accumulate(values)], x=x, colour=colour)
+        for name, values, colour in parts
+    ]
+    return Drawn("lengths", title, shows, lines(title, "tokens", "percent", series, top=100))
 
 
 def _groups(folder: Path, jobs: Sequence[JobView]) -> Drawn | None:
@@ -217,9 +238,9 @@ def _groups(folder: Path, jobs: Sequence[JobView]) -> Drawn | None:
         names = []
     else:
         blocks = list(_trained(jobs))
-        title, y_label, rows = "Jobs", "", len(jobs)
-        shows = "Jobs that train at the same time share a group."
-        legend, names = list(colours.items()), list(colours)
+        title, y_label, rows = "Training time", "", len(jobs)
+        shows = "Sum of the rounds in which each job trained. Jobs of a round share it."
+        legend, names = [], list(colours)
     if not blocks:
         return None
     drawn = gantt(title, "seconds", y_label, rows, blocks, legend, names=names)

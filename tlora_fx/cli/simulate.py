@@ -43,7 +43,7 @@ from tlora_fx.simulator.sweep import (
     words,
     workload_in,
 )
-from tlora_fx.simulator.traces import described, write_own
+from tlora_fx.simulator.traces import described, span_text, write_own
 
 #: Megatron's baseline with a queue that a wide job at its head does not block.
 BACKFILL = "megatron:backfill=true"
@@ -209,7 +209,7 @@ def before(base: Scenario, plan: SweepPlan) -> list[str]:
     return [
         f"trace     {label}{facts['source']}",
         (
-            f"          {facts['jobs']:,} jobs over {facts['span_days']:.2f} days, "
+            f"          {facts['jobs']:,} jobs over {span_text(facts['span_days'])}, "
             f"{facts['mean_gpus']:.1f} GPUs a job, {facts['gpu_hours']:,.0f} GPU-hours"
         ),
         *(f"          {rule}" for rule in facts["rules"]),

@@ -224,7 +224,7 @@ class JobRun(Member):
 
     def _fail_at(self, step: int, loss: float, norm: float) -> None:
         self.fail(
-            f"step {step}: loss {loss}, gradient norm {norm}; the adapter is kept as step "
+            f"step {step}: loss {loss:.6g}, gradient norm {norm:.6g}; the adapter is kept as step "
             f"{step - 1} left it"
         )
 

@@ -24,6 +24,7 @@ class Axis:
     """Numbers onto a line of pixels.
 
     log      powers of ten; what is not above 0 stands at its start
+    whole    only whole numbers are marked
     """
 
     low: float
@@ -31,6 +32,7 @@ class Axis:
     start: float
     end: float
     log: bool = False
+    whole: bool = False
 
     def at(self, value: float) -> float:
         """Coordinate of a number."""
@@ -46,7 +48,7 @@ class Axis:
             least, most = math.ceil(math.log10(self.low)), math.floor(math.log10(self.high))
             every = max(1, (most - least) // 6)
             return [10.0**power for power in range(least, most + 1, every)]
-        step = round_step((self.high - self.low) / 5)
+        step = _step(self.high - self.low, whole=self.whole)
         first = math.ceil(self.low / step - 1e-9)
         return [step * index for index in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
@@ -69,12 +71,25 @@ def round_step(given: float) -> float:
     return next(power * times for times in (1, 2, 5, 10) if power * times >= given * 0.999)
 
 
+def _step(span: float, *, whole: bool) -> float:
+    """Distance of the ticks of an axis over a span."""
+    step = round_step(span / 5)
+    return max(1.0, step) if whole else step
+
+
 def axis_of(
-    values: Sequence[float], start: float, end: float, *, log: bool = False, zero: bool = True
+    values: Sequence[float],
+    start: float,
+    end: float,
+    *,
+    log: bool = False,
+    zero: bool = True,
+    whole: bool = False,
 ) -> Axis:
     """An axis that holds all values.
 
     zero    a linear axis begins there, else near the least value
+    whole   values are whole numbers; a single one stands in the middle
     """
     there = [value for value in values if math.isfinite(value) and (value > TINY or not log)]
     if not there:
@@ -84,10 +99,12 @@ def axis_of(
         high = 10.0 ** math.ceil(math.log10(max(there)))
         return Axis(low, max(high, low * 10), start, end, log=True)
     least = 0.0 if zero else min(there)
-    step = round_step(((max(there) - least) or 1.0) / 5)
+    if whole and least == max(there):
+        return Axis(least - 1.0, least + 1.0, start, end, whole=True)
+    step = _step((max(there) - least) or 1.0, whole=whole)
     low = math.floor(least / step + 1e-9) * step
     high = max(math.ceil(max(there) / step - 1e-9) * step, low + step)
-    return Axis(low, high, start, end)
+    return Axis(low, high, start, end, whole=whole)
 
 
 def shown(value: float | None) -> str:
@@ -98,17 +115,29 @@ def shown(value: float | None) -> str:
         return "0"
     if 0.01 <= abs(value) < 10_000:
         return f"{value:,.3g}" if abs(value) < 1000 else f"{value:,.0f}"
-    if abs(value) >= 10_000:
+    if 10_000 <= abs(value) < 1e12:
         for unit, size in (("G", 1e9), ("M", 1e6), ("k", 1e3)):
             if abs(value) >= size:
                 return f"{value / size:.3g}{unit}"
-    return f"{value:.1e}"
+    return re.sub(r"e([+-])0*", lambda part: f"e{part[1].strip('+')}", f"{value:.2g}")
+
+
+def shortened(name: str, length: int) -> str:
+    """A name in at most so many characters: its middle is left out, for names differ at the end."""
+    if len(name) <= length:
+        return name
+    behind = (length - 1) // 2
+    return f"{name[: length - 1 - behind]}…{name[len(name) - behind :]}"
 
 
 WIDTH, HEIGHT = 560, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 14, 58
-#: Of the label of a row: pixels that it takes, and characters that fit beside the chart.
-LABEL_HEIGHT, LABEL_LENGTH = 13, 8
+#: Of the label of a row: pixels that it takes, and characters at most.
+LABEL_HEIGHT, LABEL_LENGTH = 13, 24
+#: Pixels that a character of a label takes, and of a legend.
+LABEL_CHARACTER, LEGEND_CHARACTER = 7, 8
+#: Rows at most for whose names a chart grows.
+MAX_NAMED_ROWS = 80
 #: So many has the style sheet; they are used in turn.
 COLOURS = 9
 Number = float | int | str | None
@@ -171,15 +200,17 @@ def lines(
     top: float | None = None,
     zero: bool = True,
     marks: bool = True,
+    whole_x: bool = False,
 ) -> str:
     """Lines over numbers, with error bars where the seeds differ.
 
     top     where the vertical axis ends; None: at the highest value
     zero    whether the vertical axis begins at 0; False: near the least value
     marks   whether each value is a dot
+    whole_x whether x is a whole number, such as a step
     """
     all_x = [x for line in series for x in line.x]
-    across = axis_of(all_x, LEFT, WIDTH - RIGHT, log=log_x, zero=False)
+    across = axis_of(all_x, LEFT, WIDTH - RIGHT, log=log_x, zero=False, whole=whole_x)
     up = _upright(series, top, log=log_y, zero=zero)
     body = [_frame(across, up, x_label, y_label)]
     for line in series:
@@ -281,23 +312,34 @@ def gantt(
 ) -> str:
     """Chart of who holds which rows, over time.
 
-    rows      how many there are, from 0 at the bottom
+    rows      how many there are, from 0 at the bottom; with names, from 0 at the top
     legend    names of colours
     names     of the rows; else their numbers from 0
     """
-    across = axis_of([t for block in blocks for t in block[2:4]], LEFT, WIDTH - RIGHT, zero=False)
-    up = Axis(0.0, float(max(rows, 1)), HEIGHT - BOTTOM, TOP)
-    body = [_frame(across, None, x_label, y_label), *_row_labels(up, rows, names)]
+    left, base = _named_margins(names) if names else (LEFT, HEIGHT - BOTTOM)
+    across = axis_of([t for block in blocks for t in block[2:4]], left, WIDTH - RIGHT, zero=False)
+    ends = (TOP, base) if names else (base, TOP)
+    up = Axis(0.0, float(max(rows, 1)), *ends)
+    frame = _frame(across, None, x_label, y_label, left=left, base=base)
+    body = [frame, *_row_labels(up, rows, names, left)]
     widest = sorted(blocks, key=lambda block: block.begin - block.end)[:MAX_BLOCKS]
     for block in widest:
-        x, y = across.at(block.begin), up.at(block.last + 1)
-        wide, high = across.at(block.end) - x, up.at(block.first) - y
+        x, edges = across.at(block.begin), (up.at(block.first), up.at(block.last + 1))
+        wide, y, high = across.at(block.end) - x, min(edges), abs(edges[0] - edges[1])
         if wide >= NARROWEST:
             body.append(
                 f'<rect class="bar block s{block.colour % COLOURS}" x="{x:.2f}" y="{y:.2f}" '
                 f'width="{wide:.2f}" height="{high:.2f}"><title>{escape(block.text)}</title></rect>'
             )
-    return _svg(title, [Series(name, (), colour=colour) for name, colour in legend], body)
+    colours = [Series(name, (), colour=colour) for name, colour in legend]
+    return _svg(title, colours, body, height=base + BOTTOM)
+
+
+def _named_margins(names: Sequence[str]) -> tuple[int, int]:
+    """Where the chart of rows with names begins on the left, and where it ends below."""
+    length = min(max(len(name) for name in names), LABEL_LENGTH)
+    height = LABEL_HEIGHT * min(len(names), MAX_NAMED_ROWS)
+    return max(LEFT, 14 + LABEL_CHARACTER * length), max(HEIGHT - BOTTOM, TOP + height)
 
 
 def rows_labelled(rows: int, height: float) -> range:
@@ -305,11 +347,10 @@ def rows_labelled(rows: int, height: float) -> range:
     return range(0, rows, max(1, round(round_step(rows * LABEL_HEIGHT / height))))
 
 
-def _row_labels(up: Axis, rows: int, names: Sequence[str]) -> Iterator[str]:
-    for row in rows_labelled(rows, up.start - up.end):
+def _row_labels(up: Axis, rows: int, names: Sequence[str], left: int) -> Iterator[str]:
+    for row in rows_labelled(rows, abs(up.start - up.end)):
         name = names[row] if names else str(row)
-        short = name if len(name) <= LABEL_LENGTH else f"{name[: LABEL_LENGTH - 1]}…"
-        yield _text(LEFT - 6, up.at(row + 0.5) + 4, short, "end")
+        yield _named(left - 6, up.at(row + 0.5) + 4, name, "end", LABEL_LENGTH)
 
 
 def _upright(
@@ -334,21 +375,28 @@ def _whisker(x: float, up: Axis, low: float | None, high: float | None) -> str:
     return f'<path class="whisker" d="M{x:.1f} {a:.1f}V{b:.1f}{ends}"/>'
 
 
-def _frame(across: Axis | None, up: Axis | None, x_label: str, y_label: str) -> str:
+def _frame(
+    across: Axis | None,
+    up: Axis | None,
+    x_label: str,
+    y_label: str,
+    *,
+    left: int = LEFT,
+    base: int = HEIGHT - BOTTOM,
+) -> str:
     parts = []
     for tick, text in up.labels() if up else ():
         assert up is not None
         y = up.at(tick)
-        parts.append(f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(_text(LEFT - 6, y + 4, text, "end"))
-    base = HEIGHT - BOTTOM
+        parts.append(f'<path class="grid" d="M{left} {y:.1f}H{WIDTH - RIGHT}"/>')
+        parts.append(_text(left - 6, y + 4, text, "end"))
     if across is not None:
         for tick, text in across.labels():
             x = across.at(tick)
             parts.append(f'<path class="tick" d="M{x:.1f} {base}v4"/>')
             parts.append(_text(x, base + 17, text, "middle"))
-        parts.append(_text((LEFT + WIDTH - RIGHT) / 2, base + 36, x_label, "middle"))
-    parts.append(f'<path class="axis" d="M{LEFT} {TOP}V{base}H{WIDTH - RIGHT}"/>')
+        parts.append(_text((left + WIDTH - RIGHT) / 2, base + 36, x_label, "middle"))
+    parts.append(f'<path class="axis" d="M{left} {TOP}V{base}H{WIDTH - RIGHT}"/>')
     middle = (TOP + base) / 2
     parts.append(
         f'<text class="middle" transform="translate(14 {middle:.0f}) rotate(-90)">'
@@ -374,25 +422,33 @@ def _text(x: float, y: float, text: str, kind: str) -> str:
     return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
 
 
-def _svg(title: str, series: Sequence[Series], body: Sequence[str]) -> str:
-    legend, height = _legend(series)
+def _named(x: float, y: float, name: str, kind: str, length: int) -> str:
+    """A name, shortened where it is too long; the whole is shown where it is pointed at."""
+    short = shortened(name, length)
+    whole = "" if short == name else f"<title>{escape(name)}</title>"
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(short)}{whole}</text>'
+
+
+def _svg(title: str, series: Sequence[Series], body: Sequence[str], height: int = HEIGHT) -> str:
+    legend, more = _legend(series, height)
     names = "; ".join(line.name for line in series)
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT + height}" role="img" '
+        f'<svg viewBox="0 0 {WIDTH} {height + more}" role="img" '
         f'aria-label="{escape(title, quote=True)}">'
         f"<title>{escape(title)}</title><desc>{escape(names)}</desc>{''.join(body)}{legend}</svg>"
     )
 
 
-def _legend(series: Sequence[Series]) -> tuple[str, int]:
+def _legend(series: Sequence[Series], top: int) -> tuple[str, int]:
     """The names of the series below the figure, and the height that they take."""
-    parts, x, y = [], float(LEFT), HEIGHT - 2
+    longest = (WIDTH - RIGHT - LEFT - 26) // LEGEND_CHARACTER
+    parts, x, y = [], float(LEFT), top - 2
     for line in series:
-        wide = 26 + 8 * len(line.name)
+        wide = 26 + LEGEND_CHARACTER * min(len(line.name), longest)
         if x + wide > WIDTH - RIGHT and x > LEFT:
             x, y = float(LEFT), y + 18
         size = f'x="{x:.1f}" y="{y - 9}" width="12" height="10"'
         parts.append(f'<rect class="bar s{line.colour % COLOURS}" {size}/>')
-        parts.append(_text(x + 17, y, line.name, "start"))
+        parts.append(_named(x + 17, y, line.name, "start", longest))
         x += wide
-    return "".join(parts), (y - HEIGHT + 10 if series else 0)
+    return "".join(parts), (y - top + 10 if series else 0)

@@ -67,6 +67,7 @@ from tlora_fx.simulator.sweep import (
     SweepPlan,
     option_rows,
 )
+from tlora_fx.simulator.traces import span_text
 
 #: A policy keeps its colour in all figures.
 COLOURED = (
@@ -271,8 +272,11 @@ def waiting(policies: Policies) -> Figure:
     series, rows = [], []
     for policy, outcomes in policies.items():
         points = outcomes[0].summary.series
-        x = [(point.time + point.seconds / 2) / 3600 for point in points]
-        y = [point.waiting_jobs for point in points]
+        # The chart ends with the last job that waits: long jobs may run for days after it.
+        ends = max((n for n, point in enumerate(points) if point.waiting_jobs), default=0)
+        shown_points = points[: ends + 2]
+        x = [(point.time + point.seconds / 2) / 3600 for point in shown_points]
+        y = [point.waiting_jobs for point in shown_points]
         series.append(Series(policy, y, x=x, colour=colour(policy)))
         rows += [
             (policy, point.time, point.waiting_jobs, point.running_jobs, point.allocated_gpus)
@@ -281,7 +285,7 @@ def waiting(policies: Policies) -> Figure:
     title = "Jobs that wait"
     svg = lines(title, "hours", "jobs in no group", series, marks=False)
     columns = ("policy", "seconds", "waiting jobs", "running jobs", "allocated GPUs")
-    shows = "Over the whole replay, with the first seed; not in the paper."
+    shows = "Until no job waits any more, with the first seed; not in the paper."
     return Figure("waiting", title, shows, svg, columns, tuple(rows))
 
 
@@ -686,6 +690,7 @@ def page(report: Report) -> str:
     )
     environment.filters["shown"] = shown
     environment.filters["ratio"] = ratio_text
+    environment.filters["span"] = span_text
     return environment.from_string(template).render(
         report=report,
         style=style,

@@ -150,6 +150,14 @@ def in_order(jobs: Iterable[TraceJob]) -> tuple[tuple[TraceJob, ...], int]:
     return tuple(sorted(given, key=lambda job: job.submitted) if back else given), back
 
 
+def span_text(days: float) -> str:
+    """A span of time in the largest unit of which it has one."""
+    for unit, part in (("days", 1.0), ("hours", 24.0)):
+        if days * part >= 1:
+            return f"{days * part:.3g} {unit}"
+    return f"{days * 1440:.3g} minutes"
+
+
 def described(trace: Trace) -> dict[str, Any]:
     """Description of a trace in a report, in plain values."""
     jobs = trace.jobs
