@@ -56,6 +56,14 @@ def base(tmp_path_factory):
     return tiny_base(tmp_path_factory.mktemp("base"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def patient():
+    """Trackers have all the time that a busy machine takes to import them and to close."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trackers, "CLOSING_SECONDS", 900.0)
+        yield
+
+
 @pytest.fixture
 def faked(monkeypatch):
     """Puts a fake in a tracker's stead; what it got is returned."""
