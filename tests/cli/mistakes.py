@@ -374,7 +374,7 @@ BASES: list[tuple[tuple[str | int, ...], Any, str]] = [
     (("base",), {"model": "someone/nothing"}, "the hub is not reached"),
     (("base",), {"config": "data-only"}, "does not exist"),
     ((*JOB, "lora", "target_modules"), ["query"], "query"),
-    ((*JOB, "lora", "r"), 10**9, "does not fit into memory"),
+    ((*JOB, "lora", "r"), 10**13, "does not fit into memory"),
     ((*JOB, "lora", "modules_to_save"), ["nothing"], "nothing"),
     ((*JOB, "lora", "layers_to_transform"), 99, "layers_to_transform: 99"),
 ]

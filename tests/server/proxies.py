@@ -163,7 +163,7 @@ def started(program: str, *words: str, port: int) -> Iterator[None]:
         pytest.skip(f"there is no {program}")
     process = subprocess.Popen([path, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
-        end = time.monotonic() + 60
+        end = time.monotonic() + 600
         while socket.socket().connect_ex(("127.0.0.1", port)):
             assert process.poll() is None, process.stdout.read().decode()
             assert time.monotonic() < end

@@ -70,7 +70,9 @@ def browser() -> Iterator[Any]:
         pytest.skip("there is no Chromium: apt install chromium")
     sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with sync_api.sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        started = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=ARGUMENTS, timeout=300_000
+        )
         yield started
         started.close()
 
