@@ -49,6 +49,7 @@ from tlora_fx.training.log import CommandLog
 from tlora_fx.training.messages import read_request
 from tlora_fx.training.options import EngineOptions
 from tlora_fx.training.process import run_commands
+from tlora_fx.training.tenants import Tenants
 
 #: Clients in one process, untyped.
 CLIENTS: Any = import_module("tests.training.clients")
@@ -272,7 +273,7 @@ class Bench:
                 size = tenants.parked[client.model][1].nbytes
                 note("from_memory", partial(cycle.bring, client.model))
             memory, tenants.parked_bytes = tenants.parked_bytes, 0
-            note("parked_on_disk", lambda: tenants._make_room(()))
+            note("parked_on_disk", lambda: _park_on_disk(tenants))
             tenants.parked_bytes = memory
             file = tenants._snapshot(client.model, cycle.log.model(client.model).kept)
             _uncache(file)
@@ -377,6 +378,11 @@ def _answer(folder: Path, bell: Path, port: Any) -> None:
     bound = server.config.bind_socket()
     port.put(bound.getsockname()[1])
     server.run([bound])
+
+
+def _park_on_disk(tenants: Tenants) -> None:
+    tenants._make_room(())
+    tenants.settle()
 
 
 def _client(cycle: Cycle) -> Any:

@@ -171,6 +171,7 @@ def play(folder, clients, order, *, killed=lambda at: False, **how):
         if at % 3 != 1:  # Two turns share a cycle.
             run_all(cycle)
         if killed(at):
+            cycle.tenants.close()
             cycle.log.close()
             cycle = cycle_of(folder, **how)
             for client in made.values():
@@ -349,6 +350,7 @@ def test_snapshots_take_a_share_of_the_time_at_most(tmp_path, monkeypatch):
         if client.model in cycle.tenants.resident:
             cycle.tenants.resident[client.model].since = since
         run_all(cycle)
+        cycle.tenants.settle()
         counts.append(len(kept))
 
     assert 0 < counts[0] == counts[1] < counts[2]

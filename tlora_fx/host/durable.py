@@ -30,7 +30,7 @@ def sync_folder(path: Path) -> None:
         os.close(handle)
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes | memoryview) -> None:
     """Put new content under a name that this process alone writes.
 
     A reader sees the old file or the new one. Several writers need `replace_shared_file`. In a
@@ -43,7 +43,7 @@ def replace_file(path: Path, data: bytes) -> None:
     until_there_is_room(lambda: _replace(path, fresh, data))
 
 
-def _replace(path: Path, fresh: Path, data: bytes) -> None:
+def _replace(path: Path, fresh: Path, data: bytes | memoryview) -> None:
     try:
         write_synced(fresh, data)
         fresh.replace(path)

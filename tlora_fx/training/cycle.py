@@ -182,6 +182,8 @@ class Cycle:
         if name in self.tenants.resident:
             self.tenants.resident.move_to_end(name)
             return
+        # Before the log is read: it names the snapshot that is there.
+        self.tenants.settle(name)
         model = self.log.model(name)
         if model.config is None:
             raise CommandRefused("the model was never made: its creation failed", model=name)
@@ -384,6 +386,7 @@ class Cycle:
             resident = self.tenants.resident[model]
             late = resident.ran - resident.kept >= self.snapshot_every
             late = late and self.tenants.keep_seconds <= self.snapshot_share * resident.since
+            late = late and not self.tenants.is_writing
             # Of half a request there are gradients that nothing would take back.
             if late and model not in self._running:
                 self.tenants.keep(model)
@@ -439,7 +442,7 @@ class Cycle:
         if version is not None:
             # The checkpoint may be deleted before this runs again.
             self.tenants.resident[model].ran = command.seq
-            self.tenants.keep(model)
+            self.tenants.keep(model).result()
         return Outcome(command, json_answer(answer), config=config)
 
     def _require_base(self, name: str | None) -> None:

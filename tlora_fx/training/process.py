@@ -44,7 +44,9 @@ def run_commands(
     with log.held(ended):
         bell = Bell(socket)
         ready()
-        _run_until(ended, Cycle(log, engine, bell.ring), bell)
+        cycle = Cycle(log, engine, bell.ring)
+        _run_until(ended, cycle, bell)
+        cycle.tenants.close()
         bell.close()
     log.close()
 

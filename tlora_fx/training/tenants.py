@@ -3,18 +3,24 @@
 What was used longest ago makes room for another one: a model waits in main memory, with what it has
 gathered, and where that is full, on disk. A model on disk is a snapshot of all that, and the
 commands that have run since; so is one whose trainer was killed.
+
+A thread writes snapshots, one at a time, from copies that were made between cycles. Until one is in
+the log, the one before it counts.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tlora_fx.errors import NotAdmitted
+from tlora_fx.host.durable import replace_file
 from tlora_fx.host.memory import free_bytes
 from tlora_fx.runtime.adapters.files import load_adapter
 from tlora_fx.runtime.member import Member
@@ -25,10 +31,11 @@ from tlora_fx.training.versions import (
     Version,
     read_snapshot,
     read_version,
-    write_snapshot,
+    snapshot_bytes,
     write_version,
 )
 
+logger = logging.getLogger(__name__)
 #: Of the main memory that is free when a trainer starts, the share for models that wait there.
 PARKED_SHARE = 0.25
 #: The base alone: an adapter of zeros.
@@ -63,7 +70,7 @@ class Tenants:
     """Models and versions of one engine, by key: a model's id, or a version's folder.
 
     parked_bytes   of main memory that models may wait in
-    keep_seconds   that the last snapshot took
+    keep_seconds   that the last snapshot took to be copied and written
     """
 
     def __init__(self, engine: Engine, log: CommandLog, parked_bytes: int | None = None) -> None:
@@ -73,6 +80,8 @@ class Tenants:
         self.keep_seconds = 0.0
         self.resident: OrderedDict[str, Resident] = OrderedDict()
         self.parked: OrderedDict[str, tuple[Resident, Version]] = OrderedDict()
+        self._writer = ThreadPoolExecutor(1, "snapshots")
+        self._writing: tuple[str, Future[None]] | None = None
 
     def member(self, key: str) -> Member:
         """The member of a resident."""
@@ -93,6 +102,7 @@ class Tenants:
         raises    NoRoom; NotAdmitted, CommandRefused, AdapterFolderError where it never fits
         """
         self.leave(model)
+        self.settle(model)
         kept = self.log.model(model).kept
         self._let_in(
             model, Resident(folder_name(model), config, model, seq - 1, kept), version, busy
@@ -144,9 +154,26 @@ class Tenants:
         base, backbone = self.engine.options.base_name, self.engine.step.model.backbone
         return write_version(place, version, self.member(model).job, backbone, base)
 
-    def keep(self, model: str) -> None:
-        """Write a snapshot of a resident model."""
-        self._keep(self.resident[model], self._version(model))
+    @property
+    def is_writing(self) -> bool:
+        """Whether a snapshot is being written."""
+        return self._writing is not None and not self._writing[1].done()
+
+    def settle(self, model: str | None = None) -> None:
+        """Wait until no snapshot is being written, or none of a model."""
+        if self._writing is not None and model in (None, self._writing[0]):
+            wait([self._writing[1]])
+
+    def keep(self, model: str) -> Future[None]:
+        """Copy a resident model for a snapshot, which is written while others run.
+
+        returns   what has an OSError or sqlite3.Error where it could not be written
+        """
+        return self._keep(self.resident[model], self._version(model))
+
+    def close(self) -> None:
+        """Wait for the last snapshot; there will be no others."""
+        self._writer.shutdown()
 
     def _version(self, model: str) -> Version:
         """A resident as it is; steps reach it."""
@@ -154,17 +181,39 @@ class Tenants:
         gathered = self.engine.step.gathered(resident.name)
         return Version(resident.config, state.adapter, state, gathered)
 
-    def _keep(self, resident: Resident, version: Version) -> None:
+    def _keep(self, resident: Resident, version: Version) -> Future[None]:
         assert resident.model is not None
+        # Two would take as much memory again.
+        self.settle()
         if resident.ran == resident.kept:
-            return
+            done = Future[None]()
+            done.set_result(None)
+            return done
         start = time.perf_counter()
-        write_snapshot(self._snapshot(resident.model, resident.ran), version)
-        self.log.keep(resident.model, resident.ran)
-        self.keep_seconds, resident.since = time.perf_counter() - start, 0.0
-        before, resident.kept = resident.kept, resident.ran
-        if before >= 0:
-            self._snapshot(resident.model, before).unlink(missing_ok=True)
+        content, resident.since = snapshot_bytes(version), 0.0
+        future = self._writer.submit(self._write, resident, resident.ran, content, start)
+        self._writing = resident.model, future
+        return future
+
+    def _write(self, resident: Resident, ran: int, content: memoryview, start: float) -> None:
+        """Write a snapshot, and then let the one before it go."""
+        assert resident.model is not None
+        file = self._snapshot(resident.model, ran)
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(file, content)
+            self.log.keep(resident.model, ran)
+        except Exception:
+            logger.exception("a snapshot was not written", extra={"event": "error"})
+            raise
+        finally:
+            self.keep_seconds = time.perf_counter() - start
+        resident.kept = ran
+        # Those of a trainer that was killed too, which nothing names.
+        for pattern in ("snapshot-*.safetensors", ".snapshot-*.tmp"):
+            for old in file.parent.glob(pattern):
+                if old != file:
+                    old.unlink(missing_ok=True)
 
     def _snapshot(self, model: str, seq: int) -> Path:
         return self.log.folder / MODELS / folder_name(model) / f"snapshot-{seq}.safetensors"
@@ -218,6 +267,7 @@ class Tenants:
 
     def forget(self) -> None:
         """Let all go that lies in memory: the log and the disk have the truth."""
+        self.settle()
         self.parked.clear()
         for key in list(self.resident):
             self.leave(key)

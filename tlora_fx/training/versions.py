@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import CheckpointError
-from tlora_fx.host.durable import replace_file, sync_folder, write_synced
+from tlora_fx.host.durable import sync_folder, write_synced
 from tlora_fx.host.formats import require_known_stamp, stamp
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.runtime.adapters.files import write_adapter
@@ -106,11 +106,8 @@ def read_version(folder: Path) -> Version:
         return _version(content, adapter, load_file(folder / OPTIMIZER), gradients)
 
 
-def write_snapshot(file: Path, version: Version) -> None:
-    """Write all that a model needs to go on as one file, which is there whole or not at all.
-
-    raises   OSError
-    """
+def snapshot_bytes(version: Version) -> memoryview:
+    """The content of a file with all that a model needs to go on; a copy, which no step reaches."""
     assert version.state is not None
     content = json.dumps(_content(version)).encode()
     tensors = {
@@ -123,12 +120,11 @@ def write_snapshot(file: Path, version: Version) -> None:
         for name, each in own.items()
     }
     tensors[STATE] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, bytes(tensor_bytes(tensors)))
+    return tensor_bytes(tensors)
 
 
 def read_snapshot(file: Path) -> Version:
-    """What `write_snapshot` wrote; raises CheckpointError, NewerFormat."""
+    """What a file of `snapshot_bytes` has; raises CheckpointError, NewerFormat."""
     with _reading(file):
         tensors = load_file(file)
         content = json.loads(tensors.pop(STATE).numpy().tobytes())
