@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 
 import datasets
 import pytest
+import safetensors.torch
 import torch
 import transformers
 import trl
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-from tests.api.bases import LORA, ROWS, assert_same, loaded, save_base
+from tests.api.bases import LORA, ROWS, adapter, assert_same, loaded, save_base
 from tlora_fx import Job, train
 from tlora_fx.config import trl_arguments
 from tlora_fx.errors import JobError
 
 FIELDS = {field.name: field for field in dataclasses.fields(trl.SFTConfig)}
 FOUND_AT = {"base": "m", "lora": 4, "data": "x.jsonl"}
+CPU = {"output_dir": "o", "bf16": False, "use_cpu": True}
+OF_PREFERENCES = {
+    "dpo": trl.DPOConfig, "orpo": ORPOConfig, "kto": trl.KTOConfig, "reward": trl.RewardConfig,
+}  # fmt: skip
 
 
 def config(**fields):
@@ -110,6 +117,13 @@ def test_arguments_count_before_the_config():
     assert (made.optim, made.lr_scheduler_type) == ("sgd", "constant")
 
 
+def test_a_base_by_name_has_the_dtype_of_its_config_where_it_is_to(tmp_path):
+    """Where dtype is auto."""
+    transformers.LlamaConfig(dtype="float16").save_pretrained(tmp_path)
+    at = {"base": str(tmp_path)}
+    assert job_of(model_init_kwargs={"dtype": "auto"}, given=at)[0].base.dtype == "float16"
+
+
 def test_a_base_by_name_has_the_dtype_of_model_init_kwargs():
     """A torch.dtype or its name; code of the base's own has to be trusted as in TRL."""
     kwargs = {"dtype": torch.float32, "attn_implementation": "sdpa"}
@@ -169,15 +183,69 @@ def test_a_field_that_changes_no_number_is_told():
     assert "save_strategy (checkpoints are written every save_steps steps)" in told
 
 
-def test_every_field_of_trl_is_known():
+@pytest.mark.parametrize("kind", [trl.SFTConfig, *OF_PREFERENCES.values()])
+def test_every_field_of_trl_is_known(kind):
     """Each is taken over, read, refused, told, or of memory alone."""
     transformers_own = {f.name for f in dataclasses.fields(transformers.TrainingArguments)}
-    known = {
-        *trl_arguments.SAME, *trl_arguments.READ, *trl_arguments.REFUSED, *trl_arguments.SILENT,
-        *trl_arguments.INSTEAD, *transformers_own, "dataset_num_proc",
-    }  # fmt: skip
+    known = {*trl_arguments.KNOWN, *trl_arguments.INSTEAD, *transformers_own, "dataset_num_proc"}
 
-    assert set(FIELDS) - known == set()
+    assert {field.name for field in dataclasses.fields(kind)} - known == set()
+
+
+@pytest.mark.parametrize("method", OF_PREFERENCES)
+def test_a_config_for_preferences_says_the_method(method):
+    """With its beta, its defaults and its order; a base by its name becomes a reward model."""
+    options = {} if method == "reward" else {"beta": 0.3}
+    made = Job.from_trl(OF_PREFERENCES[method](**CPU, max_steps=2, **options), **FOUND_AT)
+
+    assert (made.method, made.beta, made.shuffle) == (method, options.get("beta"), method != "kto")
+    assert made.learning_rate == (1e-4 if method == "reward" else 1e-6)
+    assert (made.base.task, made.base.labels) == (
+        ("SEQ_CLS", 1) if method == "reward" else ("CAUSAL_LM", None)
+    )
+
+
+def test_what_no_method_does_with_preferences_is_refused():
+    """Other losses, several of them, divergences, a reference that moves."""
+    fields = {
+        "loss_type": ["ipo"], "loss_weights": [1.0], "ld_alpha": 0.5, "label_smoothing": 0.1,
+        "f_divergence_type": "js_divergence", "use_weighting": True, "sync_ref_model": True,
+    }  # fmt: skip
+    args = trl.DPOConfig(**CPU, max_steps=2)
+    for name, value in fields.items():
+        setattr(args, name, value)
+    with pytest.raises(JobError) as caught:
+        Job.from_trl(args, **FOUND_AT)
+    assert [name for name in fields if f"'{name}': {fields[name]!r}" not in str(caught.value)] == []
+
+    args = trl.KTOConfig(**CPU, max_steps=2, loss_type="apo_zero_unpaired")
+    with pytest.raises(JobError, match="'loss_type': 'apo_zero_unpaired' is refused"):
+        Job.from_trl(args, **FOUND_AT)
+
+
+def test_dropout_is_off_where_trl_turns_it_off():
+    """By its default for preferences; of the base it is refused, as no field turns it off."""
+    given = FOUND_AT | {"lora": LoraConfig(r=4, lora_dropout=0.1)}
+    assert "lora_dropout" not in Job.from_trl(trl.DPOConfig(**CPU, max_steps=2), **given).lora
+    kept = trl.DPOConfig(**CPU, max_steps=2, disable_dropout=False)
+    assert Job.from_trl(kept, **given).lora["lora_dropout"] == 0.1
+    assert Job.from_trl(config(), **given).lora["lora_dropout"] == 0.1
+
+    small = transformers.GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=32, n_positions=8)
+    given |= {"base": transformers.GPT2LMHeadModel(small)}
+    with pytest.raises(JobError, match=r"the base has a dropout of 0\.1, which stays"):
+        Job.from_trl(trl.DPOConfig(**CPU, max_steps=2), **given)
+
+
+def test_a_base_by_its_name_has_the_dtype_that_trl_loads_it_in():
+    """float32, and in autocast's dtype where the config has one; Trainer loads none."""
+    assert job_of()[0].base.dtype == "float32"
+    args = config()
+    args.bf16 = True
+    assert Job.from_trl(args, **FOUND_AT).base.dtype == "bfloat16"
+    args.model_init_kwargs = {"dtype": "float32"}
+    with pytest.warns(UserWarning, match="bf16"):
+        assert Job.from_trl(args, **FOUND_AT).base.dtype == "float32"
 
 
 def test_a_field_of_another_version_is_refused():
@@ -193,12 +261,12 @@ def test_a_field_of_another_version_is_refused():
 
 
 def test_other_objects_are_refused():
-    """A dict, and the arguments of another trainer."""
-    with pytest.raises(JobError, match="no SFTConfig or TrainingArguments but dict"):
+    """A dict, and the arguments of a trainer that no method trains as."""
+    with pytest.raises(JobError, match="no config of TRL and no TrainingArguments but dict"):
         Job.from_trl({}, **FOUND_AT)
-    args = trl.DPOConfig(output_dir="o", bf16=False, use_cpu=True)
-    with pytest.raises(JobError, match="method='dpo'"):
-        Job.from_trl(args, **FOUND_AT)
+    with pytest.raises(JobError, match="trainer of GRPOConfig") as caught:
+        Job.from_trl(trl.GRPOConfig(**CPU), **FOUND_AT)
+    assert "GroupStep and Sampler" in str(caught.value)
 
 
 def test_half_precision_of_a_float32_model_is_told():
@@ -259,3 +327,61 @@ def test_the_first_loss_is_trls(base, tmp_path):
     trainer.train()
 
     assert found["a"].losses[0] == pytest.approx(trainer.state.log_history[0]["loss"], abs=1e-4)
+
+
+PAIRS = [
+    {"prompt": row["prompt"], "chosen": row["completion"], "rejected": f" {index}"}
+    for index, row in enumerate(ROWS[:12])
+]
+JUDGED = [
+    {"prompt": row["prompt"], "completion": row["chosen"], "label": index % 3 > 0}
+    for index, row in enumerate(PAIRS)
+]
+TRAINERS = {
+    "dpo": trl.DPOTrainer, "orpo": ORPOTrainer, "kto": trl.KTOTrainer, "reward": trl.RewardTrainer,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", TRAINERS)
+def test_preferences_are_learned_as_by_trl(base, tmp_path, method):
+    """Losses of three steps, evaluations and the adapter, from one start, on models handed over."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    args = OF_PREFERENCES[method](
+        **CPU | {"output_dir": str(tmp_path / "trl")}, per_device_train_batch_size=4, max_steps=3,
+        learning_rate=1e-2, logging_steps=1, train_sampling_strategy="sequential",
+        eval_strategy="steps", eval_steps=3, save_strategy="no", report_to="none",
+    )  # fmt: skip
+    model = loaded(base)
+    if method == "reward":
+        torch.manual_seed(0)
+        model = transformers.LlamaForSequenceClassification(
+            transformers.AutoConfig.from_pretrained(base, num_labels=1, pad_token_id=0)
+        ).double()
+    lora = LoraConfig(
+        **LORA, task_type="CAUSAL_LM" if method != "reward" else "SEQ_CLS", lora_dropout=0.0
+    )
+    get_peft_model(copy.deepcopy(model), lora).save_pretrained(tmp_path / "start")
+    data = datasets.Dataset.from_list(JUDGED if method == "kto" else PAIRS)
+    before = copy.deepcopy(model)
+    job = Job.from_trl(
+        args, "a", base=model, tokenizer=tokenizer, data=data, eval_data=data,
+        adapter=tmp_path / "start",
+    )  # fmt: skip
+    ours = train(job, output=tmp_path / "ours", device="cpu", verbose=False)
+    assert type(model) is type(before)
+    assert model.config.to_dict() == before.config.to_dict()
+
+    start = PeftModel.from_pretrained(before, tmp_path / "start", is_trainable=True)
+    trainer = TRAINERS[method](
+        model=start, args=args, train_dataset=data, eval_dataset=data, processing_class=tokenizer
+    )
+    trainer.train()
+    trainer.save_model(tmp_path / "trained")
+    told = trainer.state.log_history
+    assert ours["a"].losses == pytest.approx([x["loss"] for x in told if "loss" in x], abs=1e-5)
+    assert [x["eval_loss"] for x in ours["a"].evaluations] == pytest.approx(
+        [x["eval_loss"] for x in told if "eval_loss" in x], abs=1e-5
+    )
+    trained = safetensors.torch.load_file(tmp_path / "trained" / "adapter_model.safetensors")
+    for name, tensor in adapter(ours).items():
+        torch.testing.assert_close(tensor.double(), trained[name].double(), atol=1e-4, rtol=0)

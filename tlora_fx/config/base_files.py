@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
+from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.config.hub import hub_cache, is_hub_id
-from tlora_fx.config.job import BaseSpec
 from tlora_fx.config.paths import is_file, is_folder, is_there
 from tlora_fx.errors import BaseFileDamaged, BaseFileRefused, RemoteCodeRefused, TloraError
 

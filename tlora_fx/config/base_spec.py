@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from tlora_fx.config.objects import dtype_name, is_module, name_of
+from tlora_fx.config.objects import classifier_fields, dtype_name, is_module, name_of
 from tlora_fx.config.other_names import BASE_KEYS
 from tlora_fx.config.paths import is_file, is_folder, is_there
 from tlora_fx.config.validation import Spec, refuse
@@ -51,6 +51,14 @@ def is_written_as_path(value: str) -> bool:
 
 PathOrId = Annotated[StrictStr, BeforeValidator(_text_of_path), Field(min_length=1)]
 LocalPath = Annotated[Path, BeforeValidator(_path_of_text)]
+
+
+#: Classes of transformers by which models are loaded, for a language model or a classifier.
+_LOADED_BY = ("AutoModelForCausalLM", "AutoModelForSequenceClassification")
+
+
+def _count(labels: int | list[str]) -> int:
+    return len(labels) if isinstance(labels, list) else labels
 
 
 class BaseSpec(Spec):
@@ -107,7 +115,7 @@ class BaseSpec(Spec):
             data = {**left, "tokenizer_object": tokenizer}
         if is_module(module) and "dtype" not in data and (dtype := dtype_name(module)) is not None:
             data = {**data, "dtype": dtype}
-        return data
+        return {**classifier_fields(module), **data} if is_module(module) else data
 
     @field_validator("model", "tokenizer")
     @classmethod
@@ -192,9 +200,21 @@ class BaseSpec(Spec):
             raise refuse("the base has no source", help="give 'model' or 'config'")
         if len(named) > 1:
             raise refuse(f"{' and '.join(named)} exclude each other in 'base'", help="keep one")
-        if module is not None and info.data.get("task") == "SEQ_CLS":
-            raise refuse("a module gives logits of tokens", help="name a model or a config")
+        if module is not None:
+            cls._is_of_the_task(module, info.data)
         return module
+
+    @staticmethod
+    def _is_of_the_task(module: Any, data: Mapping[str, Any]) -> None:
+        """Refuse a module of another task, or with other labels, than the base is said to have."""
+        own, kind = classifier_fields(module), type(module).__name__
+        if data.get("task") != own.get("task", "CAUSAL_LM"):
+            what = f"the model is {'a' if own else 'no'} classifier of sequences: {kind}"
+            raise refuse(what, help=f"leave 'task' out, or load the model by {_LOADED_BY[not own]}")
+        labels = data.get("labels")
+        if own and labels is not None and _count(labels) != _count(own["labels"]):
+            what = f"the model has {_count(own['labels'])} labels, and 'labels' {_count(labels)}"
+            raise refuse(what, help="leave 'labels' out, or load the model with num_labels")
 
     def as_written(self) -> BaseSpec:
         """The spec without objects of Python: a model stands by the name that it was loaded by."""

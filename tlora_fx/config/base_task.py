@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tlora_fx.config.base_files import config_file
-from tlora_fx.config.job import BaseSpec
+from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.errors import BaseRefused
 
 #: Endings of the class in config.json's `architectures`, and what such a model is.
@@ -47,7 +47,7 @@ def require_task(config: Mapping[str, Any], spec: BaseSpec) -> None:
     config    what its config.json holds
     raises    BaseRefused
     """
-    source = spec.model or str(spec.config)
+    source = spec.model or (str(spec.config) if spec.config else type(spec.module).__name__)
     if spec.is_classifier:
         _require_classifying(config, source)
         return

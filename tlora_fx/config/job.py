@@ -52,7 +52,7 @@ from tlora_fx.config.other_kinds import (
     peft_config,
 )
 from tlora_fx.config.other_names import JOB_KEYS
-from tlora_fx.config.trl_arguments import trl_fields
+from tlora_fx.config.trl_arguments import require_dropout_off, trl_fields
 from tlora_fx.config.validation import Spec, refuse
 from tlora_fx.errors import AdapterFolderError, JobError, did_you_mean
 
@@ -104,7 +104,10 @@ def _can_evaluate(data: Mapping[str, Any]) -> bool:
 def _adapter_fields(data: Mapping[str, Any]) -> Mapping[str, Any]:
     """The adapter's fields of a job that is being validated: its own, or its folder's."""
     folder: Path | None = data.get("adapter")
-    return read_adapter_config(folder) if folder is not None else data.get("lora") or {}
+    if folder is None:
+        return data.get("lora") or {}
+    base = data.get("base")
+    return read_adapter_config(folder, "CAUSAL_LM" if base is None else base.task)
 
 
 def _has_eval_data(data: Mapping[str, Any]) -> bool:
@@ -290,9 +293,10 @@ class Job(Spec):
 
     @classmethod
     def from_trl(cls, args: Any, name: str | None = None, **arguments: Any) -> Job:
-        """Make a job from the arguments of TRL's SFTTrainer, or of transformers' Trainer.
+        """Make a job from the arguments of a trainer of TRL, or of transformers' Trainer.
 
-        args        an SFTConfig or TrainingArguments
+        args        an SFTConfig, DPOConfig, ORPOConfig, KTOConfig, RewardConfig or
+                    TrainingArguments; it says the method
         name        by default its run_name, or the name of the folder of its output_dir
         arguments   those of `Job(...)` that a trainer takes beside its args, such as base, data and
                     lora; what they say counts before args
@@ -300,7 +304,9 @@ class Job(Spec):
         warns       of fields that are set and have no equal
         """
         name, fields = trl_fields(args, name, arguments)
-        return cls(name, **fields)
+        job = cls(name, **fields)
+        require_dropout_off(args, job)
+        return job
 
     @field_validator("name")
     @classmethod

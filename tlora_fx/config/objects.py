@@ -148,6 +148,17 @@ def dtype_name(module: Any) -> str | None:
     return next((str(p.dtype).removeprefix("torch.") for p in floats), None)
 
 
+def classifier_fields(module: Any) -> dict[str, Any]:
+    """The fields of `base` that a model of transformers for classes of sequences says itself."""
+    if not type(module).__name__.endswith("ForSequenceClassification"):
+        return {}
+    names = [name for _, name in sorted(module.config.id2label.items())]
+    drawn = all(name == f"LABEL_{index}" for index, name in enumerate(names))
+    fields = {"task": "SEQ_CLS", "labels": len(names) if drawn else names}
+    kind = getattr(module.config, "problem_type", None)
+    return fields if kind is None else {**fields, "problem_type": kind}
+
+
 def name_of(module: object) -> str | None:
     """Hub id or folder from which transformers has loaded a model; None where it tells none."""
     config = getattr(module, "config", None)

@@ -1,4 +1,4 @@
-"""Arguments of TRL's SFTTrainer and of transformers' Trainer, as the fields of a job.
+"""Arguments of TRL's trainers and of transformers' Trainer, as the fields of a job.
 
 A field that says the same here is taken over. One that would change numbers and has no equal is
 refused; one that changes none is told, where its user has set it. Nothing is imported: an object is
@@ -13,7 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tlora_fx.config.objects import base_fields, data_fields, dtype_name
+from tlora_fx.config.base_spec import BaseSpec
+from tlora_fx.config.base_task import read_base_config
+from tlora_fx.config.objects import base_fields, data_fields, dtype_name, lora_fields
+from tlora_fx.config.other_kinds import adapter_spec
 from tlora_fx.errors import JobError
 
 #: Fields with the same name and meaning.
@@ -31,10 +34,19 @@ READ = (
     "dataset_text_field", "model_init_kwargs", "trust_remote_code", "bf16", "fp16", "run_name",
     "output_dir",
 )  # fmt: skip
+#: Likewise, of trainers that learn from preferences.
+SAME_OF_PREFERENCES = ("beta", "desirable_weight", "undesirable_weight")
+#: Configs of TRL, and the method of a job that trains as their trainer does.
+METHODS: Mapping[str, str] = {
+    "SFTConfig": "sft", "DPOConfig": "dpo", "ORPOConfig": "orpo", "KTOConfig": "kto",
+    "RewardConfig": "reward",
+}  # fmt: skip
+#: The loss that a method has, as `loss_type` names it.
+_LOSSES: Mapping[str, Any] = {"sft": "nll", "dpo": ["sigmoid"], "kto": "kto"}
 _ONE_DTYPE = "the base has one dtype, in which it computes"
 #: Fields that change numbers and have no equal, with the reason; refused unless they are as here.
 REFUSED: Mapping[str, tuple[Any, str]] = {
-    "loss_type": ("nll", "method 'sft' has the loss 'nll' alone"),
+    "loss_type": ("nll", "a method has one loss"),
     "optim_target_modules": (None, "GaLore and its kin train the base, which is frozen"),
     "router_aux_loss_coef": (None, "auxiliary losses of routers are not trained"),
     "data_seed": (None, "a job has one 'seed'"),
@@ -59,6 +71,24 @@ REFUSED: Mapping[str, tuple[Any, str]] = {
     "bf16_full_eval": (False, _ONE_DTYPE),
     "fp16_full_eval": (False, _ONE_DTYPE),
 }
+#: Likewise, of configs for preferences.
+REFUSED_OF_PREFERENCES: Mapping[str, tuple[Any, str]] = {
+    "loss_weights": (None, "a job has one loss"),
+    "ld_alpha": (None, "there is no LD-DPO"),
+    "f_divergence_type": ("reverse_kl", "the divergence is the reverse KL"),
+    "label_smoothing": (0.0, "the loss of pairs is not smoothed"),
+    "use_weighting": (False, "there is no WPO"),
+    "sync_ref_model": (False, "the reference stays as it is"),
+    "max_prompt_length": (None, "max_length bounds prompt and completion together"),
+    "max_completion_length": (None, "max_length bounds prompt and completion together"),
+    "center_rewards_coefficient": (None, "rewards are not centred"),
+    "is_encoder_decoder": (None, "the base is a decoder"),
+}
+#: Options of what is refused, fields of memory alone, and those that `_of_preferences` reads.
+SILENT_OF_PREFERENCES = frozenset({
+    "f_alpha_divergence_coef", "discopop_tau", "ref_model_mixup_alpha", "ref_model_sync_steps",
+    "precompute_ref_log_probs", "precompute_ref_batch_size", "padding_value", "disable_dropout",
+})  # fmt: skip
 #: Fields that Trainer fills in itself, and fields of memory alone: nothing is said of them.
 SILENT = frozenset({
     "activation_checkpointing", "activation_checkpointing_kwargs", "gradient_checkpointing",
@@ -80,7 +110,15 @@ INSTEAD: Mapping[str, str] = {
     "fp16": _ONE_DTYPE,
     "model_init_kwargs": "the base is loaded already",
     "eval_packing": "evaluations are not packed",
+    "generate_during_eval": "give sample_prompts, and the job answers them as it trains",
 }
+
+
+#: Fields that are taken over, read, refused, or of memory alone.
+KNOWN = frozenset({
+    *SAME, *READ, *REFUSED, *SILENT, *SAME_OF_PREFERENCES, *REFUSED_OF_PREFERENCES,
+    *SILENT_OF_PREFERENCES,
+})  # fmt: skip
 
 
 def trl_fields(
@@ -91,17 +129,13 @@ def trl_fields(
     raises   JobError, naming every field that is refused
     warns    of fields that are set and have no equal, once
     """
-    kinds = {kind.__name__ for kind in type(args).__mro__}
-    if not dataclasses.is_dataclass(args) or "TrainingArguments" not in kinds:
-        raise _error({"args": f"it is no SFTConfig or TrainingArguments but {type(args).__name__}"})
-    if other := next((k for k in sorted(kinds) if k.endswith("Config") and k in _OTHERS), ""):
-        raise _error(
-            {"args": f"of {other}, the fields of SFTConfig alone are known"}, _OTHERS[other]
-        )
+    method = _method(args)
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
-    _refuse(args, given)
+    _refuse(args, given, method)
     told = _changed(args, given)
     fields = mapped_fields(given, arguments, told)
+    if method != "sft":
+        fields |= _of_preferences(method, given, arguments, fields.get("base"))
     if name is None:
         told.pop("output_dir", None)
         name = str(given.get("run_name") or Path(str(given["output_dir"])).name)
@@ -111,6 +145,67 @@ def trl_fields(
         what = "Job.from_trl: fields that have no equal in a job, and change none of its numbers: "
         warnings.warn(what + ", ".join(texts), stacklevel=3)
     return name, {**arguments, **_without_rivals(fields, arguments), **_own(arguments)}
+
+
+def _method(args: Any) -> str:
+    """The method of a job that trains as the trainer of a config does."""
+    kinds = [kind.__name__ for kind in type(args).__mro__]
+    if not dataclasses.is_dataclass(args) or "TrainingArguments" not in kinds:
+        what = f"it is no config of TRL and no TrainingArguments but {type(args).__name__}"
+        raise _error({"args": what})
+    if known := next((METHODS[kind] for kind in kinds if kind in METHODS), ""):
+        return known
+    if other := next((k for k in kinds if k.endswith("Config") and not k.startswith("_")), ""):
+        help = _LOOP if other in _SAMPLES else ""
+        raise _error({"args": f"no method of a job trains as the trainer of {other}"}, help)
+    return "sft"
+
+
+def require_dropout_off(args: Any, job: Any) -> None:
+    """Refuse dropouts that TRL turns off before it trains, and that a job has no field for.
+
+    job      made from args
+    raises   JobError
+    """
+    if _method(args) == "sft" or not getattr(args, "disable_dropout", False):
+        return
+    rates = {}
+    if job.adapter is not None and job.dropout_field is not None:
+        rates["adapter"] = job.lora_fields.get(job.dropout_field)
+    module = job.base.module
+    if module is not None:
+        drops = (m.p for m in module.modules() if type(m).__name__ == "Dropout")
+        rates["base"] = max(drops, default=0.0)
+    elif (config := read_base_config(job.base)) is not None:
+        drops = (v for k, v in config.items() if k.endswith(("drop", "_pdrop")) or k == "dropout")
+        rates["base"] = max((v for v in drops if isinstance(v, float)), default=0.0)
+    if left := [f"the {name} has a dropout of {rate}" for name, rate in rates.items() if rate]:
+        help = "set it to 0 in its config before it is loaded, or set disable_dropout=False"
+        raise _error({"disable_dropout": f"{' and '.join(left)}, which stays"}, help)
+
+
+def _of_preferences(
+    method: str, given: Mapping[str, Any], arguments: Mapping[str, Any], base: Any
+) -> dict[str, Any]:
+    """Fields that a job has beside those of every trainer, where it learns from preferences.
+
+    base    as it is mapped already
+    """
+    fields = {key: given[key] for key in SAME_OF_PREFERENCES if given.get(key) is not None}
+    if given.get("disable_dropout") and "lora" in arguments:
+        fields["lora"] = _without_dropout(arguments["lora"])
+    if method == "reward" and isinstance(base, Mapping) and "model" in base:
+        fields["base"] = {"task": "SEQ_CLS", "labels": 1, **base}
+    return {"method": method, **fields}
+
+
+def _without_dropout(lora: Any) -> Any:
+    """The fields of an adapter, without its dropout, which TRL turns off."""
+    fields = lora_fields(lora)
+    if not isinstance(fields, Mapping):
+        return fields
+    dropout = adapter_spec(fields).dropout_field
+    return {key: value for key, value in fields.items() if key != dropout}
 
 
 def _own(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,14 +228,10 @@ _RIVALS = (
 
 
 #: Arguments that the trainer's complete.
-_COMPLETED = ("base", "data", "eval_data")
-#: Arguments of other trainers of TRL, and what says the same here.
-_OTHERS = {
-    "DPOConfig": "give Job(method='dpo', beta=...)",
-    "ORPOConfig": "give Job(method='orpo', beta=...)",
-    "KTOConfig": "give Job(method='kto', beta=..., shuffle=False)",
-    "RewardConfig": "give Job(method='reward'), and a base with task='SEQ_CLS' and labels=1",
-}
+_COMPLETED = ("base", "data", "eval_data", "lora")
+#: Configs of trainers that learn from what they sample.
+_SAMPLES = ("GRPOConfig", "RLOOConfig", "PPOConfig", "OnlineDPOConfig")
+_LOOP = "write the loop with GroupStep and Sampler: docs/group-step.md, docs/sampling.md"
 
 
 def _error(mistakes: Mapping[str, str], help: str = "") -> JobError:
@@ -152,11 +243,14 @@ def _error(mistakes: Mapping[str, str], help: str = "") -> JobError:
     return JobError(what, help=help, **rows)
 
 
-def _refuse(args: Any, given: Mapping[str, Any]) -> None:
+def _refuse(args: Any, given: Mapping[str, Any], method: str) -> None:
     """Refuse fields that change numbers and have no equal, and fields that nobody knows here."""
+    loss = _LOSSES.get(method)
+    if _plain(given.get("loss_type")) in (loss, *(loss if isinstance(loss, list) else ())):
+        given = {key: value for key, value in given.items() if key != "loss_type"}
     mistakes = {
         key: f"{given[key]!r} is refused: {why}"
-        for key, (neutral, why) in REFUSED.items()
+        for key, (neutral, why) in {**REFUSED, **REFUSED_OF_PREFERENCES}.items()
         if key in given and not is_like(given[key], neutral)
     }
     if given.get("data_seed") == given["seed"]:
@@ -166,7 +260,7 @@ def _refuse(args: Any, given: Mapping[str, Any]) -> None:
             mistakes[key] = f"{given[key]} is refused: give a number of steps, not a part of them"
     known = _transformers_fields(args)
     for field in dataclasses.fields(args):
-        is_known = field.name in {*SAME, *READ, *REFUSED, *SILENT} or field.name in known
+        is_known = field.name in {*KNOWN, "generate_during_eval"} or field.name in known
         if not is_known and not _is_default(field, given[field.name]):
             mistakes[field.name] = "this version of tlora-fx does not know the field"
     if mistakes:
@@ -181,7 +275,7 @@ def _transformers_fields(args: Any) -> set[str]:
 
 def _changed(args: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields that are set otherwise than by default, and that no job has."""
-    passed = {*SAME, *READ, *REFUSED, *SILENT} - {"output_dir"}
+    passed = KNOWN - {"output_dir"}
     return {
         field.name: given[field.name]
         for field in dataclasses.fields(args)
@@ -270,9 +364,9 @@ def _base(value: Any, given: Mapping[str, Any], told: dict[str, Any]) -> Any:
     base = base_fields(value)
     options = dict(given.get("model_init_kwargs") or {})
     half = next((key for key in ("bf16", "fp16") if given.get(key)), None)
+    wanted = {"bf16": "bfloat16", "fp16": "float16"}.get(half or "")
     if not isinstance(base, Mapping) or "model" not in base:
         module = base.get("module") if isinstance(base, Mapping) else None
-        wanted = {"bf16": "bfloat16", "fp16": "float16"}.get(half or "")
         if half and module is not None and dtype_name(module) != wanted:
             told[half] = True
         told |= {"model_init_kwargs": options} if options else {}
@@ -280,11 +374,24 @@ def _base(value: Any, given: Mapping[str, Any], told: dict[str, Any]) -> Any:
     dtype = options.pop("dtype", options.pop("torch_dtype", None))
     options.pop("attn_implementation", None)
     trusts = options.pop("trust_remote_code", given.get("trust_remote_code", False))
+    if options.get("num_labels") == 1:
+        del options["num_labels"]  # Reward models alone have labels, and that many.
     if options:
         names = ", ".join(options)
         raise _error({"model_init_kwargs": f"{names}: load the model, and give base=model"})
-    named = {} if dtype in (None, "auto") else {"dtype": str(dtype).removeprefix("torch.")}
-    return {**named, **({"trust_remote_code": True} if trusts else {}), **base}
+    if dtype is None:
+        # TRL loads a model by its name in float32; Trainer takes none.
+        dtype = wanted or ("float32" if "model_init_kwargs" in given else None)
+    elif dtype == "auto":
+        config = read_base_config(BaseSpec.model_construct(model=str(base["model"]))) or {}
+        dtype = config.get("dtype", config.get("torch_dtype"))
+    named: dict[str, Any] = {"trust_remote_code": True} if trusts else {}
+    if dtype is not None:
+        named["dtype"] = str(dtype).removeprefix("torch.")
+    named |= base
+    if half and named.get("dtype", wanted) != wanted:
+        told[half] = True
+    return named
 
 
 def _data(value: Any, text: str) -> Any:

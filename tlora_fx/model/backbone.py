@@ -135,10 +135,16 @@ def load_backbone(spec: BaseSpec, *, dropout: bool = True) -> Backbone:
     """Build a base from its config alone, or take the module that the user gave.
 
     dropout   False: the base's own dropout rates are 0
-    raises    BaseNotLoadable when transformers cannot build it
+    raises    BaseNotLoadable when transformers cannot build it; BaseRefused where a module is not
+              made for the base's task
     """
     if spec.module is not None:
         model = copy_given(spec.module)
+        config: Any = getattr(model, "config", None)
+        if hasattr(config, "to_dict"):
+            require_task(config.to_dict() | {"architectures": [type(model).__name__]}, spec)
+        if spec.is_classifier:
+            classify_each_token(model, spec)
     else:
         model = build_skeleton(spec, dropout=dropout)
     model.train()
@@ -186,13 +192,15 @@ def copy_given(module: nn.Module) -> nn.Module:
 
 
 def load_config(spec: BaseSpec, *, dropout: bool = True) -> Any:
-    """The transformers config of a base, with what training needs switched.
+    """The transformers config of a base, with what training needs switched; a module's as it is.
 
     dropout   False: every dropout rate in it is 0
 
     raises    BaseNotLoadable; BaseRefused where it is not made for its task; RemoteCodeRefused
               where it needs code of its own that the job file does not trust
     """
+    if spec.module is not None:
+        return copy.deepcopy(spec.module.config)
     with phase("imports"):
         from transformers import AutoConfig
 
@@ -258,11 +266,21 @@ def build_skeleton(spec: BaseSpec, *, dropout: bool = True) -> nn.Module:
         ) from error
     assert isinstance(model, nn.Module)
     if spec.is_classifier:
-        model.__class__ = _of_each_token(type(model), first=pools_first(config.to_dict()))
-        if config.get_text_config().pad_token_id is None:
-            # Without one, transformers refuses batches; nothing that is kept reads it.
-            config.get_text_config().pad_token_id = -1
+        classify_each_token(model, spec)
     return model
+
+
+def classify_each_token(model: Any, spec: BaseSpec) -> None:
+    """Let a classifier return the logits of every token, not only of the one that its class reads.
+
+    model   with a config of its own, which is changed
+    """
+    config = model.config
+    config.problem_type = spec.objective
+    model.__class__ = _of_each_token(type(model), first=pools_first(config.to_dict()))
+    if config.get_text_config().pad_token_id is None:
+        # Without one, transformers refuses batches; nothing that is kept reads it.
+        config.get_text_config().pad_token_id = -1
 
 
 def _restart_buffers(model: Any) -> None:

@@ -21,7 +21,13 @@ from torch.overrides import TorchFunctionMode
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import is_frozen
 from tlora_fx.ir.graph import PEFT_PREFIX
-from tlora_fx.model.backbone import Backbone, build_skeleton, has_sdpa, named_logits
+from tlora_fx.model.backbone import (
+    Backbone,
+    build_skeleton,
+    classify_each_token,
+    has_sdpa,
+    named_logits,
+)
 from tlora_fx.numerics.interpreter import HALF
 from tlora_fx.numerics.noise import disturbed_embeddings
 from tlora_fx.numerics.tensors import Seeded, Unchecked
@@ -73,6 +79,8 @@ class BaseAlone:
         if spec.module is not None:
             shared = {id(t): t for t in (*spec.module.parameters(), *spec.module.buffers())}
             module = copy.deepcopy(spec.module, shared)
+            if spec.is_classifier:
+                classify_each_token(module, spec)
         else:
             wider = {} if self.wide is None else {"dtype": str(self.wide).removeprefix("torch.")}
             built: Any = build_skeleton(spec.model_copy(update=wider))
