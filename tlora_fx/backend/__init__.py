@@ -20,6 +20,7 @@ from torch import fx, nn
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
+from tlora_fx.backend.decompose import decompose_sites
 from tlora_fx.backend.lora_regions import BEFORE, Left, Lowered, lower_sites
 from tlora_fx.backend.rewrite import SiteRewriter, declare_tables
 from tlora_fx.backend.sites import (
@@ -69,6 +70,7 @@ def compile_graph(
     wanted = read_options(mode, options)
     mark_compile_caches()
     lower_graph(gm, wanted)
+    decompose_sites(gm)
     inputs: Any = list(example_inputs)
     compiled: Any = compile_fx(gm, inputs, config_patches=wanted.inductor or None)
     return cast("Callable[..., Any]", compiled)
