@@ -22,7 +22,8 @@ from tlora_fx.host.version import __version__
 from tlora_fx.scheduler.executor import Committed, Drained, Failed, Finished, GroupStarted
 from tlora_fx.scheduler.history import History
 from tlora_fx.scheduler.state import REQUEST, Decision, Group, JobRequest
-from tlora_fx.scheduler.store import Ledger
+from tlora_fx.scheduler.store import LOCKED_SECONDS, Ledger
+from tlora_fx.server.store import ServiceStore
 
 OLD_FORMATS = Path(__file__).parents[1] / "old_formats"
 
@@ -55,6 +56,22 @@ def test_a_job_is_read_back_as_it_was_submitted():
         {"lora": {"r": 4}},
         "queued",
     )
+
+
+def test_a_ledger_waits_while_a_service_writes(tmp_path, monkeypatch):
+    """A transaction may take seconds on a slow disk; who waits for it ends no run."""
+    waits, connect = [], sqlite3.connect
+
+    def connected(*words, timeout=0.0, **how):
+        waits.append(timeout)
+        return connect(*words, timeout=timeout, **how)
+
+    monkeypatch.setattr(sqlite3, "connect", connected)
+    with closing(Ledger(tmp_path / "ledger.sqlite")):
+        ServiceStore(tmp_path).users()
+
+    assert len(waits) > 1
+    assert set(waits) == {LOCKED_SECONDS}
 
 
 def test_a_request_of_before_graphs_is_read():

@@ -103,6 +103,8 @@ UPDATE epochs SET held = max(0, coalesce(started, launched) - launched, coalesce
 GOES_ON = "goes on as "
 #: Why a job waits that has come to a rung.
 PARKED = "waits for the other jobs of its halving, to be compared with them"
+#: For which a writer waits while another process writes, such as a service's, on a slow disk.
+LOCKED_SECONDS = 30.0
 #: How an epoch ended whose process was killed.
 KILLED = "the run was killed"
 
@@ -125,7 +127,7 @@ class Ledger:
         # Epochs that are to take over another's GPUs, by that one.
         self._successors: dict[int, int] = {}
         try:
-            self._base = sqlite3.connect(self.path, isolation_level=None)
+            self._base = sqlite3.connect(self.path, isolation_level=None, timeout=LOCKED_SECONDS)
             require_known_format(self._base, self.path)
             self._base.execute("PRAGMA journal_mode=WAL")
             self._base.execute("PRAGMA synchronous=FULL")

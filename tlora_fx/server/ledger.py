@@ -23,7 +23,7 @@ from typing import Any
 from tlora_fx.errors import LedgerError, ServiceRefused
 from tlora_fx.runtime.run_folder import LEDGER
 from tlora_fx.scheduler.history import require_known_format
-from tlora_fx.scheduler.store import Ledger, transaction, write_fact
+from tlora_fx.scheduler.store import LOCKED_SECONDS, Ledger, transaction, write_fact
 
 #: Below a run's folder, all that is the service's own; no job can be called so.
 FOLDER = "service"
@@ -235,7 +235,7 @@ class ServiceLedger:
     def _base(self) -> sqlite3.Connection:
         base: sqlite3.Connection | None = getattr(self._local, "base", None)
         if base is None:
-            base = sqlite3.connect(self._path, isolation_level=None, timeout=30.0)
+            base = sqlite3.connect(self._path, isolation_level=None, timeout=LOCKED_SECONDS)
             base.execute("PRAGMA synchronous=FULL")
             self._local.base = base
         return base
