@@ -13,7 +13,7 @@ import safetensors.torch
 import yaml
 
 from tests.scheduler import run_folder
-from tests.scheduler.fake_worker import adapter_of
+from tests.scheduler.fake_worker import GATE, adapter_of
 from tests.scheduler.fork_here import ForkHere
 from tests.scheduler.run_folder import QUICKSTART, Heard, audit, epochs, forked, kill, records
 from tests.scheduler.test_service import Shuffling, require_no_step_past_a_commit_twice
@@ -130,10 +130,14 @@ def killed_at_random(tmp_path, monkeypatch, seed, kills):
         tmp_path / "jobs", [n / 1000 for n in range(1, 8)], {"min_steps": 8, "factor": 2}, 60
     )
     output, draw = tmp_path / "run", random.Random(seed)
+    # Behind the last rung, so that no run has ended when it is to be killed.
+    gates = {job.name: 50 for job in jobs}
+    changed = {"horizon": 0.3, "refresh": 1, "step_seconds": 0.04, "gates": gates}
     for _ in range(kills):
-        pid = forked(tmp_path / "jobs", output, horizon=0.3, refresh=1, step_seconds=0.04)
+        pid = forked(tmp_path / "jobs", output, **changed)
         time.sleep(draw.uniform(0.1, 1.2))
         assert kill(pid, workers=draw.random() < 0.5)
+    (output / GATE).touch()
     run_folder.run(tmp_path / "jobs", output, horizon=0.3, refresh=1)
 
     steps, kept = expected(jobs, jobs[0].halving, 60)
