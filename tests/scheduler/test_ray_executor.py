@@ -245,11 +245,12 @@ def test_a_worker_ends_with_its_lease(bench, ray):
 
 def test_the_death_of_an_actor_ends_its_group_at_its_last_commit(bench, ray):
     """Its jobs go on from there, on the same GPU."""
-    here = bench(a={"steps": 40})
+    here = bench(more={"gates": {"a": 20}}, a={"steps": 40})
     group = here.launch(1, "a")
     here.until(Committed)
     ray.actors[0].kill()
     failed = here.until(Failed, job=None)
+    (here.folder / fake_worker.GATE).touch()
     here.executor.release(group, 1)
     here.launch(2, "a")
     here.until(Finished, epoch=2)
