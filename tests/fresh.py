@@ -47,7 +47,7 @@ class Program:
         code: int | None = self.process.exitcode
         return code
 
-    def wait(self, timeout: float = 600) -> subprocess.CompletedProcess[str]:
+    def wait(self, timeout: float = 1200) -> subprocess.CompletedProcess[str]:
         """Wait for its end; its exit code and all that it printed.
 
         raises   subprocess.TimeoutExpired; it is killed then

@@ -149,7 +149,7 @@ def interrupted(folder, command, meanwhile):
     """Start a training, run other commands once it has done some steps, and press Ctrl-C."""
     output = folder / command[command.index("-o") + 1]
     program = fresh.Program("-m", "tlora_fx", *command, cwd=folder)
-    until = time.monotonic() + 300
+    until = time.monotonic() + 900
     while not (lines := list(output.glob("*/metrics.jsonl"))) and time.monotonic() < until:
         assert program.poll() is None
         time.sleep(0.01)

@@ -380,8 +380,8 @@ def test_the_command_is_killed_and_goes_on(tmp_path):
         started = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE)
         time.sleep(35)
         started.send_signal(number)
-        started.communicate(timeout=120)
-    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+        started.communicate(timeout=900)
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
 
     assert ended.returncode == 0, ended.stderr
     for name, count in steps.items():

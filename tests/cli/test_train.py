@@ -46,19 +46,30 @@ def losses(folder):
     }
 
 
+#: `tlora-fx`, killed as soon as a checkpoint of it is there, in the middle of a round.
+DIES = """
+import os, signal, sys
+from tlora_fx.cli import main
+from tlora_fx.runtime.checkpoints.store import CheckpointStore
+
+save = CheckpointStore.save
+
+def save_and_die(self, *given, **named):
+    save(self, *given, **named)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+CheckpointStore.save = save_and_die
+main(sys.argv[1:])
+"""
+
+
 def test_a_killed_run_goes_on_with_the_losses_of_an_uninterrupted_one(job_file, tmp_path):
     """kill -9 in the middle, --resume, and every loss is bitwise that of a run left alone."""
     whole = run("train", job_file, "-o", tmp_path / "whole", "--device", "cpu")
     assert whole.returncode == 0, whole.stderr
-    process = fresh.Program(
-        "-m", "tlora_fx", "train", job_file, "-o", tmp_path / "cut", "--device", "cpu"
-    )
-    pointer = tmp_path / "cut" / "checkpoints" / "latest"
-    deadline = time.monotonic() + 120
-    while not pointer.exists() and process.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    killed = fresh.run("-c", DIES, "train", job_file, "-o", tmp_path / "cut", "--device", "cpu")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert (tmp_path / "cut" / "checkpoints" / "latest").exists()
     assert not (tmp_path / "cut" / "word-problems" / "adapter_model.safetensors").exists()
 
     resumed = run("train", job_file, "-o", tmp_path / "cut", "--resume", "--device", "cpu")

@@ -294,7 +294,7 @@ def test_the_process_ends_with_the_one_that_started_it(tmp_path):
     program.send_signal(signal.SIGKILL)
     program.wait()
     program.stdout.close()
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 900
     while _is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.1)
 
