@@ -72,6 +72,7 @@ COMMANDS = {
     "passes": ["passes"],
     "list": ["kernels", "list"],
     "package": ["kernels", "package", "own-branch", "inner=48", "outer=32", "dtype=float32"],
+    "compile": ["compile", "jobs.yaml", *ADDED, "-o", "build", "--verify", "numerics", "--time"],
 }
 SEVERAL = """
 import contextlib, io, json, sys
@@ -79,19 +80,37 @@ from tlora_fx.cli import main
 
 told = {}
 for name, words in json.loads(sys.argv[1]).items():
-    with contextlib.redirect_stdout(io.StringIO()) as said, contextlib.suppress(SystemExit):
-        main(words)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            main(words)
+        except SystemExit as end:
+            assert not end.code, said.getvalue()
     told[name] = said.getvalue()
 print(json.dumps(told))
 """
 
 
+def write_jobs(folder, count):
+    """The first of the quickstart's jobs without dropout, of a few steps."""
+    for name in ("base", "data"):
+        shutil.copytree(EXAMPLES / "quickstart" / name, folder / name)
+    told = yaml.safe_load((EXAMPLES / "quickstart" / "jobs.yaml").read_text(encoding="utf-8"))
+    told["jobs"] = told["jobs"][:count]
+    for job in told["jobs"]:
+        job["lora"]["lora_dropout"] = 0.0
+        job["max_steps"] = 3
+    (folder / "jobs.yaml").write_text(yaml.safe_dump(told), encoding="utf-8")
+    return folder
+
+
 @pytest.fixture(scope="module")
-def told(environment, package):
+def told(environment, tmp_path_factory):
     """What commands print, one after another in one process that finds the installed package."""
+    folder = write_jobs(tmp_path_factory.mktemp("one"), 1)
     done = subprocess.run(
         [sys.executable, "-c", SEVERAL, json.dumps(COMMANDS)],
-        cwd=package, env=environment, capture_output=True, text=True, check=False,
+        cwd=folder, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -113,22 +132,10 @@ def test_the_source_of_its_kernel_is_printed(told):
     assert "# again      tlora-fx kernels package own-branch inner=48 outer=32" in text
 
 
-@pytest.fixture
-def jobs(tmp_path):
-    """The quickstart's jobs without dropout, of a few steps."""
-    for name in ("base", "data"):
-        shutil.copytree(EXAMPLES / "quickstart" / name, tmp_path / name)
-    told = yaml.safe_load((EXAMPLES / "quickstart" / "jobs.yaml").read_text(encoding="utf-8"))
-    for job in told["jobs"]:
-        job["lora"]["lora_dropout"] = 0.0
-        job["max_steps"] = 3
-    (tmp_path / "jobs.yaml").write_text(yaml.safe_dump(told), encoding="utf-8")
-    return tmp_path
-
-
 @pytest.mark.slow
-def test_jobs_are_verified_and_trained_with_it(environment, jobs):
+def test_jobs_are_verified_and_trained_with_it(environment, tmp_path):
     """Against plain PEFT, within the bound of any group."""
+    jobs = write_jobs(tmp_path, 3)
     words = ["jobs.yaml", *ADDED, "--device", "cpu"]
     told = run(environment, jobs, "tlora_fx", "verify", *words, "--steps", "3")
     run(environment, jobs, "tlora_fx", "train", *words, "-o", "run")
@@ -137,11 +144,6 @@ def test_jobs_are_verified_and_trained_with_it(environment, jobs):
     assert len(list((jobs / "run").glob("*/adapter_model.safetensors"))) == 3
 
 
-def test_the_report_says_that_it_serves_sites(environment, jobs):
+def test_the_report_says_that_it_serves_sites(told):
     """All of them, because no job drops; of one job, which takes fewer traces than three."""
-    given = yaml.safe_load((jobs / "jobs.yaml").read_text(encoding="utf-8"))
-    given["jobs"] = given["jobs"][:1]
-    (jobs / "jobs.yaml").write_text(yaml.safe_dump(given), encoding="utf-8")
-    words = ["jobs.yaml", *ADDED, "-o", "build", "--verify", "numerics", "--time"]
-
-    assert "7 sites that own_kernel serves" in run(environment, jobs, "tlora_fx", "compile", *words)
+    assert "7 sites that own_kernel serves" in told["compile"]
