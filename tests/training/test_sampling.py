@@ -10,6 +10,7 @@ import pytest
 from tests.training.clients import VOCABULARY, Client, cycle_of, datum, engine, run_all
 from tlora_fx.training.log import PROTOBUF
 from tlora_fx.training.messages import _CLASS
+from tlora_fx.training.process import tidy
 
 PROMPT = [5, 6, 7, 8, 9]
 FAST = {"learning_rate": 0.05}
@@ -75,6 +76,30 @@ def test_a_version_samples_the_same_while_its_model_trains_on(cycle, client, sam
         assert one[0] == other[0]
         np.testing.assert_array_equal(one[1], other[1])
     assert [one[1].tolist() for one in first] != [one[1].tolist() for one in third]
+
+
+def test_versions_without_a_name_go_with_their_session(cycle, client, sampler):
+    """Once what was asked of them is answered; what has a name, and what others have, stays."""
+    named = client.send("save_weights_for_sampler", path="named")
+    other = Client(cycle.log)
+    other.send("save_weights_for_sampler", sampling_session_seq_id=0)
+    run_all(cycle)
+    found = client.sample(sampler, 0, PROMPT)
+    cycle.log.end_session("ada", client.session)
+    folders = {
+        name: cycle.log.folder / cycle.log.sampler(name).folder
+        for name in (sampler, f"{other.session}:sample:0")
+    }
+    tidy(cycle.log)
+    before = {name: folder.is_dir() for name, folder in folders.items()}
+    run_all(cycle)
+    tidy(cycle.log)
+
+    assert all(before.values())
+    assert len(drawn(client, found)[0]) == 1
+    assert [folder.is_dir() for folder in folders.values()] == [False, True]
+    [checkpoint] = cycle.log.checkpoints(path=client.result(named)["path"])
+    assert (cycle.log.folder / checkpoint.folder).is_dir()
 
 
 def test_gradients_do_not_wait_until_completions_are_done(cycle, client, sampler, monkeypatch):

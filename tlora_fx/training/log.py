@@ -603,6 +603,16 @@ class CommandLog:
             raise _unknown("sampler", name)
         return Sampler(*rows[0])
 
+    def past_versions(self) -> list[str]:
+        """Folders of versions without a name, from which nobody can sample any more."""
+        rows = self._rows(
+            "SELECT folder FROM samplers JOIN sessions ON sessions.id = session "
+            "WHERE path IS NULL AND folder IS NOT NULL AND (ended IS NOT NULL OR seen <= ?) "
+            "AND NOT EXISTS (SELECT 1 FROM commands WHERE queue = samplers.id AND done IS NULL)",
+            time.time() - SESSION_SECONDS,
+        )  # fmt: skip
+        return [row["folder"] for row in rows]
+
     def _keep(self, base: sqlite3.Connection, checkpoint: Checkpoint) -> None:
         base.execute(
             "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",

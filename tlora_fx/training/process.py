@@ -77,8 +77,10 @@ def gather(cycle: Cycle, bell: Bell) -> None:
 
 
 def tidy(log: CommandLog) -> None:
-    """Delete checkpoints that have expired, and forget answers that nobody fetches any more."""
+    """Delete what nobody reads any more: checkpoints that have expired, versions, answers."""
     log.prune(time.time() - KEPT_SECONDS)
     for checkpoint in log.expired():
         log.forget(checkpoint)
         shutil.rmtree(log.folder / checkpoint.folder, ignore_errors=True)
+    for folder in log.past_versions():
+        shutil.rmtree(log.folder / folder, ignore_errors=True)
