@@ -86,13 +86,19 @@ def plain_model(backbone: Any) -> Any:
     return model
 
 
-@given(st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), min_size=1, max_size=5))
-def test_pairs_are_compared_as_by_trl(drawn: list[tuple[float, float, float]]) -> None:
+@given(
+    st.lists(st.tuples(NUMBERS, NUMBERS, NUMBERS), min_size=1, max_size=5),
+    st.sampled_from([0.0, 0.01, 1.5]),
+)
+def test_pairs_are_compared_as_by_trl(
+    drawn: list[tuple[float, float, float]], center: float
+) -> None:
     """From the numbers of two sequences and a margin, whatever other targets stand beside."""
     labels = [own for *_, margin in drawn for own in ((-100, bits(margin)), (-100, bits(0.0)))]
     other = JobTokens([(1, 2)], [(-100, bits(0.5))], shift=0)
-    mine = JobTokens([(1, 2)] * len(labels), labels, shift=0, preference=Preference("reward"))
-    row = pack([other, mine])
+    preference = Preference("reward", center=center)
+    mine = JobTokens([(1, 2)] * len(labels), labels, shift=0, preference=preference)
+    row = pack([other, mine]).to("cpu")
     scores = torch.tensor([0.25, *(x for one in drawn for x in one[:2])], dtype=torch.float64)
     scores.requires_grad_()
 
@@ -102,6 +108,7 @@ def test_pairs_are_compared_as_by_trl(drawn: list[tuple[float, float, float]]) -
     found = own.loss(losses[1:])
     margins = torch.tensor([margin for *_, margin in drawn], dtype=torch.float64)
     expected = -F.logsigmoid(scores[1::2] - scores[2::2] - margins).sum()
+    expected = expected + center * ((scores[1::2] + scores[2::2]) ** 2).sum()
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     gradients = [
         torch.autograd.grad(each, scores, retain_graph=True)[0] for each in (found, expected)
@@ -113,6 +120,7 @@ def test_jobs_train_as_they_would_alone(tmp_path: Path, tokenizer: Any) -> None:
     """With dropout and without, and with DoRA, against plain PEFT and TRL's formula."""
     jobs = group(tmp_path)
     dropping = [job.model_copy(update={"lora": {**LORA, "lora_dropout": 0.2}}) for job in jobs]
+    dropping[0] = dropping[0].model_copy(update={"center_rewards_coefficient": 0.3})
     dropping[1] = dropping[1].model_copy(update={"lora": {**LORA, "use_dora": True}})
     rows = list(verify(dropping, 2, device="cpu", data=data_of(dropping, tokenizer)))
 
@@ -122,10 +130,13 @@ def test_jobs_train_as_they_would_alone(tmp_path: Path, tokenizer: Any) -> None:
     assert max(row.gradient for row in rows) < 1e-11
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_reward_model_trains_as_by_trl(tmp_path: Path, tokenizer: Any, index: int) -> None:
+@pytest.mark.parametrize(("index", "center"), [(0, 0.2), (1, None)])
+def test_a_reward_model_trains_as_by_trl(
+    tmp_path: Path, tokenizer: Any, index: int, center: float | None
+) -> None:
     """In float64 beside others, against TRL's own trainer on texts; PEFT loads what it leaves."""
     jobs, start = group(tmp_path, max_steps=4, lr_scheduler_type="constant"), Start()
+    jobs[index] = jobs[index].model_copy(update={"center_rewards_coefficient": center})
     model = compile(jobs)
     trainer = Trainer(model, output=tmp_path / "run", data=data_of(jobs, tokenizer), callback=start)
     trainer.run()
@@ -133,7 +144,7 @@ def test_a_reward_model_trains_as_by_trl(tmp_path: Path, tokenizer: Any, index: 
     lora = LoraConfig(task_type=TaskType.SEQ_CLS, **jobs[index].lora_fields)
     wrapped = get_peft_model(plain_model(model.backbone), lora)
     set_peft_model_state_dict(wrapped, start.adapters[name])
-    losses = trained_by_trl(wrapped, tokenizer, pairs(margins=index == 0), tmp_path)
+    losses = trained_by_trl(wrapped, tokenizer, pairs(margins=index == 0), tmp_path, center)
 
     assert losses_of(tmp_path / "run", jobs)[name] == pytest.approx(losses, abs=1e-6)
     loaded = PeftModel.from_pretrained(plain_model(model.backbone), tmp_path / "run" / name)
@@ -142,7 +153,9 @@ def test_a_reward_model_trains_as_by_trl(tmp_path: Path, tokenizer: Any, index: 
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-5)
 
 
-def trained_by_trl(model: Any, tokenizer: Any, rows: list[Any], folder: Path) -> list[float]:
+def trained_by_trl(
+    model: Any, tokenizer: Any, rows: list[Any], folder: Path, center: float | None
+) -> list[float]:
     """The losses of TRL's RewardTrainer on the same rows in the same order."""
     from datasets import Dataset
     from trl import RewardConfig, RewardTrainer
@@ -152,6 +165,7 @@ def trained_by_trl(model: Any, tokenizer: Any, rows: list[Any], folder: Path) ->
         gradient_accumulation_steps=2, learning_rate=1e-2, lr_scheduler_type="constant",
         weight_decay=0.0, logging_steps=1, report_to=[], use_cpu=True, bf16=False, fp16=False,
         save_strategy="no", disable_tqdm=True, gradient_checkpointing=False,
+        center_rewards_coefficient=center,
     )  # fmt: skip
     trainer = RewardTrainer(
         model=model, args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
@@ -174,12 +188,13 @@ def scored(key: str, count: int) -> list[Sample]:
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_rewards_in_an_own_loop_equal_plain_peft(tmp_path: Path, seed: int) -> None:
-    """Two jobs, two micro-batches gathered by two calls, float64."""
+    """Two jobs, one of them centered, two micro-batches gathered by two calls, float64."""
     base, draw = scoring_base(tmp_path), random.Random(seed)
     jobs = [
         make_job(base, name, lora={**LORA, "r": r}, method="reward", optim="sgd", learning_rate=1.0,
-                 lr_scheduler_type="constant", max_grad_norm=None)
-        for name, r in (("a", 4), ("b", 2))
+                 lr_scheduler_type="constant", max_grad_norm=None,
+                 center_rewards_coefficient=center)
+        for name, r, center in (("a", 4, None), ("b", 2, 0.3))
     ]  # fmt: skip
     step = GroupStep(compile(jobs), device="cpu")
     step.prepare()
@@ -210,6 +225,8 @@ def test_rewards_in_an_own_loop_equal_plain_peft(tmp_path: Path, seed: int) -> N
             for pair in range(0, len(samples), 2):
                 [margin] = struct.unpack("<f", struct.pack("<i", samples[pair].labels[-1]))
                 total = total - F.logsigmoid(found[pair] - found[pair + 1] - margin)
+                if job.name == "b":
+                    total = total + 0.3 * (found[pair] + found[pair + 1]) ** 2
         total = total / sum(counts[job.name])
         total.backward()
         assert losses[job.name] == pytest.approx(float(total.detach()), abs=1e-9)
@@ -268,6 +285,18 @@ def test_a_margin_is_a_number(tmp_path: Path, tokenizer: Any) -> None:
 
     with pytest.raises(MalformedRowError, match="margin 'much' is no number"):
         load_job_data(job, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("method", "value", "error"),
+    [("dpo", 0.01, "needs method reward"), ("reward", -1.0, "0 <= n")],
+)
+def test_rewards_alone_are_centered(tmp_path: Path, method: str, value: float, error: str) -> None:
+    """By a weight that pulls to zero, and does not push away."""
+    base = {"reward": scoring_base, "dpo": causal_base}[method](tmp_path)
+    given = {"method": method, "center_rewards_coefficient": value}
+    with pytest.raises(JobError, match=error):
+        Job("a", base=base, lora=4, data="x.jsonl", **given)
 
 
 @pytest.mark.parametrize("base", [{}, {"task": "SEQ_CLS", "labels": 2}])

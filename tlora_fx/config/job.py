@@ -141,6 +141,8 @@ class Job(Spec):
     beta                         beta of the dpo, orpo or kto loss; None: 0.1
     desirable_weight             weight of the desirable completions in the kto loss
     undesirable_weight           weight of the others
+    center_rewards_coefficient   weight of the square of a pair's sum in the reward loss, which
+                                 keeps numbers around zero; None: 0
     reference                    what dpo and kto compare with where the job continues an adapter:
                                  the adapter as it is loaded, or the base alone
     completion_only_loss         train only the tokens of completions; None: if the data has any
@@ -244,6 +246,7 @@ class Job(Spec):
     beta: StrictFloat | None = Field(default=None, gt=0)
     desirable_weight: StrictFloat = Field(default=1.0, ge=0)
     undesirable_weight: StrictFloat = Field(default=1.0, ge=0)
+    center_rewards_coefficient: StrictFloat | None = Field(default=None, ge=0, allow_inf_nan=False)
     reference: Literal["adapter", "base"] = "adapter"
     completion_only_loss: StrictBool | None = None
     assistant_only_loss: StrictBool | None = None
@@ -400,6 +403,14 @@ class Job(Spec):
         if weight != 1 and info.data.get("method", "kto") != "kto":
             what = f"'{info.field_name}' needs method kto"
             raise refuse(what, help="leave it out, or set method: kto")
+        return weight
+
+    @field_validator("center_rewards_coefficient")
+    @classmethod
+    def _is_of_rewards(cls, weight: float | None, info: ValidationInfo) -> float | None:
+        if weight and info.data.get("method", "reward") != "reward":
+            what = "'center_rewards_coefficient' needs method reward"
+            raise refuse(what, help="leave it out, or set method: reward")
         return weight
 
     @field_validator("per_device_train_batch_size")

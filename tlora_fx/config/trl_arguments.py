@@ -35,7 +35,9 @@ READ = (
     "output_dir",
 )  # fmt: skip
 #: Likewise, of trainers that learn from preferences.
-SAME_OF_PREFERENCES = ("beta", "desirable_weight", "undesirable_weight")
+SAME_OF_PREFERENCES = (
+    "beta", "desirable_weight", "undesirable_weight", "center_rewards_coefficient",
+)  # fmt: skip
 #: Configs of TRL, and the method of a job that trains as their trainer does.
 METHODS: Mapping[str, str] = {
     "SFTConfig": "sft", "DPOConfig": "dpo", "ORPOConfig": "orpo", "KTOConfig": "kto",
@@ -81,7 +83,6 @@ REFUSED_OF_PREFERENCES: Mapping[str, tuple[Any, str]] = {
     "sync_ref_model": (False, "the reference stays as it is"),
     "max_prompt_length": (None, "max_length bounds prompt and completion together"),
     "max_completion_length": (None, "max_length bounds prompt and completion together"),
-    "center_rewards_coefficient": (None, "rewards are not centred"),
     "is_encoder_decoder": (None, "the base is a decoder"),
 }
 #: Options of what is refused, fields of memory alone, and those that `_of_preferences` reads.

@@ -4,10 +4,11 @@ A pair is two sequences behind each other, the chosen one first. DPO asks how mu
 prefers the chosen one than its reference does: the base, or the adapter that the job continues.
 ORPO asks for the chosen one's likelihood and for the odds of both. What is called the base here is
 that reference. A reward head gives each sequence a number, and is asked for a greater one for the
-chosen sequence.
+chosen sequence, and for numbers around zero where they are centered.
 
 source   Rafailov et al., Direct Preference Optimization, equation 7; Hong et al., ORPO, equations
-         6 and 7; Bradley and Terry's model of pairs; all as TRL's trainers average them
+         6 and 7; Bradley and Terry's model of pairs; Eisenstein et al., Helping or Herding,
+         equation 2; all as TRL's trainers average them
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -30,10 +32,15 @@ _PARTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Comparison of the sequences of a pair, by a job's method; `beta` is that of the method."""
+    """Comparison of the sequences of a pair, by a job's method.
+
+    beta     that of the method
+    center   of rewards: weight of the square of a pair's sum
+    """
 
     method: Literal["dpo", "orpo", "reward"]
     beta: float = 0.0
+    center: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,7 @@ class Pairs:
     segments   int32 [3 P + 1] on the CPU, among the job's own target rows: of each pair the targets
                of the chosen prompt, of the chosen completion, and of the rejected one
     base       of the same, the losses of the base alone, [3 P]; None where none are asked for
+    margins    of centered rewards, [P]; else None
 
     Of rewards a token loss is a sequence's number, less the margin that a chosen one must have.
     """
@@ -52,6 +60,7 @@ class Pairs:
     preference: Preference
     segments: Tensor
     base: Tensor | None = None
+    margins: Tensor | None = None
 
     @property
     def needs_base(self) -> bool:
@@ -63,8 +72,8 @@ class Pairs:
         return replace(self, base=segment_sum(losses[: int(self.segments[-1])], self.segments))
 
     def to(self, device: torch.device | str) -> Pairs:
-        """The same: its table stays on the CPU."""
-        return self
+        """The same, with margins there; its table stays on the CPU."""
+        return self if self.margins is None else replace(self, margins=self.margins.to(device))
 
     def loss(self, losses: Tensor) -> Tensor:
         """The sum of the pairs' losses.
@@ -77,7 +86,11 @@ class Pairs:
         prompts, chosen, rejected = sums.view(-1, _PARTS).unbind(1)
         beta = self.preference.beta
         if self.preference.method == "reward":
-            return -F.logsigmoid(chosen - rejected).sum()
+            loss = -F.logsigmoid(chosen - rejected).sum()
+            if self.margins is None:
+                return loss
+            both = chosen + self.margins.to(chosen) + rejected
+            return loss + self.preference.center * both.square().sum()
         if self.preference.method == "dpo":
             assert self.base is not None, "the base was not asked"
             _, base_chosen, base_rejected = self.base.view(-1, _PARTS).unbind(1)
@@ -105,13 +118,21 @@ def pairs_of(job: int, preference: Preference, labels: Sequence[Sequence[int]], 
     if preference.method == "reward":
         # A number of each sequence, and nothing of prompts.
         counts = torch.tensor([0, 1, 1], dtype=torch.int32).repeat(len(labels) // 2)
-        return Pairs(job, preference, F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0)))
+        segments = F.pad(counts.cumsum(0, dtype=torch.int32), (1, 0))
+        margins = _margins(labels[::2], none) if preference.center else None
+        return Pairs(job, preference, segments, margins=margins)
     bounds = [0]
     for chosen, rejected in zip(labels[::2], labels[1::2], strict=True):
         prompt = next(at for at, label in enumerate(rejected) if label != none)
         for part in (chosen[1:prompt], chosen[max(1, prompt) :], rejected[1:]):
             bounds.append(bounds[-1] + sum(label != none for label in part))
     return Pairs(job, preference, torch.tensor(bounds, dtype=torch.int32))
+
+
+def _margins(labels: Sequence[Sequence[int]], none: int) -> Tensor:
+    """The number whose bits are the label of each chosen sequence."""
+    codes = [label for own in labels for label in own if label != none]
+    return torch.from_numpy(np.array(codes, dtype=np.int64).astype(np.int32).view(np.float32))
 
 
 def with_preferences(

@@ -146,7 +146,7 @@ class SoloTrainer:
                     loss = _kto_loss(job, *found, wanted) / compared
                 elif job.method == "reward":
                     ids = ids.masked_fill(attended == 0, self._padding)
-                    loss = _reward_loss(model, ids, labels_of, attended) / compared
+                    loss = _reward_loss(model, job, ids, labels_of, attended) / compared
                 elif job.is_preference:
                     loss = _pair_loss(model, job, ids, labels_of, attended, reference) / compared
                 elif job.base.is_classifier:
@@ -264,11 +264,15 @@ def _label_loss(
     return losses.mean(1).sum()
 
 
-def _reward_loss(model: PeftModel, ids: Tensor, labels: Tensor, attended: Tensor) -> Tensor:
+def _reward_loss(
+    model: PeftModel, job: Job, ids: Tensor, labels: Tensor, attended: Tensor
+) -> Tensor:
     """The losses of a micro-batch's pairs, summed, whose labels are margins: see `_pair_loss`."""
     scores = model(input_ids=ids, attention_mask=attended, use_cache=False).logits.squeeze(-1)
     margins = labels[labels != NO_TARGET].to(torch.int32).view(torch.float32)[::2].to(scores)
-    return -F.logsigmoid(scores[::2] - scores[1::2] - margins).sum()
+    loss = -F.logsigmoid(scores[::2] - scores[1::2] - margins).sum()
+    center = job.center_rewards_coefficient or 0.0
+    return loss + center * (scores[::2] + scores[1::2]).square().sum()
 
 
 def _padding_of(job: Job, base: nn.Module, samples: Sequence[Sample]) -> int:

@@ -339,6 +339,19 @@ def test_kto_is_carried(imported, config, given, weights, shuffles):
     assert (job.desirable_weight, job.undesirable_weight) == weights
 
 
+@pytest.mark.parametrize("given", [{}, {"center_rewards_coefficient": 0.01}])
+def test_rewards_are_carried(imported, given):
+    """The head of one number, whose learning rate is that of TRL's trainer of rewards."""
+    sft = {"packing": None, "completion_only_loss": None, "assistant_only_loss": None}
+    more = {"lora_task_type": "SEQ_CLS", "disable_dropout": True, "learning_rate": None}
+    job, _, changes = imported(TRL, **sft, **more, **given)
+
+    assert (job.method, job.base.task, job.base.label_names) == ("reward", "SEQ_CLS", ("LABEL_0",))
+    assert job.center_rewards_coefficient == given.get("center_rewards_coefficient")
+    assert job.learning_rate == 1e-4
+    assert "disable_dropout" in changes
+
+
 @pytest.mark.parametrize(
     ("config", "given", "form", "expected"),
     [

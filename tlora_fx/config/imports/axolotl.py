@@ -65,6 +65,7 @@ _CHANGES: Mapping[str, str] = {
     "unfrozen_parameters": "the base is frozen",
     "lisa_n_layers": "LISA trains the base, which is frozen",
     "reward_model": "write method: reward, and task: SEQ_CLS and labels: 1 under 'base'",
+    "center_rewards_coefficient": "write it beside method: reward",
     "process_reward_model": "there is no reward model",
     "dataset_shard_num": "a job reads whole data sets",
     "dataset_shard_idx": "a job reads whole data sets",

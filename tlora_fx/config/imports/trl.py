@@ -1,4 +1,4 @@
-"""Config files of TRL: `trl sft --config FILE` and `trl dpo --config FILE`."""
+"""Config files of TRL: `--config FILE` of `trl sft`, `trl dpo`, `trl kto` and `trl reward`."""
 
 from __future__ import annotations
 
@@ -44,12 +44,15 @@ _DPO: Mapping[str, tuple[Any, str]] = {
 }
 #: Keys of `trl kto` alone.
 _KTO = ("desirable_weight", "undesirable_weight")
+#: And of `trl reward` alone.
+_CENTER = "center_rewards_coefficient"
 
 
 def carry(draft: Draft) -> None:
     """Carry all keys of a config file of TRL."""
     is_kto = draft.rest.get("loss_type") == "kto" or any(draft.has(key) for key in _KTO)
-    is_dpo = not is_kto and any(draft.has(key) for key in ("beta", *_DPO))
+    is_reward = draft.rest.get("lora_task_type") == "SEQ_CLS" or draft.has(_CENTER)
+    is_dpo = not is_kto and not is_reward and any(draft.has(key) for key in ("beta", *_DPO))
     draft.name(draft.rest.get("run_name"), _folder(draft.rest.get("output_dir")))
     draft.leave_key("run_name", "it names the job")
     carry_model(draft, "model_name_or_path")
@@ -73,6 +76,12 @@ def carry(draft: Draft) -> None:
     if is_dpo:
         _carry_dpo(draft)
         defaults |= {"learning_rate": 1e-6}
+    if is_reward:
+        draft.job["method"] = "reward"
+        draft.base |= {"task": "SEQ_CLS", "labels": 1}
+        draft.move(_CENTER, _CENTER)
+        draft.leave_key("disable_dropout", _DPO["disable_dropout"][1], changes=True)
+        defaults |= {"learning_rate": 1e-4}
     if is_kto:
         draft.job["method"] = "kto"
         for key in ("beta", *_KTO):

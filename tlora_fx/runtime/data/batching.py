@@ -79,7 +79,7 @@ def preference_of(job: Job) -> Preference | None:
         case "dpo" | "orpo" as method:
             return Preference(method, BETA if job.beta is None else job.beta)
         case "reward" as method:
-            return Preference(method)
+            return Preference(method, center=job.center_rewards_coefficient or 0.0)
     return None
 
 
