@@ -18,9 +18,6 @@ PROCESSES = ("trainer", "answering")
 
 def nursery(pipe, folder, options):
     """Fork a process for each name that comes, and send its id; first the address."""
-    from tlora_fx.training.options import settle_products
-
-    settle_products()
     from tlora_fx.server.connections import make_server
     from tlora_fx.training.engine import Engine
 
@@ -79,6 +76,8 @@ class Forked:
         given = (its, folder, EngineOptions(folder / "tinker", **options))
         self._process = spawn.Process(target=nursery, args=given)
         self._process.start()
+        # Of the other end alone, so that nobody waits for one that has ended.
+        its.close()
         address = self._pipe.recv()
         self.client = httpx.Client(base_url=f"{address}/api/v1", timeout=300)
         self.models: Path = folder / "tinker" / "models"

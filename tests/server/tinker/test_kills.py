@@ -24,9 +24,10 @@ from tlora_fx.training.messages import _CLASS
 
 SECONDS = 600
 CLIENTS, KILLS = 3, int(os.environ.get("TLORA_FX_KILLS", "60"))
-ROUNDS, SEED = KILLS // CLIENTS + 1, int(os.environ.get("TLORA_FX_KILLS_SEED", "7"))
-#: Requests at which the last kill comes.
-MIN_SENT = CLIENTS * (ROUNDS - 1) * 3
+SEED = int(os.environ.get("TLORA_FX_KILLS_SEED", "7"))
+#: Processes that `serve` begins anew take some 20 s of a core, mostly for imports. Forks take less
+#: than one.
+SERVED_KILLS = max(5, KILLS // 3)
 
 
 @dataclass(eq=False)
@@ -124,12 +125,12 @@ def data_of(draw):
     return [datum([draw.randrange(3, 259) for _ in range(size)]) for size in sizes]
 
 
-def run_client(client, number, sent):
+def run_client(client, number, rounds, sent):
     """All that one client does; its answers. `sent` hears of each request."""
     draw = random.Random(SEED * CLIENTS + number)
     client.begin(rank=4 + 4 * number, train_unembed=number != 1)
     answers, fetched = [], []
-    for turn in range(ROUNDS):
+    for turn in range(rounds):
         futures = []
         for each in (data_of(draw), data_of(draw)):
             futures.append(client.forward_backward(each))
@@ -210,18 +211,20 @@ class Served:
         return True
 
 
-def run_all(service, kills=0):
+def run_all(service, rounds, kills=0):
     """What clients are answered and what lies on the disk at the end; kills by what they hit."""
     draw, hits, sent = random.Random(SEED), Counter(), []
+    # Requests at which the last kill comes.
+    min_sent = CLIENTS * (rounds - 1) * 3
     clients = [Client(lambda: service.client) for _ in range(CLIENTS)]
     try:
         with ThreadPoolExecutor(CLIENTS) as pool:
             running = [
-                pool.submit(run_client, client, number, sent.append)
+                pool.submit(run_client, client, number, rounds, sent.append)
                 for number, client in enumerate(clients)
             ]
             for at in range(kills):
-                while len(sent) < at * MIN_SENT // kills and not any(e.done() for e in running):
+                while len(sent) < at * min_sent // kills and not any(e.done() for e in running):
                     time.sleep(0.01)
                 # Requests may be anywhere: in the log, running, or answered.
                 time.sleep(draw.uniform(0, 0.3))
@@ -245,7 +248,6 @@ def run_all(service, kills=0):
 
 def assert_nothing_happened(killed, whole):
     """All answers, files and counted requests of a run with kills are those of one without."""
-    assert sum(killed[3].values()) == KILLS
     for own, other in zip(killed[0], whole[0], strict=True):
         pairs = enumerate(zip(own, other, strict=True))
         assert [at for at, (found, wanted) in pairs if found != wanted] == []
@@ -257,13 +259,18 @@ def assert_nothing_happened(killed, whole):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [Forked, Served])
-def test_killed_processes_lose_and_double_nothing_and_change_no_bit(tmp_path, monkeypatch, how):
+@pytest.mark.parametrize(("how", "most"), [(Forked, KILLS), (Served, SERVED_KILLS)])
+def test_killed_processes_lose_and_double_nothing_and_change_no_bit(
+    tmp_path, monkeypatch, how, most
+):
     """At random moments, while clients train, save and sample: all is as if nobody was killed."""
     monkeypatch.setenv("TLORA_FX_STRICT", "1")
     runs = []
-    for name, kills in (("whole", 0), ("killed", KILLS)):
+    for name, kills in (("whole", 0), ("killed", most)):
         (tmp_path / name).mkdir()
-        runs.append(run_all(how(tmp_path / name), kills))
+        runs.append(run_all(how(tmp_path / name), most // CLIENTS + 1, kills))
 
+    hits = runs[1][3]
+    assert sum(hits.values()) == most
+    assert hits.keys() == {*how.hits}
     assert_nothing_happened(runs[1], runs[0])
