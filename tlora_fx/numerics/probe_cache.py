@@ -9,10 +9,9 @@ A base that is given as a Python module is tried each time, for its weights and 
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -22,9 +21,8 @@ from torch import Tensor, nn
 
 from tlora_fx.config.base_files import base_folder
 from tlora_fx.config.job import Job
-from tlora_fx.host.durable import replace_shared_file
 from tlora_fx.host.environment import kernel_mode, wants_strict_kernels
-from tlora_fx.host.paths import cache_folder
+from tlora_fx.host.kept_objects import KeptObjects
 from tlora_fx.host.sources import own_source, source_of
 from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.ir.verifier import fingerprint
@@ -38,7 +36,7 @@ ROOMS = (
     "ops", "codegen", "config", "errors", "host",
 )  # fmt: skip
 
-logger = logging.getLogger(__name__)
+KEPT = KeptObjects("probes", "the result of a probe")
 
 
 def probe_once(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job]) -> ProbeResult:
@@ -82,12 +80,13 @@ def probe_loaded_once(
 
 
 def _once(key: str, probe: Callable[[], ProbeResult]) -> ProbeResult:
-    path = probes_folder() / f"{key}.json"
-    known = _read(path)
-    if known is None:
-        known = probe()
-        _write(path, known)
-    return known
+    known = KEPT.read(key)
+    if known is not None:
+        with suppress(TypeError, KeyError):
+            return ProbeResult(**known | {"lengths": tuple(known["lengths"])})
+    result = probe()
+    KEPT.write(key, asdict(result))
+    return result
 
 
 def is_kept(backbone: Backbone) -> bool:
@@ -127,26 +126,7 @@ def _machine(device: torch.device) -> tuple[object, ...]:
 
 def probes_folder() -> Path:
     """Folder of results, beside generated kernels."""
-    return cache_folder() / "probes"
-
-
-def _read(path: Path) -> ProbeResult | None:
-    try:
-        stored = json.loads(path.read_text("utf-8"))
-        return ProbeResult(**stored | {"lengths": tuple(stored["lengths"])})
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        logger.info("the result of a probe cannot be read from %s: %s", path, error)
-        return None
-
-
-def _write(path: Path, found: ProbeResult) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_shared_file(path, json.dumps(asdict(found)).encode())
-    except OSError as error:
-        logger.info("the result of a probe cannot be kept in %s: %s", path, error)
+    return KEPT.folder
 
 
 def _key(group: GroupGraph, backbone: Backbone, jobs: Sequence[Job], *more: object) -> str:

@@ -18,11 +18,11 @@ from tlora_fx.codegen.importing import TRITON_CACHE
 from tlora_fx.codegen.loading import kernel_folder
 from tlora_fx.cost.plan import Plan
 from tlora_fx.host import environment
-from tlora_fx.host.paths import cache_folder
 from tlora_fx.host.phases import phase
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe_cache import is_kept, probes_folder
 from tlora_fx.parallel.apply import require_nano
+from tlora_fx.runtime.checkpoints.digests import DIGESTS
 from tlora_fx.runtime.checks import longest_row
 from tlora_fx.runtime.data.encode_data import tables_folder
 from tlora_fx.runtime.data.samples import JobData
@@ -68,7 +68,7 @@ def caches(*, gpu: bool, compiled: bool) -> list[Cache]:
         Cache("traced graphs", traces_folder(), "*.json", environment.TRACE_CACHE),
         Cache("results of checks", probes_folder(), "*.json"),
         Cache("tokens of data", tables_folder(), "*/", environment.DATA_CACHE),
-        Cache("digests of large files", cache_folder() / "digests", "*.json"),
+        Cache("digests of large files", DIGESTS.folder, "*.json"),
     ]
     if gpu:
         triton = os.environ.get(TRITON_CACHE) or Path.home() / ".triton" / "cache"

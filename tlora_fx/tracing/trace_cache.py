@@ -17,16 +17,14 @@ import functools
 import hashlib
 import inspect
 import itertools
-import json
 import logging
-import os
 import platform
 import re
 import sys
 import sysconfig
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import astuple, replace
 from importlib.metadata import version
@@ -42,9 +40,8 @@ from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import OTHER_KINDS, kind_of
 from tlora_fx.errors import GraphFileNotReadable, GraphNotStorable
 from tlora_fx.graph_file import graph_text, graphs_of_text, to_document
-from tlora_fx.host import environment
-from tlora_fx.host.durable import replace_shared_file
-from tlora_fx.host.paths import cache_folder
+from tlora_fx.host.environment import TRACE_CACHE
+from tlora_fx.host.kept_objects import KeptObjects
 from tlora_fx.host.sources import PACKAGE, own_source, source_of
 from tlora_fx.host.version import __version__
 from tlora_fx.ir.graph import AdapterSite, Form, JobGraph
@@ -55,7 +52,7 @@ from tlora_fx.tracing.own_loss import LossRow
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+KEPT = KeptObjects("traces", "what was traced", format=1, variable=TRACE_CACHE)
 LIBRARIES = ("torch", "transformers", "peft")
 #: Rooms whose code tracing may run: its own, and all that it may import.
 ROOMS = (
@@ -83,7 +80,7 @@ def base_graph(backbone: Backbone, form: Form, fold: bool = True) -> JobGraph:
     def trace() -> JobGraph:
         return export.trace_base(backbone, form, fold)
 
-    if not is_on():
+    if not _is_on():
         return trace()
     return _graph(base_key(backbone, "graph", form, fold), trace)
 
@@ -103,7 +100,7 @@ def job_graph(
         traced.append(True)
         return export.trace_job(job, backbone, sites, form, fold, exact)
 
-    if not is_on():
+    if not _is_on():
         return trace()
     key = job_key(job, backbone, sites, form, fold, exact)
     graph = _graph(key, trace)
@@ -120,14 +117,14 @@ def require_common_loss(
     raises    OwnLossDiffers as it does
     """
     content = hashlib.sha256(repr([*rows]).encode()).hexdigest()
-    key = base_key(backbone, "loss", content) if is_on() else None
-    known = _read(key) if key is not None else None
+    key = base_key(backbone, "loss", content) if _is_on() else None
+    known = KEPT.read(key) if key is not None else None
     if known is not None and isinstance(known.get("note", 0), (str, type(None))):
         note: str | None = known["note"]
         return note
     note = own_loss.require_common_loss(backbone, rows, jobs)
     if key is not None:
-        _write(key, {"note": note})
+        KEPT.write(key, {"note": note})
     return note
 
 
@@ -136,14 +133,14 @@ def resolved_sites(jobs: Sequence[Job], backbone: Backbone) -> list[dict[str, Ad
 
     Where all are known, PEFT is not imported, which takes a second and more.
     """
-    keys = sites_keys(jobs, backbone) if is_on() else [None] * len(jobs)
+    keys = sites_keys(jobs, backbone) if _is_on() else [None] * len(jobs)
     resolved = []
     for job, key in zip(jobs, keys, strict=True):
-        sites = _sites_of(_read(key)) if key is not None else None
+        sites = _sites_of(KEPT.read(key)) if key is not None else None
         if sites is None:
             sites = resolve_sites(job, backbone)
             if key is not None:
-                _write(key, {"sites": [astuple(site) for site in sites.values()]})
+                KEPT.write(key, {"sites": [astuple(site) for site in sites.values()]})
         resolved.append(sites)
     return resolved
 
@@ -157,19 +154,14 @@ def _sites_of(known: dict[str, Any] | None) -> dict[str, AdapterSite] | None:
     return {site.path: site for site in sites}
 
 
-def is_on() -> bool:
+def _is_on() -> bool:
     """Whether traced graphs are kept and looked for."""
-    return max_bytes() > 0
-
-
-def max_bytes() -> int:
-    """How large the folder may be; raises EnvironmentVariableWrong."""
-    return environment.max_bytes(environment.TRACE_CACHE)
+    return KEPT.max_bytes > 0
 
 
 def traces_folder() -> Path:
     """Where traced graphs lie, beside generated kernels."""
-    return cache_folder() / "traces"
+    return KEPT.folder
 
 
 def _wrap_once(
@@ -181,25 +173,25 @@ def _wrap_once(
     raises    AdapterMismatch
     """
     key = wrapped_key(job, backbone, sites, fold)
-    if key is None or (not traced and _read(key) is not None):
+    if key is None or (not traced and KEPT.read(key) is not None):
         return
     if not traced:
         export.wrap_pruned(job, backbone, sites, fold)
-    _write(key, {"wrapped": True})
+    KEPT.write(key, {"wrapped": True})
 
 
 def _graph(key: str | None, trace: Callable[[], JobGraph]) -> JobGraph:
     """The graph of the folder, else a traced one, which is put there."""
     if key is None:
         return trace()
-    known = _read(key)
+    known = KEPT.read(key)
     graph = _graph_of(known["text"]) if known is not None and "text" in known else None
     if graph is not None:
         return graph
     graph = trace()
     text = _text_of(graph)
     if text is not None:
-        _write(key, {"text": text})
+        KEPT.write(key, {"text": text})
     return graph
 
 
@@ -224,61 +216,6 @@ def _graph_of(text: object) -> JobGraph | None:
         logger.info("a traced graph cannot be read: %s", error)
         return None
     return graph if isinstance(graph, JobGraph) else None
-
-
-def _read(key: str) -> dict[str, Any] | None:
-    """What is kept under a key; None where nothing is, or something else."""
-    path = _file(key)
-    try:
-        stored = json.loads(path.read_text("utf-8"))
-        kept, digest = stored["kept"], stored["digest"]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        logger.info("what was traced cannot be read from %s: %s", path, error)
-        return None
-    if digest != _digest(key, kept) or not isinstance(kept, dict):
-        logger.info("%s holds something else than was written", path)
-        return None
-    with suppress(OSError):
-        os.utime(path)  # the oldest files go first
-    return kept
-
-
-def _write(key: str, kept: dict[str, Any]) -> None:
-    path = _file(key)
-    entry = json.dumps({"digest": _digest(key, kept), "kept": kept}).encode()
-    if len(entry) > max_bytes():
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_shared_file(path, entry)
-        _remove_oldest(path.parent, keep=path)
-    except OSError as error:
-        logger.info("what was traced cannot be kept in %s: %s", path, error)
-
-
-def _remove_oldest(folder: Path, *, keep: Path) -> None:
-    """Remove the files that were used longest ago, until the rest fits."""
-    files = []
-    for path in folder.iterdir():
-        with suppress(FileNotFoundError):  # another process removed it
-            found = path.stat()
-            files.append((path != keep, found.st_mtime_ns, found.st_size, path))
-    excess = sum(size for _, _, size, _ in files) - max_bytes()
-    for removable, _, size, path in sorted(files):
-        if excess > 0 and removable:
-            path.unlink(missing_ok=True)
-            excess -= size
-
-
-def _file(key: str) -> Path:
-    return traces_folder() / f"{key}.json"
-
-
-def _digest(key: str, kept: object) -> str:
-    text = json.dumps([FORMAT, key, kept], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 _LOOKED: ContextVar[dict[object, tuple[object, ...]] | None] = ContextVar("looked", default=None)

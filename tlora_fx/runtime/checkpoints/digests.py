@@ -11,7 +11,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,12 +18,12 @@ from typing import TYPE_CHECKING
 from tlora_fx.config.base_files import safetensors_header, weight_files
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseFileDamaged
-from tlora_fx.host.durable import replace_shared_file
-from tlora_fx.host.paths import cache_folder
+from tlora_fx.host.kept_objects import KeptObjects
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+DIGESTS = KeptObjects("digests", "the digest of a file")
 #: Blocks of each tensor that a sampled digest reads, evenly spread from its first byte to its last.
 BLOCKS = 8
 BLOCK_BYTES = 4096
@@ -123,23 +122,19 @@ def _kept(path: Path, kind: str, make: Callable[[BufferedReader], object]) -> ob
         before = os.fstat(file.fileno())
         if before.st_size < KEPT_FROM_BYTES:
             return make(file)
-        entry = _entry(path, kind, before)
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            return json.loads(entry.read_bytes())["digest"]
+        key = _key(path, kind, before)
+        if (known := DIGESTS.read(key)) is not None:
+            return known["digest"]
         made = make(file)
         after = os.fstat(file.fileno())
     settled = time.time() - after.st_mtime > SETTLED_SECONDS
-    if settled and _entry(path, kind, after) == entry:
-        # Without the cache it is made again.
-        with suppress(OSError):
-            entry.parent.mkdir(parents=True, exist_ok=True)
-            replace_shared_file(entry, json.dumps({"file": str(path), "digest": made}).encode())
+    if settled and _key(path, kind, after) == key:
+        DIGESTS.write(key, {"file": str(path), "digest": made})
     return made
 
 
-def _entry(path: Path, kind: str, status: os.stat_result) -> Path:
-    """Where the digest of a file, as it is now, is kept."""
+def _key(path: Path, kind: str, status: os.stat_result) -> str:
+    """Under what the digest of a file, as it is now, is kept."""
     written = (status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino)
-    key = json.dumps([kind, str(path), status.st_dev, *written])
-    name = hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:_SHOWN]
-    return cache_folder() / "digests" / f"{name}.json"
+    text = json.dumps([kind, str(path), status.st_dev, *written])
+    return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:_SHOWN]

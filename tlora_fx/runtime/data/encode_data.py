@@ -44,6 +44,7 @@ from tlora_fx.config.base_task import pools_first
 from tlora_fx.config.job import Job
 from tlora_fx.errors import ChatTemplateError, DataError, DataFileError, MalformedRowError
 from tlora_fx.host import environment
+from tlora_fx.host.kept_objects import longest_unused
 from tlora_fx.host.memory import usable_cpus
 from tlora_fx.host.paths import cache_folder
 from tlora_fx.host.sources import own_source
@@ -556,20 +557,14 @@ def _locked(key: str) -> Iterator[bool]:
 
 def _remove_oldest(home: Path, *, keep: Path) -> None:
     """Remove the tables that were used longest ago, until the rest fits, and what was left half."""
-    tables, yesterday = [], time.time() - 86_400
-    for folder in home.iterdir():
+    yesterday = time.time() - 86_400
+    for entry in home.glob(".*"):
         with suppress(OSError):
-            if folder.name.startswith("."):
-                if folder.stat().st_mtime < yesterday:
-                    shutil.rmtree(folder, ignore_errors=True)
-                    folder.unlink(missing_ok=True)
-            elif folder.is_dir():
-                size = sum(file.stat().st_size for file in folder.iterdir())
-                tables.append((folder != keep, folder.stat().st_mtime_ns, size, folder))
-    excess = sum(size for _, _, size, _ in tables) - max_bytes()
-    for removable, _, size, folder in sorted(tables):
-        if excess > 0 and removable:
-            # Processes that have mapped its file keep what they have.
-            shutil.rmtree(folder, ignore_errors=True)
-            (home / f".{folder.name}.lock").unlink(missing_ok=True)
-            excess -= size
+            if entry.stat().st_mtime < yesterday:
+                shutil.rmtree(entry, ignore_errors=True)
+                entry.unlink(missing_ok=True)
+    tables = (path for path in home.iterdir() if path.is_dir() and not path.name.startswith("."))
+    for folder in longest_unused(tables, max_bytes(), keep=keep):
+        # Processes that have mapped its file keep what they have.
+        shutil.rmtree(folder, ignore_errors=True)
+        (home / f".{folder.name}.lock").unlink(missing_ok=True)
