@@ -93,8 +93,8 @@ def test_packed_samples_are_shown_before_they_are_packed(shown):
     jobs = [job(packing=True, max_length=20, per_device_train_batch_size=1)]
     _, out, _ = shown(jobs, data={"a.jsonl": PROMPTS})
 
-    assert "steps: 1 per epoch, 3 in all (3 epochs), at most 1 packed sequences in a step" in out
-    assert "packed into 1 sequences of max_length, 90% full" in out
+    assert "steps: 1 per epoch, 3 in all (3 epochs), at most 1 packed sequence in a step" in out
+    assert "packed into 1 sequence of max_length, 90% full" in out
     assert out.count("9 tokens, 3 trained") == 2
 
 
@@ -165,12 +165,11 @@ def test_what_was_cut_masked_and_dropped_is_told_with_its_reason(shown):
 
     assert "2 of 6 bad rows skipped" in out
     assert re.search(r"bad row .*a\.jsonl:5: ", out)
-    assert (
-        "dropped: 1 samples, max_length 9 cuts before the first token to train (good rows 3)"
-        in (out)
+    assert "dropped: 1 sample, max_length 9 cuts before the first token to train (good row 3)" in (
+        out
     )
     assert "masked: 14 of 27 tokens are not trained: they stand before a completion" in out
-    assert "cut: 12 tokens of 1 sequences, which are beyond max_length 9" in out
+    assert "cut: 12 tokens of 1 sequence, which are beyond max_length 9" in out
 
 
 def test_a_sample_without_anything_to_train_is_dropped_for_that(shown):
@@ -179,7 +178,7 @@ def test_a_sample_without_anything_to_train_is_dropped_for_that(shown):
     code, out, _ = shown([job()], data={"a.jsonl": chats})
 
     assert code == 0
-    assert "dropped: 1 samples, no token of them is to be trained (rows 2)" in out
+    assert "dropped: 1 sample, no token is to be trained (row 2)" in out
 
 
 def test_steps_are_counted(shown):
@@ -200,7 +199,7 @@ def test_a_preference_shows_both_completions(shown, method):
     _, out, _ = shown([job(method=method)], data={"a.jsonl": [pair]})
 
     trained, masked = (11, 7) if method == "orpo" else (6, 12)
-    assert f"1 samples, 18 tokens, {trained} trained" in out
+    assert f"1 sample, 18 tokens, {trained} trained" in out
     assert f"masked: {masked} of 18 tokens are not trained" in out
     assert "sample 1, chosen: 9 tokens" in out
     assert "sample 1, rejected: 9 tokens, 3 trained" in out
@@ -239,8 +238,8 @@ def test_the_evaluation_set_is_shown_too(shown):
     own, held = out[out.index("evaluation of a") :], out[out.index("evaluation of b") :]
 
     assert "<s>·1· +· ·1· =[ ][2][</s>]" in own
-    assert "evaluation: 1 samples, 9 tokens, 3 counted" in out
-    assert "evaluation: 1 samples held out" in out
+    assert "evaluation: 1 sample, 9 tokens, 3 counted" in out
+    assert "evaluation: 1 sample held out" in out
     assert "sample 1: 9 tokens, 3 trained" in held
     assert "tokens are not counted" in held
 

@@ -32,7 +32,7 @@ from tlora_fx.runtime.profiling.profiler import (
     loss_points,
     profile_jobs,
 )
-from tlora_fx.runtime.profiling.timing import collective_points
+from tlora_fx.runtime.profiling.timing import TimedPass, collective_points, measure
 
 AMOUNTS, COUNTS = st.floats(0, 1e6, allow_nan=False), st.integers(0, 100)
 WORKS = st.builds(
@@ -56,6 +56,15 @@ def measured(tmp_path_factory):
         command="tlora-fx profile jobs.yaml",
     )  # fmt: skip
     return profile_jobs(jobs, request)
+
+
+def test_measuring_says_what_it_does_and_how_far_it_is():
+    """Every turn of every layer is counted, the first one warms up."""
+    turns = []
+    piece = TimedPass(lambda: torch.zeros(1))
+    measure([piece, piece], torch.device("cpu"), 2, lambda done, of: turns.append((done, of)))
+
+    assert turns == [(done, 6) for done in range(1, 7)]
 
 
 def test_a_profile_survives_its_file(measured, tmp_path):

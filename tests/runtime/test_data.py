@@ -126,7 +126,7 @@ def test_labels_are_ids_where_a_token_is_trained(make_tokenizer: Any, tmp_path: 
     [sample] = data.samples
     assert sample.labels == (-100, *sample.input_ids[1:])
     assert data.report.lines()[:2] == [
-        "1 samples, 3 tokens, 2 trained",
+        "1 sample, 3 tokens, 2 trained",
         "read as prompt-completion (prompt, completion); trained on completions",
     ]
 

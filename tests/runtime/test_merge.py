@@ -76,6 +76,15 @@ def test_the_card_says_how_the_adapter_came_to_be(run, place):
     assert "from_pretrained" not in text
 
 
+def test_merging_says_nothing_of_its_own(run, tmp_path, capfd, recwarn):
+    """Neither a bar of transformers nor a warning of what it calls itself."""
+    merge(adapter_of(run, "a"), tmp_path / "merged")
+    printed = capfd.readouterr()
+
+    assert (printed.out, printed.err) == ("", "")
+    assert not [each for each in recwarn if "is_gradient_checkpointing" in str(each.message)]
+
+
 @pytest.mark.parametrize("job", ["a", "dora"])
 def test_a_merged_model_computes_what_peft_computes(run, tmp_path, job):
     """transformers loads it alone, with its tokenizer, in shards of safetensors."""

@@ -78,12 +78,22 @@ def test_parquet_gives_the_same_rows(tmp_path: Path) -> None:
     assert [row.fields for row in rows(path)] == ROWS
 
 
-def test_a_broken_parquet_file_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b"no parquet", b"", b"PAR1", b"PAR1PAR1", b"PAR1 and PAR1"])
+def test_a_broken_parquet_file_is_refused(tmp_path: Path, content: bytes) -> None:
     """Bytes that are no Parquet name the file."""
     path = tmp_path / "a.parquet"
-    path.write_bytes(b"no parquet")
+    path.write_bytes(content)
 
     with pytest.raises(DataFileError, match="no Parquet that can be read"):
+        rows(path)
+
+
+def test_what_only_looks_like_parquet_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """By its first and last bytes, with what to do."""
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b'{"prompt": "a"}')
+
+    with pytest.raises(DataFileError, match=r"expected +PAR1 at its beginning(?s:.*)\.jsonl"):
         rows(path)
 
 

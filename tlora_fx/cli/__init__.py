@@ -18,11 +18,12 @@ from tlora_fx.host import collector
 from tlora_fx.host.environment import require_known_values
 from tlora_fx.host.threads import thread_rules
 
-#: By logger, what the messages have in them: kernels for other GPUs, and one library's use of
-#: what another will drop.
+#: By logger, what the messages have in them: kernels for other GPUs, one library's use of what
+#: another will drop, and a damaged file that our own error tells of.
 NOTICES = {
     "torchao": "Failed to load ",
     "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    "datasets.packaged_modules.parquet.parquet": "Failed to read",
     "torch.utils._pytree": "is an Enum subclass and is now natively supported",
 }
 

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from tlora_fx.cli.terminal import EVERY_SECONDS, Console
 from tlora_fx.host import phases
+from tlora_fx.inspect.wording import plural
 from tlora_fx.runtime.callbacks import TrainerCallback
 
 if TYPE_CHECKING:
@@ -203,7 +204,8 @@ class Bars(TrainerCallback):
         elif run.reason:
             self._say(f"{run.job.name}: {run.reason}")
         elif not self.console.is_terminal:
-            self._say(f"{run.job.name}: done after {run.step} steps, loss {run.loss:.4f}")
+            steps = plural(run.step, "step")
+            self._say(f"{run.job.name}: done after {steps}, loss {run.loss:.4f}")
 
     def warned(self, text: str) -> None:
         self.progress.console.print(

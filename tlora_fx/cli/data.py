@@ -14,6 +14,7 @@ from rich.text import Text
 from tlora_fx.cli.arguments.options import JobFilePath, TrustRemoteCode, option, takes_options
 from tlora_fx.cli.terminal import Console, Working, echo, print_whole
 from tlora_fx.errors import TloraError, UnknownJob, nearest
+from tlora_fx.inspect.wording import plural
 
 if TYPE_CHECKING:
     import numpy as np
@@ -152,10 +153,8 @@ def _print_lines(out: Console, lines: Iterable[str]) -> None:
 def _steps_line(data: JobData) -> str:
     job, steps = data.job, data.steps
     batch, times = job.per_device_train_batch_size, job.gradient_accumulation_steps
-    what = "packed sequences" if job.packing else "samples"
-    size = f"at most {batch * times} {what} in a step" + (
-        f" ({batch} × {times})" if times > 1 else ""
-    )
+    what = plural(batch * times, "packed sequence" if job.packing else "sample")
+    size = f"at most {what} in a step" + (f" ({batch} × {times})" if times > 1 else "")
     if job.data.streaming:
         return f"steps: {steps:,} in all, {size}; the data is streamed and read as far as they need"
     epochs = steps / data.steps_per_epoch
@@ -178,7 +177,9 @@ def _changes(job: Job, samples: SampleTable, *, is_evaluation: bool) -> Iterator
         yield f"masked: {total - trained:,} of {total:,} tokens are not {use}: {why}"
     longer = table.lengths[samples.rows] - samples.lengths
     if longer.any():
-        which = f"{longer.sum():,} tokens of {(longer > 0).sum():,} sequences"
+        which = " of ".join(
+            (plural(int(longer.sum()), "token"), plural(int((longer > 0).sum()), "sequence"))
+        )
         yield f"cut: {which}, which are beyond max_length {cut.max_length}"
     # What is held out is of one table with what is trained, where it has been told.
     if not (is_evaluation and isinstance(job.eval_split, float)):
@@ -214,13 +215,14 @@ def _dropped(job: Job, samples: SampleTable) -> Iterator[str]:
     dropped, never = ~trains(cut.max_length), ~trains(longest)
     for which, why in (
         (dropped & ~never, f"max_length {cut.max_length} cuts before the first token to train"),
-        (never, "no token of them is to be trained"),
+        (never, "no token is to be trained"),
     ):
         if which.any():
             places = (np.flatnonzero(which) + 1).tolist()
             named = ", ".join(map(str, places[:_NAMED])) + (", …" if places[_NAMED:] else "")
             rows = "good rows" if table.counts.bad_rows else "rows"
-            yield f"dropped: {len(places):,} samples, {why} ({rows} {named})"
+            rows = rows[:-1] if len(places) == 1 else rows
+            yield f"dropped: {plural(len(places), 'sample')}, {why} ({rows} {named})"
 
 
 def _print_sample(
@@ -235,7 +237,7 @@ def _print_sample(
         trained = [label != NO_TARGET for label in part.labels]
         # No token predicts the first one.
         trained[: job.label_shift] = [False] * job.label_shift
-        facts = [f"{len(trained):,} tokens"]
+        facts = [plural(len(trained), "token")]
         if job.base.is_classifier:
             facts.append(f"label {_label(job, part)}, read at the token in brackets")
         else:

@@ -58,7 +58,13 @@ class InspectOptions(PipelineOptions):
 
         named = self.pipeline is not None or self.add_pass
         passes = self.passes if named else None
-        return subject_of(what, passes, trust_remote_code=self.trust_remote_code)
+        subject = subject_of(what, passes, trust_remote_code=self.trust_remote_code)
+        if subject.compiles:
+            from tlora_fx.cli.terminal import Console, Working
+
+            with Working(Console(stderr=True), f"compiling {what}"):
+                subject.all_stages()
+        return subject
 
 
 @takes_options

@@ -12,7 +12,7 @@ import typer
 from tlora_fx.cli.arguments.options import Load, WatchOptions, option, takes_options
 from tlora_fx.cli.terminal import echo
 from tlora_fx.config.pipeline_text import require_readable
-from tlora_fx.errors import TloraError
+from tlora_fx.errors import GraphFileNotReadable, TloraError
 
 if TYPE_CHECKING:
     from tlora_fx.graph_file import Document
@@ -56,7 +56,7 @@ def run(options: OptOptions) -> None:
     # Files that are loaded bring passes of their own.
     if not options.load:
         require_readable(options.pipeline)
-    read = sys.stdin.read() if options.graphs == STANDARD else None
+    read = _standard_input(options.graphs)
 
     from tlora_fx.graph_file import SEPARATOR, Document, graph_text, save_document
     from tlora_fx.passes import find_passes
@@ -90,6 +90,30 @@ def run(options: OptOptions) -> None:
         raise typer.Exit(1)
     if options.output is not None:
         save_document(Document(f"{SEPARATOR}\n".join(written)), options.output)
+
+
+def _standard_input(name: str) -> str | None:
+    """What stdin holds where a file is not named; raises GraphFileNotReadable for one that is."""
+    if name == STANDARD:
+        return sys.stdin.read()
+    require_graph_file(Path(name))
+    return None
+
+
+def require_graph_file(path: Path) -> None:
+    """Refuse a graph file that is not there, before torch is imported.
+
+    raises    GraphFileNotReadable
+    """
+    # As `load_document` finds it.
+    file = path if path.suffix == ".tfx" else path / "graph.tfx"
+    if not file.is_file():
+        raise GraphFileNotReadable(
+            "there is no graph file",
+            expected=file,
+            found="a file whose name does not end in .tfx" if path.is_file() else None,
+            help="name a file or folder that save_graphs, compile, a replay or a bisection wrote",
+        )
 
 
 def _print(graphs: JobGraph | GroupGraph, form: Form) -> None:

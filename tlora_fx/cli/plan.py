@@ -155,7 +155,7 @@ def _compiled(options: PlanOptions) -> tuple[JobFile, SuperModel]:
     from tlora_fx.runtime.launching import early_checks as early
 
     job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
-    early.require_gpu(options.gpu)
+    early.require_gpu(options.gpu, job_file.jobs)
     if options.output is not None:
         require_free(options.output)
     early.require_trainable(job_file.jobs)
@@ -176,8 +176,7 @@ def _as_predicted(profile: Profile, max_row_tokens: int) -> list[str]:
 def _profile(model: SuperModel, gpu: str | None, allow_estimated: bool) -> Profile:
     """The profile of a GPU that was named, or of the one at hand."""
     from tlora_fx.cost.facts import facts_of
-    from tlora_fx.cost.hardware import GPUS
-    from tlora_fx.cost.profile_sources import profile_for
+    from tlora_fx.cost.profile_sources import no_gpu_to_plan_for, profile_for
     from tlora_fx.errors import ProfileMissing
     from tlora_fx.planners.auto import CPU, device_name, profile_here
 
@@ -189,12 +188,7 @@ def _profile(model: SuperModel, gpu: str | None, allow_estimated: bool) -> Profi
     except ProfileMissing as error:
         if device_name() != CPU:
             raise
-        raise ProfileMissing(
-            "there is no GPU on this machine to plan for",
-            base=error.facts.get("base"),
-            expected="--gpu with the GPU that will train",
-            help=f"name one with --gpu: {', '.join(GPUS)}, or a profile's file",
-        ) from error
+        raise no_gpu_to_plan_for(error.facts.get("base")) from error
 
 
 def _print_written(console: Console, files: Iterable[object]) -> None:

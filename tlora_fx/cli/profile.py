@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,13 +14,15 @@ import typer
 from rich.table import Table
 
 from tlora_fx.cli.arguments.options import TrustRemoteCode, option, takes_options
-from tlora_fx.cli.terminal import Console, Working, print_whole
+from tlora_fx.cli.terminal import Console, Working, bare_table, print_whole
 
 if TYPE_CHECKING:
-    from tlora_fx.cost.profile import Profile
+    from tlora_fx.cost.profile import LayerPoint, Profile
 
 TOKENS, ROUNDS = "512,1280,2560,4800,8192,16384", 5
 QUICK_TOKENS, QUICK_ROUNDS = "512,4096", 2
+#: Columns of a layer's times.
+TIMES = ("forward ms", "backward ms", "as graphs ms", "first ms", "frozen ms", "saved MiB", "noise")
 #: Beyond this part of themselves, times say more of the machine than of the layers.
 MUCH_NOISE = 0.2
 
@@ -72,23 +75,35 @@ def run(options: ProfileOptions) -> None:
     plan` and `train --plan auto` find the profile.
     """
     from tlora_fx.config.job_file import load_job_file
+    from tlora_fx.cost.profile import require_free
+    from tlora_fx.runtime.launching import early_checks as early
+
+    tokens, rounds = (QUICK_TOKENS, QUICK_ROUNDS) if options.quick else (TOKENS, ROUNDS)
+    row_sizes = _numbers(tokens if options.tokens is None else options.tokens, "--tokens")
+    lengths, tp = _numbers(options.lengths, "--lengths"), _numbers(options.tp, "--tp")
+    job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
+    early.require_device(options.device)
+    early.require_trainable(job_file.jobs)
+    early.require_hub(job_file.jobs)
+    if options.output is not None:
+        require_free(options.output)
+
     from tlora_fx.runtime.launching.launch import Launch
     from tlora_fx.runtime.profiling.profiler import ProfileRequest, profile_file
 
-    tokens, rounds = (QUICK_TOKENS, QUICK_ROUNDS) if options.quick else (TOKENS, ROUNDS)
     request = ProfileRequest(
         device=Launch.found().device(options.device),
-        tokens=_numbers(tokens if options.tokens is None else options.tokens, "--tokens"),
-        lengths=_numbers(options.lengths, "--lengths"),
-        tp=_numbers(options.tp, "--tp"),
+        tokens=row_sizes,
+        lengths=lengths,
+        tp=tp,
         rounds=options.rounds or rounds,
         compiled=not options.eager,
         command=shlex.join(["tlora-fx", *sys.argv[1:]]),
     )
-    job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
     # One process speaks for all of a torchrun.
     console = Console(stderr=True, quiet=os.environ.get("RANK", "0") != "0")
-    with Working(console, "measuring"):
+    with Working(console, "measuring") as working:
+        request = replace(request, say=working.now)
         profile, path = profile_file(job_file.jobs, request, options.output, add=options.add)
     if profile is None:
         return
@@ -105,29 +120,21 @@ def run(options: ProfileOptions) -> None:
 
 def page(profile: Profile) -> list[Table | str]:
     """Measurements of a profile, a table for each part."""
-    layers = Table("layer", "tp", "tokens", "length", "adapters", box=None, pad_edge=False)
-    for name in (
-        "forward ms", "backward ms", "as graphs", "first ms", "frozen ms", "saved MiB", "noise",
-    ):  # fmt: skip
-        layers.add_column(name, justify="right")
-    for layer in profile.layers:
-        for point in layer.points:
-            layers.add_row(
-                layer.structure if point is layer.points[0] else "",
-                str(layer.tp),
-                str(point.tokens),
-                f"{point.squares / point.tokens:.0f}",
-                str(point.job_sites) if point.sites else "bare",
-                f"{point.forward_ms:.3f}",
-                f"{point.backward_ms:.3f}",
-                "" if point.captured is None
-                else f"{point.captured.forward_ms:.3f} + {point.captured.backward_ms:.3f}",
-                "" if point.first_ms is None else f"{point.first_ms:.3f}",
-                "" if point.frozen_ms is None else f"{point.frozen_ms:.3f}",
-                f"{point.saved_bytes / 2**20:.1f}",
-                f"{point.noise:.1%}",
-            )  # fmt: skip
-    ends = Table("part", "size", "ms", box=None, pad_edge=False)
+    titles = ("tp", "tokens", "length", "adapters", *TIMES)
+    rows = [
+        (
+            layer.structure if point is layer.points[0] else "",
+            str(layer.tp),
+            str(point.tokens),
+            f"{point.squares / point.tokens:.0f}",
+            str(point.job_sites) if point.sites else "bare",
+            *_times(point),
+        )
+        for layer in profile.layers
+        for point in layer.points
+    ]
+    layers = _filled_columns(("layer", *titles), rows)
+    ends = bare_table("part", "size", "ms", right=("ms",))
     for root in profile.root:
         both = root.forward_ms + root.backward_ms
         ends.add_row("embedding and last norm", f"{root.tokens} tokens", f"{both:.3f}")
@@ -135,7 +142,8 @@ def page(profile: Profile) -> list[Table | str]:
         both = loss.forward_ms + loss.backward_ms
         ends.add_row("head and loss", f"{loss.targets} targets", f"{both:.3f}")
     for step in profile.optimizer:
-        ends.add_row("optimizer of a job", f"{step.tensors} tensors", f"{step.ms:.3f}")
+        size = f"{step.tensors} tensors, {step.parameters:,} parameters"
+        ends.add_row("optimizer of a job", size, f"{step.ms:.3f}")
     for sent in profile.collectives:
         size = f"{sent.payload_bytes / 2**20:.1f} MiB over {sent.processes}"
         ends.add_row(f"{sent.operation}, {sent.tier}", size, f"{sent.ms:.3f}")
@@ -145,6 +153,27 @@ def page(profile: Profile) -> list[Table | str]:
         f"{'compiled' if profile.compiled else 'eager'}"
     )
     return [head, "", layers, "", ends, ""]
+
+
+def _times(point: LayerPoint) -> Iterator[str]:
+    """Texts of `TIMES` of a layer."""
+    captured = point.captured
+    yield f"{point.forward_ms:.3f}"
+    yield f"{point.backward_ms:.3f}"
+    yield "" if captured is None else f"{captured.forward_ms:.3f} + {captured.backward_ms:.3f}"
+    yield "" if point.first_ms is None else f"{point.first_ms:.3f}"
+    yield "" if point.frozen_ms is None else f"{point.frozen_ms:.3f}"
+    yield f"{point.saved_bytes / 2**20:.1f}"
+    yield f"{point.noise:.1%}"
+
+
+def _filled_columns(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table without the columns in which nothing stands; texts of the first stand to the left."""
+    kept = [index for index in range(len(titles)) if any(row[index] for row in rows)]
+    table = bare_table(*(titles[index] for index in kept), right=titles[1:])
+    for row in rows:
+        table.add_row(*(row[index] for index in kept))
+    return table
 
 
 def noisy(profile: Profile) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from tlora_fx.cli.arguments.options import Load, option, takes_options
+from tlora_fx.cli.opt import require_graph_file
 from tlora_fx.cli.terminal import echo
 
 
@@ -36,6 +37,8 @@ def run(
     It exits with 0 if the failure is still there, and with 1 to 125 if it is gone. 126 and above
     stop the reduction. The smallest file so far is kept if the command is interrupted.
     """
+    require_graph_file(graphs)
+
     from tlora_fx.graph_file import SUFFIX, Document, load_document, save_document
     from tlora_fx.passes import find_passes
     from tlora_fx.pipeline import load_extension

@@ -11,6 +11,7 @@ import typer
 
 from tlora_fx.cli.arguments.options import Load, option, takes_options
 from tlora_fx.cli.terminal import echo
+from tlora_fx.errors import ReplayNotReadable
 
 
 @takes_options
@@ -30,6 +31,13 @@ def run(
 
     If it still fails, prints the error and exits with 1. If not, says so and exits with 0.
     """
+    record = folder / "replay.json"
+    if not record.is_file():
+        raise ReplayNotReadable(
+            "the folder is no replay folder",
+            expected=record,
+            help="name the folder that the error's last line names",
+        )
     from tlora_fx.pipeline import load_extension
     from tlora_fx.tools.replay import load_replay
 

@@ -231,19 +231,18 @@ def _groups(folder: Path, jobs: Sequence[JobView]) -> Drawn | None:
     colours = {job.name: colour for colour, job in enumerate(jobs)}
     history = History.of_run(folder)
     if history is not None:
-        blocks = list(_formations(history))
+        blocks, names = list(_formations(history)), list[str]()
         y_label = _unit(folder)
         title, shows = "Groups", f"Each rectangle is a group on its {y_label}s."
-        rows, legend = 1 + max((block.last for block in blocks), default=0), []
-        names = []
+        rows = 1 + max((block.last for block in blocks), default=0)
     else:
         blocks = list(_trained(jobs))
         title, y_label, rows = "Training time", "", len(jobs)
         shows = "Sum of the rounds in which each job trained. Jobs of a round share it."
-        legend, names = [], list(colours)
+        names = list(colours)
     if not blocks:
         return None
-    drawn = gantt(title, "seconds", y_label, rows, blocks, legend, names=names)
+    drawn = gantt(title, "seconds", y_label, rows, blocks, (), names=names)
     return Drawn("groups", title, shows, drawn)
 
 

@@ -25,6 +25,7 @@ from tlora_fx.cli.arguments.run_options import (
 )
 from tlora_fx.cli.terminal import Console, bare_table
 from tlora_fx.errors import JobFolderError
+from tlora_fx.inspect.wording import plural
 from tlora_fx.scheduler.formations import Callback, Formation
 from tlora_fx.scheduler.history import JobRecord
 from tlora_fx.scheduler.loop import Loop
@@ -226,7 +227,8 @@ class Page(Callback):
 
     def left(self, time: float, formation: Formation, job: ActiveJob, reason: str) -> None:
         done, of = round(job.steps_done), job.request.steps
-        how = f"done after {done} steps" if done >= of else f"ended early, at step {done} of {of}"
+        whole = f"done after {plural(done, 'step')}"
+        how = whole if done >= of else f"ended early, at step {done} of {of}"
         how = f"failed: {reason}" if reason else how
         self.say(f"{time:8.1f} s  {job.name} {how}", "red" if reason else "green")
 

@@ -60,6 +60,13 @@ def explain(
     from tlora_fx.scheduler.history import History
     from tlora_fx.scheduler.snapshot_file import load_history, load_snapshot
 
+    if not saved.exists():
+        raise StateFileError(
+            "there is no run or snapshot to explain",
+            file=saved,
+            help="name the folder that `tlora-fx run` was given by -o, or a file of `schedule "
+            "state`",
+        )
     if saved.is_dir():
         history = History.of_run(saved)
         undecided = history is not None and not history.decisions

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tlora_fx.cli.arguments.options import command_group, option, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.errors import ServiceRefused
+
+if TYPE_CHECKING:
+    from tlora_fx.server.store import ServiceStore
 
 group = command_group("Create, list and revoke the access tokens of a service.")
 RunFolder = Annotated[
@@ -57,9 +60,7 @@ def add(
 @group.command("ls")
 def ls(output: RunFolder) -> None:
     """List users, their limits, and the GPU-hours they have used."""
-    from tlora_fx.server.store import ServiceStore
-
-    store = ServiceStore(output)
+    store = _store_of(output)
     table = bare_table("user", "tokens", "admin", "jobs", "GPU-hours", "used", "priority")
     for user, tokens in store.users().items():
         limits = ("any" if limit is None else f"{limit:g}" for limit in (user.jobs, user.gpu_hours))
@@ -74,9 +75,22 @@ def revoke(
     name: Annotated[str, typer.Argument(help="Name of the user.")], output: RunFolder
 ) -> None:
     """Revoke all tokens of a user; jobs of the user go on."""
-    from tlora_fx.server.store import ServiceStore
-
-    count = ServiceStore(output).revoke(name)
+    count = _store_of(output).revoke(name)
     if not count:
         raise ServiceRefused("the user has no token", found=name, help="see `tlora-fx tokens ls`")
     typer.echo(f"{name}: {count} revoked")
+
+
+def _store_of(output: Path) -> ServiceStore:
+    """What a service keeps of its users; raises ServiceRefused where none was in this folder."""
+    from tlora_fx.runtime.run_folder import LEDGER
+    from tlora_fx.server.store import ServiceStore
+
+    if not (output / LEDGER).is_file():
+        raise ServiceRefused(
+            "there is no service in this folder",
+            folder=output,
+            expected="the -o folder of `tlora-fx serve`, or one in which `tokens add` made a user",
+            help="name it by -o",
+        )
+    return ServiceStore(output)

@@ -6,6 +6,7 @@ milliseconds, medians over rounds; noise is the median absolute deviation over t
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import Literal, Self
@@ -303,3 +304,27 @@ class Profile(_Part):
 def name_of(title: str, gpu: str) -> str:
     """A name for files: letters, digits and hyphens."""
     return re.sub(r"[^a-z0-9.]+", "-", f"{Path(title).name} {gpu}".lower()).strip("-")
+
+
+def require_free(path: Path) -> None:
+    """Refuse a place where no profile can be written before one is measured.
+
+    raises    ProfileFileError
+    """
+    if path.is_file():
+        try:
+            Profile.load(path)
+        except ProfileFileError as error:
+            raise ProfileFileError(
+                "a file that is no profile would be overwritten",
+                file=path,
+                help="choose another path with -o, or move the file away",
+            ) from error
+    above = next(parent for parent in path.absolute().parents if parent.exists())
+    if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
+        raise ProfileFileError(
+            "a profile cannot be written",
+            file=path,
+            found="a folder" if path.is_dir() else f"no folder to write into: {above}",
+            help="choose another path",
+        )

@@ -399,6 +399,16 @@ def profile_for(facts: ModelFacts, gpu: str, *, allow_estimated: bool) -> Profil
     return found
 
 
+def no_gpu_to_plan_for(base: object) -> ProfileMissing:
+    """The error of a machine without a GPU, where none was named."""
+    return ProfileMissing(
+        "there is no GPU on this machine to plan for",
+        base=base,
+        expected="--gpu with the GPU that will train",
+        help=f"name one with --gpu: {', '.join(GPUS)}, or a profile's file",
+    )
+
+
 def covers(profile: Profile, facts: ModelFacts) -> bool:
     """Whether all layers of a model were measured, and its head."""
     shape = profile.shape

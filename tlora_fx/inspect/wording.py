@@ -75,10 +75,10 @@ def counted(value: float) -> str:
 
 
 def plural(number: int, noun: str) -> str:
-    """A count with its noun: "1 job", "3 jobs", "2 branches"."""
+    """A count with its noun: "1 job", "3 jobs", "2 branches", "12,000 tokens"."""
     if number == 1:
         return f"1 {noun}"
-    return f"{number} {noun}{'es' if noun.endswith(('ch', 'ss')) else 's'}"
+    return f"{number:,} {noun}{'es' if noun.endswith(('ch', 'ss')) else 's'}"
 
 
 def listed(values: Sequence[float]) -> str:

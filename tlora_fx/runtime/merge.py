@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from tlora_fx.config.adapter_folder import CONFIG, read_adapter_config
 from tlora_fx.config.job import Job
@@ -93,12 +97,14 @@ def merge(adapter: Path, output: Path, shard_size: str = "5GB") -> Path:
     from tlora_fx.runtime.adapters.quantised import trained_base
 
     register_tuner(kind_of(read_adapter_config(adapter, job.base.task)))
-    model = PeftModel.from_pretrained(trained_base([job], restored=True), str(adapter))
-    merged = model.merge_and_unload()
+    base = trained_base([job], restored=True)
+    with _quiet():
+        merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
     fresh = output.with_name(f".{output.name}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
-        merged.save_pretrained(fresh, max_shard_size=shard_size)
+        with _quiet():
+            merged.save_pretrained(fresh, max_shard_size=shard_size)
         _save_tokenizer(job, adapter, fresh)
         output.mkdir(parents=True, exist_ok=True)
         output.rmdir()
@@ -113,6 +119,23 @@ def merge(adapter: Path, output: Path, shard_size: str = "5GB") -> Path:
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return output
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, transformers neither draws a bar of its own nor warns of what peft calls."""
+    from transformers.utils import logging as untyped
+
+    logging: Any = untyped
+    has_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
+            yield
+    finally:
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 def _save_tokenizer(job: Job, adapter: Path, folder: Path) -> None:

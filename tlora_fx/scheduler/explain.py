@@ -10,6 +10,7 @@ from tlora_fx.cost.estimator import ProfileEstimator, table_of
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.errors import BaseUnknown, JobNotInState, did_you_mean
+from tlora_fx.inspect.wording import plural
 from tlora_fx.scheduler.formations import membership
 from tlora_fx.scheduler.history import DecisionRecord, EpochRecord, History, JobRecord
 from tlora_fx.scheduler.search.objective import tier_for
@@ -394,7 +395,7 @@ def _ending(record: JobRecord, last: DecisionRecord | None) -> Iterator[str]:
     match record.status:
         case "done":
             reason = f", {record.reason}" if record.reason else ""
-            yield f"{record.name}: done after {record.steps:g} steps{reason}"
+            yield f"{record.name}: done after {plural(round(record.steps), 'step')}{reason}"
         case "queued" | "running" if record.reason:
             yield f"{record.name}: {record.reason}"
         case "queued" | "running" if last is None:

@@ -50,7 +50,7 @@ from tlora_fx.scheduler.local.admission import (
 from tlora_fx.scheduler.local.admission_worker import reason_of
 from tlora_fx.scheduler.local.executor import LocalExecutor, LocalOptions, cpu_threads
 from tlora_fx.scheduler.local.processes import WORKER, ForkServer
-from tlora_fx.scheduler.local.recovery import RESERVED, HeldFolder, held, recover, sources
+from tlora_fx.scheduler.local.recovery import HeldFolder, held, recover, sources
 from tlora_fx.scheduler.loop import Loop, LoopOptions
 from tlora_fx.scheduler.snapshot_file import Snapshot, save_snapshot
 from tlora_fx.scheduler.state import (
@@ -60,7 +60,7 @@ from tlora_fx.scheduler.state import (
     Policy,
     SchedulerState,
 )
-from tlora_fx.scheduler.store import Ledger
+from tlora_fx.scheduler.store import RESERVED, Ledger
 
 TAKEN = "taken"
 

@@ -107,6 +107,18 @@ PARKED = "waits for the other jobs of its halving, to be compared with them"
 LOCKED_SECONDS = 30.0
 #: How an epoch ended whose process was killed.
 KILLED = "the run was killed"
+#: What a run keeps beside the folders of its jobs, which therefore cannot have these names.
+RESERVED = frozenset(
+    {
+        "admission",
+        "groups",
+        "state.json",
+        "workers.log",
+        "ledger.sqlite",
+        "ledger.sqlite-wal",
+        "ledger.sqlite-shm",
+    }
+)
 
 
 class Ledger:

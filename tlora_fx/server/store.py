@@ -21,8 +21,7 @@ from typing import Any, Literal
 
 from tlora_fx.config.hyperparameters import with_defaults
 from tlora_fx.errors import JobUnknown, QuotaReached, RequestConflict
-from tlora_fx.scheduler.local.recovery import RESERVED
-from tlora_fx.scheduler.store import GOES_ON
+from tlora_fx.scheduler.store import GOES_ON, RESERVED
 from tlora_fx.server.ledger import FOLDER, LOCAL, ServiceLedger, User, act, operator
 
 Wanted = Literal["run", "pause", "cancel"]

@@ -50,7 +50,7 @@ from tlora_fx.errors import (
 from tlora_fx.host.durable import link_or_copy
 from tlora_fx.host.storage import missing_bytes
 from tlora_fx.runtime.data.rows import is_local
-from tlora_fx.scheduler.local.recovery import RESERVED
+from tlora_fx.scheduler.store import RESERVED
 from tlora_fx.server.file_patterns import look_up
 from tlora_fx.server.ledger import FOLDER, User
 from tlora_fx.server.store import OwnedJob, ReplacedJob, ServiceStore, Submission, full_name

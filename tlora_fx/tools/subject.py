@@ -23,11 +23,13 @@ SOURCE_FILE = "ssm.py"
 class Subject:
     """A compiled model in the folder of a dump, read as far as a view asks for it. Needs no torch.
 
-    path    of the folder, or of its ssm.json; every property raises DumpNotReadable
-    bare    whether there are graphs alone, without a listing
+    path      of the folder, or of its ssm.json; every property raises DumpNotReadable
+    bare      whether there are graphs alone, without a listing
+    compiles  whether the first look at it takes a compilation
     """
 
     bare: ClassVar[bool] = False
+    compiles: ClassVar[bool] = False
 
     def __init__(self, path: Path) -> None:
         self.name, self.path = str(path), path
@@ -90,6 +92,8 @@ class Subject:
 class CompiledSubject(Subject):
     """A job file, compiled on first use with the passes that `pipeline` makes; None: default."""
 
+    compiles: ClassVar[bool] = True
+
     def __init__(
         self,
         path: Path,
@@ -103,14 +107,17 @@ class CompiledSubject(Subject):
 
     @cached_property
     def _compiled(self) -> tuple[SuperModel, Listing, list[PassStage]]:
-        from tlora_fx.compiler import compile
         from tlora_fx.config.job_file import load_job_file
+
+        # The file is read before torch is imported: a mistake in it is told at once.
+        jobs = load_job_file(self.path, trust_remote_code=self.trust_remote_code)
+
+        from tlora_fx.compiler import compile
         from tlora_fx.inspect.listing import make_listing
         from tlora_fx.inspect.program import Recorder
 
         recorder = Recorder()
         passes = self.pipeline() if self.pipeline is not None else None
-        jobs = load_job_file(self.path, trust_remote_code=self.trust_remote_code)
         model = compile(jobs, passes, instruments=[recorder])
         listing = make_listing(model)
         return model, listing, [stage.of_base(listing.base.title) for stage in recorder.stages]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 import zlib
 from collections.abc import Iterator, Mapping
 from itertools import islice
@@ -166,7 +167,31 @@ def _reader(path: Path, job: str) -> Reader:
             expected=f"{' '.join(_READERS)}; text also with {' or '.join(COMPRESSED)}",
             help="write one JSON object a line into a .jsonl file",
         )
+    if reader is parquet_rows:
+        _require_parquet(path, job)
     return reader
+
+
+def _require_parquet(path: Path, job: str) -> None:
+    """Refuse a file that does not begin and end as Parquet does; raises DataFileError."""
+    try:
+        with path.open("rb") as file:
+            first, size = file.read(len(_PARQUET)), file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - len(_PARQUET)))
+            last = file.read()
+    except OSError as error:
+        raise DataFileError(
+            "the data file cannot be read", path=path, job=job, found=error
+        ) from error
+    if (first, last) != (_PARQUET, _PARQUET):
+        raise DataFileError(
+            "the data file is no Parquet that can be read",
+            path=path,
+            job=job,
+            expected=f"{_PARQUET.decode()} at its beginning and at its end",
+            found="an empty file" if not size else f"{first!r} and {last!r}",
+            help="write it again, or give it the suffix of what it holds, such as .jsonl",
+        )
 
 
 def _local_rows(readers: list[tuple[Path, Reader]], job: str) -> Iterator[DataRow]:
@@ -194,6 +219,8 @@ def _handed_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:
         raise DataFileError(what, path=spec.path, job=job, found=words) from error
 
 
+#: The bytes with which a Parquet file begins and ends.
+_PARQUET = b"PAR1"
 #: Files that `datasets` writes into a folder: of one table, and of one for each split.
 _TABLE, _SPLITS = "state.json", "dataset_dict.json"
 #: What reading a damaged folder raises inside `datasets`.

@@ -17,6 +17,7 @@ import numpy as np
 
 from tlora_fx.config.job import Job
 from tlora_fx.errors import EmptyDataError, MixtureWeightError, NoTargetsError, StepMisuse
+from tlora_fx.inspect.wording import plural
 from tlora_fx.model.row_ladder import RowSize
 from tlora_fx.runtime.chats.renderer import asks_for_the_time, template_of
 from tlora_fx.runtime.data.encode_data import bad_row, tokens_of_data
@@ -68,7 +69,7 @@ class PartReport:
         """The report as text: the part of this data set, then what its own report says."""
         part = f"{self.samples} of the job's samples ({self.share:.1%})"
         whole, *more = self.report.lines()
-        first = f"{self.report.rows} rows, {whole}; {part}"
+        first = f"{plural(self.report.rows, 'row')}, {whole}; {part}"
         return [f"{self.path}: {line}" for line in (first, *more)]
 
 
@@ -112,7 +113,8 @@ class DataReport:
 
         targets   what is done with target tokens
         """
-        lines = [f"{self.samples} samples, {self.tokens} tokens, {self.target_tokens} {targets}"]
+        size = f"{plural(self.samples, 'sample')}, {plural(self.tokens, 'token')}"
+        lines = [f"{size}, {self.target_tokens:,} {targets}"]
         for count, what in (
             (self.bad_rows, "bad rows skipped"),
             (self.truncated, "samples truncated to max_length"),
@@ -120,7 +122,7 @@ class DataReport:
             (self.prefix_mismatches, "prompts tokenised otherwise before their completion"),
         ):
             if count:
-                lines.append(f"{count} of {self.rows} {what}")
+                lines.append(f"{count:,} of {self.rows:,} {what}")
         lines += [self.layout] if self.layout else []
         lines += [f"columns that are not read: {', '.join(self.unread)}"] if self.unread else []
         lines += [f"bad row {row}" for row in self.first_bad_rows]
@@ -283,9 +285,10 @@ def load_job_data(
     notes, each = list(report.notes), job.sequences_per_sample
     if isinstance(job.eval_split, float):
         samples, evaluation = held_out(samples, job)
-        counted = evaluation.targets(job.label_shift).sum()
-        tokens = f"{evaluation.lengths.sum()} tokens, {counted} counted"
-        notes.append(f"evaluation: {len(evaluation) // each} samples held out, {tokens}")
+        counted = int(evaluation.targets(job.label_shift).sum())
+        held = plural(len(evaluation) // each, "sample")
+        tokens = f"{plural(int(evaluation.lengths.sum()), 'token')}, {counted:,} counted"
+        notes.append(f"evaluation: {held} held out, {tokens}")
     elif (spec := evaluated(job)) is not None:
         evaluation, found = _samples(job.model_copy(update={"data": spec}), tokenizer, told)
         notes += [f"evaluation: {line}" for line in found.lines("counted")]
@@ -297,11 +300,14 @@ def load_job_data(
     units = units_of(job, samples)
     if job.packing and units is not None:
         filled = report.tokens / (len(units) * job.max_length)
-        notes.append(f"packed into {len(units)} sequences of max_length, {filled:.0%} full")
+        notes.append(
+            f"packed into {plural(len(units), 'sequence')} of max_length, {filled:.0%} full"
+        )
     count = len(samples) // job.sequences_per_sample if units is None else len(units)
     if count < job.per_device_train_batch_size:
         size = f"per_device_train_batch_size {job.per_device_train_batch_size}"
-        notes.append(f"{size} is more than there are: each step takes all {count} samples")
+        whole = "the one sample" if count == 1 else f"all {count} samples"
+        notes.append(f"{size} is more than there are: each step takes {whole}")
     if tokenizer.eos_token_id is None and not job.base.is_classifier:
         notes.append("the tokenizer has no end-of-sequence token: samples end without one")
     report.notes = tuple(notes)
@@ -355,7 +361,7 @@ def held_out(samples: Samples, job: Job) -> tuple[Samples, Samples]:
             "holding out samples for evaluation leaves none to train on",
             path=", ".join(part.path for part in job.data.parts),
             job=job.name,
-            found=f"{total} samples, eval_split: {job.eval_split}",
+            found=f"{plural(total, 'sample')}, eval_split: {job.eval_split}",
             help="give more samples, or a file of its own under eval_data",
         )
     drawn = np.random.default_rng((job.seed, _HELD_OUT)).permutation(total)

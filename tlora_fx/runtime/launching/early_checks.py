@@ -28,7 +28,12 @@ from tlora_fx.cost.mesh_fits import cut_obstacles, every_mesh
 from tlora_fx.cost.model_facts import ITEM_BYTES
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile import Profile
-from tlora_fx.cost.profile_sources import ROOFLINE, known_profiles, same_gpu
+from tlora_fx.cost.profile_sources import (
+    ROOFLINE,
+    known_profiles,
+    no_gpu_to_plan_for,
+    same_gpu,
+)
 from tlora_fx.errors import (
     BaseNotLoadable,
     CallbackWrong,
@@ -366,14 +371,29 @@ def require_hub(jobs: Sequence[Job]) -> None:
                 why_offline()  # `datasets` knows itself what it has
 
 
-def require_gpu(name: str | None) -> None:
+def require_gpu(name: str | None, jobs: Sequence[Job]) -> None:
     """Refuse a GPU to plan for that nobody has measured or described.
 
-    raises    UnknownGpu, ProfileFileError
+    name      None: the device at hand
+    raises    UnknownGpu, ProfileFileError, ProfileMissing
     """
     if name is None:
+        _require_device_to_plan_for(jobs[0].base)
         return
     if name.endswith(".json"):
         Profile.load(name)
     elif not any(same_gpu(profile.hardware.gpu, name) for profile in known_profiles()):
         find_gpu(name.removeprefix(ROOFLINE))
+
+
+def _require_device_to_plan_for(base: BaseSpec) -> None:
+    """Refuse a machine without a GPU on which no base of this width was measured."""
+    config = read_base_config(base)
+    if visible_gpus() or config is None:
+        return
+    text = config.get("text_config") or config
+    width = text.get("hidden_size") if isinstance(text, dict) else None
+    measured = (one for one in known_profiles() if same_gpu(one.hardware.gpu, "cpu"))
+    if width is None or any(one.shape.hidden == width for one in measured):
+        return
+    raise no_gpu_to_plan_for(base.model or base.config)

@@ -14,7 +14,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from itertools import pairwise
@@ -80,6 +80,7 @@ class ProfileRequest:
     tp        sizes of tensor parallelism
     rounds    in which all pieces take turns
     command   command line of the user, for the profile
+    say       is told what is being done
     """
 
     device: torch.device
@@ -89,6 +90,7 @@ class ProfileRequest:
     rounds: int = 5
     compiled: bool = True
     command: str = ""
+    say: Callable[[str], None] = field(default=lambda text: None, compare=False)
 
 
 def profile_file(
@@ -125,6 +127,7 @@ def profile_jobs(jobs: Sequence[Job], request: ProfileRequest) -> Profile:
 
     raises    NotProfilable where the base has no layers; TloraError as `compile` does
     """
+    request.say("compiling the jobs")
     compiled = {tp: compile(list(jobs)) for tp in request.tp}
     facts = facts_of(next(iter(compiled.values())))
     if not facts.layers:
@@ -134,6 +137,7 @@ def profile_jobs(jobs: Sequence[Job], request: ProfileRequest) -> Profile:
             help="`tlora-fx explain` says why its layers do not fold",
         )
     hardware = hardware_of(request.device)
+    request.say("building the layers to measure")
     samples = {
         tp: _sampled_model(model, request, tp, layers_to_time(facts))
         for tp, model in compiled.items()
@@ -154,6 +158,7 @@ def profile_jobs(jobs: Sequence[Job], request: ProfileRequest) -> Profile:
         for n in request.tokens
     ]
     measured = request.device, request.rounds
+    request.say("measuring the embedding, the head and the optimizer")
     return Profile(
         name=name_of(facts.title, hardware.gpu),
         hardware=hardware,
@@ -337,11 +342,15 @@ class TimedLayer:
         )
 
 
+def _say_turns(say: Callable[[str], None], done: int, turns: int) -> None:
+    say(f"measuring layers, {done:,} of {turns:,} turns done")
+
+
 def _layer_profiles(models: Sequence[SampledModel], request: ProfileRequest) -> list[LayerProfile]:
     """Time the layers of some models in turns with each other."""
     timed = [(model, layer) for model in models for layer in _pieces(model, request)]
     pieces = [piece for _, layer in timed for piece in layer.pieces()]
-    measure(pieces, request.device, request.rounds)
+    measure(pieces, request.device, request.rounds, partial(_say_turns, request.say))
     most = CAPTURED_TOKENS * models[0].tp
     small = [layer for _, layer in timed if layer.load.total <= most]
     capturable = [piece for layer in small for piece in layer.pieces()]

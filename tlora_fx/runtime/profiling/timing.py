@@ -7,6 +7,7 @@ seen is what training has: the device while it is busy, the host where it cannot
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import statistics
@@ -73,15 +74,29 @@ class TimedPass:
         return max(_noise(values) for values in zip(*self.times, strict=True) if any(values))
 
 
-def measure(pieces: Sequence[TimedPass], device: torch.device, rounds: int) -> None:
-    """Warm every piece up, then time all of them in turns."""
+def measure(
+    pieces: Sequence[TimedPass],
+    device: torch.device,
+    rounds: int,
+    progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Warm every piece up, then time all of them in turns.
+
+    progress   is told how many turns are done, and of how many
+    """
+    turns = len(pieces) * (rounds + 1)
+    done = itertools.count(1)
     for piece in pieces:
         _block(piece, device, 1)
         once = sum(_block(piece, device, 1))
         piece.calls = max(1, min(math.ceil(BLOCK_MS / max(once, 1e-3)), MAX_CALLS))
+        if progress is not None:
+            progress(next(done), turns)
     for number in range(rounds):
         for piece in pieces if number % 2 == 0 else reversed(pieces):
             piece.times.append(_block(piece, device, piece.calls))
+            if progress is not None:
+                progress(next(done), turns)
 
 
 def _block(piece: TimedPass, device: torch.device, calls: int) -> tuple[float, float]:

@@ -45,23 +45,7 @@ class CheckpointSource:
 
 
 WAIT_SECONDS = 120.0
-
-
 GRACE_SECONDS = 3.0
-
-
-#: What a run keeps beside the folders of its jobs, which therefore cannot have these names.
-RESERVED = frozenset(
-    {
-        "admission",
-        "groups",
-        "state.json",
-        "workers.log",
-        "ledger.sqlite",
-        "ledger.sqlite-wal",
-        "ledger.sqlite-shm",
-    }
-)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,56 @@
+"""Mistakes that a command tells before it imports torch, which takes seconds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.mistakes import Mistake, folder_of
+
+#: Commands that fail in a folder with a job file and data, and what each is told.
+COMMANDS = {
+    "profile none.yaml": "the job file cannot be read",
+    "profile jobs.yaml -o jobs.yaml": "a file that is no profile would be overwritten",
+    "profile jobs.yaml -o base": "a profile cannot be written",
+    "profile jobs.yaml --device cuda:99": "this machine has no device",
+    "inspect none.yaml": "the job file cannot be read",
+    "tokens ls -o none": "there is no service in this folder",
+    "tokens revoke alice -o none": "there is no service in this folder",
+    "replay none": "no replay folder",
+    "opt none.tfx": "there is no graph file",
+    "opt jobs.yaml": "does not end in .tfx",
+    "reduce none.tfx --check true": "there is no graph file",
+    "schedule explain none --job a": "there is no run or snapshot",
+    "plan jobs.yaml --gpus 2": "there is no GPU on this machine to plan for",
+}
+CODE = """
+import contextlib, sys
+from tlora_fx.cli import main
+try:
+    main(sys.argv[1:])
+finally:
+    print("imported" if "torch" in sys.modules else "not imported")
+"""
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_a_mistake_is_told_before_torch_is_imported(words, tmp_path, monkeypatch):
+    """With an exit code, and nothing is left behind."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TLORA_FX_PROFILES", raising=False)
+    monkeypatch.setenv("TLORA_FX_CACHE", str(tmp_path))
+    with folder_of(Mistake(words, "")) as folder:
+        before = sorted(folder.iterdir())
+        ended = subprocess.run(
+            [sys.executable, "-c", CODE, *words.split()],
+            cwd=folder, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        after = sorted(folder.iterdir())
+
+    assert ended.returncode == 1
+    assert COMMANDS[words] in ended.stderr
+    assert ended.stdout == "not imported\n"
+    assert after == before
