@@ -346,9 +346,10 @@ TRAINERS = {
 def test_preferences_are_learned_as_by_trl(base, tmp_path, method):
     """Losses of three steps, evaluations and the adapter, from one start, on models handed over."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    options = {"center_rewards_coefficient": 0.3} if method == "reward" else {}
     args = OF_PREFERENCES[method](
-        **CPU | {"output_dir": str(tmp_path / "trl")}, per_device_train_batch_size=4, max_steps=3,
-        learning_rate=1e-2, logging_steps=1, train_sampling_strategy="sequential",
+        **CPU | options | {"output_dir": str(tmp_path / "trl")}, per_device_train_batch_size=4,
+        max_steps=3, learning_rate=1e-2, logging_steps=1, train_sampling_strategy="sequential",
         eval_strategy="steps", eval_steps=3, save_strategy="no", report_to="none",
     )  # fmt: skip
     model = loaded(base)
