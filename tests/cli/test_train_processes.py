@@ -52,6 +52,22 @@ def command(processes: int, *words: Any, restarts: int = 0, forked: bool = True)
     return [*torchrun, *program, *map(str, words)]
 
 
+#: torchrun, of whose forks the others wait until the first has told what all have met: here as
+#: long as a busy machine takes.
+PATIENT = """
+import runpy
+from tlora_fx.runtime.launching import launch
+launch.FIRST_TELLS_SECONDS = 600.0
+runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+"""
+
+
+def patient(words: list[str]) -> list[str]:
+    """The same command, whose processes wait longer."""
+    assert words[:2] == ["-m", "torch.distributed.run"]
+    return ["-c", PATIENT, *words[2:]]
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
@@ -184,7 +200,8 @@ def test_processes_leave_what_one_process_leaves(
 def test_a_mesh_that_does_not_fit_is_told_once(job_file: Path, tmp_path: Path) -> None:
     """Rank 0 tells, torchrun's summary ends with the same, and nothing is written."""
     words = ("train", job_file, "-o", tmp_path / "run", "--device", "cpu")
-    told = run(2, *words, "--plan", "fsdp", "--mesh", "dp=4")
+    started = patient(command(2, *words, "--plan", "fsdp", "--mesh", "dp=4"))
+    told = fresh.run(*started, env=environment())
 
     assert told.returncode == 1
     first, _, summary = told.stderr.partition("Traceback")
