@@ -349,7 +349,8 @@ def test_rewards_are_carried(imported, given):
     assert (job.method, job.base.task, job.base.label_names) == ("reward", "SEQ_CLS", ("LABEL_0",))
     assert job.center_rewards_coefficient == given.get("center_rewards_coefficient")
     assert job.learning_rate == 1e-4
-    assert "disable_dropout" in changes
+    assert "lora_dropout" not in job.lora
+    assert changes == {"eos_token"}
 
 
 @pytest.mark.parametrize(
@@ -445,6 +446,14 @@ def test_mixtures_and_dpo_of_trl(imported):
     assert (job.method, job.beta, job.learning_rate) == ("dpo", 0.2, 1e-6)
     with pytest.raises(ImportRefused, match="use_peft: without it TRL trains the whole model"):
         imported(TRL, use_peft=False)
+
+
+def test_dropout_is_off_for_preferences_of_trl(imported):
+    """By TRL's default; disable_dropout: false keeps it."""
+    pairs = {"beta": 0.2, "packing": False, "assistant_only_loss": None}
+    assert "lora_dropout" not in imported(TRL, **pairs)[0].lora
+    kept, _, _ = imported(TRL, disable_dropout=False, **pairs)
+    assert kept.lora["lora_dropout"] == 0.05
 
 
 def test_passwords_are_not_copied(imported, tmp_path):

@@ -55,7 +55,8 @@ IDLE = frozenset({
     "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "ddp_timeout",
     "skip_memory_metrics", "do_predict", "dataset_num_proc", "predict_with_generate",
     "generation_max_length", "generation_num_beams", "overwrite_output_dir", "save_safetensors",
-    "use_reentrant", "ddp", "group_by_length", "no_cuda", "use_ipex", "use_mps_device",
+    "no_remove_unused_columns", "use_reentrant", "ddp", "group_by_length", "no_cuda", "use_ipex",
+    "use_mps_device",
 })  # fmt: skip
 #: Where something else says what a key says, in a file.
 INSTEAD_IN_FILES: Mapping[str, str] = {

@@ -26,7 +26,6 @@ TYPICAL = frozenset({
 })  # fmt: skip
 #: Keys of DPOConfig that have no equal: their value that changes nothing, and why.
 _DPO: Mapping[str, tuple[Any, str]] = {
-    "disable_dropout": (None, "dropout is as lora_dropout says; TRL turns it off by default"),
     "loss_weights": (None, "a job has one loss"),
     "ld_alpha": (None, "there is no LD-DPO"),
     "f_divergence_type": ("reverse_kl", "the divergence is the reverse KL"),
@@ -76,12 +75,6 @@ def carry(draft: Draft) -> None:
     if is_dpo:
         _carry_dpo(draft)
         defaults |= {"learning_rate": 1e-6}
-    if is_reward:
-        draft.job["method"] = "reward"
-        draft.base |= {"task": "SEQ_CLS", "labels": 1}
-        draft.move(_CENTER, _CENTER)
-        draft.leave_key("disable_dropout", _DPO["disable_dropout"][1], changes=True)
-        defaults |= {"learning_rate": 1e-4}
     if is_kto:
         draft.job["method"] = "kto"
         for key in ("beta", *_KTO):
@@ -89,6 +82,13 @@ def carry(draft: Draft) -> None:
         if (loss := draft.take("loss_type")) is not None:
             draft.leave("loss_type", loss, "see method", changes=loss != "kto")
         defaults |= {"learning_rate": 1e-6, "train_sampling_strategy": "sequential"}
+    if is_reward:
+        draft.job["method"] = "reward"
+        draft.base |= {"task": "SEQ_CLS", "labels": 1}
+        draft.move(_CENTER, _CENTER)
+        defaults |= {"learning_rate": 1e-4}
+    if draft.job.get("method", "sft") != "sft":
+        _carry_dropout(draft)
     carry_trainer(draft, defaults)
 
 
@@ -114,6 +114,20 @@ def _carry_lora(draft: Draft) -> None:
     draft.move_flag("use_rslora", "lora.use_rslora")
     draft.move_flag("use_dora", "lora.use_dora")
     draft.move("lora_task_type", "base.task")
+
+
+def _carry_dropout(draft: Draft) -> None:
+    """Turn dropout off, as TRL does for preferences unless it is told otherwise."""
+    told = draft.take("disable_dropout")
+    is_off = truth(told) is not False
+    if told is not None:
+        draft.leave("disable_dropout", told, "see lora_dropout")
+    if not is_off:
+        return
+    dropout = draft.job["lora"].pop("lora_dropout")
+    if draft.carried.pop("lora_dropout", None):
+        why = "TRL turns dropout off for preferences, unless disable_dropout is false"
+        draft.leave("lora_dropout", dropout, why)
 
 
 def _carry_dpo(draft: Draft) -> None:
