@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 
 import pytest
 
@@ -173,6 +174,10 @@ def tracked(base, tmp_path_factory):
         patch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
         trainer, texts = train([job], folder / "run", resume=False)
         heard = Trackers("run", texts.append)
+        # wandb names the folder of a start by its second.
+        ended = int(time.time())
+        while int(time.time()) == ended:
+            time.sleep(0.01)
         # A second start of the same job, which says something.
         trainer.runs[0].status = "running"
         heard.started(trainer.runs)
