@@ -70,6 +70,15 @@ def data_of(*jobs: Job) -> Any:
     return make_data(jobs, longest=14, count=23)
 
 
+class Noting(Trainer):
+    """Notes what each job starts from."""
+
+    def prepare(self, data: Any) -> None:
+        """As every trainer does."""
+        super().prepare(data)
+        self.starts = {run.job.name: adapter_tensors(run.parameters) for run in self.runs}
+
+
 def started(job: Job, data: Any) -> dict[str, torch.Tensor]:
     """What one job in a model of its own begins with, by names of PEFT's files."""
     model = compile([job])
@@ -208,16 +217,6 @@ def test_a_jobs_start_is_its_own(base, tmp_path):
     """In a group, and joining a run, it is bitwise that of the job alone; so are its losses."""
     jobs = jobs_of(base)
     data = data_of(*jobs.values())
-    seen: dict[str, dict[str, torch.Tensor]] = {}
-
-    class Noting(Trainer):
-        """Notes what each job starts from."""
-
-        def prepare(self, data: Any) -> None:
-            """As every trainer does."""
-            super().prepare(data)
-            seen.update({r.job.name: adapter_tensors(r.parameters) for r in self.runs})
-
     first = [jobs[name] for name in ("plain", "eva", "corda")]
     model = compile(first, open=OpenSlots(rows=80, jobs=6, rank=16))
     watch = Watch([(1, "admit", jobs[name], data[name]) for name in ("whitened", "kpm")])
@@ -227,14 +226,14 @@ def test_a_jobs_start_is_its_own(base, tmp_path):
     trainer.run()
 
     for name in KINDS:
-        alone = tmp_path / name
-        single = compile([jobs[name]])
-        Trainer(single, output=alone, device="cpu", data={name: data[name]}).run()
-        expected = losses_of(alone, [jobs[name]])[name]
+        own = {name: data[name]}
+        alone = Noting(compile([jobs[name]]), output=tmp_path / name, device="cpu", data=own)
+        alone.run()
+        expected = losses_of(tmp_path / name, [jobs[name]])[name]
         assert losses_of(tmp_path / "run", [jobs[name]])[name] == pytest.approx(expected, rel=1e-5)
-        if name in seen:
-            mine = started(jobs[name], data[name])
-            assert all(torch.equal(tensor, mine[key]) for key, tensor in seen[name].items())
+        for key, tensor in trainer.starts.get(name, {}).items():
+            assert torch.equal(tensor, alone.starts[name][key])
+    assert {"eva", "corda"} < trainer.starts.keys()
     assert not watch.refused
 
 
@@ -243,13 +242,13 @@ def test_a_job_trains_as_peft_alone_does_and_its_folder_loads(base, tmp_path, na
     """Losses and adapters of all steps; what is written needs no data and no other base."""
     job = jobs_of(base)[name]
     data = data_of(job)
-    start = started(job, data[name])
 
     model = compile([job])
-    Trainer(model, output=tmp_path, device="cpu", data=data).run()
+    trainer = Noting(model, output=tmp_path, device="cpu", data=data)
+    trainer.run()
 
     plain = plain_base(model.backbone)
-    alone = train_alone(job, plain, data[name], start, STEPS, masks=False)
+    alone = train_alone(job, plain, data[name], trainer.starts[name], STEPS, masks=False)
     assert losses_of(tmp_path, [job])[name] == pytest.approx(alone.losses, rel=1e-5)
     ends = adapter_tensors(model.job_parameters(name))
     assert adapter_difference(ends, alone.adapters) <= 1e-4
