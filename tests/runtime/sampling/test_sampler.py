@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import PeftModel, set_peft_model_state_dict
 
+from tests.models import hand_written, plain
 from tests.runtime.groups import VOCABULARY, make_job, tiny_base
 from tlora_fx import Batch, GroupStep, OpenSlots, Sampler
 from tlora_fx.compiler import compile, resolve_pipeline
@@ -381,7 +382,7 @@ def test_long_frequencies_bound_the_positions(tmp_path):
     import transformers
 
     config = transformers.Phi3Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=2, pad_token_id=0, bos_token_id=1,
         eos_token_id=2, max_position_embeddings=64, original_max_position_embeddings=32,
         rope_parameters={
@@ -407,14 +408,15 @@ def test_a_base_that_mixes_neighbouring_tokens_is_refused(tmp_path):
     import transformers
 
     config = transformers.Lfm2Config(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, layer_types=["conv", "full_attention"],
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, layer_types=["conv"],
     )  # fmt: skip
     config.save_pretrained(tmp_path)
     base = tiny_base(Path(tmp_path, "other")).model_copy(update={"config": tmp_path})
+    job = make_job(base, "a", lora={"target_modules": ["in_proj"]})
 
     with pytest.raises(GenerationError, match="sequence_conv1d"):
-        Sampler(GroupStep(compile([make_job(base, "a")]), device="cpu"))
+        Sampler(GroupStep(compile([job]), device="cpu"))
 
 
 @pytest.mark.parametrize(
@@ -457,12 +459,12 @@ def test_nothing_is_asked_of_nobody(double):
     assert Sampler(double).sample({"plain": []}, **EXACT) == {"plain": []}
 
 
-def test_a_base_in_padded_lines_is_refused(tmp_path):
+def test_a_base_in_padded_lines_is_refused():
     """It keeps no keys and values."""
-    base = tiny_base(tmp_path).model_copy(update={"attention": "batch"})
+    jobs = hand_written(plain(layers=1), "batch")
 
     with pytest.raises(GenerationError, match="padded lines"):
-        Sampler(GroupStep(compile([make_job(base, "a")]), device="cpu"))
+        Sampler(GroupStep(compile(jobs), device="cpu"))
 
 
 def test_a_completion_is_a_sample_of_its_own_tokens(double):
