@@ -18,6 +18,7 @@ from tlora_fx.compiler import compile, resolve_pipeline
 from tlora_fx.errors import FolderNotLoadable
 from tlora_fx.inspect.dump import dump
 from tlora_fx.model.saved import load_program, save_program
+from tlora_fx.passes import find_passes
 from tlora_fx.pipeline import load_extension, registry
 from tlora_fx.runtime.adapters.files import base_tensors
 
@@ -102,6 +103,7 @@ def compiled(tmp_path_factory):
     """The folder of a model with the operator, beside the author's file and the base's weights."""
     folder = tmp_path_factory.mktemp("load")
     (folder / "mine_of_load.py").write_text(MINE)
+    find_passes()  # else those that are found within are forgotten behind it
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(registry, "REGISTRY", dict(registry.REGISTRY))
         load_extension(folder / "mine_of_load.py")
