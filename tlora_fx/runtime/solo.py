@@ -270,9 +270,10 @@ def _reward_loss(
     """The losses of a micro-batch's pairs, summed, whose labels are margins: see `_pair_loss`."""
     scores = model(input_ids=ids, attention_mask=attended, use_cache=False).logits.squeeze(-1)
     margins = labels[labels != NO_TARGET].to(torch.int32).view(torch.float32)[::2].to(scores)
-    loss: Tensor = -F.logsigmoid(scores[::2] - scores[1::2] - margins).sum()
+    compared = -F.logsigmoid(scores[::2] - scores[1::2] - margins).sum()
     center = job.center_rewards_coefficient or 0.0
-    return loss + center * (scores[::2] + scores[1::2]).square().sum()
+    loss: Tensor = compared + center * (scores[::2] + scores[1::2]).square().sum()
+    return loss
 
 
 def _padding_of(job: Job, base: nn.Module, samples: Sequence[Sample]) -> int:
