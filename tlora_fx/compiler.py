@@ -378,6 +378,12 @@ def _require_one_base(jobs: Sequence[Job]) -> None:
     for job in jobs[1:]:
         for name in ("base", "adapter_dtype", "adapter_compute"):
             expected, found = getattr(first, name), getattr(job, name)
+            if name == "base" and str(expected) == str(found) and expected != found:
+                raise JobsDiffer(
+                    f"jobs '{first.name}' and '{job.name}' cannot share a backbone",
+                    found="two objects, as the model or as the tokenizer",
+                    help="give all jobs the same object, and not a copy",
+                )
             if expected != found:
                 raise JobsDiffer(
                     f"jobs '{first.name}' and '{job.name}' cannot share a backbone",

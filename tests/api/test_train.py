@@ -28,6 +28,7 @@ from tlora_fx.errors import (
     DataError,
     DeviceUnknown,
     JobError,
+    JobsDiffer,
     RunFolderError,
     TloraError,
 )
@@ -372,8 +373,40 @@ def test_one_plain_module_trains(tmp_path):
         trained(tmp_path / "two", base=module, lora={"r": 2, "target_modules": ["out"]})
 
 
+def test_a_sequential_trains_as_a_module_with_names(tmp_path, tokenizer):
+    """Its parts are called 0 and 1, which are no names in Python."""
+    parts = torch.nn.Embedding(len(tokenizer), 8), torch.nn.Linear(8, len(tokenizer))
+
+    class Named(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.out = parts
+
+        def forward(self, ids):
+            return self.out(self.embed(ids))
+
+    bases = {"out": Named(), "1": torch.nn.Sequential(*parts)}
+    named, numbered = (
+        trained(
+            tmp_path / name, base=base, tokenizer=tokenizer, max_steps=20, learning_rate=5e-2,
+            lora={"r": 2, "target_modules": [name]},
+        )["a"].losses
+        for name, base in bases.items()
+    )  # fmt: skip
+
+    assert numbered[0] == pytest.approx(named[0], rel=1e-6)
+    assert numbered[-1] < numbered[0]
+
+
+def test_two_copies_of_one_model_are_no_base(base):
+    """They may have other weights; the error says that objects are compared."""
+    jobs = [Job(name, base=loaded(base), lora=2, data=ROWS) for name in "ab"]
+    with pytest.raises(JobsDiffer, match="give all jobs the same object"):
+        compile(jobs)
+
+
 def test_a_task_of_another_kind_is_refused(base):
-    """A module gives logits of tokens."""
+    """A language model gives logits of tokens."""
     with pytest.raises(JobError, match=r"Job\(base=...\)"):
         Job("a", base={"module": loaded(base), "task": "SEQ_CLS", "labels": 2}, lora=4, data=ROWS)
 

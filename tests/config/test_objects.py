@@ -15,6 +15,7 @@ from tlora_fx.config.fields import LoraSpec
 from tlora_fx.config.job import BaseSpec, DataSpec, Job
 from tlora_fx.config.objects import DATA_SET_KEYS
 from tlora_fx.config.other_kinds import peft_config
+from tlora_fx.config.validation import words_of_python
 from tlora_fx.errors import JobError
 
 ROWS = [{"prompt": "a", "completion": "b"}]
@@ -180,6 +181,12 @@ def test_a_stream_needs_steps() -> None:
         ({"processing_class": "m"}, "it is called 'tokenizer' here"),
         ({"args": 1}, "Job.from_trl(args, ...)"),
         ({"dtype": "float32"}, "base={'model': ..., 'dtype': ...}"),
+        ({"columns": {"prompt": "q"}}, "data={'rows': ..., 'columns': {...}}"),
+        ({"data": {"prompt": ["a"], "completion": ["b"]}}, "a list of rows (dicts)"),
+        ({"callbacks": 3}, "expected  a list"),
+        ({"method": "grpo"}, "write the loop with GroupStep and Sampler"),
+        ({"loss": print}, "write the loop with GroupStep and Sampler"),
+        ({"loss": "dpo"}, "method='dpo'"),
         ({"zzz": 1}, "unknown argument 'zzz'; known arguments: name, base"),
     ],
 )
@@ -189,6 +196,21 @@ def test_a_mistake_is_told_in_words_of_python(arguments: dict[str, Any], said: s
 
     assert said in text.replace("\n  job   a\n  help  ", "; ")
     assert not any(word in text for word in ("YAML", "null", "true", "key: value", "job file"))
+
+
+def test_columns_that_fit_are_told_as_a_dict() -> None:
+    """A hint of a job file with several pairs."""
+    said = words_of_python("perhaps columns: {prompt: question, completion: answer}")
+
+    assert said == "perhaps data={..., 'columns': {'prompt': 'question', 'completion': 'answer'}}"
+
+
+def test_a_job_without_a_base_is_told_of_the_base_alone() -> None:
+    """Its tokenizer is no mistake."""
+    with pytest.raises(JobError) as caught:
+        Job("a", tokenizer="t", lora=4, data=ROWS)
+
+    assert "Job(base=...): 'base' is missing" in str(caught.value)
 
 
 def test_a_job_file_keeps_its_words() -> None:

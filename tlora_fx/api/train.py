@@ -85,7 +85,7 @@ def _jobs_of(jobs: Jobs) -> list[Job]:
     if other is not None:
         raise JobError(
             "train(jobs=...): a job is no tlora_fx.Job",
-            expected="a Job, a list of them, or the path of a job file",
+            expected="a Job, a list of them, or the path of a YAML file of jobs",
             found=other,
         )
     return given

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     Field,
@@ -73,6 +73,10 @@ Method = Literal["sft", "dpo", "orpo", "kto", "reward"]
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _FUNCTION = re.compile(r"[^:]+:[A-Za-z_]\w*")
+#: Losses and trainers that learn from what an adapter has sampled.
+_OF_LOOPS = (
+    "grpo", "ppo", "rloo", "reinforce", "online_dpo", "gspo", "cispo", "dro", "importance_sampling",
+)  # fmt: skip
 #: Fields of LoRA by which more than its two matrices is trained.
 _BEYOND_MATRICES = ("use_dora", "bias", "lora_bias", "modules_to_save", "trainable_token_indices")
 #: Beta where a job names none, as in TRL.
@@ -351,6 +355,17 @@ class Job(Spec):
             raise refuse(what, help=error.help) from None
         return folder
 
+    @field_validator("method", "loss", mode="before")
+    @classmethod
+    def _stands_in_no_loop(cls, value: Any, info: ValidationInfo) -> Any:
+        own = "is a function" if callable(value) else f"'{value}' learns from what the job samples"
+        if callable(value) or value in _OF_LOOPS:
+            help = "write the loop with GroupStep and Sampler: docs/group-step.md, docs/sampling.md"
+            raise refuse(f"{info.field_name} {own}", help=help)
+        if info.field_name == "loss" and value in get_args(Method)[1:]:
+            raise refuse(f"'{value}' is a method", help=f"method: {value}")
+        return value
+
     @field_validator("method")
     @classmethod
     def _learns_from_pairs(cls, method: str, info: ValidationInfo) -> str:
@@ -561,7 +576,7 @@ class Job(Spec):
             )
         if data is not None and is_stream(data.rows):
             what = "an IterableDataset has no end, and every sample of 'eval_data' is evaluated"
-            raise refuse(what, help="give a list of its first rows: list(dataset.take(200))")
+            raise refuse(what, help="give its first rows as list(dataset.take(200))")
         return data
 
     @field_validator("eval_split")

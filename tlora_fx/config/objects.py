@@ -36,9 +36,9 @@ def job_fields(name: str | None, arguments: Mapping[str, Any]) -> dict[str, Any]
         fields["optim"] = _optimizer_name(fields["optim"])
     if "lr_scheduler" in fields and "lr_scheduler_type" not in fields:
         fields["lr_scheduler_type"] = fields.pop("lr_scheduler")
+    tokenizer = fields.pop("tokenizer", None)
     if "base" in fields:
         fields["base"] = base_fields(fields["base"])
-        tokenizer = fields.pop("tokenizer", None)
         if tokenizer is not None:
             fields["base"] = _with_tokenizer(fields["base"], tokenizer)
     return fields
@@ -90,12 +90,18 @@ def _optimizer_name(value: Any) -> Any:
 def data_fields(value: Any) -> Any:
     """Fields of `data` from a path, rows, a data set of `datasets`, or a list of data sets."""
     if value is None or isinstance(value, Mapping) or hasattr(value, "model_fields_set"):
-        return {"rows": value} if is_of_datasets(value) else value
+        return {"rows": value} if is_of_datasets(value) or _is_columns(value) else value
     if isinstance(value, str | Path):
         return {"path": value}
     if isinstance(value, list | tuple) and value and all(map(_is_data_set, value)):
         return [data_fields(each) for each in value]
     return {"rows": value}
+
+
+def _is_columns(value: Any) -> bool:
+    """Whether a mapping holds columns of rows, not the fields of a data set."""
+    listed = isinstance(value, Mapping) and bool(value) and not DATA_SET_KEYS & set(value)
+    return listed and all(isinstance(column, list) for column in value.values())
 
 
 def _is_data_set(value: Any) -> bool:

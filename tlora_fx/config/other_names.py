@@ -157,6 +157,7 @@ PYTHON_KEYS: Mapping[str, str] = {
     "optimizers": "give a class or a factory each: optim and lr_scheduler",
     "optimizer_cls_and_kwargs": "they are called 'optim' and 'optim_args' here",
     "formatting_func": "map the data before: data=dataset.map(function)",
+    "columns": "give it with the data, as data={'rows': ..., 'columns': {...}}",
     "data_collator": "leave it out: rows are packed, nothing is padded",
     "compute_loss_func": "leave it out: method says which loss",
     "preprocess_logits_for_metrics": "leave it out: compute_metrics gets token ids, not logits",

@@ -42,8 +42,9 @@ _OPTIONS = {
 _OPTION = re.compile("|".join(rf"(?<![\w-]){re.escape(name)}(?![\w-])" for name in _OPTIONS))
 #: What may follow the value of `key: value`: no word, but one that goes on with the advice.
 _END = r"(?![\w.]*\w)(?! (?!(?:under|beside|in|and|or|to|on|with) )[a-z])"
-_VALUE = r"(\{\w+: [\w.-]+\}|[A-Za-z_]\w*|\d+(?:\.\d+)?)"
-_INNER = re.compile(r"\{(\w+): ([\w.-]+)\}")
+_PAIRS = r"\w+: [\w.-]+(?:, \w+: [\w.-]+)*"
+_VALUE = rf"(\{{{_PAIRS}\}}|[A-Za-z_]\w*|\d+(?:\.\d+)?)"
+_INNER = re.compile(r"(\w+): ([\w.-]+)")
 #: Words of job files.
 _WORDS = {
     r"\bunder 'base'": "in 'base'",
@@ -51,6 +52,7 @@ _WORDS = {
     r"\btrue or false\b": "True or False",
     r" in the job file\b": " in the job",
     r"\bjob file\b": "job",
+    r"\bperhaps columns=(\{.*\})": r"perhaps data={..., 'columns': \1}",
 }
 _CONSTANTS = {"true": "True", "false": "False", "null": "None"}
 
@@ -69,9 +71,9 @@ def in_python(text: str, keys: Iterable[str]) -> str:
 
 
 def _value(text: str) -> str:
-    inner = _INNER.fullmatch(text)
-    if inner is not None:
-        return f"{{{inner[1]!r}: {_value(inner[2])}}}"
+    if text.startswith("{"):
+        pairs = (f"{key!r}: {_value(value)}" for key, value in _INNER.findall(text))
+        return f"{{{', '.join(pairs)}}}"
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     return text if text[0].isdigit() else repr(text)
@@ -90,6 +92,7 @@ _KINDS = {
     "dict": "a mapping (key: value)",
     "model": "a mapping (key: value)",
     "list": "a list",
+    "tuple": "a list",
     "finite": "a finite number",
 }
 _KINDS_IN_PYTHON = {

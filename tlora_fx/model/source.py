@@ -439,7 +439,11 @@ def _filled(head: str, words: list[str], tail: str, note: str = "", before: int 
 
 
 def attribute(path: str) -> str:
-    """A module or tensor path as Python: `model.layers.0` is `model.layers[0]`."""
+    """A module or tensor path as Python: `model.layers.0` is `model.layers[0]`.
+
+    Of an nn.Sequential, `0.weight` is `_modules["0"].weight`.
+    """
+    path = re.sub(r"^(\d+)(?=\.|$)", r'_modules["\1"]', path)
     return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", path)
 
 
