@@ -353,6 +353,14 @@ def test_jobs_join_leave_and_wait_in_memory(jobs, data):
     assert_same(state.adapter, tensors, 1e-9)
 
 
+def test_an_adapter_can_be_read_before_the_first_step(jobs):
+    """A loop may compare where a job began; nobody has gathered then."""
+    group = group_of(jobs["a"])
+
+    assert not group.has_gathered("a")
+    assert adapter(group, "a")
+
+
 def test_what_a_group_cannot_do_says_what_to_do(jobs, data):
     """Unknown jobs, steps without gradients, parked gradients, schedules without an end."""
     group = GroupStep(compile([jobs["a"]], open=SLOTS), device="cpu")

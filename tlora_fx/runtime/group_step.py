@@ -619,7 +619,11 @@ class GroupStep:
     # Membership.
 
     def member(self, name: str) -> Member:
-        """The job of this name; raises StepMisuse where it does not train here."""
+        """The job of this name; raises StepMisuse where it does not train here.
+
+        The first call prepares, as a step does.
+        """
+        self._ready()
         for member in self.members.values():
             if member.job.name == name:
                 return member
