@@ -55,6 +55,11 @@ def two_outputs(graph):
     graph.root.output(relu_of(graph))
 
 
+def behind_the_output(graph):
+    """Make a node where fx makes it if nobody says where."""
+    graph.root.placeholder("y")
+
+
 def raises(graph):
     """Raise in the middle of a rewrite."""
     node = relu_of(graph)
@@ -68,9 +73,10 @@ def raises(graph):
         (wrong_shape, GraphInvalid, "view"),
         (other_type, GraphInvalid, "changed the type of a value that it kept"),
         (two_outputs, GraphInvalid, "does not end in one output"),
+        (behind_the_output, GraphInvalid, "a node behind the output"),
         (raises, PassFailed, "%relu "),
     ],
-    ids=["order", "shape", "type", "outputs", "raises"],
+    ids=["order", "shape", "type", "outputs", "behind", "raises"],
 )
 def test_a_pass_that_breaks_a_graph_is_named_with_the_node(what, error, told):
     """Linting finds a wrong order, propagation a wrong shape, values another type."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import fx
 
 from tests.models import error_of
 from tlora_fx.errors import GraphInvalid, RewriteMismatch
@@ -172,3 +173,25 @@ def test_a_maker_reads_stored_tensors_and_takes_other_tags(small, rewriter):
     assert table.meta["rate"] == 0.5
     assert table.meta["val"].dtype == torch.float64
     assert table.next is small["total"]
+
+
+HELPERS = {
+    "replace": lambda rewriter, node: rewriter.replace(
+        node, lambda make: make(aten.relu.default, node)
+    ),
+    "replace_several": lambda rewriter, node: rewriter.replace_several([node], lambda make: [node]),
+    "insert_after": lambda rewriter, node: rewriter.insert_after(
+        node, lambda make: make(aten.relu.default, node)
+    ),
+    "bypass": lambda rewriter, node: rewriter.bypass(node, node.all_input_nodes[0]),
+    "at": lambda rewriter, node: rewriter.at(node),
+}
+
+
+@pytest.mark.parametrize("helper", HELPERS)
+def test_a_node_of_another_graph_is_refused(small, helper):
+    """Such as of a layer's code, where the rewriter is the root's; torch would only assert."""
+    told = error_of(lambda: HELPERS[helper](Rewriter(fx.Graph()), small["total"]), GraphInvalid)
+
+    assert "a node of another graph" in told
+    assert "Rewriter(node.graph)" in told

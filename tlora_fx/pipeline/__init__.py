@@ -379,13 +379,17 @@ def _check_output(event: Event, graph: fx.Graph) -> None:
     """A graph ends in its one output; linting does not look at that."""
     nodes = list(graph.nodes)
     outputs = [node for node in nodes if node.op == "output"]
-    if nodes and (len(outputs) != 1 or nodes[-1] is not outputs[0]):
-        raise GraphInvalid(
-            f"pass '{event.item.name}' left a graph that does not end in one output",
-            node=(outputs or nodes)[-1].format_node(),
-            found=f"{len(outputs)} outputs",
-            help="this is a defect of the pass",
-        )
+    if not nodes or (len(outputs) == 1 and nodes[-1] is outputs[0]):
+        return
+    behind = len(outputs) == 1
+    raise GraphInvalid(
+        f"pass '{event.item.name}' left a graph that does not end in one output",
+        node=(nodes if behind else outputs or nodes)[-1].format_node(),
+        found="a node behind the output" if behind else f"{len(outputs)} outputs",
+        help="make nodes inside `with graph.inserting_before(node)`, or by a Rewriter"
+        if behind
+        else "this is a defect of the pass",
+    )
 
 
 def _values(graphs: JobGraph | GroupGraph) -> Values:

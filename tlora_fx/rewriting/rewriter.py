@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from tlora_fx.errors import RewriteMismatch, RewritesEndless
+from tlora_fx.errors import GraphInvalid, RewriteMismatch, RewritesEndless
 from tlora_fx.ir.graph import MADE_FROM, ORIGIN, TensorRef, derive
 from tlora_fx.ir.shapes import RUN, fake_like, fake_mode_of, give_value, type_text
 from tlora_fx.pipeline import rewrite_allowed, watched_rules
@@ -77,7 +77,7 @@ BuildSeveral = Callable[[Maker], Sequence[fx.Node]]
 
 
 class Rewriter:
-    """The helpers, for one graph."""
+    """The helpers, for one graph; each raises GraphInvalid for a node of another."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self.graph = graph
@@ -137,6 +137,7 @@ class Rewriter:
         """
         matched = [item.nodes if isinstance(item, Match) else (item,) for item in found]
         olds = [item.node if isinstance(item, Match) else item for item in found]
+        self._require_own(*olds)
         order = {node: index for index, node in enumerate(self.graph.nodes)}
         first = min(olds, key=order.__getitem__)
         needed = needed_before(first, olds, order)
@@ -198,6 +199,7 @@ class Rewriter:
 
         raises    RewriteMismatch where shape or dtype is another
         """
+        self._require_own(node, by)
         if not rewrite_allowed(what or _told("drop", node)):
             return False
         _require_type(node, by)
@@ -221,11 +223,22 @@ class Rewriter:
     def _maker(
         self, like: fx.Node, before: fx.Node, tags: Tags | None, sources: Collection[fx.Node]
     ) -> Maker:
+        self._require_own(like)
         own = {key: like.meta[key] for key in TAGS if key in like.meta}
         # Inputs and stored tensors belong to no call: what is made of them runs for a reader.
         caller = like if like.meta.get("path") else next(iter(like.users), like)
         near = {key: caller.meta.get(key) or "" for key in ("path", "source")}
         return Maker(self.graph, before, {**near, **own, **(tags or {})}, dict.fromkeys(sources))
+
+    def _require_own(self, *nodes: fx.Node) -> None:
+        """Refuse nodes of other graphs, such as of a layer's code; raises GraphInvalid."""
+        for node in nodes:
+            if node.graph is not self.graph:
+                raise GraphInvalid(
+                    "a rewriter was given a node of another graph",
+                    node=node.format_node(),
+                    help="make it of the node's own graph: Rewriter(node.graph)",
+                )
 
 
 def needed_before(
