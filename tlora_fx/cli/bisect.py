@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 
@@ -25,13 +25,11 @@ class BisectOptions(PipelineOptions):
     """Options of the command line."""
 
     jobs: JobFilePath
-    check: Annotated[
-        str,
-        typer.Option(
-            help="Command that judges the graphs after a pass; {} stands for their folder. Or "
-            "numerics, to compare losses and gradients."
-        ),
-    ]
+    check: str = option(
+        ...,
+        "Command that judges the graphs after a pass; {} stands for their folder. Or numerics, to "
+        "compare losses and gradients.",
+    )
     keep: Path | None = option(None, "Folder in which to keep the graphs that were judged.")
     verbose: bool = option(False, "Show the output of the --check command.", "-v", "--verbose")
 

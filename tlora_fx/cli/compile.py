@@ -8,9 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from tlora_fx.cli.arguments.options import (
     JobFilePath,
@@ -32,14 +30,9 @@ class CompileOptions(WatchOptions, PipelineOptions):
     """Options of the command line."""
 
     jobs: JobFilePath
-    output: Annotated[
-        Path,
-        typer.Option(
-            "-o",
-            "--output",
-            help="Folder for the compiled model, or NAME.tfx for the graphs alone.",
-        ),
-    ]
+    output: Path = option(
+        ..., "Folder for the compiled model, or NAME.tfx for the graphs alone.", "-o", "--output"
+    )
     stop_after: str | None = option(None, "Name of the last compiler pass to run.")
     states: bool = option(False, "Also write the graphs after every pass, for `inspect --diff`.")
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
-
-import typer
 
 from tlora_fx.cli.arguments.options import JobFilePath, PipelineOptions, option, takes_options
 from tlora_fx.cli.terminal import echo
@@ -16,12 +13,9 @@ class ExplainOptions(PipelineOptions):
     """Options of the command line."""
 
     jobs: JobFilePath
-    node: Annotated[
-        str,
-        typer.Option(
-            help="Module to explain, such as layers.3.mlp.down_proj, or a node of ssm.py."
-        ),
-    ]
+    node: str = option(
+        ..., "Module to explain, such as layers.3.mlp.down_proj, or a node of ssm.py."
+    )
     job: str | None = option(None, "Explain this job only.")
 
 

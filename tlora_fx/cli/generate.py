@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
 
 import typer
 
@@ -27,7 +26,7 @@ from tlora_fx.cli.terminal import echo
 @takes_options
 def run(
     folder: RunOrAdapter,
-    prompt: Annotated[list[str], typer.Option(help="Text to continue or to answer; repeatable.")],
+    prompt: list[str] = option(..., "Text to continue or to answer; repeatable."),
     job: list[str] | None = option(
         None, "Name of a job that answers; repeatable. All jobs of the run if not given."
     ),

@@ -33,8 +33,8 @@ class KernelOptions:
     """The options that name one kernel, for the commands that take one."""
 
     kind: Annotated[str, typer.Argument(help="Kind of kernel; `tlora-fx kernels list` lists them.")]
-    inner: Annotated[int, typer.Option("--in", help="Input features of the frozen linear layer.")]
-    outer: Annotated[int, typer.Option("--out", help="Output features of the frozen linear layer.")]
+    inner: int = option(..., "Input features of the frozen linear layer.", "--in")
+    outer: int = option(..., "Output features of the frozen linear layer.", "--out")
     dtype: str = option("bf16", "Dtype of inputs and frozen weights: bf16, fp16, fp32 or fp64.")
     adapter_dtype: str = option("fp32", "Dtype of the stored adapters: bf16, fp16, fp32 or fp64.")
     rank_block: int = option(16, "LoRA ranks are padded to a multiple of this power of two.")

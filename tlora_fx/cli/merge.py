@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
@@ -15,9 +14,7 @@ from tlora_fx.cli.terminal import Console, Working
 @takes_options
 def run(
     folder: RunOrAdapter,
-    output: Annotated[
-        Path, typer.Option("-o", "--output", help="New folder for the merged model.")
-    ],
+    output: Path = option(..., "New folder for the merged model.", "-o", "--output"),
     job: str | None = option(
         None, "Name of the job whose adapter is merged; required if the run has several."
     ),

@@ -9,25 +9,24 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tlora_fx.cli.arguments.options import option, takes_options
+
 if TYPE_CHECKING:
     from tlora_fx.pipeline import Pass, Plugin
 
 WIDTH = 100
 
 
+@takes_options
 def run(
     action: Annotated[
         str,
         typer.Argument(help="What to do: list (all passes), or show (one pass; give its NAME)."),
     ] = "list",
     name: Annotated[str | None, typer.Argument(help="Name of the pass to show.")] = None,
-    pipeline: Annotated[
-        bool,
-        typer.Option(
-            "--pipeline",
-            help="Print only the default pipeline, as --pipeline of other commands takes it.",
-        ),
-    ] = False,
+    pipeline: bool = option(
+        False, "Print only the default pipeline, as --pipeline of other commands takes it."
+    ),
 ) -> None:
     """List all compiler passes, in the order in which the default pipeline runs them, or show one.
 
@@ -95,9 +94,9 @@ def _entry(cls: type[Pass], package: str = "") -> Iterator[str]:
 
     origin = f"  ({package})" if package else ""
     yield from _filled(f"  {cls.name:<22} ", f"{_first_line(cls)}{origin}")
-    for option in options_of(cls):
-        given = f"={option.default}" if option.default else " (must be given)"
-        yield from _filled(f"  {'':<22} {option.name}{given}  ", option.help)
+    for each in options_of(cls):
+        given = f"={each.default}" if each.default else " (must be given)"
+        yield from _filled(f"  {'':<22} {each.name}{given}  ", each.help)
 
 
 def page(cls: type[Pass]) -> Iterator[str]:
@@ -125,11 +124,11 @@ def page(cls: type[Pass]) -> Iterator[str]:
         yield f"{'options':<10}none"
         return
     yield "options"
-    for option in options:
-        default = f"default {option.default}" if option.default else "must be given"
-        yield f"  {option.name:<14}{option.kind}, {default}"
-        if option.help:
-            yield from _filled(f"  {'':<14}", option.help)
+    for each in options:
+        default = f"default {each.default}" if each.default else "must be given"
+        yield f"  {each.name:<14}{each.kind}, {default}"
+        if each.help:
+            yield from _filled(f"  {'':<14}", each.help)
 
 
 NUMERICS = {

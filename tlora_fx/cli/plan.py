@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.table import Table
@@ -49,9 +49,7 @@ class PlanOptions:
     """Options of the command line."""
 
     jobs: JobFilePath
-    gpus: Annotated[
-        int, typer.Option(min=1, help="Number of GPUs to plan for, on all nodes together.")
-    ]
+    gpus: int = option(..., "Number of GPUs to plan for, on all nodes together.", min=1)
     gpu: str | None = option(
         None,
         "GPU to plan for: a name such as h200, a profile file, or roofline:h200 for its data "

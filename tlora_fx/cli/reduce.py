@@ -18,13 +18,11 @@ def run(
     graphs: Annotated[
         Path, typer.Argument(help="Graph file (.tfx) on which something fails, or its folder.")
     ],
-    check: Annotated[
-        str,
-        typer.Option(
-            help="Command that exits with 0 if the failure is still there; {} stands for the "
-            "graph file, which is appended if there is no {}."
-        ),
-    ],
+    check: str = option(
+        ...,
+        "Command that exits with 0 if the failure is still there; {} stands for the graph file, "
+        "which is appended if there is no {}.",
+    ),
     output: Path | None = option(
         None, "Graph file to write; NAME.reduced.tfx if not given.", "-o", "--output"
     ),

@@ -10,9 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
-
-import typer
+from typing import TYPE_CHECKING
 
 from tlora_fx.cli.arguments.options import option, takes_options
 from tlora_fx.cli.arguments.start_options import (
@@ -45,10 +43,9 @@ if TYPE_CHECKING:
 class TrainOptions(StartOptions):
     """Options of the command line."""
 
-    output: Annotated[
-        Path,
-        typer.Option("-o", "--output", help="Output folder for adapters, metrics and checkpoints."),
-    ]
+    output: Path = option(
+        ..., "Output folder for adapters, metrics and checkpoints.", "-o", "--output"
+    )
     resume: bool = option(
         False, "Continue from the newest checkpoint in the output folder.", "--resume/--no-resume"
     )

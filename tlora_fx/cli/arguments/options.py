@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from types import UnionType
@@ -34,12 +34,14 @@ def command_group(help: str) -> typer.Typer:
 def option(default: Any, help: str, *names: str, **settings: Any) -> Any:
     """A field of a command's dataclass, or a parameter of a command, that is an option.
 
-    It is a flag if it is False by default.
+    It is a flag if it is False by default, and must be given if the default is `...`.
 
     names      of the option, where it has others than the field's
     settings   more of `typer.Option`, such as `min`
     """
-    return field(default=default, metadata={_OPTION: (names, {"help": help, **settings})})
+    value = MISSING if default is ... else default
+    described = {_OPTION: (names, {"help": help, **settings})}
+    return field(default=value, metadata=described)
 
 
 def _typer_option(name: str, default: object, names: tuple[str, ...], **settings: Any) -> Any:
@@ -81,7 +83,9 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     for name, parameter in others.items():
         hints[name] = _annotated(name, hints[name], parameter.default)
         if isinstance(parameter.default, Field):
-            others[name] = parameter.replace(default=parameter.default.default)
+            value = parameter.default.default
+            default = Parameter.empty if value is MISSING else value
+            others[name] = parameter.replace(default=default)
     # What many commands have stands behind a command's own options.
     for shared in (WatchOptions, PipelineOptions):
         if options is not None and issubclass(options, shared):
