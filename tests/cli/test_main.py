@@ -111,6 +111,22 @@ def test_what_an_error_quotes_is_shown_and_not_obeyed(tmp_path, capsys):
     assert printable(told) == told
 
 
+def test_an_output_that_lacks_characters_gets_them_spelled_out(tmp_path):
+    """A pipe in ASCII gets the whole table; it was a traceback."""
+    (tmp_path / "job").mkdir()
+    state = {"status": "failed", "reason": "größe", "step": 1, "steps": 2}
+    (tmp_path / "job" / "status.json").write_text(json.dumps(state))
+    ended = subprocess.run(
+        [sys.executable, "-m", "tlora_fx", "results", str(tmp_path)],
+        env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
+        capture_output=True,
+        check=False,
+    )
+
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"gr\\xf6\\xdfe" in ended.stdout
+
+
 @pytest.mark.parametrize(("words", "sets"), [(["passes"], True), (["passes", "--help"], False)])
 def test_a_command_sets_up_threads_before_it_computes(monkeypatch, words, sets):
     """OpenMP reads its variables when torch is imported."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from pathlib import Path
 
-from tlora_fx.host.durable import replace_shared_file
+from tlora_fx.host.durable import replace_shared_file, write_output
 
 
 def test_writers_of_one_name_do_not_meet(tmp_path):
@@ -28,3 +30,33 @@ def test_writers_of_one_name_do_not_meet(tmp_path):
     assert not failed
     assert read <= {letter * 5000 for letter in (b"a", b"b", b"c")}
     assert [file.name for file in tmp_path.iterdir()] == ["kept"]
+
+
+def test_output_goes_through_a_link_to_the_file_behind_it(tmp_path):
+    """The link stays one."""
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("file")
+    write_output(tmp_path / "link", b"new")
+
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_bytes() == b"new"
+
+
+def test_output_into_a_pipe_is_written_and_the_pipe_stays(tmp_path):
+    """A device or a pipe is nothing that a file may take the place of."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_output(pipe, b"new")
+
+    assert pipe.is_fifo()
+    assert os.read(reader, 9) == b"new"
+    os.close(reader)
+
+
+def test_output_named_as_standard_output_is_printed(capfd):
+    """`--csv /dev/stdout` leaves /dev as it is."""
+    write_output(Path("/dev/stdout"), b"a,b\n")
+
+    assert capfd.readouterr().out == "a,b\n"
+    assert Path("/dev/stdout").is_symlink()

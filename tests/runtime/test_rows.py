@@ -78,6 +78,15 @@ def test_parquet_gives_the_same_rows(tmp_path: Path) -> None:
     assert [row.fields for row in rows(path)] == ROWS
 
 
+@pytest.mark.parametrize(("name", "told"), [("trian.jsonl", "'train.jsonl'"), ("z", "starts at")])
+def test_a_missing_file_is_told_with_the_one_that_was_meant(tmp_path: Path, name: str, told: str):
+    """Where one beside it has nearly its name."""
+    (tmp_path / "train.jsonl").write_text("{}\n")
+
+    with pytest.raises(DataFileError, match=told):
+        rows(tmp_path / name)
+
+
 @pytest.mark.parametrize("content", [b"no parquet", b"", b"PAR1", b"PAR1PAR1", b"PAR1 and PAR1"])
 def test_a_broken_parquet_file_is_refused(tmp_path: Path, content: bytes) -> None:
     """Bytes that are no Parquet name the file."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from collections.abc import Iterator
@@ -91,12 +92,20 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments is not None:
         _run(arguments)
         return
+    _spell_out_what_cannot_be_encoded()
     if sys.argv[1:2] in (["train"], ["prepare"]):
         collector.begin()
     try:
         _run(sys.argv[1:])
     finally:
         collector.leave()
+
+
+def _spell_out_what_cannot_be_encoded() -> None:
+    """Make stdout and stderr write what their encoding lacks as \\u escapes, not raise."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def _run(given: list[str]) -> None:

@@ -44,7 +44,7 @@ def run(
     from tlora_fx.config.imports import import_config
     from tlora_fx.config.paths import is_there
     from tlora_fx.errors import ImportRefused
-    from tlora_fx.host.durable import replace_file
+    from tlora_fx.host.durable import write_output
 
     if output is not None and is_there(output):
         raise ImportRefused("the job file would be overwritten", file=output, help="name a new one")
@@ -62,7 +62,7 @@ def run(
         echo(made.text().rstrip("\n"))
         return
     try:
-        replace_file(output, made.text().encode())
+        write_output(output, made.text().encode())
     except OSError as error:
         what = "the job file cannot be written"
         raise ImportRefused(what, file=output, found=error.strerror or error) from None

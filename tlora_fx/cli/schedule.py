@@ -27,14 +27,14 @@ def state(
 
     It holds what the policy of a run saw at its last decision, and what became of all jobs.
     """
-    from tlora_fx.host.durable import replace_file
+    from tlora_fx.host.durable import write_output
     from tlora_fx.scheduler.history import rows_of_run
     from tlora_fx.scheduler.snapshot_file import add_history
 
     found = _newest(run)
     rows = rows_of_run(run)
     output.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(output, found.read_bytes())
+    write_output(output, found.read_bytes())
     if rows is not None:
         add_history(output, rows)
     typer.echo(f"written   {output}")

@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tlora_fx.errors import ReportNotWritable, printable
-from tlora_fx.host.durable import replace_file
+from tlora_fx.host.durable import write_output
 
 EVERY_SECONDS = 5.0
 
@@ -100,7 +100,7 @@ def write_file(path: Path, text: str, what: str, help: str) -> None:
     """Write what is told of a run into a file; raises ReportNotWritable."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text.encode())
+        write_output(path, text.encode())
     except OSError as error:
         what = f"{what} cannot be written"
         raise ReportNotWritable(what, file=path, found=error, help=help) from error

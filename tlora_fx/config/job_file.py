@@ -456,7 +456,11 @@ def read_bounded(path: Path) -> bytes:
 
 def _require_regular(path: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
-        raise JobFileMissingError("the job file is no regular file", file=path)
+        raise JobFileMissingError(
+            "the job file is no regular file",
+            file=path,
+            help="write the jobs into a file: several processes read it, and a later start again",
+        )
     if status.st_size > BYTES_LIMIT:
         raise _too_large(path, status.st_size)
 
@@ -476,7 +480,14 @@ def read_yaml(path: Path) -> Located:
     try:
         text = read_bounded(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise JobFileSyntaxError("the job file is not UTF-8", file=path, found=error) from None
+        is_utf16 = error.object.startswith((b"\xff\xfe", b"\xfe\xff"))
+        name = f"iconv -f {'utf-16' if is_utf16 else 'ENCODING'} -t utf-8 {path.name}"
+        raise JobFileSyntaxError(
+            "the job file is not UTF-8",
+            file=path,
+            found="UTF-16" if is_utf16 else f"a wrong byte at {error.start}",
+            help=f"save it as UTF-8: {name} > utf8-{path.name}",
+        ) from None
     try:
         return _read_text(path, text)
     except yaml.MarkedYAMLError as error:
@@ -485,6 +496,14 @@ def read_yaml(path: Path) -> Located:
         what = f"the job file is no YAML: {error.problem or error.context}"
         help = "look at the indentation, the colons and the quotes before that place"
         raise JobFileSyntaxError(what, file=where, help=help) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise JobFileSyntaxError(
+            "the job file is no YAML: it has a character that is not allowed",
+            file=f"{path}:{line}",
+            found=repr(text[error.position]),
+            help="delete it",
+        ) from None
     except yaml.YAMLError as error:
         raise JobFileSyntaxError("the job file is no YAML", file=path, found=error) from None
     except RecursionError:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
 from tlora_fx.errors import PlanFileError, PlanNotForModel
-from tlora_fx.host.durable import replace_file
+from tlora_fx.host.durable import write_output
 
 if TYPE_CHECKING:
     from tlora_fx.model.supermodel import SuperModel
@@ -208,7 +208,7 @@ class Plan(BaseModel):
         """Write the plan as JSON, over another plan if one is there; raises PlanFileError."""
         require_free(Path(path))
         try:
-            replace_file(Path(path), (self.model_dump_json(indent=2) + "\n").encode())
+            write_output(Path(path), (self.model_dump_json(indent=2) + "\n").encode())
         except OSError as error:
             raise PlanFileError(
                 "a plan cannot be written", file=path, found=error, help="choose another path"

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt
 from tlora_fx.cost.hardware import LinkTier
 from tlora_fx.cost.plan import mistakes
 from tlora_fx.errors import ProfileFileError
-from tlora_fx.host.durable import replace_file
+from tlora_fx.host.durable import write_output
 
 SCHEMA = 1
 Operation = Literal["all-reduce", "all-gather", "send"]
@@ -266,7 +266,7 @@ class Profile(_Part):
         text = text.replace("{", f'{{\n "schema": {SCHEMA},', 1)
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
-            replace_file(Path(path), (text + "\n").encode())
+            write_output(Path(path), (text + "\n").encode())
         except OSError as error:
             raise ProfileFileError(
                 "a profile cannot be written", file=path, found=error, help="choose another path"

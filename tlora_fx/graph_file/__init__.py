@@ -17,7 +17,7 @@ from pathlib import Path
 from tlora_fx.errors import GraphFileNotReadable
 from tlora_fx.graph_file.parser import is_as_written, left_out, parse, stored_forms
 from tlora_fx.graph_file.printer import Printer
-from tlora_fx.host.durable import replace_file
+from tlora_fx.host.durable import write_output
 from tlora_fx.ir.graph import GroupGraph, JobGraph
 
 __all__ = [
@@ -132,7 +132,7 @@ def save_document(document: Document, path: Path) -> None:
     """Write a document into a file or folder; raises OSError."""
     file = _file(path)
     file.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(file, document.text.encode())
+    write_output(file, document.text.encode())
 
 
 def load_document(path: Path) -> Document:

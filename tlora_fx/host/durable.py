@@ -9,6 +9,9 @@ from pathlib import Path
 
 from tlora_fx.host.storage import until_there_is_room
 
+#: Folders whose entries are a process's open files, and devices.
+_STREAMS = {Path("/dev"), Path("/dev/fd"), Path("/proc/self/fd")}
+
 
 def write_synced(path: Path, data: bytes | memoryview) -> None:
     """Write a new file and wait until the disk holds it.
@@ -51,6 +54,21 @@ def _replace(path: Path, fresh: Path, data: bytes | memoryview) -> None:
         fresh.unlink(missing_ok=True)
         raise
     sync_folder(path.parent)
+
+
+def write_output(path: Path, data: bytes) -> None:
+    """Put content where a user wants it, who may name a link, a pipe or a device.
+
+    A file is replaced as `replace_file` does it, behind a link the file that it leads to. What
+    cannot be replaced, such as /dev/stdout, is written to.
+
+    raises   OSError; an old file then stays whole
+    """
+    if path.parent in _STREAMS or (path.exists() and not path.is_file()):
+        with path.open("ab") as stream:
+            stream.write(data)
+        return
+    replace_file(path.resolve() if path.is_symlink() else path, data)
 
 
 def replace_shared_file(path: Path, data: bytes) -> None:

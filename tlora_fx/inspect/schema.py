@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import to_jsonable_python
 
 from tlora_fx.errors import DumpNotReadable, DumpNotWritable
-from tlora_fx.host.durable import replace_file
+from tlora_fx.host.durable import write_output
 
 SCHEMA: Literal[1] = 1
 STAGES_FOLDER = "passes"
@@ -97,7 +97,7 @@ def write_file(path: Path, text: str, what: str) -> None:
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, text.encode())
+        write_output(path, text.encode())
     except OSError as error:
         raise DumpNotWritable(
             f"{what} cannot be written",

@@ -27,7 +27,7 @@ from tlora_fx.config.base_spec import is_written_as_path
 from tlora_fx.config.hub import why_offline
 from tlora_fx.config.job import DataSpec, Job
 from tlora_fx.config.paths import is_file, is_folder, is_pattern, is_there
-from tlora_fx.errors import DataFileError
+from tlora_fx.errors import DataFileError, nearest
 from tlora_fx.runtime.data.text_files import (
     COMPRESSED,
     DataRow,
@@ -51,7 +51,23 @@ def require_data(spec: DataSpec, job: str) -> None:
         and not is_pattern(spec.path)
         and not is_there(spec.path)
     ):
-        raise DataFileError("the data file does not exist", path=spec.path, job=job)
+        raise _missing(Path(spec.path), job)
+
+
+def _missing(path: Path, job: str) -> DataFileError:
+    """The error of a file that is not there, with the one beside it that was meant."""
+    try:
+        near = nearest(path.name, [each.name for each in path.parent.iterdir()])
+    except OSError:
+        near = None
+    return DataFileError(
+        "the data file does not exist",
+        path=path,
+        job=job,
+        help=f"did you mean '{near}'?"
+        if near
+        else "a path that does not begin with / starts at the job file's folder",
+    )
 
 
 def read_rows(spec: DataSpec, job: str, limit: int | None = None) -> Iterator[DataRow]:
@@ -137,7 +153,7 @@ def _readers(spec: DataSpec, job: str) -> list[tuple[Path, Reader]]:
             )
         return [(saved_table(path, spec.split, job), saved_rows)]
     if not is_file(path):
-        raise DataFileError("the data file does not exist", path=path, job=job)
+        raise _missing(path, job)
     return [(path, _reader(path, job))]
 
 
