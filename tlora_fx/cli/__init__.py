@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _spell_out_what_cannot_be_encoded() -> None:
-    """Make stdout and stderr write what their encoding lacks as \\u escapes, not raise."""
+    """Make stdout and stderr escape what their encoding lacks, and not raise."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
