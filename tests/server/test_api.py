@@ -26,6 +26,7 @@ from tlora_fx.server.app import make_service
 from tlora_fx.server.ledger import User
 from tlora_fx.server.store import ServiceStore
 from tlora_fx.server.submission import IntakeLimits
+from tlora_fx.server.view import RunView
 
 
 def test_a_submission_becomes_a_job_file_of_the_scheduler(asked):
@@ -555,9 +556,12 @@ def test_a_refused_or_cancelled_job_gives_its_name_back(asked):
     assert again.json() == first.json() | {"replayed": True}
 
 
-def test_a_name_is_taken_as_long_as_a_process_knows_its_job(asked):
+def test_a_name_is_taken_as_long_as_a_process_knows_its_job(asked, monkeypatch):
     """The group that the job was in, and one that took over its processes."""
-    it = asked()
+    with monkeypatch.context() as patched:
+        # The application looks every half a second; here only the test does.
+        patched.setattr(RunView, "refresh", lambda view: None)
+        it = asked()
     it.submit(job_file("a", "b"), "1")
     as_scheduled(it.folder, [("a", "b")])
     it.ask("POST", "/api/v1/jobs/a/cancel")
