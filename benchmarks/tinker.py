@@ -265,9 +265,11 @@ class Bench:
             client = _client(cycle)
             note("created", lambda: _run_all(cycle))
             _disturb(cycle, client)
-            client.forward_backward(self.data(min(self.given.lengths))[self.clients[0].model])
-            client.optim_step(**STILL)
-            _run_all(cycle)
+            self._step_of(client)
+            # Of a snapshot, all models wait for the copy alone.
+            note("snapshot_copied", partial(tenants.keep, client.model))
+            note("snapshot_written", tenants.settle)
+            self._step_of(client)
             for _ in range(2):
                 note("parked_in_memory", lambda: tenants._make_room(()))
                 size = tenants.parked[client.model][1].nbytes
@@ -284,6 +286,11 @@ class Bench:
         figures["mib_a_model"] = _figure(size / 2**20)
         rate = figures["read"]["median"] / figures["from_disk"]["median"]
         return figures | {"share_of_read_rate": _figure(rate)}
+
+    def _step_of(self, client: Any) -> None:
+        client.forward_backward(self.data(min(self.given.lengths))[self.clients[0].model])
+        client.optim_step(**STILL)
+        _run_all(self.cycle)
 
 
 class Wire:
