@@ -285,6 +285,8 @@ def test_the_examples_of_the_page_on_python_run(tmp_path, monkeypatch, capsys):
 
     said = capsys.readouterr().out
     assert re.search(r"^sums +done +20 ", said, flags=re.MULTILINE)
+    assert re.search(r"^prefer +done +4 ", said, flags=re.MULTILINE)
+    assert re.search(r"^judge +done +4 ", said, flags=re.MULTILINE)
     assert re.search(r"^own 20 [01]", said, flags=re.MULTILINE)
     assert len(names["table"]) == 3
     assert (len(names["swept"]), len(names["drawn"])) == (4, 3)
