@@ -211,11 +211,11 @@ def search(
                 again = recomputing(cost, plan, work, legal)
                 whole = _judged(model, cost, again, work, largest)
                 candidates.append(whole)
-                if whole.runs and _holds_whole_layers(plan):
+                if whole.runs and not plan.shard_base:
                     # What fits with layers' inputs alone may fit with more.
                     budgets = (
                         _judged(model, cost, one, work, largest)
-                        for one in _budgeted(cost, again, prices)
+                        for one in _budgeted(cost, plan, prices, work, legal)
                     )
                     candidates += filter(None, [next((one for one in budgets if one.runs), None)])
     ordered = tuple(_estimated(candidate, cost) for candidate in sorted(candidates, key=_order))
@@ -239,9 +239,14 @@ def variants(cost: CostModel, mesh: MeshShape, work: Round, legal: Sequence[int]
         yield from _staged(cost, first, mesh, work, legal) if mesh.pp > 1 else _sharded(first)
 
 
-def recomputing(cost: CostModel, plan: Plan, work: Round, legal: Sequence[int]) -> Plan:
-    """The same plan with layers computed again in the backward, which moves its cuts."""
-    again = plan.model_copy(update={"recompute": True})
+def recomputing(
+    cost: CostModel, plan: Plan, work: Round, legal: Sequence[int], budget: float = 0.0
+) -> Plan:
+    """The same plan with layers computed again in the backward, which moves its cuts.
+
+    budget   share of what layers keep that is kept all the same
+    """
+    again = plan.model_copy(update={"recompute": True, "recompute_budget": budget})
     if plan.mesh.pp == 1:
         return again
     whole = again.model_copy(update={"mesh": MeshShape(dp=plan.mesh.dp, tp=plan.mesh.tp)})
@@ -253,15 +258,18 @@ def _holds_whole_layers(plan: Plan) -> bool:
     return plan.mesh.size == plan.mesh.dp and not plan.shard_base
 
 
-def _budgeted(cost: CostModel, plan: Plan, prices: BudgetPrices) -> Iterator[Plan]:
+def _budgeted(
+    cost: CostModel, plan: Plan, prices: BudgetPrices, work: Round, legal: Sequence[int]
+) -> Iterator[Plan]:
     """The same plan keeping a share of what layers keep, the cheapest share first."""
     for budget in BUDGETS:
+        key = budget, plan.mesh.tp
         try:
-            cost.prices[budget] = prices.price(budget)
+            cost.prices[key] = prices.price(*key)
         except TloraError as error:
             logger.info("recompute budgets are not looked at: %s", error)
             return
-        yield plan.model_copy(update={"recompute_budget": budget})
+        yield recomputing(cost, plan, work, legal, budget)
 
 
 def _sharded(first: Plan) -> Iterator[Plan]:

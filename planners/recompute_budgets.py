@@ -2,7 +2,8 @@
 
 A budget keeps a share of what layers keep for their backward. Which values that are follows from
 the cut of torch's partitioner on the graphs of each structure of layers, traced for a CPU. What is
-computed again is counted as its share of the forward's products.
+computed again is counted as its share of the forward's products. Processes that cut matrices have
+graphs of their own pieces; the partitioner keeps what was summed over them at any budget.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ import torch
 from tlora_fx.cost.load import Round
 from tlora_fx.cost.plan import BudgetPrice, Plan
 from tlora_fx.cost.step_time import CostModel
+from tlora_fx.graph_file import graph_text, graphs_of_text
 from tlora_fx.ir.graph import HEAD, Block, GroupGraph, is_call
 from tlora_fx.ir.joint import JointGraph
+from tlora_fx.ops.parallel import GROUP, traced_for
+from tlora_fx.passes.tensor_parallel.shard import ShardTensor
+from tlora_fx.pipeline import Event, Pipeline, Runner
 
 #: Budgets that are offered, the cheapest first.
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)
@@ -27,12 +32,13 @@ def price_budget(cost: CostModel, group: GroupGraph, plan: Plan, work: Round) ->
     """Let costs know the price of a plan's budget, where it has one; raises GraphInvalid."""
     if plan.recompute_budget:
         prices = BudgetPrices(group, work, compiled=cost.profile.compiled)
-        cost.prices[plan.recompute_budget] = prices.price(plan.recompute_budget)
+        cost.prices[plan.budget_key] = prices.price(*plan.budget_key)
 
 
 class BudgetPrices:
-    """Prices of budgets; graphs are traced at the first one.
+    """Prices of budgets; graphs are traced at the first one of so many processes.
 
+    group      before a plan's passes
     work       whose sequences decide what attention costs
     compiled   layers are compiled: gated activations are computed again at any budget
     """
@@ -44,23 +50,28 @@ class BudgetPrices:
         self.price = cache(self._price)
         self._graphs = cache(self._traced)
 
-    def _traced(self) -> list[tuple[Block, JointGraph]]:
+    def _traced(self, tp: int) -> list[tuple[Block, JointGraph]]:
         # It takes longer to import than all else here.
         from tlora_fx.pipeline.joint_stage import traced_graph
 
-        blocks = [block for block in self.group.blocks.values() if block.name != HEAD]
-        graphs = [(block, traced_graph(self.group, block, self.length)) for block in blocks]
+        group = self.group if tp == 1 else _cut(self.group, tp)
+        blocks = [block for block in group.blocks.values() if block.name != HEAD]
+        with traced_for(GROUP, tp):
+            graphs = [(block, traced_graph(group, block, self.length)) for block in blocks]
         for _, joint in graphs if self.compiled else ():
             _reopen_gates(joint)
         return graphs
 
-    def _price(self, budget: float) -> BudgetPrice:
-        """What a budget keeps and computes again; raises GraphInvalid, where no graph is traced."""
+    def _price(self, budget: float, tp: int = 1) -> BudgetPrice:
+        """What a budget keeps and computes again in one process; raises GraphInvalid.
+
+        tp   processes that cut matrices
+        """
         from tlora_fx.inspect.joint import joint_nodes
         from tlora_fx.pipeline.joint_stage import JointStage
 
         kept = again = forward = layers = 0.0
-        for block, joint in self._graphs():
+        for block, joint in self._graphs(tp):
             count = len(block.instances)
             for node in joint_nodes(joint, JointStage(block.name, budget, ())):
                 kept += count * node.bytes * (node.fate == "kept")
@@ -69,6 +80,14 @@ class BudgetPrices:
             layers += count
         tokens = 2 * self.length * len(self.group.jobs)
         return BudgetPrice(kept / (tokens * layers), again / forward if forward else 0.0)
+
+
+def _cut(group: GroupGraph, tp: int) -> GroupGraph:
+    """A copy whose matrices are cut into so many pieces."""
+    copy = graphs_of_text(graph_text(group))
+    assert isinstance(copy, GroupGraph)
+    Runner(Pipeline(())).run_one(Event(1, ShardTensor(tp), "group", copy))
+    return copy
 
 
 def _reopen_gates(joint: JointGraph) -> None:

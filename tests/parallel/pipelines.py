@@ -41,11 +41,12 @@ LENGTHS = (
 class Case:
     """A plan on a model.
 
-    tp         cuts the model's graphs: no case on the same model runs after it
+    tp         cuts the model's graphs: no case on the same model runs after it, nor after a budget
     upper      the first layer with adapters
     compiled   layers are compiled
     sharded    the base is, over replicas; "kept": gathered weights are, to the end of a round
     replayed   rounds come again, with micro-batches that stand-ins for graphs run
+    budget     share that layers keep for their backward; 0: all
     """
 
     pp: int
@@ -59,6 +60,7 @@ class Case:
     compiled: bool = False
     sharded: str = ""
     replayed: bool = False
+    budget: float = 0.0
 
     @property
     def plan(self) -> Plan:
@@ -69,6 +71,8 @@ class Case:
             schedule=self.schedule,
             shard_base=bool(self.sharded),
             keep_gathered=self.sharded == "kept",
+            recompute=bool(self.budget),
+            recompute_budget=self.budget,
         )
 
     def rounds(self) -> list[list[PackedBatch]]:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.cost.facts import small_model, small_round
 from tests.models import base_of, job
@@ -14,17 +15,21 @@ from tlora_fx.compiler import DEFAULT_PIPELINE, run_passes
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.hardware import GIB, GPUS
 from tlora_fx.cost.load import Round
-from tlora_fx.cost.memory import memory_of
+from tlora_fx.cost.memory import memory_of, usable_bytes
 from tlora_fx.cost.model_facts import find_base
 from tlora_fx.cost.plan import MeshShape, Plan
 from tlora_fx.cost.profile_sources import profile_for, roofline_profile
-from tlora_fx.cost.step_time import CostModel, step_time
+from tlora_fx.cost.step_time import CostModel, clock_of, step_time
+from tlora_fx.inspect.joint import joint_nodes
+from tlora_fx.pipeline.joint_stage import JointStage
 from tlora_fx.planners.auto import search
 from tlora_fx.planners.recompute_budgets import BUDGETS, BudgetPrices, price_budget
 
 MEASURED = Path(__file__).parents[2] / "benchmarks/results/recompute-2026-11-29.json"
 #: How far a predicted ratio may be from the measured one.
 TIME, PEAK = 0.02, 0.03
+ONE_PROCESS = MeshShape()
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 #: It cannot be cut into micro-batches, and runs as a CUDA graph.
 ONE_SEQUENCE = Round((((4096,), ()),))
 
@@ -79,18 +84,48 @@ def test_the_smaller_a_budget_the_less_is_kept_and_the_more_is_computed(model, c
     assert 0 <= found[0].again < found[-1].again < 1
 
 
-def short_of(model, share):
+def test_a_shard_keeps_less_and_never_sums_again(model):
+    """Its share of what is cut; what processes summed is kept at any budget."""
+    prices = BudgetPrices(model.group, small_round(), compiled=True)
+    whole, cut = (prices.price(0.5, tp) for tp in (1, 2))
+
+    assert whole.kept_bytes / 2 <= cut.kept_bytes < whole.kept_bytes
+    for block, joint in prices._graphs(2):
+        nodes = list(joint_nodes(joint, JointStage(block.name, BUDGETS[-1], ())))
+        summed = [node for node in nodes if "_c10d_functional" in node.target]
+        assert summed
+        assert not any(node.fate == "again" for node in summed)
+    assert not any(
+        node.target is ALL_REDUCE for each in model.group.graphs() for node in each.nodes
+    )
+
+
+def test_a_budget_sums_over_processes_no_more_than_keeping_all(model):
+    """Whole layers that are computed again do."""
+    cost = CostModel(facts_of(model), roofline_profile(GPUS["h100"], facts_of(model)))
+    plan, work = Plan(planner="tensor", mesh=MeshShape(tp=2), recompute=True), small_round()
+
+    def sums(**fields):
+        return clock_of(cost, plan.model_copy(update=fields)).sums
+
+    budget = {"recompute_budget": 0.5}
+    price_budget(cost, model.group, plan.model_copy(update=budget), work)
+    assert sums(**budget) == sums(recompute=False) < sums()
+
+
+def short_of(model, share, mesh=ONE_PROCESS, cuts=()):
     """What is found with this share of the memory that activations take beside the rest."""
     profile = roofline_profile(GPUS["h100"], facts_of(model))
     cost, work = CostModel(facts_of(model), profile), ONE_SEQUENCE
+    plan = Plan(planner="auto", mesh=mesh, cuts=cuts, micro_batches=mesh.pp)
     plain, whole = (
-        memory_of(cost, Plan(planner="auto", recompute=again), work).total
+        memory_of(cost, plan.model_copy(update={"recompute": again}), work).total
         for again in (False, True)
     )
     gib = (whole + share * (plain - whole)) / 0.96 / GIB + 1.5
     hardware = profile.hardware.model_copy(update={"memory_gib": gib})
     small = profile.model_copy(update={"hardware": hardware})
-    return search(model, small, work, 1, meshes=[MeshShape()])
+    return search(model, small, work, mesh.size, meshes=[mesh])
 
 
 def test_what_does_not_fit_gets_the_cheapest_budget_that_does(model):
@@ -107,6 +142,23 @@ def test_what_does_not_fit_gets_the_cheapest_budget_that_does(model):
     assert f"--recompute-budget {best.plan.recompute_budget:g}: +" in note
     assert "needs" in note
     assert "Whole layers computed again: +" in note
+
+
+@pytest.mark.parametrize(
+    ("mesh", "cuts"),
+    [(MeshShape(tp=2), ()), (MeshShape(pp=2), (2,)), (MeshShape(pp=2, tp=2), (2,))],
+)
+def test_stages_and_cut_matrices_get_a_budget_too(model, mesh, cuts):
+    """It fits, is faster than whole layers computed again, and the note tells of both."""
+    found = short_of(model, 0.5, mesh, cuts)
+    budgeted = [one for one in found.running if one.plan.recompute_budget]
+    whole = [one for one in found.running if one.plan.recompute and not one.plan.recompute_budget]
+
+    assert budgeted
+    assert budgeted[0].time.seconds < whole[0].time.seconds
+    assert budgeted[0].memory.total <= usable_bytes(found.cost.profile)
+    assert found.best().recompute_budget in BUDGETS
+    assert f"--recompute-budget {found.best().recompute_budget:g}: +" in recomputing(found)[0]
 
 
 def test_what_fits_keeps_all_and_asks_for_no_price(model, monkeypatch):

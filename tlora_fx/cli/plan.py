@@ -277,7 +277,8 @@ def recomputing(plans: PlanSearch) -> list[str]:
     best = plans.running[0] if plans.running else None
     if best is None or not best.plan.recompute_budget:
         return []
-    without = {"recompute": False, "recompute_budget": 0.0, "estimate": None}
+    # Cuts follow what is computed again.
+    without = {"recompute": False, "recompute_budget": 0.0, "estimate": None, "cuts": ()}
     alike = {
         one.plan.recompute_budget if one.plan.recompute else None: one
         for one in plans.candidates

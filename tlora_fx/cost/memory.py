@@ -72,8 +72,7 @@ class StageContents:
     keep       gathered weights are kept from the forward to the backward
     for_round  they are kept from micro-batch to micro-batch
     recompute  share of layers that is computed again in the backward
-    kept       bytes of a token that a layer keeps all the same, where a budget's price tells;
-               of whole matrices: processes of tp keep less
+    kept       bytes of a token that a layer keeps all the same, where a budget's price tells
     """
 
     stage: Stage
@@ -159,7 +158,7 @@ def memory_of(cost: CostModel, plan: Plan, work: Round) -> Memory:
     rows = cost.rows([max(parts, key=lambda load: measure(load, facts))], mesh.tp)
     count, stages = len(parts) // mesh.dp, stages_of(plan, len(facts.layers))
     sharded = plan.shard_base and mesh.dp > 1
-    price = cost.prices.get(plan.recompute_budget)
+    price = cost.prices.get(plan.budget_key)
     clock, copies = clock_of(cost, plan), bool(cost.links(mesh, sharded=sharded).copies)
     found = []
     for process in range(mesh.pp):

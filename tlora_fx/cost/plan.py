@@ -184,6 +184,11 @@ class Plan(BaseModel):
         return len(self.cuts) + 1
 
     @property
+    def budget_key(self) -> tuple[float, int]:
+        """Key of its budget's price: the budget, and processes that cut matrices."""
+        return self.recompute_budget, self.mesh.tp
+
+    @property
     def recomputed(self) -> float:
         """Share of the bytes within layers that is computed again in the backward."""
         return 1 - self.recompute_budget if self.recompute else 0.0

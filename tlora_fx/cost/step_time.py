@@ -62,7 +62,8 @@ class CostModel:
     lowest      the first layer whose backward anybody needs; None: the facts' own
     fused       False: adapters run one after the other
     estimated   whether anything that was asked for was not measured as it is
-    prices      of recompute budgets; one that is not there counts as a share of every layer
+    prices      of recompute budgets, by `Plan.budget_key`; one that is not there counts as a share
+                of every layer
     kinds       layers that cost the same
     kind_of     for each layer its kind
     """
@@ -73,12 +74,14 @@ class CostModel:
     lowest: int | None = None
     fused: bool = True
     estimated: bool = field(init=False)
-    prices: dict[float, BudgetPrice] = field(default_factory=dict)
+    prices: dict[tuple[float, int], BudgetPrice] = field(default_factory=dict)
     collectives: CollectiveTimes = field(init=False)
     kinds: tuple[Kind, ...] = field(init=False)
     kind_of: tuple[int, ...] = field(init=False)
     ends: Ends = field(init=False)
-    _clocks: dict[tuple[tuple[int, ...], float], RowClock] = field(init=False, default_factory=dict)
+    _clocks: dict[tuple[tuple[int, ...], float, float], RowClock] = field(
+        init=False, default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self.collectives = CollectiveTimes(self.profile)
@@ -95,18 +98,22 @@ class CostModel:
         of = {index: kind for kind, indices in enumerate(alike.values()) for index in indices}
         self.kind_of = tuple(of[index] for index in range(len(of)))
 
-    def clock(self, tp: tuple[int, ...], *, recompute: float = 0.0) -> RowClock:
+    def clock(
+        self, tp: tuple[int, ...], *, recompute: float = 0.0, summed: float | None = None
+    ) -> RowClock:
         """Clock of rows, by indices of sizes of tensor parallelism.
 
         recompute   share of layers that is computed again in the backward
+        summed      share of layers that is summed over processes again; None: `recompute`
         """
-        key = tp, recompute
+        summed = recompute if summed is None else summed
+        key = tp, recompute, summed
         if key not in self._clocks:
             tables = LayerTables.of(self.facts, self.profile, self.kinds, tp)
             self.estimated = self.estimated or not all(tables.exact)
             if not self.fused:
                 tables = tables.unfused(UNFUSED_MS / 2)
-            self._clocks[key] = RowClock(self, tables, recompute)
+            self._clocks[key] = RowClock(self, tables, recompute, summed)
         return self._clocks[key]
 
     def optimizer_ms(self, tensors: Sequence[float], numbers: Sequence[float] | Array) -> float:
@@ -283,20 +290,24 @@ class RowClock:
     """Clock that tells times of rows.
 
     recompute   share of layers that is computed again in the backward
+    summed      share of layers whose all-reduces run again there
     learns      [k] 1 where layers have a backward, 0 where not
     runs        [2, k] how often layers of each kind run, forward and backward
+    sums        how often layers' all-reduces run
     curve       [t] milliseconds of all of them, of a row's tokens
     """
 
     cost: CostModel
     tables: LayerTables
     recompute: float = 0.0
+    summed: float = 0.0
 
     def __post_init__(self) -> None:
         self.learns = np.array([float(kind.role != "below") for kind in self.cost.kinds])
         counts = self.counts(self.cost.kind_of)
         backward = counts * self.learns
         self.runs = np.array([counts + self.recompute * backward, backward])
+        self.sums = float((counts + (1 + self.summed) * backward).sum())
         times = self.tables.curves
         device = Curves(times.starts, times.values[TIMES], times.slopes[TIMES])
         self.curve = device.weighted(self.runs)
@@ -336,7 +347,7 @@ class RowClock:
             **layers,
             "root": cost.ends.root_ms(rows.tokens, rows.launched),
             "loss": loss / tp + links.comm(rows.targets * cost.hidden_bytes),
-            "tensor-parallel": self.runs.sum() * comm,
+            "tensor-parallel": self.sums * comm,
         }
         if nano > 1:
             compute = nano * self.compute(part)
@@ -443,7 +454,7 @@ class RowClock:
         """
         compute = nano * self.compute(part)
         there, back = np.maximum(compute, comm) + np.minimum(compute, comm) / nano
-        again = self.recompute * there
+        again = self.summed * there + (self.recompute - self.summed) * compute[0]
         return there, (back + again) * self.learns[:, None]
 
     def _hosts(self, sharding: Sharding, kinds: Sequence[int]) -> tuple[Array, Array]:
@@ -650,9 +661,11 @@ def total(terms: Terms) -> Array:
 
 def clock_of(cost: CostModel, plan: Plan) -> RowClock:
     """Clock of a plan's rows."""
-    price = cost.prices.get(plan.recompute_budget)
+    price = cost.prices.get(plan.budget_key)
     again = price.again if price is not None else plan.recomputed
-    return cost.clock((plan.mesh.tp,), recompute=again)
+    # Under a budget torch's partitioner keeps what collectives gave.
+    summed = 0.0 if plan.recompute_budget else again
+    return cost.clock((plan.mesh.tp,), recompute=again, summed=summed)
 
 
 def _nano_batches(cost: CostModel, plan: Plan, loads: Sequence[Load]) -> tuple[Rows | None, int]:

@@ -19,7 +19,8 @@ would read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any
@@ -69,6 +70,21 @@ def use_group(name: str, group: ProcessGroup | None) -> None:
     if group is not None and group.size() > 1:
         rank = GroupRank(str(group.group_name), group.rank(), group.size())
     _ranks[name] = rank
+
+
+@contextmanager
+def traced_for(name: str, size: int) -> Iterator[None]:
+    """Inside, graphs are traced on fake tensors as process 0 of so many has them.
+
+    size   1: as where nobody cuts matrices
+    """
+    before = dict(_ranks)
+    _ranks[name] = GroupRank("traced", 0, size) if size > 1 else None
+    try:
+        yield
+    finally:
+        _ranks.clear()
+        _ranks.update(before)
 
 
 def facts() -> tuple[object, ...]:

@@ -1,0 +1,58 @@
+"""Recompute budgets of stages and of cut matrices: what one process computes, and less is kept."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.parallel.pipelines import Case, alone, differences
+from tests.parallel.processes import run_processes
+
+BUDGETS = (0.8, 0.2)
+PLANS = {
+    "pipeline": Case(2, (1,), "1f1b", layers=2),
+    "tensor": Case(1, (), tp=2, layers=2),
+}
+
+
+def budgeted(folder, cases):
+    """Differences from one process, and the bytes that rounds keep, of each case and budget."""
+    found = {}
+    for name, plain in cases.items():
+        for budget in BUDGETS:
+            case, own = replace(plain, budget=budget), folder / f"{name} {budget}"
+            rank = own / str(torch.distributed.get_rank())
+            alone(rank, case.layers, case.upper, case.tied, 4 * case.dp)
+            saved = []
+
+            def note(tensor, saved=saved):
+                saved.append(tensor.nbytes)
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+                apart = differences(own, case)
+            found[name, budget] = apart, sum(saved)
+    return found
+
+
+def require_equal_and_less(ranks, name):
+    for rank in ranks:
+        for budget in BUDGETS:
+            apart, _ = rank[name, budget]
+            assert max(apart.losses, apart.gradients) <= 1e-9
+            assert not apart.missing
+        kept = [rank[name, budget][1] for budget in BUDGETS]
+        assert kept == sorted(set(kept), reverse=True)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    return run_processes(2, budgeted, tmp_path_factory.mktemp("two"), PLANS)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_losses_and_gradients_are_those_of_one_process(two, name):
+    """At both budgets, and the smaller one keeps less."""
+    require_equal_and_less(two, name)
