@@ -44,6 +44,8 @@ def test_the_page_shows_jobs_groups_and_why_and_hears_of_what_happens(opened):
 
     assert row(page, "a").inner_text().split("\t")[:5] == ["a", "running", "4", "2e-4", "5/10"]
     assert row(page, "c").inner_text().split("\t")[:2] == ["c", "received"]
+    # Groups are asked for beside the jobs.
+    page.locator("#timeline rect").first.wait_for(state="attached")
     assert page.locator("#timeline rect").count() == 1
     row(page, "a").click()
     page.get_by_text("group 1 on 0 with b").wait_for()
