@@ -361,7 +361,9 @@ class Job(Spec):
         own = "is a function" if callable(value) else f"'{value}' learns from what the job samples"
         if callable(value) or value in _OF_LOOPS:
             help = "write the loop with GroupStep and Sampler: docs/group-step.md, docs/sampling.md"
-            raise refuse(f"{info.field_name} {own}", help=help)
+            known = get_args(Method) if info.field_name == "method" else ("cross_entropy",)
+            expected = f"one of {', '.join(known)}"
+            raise refuse(f"{info.field_name} {own}", expected=expected, help=help)
         if info.field_name == "loss" and value in get_args(Method)[1:]:
             raise refuse(f"'{value}' is a method", help=f"method: {value}")
         return value
