@@ -15,6 +15,11 @@ PLANS = {
     "pipeline": Case(2, (1,), "1f1b", layers=2),
     "tensor": Case(1, (), tp=2, layers=2),
 }
+COMPILED = {name: replace(case, compiled=True) for name, case in PLANS.items()}
+MORE = {
+    "interleaved": Case(2, (1, 2, 3), "interleaved"),
+    "stages of cut matrices": Case(2, (1,), "1f1b", tp=2, layers=2),
+}
 
 
 def budgeted(folder, cases):
@@ -56,3 +61,21 @@ def two(tmp_path_factory):
 def test_losses_and_gradients_are_those_of_one_process(two, name):
     """At both budgets, and the smaller one keeps less."""
     require_equal_and_less(two, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_layers_keep_less_too(tmp_path, name):
+    """As Dynamo and AOTAutograd see them, without generated code."""
+    require_equal_and_less(run_processes(2, budgeted, tmp_path, {name: COMPILED[name]}), name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_other_plans_with_stages_keep_less_too(tmp_path, name):
+    """Several stages a process, and stages whose matrices are cut."""
+    case = MORE[name]
+
+    ranks = run_processes(case.pp * case.tp, budgeted, tmp_path, {name: case})
+
+    require_equal_and_less(ranks, name)
