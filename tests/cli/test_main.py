@@ -7,6 +7,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -114,17 +115,35 @@ def test_what_an_error_quotes_is_shown_and_not_obeyed(tmp_path, capsys):
 def test_an_output_that_lacks_characters_gets_them_spelled_out(tmp_path):
     """A pipe in ASCII gets the whole table; it was a traceback."""
     (tmp_path / "job").mkdir()
-    state = {"status": "failed", "reason": "größe", "step": 1, "steps": 2}
-    (tmp_path / "job" / "status.json").write_text(json.dumps(state))
+    (tmp_path / "job" / "status.json").write_text('{"status": "running", "step": 1, "steps": 2}')
+    (tmp_path / "job" / "metrics.jsonl").write_text(
+        '{"step": 1, "loss": 2.0, "grad_norm": null, "learning_rate": 0.1, "tokens": 9, '
+        '"seconds": 0.5}\n'
+    )
     ended = subprocess.run(
-        [sys.executable, "-m", "tlora_fx", "results", str(tmp_path)],
+        [sys.executable, "-c", "from tlora_fx.cli import main; main()", "watch", str(tmp_path)],
         env={**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"},
         capture_output=True,
         check=False,
     )
 
     assert (ended.returncode, ended.stderr) == (0, b"")
-    assert b"gr\\xf6\\xdfe" in ended.stdout
+    assert b"\\u25" in ended.stdout
+
+
+def test_an_output_on_a_full_disk_is_told(tmp_path):
+    """In one line; it was a traceback."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "status.json").write_text('{"status": "running", "step": 1, "steps": 2}')
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-c", "from tlora_fx.cli import main; main()", "results", tmp_path],
+            stdout=full, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+
+    assert ended.returncode == 1
+    assert ended.stderr.count("\n") == 1
+    assert "the output cannot be written: No space left on device" in ended.stderr
 
 
 @pytest.mark.parametrize(("words", "sets"), [(["passes"], True), (["passes", "--help"], False)])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -102,7 +104,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _spell_out_what_cannot_be_encoded() -> None:
-    """Make stdout and stderr escape what their encoding lacks, and not raise."""
+    """Make stdout and stderr write what their encoding lacks as escapes, and not raise."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -133,6 +135,14 @@ def _run(given: list[str]) -> None:
             from tlora_fx.runtime.launching.local_launch import leave_for_torchrun
 
             leave_for_torchrun(error.with_notes())
+        sys.exit(1)
+    except OSError as error:
+        # Of a file that was named, a command tells itself; this one is its output.
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:
+            raise
+        with open(os.devnull, "w") as nowhere:  # noqa: PTH123  (a device)
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        _say(f"the output cannot be written: {error.strerror}; free space, or send it elsewhere")
         sys.exit(1)
     except (KeyboardInterrupt, Interrupted) as stop:
         _say(f"interrupted: {stop}" if str(stop) else "interrupted")
