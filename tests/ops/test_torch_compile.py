@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import sympy
+import torch
 import torch.compiler.config as settings
 from torch._inductor import config
 from torch._inductor.choices import InductorChoices
@@ -42,6 +43,14 @@ def test_importing_the_operators_marks_the_caches():
 def test_another_mode_is_another_tag(tag, name, value):
     """What was compiled under one mode is not found under another."""
     assert tag() != tag(**{name: value})
+
+
+def test_another_width_of_vectors_is_another_tag(tag, monkeypatch):
+    """A cache that another machine filled may hold loops for vectors that this one lacks."""
+    here = tag()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+
+    assert tag() != here
 
 
 def test_the_users_tag_stays(tag):

@@ -3,7 +3,10 @@
 Keys of torch's caches hold the names of operators, not what their fake implementations give. Those
 depend on which implementation serves (see kernels/support.py), so code that was compiled under
 another mode, or by another version, would be called with results that it does not expect. Nor do
-they hold which processes a tensor-parallel graph sums over (see parallel.py).
+they hold which processes a tensor-parallel graph sums over (see parallel.py), or the width of the
+CPU's vectors, for which Inductor writes its loops: where a machine with AVX2 finds a cache of one
+with AVX-512, in an image or on a shared disk, it compiles those loops for its own, and they compute
+NaN (torch 2.13).
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def mark_compile_caches() -> None:
 
 
 def _part() -> str:
-    modes = kernel_mode(), wants_strict_kernels()
+    modes = kernel_mode(), wants_strict_kernels(), torch.backends.cpu.get_cpu_capability()
     facts = (__version__, *_schemas(), *modes, holds_rows(), *groups())
     return f"tlora_fx={sha256(repr(facts).encode()).hexdigest()[:16]}"
 
