@@ -211,7 +211,7 @@ def test_a_client_needs_no_torch():
         (["serve", "--root", "nowhere"], "no such folder"),
         (["serve", "--tls-cert", "nowhere.pem"], "no such file"),
         (["tokens", "add", "Not.A-Name"], "cannot be called so"),
-        (["tokens", "revoke", "nobody"], "has no token"),
+        (["tokens", "revoke", "nobody"], "no service in this folder"),
     ],
 )
 def test_what_cannot_be_served_is_refused_at_once(words, told, tmp_path, capsys):
@@ -221,6 +221,19 @@ def test_what_cannot_be_served_is_refused_at_once(words, told, tmp_path, capsys)
 
     assert end.value.code == 1
     assert told in capsys.readouterr().err
+
+
+def test_who_has_no_token_has_none_to_revoke(tmp_path, capsys):
+    """In a folder in which another user has one."""
+    folder = ["-o", str(tmp_path / "run")]
+    codes = []
+    for words in (["add", "ada"], ["revoke", "nobody"]):
+        with pytest.raises(SystemExit) as end:
+            main(["tokens", *words, *folder])
+        codes.append(end.value.code)
+
+    assert codes == [0, 1]
+    assert "has no token" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_told_before_torch_is_imported(tmp_path):

@@ -48,15 +48,22 @@ def test_the_decoder_of_an_encoder_decoder_is_refused(tmp_path):
     assert "nothing is shifted" in text
 
 
-def test_a_model_that_classifies_tokens_is_refused():
-    """It has a loss of its own kind, and two logits a token."""
+class Tagger(BertForTokenClassification):
+    """A classifier of tokens whose name does not say so."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "told"), [(BertForTokenClassification, "classifier of tokens"), (Tagger, "own loss")]
+)
+def test_a_model_that_classifies_tokens_is_refused(kind, told):
+    """By its name, or since it has a loss of its own kind, and two logits a token."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = BertConfig(vocab_size=VOCABULARY, intermediate_size=48, **sizes)
-    base = BaseSpec(module=BertForTokenClassification(config), dtype="float32")
+    base = BaseSpec(module=kind(config), dtype="float32")
 
     text = error_of(lambda: prepare(job("one", base, target_modules=["query"])), BaseRefused)
 
-    assert "own loss" in text
+    assert told in text
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
