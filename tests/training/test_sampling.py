@@ -98,6 +98,7 @@ def test_versions_without_a_name_go_with_their_session(cycle, client, sampler):
     assert all(before.values())
     assert len(drawn(client, found)[0]) == 1
     assert [folder.is_dir() for folder in folders.values()] == [False, True]
+    assert cycle.log.past_versions() == {}
     [checkpoint] = cycle.log.checkpoints(path=client.result(named)["path"])
     assert (cycle.log.folder / checkpoint.folder).is_dir()
 

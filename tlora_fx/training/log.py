@@ -603,15 +603,20 @@ class CommandLog:
             raise _unknown("sampler", name)
         return Sampler(*rows[0])
 
-    def past_versions(self) -> list[str]:
-        """Folders of versions without a name, from which nobody can sample any more."""
+    def past_versions(self) -> dict[str, str]:
+        """Folders of versions without a name that nobody can sample from any more, by sampler."""
         rows = self._rows(
-            "SELECT folder FROM samplers JOIN sessions ON sessions.id = session "
+            "SELECT samplers.id, folder FROM samplers JOIN sessions ON sessions.id = session "
             "WHERE path IS NULL AND folder IS NOT NULL AND (ended IS NOT NULL OR seen <= ?) "
             "AND NOT EXISTS (SELECT 1 FROM commands WHERE queue = samplers.id AND done IS NULL)",
             time.time() - SESSION_SECONDS,
         )  # fmt: skip
-        return [row["folder"] for row in rows]
+        return {row["id"]: row["folder"] for row in rows}
+
+    def forget_sampler(self, name: str) -> None:
+        """Forget a sampler."""
+        with self._change() as base:
+            base.execute("DELETE FROM samplers WHERE id = ?", (name,))
 
     def _keep(self, base: sqlite3.Connection, checkpoint: Checkpoint) -> None:
         base.execute(

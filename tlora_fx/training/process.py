@@ -82,5 +82,6 @@ def tidy(log: CommandLog) -> None:
     for checkpoint in log.expired():
         log.forget(checkpoint)
         shutil.rmtree(log.folder / checkpoint.folder, ignore_errors=True)
-    for folder in log.past_versions():
+    for name, folder in log.past_versions().items():
         shutil.rmtree(log.folder / folder, ignore_errors=True)
+        log.forget_sampler(name)
