@@ -27,7 +27,7 @@ MODELS = {
     "dora": ({}, {"use_dora": True}, ()),
     "bias of its own": ({}, {"lora_bias": True}, BRANCHES),
     "module of its own": ({}, {"modules_to_save": ["lm_head"]}, BRANCHES),
-    "head": ({"vocab_size": 64}, {"target_modules": ["lm_head"]}, ("multi_lora_linear",)),
+    "head": ({"vocab_size": 64}, {"target_modules": ["lm_head"]}, ()),
     "attention dropout": ({"attention_dropout": 0.1}, {}, ("packed_attention",)),
     "width without kernels": ({"intermediate_size": 40}, {"target_modules": ["up_proj"]},
                               ("multi_lora_linear",)),

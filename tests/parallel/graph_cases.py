@@ -34,10 +34,14 @@ SPLITS = [(2, 0, 3), (1, 3, 1), (0, 4, 1), (3, 1, 1), (2, 2, 1)]
 Case = dict[str, Any]
 
 
-def half_jobs(folder: Path, layers: int = 2, **fields: Any) -> list[Job]:
-    """Three jobs in bfloat16 with dropout, all of whose operators can be captured."""
+def half_jobs(folder: Path, layers: int = 2, *, head: bool = False, **fields: Any) -> list[Job]:
+    """Three jobs in bfloat16 with dropout, all of whose operators can be captured.
+
+    head    adapters on the head too; it computes its losses in several chunks
+    """
     base = _half_base(folder / "half-base", layers)
-    lora = {"r": 8, "lora_dropout": 0.1, "target_modules": "all-linear"}
+    targets: Any = ["q_proj", "down_proj", "lm_head"] if head else "all-linear"
+    lora = {"r": 8, "lora_dropout": 0.1, "target_modules": targets}
     common = {"learning_rate": 1e-3} | fields
     return [make_job(base, name, seed=n, lora=lora, **common) for n, name in enumerate("abc")]
 
@@ -209,10 +213,12 @@ def _train_in_turn(folder: Path, case: Case) -> dict[str, Any]:
 
 
 def _loaded(folder: Path, case: Case) -> tuple[Any, Any, Any]:
-    model = compile(half_jobs(folder, case.get("layers", 2)))
+    model = compile(half_jobs(folder, case.get("layers", 2), head=case.get("head", False)))
     plan = _plan(model, case)
     mesh = open_mesh(plan.mesh, _device())
     model = prepared(model, plan)
+    if case.get("head"):
+        model._loss().chunk_rows = 16
     load(model, plan, mesh, base_tensors(model.backbone, mesh.device))
     start_adapters(model)
     _shake(model)

@@ -23,6 +23,8 @@ ON_TWO: dict[str, dict[str, Any]] = {
     "recomputed": {"planner": "fsdp", "mesh": "dp=2", "options": {"recompute": True}},
     "tensor": {"planner": "tensor", "mesh": "tp=2"},
     "compiled tensor": {"planner": "tensor", "mesh": "tp=2", "compiled": True},
+    "replicated, head": {"planner": "replicated", "mesh": "dp=2", "head": True},
+    "tensor, head": {"planner": "tensor", "mesh": "tp=2", "head": True},
 }
 
 
@@ -40,6 +42,7 @@ STAGED = {
     "gpipe": _staged(schedule="gpipe"),
     "interleaved": _staged(schedule="interleaved") | {"seeds": 1, "splits": 1},
     "compiled stages": _staged() | {"compiled": True},
+    "stages, head": _staged() | {"head": True},
 }
 ON_TWO |= STAGED
 TRAINED = ["sharded", "kept", "tensor", "1f1b"]

@@ -62,11 +62,6 @@ def why_launched(group: GroupGraph) -> tuple[str, ...]:
     found = set() if group.form == "packed" else {"batch form"}
     for graph in group.graphs():
         found |= {_name_of(node) for node in graph.nodes if _reads_on_host(node)}
-    if HEAD in group.blocks:
-        # Each chunk of the loss has segments of its own, made while it runs: no graph can be
-        # replayed with others.
-        segments = placeholders(group.blocks[HEAD].graph).get("segments")
-        found |= {_name_of(node) for node in segments.users} if segments is not None else set()
     return tuple(sorted(found))
 
 
