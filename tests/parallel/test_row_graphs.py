@@ -124,6 +124,22 @@ def test_rows_may_be_larger_where_processes_share_their_work(monkeypatch, proces
     assert len(graphs._seen) == known
 
 
+def test_memory_stays_free_for_rows_that_came_where_others_may_free_the_graphs():
+    """Else for the largest that may come."""
+    graphs, weights = RowGraphs(None, torch.device("cpu"), 16384), torch.ones(3)
+    small, large = row_of(1), row_of(1, (9, 9, 9))
+    for row in (small, large):
+        assert graphs.run(row, weights) is None
+    assert graphs.beside == 16384
+
+    graphs.retries = True
+    assert graphs.beside == large.input_ids.numel()
+    for _ in range(cuda_graphs.RECENT_ROWS):
+        graphs.largest_row = 0  # no row is captured, and all are counted
+        graphs.run(small, weights)
+    assert graphs.beside == small.input_ids.numel()
+
+
 def test_tables_are_not_read_on_the_host_while_a_graph_is_captured(monkeypatch):
     """A graph would keep for all rows what one row's tables say."""
     segments = torch.tensor([0, 2, 5], dtype=torch.int32)

@@ -10,6 +10,7 @@ import torch
 
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
+from tlora_fx.parallel import cuda_graphs
 from tlora_fx.runtime.data.samples import Sample
 from tlora_fx.runtime.group_step import Batch, GroupStep, StepOptions
 from tlora_fx.runtime.trainer import Trainer
@@ -111,6 +112,28 @@ def test_losses_with_names_are_those_of_a_cpu(jobs, data):
         assert found.loss == pytest.approx(expected.loss, rel=1e-3, abs=1e-4)
         for mine, theirs in zip(found.logprobs or (), expected.logprobs or (), strict=True):
             torch.testing.assert_close(mine.cpu(), theirs, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("largest", [None, 16384])
+def test_small_rows_are_captured_where_the_longest_row_would_not_fit(
+    tmp_path, monkeypatch, largest
+):
+    """A longer one than those that came frees the graphs; told before, its memory stays free."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    base = tiny_base(tmp_path / "base", "bfloat16", hidden_size=128, **heads)
+    jobs = [make_job(base, name, seed=seed, max_steps=9) for seed, name in enumerate("ab")]
+    data = make_data(jobs)
+    group = GroupStep(compile(jobs), device="cuda")
+    group.prepare(largest_row=largest)
+    free = cuda_graphs.RESERVED_BYTES + 2**25
+    monkeypatch.setattr(cuda_graphs, "free_gpu_bytes", lambda device: free)
+
+    for number in (0, 0, 0, 0):
+        step(group, {job.name: data[job.name].step(number) for job in jobs})
+
+    assert (group.graphs.rows_replayed, group.graphs.skipped_no_memory) == (
+        (2, 0) if largest is None else (0, 2)
+    )
 
 
 def without_dropout(job):

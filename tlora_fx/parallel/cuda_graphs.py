@@ -20,7 +20,7 @@ their graphs together.
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -54,6 +54,8 @@ from tlora_fx.parallel.peer_copies import SideStreams
 
 logger = logging.getLogger(__name__)
 MAX_GRAPHS = 48
+#: Rows that tell how large those are that come.
+RECENT_ROWS = 256
 # Rows of a form before it is captured: lengths that never come again are many.
 WARMUP_ROWS = 1
 # What a row needs beyond the activations that its forward keeps.
@@ -132,6 +134,8 @@ class GraphCache(Generic[Captured]):
 
     largest_row   tokens of the largest row that may come: its memory stays free; 0: rows are run
                   as they are
+    retries       a row that finds no memory has the graphs freed, and runs again: memory stays
+                  free for the largest of the rows that came lately alone
     ladder        steps that rows are padded to
     group         processes that run each row together, with sums over them in between
     gathering     streams on which a sharded base is gathered
@@ -161,6 +165,7 @@ class GraphCache(Generic[Captured]):
     ) -> None:
         self.model, self.device, self.largest_row = model, device, largest_row
         self.group, self.gathering, self.gathered = group, gathering, gathered
+        self.retries = False
         self.refused = ""
         self.ladder = RowLadder()
         self.most = CAPTURED_TOKENS * (1 if group is None else dist.get_world_size(group))
@@ -169,12 +174,18 @@ class GraphCache(Generic[Captured]):
         self._graphs: OrderedDict[Position, Captured] = OrderedDict()
         self._seen: Counter[Position] = Counter()
         self._came: Counter[Position] = Counter()
+        self._lately: deque[int] = deque(maxlen=RECENT_ROWS)
         self._under_way = 1
         self._pools: dict[int, Any] = {}
         # Bytes that the largest row of each slot's graphs keeps in their pool.
         self._held: dict[int, int] = {}
         self._stream: torch.cuda.Stream | None = None
         self._lengths = lengths
+
+    @property
+    def beside(self) -> int:
+        """Tokens of the row whose memory stays free beside the graphs."""
+        return max(self._lately) if self.retries and self._lately else self.largest_row
 
     @property
     def keys(self) -> list[RowSize]:
@@ -248,11 +259,11 @@ class GraphCache(Generic[Captured]):
         """Capture a graph whose row has been run, if there is memory for it.
 
         kept      bytes that the row's forward kept for its backward
-        beside    tokens of a row for which memory stays free; by default of the largest
+        beside    tokens of a row for which memory stays free; by default of the property's
         raises    PlanNotRunnable where a capture that fails leaves other processes waiting, or
                   FSDP2 in the middle of a gather
         """
-        beside = self.largest_row if beside is None else beside
+        beside = self.beside if beside is None else beside
         taken = self._held.get(position.slot, 0)
         if not self._fits_memory(kept, max(0, kept - taken), position.key.tokens, beside):
             self._leave(position, graph)
@@ -349,6 +360,7 @@ class RowGraphs(GraphCache["RowGraph"]):
         weights   [J] on the device
         returns   [J] weighted loss sums; None where the row is to be run as it is
         """
+        self._lately.append(row.input_ids.numel())
         if not self._may_capture(row):
             return None
         row = padded_by(self.ladder, row)

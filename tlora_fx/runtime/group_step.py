@@ -184,7 +184,9 @@ class GroupStep:
         probe         compares the fused graph with the base alone, whose tensors it is given where
                       processes will hold pieces of it; by default once a graph and process
         starts        what is computed from jobs' data for their first adapters
-        largest_row   tokens of the largest row that may come, whose memory stays free
+        largest_row   tokens of the largest row that may come, whose memory stays free; by default
+                      of one that is as long as rows may be, or, where one process runs, of the
+                      largest that came lately
         member        makes a job's member
         raises        StepMisuse, FusedDiffers, BaseNotLoadable, AdapterFolderError, PlanNotRunnable
         """
@@ -215,6 +217,8 @@ class GroupStep:
         largest = self.row_tokens if largest_row is None else largest_row
         captured = largest if self.captures else 0
         self.runner = apply(self.model, self.plan, self.mesh, largest_row=captured)
+        if self.graphs is not None:
+            self.graphs.retries = largest_row is None and self.mesh.size == 1
         for index in self.model.members.values():
             job = self.model.jobs[index]
             self.add(self._member(job) if member is None else member(job))
