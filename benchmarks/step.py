@@ -17,9 +17,10 @@ adapters read; `ours-apart` is it with gate and up in buffers of their own, `our
 gated activations in kernels of their own, `ours-without-flash4` as where FlashAttention-4 is not
 installed.
 
-`--base qwen3-8b` takes Qwen3-8B's shape instead, `qwen3-moe` Qwen3-30B-A3B's with half its layers
-and adapters on attention; with `--adapt-experts` ours and PEFT's adapt all experts too, at the
-job's rank each. By estimate twelve layers of that fit 80 GB.
+`--base` takes another shape: `llama-3b` Llama-3.2-3B's, `qwen2.5-7b` and `qwen3-8b` theirs,
+`qwen3-moe` Qwen3-30B-A3B's with half its layers and adapters on attention; with `--adapt-experts`
+ours and PEFT's adapt all experts too, at the job's rank each. By estimate twelve layers of that fit
+80 GB.
 
 On a CPU nothing but the code is tried: `--device cpu --layers 2 --hidden 64 --vocabulary 512`.
 """
@@ -45,7 +46,7 @@ from benchmarks.interleaved import Spread, turns
 from benchmarks.kernel_times import busy, profiled, table
 from benchmarks.results_file import bare_table, console, described, write
 from benchmarks.step_arms import ARMS, Arm, Made, Ours, require_gradients
-from benchmarks.step_mixes import EXPERTS, MIXES, RANKS, Mix, Mixture, Qwen3, Shape
+from benchmarks.step_mixes import BASES, EXPERTS, MIXES, RANKS, Mix, Mixture, Shape
 from benchmarks.step_profile import CLASSES, classes
 
 DEFAULT = "frozen-graph,ours-compiled,stacked-graph,alone-graph,peft"
@@ -223,11 +224,13 @@ def _cells(mix: Mix, shape: Shape, found: Found) -> Iterator[str]:
 
 
 def shape_of(given: argparse.Namespace) -> Shape:
-    """Llama-3-8B's or Qwen3-8B's shape, or one with the same proportions."""
-    kind = Qwen3 if given.base == "qwen3-8b" else Shape
-    whole = kind(dtype=given.dtype, dropout=given.dropout, ranks=tuple(given.ranks))
+    """The shape of a dense base, or one with the same proportions."""
+    whole = BASES[given.base]
     whole = replace(
         whole,
+        dtype=given.dtype,
+        dropout=given.dropout,
+        ranks=tuple(given.ranks),
         layers=given.layers or whole.layers,
         vocabulary=given.vocabulary or whole.vocabulary,
     )
@@ -276,7 +279,7 @@ def mixes_of(given: argparse.Namespace) -> list[Mix]:
 def parsed(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = parser_of(__doc__)
-    parser.add_argument("--base", choices=("llama", "qwen3-8b", "qwen3-moe"), default="llama")
+    parser.add_argument("--base", choices=(*BASES, "qwen3-moe"), default="llama")
     parser.add_argument("--adapt-experts", action="store_true", help="of a mixture, too")
     for name in ("layers", "hidden", "vocabulary"):
         parser.add_argument(f"--{name}", type=int, default=0, help="0: the base's own")

@@ -102,6 +102,29 @@ class Qwen3(Shape):
 
 
 @dataclass(frozen=True, slots=True)
+class Qwen2(Shape):
+    """A Qwen2 with random weights; the defaults are Qwen2.5-7B's."""
+
+    layers: int = 28
+    hidden: int = 3584
+    intermediate: int = 18944
+    heads: int = 28
+    key_value_heads: int = 4
+    vocabulary: int = 152064
+
+    def config(self, **changes: Any) -> Any:
+        """The transformers config."""
+        from transformers import AutoConfig
+
+        fields = self.sizes() | {
+            "intermediate_size": self.intermediate,
+            "rope_theta": 1000000.0,
+            "rms_norm_eps": 1e-6,
+        }
+        return AutoConfig.for_model("qwen2", **(fields | changes))
+
+
+@dataclass(frozen=True, slots=True)
 class Mixture(Shape):
     """A Qwen3-MoE with random weights; the defaults are Qwen3-30B-A3B's, with half its layers.
 
@@ -140,6 +163,14 @@ class Mixture(Shape):
         routed = self.experts + 3 * self.chosen * self.intermediate
         return self.layers * self.hidden * (2 * width + routed) + self.hidden * self.vocabulary
 
+
+#: Dense bases by name.
+BASES = {
+    "llama": Shape(),
+    "llama-3b": Shape(layers=28, hidden=3072, intermediate=8192, heads=24),
+    "qwen2.5-7b": Qwen2(),
+    "qwen3-8b": Qwen3(),
+}
 
 #: What parts of the longest sequence the sequences of an uneven mix have, in turns.
 PARTS = (1.0, 0.35, 0.7, 0.2, 0.9, 0.5)
