@@ -11,7 +11,7 @@ from tests.models import FAMILIES, base_of, job
 from tests.parallel.graph_times import with_graphs
 from tests.sampled import sampled
 from tlora_fx.compiler import compile
-from tlora_fx.cost.facts import facts_of
+from tlora_fx.cost.facts import facts_of, why_launched
 from tlora_fx.cost.hardware import GPUS
 from tlora_fx.cost.plan import Plan
 from tlora_fx.cost.profile_sources import roofline_profile
@@ -66,6 +66,15 @@ def test_a_base_may_keep_all_its_jobs_from_it(tmp_path, family, sizes, expected)
     targets = list(FAMILIES[family].targets)
 
     assert facts_of(compile([job("one", base, target_modules=targets)])).launched == expected
+
+
+def test_adapters_on_the_head_keep_rows_from_it_that_several_processes_run(tmp_path):
+    """They were captured by one process alone."""
+    base = base_of(tmp_path, "llama", dtype="bfloat16", num_hidden_layers=1, vocab_size=64)
+    group = compile([job("one", base, target_modules=["q_proj", "lm_head"])]).group
+
+    assert why_launched(group) == ()
+    assert why_launched(group, cut=True) == ("multi_lora_linear",)
 
 
 def test_one_job_keeps_its_group_from_it(tmp_path):

@@ -39,20 +39,21 @@ def half_jobs(folder: Path, layers: int = 2, *, head: bool = False, **fields: An
 
     head    adapters on the head too; it computes its losses in several chunks
     """
-    base = _half_base(folder / "half-base", layers)
+    sizes = {"vocab_size": 64} if head else {}
+    base = _half_base(folder / f"half-base{head:d}", layers, sizes)
     targets: Any = ["q_proj", "down_proj", "lm_head"] if head else "all-linear"
     lora = {"r": 8, "lora_dropout": 0.1, "target_modules": targets}
     common = {"learning_rate": 1e-3} | fields
     return [make_job(base, name, seed=n, lora=lora, **common) for n, name in enumerate("abc")]
 
 
-def _half_base(folder: Path, layers: int) -> BaseSpec:
+def _half_base(folder: Path, layers: int, sizes: dict[str, int]) -> BaseSpec:
     """Written by one process while no other reads it."""
     together = dist.is_initialized()
     if together:
         dist.barrier()
     if not together or dist.get_rank() == 0:
-        tiny_base(folder, num_hidden_layers=layers, **WIDE)
+        tiny_base(folder, num_hidden_layers=layers, **(WIDE | sizes))
     if together:
         dist.barrier()
     return BaseSpec(config=folder, dtype="bfloat16", seed=7)
@@ -70,6 +71,8 @@ def replay_rounds(folder: Path, case: Case) -> dict[str, Any]:
     inner: Any = getattr(runner, "inner", runner)
     graphs = inner.graphs
     assert graphs is not None
+    if case.get("head"):
+        graphs.refused = ""
     leaves = [leaf for leaf in model.parameters() if leaf.requires_grad and not leaf.is_meta]
     weights = torch.tensor([0.5, 2.0, 1.0], device=mesh.device)
     parts = mesh.shape.dp * case.get("micro_batches", 1)
