@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -168,6 +169,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=LOSS_BOUNDS, default="float32")
     parser.add_argument("--trl", action="store_true", help="beside TRL, one after the other")
     given = parser.parse_args()
+    # TRL's trainer would spread each job over all GPUs that it sees.
+    os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")
     if given.threads:
         torch.set_num_threads(given.threads)
     runs: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
