@@ -1,11 +1,12 @@
 """The cycle: what models of clients may run now, together, and each one's answer at once.
 
-Each model gives its first request for gradients. One that is large is cut, by its own size alone,
-and gives one piece a cycle: so who asks for little waits for a piece of others, and not for all
-that they ask for. Pieces of all models share one forward and backward, and where they are too many
-for a cycle, fair shares decide whose run. Steps that are due then are done together. A failure is
-the answer of the request that caused it, and of no other. The log is told which pieces ran together
-and how long that took. While completions grow, half of the time is for gradients and steps.
+Each model gives one piece a cycle: the small requests for gradients that it has sent, packed, or a
+part of a large one, which is cut by its own size alone. So who asks for little waits for a piece of
+others, and not for all that they ask for. Pieces of all models share one forward and backward, and
+where they are too many for a cycle, fair shares decide whose run. Steps that are due then are done
+together. A failure is the answer of the request that caused it, and of no other. The log is told
+which pieces ran together and how long that took. While completions grow, half of the time is for
+gradients and steps.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tlora_fx.runtime.group_step import Gathered
 from tlora_fx.runtime.step_batches import Batch, StepOutput, require_batch
 from tlora_fx.training import requests
 from tlora_fx.training.custom_loss import CreateCustomLoss, CustomLoss
-from tlora_fx.training.datums import batch_of, loss_of
+from tlora_fx.training.datums import MICRO_TOKENS, batch_of, loss_of
 from tlora_fx.training.engine import Engine
 from tlora_fx.training.fair_shares import FairShares
 from tlora_fx.training.folders import version_folder
@@ -59,6 +60,8 @@ logger = logging.getLogger(__name__)
 FORWARD, STEP, SAMPLE = "forward_backward", "optim_step", "sample"
 #: Of a cycle; a piece that is larger runs alone.
 CYCLE_TOKENS = 8192
+#: Of a request that is read before its turn. A token and what is said of it take about 20.
+AHEAD_BYTES = 32 * MICRO_TOKENS
 LOADS = ("create_model", "load_model", "load_weights")
 SAVES: Mapping[str, type[requests.SaveWeights]] = {
     "save_weights": requests.SaveWeights,
@@ -96,6 +99,13 @@ class Forward:
         """Tokens of its next piece."""
         return count_tokens(self.pieces[0].micro_batches)
 
+    @property
+    def packing(self) -> tuple[object, ...] | None:
+        """What requests have alike whose samples may share a micro-batch; None: it shares none."""
+        batch = self.pieces[0]
+        whole = len(self.pieces) == 1 and not (self.logprobs or self.forward_only)
+        return (batch.loss, batch.loss_options) if whole and batch.loss in BY_TOKEN else None
+
     def outcome(self) -> Outcome:
         """Its answer, once no piece is left."""
         arrays = [each.double().cpu().numpy() for each in self.logprobs]
@@ -106,6 +116,19 @@ class Forward:
         }
         body = forward_output(arrays, {"loss:sum": self.loss, "tokens:sum": targets, **own})
         return Outcome(self.command, Answer(PROTOBUF, body), self.tokens)
+
+
+def _packed(forwards: Sequence[Forward]) -> Batch:
+    """The next pieces of requests as one micro-batch."""
+    first, *_ = batches = [each.pieces[0] for each in forwards]
+    samples = [sample for each in batches for micro in each.micro_batches for sample in micro]
+    return replace(first, micro_batches=[samples])
+
+
+def _scored(batch: Batch, logprobs: Sequence[Tensor]) -> StepOutput:
+    """The output of a batch from its log-probabilities."""
+    tokens, terms = count_tokens(batch.micro_batches), sum(map(len, logprobs))
+    return StepOutput(loss_of(batch, logprobs), tokens, terms, logprobs=tuple(logprobs))
 
 
 class Cycle:
@@ -130,7 +153,8 @@ class Cycle:
         self.tenants = Tenants(engine, log)
         self.active: frozenset[str] = frozenset()
         self.shares = FairShares(CYCLE_TOKENS)
-        self._running: dict[str, Forward] = {}
+        # By model, the requests of its next piece: several only where they are packed.
+        self._running: dict[str, list[Forward]] = {}
         self._busy: set[str] = set()
         self._obsolete: list[str] = []
         self._starved = False
@@ -206,7 +230,7 @@ class Cycle:
     def _again(self, command: Command) -> None:
         """Run a command whose answer is written; one that failed fails again."""
         if command.kind == FORWARD:
-            self._begin(command)
+            self._begin([command])
             while command.queue in self._running:
                 self._run_pieces([command.queue])
         elif command.kind == STEP:
@@ -218,24 +242,25 @@ class Cycle:
     # Gradients and steps.
 
     def _wave(self, turns: Mapping[str, Sequence[Command]]) -> None:
-        """A piece of each model's first request, and the steps that are due then."""
+        """A piece of each model, and the steps that are due then."""
         outcomes: list[Outcome] = []
-        heads = [own[0] for own in turns.values() if own[0].kind == FORWARD]
-        for command in heads:
-            outcomes += self._begin(command)
+        for own in turns.values():
+            if own[0].kind == FORWARD:
+                outcomes += self._begin(own)
         costs = {
-            model: self._running[model].next_tokens
-            for model in (command.queue for command in heads)
+            model: sum(each.next_tokens for each in self._running[model])
+            for model in turns
             if model in self._running
         }
-        chosen = {self._running[model].command: costs[model] for model in self.shares.choose(costs)}
-        with self._timed(FORWARD, chosen) as ran:
-            outcomes += self._run_pieces([command.queue for command in chosen])
+        chosen = self.shares.choose(costs)
+        tokens = {each.command: each.next_tokens for own in chosen for each in self._running[own]}
+        with self._timed(FORWARD, tokens) as ran:
+            outcomes += self._run_pieces(chosen)
         self._finish(outcomes, ran)
-        done = {outcome.command.queue for outcome in outcomes}
+        done = {outcome.command.number for outcome in outcomes}
         due = {}
         for model, own in turns.items():
-            left = own[1:] if model in done else own
+            left = [command for command in own if command.number not in done]
             if left and left[0].kind == STEP:
                 due[model] = left[0]
         with self._timed(STEP, dict.fromkeys(due.values(), 0)) as ran:
@@ -252,39 +277,66 @@ class Cycle:
         seconds = time.perf_counter() - start
         ran.seconds, self._inside = seconds - self._inside, outside + seconds
 
-    def _begin(self, command: Command) -> list[Outcome]:
-        """Read a request for gradients, if it is not running already; its failure, if it fails."""
-        if command.queue not in self._running:
+    def _begin(self, commands: Sequence[Command]) -> list[Outcome]:
+        """Read what a model runs next; the failure of its first request, if it fails.
+
+        commands   that it may run, in order; the first is for gradients
+        """
+        model = commands[0].queue
+        if model not in self._running:
             try:
-                self._running[command.queue] = self._read(command)
+                self._running[model] = [self._read(commands[0])]
             except Exception as error:  # noqa: BLE001  (it is the answer)
-                return [self._failed(command, error)]
+                return [self._failed(commands[0], error)]
+        # Strict bits depend on rows, which may not depend on when a request arrives.
+        if not is_strict():
+            self._pack(self._running[model], commands)
         return []
 
+    def _pack(self, running: list[Forward], commands: Sequence[Command]) -> None:
+        """Read further small requests, as long as they fit one micro-batch with those before."""
+        packing, left = running[0].packing, MICRO_TOKENS - sum(each.next_tokens for each in running)
+        for command in commands[len(running) :]:
+            if packing is None or left <= 0 or command.kind != FORWARD:
+                return
+            body = self.log.body_of(command)
+            if len(body) > AHEAD_BYTES:
+                return
+            try:
+                forward = self._read(replace(command, body=body))
+            except Exception:  # noqa: BLE001  (it fails again when it comes first)
+                return
+            left -= forward.next_tokens
+            if left < 0 or forward.packing != packing:
+                return
+            running.append(forward)
+
     def _run_pieces(self, models: Iterable[str]) -> list[Outcome]:
-        """Run a piece of the running request of each model; what is done then."""
+        """Run a piece of each model; what is done then."""
         outcomes: list[Outcome] = []
         asked = {model: self._running[model] for model in models}
-        gradients = {model: own for model, own in asked.items() if not own.forward_only}
-        found = self._accumulate(gradients)
-        found |= {
-            model: self._score(model, own) for model, own in asked.items() if own.forward_only
-        }
-        for model, forward in asked.items():
-            output = found[model]
-            wrong = output if isinstance(output, Exception) else output.error
-            if wrong is None:
-                assert not isinstance(output, Exception)
-                assert output.logprobs is not None
-                forward.take(output)
-                if forward.pieces:
-                    continue
-            elif forward.before is not None:
-                self.engine.step.put_back(self.tenants.resident[model].name, forward.before)
-            del self._running[model]
-            failed = None if wrong is None else self._failed(forward.command, wrong)
-            outcomes.append(failed or forward.outcome())
+        found = self._accumulate(
+            {model: own for model, own in asked.items() if not own[0].forward_only}
+        )
+        for model, own in asked.items():
+            outputs = found[model] if model in found else [self._score(model, own[0])]
+            if done := [each for each in map(self._taken, own, outputs) if each is not None]:
+                del self._running[model]
+                outcomes += done
         return outcomes
+
+    def _taken(self, forward: Forward, output: StepOutput | Exception) -> Outcome | None:
+        """Add what a request's piece came to; the request's outcome, once it has one."""
+        wrong = output if isinstance(output, Exception) else output.error
+        if wrong is not None:
+            if forward.before is not None:
+                resident = self.tenants.resident[forward.command.queue]
+                self.engine.step.put_back(resident.name, forward.before)
+            return self._failed(forward.command, wrong)
+        assert not isinstance(output, Exception)
+        assert output.logprobs is not None
+        forward.take(output)
+        return None if forward.pieces else forward.outcome()
 
     def _read(self, command: Command) -> Forward:
         """A request that can be run; raises CommandRefused, StepMisuse."""
@@ -310,42 +362,58 @@ class Cycle:
             forward.before = self.engine.step.gathered(resident.name)
         return forward
 
-    def _accumulate(self, asked: Mapping[str, Forward]) -> dict[str, StepOutput | Exception]:
-        """Gradients of one piece of each model, together."""
+    def _accumulate(
+        self, asked: Mapping[str, Sequence[Forward]]
+    ) -> dict[str, list[StepOutput | Exception]]:
+        """Gradients of one piece of each model, together; what each request came to."""
         if not asked:
             return {}
         if len(asked) > 1 and is_strict() and self.engine.step.mesh.device.type == "cpu":
             # Its products round a token's numbers by how many tokens there are.
-            return {model: self._accumulate({model: each})[model] for model, each in asked.items()}
-        by_token = {model: each for model, each in asked.items() if each.pieces[0].loss in BY_TOKEN}
+            return self._one_by_one(asked)
+        by_token = {model: own for model, own in asked.items() if own[0].pieces[0].loss in BY_TOKEN}
         if 0 < len(by_token) < len(asked):
             # A loss of sequences would change how its neighbours' rows run.
-            rest = {model: each for model, each in asked.items() if model not in by_token}
+            rest = {model: own for model, own in asked.items() if model not in by_token}
             return self._accumulate(by_token) | self._accumulate(rest)
         names = {self.tenants.resident[model].name: model for model in asked}
-        batches = {name: asked[model].pieces[0] for name, model in names.items()}
-        try:
-            outputs = self.engine.step.accumulate(batches)
-            return {names[name]: output for name, output in outputs.items()}
-        except Exception as error:  # noqa: BLE001  (it is the answer)
-            if len(asked) == 1:
-                return dict.fromkeys(asked, error)
-        # It was no single model's fault; alone, some may fit.
+        batches = {name: _packed(asked[model]) for name, model in names.items()}
         found: dict[str, StepOutput | Exception] = {}
-        for model, each in asked.items():
-            found |= self._accumulate({model: each})
-        return found
+        try:
+            for name, output in self.engine.step.accumulate(batches).items():
+                found[names[name]] = output
+        except Exception as error:  # noqa: BLE001  (it is the answer)
+            if len(asked) > 1:
+                # It was no single model's fault; alone, some may fit.
+                return self._one_by_one(asked)
+            found = dict.fromkeys(asked, error)
+        return {model: self._outputs(model, own, found[model]) for model, own in asked.items()}
+
+    def _one_by_one(
+        self, asked: Mapping[str, Sequence[Forward]]
+    ) -> dict[str, list[StepOutput | Exception]]:
+        return {model: self._accumulate({model: own})[model] for model, own in asked.items()}
+
+    def _outputs(
+        self, model: str, own: Sequence[Forward], output: StepOutput | Exception
+    ) -> list[StepOutput | Exception]:
+        """What each request of a piece came to."""
+        if len(own) == 1:
+            return [output]
+        if isinstance(output, Exception) or output.error is not None:
+            # Alone, those that are not at fault do not fail.
+            return [each for one in own for each in self._accumulate({model: [one]})[model]]
+        logprobs = iter(output.logprobs or ())
+        batches = [each.pieces[0] for each in own]
+        return [_scored(each, [*islice(logprobs, len(each.micro_batches[0]))]) for each in batches]
 
     def _score(self, model: str, forward: Forward) -> StepOutput | Exception:
         """The loss and log-probabilities of one piece, without gradients."""
         name, batch = self.tenants.resident[model].name, forward.pieces[0]
         try:
-            logprobs = self.engine.step.score({name: batch.micro_batches})[name]
-            loss = loss_of(batch, logprobs)
+            return _scored(batch, self.engine.step.score({name: batch.micro_batches})[name])
         except Exception as error:  # noqa: BLE001  (it is the answer)
             return error
-        tokens = count_tokens(batch.micro_batches)
-        return StepOutput(loss, tokens, sum(map(len, logprobs)), logprobs=logprobs)
 
     def _step(self, due: Mapping[str, Command]) -> list[Outcome]:
         """One optimizer step of each of these models."""
