@@ -11,8 +11,10 @@ Tenants send one request for gradients and one optimizer step each. Arms take tu
     cycle       the same requests by the command log and a cycle; they are in the log already
 
 Before they are timed, losses and norms of gradients of each tenant are compared with those that it
-has alone. Then: one client over HTTP that waits for each answer, and models that are created,
-parked and brought back. The page cache forgets a snapshot before it is read from disk.
+has alone. Then tenants that send several requests before their step, by a cycle (`cycle`) and by
+one call of `GroupStep` for each request of all tenants (`calls`). Then: one client over HTTP that
+waits for each answer, and models that are created, parked and brought back. The page cache forgets
+a snapshot before it is read from disk.
 """
 
 from __future__ import annotations
@@ -106,6 +108,8 @@ def measured(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Fig
         _disturb(cycle, client)
     for length in given.lengths:
         yield f"{length} tokens a request", bench.arms(length)
+        name = f"{given.requests} requests of {length} tokens a step"
+        yield name, bench.accumulated(length)
     if (graphs := engine.step.graphs) is not None:
         numbers = ("captured", "rows_run", "rows_replayed", "skipped_no_memory", "refused")
         yield "graphs", {name: getattr(graphs, name) for name in numbers}
@@ -201,10 +205,34 @@ class Bench:
             for client, forward, step in futures
         }
 
-    def sent(self, data: dict[str, list[Any]]) -> float:
+    def accumulated(self, length: int) -> Figures:
+        """Milliseconds of tenants that send several requests for gradients before each step."""
+        data, step, count = self.data(length), self.cycle.engine.step, self.given.requests
+        batches = {
+            self.cycle.tenants.resident[client.model].name: batch_of(
+                read_request(_body(client, data[client.model])), None
+            )
+            for client in self.clients
+        }
+
+        def calls() -> None:
+            for _ in range(count):
+                step.accumulate(batches)
+            step.apply({name: {"lr": 0.0, "weight_decay": 0.0} for name in batches})
+
+        times: dict[str, list[float]] = {"calls": [], "cycle": []}
+        for _ in range(self.repeats):
+            times["calls"].append(1e3 * self.timed(calls))
+            times["cycle"].append(1e3 * self.sent(data, count))
+        figures: Figures = {name: _spread(own[self.given.warm_up :]) for name, own in times.items()}
+        gain = figures["calls"]["median"] / figures["cycle"]["median"]
+        return figures | {"gain": _figure(gain)}
+
+    def sent(self, data: dict[str, list[Any]], requests: int = 1) -> float:
         """Seconds of the cycle alone: the requests are in the log before."""
         for client in self.clients:
-            client.forward_backward(data[client.model])
+            for _ in range(requests):
+                client.forward_backward(data[client.model])
             client.optim_step(**STILL)
         return self.timed(lambda: _run_all(self.cycle))
 
@@ -438,6 +466,7 @@ def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__, layers=32)
     parser.add_argument("--lengths", type=int, nargs="+", default=[64, 160, 640])
     parser.add_argument("--tenants", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=20)
     return parser.parse_args(words)

@@ -23,6 +23,14 @@ def test_arms_are_compared_and_timed(found):
     )
 
 
+def test_several_requests_before_a_step_are_timed(found):
+    figures = found["4 requests of 16 tokens a step"]
+
+    assert figures["gain"] == pytest.approx(
+        figures["calls"]["median"] / figures["cycle"]["median"], rel=1e-2
+    )
+
+
 def test_a_step_over_http_and_models_that_move_are_timed(found):
     wire, models = found["http"], found["models"]
 
