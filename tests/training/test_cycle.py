@@ -31,6 +31,7 @@ from tests.training.clients import (
 from tlora_fx.ops.kernels.select import strict
 from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.tracing.adapters import written_config
+from tlora_fx.training import datums
 from tlora_fx.training.folders import copy_version
 from tlora_fx.training.log import CommandLog
 from tlora_fx.training.times import REASONS, explained
@@ -524,6 +525,33 @@ def test_a_long_request_is_cut_by_its_own_size(tmp_path):
 def long_data(count=5, key=1):
     draw = random.Random(key)
     return [datum([draw.randrange(3, VOCABULARY) for _ in range(900)]) for _ in range(count)]
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_what_runs_again_is_cut_as_it_was(tmp_path, monkeypatch, strictly, noted):
+    """Also where requests are cut otherwise by now; a log that does not say how is read too."""
+    cycle = cycle_of(tmp_path)
+    client = Client(cycle.log, config=CONFIGS[0])
+    number = client.forward_backward(long_data())
+    run_all(cycle)
+    answer = client.result(number)
+    client.optim_step(**SCALED)
+    run_all(cycle)
+    expected = adapter(cycle, client)
+    assert cycle.log.done_since(client.model, 0)[0].cuts == (2, 2, 1)
+    if not noted:
+        with cycle.log._change() as base:
+            base.execute("DROP TABLE cuts")
+    cycle.log.close()
+    monkeypatch.setattr(datums, "MICRO_TOKENS", 3000)
+    cycle = cycle_of(tmp_path)
+    client.log, found = cycle.log, adapter(cycle, client)
+
+    assert client.result(number)[0] == answer[0]
+    assert_same(found, expected, 0 if noted else 1e-9)
+    if not noted:
+        with pytest.raises(AssertionError):
+            assert_same(found, expected, 0)
 
 
 def test_a_small_request_waits_for_a_piece_of_a_large_one(tmp_path):

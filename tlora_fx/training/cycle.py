@@ -74,11 +74,13 @@ class Forward:
     """A request for gradients or log-probabilities that was read and checked, as far as it is.
 
     pieces   micro-batches that are still to run, as batches
+    cuts     data of each of all its pieces
     before   what its model had gathered when it began
     """
 
     command: Command
     pieces: deque[Batch]
+    cuts: tuple[int, ...]
     forward_only: bool
     before: Gathered | None = None
     loss: float = 0.0
@@ -115,7 +117,7 @@ class Forward:
             for name, value in self.metrics.items()
         }
         body = forward_output(arrays, {"loss:sum": self.loss, "tokens:sum": targets, **own})
-        return Outcome(self.command, Answer(PROTOBUF, body), self.tokens)
+        return Outcome(self.command, Answer(PROTOBUF, body), self.tokens, cuts=self.cuts)
 
 
 def _packed(forwards: Sequence[Forward]) -> Batch:
@@ -345,7 +347,7 @@ class Cycle:
         if request.loss == "custom":
             name = str(request.options.get("loss_id"))
             custom = self._custom_loss(self.log.loss(name, command.user))
-        batch = batch_of(request, self.engine.positions, custom)
+        batch = batch_of(request, self.engine.positions, custom, command.cuts)
         resident = self.tenants.resident[command.queue]
         vocabulary = self.engine.step.model.group.vocabulary
         job = self.tenants.member(command.queue).job
@@ -356,7 +358,8 @@ class Cycle:
             for at, micro in enumerate(batch.micro_batches):
                 loss = partial(custom, [*islice(said, len(micro))])
                 pieces[at] = replace(pieces[at], loss=loss)
-        forward = Forward(command, pieces, request.forward_only)
+        cuts = tuple(map(len, batch.micro_batches))
+        forward = Forward(command, pieces, cuts, request.forward_only)
         if len(pieces) > 1 and not request.forward_only:
             # Of a single piece that fails, nothing stays anyway.
             forward.before = self.engine.step.gathered(resident.name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -40,12 +41,16 @@ INSTEAD = {
 
 
 def batch_of(
-    request: ForwardBackward, positions: int | None, custom: CustomLoss | None = None
+    request: ForwardBackward,
+    positions: int | None,
+    custom: CustomLoss | None = None,
+    cuts: Sequence[int] = (),
 ) -> Batch:
     """The batch that a request asks to learn from.
 
     positions   tokens of a sequence at most; None: any number
     custom      the loss "custom"; who runs a micro-batch tells it what its data say
+    cuts        data of each micro-batch, where the request ran before
     raises      CommandRefused for a loss that is not there and data that does not fit it. Whether
                 the base knows the tokens, and the loss the options, is `require_batch`'s to say
     """
@@ -73,7 +78,7 @@ def batch_of(
         data = [replace(each, inputs=_only_targets(each.inputs)) for each in data]
     samples = [_sample(at, datum, request.loss, positions) for at, datum in enumerate(data)]
     loss: Any = custom or request.loss
-    return Batch(_cut(samples), loss=loss, loss_options=options, reduction="sum")
+    return Batch(_cut(samples, cuts), loss=loss, loss_options=options, reduction="sum")
 
 
 def _sample(at: int, datum: Datum, loss: str, positions: int | None) -> Sample:
@@ -126,8 +131,14 @@ def _only_targets(inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name: each for name, each in inputs.items() if name == TARGETS}
 
 
-def _cut(samples: Sequence[Sample]) -> list[list[Sample]]:
-    """Micro-batches of whole samples, each of MICRO_TOKENS at most or of one sample."""
+def _cut(samples: Sequence[Sample], cuts: Sequence[int]) -> list[list[Sample]]:
+    """Micro-batches of whole samples, each of MICRO_TOKENS at most or of one sample.
+
+    cuts   samples of each; empty: none of them is known
+    """
+    if cuts:
+        left = iter(samples)
+        return [[*islice(left, count)] for count in cuts]
     cut: list[list[Sample]] = []
     size = MICRO_TOKENS
     for sample in samples:

@@ -9,7 +9,8 @@ snapshot has; bodies from there on are kept, to run again after a kill. A sample
 numbers too, by which repeats are recognised, but no order.
 
 Each cycle that computed something is there too, with the pieces that it ran together. A piece's
-seconds are its part of the cycle's, by tokens. `usage` adds them up by user.
+seconds are its part of the cycle's, by tokens. `usage` adds them up by user. `cuts` says how a
+request that was answered had been cut, so that it runs again the same way after an upgrade.
 
 A commit survives a kill of its process. A power failure may lose the last ones, which clients
 then repeat, for nobody knows their futures any more.
@@ -70,6 +71,7 @@ CREATE TABLE IF NOT EXISTS pieces (
     command INTEGER NOT NULL, cycle INTEGER NOT NULL, tokens INTEGER NOT NULL,
     seconds REAL NOT NULL, PRIMARY KEY (command, cycle)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS pieces_cycle ON pieces (cycle);
+CREATE TABLE IF NOT EXISTS cuts (command INTEGER PRIMARY KEY, counts TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS usage (
     user TEXT NOT NULL, kind TEXT NOT NULL, requests INTEGER NOT NULL, tokens INTEGER NOT NULL,
     seconds REAL NOT NULL, PRIMARY KEY (user, kind)) WITHOUT ROWID;
@@ -82,6 +84,7 @@ class Command:
 
     number   of the whole log; its future is called by it
     queue    the model's or sampler's id
+    cuts     data of each of its pieces when it ran; empty where it has not, or nobody noted it
     """
 
     number: int
@@ -90,6 +93,7 @@ class Command:
     seq: int
     kind: str
     body: bytes
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +155,7 @@ class Outcome:
     checkpoint   that it made
     sampler      that it made
     config       of the adapter that it gave a model
+    cuts         as of `Command`
     """
 
     command: Command
@@ -159,6 +164,7 @@ class Outcome:
     checkpoint: Checkpoint | None = None
     sampler: Sampler | None = None
     config: Mapping[str, Any] | None = None
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
@@ -465,16 +471,21 @@ class CommandLog:
         Those that failed are left out, but for steps: one that fails may drop gradients.
         """
         rows = self._rows(
-            "SELECT number, commands.user, queue, seq, kind, body FROM commands "
-            "JOIN models ON models.id = queue WHERE queue = ? AND seq > ? AND seq <= ran "
+            "SELECT number, commands.user, queue, seq, kind, body, counts FROM commands "
+            "JOIN models ON models.id = queue LEFT JOIN cuts ON command = number "
+            "WHERE queue = ? AND seq > ? AND seq <= ran "
             "AND (NOT failed OR kind = 'optim_step') ORDER BY seq",
             model, seq,
         )  # fmt: skip
-        return [self._command(row, bytes(row["body"])) for row in rows]
+        return [
+            self._command(row, bytes(row["body"]), json.loads(row["counts"] or "[]"))
+            for row in rows
+        ]
 
     @staticmethod
-    def _command(row: sqlite3.Row, body: bytes = b"") -> Command:
-        return Command(row["number"], row["user"], row["queue"], row["seq"], row["kind"], body)
+    def _command(row: sqlite3.Row, body: bytes = b"", cuts: Iterable[int] = ()) -> Command:
+        number, user, queue, seq, kind, *_ = row
+        return Command(number, user, queue, seq, kind, body, tuple(cuts))
 
     def finish(self, outcomes: Iterable[Outcome], ran: Ran | None = None) -> None:
         """Write what commands came to; one that has an answer already keeps it.
@@ -497,6 +508,9 @@ class CommandLog:
                 )  # fmt: skip
                 if written.rowcount:
                     self._use(base, command, requests=1, tokens=each.tokens)
+                    if each.cuts:
+                        cuts = (command.number, json.dumps(each.cuts))
+                        base.execute("INSERT INTO cuts VALUES (?, ?)", cuts)
                 base.execute(
                     "UPDATE models SET ran = max(ran, ?) WHERE id = ?", (command.seq, command.queue)
                 )
@@ -550,7 +564,8 @@ class CommandLog:
             "WHERE done < ? AND seq <= coalesce(kept, seq) AND kind != 'create_custom_loss'"
         )
         with self._change() as base:
-            base.execute(f"DELETE FROM pieces WHERE command IN ({old})", (before,))  # noqa: S608
+            for table in ("pieces", "cuts"):
+                base.execute(f"DELETE FROM {table} WHERE command IN ({old})", (before,))  # noqa: S608
             base.execute(f"DELETE FROM commands WHERE number IN ({old})", (before,))  # noqa: S608
             base.execute(
                 "DELETE FROM cycles WHERE began < ? AND number NOT IN (SELECT cycle FROM pieces)",
