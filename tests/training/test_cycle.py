@@ -31,7 +31,7 @@ from tests.training.clients import (
 from tlora_fx.ops.kernels.select import strict
 from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.tracing.adapters import written_config
-from tlora_fx.training import datums
+from tlora_fx.training import datums, tenants
 from tlora_fx.training.folders import copy_version
 from tlora_fx.training.log import CommandLog
 from tlora_fx.training.times import REASONS, explained
@@ -422,6 +422,32 @@ def test_gathered_gradients_survive_others_that_take_the_slots(tmp_path, parked_
     run_all(cycle)
 
     assert_same(adapter(cycle, first), adapter(cycle, alone), 0)
+
+
+@pytest.mark.parametrize(("dirty", "late", "stays"), [(1, 0, True), (1, 1, False), (4, 0, False)])
+def test_gradients_that_a_step_is_about_to_use_keep_their_place(
+    tmp_path, monkeypatch, dirty, late, stays
+):
+    """While others can make room, and for a while; that of who waits longest is free first."""
+    cycle = cycle_of(tmp_path)
+    clients = [Client(cycle.log) for _ in range(engine().options.residents)]
+    for at, client in enumerate(clients):
+        run_all(cycle)
+        client.forward_backward(GOOD)
+        if at >= dirty:
+            client.optim_step()
+        run_all(cycle)
+    monkeypatch.setattr(tenants, "STEP_SECONDS", 0.0 if late else math.inf)
+    other = Client(cycle.log)
+    step = [other.forward_backward(GOOD), other.optim_step()][1]
+    run_all(cycle)
+
+    assert other.result(step)["metrics"]["step"] == 1
+    assert (clients[0].model in cycle.tenants.resident) == stays
+    assert (clients[1].model in cycle.tenants.resident) != stays
+    step = clients[0].optim_step()
+    run_all(cycle)
+    assert clients[0].result(step)["metrics"]["step"] == 1
 
 
 GOOD = [datum([5, 6, 7, 8])]

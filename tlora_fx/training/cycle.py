@@ -206,7 +206,7 @@ class Cycle:
         raises   NoRoom; CommandRefused where it was never made; CheckpointError
         """
         if name in self.tenants.resident:
-            self.tenants.resident.move_to_end(name)
+            self.tenants.use(name)
             return
         # Before the log is read: it names the snapshot that is there.
         self.tenants.settle(name)

@@ -1,8 +1,9 @@
 """Which models and versions lie in the banks, and which wait in main memory or on disk.
 
 What was used longest ago makes room for another one: a model waits in main memory, with what it has
-gathered, and where that is full, on disk. A model on disk is a snapshot of all that, and the
-commands that have run since; so is one whose trainer was killed.
+gathered, and where that is full, on disk. One with gradients that a step is about to use goes only
+where no other can. A model on disk is a snapshot of all that, and the commands that have run since;
+so is one whose trainer was killed.
 
 A thread writes snapshots, one at a time, from copies that were made between cycles. Until one is in
 the log, the one before it counts.
@@ -15,7 +16,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from tlora_fx.training.versions import (
 logger = logging.getLogger(__name__)
 #: Of the main memory that is free when a trainer starts, the share for models that wait there.
 PARKED_SHARE = 0.25
+#: After its last request, for which a model with gradients is taken to be about to step.
+STEP_SECONDS = 60.0
 #: The base alone: an adapter of zeros.
 _NOTHING: Mapping[str, Any] = {**dict.fromkeys(PARTS, True), "rank": 8, "seed": 0}
 
@@ -56,6 +59,7 @@ class Resident:
     ran      the last command that its weights have
     kept     the last one that its snapshot has
     since    seconds of the cycles that it took part in since then
+    used     when it was needed last, by the monotonic clock
     """
 
     name: str
@@ -64,6 +68,7 @@ class Resident:
     ran: int = -1
     kept: int = -1
     since: float = 0.0
+    used: float = field(default_factory=time.monotonic)
 
 
 class Tenants:
@@ -90,6 +95,11 @@ class Tenants:
     def is_dirty(self, key: str) -> bool:
         """Whether a resident has gathered gradients."""
         return self.engine.step.has_gathered(self.resident[key].name)
+
+    def use(self, key: str) -> None:
+        """Note that a resident is needed now."""
+        self.resident.move_to_end(key)
+        self.resident[key].used = time.monotonic()
 
     def make(
         self, model: str, config: Mapping[str, Any], version: Version | None,
@@ -137,7 +147,7 @@ class Tenants:
             resident = Resident(folder_name(key), version.config)
             version = Version(version.config, version.adapter)
             self._let_in(key, resident, version if folder else None, busy)
-        self.resident.move_to_end(key)
+        self.use(key)
         return key
 
     def read(self, folder: str) -> Version:
@@ -233,6 +243,7 @@ class Tenants:
                 if not self._make_room(busy):
                     raise NoRoom from None
         self.resident[key] = resident
+        self.use(key)
         try:
             if version is not None and state is None:
                 load_adapter(self.member(key).parameters, version.adapter, f"a version for {key}")
@@ -244,13 +255,17 @@ class Tenants:
 
     def _make_room(self, busy: Collection[str]) -> bool:
         """Let the one go that was used longest ago; False where none may."""
-        for key, resident in self.resident.items():
-            if key not in busy:
-                if resident.model is not None:
-                    self._park(key)
-                self.leave(key)
-                return True
-        return False
+        idle = sorted((key for key in self.resident if key not in busy), key=self._is_amid_step)
+        for key in idle[:1]:
+            if self.resident[key].model is not None:
+                self._park(key)
+            self.leave(key)
+        return bool(idle)
+
+    def _is_amid_step(self, key: str) -> bool:
+        """Whether a resident has gradients that a step is about to use."""
+        late = time.monotonic() - self.resident[key].used > STEP_SECONDS
+        return not late and self.is_dirty(key)
 
     def _park(self, model: str) -> None:
         """Copy a resident to main memory; those who wait there longest go on to the disk."""
