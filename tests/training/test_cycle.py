@@ -31,6 +31,7 @@ from tests.training.clients import (
 from tlora_fx.ops.kernels.select import strict
 from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.tracing.adapters import written_config
+from tlora_fx.training import cycle as cycle_module
 from tlora_fx.training import datums, tenants
 from tlora_fx.training.folders import copy_version
 from tlora_fx.training.log import CommandLog
@@ -448,6 +449,26 @@ def test_gradients_that_a_step_is_about_to_use_keep_their_place(
     step = clients[0].optim_step()
     run_all(cycle)
     assert clients[0].result(step)["metrics"]["step"] == 1
+
+
+@pytest.mark.parametrize("seconds", [0.0, math.inf])
+def test_the_log_says_who_has_waited_for_a_place(tmp_path, monkeypatch, seconds):
+    """As long as it waits, and from when it has for a while."""
+    monkeypatch.setattr(cycle_module, "WAITING_SECONDS", seconds)
+    cycle = cycle_of(tmp_path)
+    clients = [Client(cycle.log) for _ in range(engine().options.residents)]
+    run_all(cycle)
+    for each in clients:
+        each.forward_backward(long_data())
+    last = Client(cycle.log)
+    waiting = []
+    while cycle.run():
+        waiting.append([cycle.log.waits_for_place(each) for each in (1, last.created)])
+
+    assert waiting[0] == [False, not seconds]
+    assert waiting[-1] == [False, False]
+    assert cycle.log.facts().get("waiting", []) == []
+    assert last.result(last.created)["model_id"] == last.model
 
 
 GOOD = [datum([5, 6, 7, 8])]

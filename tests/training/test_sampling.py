@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.training.clients import VOCABULARY, Client, cycle_of, datum, engine, run_all
+from tlora_fx.training import cycle as cycle_module
 from tlora_fx.training.log import PROTOBUF
 from tlora_fx.training.messages import _CLASS
 from tlora_fx.training.process import tidy
@@ -135,6 +136,34 @@ def test_gradients_do_not_wait_until_completions_are_done(cycle, client, sampler
     seconds = {row["kind"]: row["own"] for row in cycle.log.times(limit=4)}
     span = done[found] - min(row["made"] for row in cycle.log.times(limit=4))
     assert sum(seconds.values()) < span * 1.05
+
+
+def test_a_model_without_a_place_waits_until_completions_are_done(
+    cycle, client, sampler, monkeypatch
+):
+    """And the log says so."""
+    monkeypatch.setattr(cycle_module, "WAITING_SECONDS", 0.0)
+    other, futures, between = Client(cycle.log), [], engine().sampler.between
+    run_all(cycle)
+    cycle.tenants._park(other.model)
+    cycle.tenants.leave(other.model)
+    states = []
+
+    def interrupted():
+        if not futures:
+            futures.append(other.forward_backward([datum([5, 6, 7, 8])]))
+        cycle._next_wave = 0.0
+        between()
+        states.append(cycle.log.waits_for_place(futures[0]))
+
+    monkeypatch.setattr(engine().sampler, "between", interrupted)
+    client.sample(sampler, 1, PROMPT)
+    run_all(cycle)
+
+    assert states
+    assert all(states)
+    assert not cycle.log.waits_for_place(futures[0])
+    assert other.result(futures[0])[0]["tokens:sum"] == 3
 
 
 def test_log_probabilities_are_the_trainers(cycle, client, sampler):

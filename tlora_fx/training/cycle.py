@@ -40,6 +40,7 @@ from tlora_fx.training.folders import version_folder
 from tlora_fx.training.log import (
     LOSS,
     PROTOBUF,
+    WAITING,
     Answer,
     Checkpoint,
     Command,
@@ -62,6 +63,8 @@ FORWARD, STEP, SAMPLE = "forward_backward", "optim_step", "sample"
 CYCLE_TOKENS = 8192
 #: Of a request that is read before its turn. A token and what is said of it take about 20.
 AHEAD_BYTES = 32 * MICRO_TOKENS
+#: After which a model or sampler that finds no place is said to wait for one.
+WAITING_SECONDS = 5.0
 LOADS = ("create_model", "load_model", "load_weights")
 SAVES: Mapping[str, type[requests.SaveWeights]] = {
     "save_weights": requests.SaveWeights,
@@ -159,6 +162,10 @@ class Cycle:
         self._running: dict[str, list[Forward]] = {}
         self._busy: set[str] = set()
         self._obsolete: list[str] = []
+        # Models and samplers without a place, since when, and of which the log was told.
+        self._denied: set[str] = set()
+        self._waiting: dict[str, float] = {}
+        self._told: list[str] = []
         self._starved = False
         # Seconds of what was timed inside of something else that is, and when a wave may interrupt.
         self._inside = self._next_wave = 0.0
@@ -168,7 +175,7 @@ class Cycle:
     def run(self) -> bool:
         """Run a piece of each of what may run now; False where nothing may."""
         runnable = self.log.runnable()
-        self._busy = set(self._running)
+        self._busy, self._denied = set(self._running), set()
         samples = [c for own in runnable.values() for c in own if c.kind == SAMPLE]
         ran = False
         if self._starved:
@@ -189,6 +196,7 @@ class Cycle:
                     self._finish([self._alone(head)])
             except NoRoom:
                 self._busy.discard(head.queue)
+                self._denied.add(head.queue)
                 continue
             except (OSError, sqlite3.Error):
                 raise
@@ -198,7 +206,18 @@ class Cycle:
         if turns:
             self.active = frozenset(turns)
             self._wave(turns)
-        return (bool(samples) and self._sample(samples)) or ran
+        ran = (bool(samples) and self._sample(samples)) or ran
+        self._tell(self._denied)
+        return ran
+
+    def _tell(self, denied: set[str]) -> None:
+        """Let the log say who has waited for a place for a while."""
+        now = time.monotonic()
+        self._waiting = {queue: self._waiting.get(queue, now) for queue in sorted(denied)}
+        late = [at for at, since in self._waiting.items() if now - since >= WAITING_SECONDS]
+        if late != self._told:
+            self.log.tell({WAITING: late})
+            self._told = late
 
     def bring(self, name: str) -> None:
         """See that a model is in the banks, with all that has run.
@@ -571,6 +590,7 @@ class Cycle:
                 asked.append(read_sample(replace(command, body=body), key, self.tenants))
             except NoRoom:
                 self._starved = True
+                self._denied.add(command.queue)
             except Exception as error:  # noqa: BLE001  (it is the answer)
                 outcomes.append(self._failed(command, error))
         tokens = {each.command: len(each.prompt) for each in asked}
@@ -584,12 +604,10 @@ class Cycle:
         """Run gradients and steps while completions grow, of models that are there already."""
         if (start := time.perf_counter()) < self._next_wave:
             return
-        resident = self.tenants.resident
-        turns = {
-            model: own
-            for model, own in self.log.runnable().items()
-            if model in resident and own[0].kind in (FORWARD, STEP)
-        }
+        runnable, resident = self.log.runnable(), self.tenants.resident
+        asked = {model: own for model, own in runnable.items() if own[0].kind in (FORWARD, STEP)}
+        turns = {model: own for model, own in asked.items() if model in resident}
+        self._tell(self._denied | asked.keys() - turns.keys())
         if turns:
             with torch.enable_grad():
                 self._wave(turns)

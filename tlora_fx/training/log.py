@@ -39,6 +39,8 @@ SESSION_SECONDS = 3600.0
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
 CREATE = ("create_model", "load_model")
 LOSS = "create_custom_loss"
+#: The fact that says which models and samplers have waited for a place in memory for a while.
+WAITING = "waiting"
 Kind = Literal["weights", "sampler_weights"]
 
 _TABLES = """
@@ -442,6 +444,11 @@ class CommandLog:
         if row["done"] is None:
             return None
         return Answer(row["media"], row["answer"], bool(row["failed"]))
+
+    def waits_for_place(self, number: int) -> bool:
+        """Whether a command waits for others to make room for its model or sampler."""
+        rows = self._rows("SELECT queue FROM commands WHERE number = ?", number)
+        return bool({row["queue"] for row in rows}.intersection(self.facts().get(WAITING, ())))
 
     # What the trainer reads and writes.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from tlora_fx.training.bell import Bell
 from tlora_fx.training.cycle import Cycle
 from tlora_fx.training.engine import Engine
-from tlora_fx.training.log import CommandLog
+from tlora_fx.training.log import WAITING, CommandLog
 
 logger = logging.getLogger(__name__)
 #: For which a cycle waits for models that took part in the one before.
@@ -38,7 +38,7 @@ def run_commands(
         {
             "base_model": options.base_name, "tokenizer": options.tokenizer,
             "max_context": None if engine.positions is None else engine.positions - 1,
-            "sampleable": engine.sampler is not None,
+            "sampleable": engine.sampler is not None, WAITING: [],
         }
     )  # fmt: skip
     with log.held(ended):

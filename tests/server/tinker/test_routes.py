@@ -14,7 +14,15 @@ from tests.server.tinker.serving import serving
 from tests.training.clients import datum, request
 from tlora_fx.server.ledger import User
 from tlora_fx.training.bell import Bell
-from tlora_fx.training.log import Checkpoint, Command, CommandLog, Outcome, Ran, json_answer
+from tlora_fx.training.log import (
+    WAITING,
+    Checkpoint,
+    Command,
+    CommandLog,
+    Outcome,
+    Ran,
+    json_answer,
+)
 from tlora_fx.training.messages import _CLASS
 from tlora_fx.training.times import REASONS
 
@@ -130,7 +138,7 @@ def test_a_future_says_try_again_and_can_be_fetched_again(asked):
     number = asked.model(asked.session())["request_id"]
     body = {"request_id": number, "allow_metadata_only": True}
     waiting = asked.post("/retrieve_future", body).json()
-    assert waiting == {"type": "try_again", "request_id": number, "queue_state": "active"}
+    assert (waiting["type"], waiting["request_id"]) == ("try_again", number)
     asked.finish({"model_id": "x"})
 
     assert [asked.post("/retrieve_future", body).json() for _ in range(2)] == [
@@ -139,6 +147,30 @@ def test_a_future_says_try_again_and_can_be_fetched_again(asked):
     with serving(asked.folder) as (address, socket, service):
         again = Asked(address, socket, service, asked.folder)
         assert again.post("/retrieve_future", body).json() == {"model_id": "x"}
+
+
+def test_a_future_says_what_it_waits_for(asked):
+    """A trainer, a place for its model, or nothing but its turn."""
+    number = asked.model(asked.session())["request_id"]
+    body, states = {"request_id": number}, []
+
+    def ask():
+        answer = asked.post("/retrieve_future", body).json()
+        states.append((answer["queue_state"], answer.get("queue_state_reason", "")))
+
+    ask()
+    bell = Bell(asked.socket)
+    assert bell.wait(300)
+    ask()
+    [queue] = asked.log.runnable()
+    for waiting in ([queue], ["another"]):
+        asked.log.tell({WAITING: waiting})
+        ask()
+    bell.close()
+
+    assert [state for state, _ in states] == ["paused_capacity", "active"] * 2
+    assert "no trainer" in states[0][1]
+    assert "a place in memory" in states[2][1]
 
 
 @pytest.mark.parametrize("number", ["7", "x", "-1", "9" * 30, "1.5"])

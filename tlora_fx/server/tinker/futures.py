@@ -56,6 +56,16 @@ class Futures:
             if not self._waiting[number]:
                 del self._waiting[number]
 
+    def queue_state(self, number: int) -> dict[str, str]:
+        """How a client is told what its command waits for."""
+        if self._bell is None:
+            reason = "no trainer runs at the moment, and one is started"
+        elif self.log.waits_for_place(number):
+            reason = "it waits for a place in memory until requests of others are done"
+        else:
+            return {"queue_state": "active"}
+        return {"queue_state": "paused_capacity", "queue_state_reason": reason}
+
     async def listen(self) -> None:
         """Hear the trainer, whenever there is one, until cancelled."""
         while True:

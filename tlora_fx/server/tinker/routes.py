@@ -407,10 +407,13 @@ async def retrieve_future(body: OfFuture, by: By) -> Response:
     """What a command came to; fetched as often as one likes."""
     if not body.request_id.isdecimal() or len(body.request_id) > 18:
         raise RequestGone("there is no such future", found=body.request_id[:80])
-    answer = await by.tinker.futures.wait(by.user.name, int(body.request_id))
+    number, futures = int(body.request_id), by.tinker.futures
+    answer = await futures.wait(by.user.name, number)
     if answer is not None:
         return Response(answer.body, media_type=answer.media)
-    content = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
+    content = {
+        "type": "try_again", "request_id": body.request_id, **futures.queue_state(number)
+    }  # fmt: skip
     return Response(json.dumps(content), media_type="application/json")
 
 
