@@ -194,3 +194,29 @@ def test_users_have_tokens_and_see_only_their_own(tmp_path):
             run_client(BEGIN + _USERS, address, "tml-wrong")
 
     assert found == ["RequestFailedError", "NotFoundError"]
+
+
+_PAUSED = """
+import logging, os
+from tinker.lib import queue_state_logger
+
+class Ends(logging.Handler):
+    def emit(self, record):
+        if "is paused" in (text := record.getMessage()):
+            print(text, flush=True)
+            os._exit(0)
+
+# Of a pause, the client says nothing for a quarter of an hour.
+queue_state_logger.PAUSE_GRACE_PERIOD = 0
+logging.getLogger("tinker").addHandler(Ends())
+made(rank=8)
+"""
+
+
+def test_a_client_says_why_it_is_paused(tmp_path):
+    """There is no trainer yet."""
+    with serving(tmp_path, seconds=0.2) as (address, *_):
+        said = run_client(BEGIN + _PAUSED, address, "tml-any")
+
+    assert "Model creation for tlora-fx/small is paused" in said
+    assert "Reason: no trainer runs at the moment" in said
