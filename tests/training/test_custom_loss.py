@@ -144,6 +144,65 @@ def test_numbers_that_grow_end_the_request_and_not_the_trainer(tmp_path):
     assert client.result(good)[0]["tokens:sum"] == 6
 
 
+FAILS = {
+    "a shape": (lambda logprobs: (logprobs.view(7).sum(), {}), "invalid for input of size 3"),
+    "an index": (lambda logprobs: (logprobs[100], {}), "out of bounds"),
+    "two numbers": (lambda logprobs: (logprobs, {}), "no single number"),
+    "no dependence": (lambda logprobs: (logprobs.detach().sum(), {}), "no log-probability"),
+    "a metric": (lambda logprobs: (logprobs.sum(), {"custom/x:sum": logprobs}), "scalar"),
+}
+
+
+@pytest.mark.parametrize("kind", FAILS)
+def test_a_graph_that_fails_is_its_clients_error(tmp_path, kind):
+    """With gradients and without; what torch says reaches the client."""
+    cycle = cycle_of(tmp_path)
+    client = Client(cycle.log)
+    function, text = FAILS[kind]
+    sent(client, graph_of(function))
+    loss_id = {"loss_id": f"{client.session}:loss:0"}
+    futures = [client.forward_backward(DATA, "custom", loss_id) for _ in range(2)]
+    futures.append(client.forward_backward(DATA, "custom", loss_id, forward_only=True))
+    run_all(cycle)
+
+    for number in futures:
+        assert client.result(number)["category"] == "user"
+        assert text in client.result(number)["error"]
+
+
+def cubed(logprobs):
+    square = logprobs.unsqueeze(0) * logprobs.unsqueeze(1)
+    return (square.unsqueeze(0) * logprobs.view(-1, 1, 1)).sum(), {}
+
+
+def indexed(logprobs):
+    square = logprobs.unsqueeze(0) * logprobs.unsqueeze(1)
+    return square[(square > 0).long()].sum(), {}
+
+
+def squared_often(logprobs):
+    own = logprobs.unsqueeze(0) * logprobs.unsqueeze(1)
+    for _ in range(80):
+        own = own * logprobs
+    return own.sum(), {}
+
+
+@pytest.mark.parametrize("function", [cubed, indexed, squared_often])
+def test_a_graph_that_needs_too_much_memory_is_refused_before_it_has_it(tmp_path, function):
+    """A killed trainer would run it again, and be killed again; a few tokens are no matter."""
+    cycle = cycle_of(tmp_path)
+    client = Client(cycle.log)
+    sent(client, graph_of(function))
+    loss_id = {"loss_id": f"{client.session}:loss:0"}
+    data = [datum([5 + at % 200 for at in range(1901)])]
+    large = client.forward_backward(data, "custom", loss_id)
+    small = client.forward_backward([datum([5, 6, 7, 8])], "custom", loss_id)
+    run_all(cycle)
+
+    assert "computes too much" in client.result(large)["error"]
+    assert client.result(small)[0]["tokens:sum"] == 3
+
+
 def test_a_datum_without_what_the_loss_reads_is_refused(tmp_path):
     cycle = cycle_of(tmp_path)
     client = Client(cycle.log)

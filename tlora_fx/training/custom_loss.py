@@ -1,7 +1,8 @@
 """A client's own loss: a graph of torch's functions, rebuilt here as an fx graph.
 
 Nothing of a client's is executed: a graph names functions, and a name that is not in the lists is
-refused. The graph is that of one datum; its losses are summed, and so are metrics that end in
+refused. What it computes of a micro-batch is bounded, and what fails is the client's error. The
+graph is that of one datum; its losses are summed, and so are metrics that end in
 `:sum`, while those that end in `:mean` are averaged over the data of a request.
 """
 
@@ -19,6 +20,7 @@ from pydantic import Field
 from torch import Tensor, fx, nn
 
 from tlora_fx.errors import CommandRefused
+from tlora_fx.runtime.isolation import is_out_of_memory
 from tlora_fx.training.requests import Request
 
 _TENSOR = """
@@ -41,6 +43,8 @@ ATTRIBUTES = ("shape", "ndim", "dtype", "device")
 _HOMES = ("torch.", "torch.nn.functional.", "torch._C._nn.", "torch.special.", "torch._C._special.")
 _METRIC = re.compile(r"custom/[a-z0-9_./-]{1,64}:(sum|mean)")
 MAX_NODES = 1000
+#: Of all tensors that a loss computes of a micro-batch: 1 GiB in float32.
+MAX_ELEMENTS = 1 << 28
 
 
 class Input(Request):
@@ -86,6 +90,7 @@ class CustomLoss:
     def __init__(self, request: CreateCustomLoss) -> None:
         self.name, (_, *self.inputs) = request.name, request.inputs
         self._nodes: dict[str, fx.Node] = {}
+        self._elements = 0
         graph, returned = fx.Graph(), None
         for node in request.graph.nodes:
             args = tuple(self._argument(each) for each in node.args)
@@ -97,9 +102,10 @@ class CustomLoss:
                 made = graph.placeholder(f"input_{len(self._nodes)}")
             elif node.op == "call_method":
                 require(node.target in TENSOR, f"the method {node.target}")
-                made = graph.call_method(node.target, args, kwargs)
+                made = graph.call_function(self._bounded(_method(node.target)), args, kwargs)
             else:
-                made = graph.call_function(_function(node.target, args), args, kwargs)
+                function = self._bounded(_function(node.target, args))
+                made = graph.call_function(function, args, kwargs)
             self._nodes[node.name] = made
         placeholders = [node for node in graph.nodes if node.op == "placeholder"]
         require(len(placeholders) == len(request.inputs), "another number of inputs than it takes")
@@ -158,16 +164,58 @@ class CustomLoss:
         logprobs   of each datum's targets, [n]
         """
         total, sums = torch.zeros_like(logprobs[0][:0].sum()), dict[str, float]()
+        self._elements = 0
         for own, inputs in zip(logprobs, data, strict=True):
             tensors = [torch.as_tensor(each.copy(), device=own.device) for each in inputs]
             tensors = [each.to(own.dtype) if each.is_floating_point() else each for each in tensors]
-            loss, metrics = self._module(own, *tensors)
+            try:
+                loss, metrics = self._module(own, *tensors)
+                for name, value in metrics.items():
+                    sums[name] = sums.get(name, 0.0) + float(value)
+            except Exception as error:
+                if isinstance(error, CommandRefused) or is_out_of_memory(error):
+                    raise
+                raise CommandRefused(f"the loss '{self.name}' fails", reason=error) from error
             if not isinstance(loss, Tensor) or loss.ndim:
                 raise CommandRefused(f"the loss '{self.name}' is no single number")
             total = total + loss
-            for name, value in metrics.items():
-                sums[name] = sums.get(name, 0.0) + float(value)
+        if not total.requires_grad:
+            raise CommandRefused(f"the loss '{self.name}' depends on no log-probability")
         return total, sums
+
+    def _bounded(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that first counts the elements that it gives at most."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            self._elements += _elements(function, [*args, *kwargs.values()])
+            if self._elements > MAX_ELEMENTS:
+                raise CommandRefused(
+                    f"the loss '{self.name}' computes too much of a micro-batch",
+                    expected=f"{MAX_ELEMENTS} elements at most",
+                )
+            return function(*args, **kwargs)
+
+        return run
+
+
+def _elements(function: Callable[..., Any], args: Sequence[Any]) -> int:
+    """Elements of a listed function's result at most: all but indexing broadcast, or reduce."""
+    shapes = [each.shape for each in args if isinstance(each, Tensor)]
+    if function is operator.getitem and shapes:
+        indices = args[1] if isinstance(args[1], (tuple, list)) else [args[1]]
+        chosen = math.prod(each.numel() for each in indices if isinstance(each, Tensor))
+        return math.prod(shapes[0]) * chosen // max(1, min(shapes[0], default=1))
+    try:
+        return math.prod(np.broadcast_shapes(*shapes)) if shapes else 0
+    except ValueError:
+        return max(map(math.prod, shapes))
+
+
+def _method(name: str) -> Callable[..., Any]:
+    def run(own: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(own, name)(*args, **kwargs)
+
+    return run
 
 
 def _function(target: str, args: Sequence[Any]) -> Any:
