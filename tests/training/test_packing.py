@@ -6,6 +6,8 @@ import random
 from collections import Counter
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.training.clients import VOCABULARY, Client, cycle_of, datum, engine, run_all
 from tests.training.test_cycle import (
@@ -87,6 +89,49 @@ def test_one_request_that_fails_takes_no_other_with_it(tmp_path, calls):
     found, wanted = hurt.result(steps[0])["metrics"], clean.result(steps[1])["metrics"]
     assert found == pytest.approx(wanted, rel=1e-9)
     assert_same(adapter(cycle, hurt), adapter(cycle, clean))
+
+
+def sent(client, draw):
+    """Some requests and a step; some requests fail, each in a way of its own."""
+    numbers = []
+    for _ in range(draw.randint(1, 6)):
+        loss = draw.choice(["cross_entropy", "ppo", "ppo", "gspo"])
+        data = [drawn_datum(draw, loss) for _ in range(draw.randint(1, 3))]
+        match draw.randrange(8):
+            case 0:
+                data, loss = FAR, "importance_sampling"
+            case 1:
+                data[-1]["target_tokens"] = data[-1]["target_tokens"] + VOCABULARY
+        only = draw.random() < 0.1
+        numbers.append(client.forward_backward(data, loss, forward_only=only))
+    return [*numbers, client.optim_step(**SCALED)]
+
+
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(seed=st.integers(0, 10**6), budget=st.integers(10, 100))
+def test_packed_requests_are_what_they_are_one_by_one(tmp_path_factory, seed, budget):
+    """Of models that take turns, for a cycle has no room for all; some requests fail."""
+    folder, answers = tmp_path_factory.mktemp("run"), {}
+    for how in ("packed", "alone"):
+        cycle, draw = cycle_of(folder / how), random.Random(seed)
+        cycle.shares.budget = budget
+        clients = [Client(cycle.log, config=CONFIGS[0] | {"seed": at}) for at in range(3)]
+        with pytest.MonkeyPatch.context() as patch:
+            if how == "alone":
+                patch.setattr(cycle, "_pack", lambda running, commands: None)
+            futures = [(each, sent(each, draw)) for _ in range(2) for each in clients]
+            run_all(cycle)
+        answers[how] = [each.result(number) for each, numbers in futures for number in numbers]
+
+    for found, expected in zip(*answers.values(), strict=True):
+        if isinstance(found, tuple):
+            assert found[0] == pytest.approx(expected[0], rel=1e-9)
+        elif "metrics" in found:
+            assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-9)
+        else:
+            assert found["error"].split("\n")[0] == expected["error"].split("\n")[0]
 
 
 def test_requests_that_are_unlike_run_one_after_the_other(tmp_path, calls):
