@@ -45,7 +45,6 @@ from tlora_fx.training.log import (
     Checkpoint,
     Command,
     CommandLog,
-    Kind,
     Outcome,
     Ran,
     Sampler,
@@ -69,6 +68,7 @@ LOADS = ("create_model", "load_model", "load_weights")
 SAVES: Mapping[str, type[requests.SaveWeights]] = {
     "save_weights": requests.SaveWeights,
     "save_weights_for_sampler": requests.SaveWeightsForSampler,
+    "save_weights_external": requests.SaveWeightsExternal,
 }
 
 
@@ -547,8 +547,7 @@ class Cycle:
         """Write a version, and note what clients call it."""
         model, now = command.queue, time.time()
         row, config = self.log.model(model), self.tenants.resident[model].config
-        whole = not isinstance(request, requests.SaveWeightsForSampler)
-        kind: Kind = "weights" if whole else "sampler_weights"
+        kind, whole = request.checkpoint, request.checkpoint == "weights"
         folder = version_folder(model, command.seq)
         answer: dict[str, str] = {"type": command.kind}
         if isinstance(request, requests.SaveWeightsForSampler) and request.path is None:
@@ -564,8 +563,9 @@ class Cycle:
         for old in self.log.checkpoints(path=path):
             if not request.overwrite:
                 raise CommandRefused(
-                    "there is a checkpoint of this name", found=path, help="pass overwrite=True"
-                )
+                    "there is a checkpoint of this name",
+                    found=path, help="choose another name, or pass overwrite=True",
+                )  # fmt: skip
             if old.folder != folder:
                 self._obsolete.append(old.folder)
         size = self.tenants.write(model, folder, whole=whole)

@@ -41,7 +41,7 @@ CREATE = ("create_model", "load_model")
 LOSS = "create_custom_loss"
 #: The fact that says which models and samplers have waited for a place in memory for a while.
 WAITING = "waiting"
-Kind = Literal["weights", "sampler_weights"]
+Kind = Literal["weights", "sampler_weights", "external_weights"]
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -114,7 +114,8 @@ class Answer:
 class Checkpoint:
     """An immutable version of a model's weights.
 
-    path     as clients name it: tinker://MODEL/weights/NAME or tinker://MODEL/sampler_weights/NAME
+    path     as clients name it: tinker://MODEL/KIND/NAME
+    kind     as of `Kind`
     folder   where it lies, below the log's own
     config   of the model's adapter, as `models.config`
     said     what the user attached

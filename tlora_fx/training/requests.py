@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 import zlib
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tlora_fx.errors import CommandRefused
+from tlora_fx.training.log import Kind
 
 _NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _SEED_LIMIT = 2**32
@@ -28,10 +29,10 @@ class Request(BaseModel):
     type: str | None = None
 
 
-Kind = TypeVar("Kind", bound=Request)
+Some = TypeVar("Some", bound=Request)
 
 
-def read_json(kind: type[Kind], body: bytes) -> Kind:
+def read_json(kind: type[Some], body: bytes) -> Some:
     """A request of a kind; raises CommandRefused, which names the first field that is wrong."""
     try:
         return kind.model_validate_json(body)
@@ -128,7 +129,12 @@ class LoadWeights(Request):
 
 
 class SaveWeights(Addressed):
-    """A checkpoint of a model under a name."""
+    """A checkpoint of a model under a name.
+
+    checkpoint   its kind
+    """
+
+    checkpoint: ClassVar[Kind] = "weights"
 
     path: str | None = None
     ttl_seconds: int | None = Field(default=None, ge=1, le=MAX_TTL_SECONDS)
@@ -146,8 +152,19 @@ class SaveWeights(Addressed):
 class SaveWeightsForSampler(SaveWeights):
     """A version of a model to sample from: under a name, or of a sampling session."""
 
+    checkpoint: ClassVar[Kind] = "sampler_weights"
+
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot"] = "snapshot"
+
+
+class SaveWeightsExternal(SaveWeights):
+    """A PEFT folder of a model under a name, to download."""
+
+    checkpoint: ClassVar[Kind] = "external_weights"
+
+    path: str
+    age_encryption_recipients: None = None
 
 
 class TokenChunk(Request):

@@ -31,12 +31,21 @@ needs_sdk = pytest.mark.skipif(
 
 def run_client(source: str, *arguments: str) -> str:
     """What a script prints in the SDK's own environment; it succeeds."""
-    env = {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "TINKER_TELEMETRY": "0"}
+    return _run([SDK, "-c", source, *arguments], {})
+
+
+def run_command(address: str, key: str, *arguments: object) -> str:
+    """What the SDK's command line prints; it succeeds."""
+    env = {"TINKER_BASE_URL": address, "TINKER_API_KEY": key}
+    return _run([SDK.parent / "tinker", *map(str, arguments)], env)
+
+
+def _run(command: list[str | Path], env: dict[str, str]) -> str:
+    env |= {"PATH": os.environ["PATH"], "HOME": os.environ["HOME"], "TINKER_TELEMETRY": "0"}
     env |= {"HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "error::FutureWarning:__main__"}
     done = subprocess.run(
-        [SDK, "-c", source, *arguments],
-        env=env, capture_output=True, text=True, timeout=SECONDS, check=False,
-    )  # fmt: skip
+        command, env=env, capture_output=True, text=True, timeout=SECONDS, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

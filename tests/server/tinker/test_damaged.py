@@ -23,6 +23,7 @@ ROUTES = {
     "optim_step": ("model_id", "seq_id", "adam_params"),
     "save_weights": ("model_id", "seq_id", "path", "ttl_seconds", "user_metadata"),
     "save_weights_for_sampler": ("model_id", "seq_id", "path", "sampling_session_seq_id"),
+    "save_weights_external": ("model_id", "seq_id", "path", "age_encryption_recipients"),
     "load_weights": ("model_id", "seq_id", "path", "optimizer", "session_id", "model_seq_id"),
     "create_custom_loss": ("session_id", "custom_loss_seq_id", "name", "graph", "inputs"),
     "create_sampling_session": ("session_id", "sampling_session_seq_id", "base_model"),

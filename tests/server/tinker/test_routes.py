@@ -6,6 +6,7 @@ import json
 import threading
 import time
 from dataclasses import replace
+from datetime import datetime
 
 import httpx
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from tests.server.tinker.serving import serving
 from tests.training.clients import datum, request
 from tlora_fx.server.ledger import User
+from tlora_fx.server.tinker.links import Links
 from tlora_fx.training.bell import Bell
 from tlora_fx.training.log import (
     WAITING,
@@ -406,6 +408,71 @@ def test_a_checkpoint_is_shown_and_deleted(asked):
     assert not (asked.folder / "tinker/models/v").exists()
     assert asked.post("/weights_info", {"tinker_path": path}).status_code == 404
     assert len(json.dumps(asked.get("/checkpoints").json()["checkpoints"])) > 2
+
+
+def exported(asked, key="tml-any"):
+    """A checkpoint with two files, which belongs to whom the key does."""
+    model = asked.post(
+        "/create_model",
+        {"session_id": asked.session(key), "model_seq_id": 0, "base_model": "x"}, key,
+    ).json()["model_id"]  # fmt: skip
+    [[command]] = asked.log.runnable().values()
+    checkpoint = Checkpoint(
+        f"tinker://{model}/external_weights/a", model, command.user, "external_weights",
+        "models/v", 7, 1.0, None, {},
+    )  # fmt: skip
+    asked.log.finish([Outcome(command, json_answer({}), checkpoint=checkpoint)])
+    folder = asked.folder / "tinker/models/v"
+    folder.mkdir(parents=True)
+    for name in ("adapter_config.json", "adapter_model.safetensors", "state.json"):
+        (folder / name).write_bytes(name.encode() * 100_000)
+    return f"/training_runs/{model}/checkpoints/external_weights/a"
+
+
+def test_a_link_fetches_one_file_of_its_owner_without_a_key(tmp_path):
+    """Another file, time or signature is refused, also by another service."""
+    with serving(tmp_path, open_to_all=False) as (address, socket, service):
+        asked = Asked(address, socket, service, tmp_path)
+        ada, bob = (f"tml-{service.store.add_user(User(name))}" for name in ("ada", "bob"))
+        place = exported(asked, ada)
+        assert asked.get(f"{place}/external_weights_urls", bob).status_code == 404
+        assert asked.client.get(f"{place}/external_weights_urls").status_code == 401
+        found = asked.get(f"{place}/external_weights_urls", ada).json()
+        links = found["urls"]
+        assert set(links) == {"adapter_config.json", "adapter_model.safetensors"}
+        assert datetime.fromisoformat(found["expires"]).timestamp() > time.time() + 3000
+        for name, link in links.items():
+            answer = httpx.get(link, timeout=300)
+            assert answer.content == name.encode() * 100_000
+            assert answer.headers["content-length"] == str(len(answer.content))
+        url = httpx.URL(links["adapter_config.json"])
+        state = url.path.replace("adapter_config.json", "state.json")
+        for wrong in (
+            url.copy_with(path=state),
+            url.copy_set_param("expires", "9" * 11),
+            url.copy_set_param("signature", "0" * 64),
+            url.copy_set_param("signature", "\u00e9"),
+        ):
+            assert httpx.get(wrong, timeout=300).status_code == 401
+        # Whoever has the key of this service alone can sign.
+        with serving(tmp_path / "other", open_to_all=False) as (other, _, _):
+            there = httpx.get(str(url).replace(address, other), timeout=300)
+            assert there.status_code == 401
+
+    links = Links.of(tmp_path / "tinker")
+    assert (tmp_path / "tinker/links.key").stat().st_mode & 0o777 == 0o600
+    with serving(tmp_path, open_to_all=False) as (address, socket, service):
+        asked = Asked(address, socket, service, tmp_path)
+        again = url.copy_with(port=httpx.URL(address).port)
+        assert httpx.get(again, timeout=300).status_code == 200
+        path = place.replace("/training_runs/", "tinker://").replace("/checkpoints", "")
+        past = int(time.time()) - 1
+        late = again.copy_merge_params(
+            {"expires": past, "signature": links.sign(path, "adapter_config.json", past)}
+        )
+        assert "the link has expired" in httpx.get(late, timeout=300).text
+        asked.client.delete(place, headers={"X-API-Key": ada})
+        assert httpx.get(again, timeout=300).status_code == 404
 
 
 FAR = {"ttl_seconds": 10**15}

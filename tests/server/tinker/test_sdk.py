@@ -8,8 +8,12 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
+from peft import PeftModel
 
-from tests.server.tinker.serving import needs_sdk, run_client, serving, trainer
+from tests.server.tinker.serving import needs_sdk, run_client, run_command, serving, trainer
+from tests.training.clients import engine
+from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.server.ledger import User
 
 PAGE = Path(__file__).parents[3] / "docs" / "tinker.md"
@@ -162,6 +166,57 @@ def test_checkpoints_are_kept_published_and_copied(address):
     assert metrics["grad_norm"] > 0
     events = httpx.get(trace, headers={"X-API-Key": "tml-any"}, timeout=300).json()["traceEvents"]
     assert {"forward_backward 1", "save_weights 2"} <= {each["name"] for each in events}
+
+
+_EXPORTED = """
+model = made(rank=8, seed=2)
+for _ in range(3):
+    model.forward_backward([datum([5, 6, 7, 8])], "cross_entropy").result()
+    model.optim_step(types.AdamParams(learning_rate=1e-2)).result()
+saved = model.save_state("mine").result().path
+exported = model.save_weights_external("mine").result().path
+logprobs = model.forward([datum([5, 6, 7, 8])], "cross_entropy").result()
+rest = tinker.RestClient(base_url=sys.argv[1], api_key=sys.argv[2])
+model_id = model.get_info().model_id
+kinds = [each.checkpoint_type for each in rest.list_checkpoints(model_id).result().checkpoints]
+links = rest.get_external_weights_urls(exported).result().urls
+try:
+    model.save_weights_external("mine", age_encryption_recipients=["age1x"]).result()
+except tinker.RequestFailedError as error:
+    refused = str(error)
+[output] = logprobs.loss_fn_outputs
+print(json.dumps([saved, exported, output["logprobs"].tolist(), kinds, links, refused]))
+"""
+
+
+def test_the_command_line_downloads_peft_folders(address, tmp_path):
+    """Of weights and of exports; PEFT gives the log-probabilities that the service does."""
+    saved, exported, logprobs, kinds, links, refused = json.loads(
+        run_client(BEGIN + _EXPORTED, address, "tml-any")
+    )
+    for path in (saved, exported):
+        run_command(address, "tml-any", "checkpoint", "download", path, "--output", tmp_path)
+    one, other = (
+        tmp_path / path[len("tinker://") :].replace("/", "_") for path in (saved, exported)
+    )
+
+    assert kinds == ["training", "external"]
+    assert "age_encryption_recipients" in refused
+    files = {"adapter_config.json", "adapter_model.safetensors"}
+    for folder in (one, other):
+        assert {each.name for each in folder.iterdir()} == files == set(links)
+    for name in files:
+        assert (one / name).read_bytes() == (other / name).read_bytes()
+    base = plain_base(engine().step.model.backbone)
+    model = PeftModel.from_pretrained(base, str(other)).eval()
+    logits = model(input_ids=torch.tensor([[5, 6, 7]])).logits[0].log_softmax(-1)
+    expected = [float(logits[at, token]) for at, token in enumerate([6, 7, 8])]
+    assert logprobs == pytest.approx(expected, rel=1e-6)
+    # The export that the download of weights made is gone.
+    shown = httpx.get(
+        f"{address}/api/v1/checkpoints", headers={"X-API-Key": "tml-any"}, timeout=300
+    )
+    assert len(shown.json()["checkpoints"]) == 2
 
 
 _USERS = """

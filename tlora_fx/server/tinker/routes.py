@@ -11,18 +11,21 @@ import json
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
+from fastapi.responses import FileResponse
 from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, Field
 
+from tlora_fx.config.adapter_folder import CONFIG, WEIGHTS
 from tlora_fx.errors import JobUnknown, QuotaReached, RequestGone, RequestRefused
 from tlora_fx.server.ledger import User
 from tlora_fx.server.tinker.futures import Futures
+from tlora_fx.server.tinker.links import LINK_SECONDS, Links
 from tlora_fx.training.folders import copy_version
 from tlora_fx.training.log import Checkpoint, CommandLog, Model
 from tlora_fx.training.messages import canonical_request
@@ -39,6 +42,10 @@ CLIENT_CONFIG: Mapping[str, Any] = {
     "custom_loss_server_side": True, "sample_use_retrieve_futures": False,
     "sample_join_sampling_session": False, "use_pyqwest_transport": False,
 }  # fmt: skip
+#: By the kind of a checkpoint, what clients call it.
+CHECKPOINT_TYPES: Mapping[str, str] = {
+    "weights": "training", "sampler_weights": "sampler", "external_weights": "external",
+}  # fmt: skip
 T = TypeVar("T")
 
 
@@ -47,11 +54,16 @@ class Tinker:
     """What the routes stand on; Prometheus reads what users have used.
 
     price   of an hour of the device
+    links   to files of checkpoints
     """
 
     log: CommandLog
     futures: Futures
     price: float = 0.0
+    links: Links = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.links = Links.of(self.log.folder)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Requests, tokens, seconds and price, by user and kind; slowdowns by user."""
@@ -367,6 +379,12 @@ async def save_weights_for_sampler(request: Request, by: By) -> dict[str, Any]:
     return await _command(request, by, "save_weights_for_sampler")
 
 
+@api.post("/save_weights_external")
+async def save_weights_external(request: Request, by: By) -> dict[str, Any]:
+    """Save a PEFT folder to download."""
+    return await _command(request, by, "save_weights_external")
+
+
 @api.post("/create_custom_loss")
 async def create_custom_loss(request: Request, by: By) -> dict[str, Any]:
     """Take a loss of the client's own, which requests of the session name then."""
@@ -461,9 +479,9 @@ def _time(seconds: float | None) -> str | None:
 
 
 def _shown(checkpoint: Checkpoint) -> dict[str, Any]:
-    kind = "training" if checkpoint.kind == "weights" else "sampler"
     return {
-        "checkpoint_id": checkpoint.path.split("/", 3)[3], "checkpoint_type": kind,
+        "checkpoint_id": checkpoint.path.split("/", 3)[3],
+        "checkpoint_type": CHECKPOINT_TYPES[checkpoint.kind],
         "time": _time(checkpoint.made), "tinker_path": checkpoint.path,
         "size_bytes": checkpoint.bytes, "expires_at": _time(checkpoint.expires),
         "user_metadata": dict(checkpoint.said) or None, "public": checkpoint.public,
@@ -546,6 +564,42 @@ def publish_checkpoint(model: str, checkpoint: str, by: By, request: Request) ->
     """Let all users load a checkpoint, or only its owner."""
     found = _own(by, model, checkpoint)
     by.log.change(found, expires=found.expires, public=request.method == "POST")
+
+
+@api.get("/training_runs/{model}/checkpoints/{checkpoint:path}/external_weights_urls")
+def external_weights_urls(model: str, checkpoint: str, by: By, request: Request) -> dict[str, Any]:
+    """Links to the files of a PEFT folder; whoever has one can fetch its file for an hour."""
+    found = by.log.checkpoint(f"tinker://{model}/{checkpoint}", by.user.name)
+    expires = int(time.time()) + LINK_SECONDS
+    urls = {
+        file: str(
+            request.url_for(
+                "checkpoint_file", model=model, checkpoint=checkpoint, file=file
+            ).include_query_params(
+                expires=expires, signature=by.tinker.links.sign(found.path, file, expires)
+            )
+        )
+        for file in (CONFIG, WEIGHTS)
+    }
+    return {"urls": urls, "expires": _time(expires)}
+
+
+@api.get(
+    "/training_runs/{model}/checkpoints/{checkpoint:path}/files/{file}",
+    response_class=FileResponse,
+)
+def checkpoint_file(
+    model: str, checkpoint: str, file: str, expires: int, signature: str, request: Request
+) -> FileResponse:
+    """A file of a PEFT folder; the link is the key."""
+    tinker: Tinker = request.app.state.tinker
+    path = f"tinker://{model}/{checkpoint}"
+    # Only names of files that it has are ever signed.
+    tinker.links.require(path, file, expires, signature)
+    place = tinker.log.folder / tinker.log.checkpoint(path).folder / file
+    if not place.is_file():
+        raise JobUnknown("there is no such file", found=f"{path}/{file}")
+    return FileResponse(place, media_type="application/octet-stream")
 
 
 @api.post("/copy_weights")

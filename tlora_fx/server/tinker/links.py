@@ -1,0 +1,56 @@
+"""Signed links, by which a file of a checkpoint is fetched without a key until they expire."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from tlora_fx.errors import TokenRefused
+
+#: Clients renew links that have less than five minutes left.
+LINK_SECONDS = 3600
+_KEY = "links.key"
+
+
+@dataclass(frozen=True, slots=True)
+class Links:
+    """What signs links, and checks them.
+
+    key   of this service alone; it survives a restart
+    """
+
+    key: bytes
+
+    @classmethod
+    def of(cls, folder: Path) -> Links:
+        """Links with the key of a folder, which is made where there is none."""
+        file = folder / _KEY
+        if not file.exists():
+            # A file of this kind is its owner's alone.
+            handle, name = tempfile.mkstemp(dir=folder)
+            with os.fdopen(handle, "wb") as fresh:
+                fresh.write(secrets.token_bytes(32))
+            Path(name).replace(file)
+        return cls(file.read_bytes())
+
+    def sign(self, path: str, file: str, expires: int) -> str:
+        """The signature of a link to a file of a checkpoint.
+
+        expires   seconds since the epoch
+        """
+        text = "\0".join((path, file, str(expires)))
+        return hmac.new(self.key, text.encode("utf-8", "replace"), hashlib.sha256).hexdigest()
+
+    def require(self, path: str, file: str, expires: int, signature: str) -> None:
+        """Raise TokenRefused for a link that was not signed here, or has expired."""
+        right = self.sign(path, file, expires).encode()
+        if not hmac.compare_digest(right, signature.encode("utf-8", "replace")):
+            raise TokenRefused("the link was not made by this service", help="ask for a new one")
+        if expires <= time.time():
+            raise TokenRefused("the link has expired", help="ask for a new one")
