@@ -38,6 +38,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tlora_fx.config.hyperparameters import hyperparameters
 from tlora_fx.errors import (
+    AdapterFolderError,
     JobUnknown,
     LedgerError,
     QuotaReached,
@@ -87,7 +88,8 @@ MAX_STREAMS = 64
 HUNG_UP = 499
 STATUS = {
     TokenRefused: 401, JobUnknown: 404, RequestConflict: 409, RequestGone: 410, UploadRefused: 413,
-    SubmissionRefused: 422, RequestRefused: 422, QuotaReached: 429, StorageFailed: 507,
+    SubmissionRefused: 422, RequestRefused: 422, AdapterFolderError: 422, QuotaReached: 429,
+    StorageFailed: 507,
 }  # fmt: skip
 #: Of a disk that takes nothing more.
 NO_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)

@@ -282,7 +282,7 @@ class Intake:
         except UnicodeEncodeError as error:
             raise SubmissionRefused("the job file is not UTF-8", found=error.reason) from None
         for name, sha256 in files.items():
-            self._place(user, folder, name, sha256)
+            self.place(user, folder, name, sha256)
         try:
             top = read_yaml(path).value
             patterns = self._require_inside(folder, top)
@@ -300,7 +300,8 @@ class Intake:
                 _without(folder, error.what), help=error.help, **facts
             ) from error
 
-    def _place(self, user: User, folder: Path, name: str, sha256: str) -> None:
+    def place(self, user: User, folder: Path, name: str, sha256: str) -> None:
+        """Put what a user has uploaded into a folder; raises SubmissionRefused."""
         if name == JOB_FILE or not _UPLOAD_NAME.fullmatch(name) or len(name) > 200:
             raise SubmissionRefused(
                 "a file cannot be called so",

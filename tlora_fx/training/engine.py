@@ -14,11 +14,10 @@ from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.backbone import Backbone, load_backbone, longest_sequence
 from tlora_fx.runtime.group_step import GroupStep
 from tlora_fx.runtime.sampling.sampler import Sampler
-from tlora_fx.training.options import EngineOptions
+from tlora_fx.training.options import ALPHA, EngineOptions
 
-#: Clients do not say it.
-ALPHA = 32
 PARTS = ("train_attn", "train_mlp", "train_unembed")
+Layout = dict[str, dict[str, tuple[int, int]]]
 _FIRST = "first"
 _ATTENTION = ("attn", "attention")
 
@@ -29,11 +28,12 @@ class Engine:
     step        runs its members
     sampler     None where the base cannot be sampled from; `refusal` says why
     positions   tokens of a sequence at most; None: any number
+    layout      by part of the base, the paths of its linears, with what they return and read
     """
 
     def __init__(self, options: EngineOptions) -> None:
         self.options, self.base = options, options.spec()
-        self._sites = _sites(load_backbone(self.base))
+        self.layout, self._sites = _sites(load_backbone(self.base))
         everything = self.job(_FIRST, dict.fromkeys(PARTS, True) | {"rank": 8, "seed": 0})
         slots = OpenSlots(
             sites=tuple(name for names in self._sites.values() for name in names),
@@ -69,11 +69,12 @@ class Engine:
         )  # fmt: skip
 
 
-def _sites(backbone: Backbone) -> dict[str, list[str]]:
-    """By part, the linears of a base, as PEFT's target modules name them."""
+def _sites(backbone: Backbone) -> tuple[Layout, dict[str, list[str]]]:
+    """By part, the linears of a base: their shapes by path, and as PEFT's target modules."""
     model: Any = backbone.model
     head = model.get_output_embeddings()
-    found: dict[str, dict[str, None]] = {part: {} for part in PARTS}
+    layout: Layout = {part: {} for part in PARTS}
+    names: dict[str, dict[str, None]] = {part: {} for part in PARTS}
     for path, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
@@ -82,6 +83,7 @@ def _sites(backbone: Backbone) -> dict[str, list[str]]:
             part = "train_unembed"
         else:
             part = "train_attn" if any(word in parent for word in _ATTENTION) else "train_mlp"
+        layout[part][path] = module.out_features, module.in_features
         # A parent's name tells those apart that attention and MLP call alike.
-        found[part][f"{parent}.{name}" if parent and module is not head else name] = None
-    return {part: list(names) for part, names in found.items()}
+        names[part][f"{parent}.{name}" if parent and module is not head else name] = None
+    return layout, {part: list(own) for part, own in names.items()}

@@ -8,6 +8,10 @@ from pathlib import Path
 from tlora_fx.host.durable import link_or_copy, sync_folder
 
 MODELS = "models"
+#: In which the trainer says what of its base adapters fit.
+LAYOUT = "layout.json"
+#: Of a version: the file that says what the others are, and its format.
+STATE, FORMAT = "state.json", 1
 
 
 def folder_name(key: str) -> str:

@@ -8,6 +8,9 @@ from typing import Any
 
 from tlora_fx.config.base_spec import BaseSpec, DtypeName
 
+#: Of every model's adapter; clients do not say it.
+ALPHA = 32
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:

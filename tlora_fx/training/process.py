@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import shutil
 import threading
@@ -9,9 +10,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from tlora_fx.host.durable import replace_file
 from tlora_fx.training.bell import Bell
 from tlora_fx.training.cycle import Cycle
 from tlora_fx.training.engine import Engine
+from tlora_fx.training.folders import LAYOUT
 from tlora_fx.training.log import WAITING, CommandLog
 
 logger = logging.getLogger(__name__)
@@ -39,8 +42,11 @@ def run_commands(
             "base_model": options.base_name, "tokenizer": options.tokenizer,
             "max_context": None if engine.positions is None else engine.positions - 1,
             "sampleable": engine.sampler is not None, WAITING: [],
+            "max_rank": options.max_rank, "layout": engine.layout,
         }
     )  # fmt: skip
+    fits = {"layout": engine.layout, "max_rank": options.max_rank}
+    replace_file(log.folder / LAYOUT, json.dumps(fits).encode())
     with log.held(ended):
         bell = Bell(socket)
         ready()

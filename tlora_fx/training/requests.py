@@ -16,9 +16,15 @@ from tlora_fx.errors import CommandRefused
 from tlora_fx.training.log import Kind
 
 _NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+NAME = "letters, digits and . _ - only, 100 at most"
 _SEED_LIMIT = 2**32
 #: Some centuries: later than that there are no dates.
 MAX_TTL_SECONDS = 10**10
+
+
+def is_name(text: str) -> bool:
+    """Whether a checkpoint may be called so."""
+    return _NAME.fullmatch(text) is not None
 
 
 class Request(BaseModel):
@@ -144,8 +150,8 @@ class SaveWeights(Addressed):
     @field_validator("path")
     @classmethod
     def _is_a_name(cls, path: str | None) -> str | None:
-        if path is not None and not _NAME.fullmatch(path):
-            raise ValueError("a name has letters, digits and . _ - only, 100 at most")
+        if path is not None and not is_name(path):
+            raise ValueError(f"a name has {NAME}")
         return path
 
 

@@ -5,6 +5,8 @@
     gradients.safetensors                            those that no step had used, where there were
     state.json                                       format, counters, and the optimizer's numbers
 
+One that a user has sent has that user's first two files, and `state.json` says how to read them.
+
 A folder is written under another name and then renamed, so that one that is there is whole. What
 only the trainer reads, a snapshot, is one file with all of it.
 """
@@ -34,9 +36,9 @@ from tlora_fx.runtime.checkpoints.store import JobState
 from tlora_fx.runtime.checkpoints.tensor_file import as_file, tensor_bytes
 from tlora_fx.runtime.group_step import Gathered
 from tlora_fx.tracing.adapters import written_config
+from tlora_fx.training.folders import FORMAT, STATE
 
-FORMAT = 1
-STATE, ADAPTER = "state.json", "adapter_model.safetensors"
+ADAPTER = "adapter_model.safetensors"
 OPTIMIZER, GRADIENTS = "optimizer.safetensors", "gradients.safetensors"
 
 
@@ -99,11 +101,21 @@ def read_version(folder: Path) -> Version:
     with _reading(folder):
         content = json.loads((folder / STATE).read_bytes())
         require_known_stamp("the version", folder, content, known=FORMAT)
-        adapter = load_file(folder / ADAPTER)
+        adapter = _fitted(load_file(folder / ADAPTER), content)
         if "optimizer" not in content:
             return Version(content["config"], adapter)
         gradients = load_file(folder / GRADIENTS) if "gathered" in content else {}
         return _version(content, adapter, load_file(folder / OPTIMIZER), gradients)
+
+
+def _fitted(adapter: dict[str, Tensor], content: Mapping[str, Any]) -> dict[str, Tensor]:
+    """An adapter that a user has sent, for the sites and the scaling of models here."""
+    if (scale := content.get("scale", 1.0)) != 1.0:
+        for name in [name for name in adapter if ".lora_B." in name]:
+            each = adapter[name]
+            adapter[name] = each.to(torch.promote_types(each.dtype, torch.float32)) * scale
+    # Where A and B are zeros no gradient comes, so that they stay zeros.
+    return adapter | {name: torch.zeros(shape) for name, shape in content.get("absent", {}).items()}
 
 
 def snapshot_bytes(version: Version) -> memoryview:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import threading
 import time
 from dataclasses import replace
 from datetime import datetime
 
 import httpx
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from tests.server.tinker.serving import serving
 from tests.training.clients import datum, request
@@ -473,6 +477,100 @@ def test_a_link_fetches_one_file_of_its_owner_without_a_key(tmp_path):
         assert "the link has expired" in httpx.get(late, timeout=300).text
         asked.client.delete(place, headers={"X-API-Key": ada})
         assert httpx.get(again, timeout=300).status_code == 404
+
+
+#: Of one linear, as a trainer tells it.
+BASE = {"layout": {"train_attn": {"q_proj": [3, 5]}, "train_mlp": {}, "train_unembed": {}},
+        "max_rank": 8}  # fmt: skip
+
+
+def peft_files(rank=2, value=0.5):
+    """The files of an adapter of that linear, by name."""
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": ["q_proj"]}
+    stem = "base_model.model.q_proj.lora_"
+    tensors = {f"{stem}A.weight": np.full((rank, 5), value, "f4"),
+               f"{stem}B.weight": np.full((3, rank), value, "f4")}  # fmt: skip
+    return {"adapter_config.json": json.dumps(config).encode(),
+            "adapter_model.safetensors": save(tensors)}  # fmt: skip
+
+
+def send_folder(asked, name, files, key="tml-any", **headers):
+    """Upload files, and make a checkpoint of them."""
+    sums = {file: hashlib.sha256(content).hexdigest() for file, content in files.items()}
+    for file, content in files.items():
+        put = asked.client.put(f"/files/{sums[file]}", content=content, headers={"X-API-Key": key})
+        assert put.status_code in (201, 401)
+    return asked.post(f"/peft_folders/{name}", sums, key, headers=headers)
+
+
+def test_a_peft_folder_becomes_a_checkpoint_of_who_sent_it(tmp_path):
+    with serving(tmp_path, open_to_all=False) as (address, socket, service):
+        asked = Asked(address, socket, service, tmp_path)
+        ada, bob = (f"tml-{service.store.add_user(User(name))}" for name in ("ada", "bob"))
+        early = send_folder(asked, "a", peft_files(), ada)
+        assert "the base is not loaded yet" in early.text
+        (tmp_path / "tinker/layout.json").write_text(json.dumps(BASE))
+        assert send_folder(asked, "a", peft_files(), "tml-no").status_code == 401
+        assert send_folder(asked, "a..b", peft_files(), ada).status_code == 422
+        path = send_folder(asked, "a.b", peft_files(), ada).json()["tinker_path"]
+        key = {"X-Idempotency-Key": "k"}
+        answers = [send_folder(asked, "a.b", peft_files(), ada, **key) for _ in range(2)]
+        answers.append(send_folder(asked, "a.b", peft_files(value=1.5), ada, **key))
+        # What another user has uploaded is not there.
+        sums = {name: hashlib.sha256(each).hexdigest() for name, each in peft_files().items()}
+        assert "was not uploaded" in asked.post("/peft_folders/a", sums, bob).text
+
+        assert [each.status_code for each in answers] == [201] * 3
+        paths = [each.json()["tinker_path"] for each in answers]
+        assert paths[0] == paths[1]
+        assert len({path, *paths}) == 3
+        assert re.fullmatch(r"tinker://s\w{16}:train:0/weights/a.b", path)
+        info = {"tinker_path": path}
+        assert asked.post("/weights_info", info, bob).status_code == 404
+        found = asked.post("/weights_info", info, ada).json()
+        assert [found[name] for name in ("lora_rank", "train_attn", "train_mlp")] == [
+            2,
+            True,
+            False,
+        ]
+        shown = asked.get("/checkpoints", ada).json()["checkpoints"]
+        assert {each["tinker_path"] for each in shown} == {path, *paths}
+        assert all(each["size_bytes"] > 100 for each in shown)
+        folder = tmp_path / "tinker" / asked.log.checkpoint(path).folder
+        assert json.loads((folder / "state.json").read_text())["scale"] == 0.5
+        for name, content in peft_files().items():
+            assert (folder / name).read_bytes() == content
+
+
+def test_what_is_no_peft_folder_leaves_nothing(tmp_path):
+    """Nor does one of which a process was killed."""
+    with serving(tmp_path) as (address, socket, service):
+        asked = Asked(address, socket, service, tmp_path)
+        (tmp_path / "tinker/layout.json").write_text(json.dumps(BASE))
+        wrong = send_folder(asked, "a", peft_files(rank=9))
+        assert wrong.status_code == 422
+        assert wrong.json()["code"] == "T0405"
+        assert "--tinker-rank" in wrong.json()["help"]
+        assert str(tmp_path) not in wrong.text
+        assert "not finite" in send_folder(asked, "a", peft_files(value=np.inf)).text
+        [config, _] = peft_files()
+        one = send_folder(asked, "a", {config: peft_files()[config]})
+        assert one.status_code == 422
+        assert "adapter_model.safetensors" in one.text
+        sums = {"adapter_config.json": "../x", "adapter_model.safetensors": "0" * 64}
+        assert asked.post("/peft_folders/a", sums).status_code == 422
+        service.intake.limits = replace(service.intake.limits, stored_bytes=0)
+        assert asked.post("/peft_folders/a", sums | {config: "0" * 64}).status_code == 429
+
+        assert asked.get("/checkpoints").json()["checkpoints"] == []
+        assert asked.get("/sessions").json()["sessions"] == []
+        assert not (tmp_path / "tinker/models").exists()
+        assert not [*(tmp_path / "tinker").glob(".upload-*")]
+    left = tmp_path / "tinker/.upload-x"
+    left.mkdir()
+    (left / "adapter_config.json").write_bytes(b"x")
+    with serving(tmp_path):
+        assert not left.exists()
 
 
 FAR = {"ttl_seconds": 10**15}

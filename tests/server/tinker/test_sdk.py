@@ -17,6 +17,7 @@ from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.server.ledger import User
 
 PAGE = Path(__file__).parents[3] / "docs" / "tinker.md"
+EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
 pytestmark = needs_sdk
 
 BEGIN = """
@@ -44,7 +45,7 @@ def address(tmp_path):
 
 
 def test_the_pages_example_trains_saves_samples_and_resumes(address):
-    [example] = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    example = EXAMPLES[0]
     assert "http://127.0.0.1:8642" in example
     example = example.replace("http://127.0.0.1:8642", address)
     same = 'print(model.forward([datum], "cross_entropy").result().metrics["loss:sum"])\n'
@@ -217,6 +218,43 @@ def test_the_command_line_downloads_peft_folders(address, tmp_path):
         f"{address}/api/v1/checkpoints", headers={"X-API-Key": "tml-any"}, timeout=300
     )
     assert len(shown.json()["checkpoints"]) == 2
+
+
+_BACK = """
+import warnings
+
+model = service.create_training_client_from_state(path).result()
+other = made(rank=8)
+with warnings.catch_warnings(action="ignore"):  # deprecated, and still there
+    other.load_state(path).result()
+losses = [
+    each.forward([datum([5, 6, 7, 8])], "cross_entropy").result().metrics["loss:sum"]
+    for each in (model, other)
+]
+sampler = service.create_sampling_client(model_path=path).result()
+prompt = types.ModelInput.from_ints([5, 6, 7, 8])
+scored = sampler.compute_logprobs(prompt).result()
+print(json.dumps([path, losses, scored[1:]]))
+"""
+
+
+def test_a_downloaded_folder_comes_back(address, tmp_path):
+    """A client trains on from it, and samples from it; to the bit what was downloaded."""
+    saved, _, logprobs, *_ = json.loads(run_client(BEGIN + _EXPORTED, address, "tml-any"))
+    folders = [tmp_path / "one", tmp_path / "other"]
+    download = ("checkpoint", "download")
+    run_command(address, "tml-any", *download, saved, "--output", folders[0])
+    [folder] = folders[0].iterdir()
+    sending = EXAMPLES[1].replace("http://127.0.0.1:8642", address)
+    sending = sending.replace('"blue"', repr(str(folder)), 1)
+    path, losses, scored = json.loads(run_client(BEGIN + sending + _BACK, address, "tml-any"))
+    run_command(address, "tml-any", *download, path, "--output", folders[1])
+
+    [again] = folders[1].iterdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        assert (again / name).read_bytes() == (folder / name).read_bytes()
+    assert losses[0] == losses[1] == pytest.approx(-sum(logprobs), rel=1e-6)
+    assert scored == pytest.approx(logprobs, rel=1e-6)
 
 
 _USERS = """

@@ -15,22 +15,18 @@ from tlora_fx.errors import TokenRefused
 
 #: Clients renew links that have less than five minutes left.
 LINK_SECONDS = 3600
-_KEY = "links.key"
 
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What signs links, and checks them.
-
-    key   of this service alone; it survives a restart
-    """
+    """What signs links and checks them, by a key of this service alone that outlives it."""
 
     key: bytes
 
     @classmethod
     def of(cls, folder: Path) -> Links:
         """Links with the key of a folder, which is made where there is none."""
-        file = folder / _KEY
+        file = folder / "links.key"
         if not file.exists():
             # A file of this kind is its owner's alone.
             handle, name = tempfile.mkstemp(dir=folder)
@@ -40,17 +36,14 @@ class Links:
         return cls(file.read_bytes())
 
     def sign(self, path: str, file: str, expires: int) -> str:
-        """The signature of a link to a file of a checkpoint.
-
-        expires   seconds since the epoch
-        """
+        """The signature of a link to a checkpoint's file, until seconds since the epoch."""
         text = "\0".join((path, file, str(expires)))
         return hmac.new(self.key, text.encode("utf-8", "replace"), hashlib.sha256).hexdigest()
 
     def require(self, path: str, file: str, expires: int, signature: str) -> None:
         """Raise TokenRefused for a link that was not signed here, or has expired."""
         right = self.sign(path, file, expires).encode()
-        if not hmac.compare_digest(right, signature.encode("utf-8", "replace")):
-            raise TokenRefused("the link was not made by this service", help="ask for a new one")
-        if expires <= time.time():
-            raise TokenRefused("the link has expired", help="ask for a new one")
+        same = hmac.compare_digest(right, signature.encode("utf-8", "replace"))
+        if not same or expires <= time.time():
+            what = "the link has expired" if same else "the link was not made by this service"
+            raise TokenRefused(what, help="ask for a new one")

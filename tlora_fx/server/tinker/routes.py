@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Query, Request, Response
@@ -24,16 +26,20 @@ from pydantic import BaseModel, Field
 from tlora_fx.config.adapter_folder import CONFIG, WEIGHTS
 from tlora_fx.errors import JobUnknown, QuotaReached, RequestGone, RequestRefused
 from tlora_fx.server.ledger import User
+from tlora_fx.server.submission import Intake
 from tlora_fx.server.tinker.futures import Futures
 from tlora_fx.server.tinker.links import LINK_SECONDS, Links
-from tlora_fx.training.folders import copy_version
+from tlora_fx.training.folders import LAYOUT, copy_version
 from tlora_fx.training.log import Checkpoint, CommandLog, Model
 from tlora_fx.training.messages import canonical_request
-from tlora_fx.training.requests import MAX_TTL_SECONDS
+from tlora_fx.training.peft_folders import adopt
+from tlora_fx.training.requests import MAX_TTL_SECONDS, NAME, is_name
 from tlora_fx.training.times import explained, slowdowns, trace
 
 #: Bodies at most. Clients cut data at 5 MB, but one sequence may be larger.
 DATA_BYTES, PROMPT_BYTES = 64 << 20, 16 << 20
+#: What a folder's name begins with in which a PEFT folder is checked.
+UPLOAD = ".upload-"
 #: Requests of an answer at most.
 MAX_TRACED = 10_000
 #: What the service's client is told of itself. No compression: most bodies stay on one machine.
@@ -41,10 +47,6 @@ CLIENT_CONFIG: Mapping[str, Any] = {
     "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False,
     "custom_loss_server_side": True, "sample_use_retrieve_futures": False,
     "sample_join_sampling_session": False, "use_pyqwest_transport": False,
-}  # fmt: skip
-#: By the kind of a checkpoint, what clients call it.
-CHECKPOINT_TYPES: Mapping[str, str] = {
-    "weights": "training", "sampler_weights": "sampler", "external_weights": "external",
 }  # fmt: skip
 T = TypeVar("T")
 
@@ -64,6 +66,9 @@ class Tinker:
 
     def __post_init__(self) -> None:
         self.links = Links.of(self.log.folder)
+        # Of a process that was killed.
+        for left in self.log.folder.glob(f"{UPLOAD}*"):
+            shutil.rmtree(left, ignore_errors=True)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Requests, tokens, seconds and price, by user and kind; slowdowns by user."""
@@ -92,15 +97,11 @@ class Tinker:
 
 @dataclass(frozen=True, slots=True)
 class Asker:
-    """Who asks, and whom.
-
-    stored_bytes   that the user's checkpoints may take
-    """
+    """Who asks, and whom."""
 
     user: User
     tinker: Tinker
-
-    stored_bytes: int
+    intake: Intake
 
     @property
     def log(self) -> CommandLog:
@@ -118,10 +119,11 @@ class Asker:
                 )
         if kind.startswith("save"):
             used = sum(each.bytes for each in self.log.checkpoints(name))
-            if used >= self.stored_bytes:
+            most = self.intake.limits.stored_bytes
+            if used >= most:
                 raise QuotaReached(
                     "the checkpoints take too many bytes",
-                    expected=f"at most {self.stored_bytes}", found=used,
+                    expected=f"at most {most}", found=used,
                     help="delete some, or save with ttl_seconds",
                 )  # fmt: skip
 
@@ -129,11 +131,12 @@ class Asker:
 def _asker(request: Request) -> Asker:
     service = request.app.state.service
     user = service.user(service.token_of(request.headers))
-    return Asker(user, request.app.state.tinker, service.intake.limits.stored_bytes)
+    return Asker(user, request.app.state.tinker, service.intake)
 
 
 By = Annotated[Asker, Depends(_asker)]
 Count = Annotated[int, Query(ge=0)]
+Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 api = APIRouter(prefix="/api/v1", tags=["tinker"])
 
 
@@ -187,6 +190,13 @@ class Copy(Ttl):
     session_id: str | None = None
     model_seq_id: int = Field(default=0, ge=0)
     destination_project_id: str | None = None
+
+
+class PeftFolder(BaseModel):
+    """The files of a PEFT folder that were uploaded, by their SHA-256."""
+
+    config: Sha256 = Field(alias=CONFIG)
+    weights: Sha256 = Field(alias=WEIGHTS)
 
 
 class NewSampler(OfSession):
@@ -479,9 +489,9 @@ def _time(seconds: float | None) -> str | None:
 
 
 def _shown(checkpoint: Checkpoint) -> dict[str, Any]:
+    kind = checkpoint.kind.removesuffix("_weights").replace("weights", "training")
     return {
-        "checkpoint_id": checkpoint.path.split("/", 3)[3],
-        "checkpoint_type": CHECKPOINT_TYPES[checkpoint.kind],
+        "checkpoint_id": checkpoint.path.split("/", 3)[3], "checkpoint_type": kind,
         "time": _time(checkpoint.made), "tinker_path": checkpoint.path,
         "size_bytes": checkpoint.bytes, "expires_at": _time(checkpoint.expires),
         "user_metadata": dict(checkpoint.said) or None, "public": checkpoint.public,
@@ -571,23 +581,18 @@ def external_weights_urls(model: str, checkpoint: str, by: By, request: Request)
     """Links to the files of a PEFT folder; whoever has one can fetch its file for an hour."""
     found = by.log.checkpoint(f"tinker://{model}/{checkpoint}", by.user.name)
     expires = int(time.time()) + LINK_SECONDS
-    urls = {
-        file: str(
-            request.url_for(
-                "checkpoint_file", model=model, checkpoint=checkpoint, file=file
-            ).include_query_params(
-                expires=expires, signature=by.tinker.links.sign(found.path, file, expires)
-            )
-        )
-        for file in (CONFIG, WEIGHTS)
-    }
+    urls = {}
+    for file in (CONFIG, WEIGHTS):
+        url = request.url_for("checkpoint_file", model=model, checkpoint=checkpoint, file=file)
+        signature = by.tinker.links.sign(found.path, file, expires)
+        urls[file] = str(url.include_query_params(expires=expires, signature=signature))
     return {"urls": urls, "expires": _time(expires)}
 
 
-@api.get(
-    "/training_runs/{model}/checkpoints/{checkpoint:path}/files/{file}",
-    response_class=FileResponse,
-)
+FILE = "/training_runs/{model}/checkpoints/{checkpoint:path}/files/{file}"
+
+
+@api.get(FILE, response_class=FileResponse)
 def checkpoint_file(
     model: str, checkpoint: str, file: str, expires: int, signature: str, request: Request
 ) -> FileResponse:
@@ -600,6 +605,34 @@ def checkpoint_file(
     if not place.is_file():
         raise JobUnknown("there is no such file", found=f"{path}/{file}")
     return FileResponse(place, media_type="application/octet-stream")
+
+
+@api.post("/peft_folders/{name}", status_code=201)
+def take_peft_folder(name: str, body: PeftFolder, by: By, request: Request) -> dict[str, str]:
+    """Make a checkpoint of uploaded files; the same again by the same key is the same one."""
+    if not is_name(name):
+        raise RequestRefused("a checkpoint cannot be called so", expected=NAME, found=name[:200])
+    by.require_quota("save_weights")
+    log, files = by.log, {CONFIG: body.config, WEIGHTS: body.weights}
+    if not (log.folder / LAYOUT).is_file():
+        raise RequestRefused("the base is not loaded yet", help="send it again later")
+    base = json.loads((log.folder / LAYOUT).read_bytes())
+    with tempfile.TemporaryDirectory(dir=log.folder, prefix=UPLOAD) as place:
+        fresh = Path(place)
+        for file, sha256 in files.items():
+            by.intake.place(by.user, fresh, file, sha256)
+        config = adopt(fresh, **base)
+        key = request.headers.get("x-idempotency-key", "")
+        session = log.open_session(by.user.name, {}, key and f"{key} {name} {files}")
+        model, called = f"{session}:train:0", f"weights/{name}"
+        size = sum(file.stat().st_size for file in fresh.iterdir())
+        folder = copy_version(log.folder, fresh.name, model, called)
+    checkpoint = Checkpoint(
+        f"tinker://{model}/{called}", model, by.user.name, "weights", folder, size, time.time(),
+        None, config,
+    )  # fmt: skip
+    log.copy(checkpoint, by.user.name, session)
+    return {"tinker_path": checkpoint.path}
 
 
 @api.post("/copy_weights")
