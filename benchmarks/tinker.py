@@ -297,6 +297,10 @@ class Bench:
             # Of a snapshot, all models wait for the copy alone.
             note("snapshot_copied", partial(tenants.keep, client.model))
             note("snapshot_written", tenants.settle)
+            # For samplers; all models wait while one is written.
+            named, unnamed = (f"models/{len(found['created'])}-{each}" for each in range(2))
+            note("version_named", partial(tenants.write, client.model, named, whole=False))
+            note("version_unnamed", partial(tenants.write_unnamed, client.model, unnamed))
             self._step_of(client)
             for _ in range(2):
                 note("parked_in_memory", lambda: tenants._make_room(()))

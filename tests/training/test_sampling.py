@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -102,6 +103,48 @@ def test_versions_without_a_name_go_with_their_session(cycle, client, sampler):
     assert cycle.log.past_versions() == {}
     [checkpoint] = cycle.log.checkpoints(path=client.result(named)["path"])
     assert (cycle.log.folder / checkpoint.folder).is_dir()
+
+
+def test_a_version_without_a_name_waits_for_no_disk_and_outlives_a_kill(tmp_path, monkeypatch):
+    synced, sync = [], os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(1) or sync(file))
+    cycle = cycle_of(tmp_path)
+    client = Client(cycle.log)
+    step(client)
+    client.send("save_weights_for_sampler", sampling_session_seq_id=0)
+    step(client)
+    run_all(cycle)
+    sampler = f"{client.session}:sample:0"
+    expected = client.sample(sampler, 0, PROMPT)
+    run_all(cycle)
+    assert synced == []
+    client.send("save_weights_for_sampler", path="named")
+    run_all(cycle)
+    assert len(synced) > 1
+    again = cycle_of(tmp_path)
+    found = client.sample(sampler, 1, PROMPT)
+    run_all(again)
+
+    [[tokens, logprobs, _]] = drawn(client, found)[0]
+    [[first, before, _]] = drawn(client, expected)[0]
+    assert tokens == first
+    np.testing.assert_array_equal(logprobs, before)
+
+
+@pytest.mark.parametrize("name", ["state.json", "adapter_model.safetensors"])
+def test_a_version_that_a_power_failure_cut_fails_its_requests_alone(cycle, client, sampler, name):
+    folder = cycle.log.folder / cycle.log.sampler(sampler).folder
+    client.send("save_weights_for_sampler", sampling_session_seq_id=1)
+    run_all(cycle)
+    content = (folder / name).read_bytes()
+    (folder / name).write_bytes(content[: len(content) // 2])
+    cycle.forget()
+    cut = client.sample(sampler, 0, PROMPT)
+    whole = client.sample(f"{client.session}:sample:1", 0, PROMPT)
+    run_all(cycle)
+
+    assert "a version of a model cannot be read" in drawn(client, cut)["error"]
+    assert len(drawn(client, whole)[0]) == 1
 
 
 def test_gradients_do_not_wait_until_completions_are_done(cycle, client, sampler, monkeypatch):

@@ -554,7 +554,7 @@ class Cycle:
             if request.sampling_session_seq_id is None:
                 raise CommandRefused("the weights need a path or a sampling_session_seq_id")
             name = sampler_id(row.session, request.sampling_session_seq_id)
-            self.tenants.write(model, folder, whole=False)
+            self.tenants.write_unnamed(model, folder)
             sampler = Sampler(name, row.session, row.user, None, folder)
             return Outcome(
                 command, json_answer(answer | {"sampling_session_id": name}), sampler=sampler

@@ -39,10 +39,10 @@ def run_commands(
     options = engine.options
     log.tell(
         {
+            "max_rank": options.max_rank, "layout": engine.layout,
             "base_model": options.base_name, "tokenizer": options.tokenizer,
             "max_context": None if engine.positions is None else engine.positions - 1,
             "sampleable": engine.sampler is not None, WAITING: [],
-            "max_rank": options.max_rank, "layout": engine.layout,
         }
     )  # fmt: skip
     fits = {"layout": engine.layout, "max_rank": options.max_rank}

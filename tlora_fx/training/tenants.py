@@ -33,6 +33,7 @@ from tlora_fx.training.versions import (
     read_snapshot,
     read_version,
     snapshot_bytes,
+    write_unsynced,
     write_version,
 )
 
@@ -163,6 +164,11 @@ class Tenants:
             version = Version(version.config, version.adapter)
         base, backbone = self.engine.options.base_name, self.engine.step.model.backbone
         return write_version(place, version, self.member(model).job, backbone, base)
+
+    def write_unnamed(self, model: str, folder: str) -> None:
+        """Write a resident model as a version that its session's samplers alone read."""
+        version = self._version(model)
+        write_unsynced(self.log.folder / folder, Version(version.config, version.adapter))
 
     @property
     def is_writing(self) -> bool:

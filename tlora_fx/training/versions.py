@@ -5,7 +5,8 @@
     gradients.safetensors                            those that no step had used, where there were
     state.json                                       format, counters, and the optimizer's numbers
 
-One that a user has sent has that user's first two files, and `state.json` says how to read them.
+One without a name is for samplers alone, and has no config of PEFT's. One that a user has sent has
+that user's first two files, and `state.json` says how to read them.
 
 A folder is written under another name and then renamed, so that one that is there is whole. What
 only the trainer reads, a snapshot, is one file with all of it.
@@ -94,6 +95,22 @@ def write_version(folder: Path, version: Version, job: Job, backbone: Backbone, 
     fresh.rename(folder)
     sync_folder(folder.parent)
     return size
+
+
+def write_unsynced(folder: Path, version: Version) -> None:
+    """Write a version that samplers alone read, and do not wait for the disk.
+
+    A kill leaves it whole. After a power failure it may be cut, which `read_version` sees.
+
+    raises   OSError
+    """
+    fresh = folder.with_name(f".{folder.name}.tmp")
+    for old in (fresh, folder):
+        shutil.rmtree(old, ignore_errors=True)
+    fresh.mkdir(parents=True)
+    (fresh / ADAPTER).write_bytes(tensor_bytes(version.adapter))
+    (fresh / STATE).write_text(json.dumps(_content(version)))
+    fresh.rename(folder)
 
 
 def read_version(folder: Path) -> Version:
