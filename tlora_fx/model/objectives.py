@@ -25,28 +25,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: What a sample may say of a token, in the order of the columns of `TokenTerms.values`.
-FIELDS = ("weights", "logprobs", "advantages")
-#: Losses by token, each with its options and their defaults.
-BY_TOKEN: Mapping[str, Mapping[str, float]] = {
-    "cross_entropy": {"label_smoothing": 0.0},
-    "importance_sampling": {},
-    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-    "cispo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-    "dro": {"beta": 0.05},
-}
-#: Losses by sequence, each with its options and their defaults.
-BY_SEQUENCE: Mapping[str, Mapping[str, float]] = {
-    "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
-    "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
-}
-LOSSES = {**BY_TOKEN, **BY_SEQUENCE}
-#: What a sample has to say of its tokens for a loss; `weights` are 1 where it says nothing.
-NEEDS: Mapping[str, tuple[str, ...]] = {
-    "cross_entropy": (),
-    **dict.fromkeys(("importance_sampling", "ppo", "cispo", "dro", "gspo"), FIELDS[1:]),
-    "kto": ("desirable",),
-}
+from tlora_fx.config.losses import BY_TOKEN, FIELDS
+
 #: From the log-probabilities of a micro-batch's sequences, [n] each, and what their samples say of
 #: these tokens, by name, to the sum of the losses, or that and numbers to report by name.
 OwnLoss: TypeAlias = Callable[[list[Tensor], list[Mapping[str, Tensor]]], Any]
@@ -69,7 +49,7 @@ class Scores:
 class Objective:
     """Loss of one job in one row.
 
-    loss      a name of LOSSES, or a function of one's own
+    loss      a name of `config.losses.LOSSES`, or a function of one's own
     options   all options of a loss with a name
     given     of each sequence, what its sample says of its target tokens, by name; () where none
               is asked. Of kto whether the sequence is desirable: one number, 0 or 1

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from tlora_fx.config.job import Job
+from tlora_fx.config.losses import FIELDS, LOSSES, NEEDS
 from tlora_fx.errors import StepMisuse
 from tlora_fx.model.batch import IGNORED
-from tlora_fx.model.objectives import FIELDS, LOSSES, NEEDS, Objective, OwnLoss, Scores
+from tlora_fx.model.objectives import Objective, OwnLoss, Scores
 from tlora_fx.runtime.data.batching import MicroBatches, judged
 from tlora_fx.runtime.data.samples import Sample
 
@@ -26,11 +27,11 @@ class Batch:
     micro_batches   lists of samples; a micro-batch stays whole in one row
     normalizer      the sum of the token losses is divided by it; None: as `reduction` says
     loss            None: cross entropy, or that of the job's own fields, without
-                    log-probabilities; else a name of `objectives.LOSSES`, or a
+                    log-probabilities; else a name of `losses.LOSSES`, or a
                     function of the log-probabilities of one micro-batch's sequences, a list of
                     tensors [n], and of what their samples say, a list of dicts of tensors [n]. It
                     returns a sum of losses, [], or that and a dict of numbers
-    loss_options    numbers that a loss with a name takes, as in `objectives.LOSSES`
+    loss_options    numbers that a loss with a name takes, as in `losses.LOSSES`
     reduction       "mean": the sum is divided by the number of the batch's own targets, or of its
                     pairs where the job compares pairs; "sum": by 1
     """

@@ -25,8 +25,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
+from tlora_fx.config.losses import BY_TOKEN
 from tlora_fx.errors import CommandRefused, NotFinite, TloraError
-from tlora_fx.model.objectives import BY_TOKEN
 from tlora_fx.ops.kernels.select import is_strict
 from tlora_fx.runtime.data.batching import count_tokens
 from tlora_fx.runtime.group_step import Gathered

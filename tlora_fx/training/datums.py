@@ -16,16 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tlora_fx.config.losses import FIELDS, LOSSES
 from tlora_fx.errors import CommandRefused
 from tlora_fx.model.batch import IGNORED
-from tlora_fx.model.objectives import (
-    FIELDS,
-    LOSSES,
-    Scores,
-    sequence_losses,
-    terms_of,
-    token_losses,
-)
+from tlora_fx.model.objectives import Scores, sequence_losses, terms_of, token_losses
 from tlora_fx.runtime.data.samples import Sample
 from tlora_fx.runtime.step_batches import Batch
 from tlora_fx.training.custom_loss import CustomLoss
