@@ -185,7 +185,7 @@ def test_a_stream_needs_steps() -> None:
         ({"data": {"prompt": ["a"], "completion": ["b"]}}, "a list of rows (dicts)"),
         ({"callbacks": 3}, "expected  a list"),
         ({"method": "grpo"}, "write the loop with GroupStep and Sampler"),
-        ({"loss": print}, "write the loop with GroupStep and Sampler"),
+        ({"method": print}, "give it as 'loss'"),
         ({"loss": "dpo"}, "method='dpo'"),
         ({"zzz": 1}, "unknown argument 'zzz'; known arguments: name, base"),
     ],

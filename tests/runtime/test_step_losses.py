@@ -404,7 +404,7 @@ def test_a_trainer_takes_no_samples_that_its_loss_does_not_read(base):
     """Weights would change nothing there."""
     sample = Sample((1, 2, 3), (-100, 2, 3), weights=(1.0, 1.0, 0.5))
 
-    with pytest.raises(StepMisuse, match="samples say what a trainer's losses do not read"):
+    with pytest.raises(StepMisuse, match="samples say what the job's loss does not read"):
         JobData(job_of(base, "one"), [sample], DataReport())
 
 

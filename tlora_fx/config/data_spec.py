@@ -17,6 +17,7 @@ from pydantic import (
 )
 
 from tlora_fx.config.base_spec import BaseSpec, PathOrId
+from tlora_fx.config.losses import FIELDS
 from tlora_fx.config.objects import is_of_datasets, is_stream
 from tlora_fx.config.other_names import DATA_KEYS
 from tlora_fx.config.validation import Spec, refuse
@@ -29,7 +30,8 @@ FormatName = Literal[
 ColumnName = Literal[
     "prompt", "completion", "messages", "text", "instruction", "input", "output", "conversations",
     "chosen", "rejected", "tools", "label", "system", "history", "loss_mask", "input_ids",
-    "labels", "attention_mask", "completion_mask", "assistant_masks", "margin",
+    "labels", "attention_mask", "completion_mask", "assistant_masks", "margin", "weights",
+    "logprobs", "advantages",
 ]  # fmt: skip
 COLUMNS_OF: Mapping[str, frozenset[str]] = {
     "prompt-completion": frozenset({"prompt", "completion"}),
@@ -170,7 +172,9 @@ class DataSpec(Spec):
     @field_validator("format")
     @classmethod
     def _columns_fit(cls, format: str, info: ValidationInfo) -> str:
-        given = {name for name, to in info.data.get("columns", {}).items() if to is not None}
+        columns = info.data.get("columns", {}).items()
+        # A job's loss may read these of any format.
+        given = {name for name, to in columns if to is not None and name not in FIELDS}
         wanted = columns_of(format)
         if format == "auto" and not any(given <= columns_of(name) for name in COLUMNS_OF):
             raise refuse(f"'columns' maps {' and '.join(sorted(given))}", help="name one format")
@@ -198,6 +202,40 @@ def _fit_weights(weights: Sequence[float | None]) -> None:
         raise refuse("some data sets have a weight and others none", help="weigh all, or none")
     if not math.isfinite(sum(given)):
         raise refuse("the weights of the data sets have no finite sum", help="give smaller ones")
+
+
+def first_of_several(sets: Sequence[Any]) -> dict[str, Any]:
+    """The fields of the first of several data sets, which holds the others as `more`.
+
+    raises    PydanticCustomError
+    """
+    if not sets or not all(isinstance(each, (Mapping, DataSpec)) for each in sets):
+        expected = "data sets, each with a path: [{path: a.jsonl}, {path: b.jsonl}]"
+        raise refuse("wrong value of 'data'", expected=expected)
+    first = sets[0]
+    if isinstance(first, DataSpec):
+        first = {name: getattr(first, name) for name in first.model_fields_set}
+    if first.get("more"):
+        raise refuse("a data set of several has data sets of its own", help="list all at once")
+    return {**first, **({"more": sets[1:]} if len(sets) > 1 else {})}
+
+
+def like(data: DataSpec, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a data set to evaluate; those that are not given are those of `data`."""
+    own = {"path", "split", "weight", "more"} | ({"streaming"} if data.rows is not None else set())
+    return data.model_dump(exclude_unset=True, exclude=own) | dict(fields)
+
+
+def require_evaluable(data: DataSpec) -> None:
+    """Refuse data of which not every sample can be evaluated; raises PydanticCustomError."""
+    if data.more:
+        raise refuse(
+            "'eval_data' is one data set",
+            help="put their files into one, or into a folder that a pattern names",
+        )
+    if is_stream(data.rows):
+        what = "an IterableDataset has no end, and every sample of 'eval_data' is evaluated"
+        raise refuse(what, help="give its first rows as list(dataset.take(200))")
 
 
 def require_data_of_method(base: BaseSpec | None, method: str, format: str) -> None:

@@ -17,6 +17,8 @@ from typing import Any
 
 from pydantic import PlainSerializer, WrapValidator
 
+from tlora_fx.errors import JobError
+
 _TEXT = re.compile(r"python:(.+)#([0-9a-f]{12})")
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 
@@ -80,6 +82,22 @@ def _compiled(code: CodeType) -> Iterator[str]:
             yield from _compiled(constant)
         else:
             yield repr(constant)
+
+
+def callable_of(function: UserFunction, argument: str, job: str) -> Callable[..., Any]:
+    """The function of an argument of a job.
+
+    job      its name
+    raises   JobError where the job was read from a file
+    """
+    if function.call is not None:
+        return function.call
+    raise JobError(
+        "a function of Python is not at hand where a job is read from a file",
+        job=job,
+        found=f"{argument}: {function}",
+        help=f"make the job in Python: Job({argument}=...)",
+    )
 
 
 def function_text(value: object) -> str:

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     Field,
@@ -24,7 +24,14 @@ from pydantic import (
 
 from tlora_fx.config.adapter_folder import read_adapter_config
 from tlora_fx.config.base_spec import HEADS, SEED_LIMIT, BaseSpec, LocalPath
-from tlora_fx.config.data_spec import PAIRED, DataSpec, require_data_of_method
+from tlora_fx.config.data_spec import (
+    PAIRED,
+    DataSpec,
+    first_of_several,
+    like,
+    require_data_of_method,
+    require_evaluable,
+)
 from tlora_fx.config.fields import (
     DATA_STARTS,
     EvalSplit,
@@ -43,7 +50,8 @@ from tlora_fx.config.fields import (
 )
 from tlora_fx.config.functions import UserFunction
 from tlora_fx.config.halving import HalvingSpec
-from tlora_fx.config.objects import is_stream, job_fields
+from tlora_fx.config.losses import Loss, Method, require_learnt_from_rows, require_loss_options
+from tlora_fx.config.objects import job_fields, require_callbacks
 from tlora_fx.config.other_kinds import (
     adapter_mapping,
     adapter_spec,
@@ -69,14 +77,8 @@ __all__ = [
     "TrackerName",
 ]
 
-Method = Literal["sft", "dpo", "orpo", "kto", "reward"]
-
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 _FUNCTION = re.compile(r"[^:]+:[A-Za-z_]\w*")
-#: Losses and trainers that learn from what an adapter has sampled.
-_OF_LOOPS = (
-    "grpo", "ppo", "rloo", "reinforce", "online_dpo", "gspo", "cispo", "dro", "importance_sampling",
-)  # fmt: skip
 #: Fields of LoRA by which more than its two matrices is trained.
 _BEYOND_MATRICES = ("use_dora", "bias", "lora_bias", "modules_to_save", "trainable_token_indices")
 #: Beta where a job names none, as in TRL.
@@ -137,7 +139,9 @@ class Job(Spec):
                                  the greater number; as TRL's trainers do
     loss                         loss of method sft; None: the cross entropy of the next token, on a
                                  base whose own loss is the same; cross_entropy: that loss also on a
-                                 base that computes another one by itself
+                                 base that computes another one by itself; importance_sampling, ppo,
+                                 cispo, gspo, dro: losses of rows that were sampled
+    loss_options                 numbers that a loss with a name takes
     label_smoothing_factor       part of a target's weight that is spread over all tokens, in
                                  training with method sft
     neftune_noise_alpha          size of the noise that NEFTune adds to embeddings in training with
@@ -225,6 +229,8 @@ class Job(Spec):
         optim       also a class or a function, which is called as `optim(parameters,
                     lr=learning_rate, **optim_args)`. A class of torch.optim that has a name in job
                     files is that one
+        loss        also a function of the log-probabilities of a micro-batch's sequences and of
+                    what their rows say, see docs/in-python.md
         lr_scheduler      `lr_scheduler_type`; also a class or a function, which is called as
                     `lr_scheduler(optimizer, **lr_scheduler_kwargs)`. Parameters of its own that are
                     called num_training_steps and num_warmup_steps are filled in
@@ -244,7 +250,8 @@ class Job(Spec):
     data: DataSpec
     mixing: Literal["first_exhausted", "all_exhausted"] = "first_exhausted"
     method: Method = Field(default="sft", validate_default=True)
-    loss: Literal["cross_entropy"] | None = None
+    loss: Loss = None
+    loss_options: dict[str, StrictFloat] = Field(default={})
     label_smoothing_factor: StrictFloat = Field(default=0.0, ge=0, lt=1)
     neftune_noise_alpha: StrictFloat | None = Field(default=None, ge=0, allow_inf_nan=False)
     beta: StrictFloat | None = Field(default=None, gt=0)
@@ -357,16 +364,8 @@ class Job(Spec):
 
     @field_validator("method", "loss", mode="before")
     @classmethod
-    def _stands_in_no_loop(cls, value: Any, info: ValidationInfo) -> Any:
-        own = "is a function" if callable(value) else f"'{value}' learns from what the job samples"
-        if callable(value) or value in _OF_LOOPS:
-            help = "write the loop with GroupStep and Sampler: docs/group-step.md, docs/sampling.md"
-            known = get_args(Method) if info.field_name == "method" else ("cross_entropy",)
-            expected = f"one of {', '.join(known)}"
-            raise refuse(f"{info.field_name} {own}", expected=expected, help=help)
-        if info.field_name == "loss" and value in get_args(Method)[1:]:
-            raise refuse(f"'{value}' is a method", help=f"method: {value}")
-        return value
+    def _learns_from_rows(cls, value: Any, info: ValidationInfo) -> Any:
+        return require_learnt_from_rows(str(info.field_name), value)
 
     @field_validator("method")
     @classmethod
@@ -391,6 +390,21 @@ class Job(Spec):
             what = "'reference' needs method dpo or kto"
             raise refuse(what, help="leave it out, or set the method")
         return reference
+
+    @field_validator("loss_options")
+    @classmethod
+    def _are_of_the_loss(cls, options: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+        if "loss" in info.data:
+            require_loss_options(info.data["loss"], options)
+        return options
+
+    @field_validator("label_smoothing_factor")
+    @classmethod
+    def _smooths_cross_entropy(cls, factor: float, info: ValidationInfo) -> float:
+        if factor and info.data.get("loss") not in (None, "cross_entropy"):
+            what = "'label_smoothing_factor' is of cross entropy"
+            raise refuse(what, help="leave it out, or leave 'loss' out")
+        return factor
 
     @field_validator(
         "loss", "label_smoothing_factor", "neftune_noise_alpha", "beta", "completion_only_loss",
@@ -527,17 +541,7 @@ class Job(Spec):
     @field_validator("data", mode="before")
     @classmethod
     def _first_of_several(cls, value: Any) -> Any:
-        if not isinstance(value, list | tuple):
-            return value
-        if not value or not all(isinstance(each, (Mapping, DataSpec)) for each in value):
-            expected = "data sets, each with a path: [{path: a.jsonl}, {path: b.jsonl}]"
-            raise refuse("wrong value of 'data'", expected=expected)
-        first = value[0]
-        if isinstance(first, DataSpec):
-            first = {name: getattr(first, name) for name in first.model_fields_set}
-        if first.get("more"):
-            raise refuse("a data set of several has data sets of its own", help="list all at once")
-        return {**first, **({"more": value[1:]} if len(value) > 1 else {})}
+        return first_of_several(value) if isinstance(value, list | tuple) else value
 
     @classmethod
     def written_at(cls, loc: tuple[str | int, ...]) -> tuple[str | int, ...]:
@@ -561,24 +565,13 @@ class Job(Spec):
     @classmethod
     def _as_the_data(cls, value: Any, info: ValidationInfo) -> Any:
         data = info.data.get("data")
-        if not isinstance(value, Mapping) or data is None:
-            return value
-        own = {"path", "split", "weight", "more"} | (
-            {"streaming"} if data.rows is not None else set()
-        )
-        return data.model_dump(exclude_unset=True, exclude=own) | dict(value)
+        return like(data, value) if isinstance(value, Mapping) and data is not None else value
 
     @field_validator("eval_data")
     @classmethod
     def _is_one_set(cls, data: DataSpec | None) -> DataSpec | None:
-        if data is not None and data.more:
-            raise refuse(
-                "'eval_data' is one data set",
-                help="put their files into one, or into a folder that a pattern names",
-            )
-        if data is not None and is_stream(data.rows):
-            what = "an IterableDataset has no end, and every sample of 'eval_data' is evaluated"
-            raise refuse(what, help="give its first rows as list(dataset.take(200))")
+        if data is not None:
+            require_evaluable(data)
         return data
 
     @field_validator("eval_split")
@@ -679,11 +672,7 @@ class Job(Spec):
     @field_validator("callbacks")
     @classmethod
     def _hear_of_a_run(cls, callbacks: tuple[Any, ...]) -> tuple[Any, ...]:
-        for callback in callbacks:
-            if isinstance(callback, type) or not callable(getattr(callback, "stepped", None)):
-                found = getattr(callback, "__qualname__", type(callback).__qualname__)
-                what = f"a callback is no object of tlora_fx.TrainerCallback: {found}"
-                raise refuse(what, help="derive its class from that one: docs/callbacks.md")
+        require_callbacks(callbacks)
         return callbacks
 
     @staticmethod
@@ -770,6 +759,11 @@ class Job(Spec):
         return self.method == "sft" and self.loss is None and not self.base.is_classifier
 
     @property
+    def named_loss(self) -> str | UserFunction | None:
+        """Its loss, where that reads more of a row than tokens: one with a name, or a function."""
+        return None if self.loss == "cross_entropy" else self.loss
+
+    @property
     def is_preference(self) -> bool:
         """Whether the job learns from what is preferred: pairs, or judged completions."""
         return self.method != "sft"
@@ -785,12 +779,14 @@ class Job(Spec):
     @property
     def has_own_loss(self) -> bool:
         """Whether its loss is another one than the sum of its targets' cross entropy."""
-        return self.is_preference or self.label_smoothing_factor > 0
+        reads_more = self.is_preference or self.named_loss is not None
+        return reads_more or self.label_smoothing_factor > 0
 
     @property
     def needs_whole_batches(self) -> bool:
         """Whether its numbers depend on which sequences are in a micro-batch."""
-        return self.is_preference or bool(self.neftune_noise_alpha)
+        compares = self.is_preference or isinstance(self.loss, UserFunction)
+        return compares or bool(self.neftune_noise_alpha)
 
     @property
     def sequences_per_sample(self) -> int:

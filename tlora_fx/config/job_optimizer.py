@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from tlora_fx.config.fields import ADAM_LIKE, OPTIMIZER_MODULES, OPTIMIZERS, WITH_BETAS
-from tlora_fx.config.functions import UserFunction, offered_arguments
+from tlora_fx.config.functions import UserFunction, callable_of, offered_arguments
 from tlora_fx.config.job import Job
 from tlora_fx.errors import JobError
 
@@ -36,7 +36,7 @@ def optimizer_class(job: Job) -> Callable[..., torch.optim.Optimizer]:
     raises  JobError where that library is not installed, or the function is not at hand
     """
     if isinstance(job.optim, UserFunction):
-        return _callable_of(job, "optim", job.optim)
+        return callable_of(job.optim, "optim", job.name)
     name, module = OPTIMIZERS[job.optim][0], OPTIMIZER_MODULES.get(job.optim, "torch.optim")
     try:
         found: type[torch.optim.Optimizer] = getattr(import_module(module), name)
@@ -60,19 +60,8 @@ def own_schedule(
     """
     if not isinstance(job.lr_scheduler_type, UserFunction):
         return None
-    make = _callable_of(job, "lr_scheduler", job.lr_scheduler_type)
+    make = callable_of(job.lr_scheduler_type, "lr_scheduler", job.name)
     offered = {"num_training_steps": steps, "num_warmup_steps": job.warmup(steps)}
     given = offered_arguments(make, offered) | job.lr_scheduler_kwargs
     made: torch.optim.lr_scheduler.LRScheduler = make(optimizer, **given)
     return made
-
-
-def _callable_of(job: Job, argument: str, function: UserFunction) -> Callable[..., Any]:
-    if function.call is not None:
-        return function.call
-    raise JobError(
-        "a function of Python is not at hand where a job is read from a file",
-        job=job.name,
-        found=f"{argument}: {function}",
-        help=f"make the job in Python: Job({argument}=...)",
-    )

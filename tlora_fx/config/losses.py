@@ -1,4 +1,4 @@
-"""Losses by name, for loops of one's own and the endpoint.
+"""Losses by name, for job files, loops of one's own and the endpoint; and the loss of a job.
 
 What each computes stands in `tlora_fx.model.objectives`.
 """
@@ -6,6 +6,12 @@ What each computes stands in `tlora_fx.model.objectives`.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+from tlora_fx.config.functions import OR_FUNCTION, UserFunction
+from tlora_fx.config.validation import refuse
+
+Method = Literal["sft", "dpo", "orpo", "kto", "reward"]
 
 #: What a sample may say of a token, in the order of the columns of `TokenTerms.values`.
 FIELDS = ("weights", "logprobs", "advantages")
@@ -29,3 +35,49 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("importance_sampling", "ppo", "cispo", "dro", "gspo"), FIELDS[1:]),
     "kto": ("desirable",),
 }
+#: Losses that a job may name: kto is a method there.
+LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
+if TYPE_CHECKING:
+    Loss = LossName | UserFunction | None
+else:
+    Loss = Annotated[LossName | None, *OR_FUNCTION]
+
+#: Trainers that learn from what an adapter has sampled.
+_SAMPLING = ("grpo", "rloo", "reinforce", "online_dpo")
+_LOOP = "write the loop with GroupStep and Sampler: docs/group-step.md, docs/sampling.md"
+
+
+def require_learnt_from_rows(field: str, value: Any) -> Any:
+    """Refuse, in a job's `method` or `loss`, what is of the other one, or of a loop.
+
+    raises    PydanticCustomError
+    """
+    methods, losses = get_args(Method), get_args(LossName)
+    if field == "loss" and value in methods[1:]:
+        raise refuse(f"'{value}' is a method", help=f"method: {value}")
+    if field == "method" and callable(value):
+        what = "a method is no function"
+        raise refuse(what, expected=f"one of {', '.join(methods)}", help="give it as 'loss'")
+    if field == "method" and value in losses:
+        help = f"loss: {value} learns from rows that were sampled before; or {_LOOP}"
+        raise refuse(f"'{value}' is a loss", expected=f"one of {', '.join(methods)}", help=help)
+    if value in _SAMPLING:
+        known = methods if field == "method" else losses
+        what = f"{field} '{value}' learns from what the job samples"
+        raise refuse(what, expected=f"one of {', '.join(known)}", help=_LOOP)
+    return value
+
+
+def require_loss_options(loss: str | UserFunction | None, options: Mapping[str, float]) -> None:
+    """Refuse options that a job's loss does not have.
+
+    raises    PydanticCustomError
+    """
+    known = LOSSES[loss] if isinstance(loss, str) and loss != "cross_entropy" else {}
+    what = f"the loss '{loss or 'cross_entropy'}'"
+    if isinstance(loss, UserFunction):
+        what = "a function"
+    for name in options:
+        if name not in known:
+            expected = ", ".join(known) or "no options"
+            raise refuse(f"{what} has no '{name}'", expected=expected)

@@ -7,12 +7,13 @@ Objects are known by what they have: neither PEFT, nor torch, nor datasets is im
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from tlora_fx.config.fields import IDENTITY, OPTIMIZER_MODULES, OPTIMIZERS
+from tlora_fx.config.validation import refuse
 
 #: Keys of a data set, by which a list of data sets is told from a list of rows.
 DATA_SET_KEYS = frozenset({
@@ -170,3 +171,12 @@ def name_of(module: object) -> str | None:
     config = getattr(module, "config", None)
     name = getattr(config, "_name_or_path", None) or getattr(config, "name_or_path", None)
     return name if isinstance(name, str) and name else None
+
+
+def require_callbacks(callbacks: Iterable[Any]) -> None:
+    """Refuse what hears of no run; raises PydanticCustomError."""
+    for callback in callbacks:
+        if isinstance(callback, type) or not callable(getattr(callback, "stepped", None)):
+            found = getattr(callback, "__qualname__", type(callback).__qualname__)
+            what = f"a callback is no object of tlora_fx.TrainerCallback: {found}"
+            raise refuse(what, help="derive its class from that one: docs/callbacks.md")

@@ -126,6 +126,8 @@ class ChunkedLoss(nn.Module):
         shared = (target_rows, targets, target_segments, row_tables)
         if self.predicted is not None:
             losses = self._scored(self._chunks(flat, *shared), finish)
+            if self._terms is not None and self.token_losses is None:
+                losses = token_losses(-losses, self._terms.values)
         elif self._is_taken_ahead():
             weights = self._row_weights(flat, target_segments, target_rows.shape[0])
             losses = self._losses_ahead(chunk, flat, weights, *shared)
@@ -213,7 +215,7 @@ class ChunkedLoss(nn.Module):
         """What `chunk` takes, for one chunk's rows after the other."""
         for start, stop in pairwise(self._cuts(target_rows.shape[0])):
             rows = target_rows[start:stop]
-            # What is evaluated or scored is the log-probability, whatever a job trains by.
+            # What is evaluated or scored is the log-probability first, whatever a job trains by.
             asked = None if self.predicted is not None else self._terms
             terms = () if asked is None else (start, asked.values[start:stop])
             yield (

@@ -247,7 +247,9 @@ def _number(value: Any) -> Any:
 
 
 def _one_number(total: Any, losses: Tensor) -> Tensor:
-    if not isinstance(total, Tensor) or total.numel() != 1 or not total.requires_grad:
+    # An evaluation has no gradients.
+    lacks_gradient = torch.is_grad_enabled() and not getattr(total, "requires_grad", False)
+    if not isinstance(total, Tensor) or total.numel() != 1 or lacks_gradient:
         shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
         raise TypeError(
             f"an own loss has to return a tensor of one number that depends on the "

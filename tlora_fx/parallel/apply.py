@@ -202,6 +202,14 @@ def require_whole_pairs(model: SuperModel, plan: Plan, *, cuts: bool) -> None:
     cuts      whether rows are cut into nano-batches
     raises    PlanNotRunnable
     """
+    named = [job.name for job in model.jobs if job.named_loss is not None]
+    if named and (cuts or plan.mesh.size > 1):
+        raise PlanNotRunnable(
+            "losses with a name, and functions, run where one process runs each row whole",
+            plan=f"{plan.planner} on {plan.mesh}",
+            jobs=", ".join(named),
+            help="use the plan single, without nano-batches",
+        )
     names = [job.name for job in model.jobs if job.has_own_loss or job.needs_whole_batches]
     smooths = any(job.label_smoothing_factor for job in model.jobs)
     if names and (cuts or plan.mesh.pp > 1 or shards(plan) or (smooths and plan.mesh.tp > 1)):

@@ -37,6 +37,7 @@ from tlora_fx.planners.auto import device_name
 from tlora_fx.planners.recompute_budgets import price_budget
 from tlora_fx.runtime.clocks import JobClocks
 from tlora_fx.runtime.data.batching import Cutting
+from tlora_fx.runtime.data.loss_inputs import loss_of, try_function
 from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.data.tables import largest_id, lengths_of
 from tlora_fx.runtime.data.tokenizer import load_tokenizer
@@ -53,11 +54,13 @@ def load_all_data(jobs: Sequence[Job], clocks: JobClocks | None = None) -> dict[
     """Every job's samples, by job name.
 
     clocks    what time it is for each job, where a chat template asks for it; None: all start now
-    raises    DataError, naming file, line and job; TokenizerNotLoadable; MetricFunctionError
+    raises    DataError, naming file, line and job; TokenizerNotLoadable; MetricFunctionError;
+              JobError where a function is not at hand
     """
     for job in jobs:
         if job.compute_metrics is not None:
             find_function(job.compute_metrics, job.name)
+        loss_of(job)
     tokenizer = load_tokenizer(jobs[0].base)
     clocks = clocks or JobClocks()
     return {job.name: load_job_data(job, tokenizer, clocks.of(job.name)) for job in jobs}
@@ -66,8 +69,10 @@ def load_all_data(jobs: Sequence[Job], clocks: JobClocks | None = None) -> dict[
 def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | None = None) -> None:
     """Whether every token has an embedding, every target a logit and every sequence a position.
 
+    Functions as loss are tried too.
+
     classes   of a compiled base, how many logits a token has
-    raises    DataDoesNotFit, naming the job
+    raises    DataDoesNotFit, LossFunctionError, naming the job
     """
     vocabulary = getattr(text_config(backbone.model), "vocab_size", None)
     positions = longest_sequence(backbone.model)
@@ -108,6 +113,7 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
                 found=longest,
                 help=f"set max_length of the job to {positions} or less",
             )
+        try_function(job_data.job, job_data.step(0)[0], logits or vocabulary or 2)
 
 
 def unusual(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> Iterator[str]:

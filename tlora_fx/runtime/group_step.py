@@ -277,9 +277,10 @@ class GroupStep:
         """
         _require_dict(batches)
         self._ready()
+        members = {name: self.member(name) for name in batches}
         given = {
-            self.member(name).index: batch if isinstance(batch, Batch) else Batch(batch)
-            for name, batch in batches.items()
+            member.index: (batch if isinstance(batch, Batch) else Batch(batch)).of(member.job)
+            for member, batch in zip(members.values(), batches.values(), strict=True)
         }
         self._require(given)
         micro = {index: batch.micro_batches for index, batch in given.items()}

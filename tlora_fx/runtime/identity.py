@@ -95,8 +95,8 @@ def describe_jobs(jobs: Sequence[Job], data: Mapping[str, JobData]) -> dict[str,
 
 def _described(job: Job) -> dict[str, Any]:
     described = job.model_dump(mode="json", exclude={"base", "adapter"})
-    if described["loss"] in (None, "cross_entropy"):
-        del described["loss"]  # The same training, and older checkpoints name none.
+    if described["loss"] == "cross_entropy":
+        described["loss"] = None  # The same training, and older checkpoints name none.
     # A folder to continue counts by its config: its tensors are where the job began.
     return described | {"lora": dict(job.lora_fields)}
 

@@ -6,9 +6,9 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from tlora_fx.host.durable import link_or_copy, replace_file
 from tlora_fx.host.phases import StartRecord
 from tlora_fx.host.storage import until_there_is_room
 from tlora_fx.model.backbone import Backbone
+from tlora_fx.model.objectives import Objective, Scores
 from tlora_fx.runtime.adapters.files import (
     adapter_tensors,
     config_bytes,
@@ -30,13 +31,13 @@ from tlora_fx.runtime.adapters.files import (
 )
 from tlora_fx.runtime.adapters.model_card import model_card
 from tlora_fx.runtime.checkpoints.store import JobState
-from tlora_fx.runtime.data.batching import MicroBatches, count_tokens
+from tlora_fx.runtime.data.batching import MicroBatches, count_tokens, objective_of
 from tlora_fx.runtime.data.samples import DataReport, JobData
 from tlora_fx.runtime.data.tables import lengths_of
 from tlora_fx.runtime.job_evaluation import EvaluationReport, JobEvaluation, Metrics
 from tlora_fx.runtime.member import Member
 from tlora_fx.runtime.optim.group_update import Outcome
-from tlora_fx.runtime.run_folder import DATA, JOB, RunFolder
+from tlora_fx.runtime.run_folder import DATA, JOB, RunFolder, without_endless
 from tlora_fx.tracing.adapters import written_config
 
 if TYPE_CHECKING:
@@ -84,6 +85,7 @@ class StepReport:
     seconds        wall time of the round
     step_tokens    of this step
     round          the step's round
+    metrics        numbers that a function as loss reported, each the mean over micro-batches
     """
 
     job: str
@@ -95,6 +97,7 @@ class StepReport:
     seconds: float
     step_tokens: int = 0
     round: RoundReport | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +120,14 @@ class StepAhead:
     before   tokens of the job before it
     tokens   of the job, this step's included
     rate     that it uses
+    metrics  of each micro-batch what a function as loss reported, on its way to the host
     """
 
     step: int
     before: int
     tokens: int
     rate: float
+    metrics: Sequence[Mapping[str, Any]] = ()
 
 
 def described(error: Exception) -> str:
@@ -176,6 +181,28 @@ class JobRun(Member):
         self.origin: tuple[Path, JobState] | None = None
         self.goes_on = False
         self.still = 0
+        self.scores = Scores()
+
+    def objectives(self, batches: MicroBatches) -> list[Objective] | None:
+        """The losses of a step's micro-batches, which the run hears of; None where they are plain.
+
+        batches   what `batches` gave
+        """
+        if self.job.named_loss is None:
+            return None
+        self.scores = Scores()
+        made = (objective_of(self.job, samples, self.scores) for samples in batches)
+        return [each for each in made if each is not None]
+
+    def _loss_metrics(self) -> list[Mapping[str, Any]]:
+        """What the step's losses have reported of each micro-batch, not waited for."""
+        return [
+            {
+                name: value.to("cpu", non_blocking=True) if isinstance(value, Tensor) else value
+                for name, value in own.items()
+            }
+            for own in self.scores.metrics.values()
+        ]
 
     def batches(self) -> MicroBatches:
         """The micro-batches of the step that the job is at."""
@@ -202,8 +229,9 @@ class JobRun(Member):
         step, own = self.step + 1, count_tokens(batches)
         tokens = self.tokens + own
         report = StepReport(
-            self.job.name, step, loss, norm, rate, tokens, round_.seconds, own, round_
-        )
+            self.job.name, step, loss, norm, rate, tokens, round_.seconds, own, round_,
+            _means(self._loss_metrics()),
+        )  # fmt: skip
         # Before the update: where the line cannot be written, the job is whole at the step before.
         self._append(report)
         self.optimizer.step(norm)
@@ -216,10 +244,11 @@ class JobRun(Member):
         return report
 
     def _append(self, report: StepReport) -> None:
+        own = {"metrics": without_endless(report.metrics)} if report.metrics else {}
         self.metrics.append(
             step=report.step, loss=report.loss, grad_norm=report.grad_norm,
             learning_rate=report.learning_rate, tokens=report.tokens, seconds=report.seconds,
-            more=_speed(report),
+            more=_speed(report) | own,
         )  # fmt: skip
 
     def _fail_at(self, step: int, loss: float, norm: float) -> None:
@@ -231,7 +260,7 @@ class JobRun(Member):
     def start_step(self, batches: MicroBatches) -> StepAhead:
         """Count a step whose update is about to be launched; `end_step` says what came of it."""
         tokens, rate = self.tokens + count_tokens(batches), self.optimizer.learning_rate
-        ahead = StepAhead(self.step + 1, self.tokens, tokens, rate)
+        ahead = StepAhead(self.step + 1, self.tokens, tokens, rate, self._loss_metrics())
         self.step, self.tokens = ahead.step, ahead.tokens
         return ahead
 
@@ -253,7 +282,7 @@ class JobRun(Member):
             return None
         report = StepReport(
             self.job.name, ahead.step, outcome.loss, outcome.norm, ahead.rate, ahead.tokens,
-            round_.seconds, ahead.tokens - ahead.before, round_,
+            round_.seconds, ahead.tokens - ahead.before, round_, _means(ahead.metrics),
         )  # fmt: skip
         self.still = self.still + 1 if outcome.norm == 0 else 0
         self.loss = outcome.loss
@@ -367,6 +396,7 @@ class JobRun(Member):
         if state is not None:
             run.step, run.tokens = state.step, state.tokens
         run.parameters, run.best, run.evaluation = {}, {}, copy(self.evaluation)
+        run.scores = Scores()
         vars(run).pop("optimizer", None)
         return run
 
@@ -459,6 +489,13 @@ class JobRun(Member):
         }
         told |= {"tokens": self.tokens} | ({"reason": self.reason} if self.reason else {})
         self.folder.write_status(self.job.name, told | self.evaluation.summary())
+
+
+def _means(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """The mean of each number over the micro-batches that report it."""
+    names = dict.fromkeys(name for own in metrics for name in own)
+    found = {name: [float(own[name]) for own in metrics if name in own] for name in names}
+    return {name: sum(values) / len(values) for name, values in found.items()}
 
 
 def _speed(report: StepReport) -> dict[str, object]:

@@ -40,6 +40,7 @@ from tlora_fx.runtime.adapters.files import own_copy
 from tlora_fx.runtime.adapters.starts import constant_part
 from tlora_fx.runtime.data.labels import decoded
 from tlora_fx.runtime.data.sample_order import NO_TARGET, Line, SampleOrder, pad
+from tlora_fx.runtime.solo_losses import summed_losses
 from tlora_fx.tracing.adapters import wrap_with_peft
 
 if TYPE_CHECKING:
@@ -147,6 +148,9 @@ class SoloTrainer:
                 elif job.method == "reward":
                     ids = ids.masked_fill(attended == 0, self._padding)
                     loss = _reward_loss(model, job, ids, labels_of, attended) / compared
+                elif job.named_loss is not None:
+                    own = _token_losses(model, ids, labels_of, attended)
+                    loss = summed_losses(job, batch, own) / targets
                 elif job.is_preference:
                     loss = _pair_loss(model, job, ids, labels_of, attended, reference) / compared
                 elif job.base.is_classifier:
@@ -241,11 +245,17 @@ def _loss(
         )
         loss: Tensor = out.loss
         return loss
-    logits = out["logits"] if type(out) is dict else getattr(out, "logits", out)
+    logits = _logits_of(out)
     wide = torch.promote_types(torch.float32, logits.dtype)
     flat, wanted = logits[:, :-1].to(wide).flatten(0, 1), labels[:, 1:].flatten()
     total = F.cross_entropy(flat, wanted, reduction="sum", label_smoothing=smoothing)
     return total / targets
+
+
+def _logits_of(out: Any) -> Tensor:
+    """The logits of what a model returns."""
+    logits: Tensor = out["logits"] if type(out) is dict else getattr(out, "logits", out)
+    return logits
 
 
 def _label_loss(
@@ -333,8 +343,11 @@ def _kto_loss(job: Job, base: Tensor, losses: Tensor, wanted: Tensor) -> Tensor:
 
 def _token_losses(model: PeftModel, ids: Tensor, labels: Tensor, attended: Tensor) -> Tensor:
     """The loss of each token but the first of each line, [B, S - 1]."""
-    out = model(input_ids=ids, attention_mask=attended, use_cache=False)
-    logits = out.logits[:, :-1].transpose(1, 2)
+    if _is_transformers(model):
+        out = model(input_ids=ids, attention_mask=attended, use_cache=False)
+    else:
+        out = model(ids)
+    logits = _logits_of(out)[:, :-1].transpose(1, 2)
     return F.cross_entropy(logits, labels[:, 1:], reduction="none")
 
 

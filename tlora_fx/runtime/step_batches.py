@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tlora_fx.config.job import Job
-from tlora_fx.config.losses import FIELDS, LOSSES, NEEDS
+from tlora_fx.config.losses import LOSSES
 from tlora_fx.errors import StepMisuse
 from tlora_fx.model.batch import IGNORED
 from tlora_fx.model.objectives import Objective, OwnLoss, Scores
-from tlora_fx.runtime.data.batching import MicroBatches, judged
+from tlora_fx.runtime.data.batching import MicroBatches
+from tlora_fx.runtime.data.loss_inputs import loss_of, objective_by, require_numbers, target_places
 from tlora_fx.runtime.data.samples import Sample
 
 
@@ -26,8 +27,8 @@ class Batch:
 
     micro_batches   lists of samples; a micro-batch stays whole in one row
     normalizer      the sum of the token losses is divided by it; None: as `reduction` says
-    loss            None: cross entropy, or that of the job's own fields, without
-                    log-probabilities; else a name of `losses.LOSSES`, or a
+    loss            None: cross entropy without log-probabilities, or that of the job's own fields;
+                    else a name of `losses.LOSSES`, or a
                     function of the log-probabilities of one micro-batch's sequences, a list of
                     tensors [n], and of what their samples say, a list of dicts of tensors [n]. It
                     returns a sum of losses, [], or that and a dict of numbers
@@ -42,6 +43,12 @@ class Batch:
     loss_options: Mapping[str, float] = field(default_factory=dict)
     reduction: Literal["mean", "sum"] = "mean"
 
+    def of(self, job: Job) -> Batch:
+        """The same with the job's loss, where it names none; raises JobError."""
+        if self.loss is not None or self.loss_options or job.named_loss is None:
+            return self
+        return replace(self, loss=loss_of(job), loss_options=job.loss_options)
+
     def divisor(self, terms: int) -> float:
         """What the sum of the losses is divided by, of a batch of so many terms."""
         if self.normalizer is not None:
@@ -55,15 +62,8 @@ class Batch:
         shift    how far before its label a prediction stands
         """
         assert self.loss is not None
-        loss = self.loss
-        options = {**LOSSES[loss], **self.loss_options} if isinstance(loss, str) else {}
-        names = NEEDS[loss] if isinstance(loss, str) else FIELDS[1:]
         return [
-            judged(options, samples, scores)
-            if loss == "kto"
-            else Objective(
-                loss, options, [_of_targets(each, shift, names) for each in samples], scores
-            )
+            objective_by(self.loss, self.loss_options, samples, shift, scores)
             for samples in self.micro_batches
         ]
 
@@ -92,7 +92,9 @@ class StepOutput:
 def logprobs_of(scores: Scores, batch: MicroBatches, shift: int) -> tuple[Tensor, ...]:
     """The log-probabilities of each sample's target tokens."""
     every = [scores.logprobs[first] for first in sorted(scores.logprobs)]
-    counts = ([len(_targets(sample, shift)) for sample in samples] for samples in batch if samples)
+    counts = (
+        [len(target_places(sample, shift)) for sample in samples] for samples in batch if samples
+    )
     pieces = (torch.split(own, of) for own, of in zip(every, counts, strict=True))
     return tuple(piece for own in pieces for piece in own)
 
@@ -129,7 +131,7 @@ def require_batch(job: Job, batch: Batch, vocabulary: int, *, alone: bool) -> No
         raise StepMisuse(
             "samples say what the batch's loss does not read",
             job=job.name,
-            found="weights, logprobs or advantages",
+            found="weights, logprobs, advantages or inputs",
             help="name the loss, such as Batch(..., loss='cross_entropy'), which reads weights",
         )
     elif batch.loss_options:
@@ -235,20 +237,13 @@ def _require_loss(job: Job, batch: Batch, samples: Sequence[Sample], *, alone: b
             )
     if loss == "kto":
         _require_judged(job, samples)
-    for number, sample in enumerate(samples):
-        for name, found in _wrong_fields(loss, sample):
-            raise StepMisuse(
-                f"{name} of sample {number} do not fit the loss",
-                job=job.name,
-                expected=f"{len(sample.labels)} finite numbers, one for each label",
-                found=found,
-            )
+    require_numbers(job, loss, samples)
 
 
 def _require_scored(job: Job, batch: Batch) -> None:
     """Refuse what is no pairs of a chosen and a rejected sequence, each read at one token."""
     for number, micro in enumerate(batch.micro_batches):
-        counts = [len(_targets(sample, job.label_shift)) for sample in micro]
+        counts = [len(target_places(sample, job.label_shift)) for sample in micro]
         if len(counts) % 2 or counts != [1] * len(counts):
             raise StepMisuse(
                 f"micro-batch {number} is no pairs of which each sequence is read at one token",
@@ -262,7 +257,7 @@ def _require_judged(job: Job, samples: Sequence[Sample]) -> None:
     """Refuse what kto cannot compare: samples without a judgement, a base that is not at hand."""
     require_base_beside(job)
     for number, sample in enumerate(samples):
-        if sample.desirable is None or not _targets(sample, job.label_shift):
+        if sample.desirable is None or not target_places(sample, job.label_shift):
             raise StepMisuse(
                 f"sample {number} does not fit the loss kto",
                 job=job.name,
@@ -280,30 +275,3 @@ def require_base_beside(job: Job) -> None:
             expected="LoRA without DoRA, biases and trained modules",
             help="score it in a step of another job",
         )
-
-
-def _wrong_fields(loss: Any, sample: Sample) -> Iterator[tuple[str, str]]:
-    """What of a sample is missing or does not fit, by name, and how."""
-    needed = NEEDS[loss] if isinstance(loss, str) else ()
-    for name in FIELDS:
-        given: Sequence[float] | None = getattr(sample, name)
-        if given is None:
-            if name in needed:
-                yield name, "none"
-        elif len(given) != len(sample.labels):
-            yield name, str(len(given))
-        elif not all(map(math.isfinite, given)):
-            yield name, str(next(value for value in given if not math.isfinite(value)))
-
-
-def _targets(sample: Sample, shift: int) -> list[int]:
-    """Where a sample's labels stand that are targets."""
-    return [at for at in range(shift, len(sample.labels)) if sample.labels[at] != IGNORED]
-
-
-def _of_targets(sample: Sample, shift: int, names: Iterable[str]) -> dict[str, list[float]]:
-    """What a sample says of its target tokens; weights are 1 where it says none."""
-    places = _targets(sample, shift)
-    weights = (1.0,) * len(sample.labels) if sample.weights is None else sample.weights
-    said = {"weights": weights} | {name: getattr(sample, name) for name in names}
-    return {name: [of[at] for at in places] for name, of in said.items() if of is not None}

@@ -21,6 +21,7 @@ from tlora_fx.host import phases
 from tlora_fx.host.phases import StartRecord, phase
 from tlora_fx.host.quiet_import import ImportInThread
 from tlora_fx.model.batch import PackedBatch
+from tlora_fx.model.objectives import Objective
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.numerics.probe import ProbeResult
 from tlora_fx.parallel.apply import (
@@ -392,7 +393,9 @@ class Trainer:
         self.commits.look()
         self._end.begin()
         batches = self._batches()
-        rows = self.group.rows_of(batches)
+        losses_of = {index: self.roster.at(index).objectives(own) for index, own in batches.items()}
+        objectives = {index: own for index, own in losses_of.items() if own is not None}
+        rows = self.group.rows_of(batches, objectives)
         table = table_hash(rows) if self.mesh.size > 1 else 0
         micros = int(self._end.seconds * 1e6)
         active = self._active()
@@ -420,7 +423,7 @@ class Trainer:
             return True
         self.schedule.cut(agreed.choice, agreed.step_micros, rows)
         self.schedule.capture(active, self.rounds, code_changes=self.compilation.is_pending)
-        losses, ran = self._run(rows, batches)
+        losses, ran = self._run(rows, batches, objectives)
         self.rounds += 1
         self._finish(losses, ran, due=bool(agreed.due), waits=bool(agreed.waits))
         if not self._limited:
@@ -460,10 +463,13 @@ class Trainer:
             self._save(last=False)
 
     def _run(
-        self, rows: Sequence[PackedBatch], batches: Mapping[int, MicroBatches]
+        self,
+        rows: Sequence[PackedBatch],
+        batches: Mapping[int, MicroBatches],
+        objectives: Mapping[int, Sequence[Objective]],
     ) -> tuple[Tensor, dict[int, MicroBatches]]:
         """Forward and backward of a round; the losses, and the batches of the jobs that ran."""
-        ran = self.group.run(batches, rows=rows)
+        ran = self.group.run(batches, rows=rows, objectives=objectives)
         for index, reason in ran.errors.items():
             self.roster.at(index).suspect(reason)
         if ran.largest:

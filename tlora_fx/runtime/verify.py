@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from tlora_fx.compiler import Jobs, as_jobs, compile, resolve_pipeline
+from tlora_fx.config.functions import UserFunction
 from tlora_fx.config.job import Job
 from tlora_fx.model.backbone import load_config
 from tlora_fx.numerics.noise import lifted
@@ -308,7 +309,8 @@ def _follow(
         alone.load(fused.adapters[step])
         again.load(fused.adapters[step])
         expected = alone.gradients(batches, step)
-        other = in_another_layout(batches, pairs=alone.job.is_preference)
+        is_compared = alone.job.is_preference or isinstance(alone.job.loss, UserFunction)
+        other = in_another_layout(batches, whole=is_compared)
         noise.add(again.gradients(other, step), expected)
         lifted_bounds = bounds.over(Differences(noise.loss, noise.gradient, 0.0))
         if not _agree(outcome, expected, lifted_bounds):

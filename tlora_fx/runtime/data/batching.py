@@ -20,6 +20,7 @@ from tlora_fx.model.objectives import Objective, Scores, mismatched
 from tlora_fx.model.preference import Preference
 from tlora_fx.model.row_ladder import RowLadder, RowSize, repeating_length
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.runtime.data.loss_inputs import judged, loss_of, objective_by
 from tlora_fx.runtime.data.samples import JobData, Sample
 
 MicroBatches = Sequence[Sequence[Sample]]
@@ -83,25 +84,27 @@ def preference_of(job: Job) -> Preference | None:
     return None
 
 
-def objective_of(job: Job, samples: Sequence[Sample]) -> Objective | None:
-    """The loss of a job's micro-batch, where its own fields ask for another one than usual."""
+def objective_of(
+    job: Job, samples: Sequence[Sample], scores: Scores | None = None
+) -> Objective | None:
+    """The loss of a job's micro-batch, where its own fields ask for another one than usual.
+
+    scores    get what is found, where somebody asks
+    """
+    scores = Scores() if scores is None else scores
+    if (loss := loss_of(job)) is not None:
+        return objective_by(loss, job.loss_options, samples, job.label_shift, scores)
     if job.method == "kto":
         options = {
             "beta": BETA if job.beta is None else job.beta,
             "desirable_weight": job.desirable_weight,
             "undesirable_weight": job.undesirable_weight,
         }
-        return judged(options, samples, Scores())
+        return judged(options, samples, scores)
     if job.label_smoothing_factor:
         smoothed = {"label_smoothing": job.label_smoothing_factor}
-        return Objective("cross_entropy", smoothed, (), Scores())
+        return Objective("cross_entropy", smoothed, (), scores)
     return None
-
-
-def judged(options: Mapping[str, float], samples: Sequence[Sample], scores: Scores) -> Objective:
-    """The kto loss of a micro-batch."""
-    given = [{"desirable": (float(bool(sample.desirable)),)} for sample in samples]
-    return Objective("kto", options, given, scores)
 
 
 def _sequences(

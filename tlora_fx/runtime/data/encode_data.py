@@ -128,7 +128,9 @@ def _decisive(job: Job, tokenizer: PreTrainedTokenizerBase) -> tuple[object, ...
     base: tuple[object, ...] = ()
     if job.base.is_classifier:
         base = (job.base.model_dump_json(), job.max_length)
-    return (content, known, json.dumps(spec, sort_keys=True), job.method, base)
+    # Functions get all columns of numbers, whichever function it is.
+    reads = job.named_loss if isinstance(job.named_loss, str) else job.named_loss is not None
+    return (content, known, json.dumps(spec, sort_keys=True), job.method, base, reads)
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -280,12 +282,15 @@ class ChunkEncoder:
             self._draft = self._encoder.draft_judged
         elif job.is_preference:
             self._draft = self._encoder.draft_pair
+        elif layout.numbers:
+            self._draft = self._encoder.draft_numbered
 
     def __reduce__(self) -> tuple[type[ChunkEncoder], tuple[object, ...]]:
         """A new one in another process, which gets neither rows nor models."""
         job, *others = self._setup
         bare = {"base": job.base.as_written(), "data": job.data.model_copy(update={"rows": None})}
-        return ChunkEncoder, (job.model_copy(update={**bare, "eval_data": None}), *others)
+        without = {**bare, "eval_data": None, "loss": None}
+        return ChunkEncoder, (job.model_copy(update=without), *others)
 
     def rows(self, chunk: Sequence[DataRow]) -> Iterator[tuple[TokenRow, ...] | BadRow]:
         """The sequences of each row, or what is wrong with it."""
@@ -490,8 +495,9 @@ def _read(key: str) -> TokenTable | None:
         counts = json.loads((folder / "rows.json").read_text("utf-8"))
         counts["first_bad"] = [BadRow(*row) for row in counts["first_bad"]]
         if counts["layout"] is not None:
-            seen = counts["layout"].pop("seen")
-            counts["layout"] = SampleLayout(**counts["layout"], seen=seen and frozenset(seen))
+            seen, numbers = (counts["layout"].pop(name) for name in ("seen", "numbers"))
+            seen = seen and frozenset(seen)
+            counts["layout"] = SampleLayout(**counts["layout"], seen=seen, numbers=tuple(numbers))
         table = TokenTable(folder / "tokens.arrow", RowCounts(**counts), folder)
     except FileNotFoundError:
         return None

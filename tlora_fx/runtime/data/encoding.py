@@ -35,6 +35,7 @@ from tlora_fx.runtime.chats.rendered import Encoded, Rendered, behind, common, t
 from tlora_fx.runtime.chats.renderer import ChatRenderer, template_of
 from tlora_fx.runtime.data.labels import label_code
 from tlora_fx.runtime.data.layout import CHATS, TOKEN_MASKS, SampleLayout
+from tlora_fx.runtime.data.number_columns import numbers_beside
 from tlora_fx.runtime.data.tables import TokenRow
 
 if TYPE_CHECKING:
@@ -229,6 +230,29 @@ class TextEncoder:
             return (made if completion else made._replace(spans=()),)
 
         return Draft(finish, texts=(_encodable(prompt), _encodable(prompt + completion)))
+
+    def draft_numbered(self, fields: Mapping[str, Any]) -> Draft:
+        """A row with the numbers that the job's loss reads beside its tokens.
+
+        raises   BadRowError
+        """
+        ours, format, made = self._ours(fields), self.layout.format, self.draft(fields)
+        given = len(_numbers(ours, "input_ids")) if format == "tokens" else None
+        start, stop = (0, None) if given is None else _kept(ours, given)
+
+        def finish(chats: Sequence[Encoded], ids: Sequence[list[int]]) -> tuple[TokenRow, ...]:
+            [row] = made.finish(chats, ids)
+            count = len(row.ids) if given is None else given
+            columns = []
+            for name in self.layout.numbers:
+                theirs, default = self.layout.columns[name], 1.0 if name == "weights" else None
+                value = ours.get(name, default)
+                if value is None:
+                    raise BadRowError(f"no value in the column '{theirs}', which the loss reads")
+                columns.append(numbers_beside(value, theirs, format, count)[start:stop])
+            return (row._replace(numbers=[*chain(*columns)]),)
+
+        return replace(made, finish=finish)
 
     def draft_judged(self, fields: Mapping[str, Any]) -> Draft:
         """A prompt, its completion, and whether that is desirable; raises BadRowError."""
@@ -450,12 +474,17 @@ def encode_tokens(ours: Mapping[str, Any]) -> Encoded:
             marks = _numbers(ours, name, len(ids))
             on = _trained(ids, marks) if name == "labels" else _marked(marks, name)
             targets = [both and each for both, each in zip(targets, on, strict=True)]
-    start, end = 0, len(ids)
-    if ours.get("attention_mask") is not None:
-        start, end = _attended(_numbers(ours, "attention_mask", len(ids)))
+    start, end = _kept(ours, len(ids))
     edges = np.flatnonzero(np.diff([0, *targets[start:end], 0]))
     spans = edges.reshape(-1, 2).tolist()
     return Encoded(ids[start:end], tuple((first, last) for first, last in spans))
+
+
+def _kept(ours: Mapping[str, Any], count: int) -> tuple[int, int]:
+    """From where to where a row of `count` token ids has no padding; raises BadRowError."""
+    if ours.get("attention_mask") is None:
+        return 0, count
+    return _attended(_numbers(ours, "attention_mask", count))
 
 
 def _numbers(ours: Mapping[str, Any], name: str, count: int | None = None) -> list[int]:

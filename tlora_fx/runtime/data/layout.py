@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 
 from tlora_fx.config.data_spec import COLUMNS_OF, OPTIONAL_COLUMNS, ColumnName, columns_of
 from tlora_fx.config.job import DataSpec, Job
+from tlora_fx.config.losses import FIELDS
 from tlora_fx.errors import (
     AmbiguousFormatError,
     MissingColumnError,
@@ -23,6 +24,7 @@ from tlora_fx.errors import (
     nearest,
 )
 from tlora_fx.runtime.chats.conversations import is_conversation
+from tlora_fx.runtime.data.number_columns import number_columns
 from tlora_fx.runtime.data.text_files import DataRow, separated_otherwise
 
 Format = Literal[
@@ -75,6 +77,7 @@ class SampleLayout:
     seen            our names of the columns that the first rows have; None: all
     needs_template  whether some of the first rows are conversations
     is_instructed   whether some of the first rows have a system or a history beside a prompt
+    numbers         our names of the columns of numbers that the job's loss reads
     """
 
     format: Format
@@ -83,10 +86,11 @@ class SampleLayout:
     seen: frozenset[str] | None = None
     needs_template: bool = False
     is_instructed: bool = False
+    numbers: tuple[str, ...] = ()
 
     def line(self) -> str:
         """What a user is told of it."""
-        order = get_args(ColumnName)
+        order = [*get_args(ColumnName), *self.numbers]
         names = [
             name if name == theirs else f"{name} from {theirs}"
             for name, theirs in sorted(self.columns.items(), key=lambda at: order.index(at[0]))
@@ -131,6 +135,8 @@ def find_layout(job: Job, rows: Iterable[Mapping[str, Any]], *, where: str) -> S
     columns = _needed(spec, format) | _optional(spec, format)
     if job.method != "reward":
         columns.pop("margin", None)
+    numbers = number_columns(job, format, rows, columns, where)
+    columns |= numbers
     seen = frozenset(
         name for name, theirs in columns.items() if theirs in filled or name in COLUMNS_OF[format]
     )
@@ -142,6 +148,7 @@ def find_layout(job: Job, rows: Iterable[Mapping[str, Any]], *, where: str) -> S
         seen,
         format in CHATS or is_instructed or _has(rows, columns, _SPOKEN, is_conversation),
         is_instructed,
+        tuple(numbers),
     )
 
 
@@ -343,7 +350,7 @@ def _wanted(job: Job) -> list[Format]:
     if job.base.is_classifier:
         return ["label"]
     formats: list[Format] = [format for format in FORMATS if format not in _APART]
-    mapped = set(job.data.mapped_columns)
+    mapped = set(job.data.mapped_columns).difference(FIELDS)
     return [name for name in formats if mapped <= columns_of(name)]
 
 

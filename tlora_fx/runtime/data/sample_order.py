@@ -6,8 +6,8 @@ What trains reads these of `data` and `batching`; `verify` holds them against th
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,12 +29,14 @@ class Line:
     labels     not shifted, -100 where a token is no target
     first      index of its first token in the job's step
     desirable  of kto, whether the completion is wanted
+    numbers    what a loss with a name, or a function, reads beside each token, by name
     """
 
     ids: Sequence[int]
     labels: Sequence[int]
     first: int
     desirable: bool | None = None
+    numbers: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,8 @@ def lines_of(batches: Sequence[Sequence[Sample]], most: int | None = None) -> li
     for batch in batches:
         lines.append([])
         for sample in batch:
-            lines[-1].append(Line(sample.input_ids, sample.labels, first, sample.desirable))
+            said = sample.desirable, sample.numbers
+            lines[-1].append(Line(sample.input_ids, sample.labels, first, *said))
             first += len(sample.input_ids)
         for own, other in zip(batch, [*batch[-1:], *batch[:-1]], strict=True) if most else ():
             prompt = [own.input_ids[at] for at in range(_prompt(own))]
@@ -107,14 +110,14 @@ def _prompt(sample: Sample) -> int:
 
 
 def in_another_layout(
-    batches: Sequence[Sequence[Line]], *, pairs: bool = False
+    batches: Sequence[Sequence[Line]], *, whole: bool = False
 ) -> list[list[Line]]:
     """The same step in batches of other shapes: the same numbers but for rounding.
 
     Each line of a batch has a batch of its own. A line that had one shares it with a copy of
-    itself, which has no targets. Lines that are compared as pairs stay as they are.
+    itself, which has no targets. Lines that are compared with each other stay as they are.
     """
-    if pairs:
+    if whole:
         return [list(batch) for batch in batches]
     layout: list[list[Line]] = []
     for batch in batches:

@@ -22,6 +22,7 @@ from tlora_fx.model.row_ladder import RowSize
 from tlora_fx.runtime.chats.renderer import asks_for_the_time, template_of
 from tlora_fx.runtime.data.encode_data import bad_row, tokens_of_data
 from tlora_fx.runtime.data.layout import CHATS, SampleLayout, layout_of
+from tlora_fx.runtime.data.loss_inputs import loss_of, require_numbers
 from tlora_fx.runtime.data.rows import evaluated
 from tlora_fx.runtime.data.tables import (
     NO_TARGET,
@@ -141,8 +142,8 @@ class JobData:
                 into one sequence; None: each sample is one
     clock       the time that the chat template was told; None where it did not ask
 
-    raises      StepMisuse for samples with weights, log-probabilities or advantages: losses that
-                read them are of `GroupStep`
+    raises      StepMisuse for a list of samples that do not say what the job's loss reads, or that
+                have weights, log-probabilities, advantages or inputs, which it does not read
     """
 
     job: Job
@@ -154,12 +155,16 @@ class JobData:
     clock: datetime | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.samples, (list, tuple)) and any(of.is_scored for of in self.samples):
+        if not isinstance(self.samples, (list, tuple)):
+            return
+        if (loss := loss_of(self.job)) is not None:
+            require_numbers(self.job, loss, [*self.samples, *self.evaluation])
+        elif any(of.is_scored for of in self.samples):
             raise StepMisuse(
-                "samples say what a trainer's losses do not read",
+                "samples say what the job's loss does not read",
                 job=self.job.name,
-                found="weights, logprobs or advantages",
-                help="leave them out, or train in a loop of your own: GroupStep with Batch(loss=…)",
+                found="weights, logprobs, advantages or inputs",
+                help="leave them out, or name the loss: Job(loss=...), or Batch(loss=...)",
             )
 
     @cached_property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, Self, overload
 import numpy as np
 import pyarrow as pa
 
+from tlora_fx.config.losses import FIELDS
 from tlora_fx.host.durable import replace_shared_file
 from tlora_fx.runtime.data.layout import SampleLayout
 
@@ -35,6 +36,7 @@ SCHEMA = pa.schema(
         ("differs", pa.bool_()),
         ("cut", pa.bool_()),
         ("final", pa.bool_()),
+        ("numbers", pa.list_(pa.float64())),
     ]
 )
 
@@ -95,6 +97,8 @@ class TokenRow(NamedTuple):
     cut      the tokenizer has cut the text
     final    jobs that train all tokens train these spans too: of a conversation they leave out the
              turns that are not to be trained
+    numbers  what a job's loss reads beside each token: of each column of `SampleLayout.numbers` as
+             many as there are ids, one column after the other
     """
 
     ids: Sequence[int]
@@ -103,6 +107,7 @@ class TokenRow(NamedTuple):
     differs: bool = False
     cut: bool = False
     final: bool = False
+    numbers: Sequence[float] = ()
 
 
 def record_batch(rows: Sequence[TokenRow]) -> pa.RecordBatch:
@@ -183,6 +188,7 @@ class TokenTable:
         self.counts, self.folder = counts, folder
         self._ids = [_lists(batch.column("ids")) for batch in batches]
         self._spans = [_lists(batch.column("spans")) for batch in batches]
+        self._numbers = [_lists(batch.column("numbers")) for batch in batches]
         self.lengths = _joined([np.diff(ends) for _, ends in self._ids], np.int32)
         self._starts = np.cumsum([0, *(len(batch) for batch in batches)])
         self.codes = _joined([np.from_dlpack(batch.column("code")) for batch in batches], np.int64)
@@ -216,6 +222,16 @@ class TokenTable:
     def spans(self, index: int) -> np.ndarray:
         """Start and end of each trained run of a sequence, [runs, 2] int32; a view of the file."""
         return self._item(self._spans, index).reshape(-1, 2)
+
+    @property
+    def number_names(self) -> tuple[str, ...]:
+        """Names of the columns of numbers beside each token."""
+        layout = self.counts.layout
+        return () if layout is None else tuple(layout.numbers)
+
+    def numbers(self, index: int) -> np.ndarray:
+        """Numbers beside the tokens of a sequence, [columns, n] float64; a view of the file."""
+        return self._item(self._numbers, index).reshape(len(self.number_names), -1)
 
     def trained(self, first: int, max_length: int, *, whole: bool) -> np.ndarray:
         """How many tokens of each sequence are trained, [N] int64.
@@ -257,11 +273,12 @@ class Sample:
     input_ids  token ids
     labels     the same length, not shifted: the token's id, or -100 where it is not trained
 
-    For losses of a loop of one's own, each of the same length, and read where there is a label:
+    For losses with a name and functions, each of the same length, and read where there is a label:
 
     weights      factor of the token's loss; None: 1
     logprobs     log-probability of the token when it was sampled
     advantages   how much better than expected the token was
+    inputs       further numbers, by names of one's own, for a function as loss
 
     desirable    for kto, whether the completion is wanted
     """
@@ -272,12 +289,18 @@ class Sample:
     logprobs: tuple[float, ...] | None = None
     advantages: tuple[float, ...] | None = None
     desirable: bool | None = None
+    inputs: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
+
+    @property
+    def numbers(self) -> dict[str, tuple[float, ...]]:
+        """What it says of its tokens, by name."""
+        fields = {name: getattr(self, name) for name in FIELDS}
+        return {**{name: of for name, of in fields.items() if of is not None}, **self.inputs}
 
     @property
     def is_scored(self) -> bool:
-        """Whether it says what only losses of a loop of one's own read."""
-        said = (self.weights, self.logprobs, self.advantages)
-        return any(of is not None for of in said)
+        """Whether it says what only a loss with a name, or a function, reads."""
+        return bool(self.numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,13 +333,28 @@ class TokenSamples(Sequence[Sample], ABC):
         if isinstance(index, slice):
             return self.take(np.arange(len(self))[index])
         ids, labels = self.arrays(index)
+        numbers = {name: tuple(own.tolist()) for name, own in self.numbers(index).items()}
+        fields = {name: numbers.pop(name) for name in FIELDS if name in numbers}
         return Sample(
-            tuple(ids.tolist()), tuple(labels.tolist()), desirable=self.is_desirable(index)
+            tuple(ids.tolist()),
+            tuple(labels.tolist()),
+            desirable=self.is_desirable(index),
+            inputs=numbers,
+            **fields,
         )
 
     @abstractmethod
     def is_desirable(self, index: int) -> bool | None:
         """Whether a sample is desirable; None where samples are not judged."""
+
+    @property
+    @abstractmethod
+    def has_numbers(self) -> bool:
+        """Whether samples have numbers beside their tokens."""
+
+    @abstractmethod
+    def numbers(self, index: int) -> dict[str, np.ndarray]:
+        """Numbers beside the tokens of a sample by name, [n] float64 each."""
 
     @abstractmethod
     def arrays(self, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -372,6 +410,18 @@ class SampleTable(TokenSamples):
     def is_desirable(self, index: int) -> bool | None:
         """See `TokenSamples.is_desirable`."""
         return bool(self.table.codes[self.rows[index]]) if self.cut.judged else None
+
+    @property
+    def has_numbers(self) -> bool:
+        """See `TokenSamples.has_numbers`."""
+        return bool(self.table.number_names)
+
+    def numbers(self, index: int) -> dict[str, np.ndarray]:
+        """See `TokenSamples.numbers`."""
+        if not self.has_numbers:
+            return {}
+        numbers = self.table.numbers(int(self.rows[index]))[:, : self.cut.max_length]
+        return dict(zip(self.table.number_names, numbers, strict=True))
 
     def take(self, indices: np.ndarray) -> SampleTable:
         """See `TokenSamples.take`."""
@@ -490,6 +540,15 @@ class MixedTable(TokenSamples):
         """See `TokenSamples.is_desirable`."""
         return self.tables[int(self.origin[index])].is_desirable(int(self.places[index]))
 
+    @property
+    def has_numbers(self) -> bool:
+        """See `TokenSamples.has_numbers`."""
+        return any(table.has_numbers for table in self.tables)
+
+    def numbers(self, index: int) -> dict[str, np.ndarray]:
+        """See `TokenSamples.numbers`."""
+        return self.tables[int(self.origin[index])].numbers(int(self.places[index]))
+
     def take(self, indices: np.ndarray) -> MixedTable:
         """See `TokenSamples.take`."""
         return MixedTable(self.tables, self.origin[indices], self.places[indices])
@@ -592,11 +651,27 @@ def digest_of(samples: Sequence[Sample]) -> str:
     """`TokenSamples.digest` of any samples."""
     if isinstance(samples, TokenSamples):
         digest, judged = samples.digest(), map(samples.is_desirable, range(len(samples)))
-        flags = bytes(flag for flag in judged if flag is not None)
-        return hashlib.sha256(digest.encode() + flags).hexdigest()[:_SHOWN] if flags else digest
+        more = bytes(flag for flag in judged if flag is not None)
+        if samples.has_numbers:
+            more += _number_bytes(samples.numbers(index) for index in range(len(samples)))
+        return hashlib.sha256(digest.encode() + more).hexdigest()[:_SHOWN] if more else digest
     parts = [[getattr(s, name) for s in samples] for name in ("input_ids", "labels")]
     ids, labels = ([np.array(line, np.int32) for line in lines] for lines in parts)
-    return _digest(lengths_of(samples), ids, labels)
+    digest = _digest(lengths_of(samples), ids, labels)
+    if not any(sample.is_scored for sample in samples):
+        return digest
+    more = _number_bytes({name: np.array(of) for name, of in s.numbers.items()} for s in samples)
+    return hashlib.sha256(digest.encode() + more).hexdigest()[:_SHOWN]
+
+
+def _number_bytes(samples: Iterable[Mapping[str, np.ndarray]]) -> bytes:
+    """A hash of the numbers beside the tokens of samples, by name."""
+    digest = hashlib.sha256()
+    for numbers in samples:
+        for name, own in sorted(numbers.items()):
+            digest.update(f"{name} {len(own)} ".encode())
+            digest.update(own.astype(np.float64).tobytes())
+    return digest.digest()
 
 
 def _kept_digest(folder: Path, key: str, compute: Callable[[], str]) -> str:

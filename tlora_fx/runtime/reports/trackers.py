@@ -105,6 +105,7 @@ class Trackers(TrainerCallback):
             "train/learning_rate": report.learning_rate,
             "train/tokens": report.tokens,
             "train/seconds": report.seconds,
+            **{f"train/{name}": value for name, value in report.metrics.items()},
         }
         self._put(report.job, "log", report.step, values)
 

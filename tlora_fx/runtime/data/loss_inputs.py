@@ -1,0 +1,123 @@
+"""What samples say of their tokens beside ids and labels, and the losses that read it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from tlora_fx.config.functions import UserFunction, callable_of
+from tlora_fx.config.job import Job
+from tlora_fx.config.losses import FIELDS, LOSSES, NEEDS
+from tlora_fx.errors import LossFunctionError, StepMisuse
+from tlora_fx.model.objectives import Objective, OwnLoss, Scores, sequence_losses
+from tlora_fx.runtime.data.tables import NO_TARGET, Sample
+
+
+def target_places(sample: Sample, shift: int) -> list[int]:
+    """Where a sample's labels stand that are targets.
+
+    shift   how far before its label a prediction stands
+    """
+    labels = sample.labels
+    return [at for at in range(shift, len(labels)) if labels[at] != NO_TARGET]
+
+
+def loss_of(job: Job) -> str | OwnLoss | None:
+    """A job's loss that reads more of samples than tokens: its name, or the function.
+
+    raises    JobError where its function is not at hand
+    """
+    loss = job.named_loss
+    return callable_of(loss, "loss", job.name) if isinstance(loss, UserFunction) else loss
+
+
+def require_numbers(job: Job, loss: str | OwnLoss, samples: Sequence[Sample]) -> None:
+    """Refuse samples that do not say what a loss reads; raises StepMisuse."""
+    for number, sample in enumerate(samples):
+        for name, found in _wrong_numbers(loss, sample):
+            raise StepMisuse(
+                f"{name} of sample {number} do not fit the loss",
+                job=job.name,
+                expected=f"{len(sample.labels)} finite numbers, one for each label",
+                found=found,
+            )
+
+
+def objective_by(
+    loss: str | OwnLoss,
+    options: Mapping[str, float],
+    samples: Sequence[Sample],
+    shift: int,
+    scores: Scores,
+) -> Objective:
+    """The loss of a micro-batch whose samples say what it reads.
+
+    options   of a loss with a name, where they are not the default
+    scores    get what is found
+    """
+    if not isinstance(loss, str):
+        given = [_of_targets(each, shift, (*FIELDS[1:], *each.inputs)) for each in samples]
+        return Objective(loss, {}, given, scores)
+    every = {**LOSSES[loss], **options}
+    if loss == "kto":
+        return judged(every, samples, scores)
+    given = [_of_targets(each, shift, NEEDS[loss]) for each in samples]
+    return Objective(loss, every, given, scores)
+
+
+def try_function(job: Job, samples: Sequence[Sample], classes: int) -> None:
+    """Call a job's function as loss once, on a micro-batch with equal log-probabilities.
+
+    classes   how many tokens there are
+    raises    LossFunctionError, JobError
+    """
+    loss = loss_of(job)
+    if loss is None or isinstance(loss, str):
+        return
+    objective = objective_by(loss, {}, samples, job.label_shift, Scores())
+    counts = [len(target_places(sample, job.label_shift)) for sample in samples]
+    losses = torch.full((sum(counts),), math.log(classes), requires_grad=True)
+    try:
+        [own] = sequence_losses([objective], [0], [counts])
+        torch.autograd.grad(own.loss(losses), losses)
+    except Exception as error:
+        raise LossFunctionError(
+            "a function as loss failed",
+            job=job.name,
+            function=job.named_loss,
+            found=f"{type(error).__name__}: {error}",
+            help="it gets " + ", ".join(objective.given[0]) + " of each sequence's target tokens",
+        ) from error
+
+
+def judged(options: Mapping[str, float], samples: Sequence[Sample], scores: Scores) -> Objective:
+    """The kto loss of a micro-batch."""
+    given = [{"desirable": (float(bool(sample.desirable)),)} for sample in samples]
+    return Objective("kto", options, given, scores)
+
+
+def _wrong_numbers(loss: Any, sample: Sample) -> Iterator[tuple[str, str]]:
+    """What of a sample's numbers is missing or does not fit a loss, by name, and how."""
+    needed = NEEDS[loss] if isinstance(loss, str) else ()
+    fields = ((name, getattr(sample, name)) for name in FIELDS)
+    for name, given in chain(fields, sample.inputs.items()):
+        if given is None:
+            if name in needed:
+                yield name, "none"
+        elif len(given) != len(sample.labels):
+            yield name, str(len(given))
+        elif not all(map(math.isfinite, given)):
+            yield name, str(next(value for value in given if not math.isfinite(value)))
+
+
+def _of_targets(sample: Sample, shift: int, names: Sequence[str]) -> dict[str, list[float]]:
+    """What a sample says of its target tokens; weights are 1 where it says none."""
+    places = target_places(sample, shift)
+    weights = (1.0,) * len(sample.labels) if sample.weights is None else sample.weights
+    numbers = {name: getattr(sample, name) for name in FIELDS[1:]} | dict(sample.inputs)
+    said = {"weights": weights} | {name: numbers[name] for name in names}
+    return {name: [of[at] for at in places] for name, of in said.items() if of is not None}
