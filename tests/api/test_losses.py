@@ -15,7 +15,7 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft
 from tests.api import functions
 from tests.api.bases import LORA, ROWS, SHORT, adapter, assert_same, loaded, save_base
 from tests.runtime.test_step_losses import alone_loss
-from tlora_fx import Job, TrainerCallback, load_job_file, train
+from tlora_fx import Job, OpenSlots, Trainer, TrainerCallback, load_job_file, train
 from tlora_fx.compiler import compile
 from tlora_fx.config.functions import UserFunction, function_of
 from tlora_fx.cost.plan import MeshShape, Plan
@@ -479,14 +479,26 @@ def test_verify_compares_such_jobs_with_jobs_alone(base):
     assert max(row.gradient for row in found) < 1e-11
 
 
-def test_several_processes_are_refused(base):
-    """Also nano-batches; in words that name the job."""
-    model = compile([job_of(loaded(base), "own", functions.rewarded)])
+@pytest.mark.parametrize(
+    ("loss", "plan", "said"),
+    [
+        (functions.rewarded, {"planner": "replicated", "mesh": MeshShape(dp=2)}, "one process"),
+        (functions.rewarded, {"planner": "tensor", "mesh": MeshShape(tp=2)}, "rows that run whole"),
+        ("ppo", {"planner": "tensor", "mesh": MeshShape(tp=2)}, "rows that run whole"),
+        ("gspo", {"planner": "fsdp", "mesh": MeshShape(dp=2), "shard_base": True}, "run whole"),
+        ("gspo", {"planner": "single", "nano_batches": 2}, "rows that run whole"),
+    ],
+)
+def test_plans_that_cut_rows_are_refused(loss, plan, said, base):
+    """Replicas run losses with a name, and no functions."""
+    job = job_of(loaded(base), "own", loss)
 
-    spread = Plan(planner="replicated", mesh=MeshShape(dp=2))
-    for plan, cuts in ((spread, False), (Plan(planner="single"), True)):
-        with pytest.raises(PlanNotRunnable, match="losses with a name, and functions"):
-            require_whole_pairs(model, plan, cuts=cuts)
+    with pytest.raises(PlanNotRunnable, match=said):
+        require_whole_pairs([job], Plan(**plan), cuts="nano_batches" in plan)
+    require_whole_pairs([job], Plan(planner="single"), cuts=False)
+    if isinstance(loss, str):
+        replicas = Plan(planner="replicated", mesh=MeshShape(dp=2))
+        require_whole_pairs([job], replicas, cuts=False)
 
 
 def test_a_loop_of_ones_own_takes_the_jobs_loss(base):
@@ -501,3 +513,25 @@ def test_a_loop_of_ones_own_takes_the_jobs_loss(base):
     assert outputs[0].loss == outputs[1].loss
     assert [dict(of) for of in outputs[0].metrics] == [dict(of) for of in outputs[1].metrics]
     assert [of["sequences"] for of in outputs[0].metrics] == [2.0, 2.0]
+
+
+def test_a_job_joins_a_group_that_trains(base, tmp_path, monkeypatch):
+    """It learns as alone; a group whose plan cuts rows does not take it."""
+    model = loaded(base)
+    jobs = [job_of(model, "a", "dro"), job_of(model, "late", functions.rewarded)]
+    data = load_all_data(jobs)
+    group = compile(jobs[:1], open=OpenSlots(("q_proj", "v_proj"), rows=16, jobs=2, rank=8))
+    trainer = Trainer(group, output=tmp_path / "run", data={"a": data["a"]}, device="cpu")
+    with monkeypatch.context() as patched:
+        cut = Plan(planner="tensor", mesh=MeshShape(tp=2))
+        patched.setattr(trainer.group, "plan", cut)
+        with pytest.raises(PlanNotRunnable, match="rows that run whole"):
+            trainer.admit(jobs[1], data["late"])
+    trainer.admit(jobs[1], data["late"])
+
+    runs = {run.job.name: run for run in trainer.run()}
+
+    assert {name: run.status for name, run in runs.items()} == {"a": "done", "late": "done"}
+    for name, run in runs.items():
+        alone = trained(tmp_path / name, [job for job in jobs if job.name == name])
+        assert run.loss == pytest.approx(alone[name].losses[-1], abs=1e-12)

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.runtime.groups import draw_samples, make_job, tiny_base
-from tests.runtime.test_step_losses import job_of, own_loss, scored
+from tests.runtime.groups import draw_samples, make_job, scored, tiny_base
+from tests.runtime.test_step_losses import job_of, own_loss
 from tlora_fx.compiler import compile
 from tlora_fx.model.batch import JobTokens, pack
 from tlora_fx.parallel import cuda_graphs

@@ -14,6 +14,7 @@ from tests.parallel.training import (
     mixed_jobs,
     parting,
     quiet_jobs,
+    sampled_jobs,
     train_all,
     write_base,
 )
@@ -41,6 +42,7 @@ ON_TWO: dict[str, dict[str, Any]] = {
     },
     "faulty": {"planner": "tensor", "mesh": "tp=2", "fault": "slow"},
     "parted": {"planner": "replicated", "mesh": "dp=2", "other_data": True},
+    "sampled": {"planner": "replicated", "mesh": "dp=2", "jobs": sampled_jobs},
 } | LOOKED_AT_LATER  # fmt: skip
 #: Slow; of each, ON_TWO has a case of another plan.
 MORE_ON_TWO: dict[str, dict[str, Any]] = {
@@ -96,6 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cases: dict[str, dict[str, Any]] = {
         "alone": {"planner": "single"},
         "later-alone": {"planner": "single", "jobs": quiet_jobs},
+        "sampled-alone": {"planner": "single", "jobs": sampled_jobs},
     }
     train_all(made, cases)
     return made
@@ -130,6 +133,16 @@ def apart(folder: Path, name: str) -> tuple[float, float]:
 def test_two_processes_train_and_measure_what_one_does(folder: Path, two: list[Any]) -> None:
     """Losses, adapters, and evaluations at the same steps are those of one process."""
     require_trained_as_alone(folder, two, "sharded")
+
+
+def test_replicas_train_by_losses_with_a_name(folder: Path, two: list[Any]) -> None:
+    """Losses, adapters and evaluations are those of one process."""
+    jobs = sampled_jobs(folder)
+    losses, adapters = parting(folder, "sampled-alone", "sampled", jobs)
+
+    assert losses <= 1e-9, two[0]["sampled"]
+    assert adapters <= 1e-7
+    assert evaluations_part(folder, "sampled-alone", "sampled", jobs) <= 1e-9
 
 
 @pytest.mark.slow

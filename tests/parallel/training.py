@@ -67,6 +67,17 @@ def mixed_jobs(folder: Path, dtype: Any = "float64", **fields: Any) -> list[Job]
     ]  # fmt: skip
 
 
+def sampled_jobs(folder: Path, dtype: Any = "float64") -> list[Job]:
+    """Jobs whose samples say what their losses read, beside a plain one."""
+    base = BaseSpec(config=folder / "base", dtype=dtype, seed=7)
+    common: dict[str, Any] = {"max_steps": 3, "eval_data": {"path": "unused.jsonl"}}
+    return [
+        make_job(base, "ppo", loss="ppo", gradient_accumulation_steps=2, **common),
+        make_job(base, "gspo", loss="gspo", per_device_train_batch_size=3, seed=2, **common),
+        make_job(base, "plain", seed=3, **common),
+    ]
+
+
 def quiet_jobs(folder: Path, dtype: Any = "float64") -> list[Job]:
     """Jobs with nothing to do between their steps, of which one breaks itself at its second."""
     base = BaseSpec(config=folder / "base", dtype=dtype, seed=7)

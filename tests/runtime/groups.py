@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,9 @@ def _data(job: Job, longest: int, count: int) -> JobData:
     samples = draw_samples(f"{job.name} {job.seed}", longest, count)
     has_more = job.eval_data is not None
     more = draw_samples(f"{job.name} {job.seed} evaluation", longest, 5) if has_more else []
+    if job.named_loss is not None:
+        draw = random.Random(job.name)
+        samples, more = scored(samples, draw), scored(more, draw)
     return JobData(job, samples, DataReport(), more)
 
 
@@ -80,6 +84,21 @@ def draw_samples(key: str, longest: int, count: int) -> list[Sample]:
         prompt = draw.randint(0, len(ids) - 2)
         samples.append(Sample(ids, (-100,) * prompt + ids[prompt:]))
     return samples
+
+
+def scored(samples, draw, spread=1.0):
+    """Samples that say of each token what it cost when it was sampled, and what it was worth."""
+    return [
+        replace(
+            sample,
+            logprobs=tuple(-draw.uniform(4 - spread, 4 + spread) for _ in sample.labels),
+            advantages=tuple(draw.uniform(-1, 1) for _ in sample.labels),
+            weights=tuple(draw.uniform(0.2, 2) for _ in sample.labels)
+            if draw.random() < 0.5
+            else None,
+        )
+        for sample in samples
+    ]
 
 
 def losses_of(folder: Path, jobs: Sequence[Job]) -> Mapping[str, list[float]]:

@@ -156,6 +156,6 @@ def test_where_noise_is_not_it_is_refused(tmp_path):
     with pytest.raises(JobError, match="'neftune_noise_alpha' needs method sft"):
         make_job(base, "b", method="dpo", neftune_noise_alpha=5.0)
     with pytest.raises(PlanNotRunnable, match="need rows that run whole"):
-        require_whole_pairs(compile([noisy]), Plan(planner="single"), cuts=True)
+        require_whole_pairs([noisy], Plan(planner="single"), cuts=True)
     with pytest.raises(NotAdmitted, match="neftune_noise_alpha"):
         compile([noisy], open=OpenSlots(jobs=2))

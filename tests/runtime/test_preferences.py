@@ -108,10 +108,10 @@ def test_pairs_are_refused_where_rows_do_not_run_whole(tmp_path: Path, tokenizer
     model = compile(jobs)
 
     with pytest.raises(PlanNotRunnable, match="losses beside cross entropy"):
-        require_whole_pairs(model, Plan(planner="single"), cuts=True)
+        require_whole_pairs(jobs, Plan(planner="single"), cuts=True)
     sharded = Plan(planner="fsdp", mesh=MeshShape(dp=2), shard_base=True)
     with pytest.raises(PlanNotRunnable, match="dp=2"):
-        require_whole_pairs(model, sharded, cuts=False)
+        require_whole_pairs(jobs, sharded, cuts=False)
     trainer = Trainer(model, output=tmp_path / "run", data=data_of(jobs, tokenizer))
     trainer.prepare(data_of(jobs, tokenizer))
     with pytest.raises(SuperModelMisuse, match="cannot be exported"):

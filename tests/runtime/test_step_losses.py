@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
 
-from tests.runtime.groups import draw_samples, make_job, tiny_base
+from tests.runtime.groups import draw_samples, make_job, scored, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.errors import NotFinite, StepMisuse
 from tlora_fx.model.loss import ChunkedLoss
@@ -34,21 +34,6 @@ def job_of(base, name, rank=4, **fields):
     lora = {"r": rank, "target_modules": TARGETS}
     settled = {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant"}
     return make_job(base, name, lora=lora, max_grad_norm=None, **settled | fields)
-
-
-def scored(samples, draw, spread=1.0):
-    """Samples that say of each token what it cost when it was sampled, and what it was worth."""
-    return [
-        replace(
-            sample,
-            logprobs=tuple(-draw.uniform(4 - spread, 4 + spread) for _ in sample.labels),
-            advantages=tuple(draw.uniform(-1, 1) for _ in sample.labels),
-            weights=tuple(draw.uniform(0.2, 2) for _ in sample.labels)
-            if draw.random() < 0.5
-            else None,
-        )
-        for sample in samples
-    ]
 
 
 def own_loss(logprobs, given):

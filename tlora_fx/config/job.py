@@ -785,8 +785,8 @@ class Job(Spec):
     @property
     def needs_whole_batches(self) -> bool:
         """Whether its numbers depend on which sequences are in a micro-batch."""
-        compares = self.is_preference or isinstance(self.loss, UserFunction)
-        return compares or bool(self.neftune_noise_alpha)
+        reads_more = self.is_preference or self.named_loss is not None
+        return reads_more or bool(self.neftune_noise_alpha)
 
     @property
     def sequences_per_sample(self) -> int:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from tlora_fx.codegen.ahead import ahead
+from tlora_fx.config.functions import UserFunction
+from tlora_fx.config.job import Job
 from tlora_fx.cost.facts import why_launched
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import NoGradient, PlanNotRunnable
@@ -131,7 +133,7 @@ def _applied(
         use_group(GROUP, mesh.tp)
     require_shardable(model, plan)
     require_nano(plan, plan.nano_batches > 1)
-    require_whole_pairs(model, plan, cuts=plan.nano_batches > 1)
+    require_whole_pairs(model.jobs, plan, cuts=plan.nano_batches > 1)
     if mesh.size > 1:
         model.keep_all_gradients()
     sharded = shard_base(model, plan, mesh) if shards(plan) and plan.mesh.pp == 1 else None
@@ -196,29 +198,29 @@ def require_nano(plan: Plan, wanted: bool) -> None:
         )
 
 
-def require_whole_pairs(model: SuperModel, plan: Plan, *, cuts: bool) -> None:
+def require_whole_pairs(jobs: Sequence[Job], plan: Plan, *, cuts: bool) -> None:
     """Refuse plans under which rows of other losses do not run whole, or not twice.
 
     cuts      whether rows are cut into nano-batches
     raises    PlanNotRunnable
     """
-    named = [job.name for job in model.jobs if job.named_loss is not None]
-    if named and (cuts or plan.mesh.size > 1):
-        raise PlanNotRunnable(
-            "losses with a name, and functions, run where one process runs each row whole",
-            plan=f"{plan.planner} on {plan.mesh}",
-            jobs=", ".join(named),
-            help="use the plan single, without nano-batches",
-        )
-    names = [job.name for job in model.jobs if job.has_own_loss or job.needs_whole_batches]
-    smooths = any(job.label_smoothing_factor for job in model.jobs)
-    if names and (cuts or plan.mesh.pp > 1 or shards(plan) or (smooths and plan.mesh.tp > 1)):
+    names = [job.name for job in jobs if job.has_own_loss or job.needs_whole_batches]
+    by_token = any(job.label_smoothing_factor or job.named_loss is not None for job in jobs)
+    if names and (cuts or plan.mesh.pp > 1 or shards(plan) or (by_token and plan.mesh.tp > 1)):
         raise PlanNotRunnable(
             "losses beside cross entropy, and noise, need rows that run whole",
             plan=f"{plan.planner} on {plan.mesh}",
             jobs=", ".join(names),
             help="use a plan with pp=1, without a sharded base and without nano-batches, such as "
             "replicated or tensor",
+        )
+    functions = [job.name for job in jobs if isinstance(job.loss, UserFunction)]
+    if functions and plan.mesh.size > 1:
+        raise PlanNotRunnable(
+            "functions as loss run in one process, which reports their numbers",
+            plan=f"{plan.planner} on {plan.mesh}",
+            jobs=", ".join(functions),
+            help="use the plan single",
         )
 
 

@@ -36,8 +36,8 @@ from tlora_fx.numerics.probe_cache import probe_loaded_once
 from tlora_fx.planners.auto import device_name
 from tlora_fx.planners.recompute_budgets import price_budget
 from tlora_fx.runtime.clocks import JobClocks
-from tlora_fx.runtime.data.batching import Cutting
-from tlora_fx.runtime.data.loss_inputs import loss_of, try_function
+from tlora_fx.runtime.data.batching import Cutting, try_function
+from tlora_fx.runtime.data.loss_inputs import loss_of
 from tlora_fx.runtime.data.samples import JobData, load_job_data
 from tlora_fx.runtime.data.tables import largest_id, lengths_of
 from tlora_fx.runtime.data.tokenizer import load_tokenizer

@@ -16,8 +16,8 @@ from tlora_fx.config.losses import LOSSES
 from tlora_fx.errors import StepMisuse
 from tlora_fx.model.batch import IGNORED
 from tlora_fx.model.objectives import Objective, OwnLoss, Scores
-from tlora_fx.runtime.data.batching import MicroBatches
-from tlora_fx.runtime.data.loss_inputs import loss_of, objective_by, require_numbers, target_places
+from tlora_fx.runtime.data.batching import MicroBatches, objective_by
+from tlora_fx.runtime.data.loss_inputs import loss_of, require_numbers, target_places
 from tlora_fx.runtime.data.samples import Sample
 
 

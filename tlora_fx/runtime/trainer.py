@@ -590,7 +590,7 @@ def require_runnable(
     check_fits(model.backbone, data, model.group.vocabulary)
     require_fits(model, plan.mesh)
     require_shardable(model, plan)
-    require_whole_pairs(model, plan, cuts=cuts)
+    require_whole_pairs(model.jobs, plan, cuts=cuts)
     require_elementwise(jobs, group.mesh)
     require_data_starts(model, jobs, plan)
     for job in jobs:

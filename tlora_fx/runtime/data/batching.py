@@ -6,6 +6,7 @@ micro-batch (longrope's switch) is the same. Micro-batches of different jobs sha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -14,13 +15,15 @@ from itertools import accumulate, pairwise
 import torch
 
 from tlora_fx.config.job import BETA, Job
+from tlora_fx.config.losses import FIELDS, LOSSES, NEEDS
 from tlora_fx.cost.load import balanced_cuts
+from tlora_fx.errors import LossFunctionError
 from tlora_fx.model.batch import IGNORED, SMALLEST, JobTokens, PackedBatch, pack, pad, size_of_jobs
-from tlora_fx.model.objectives import Objective, Scores, mismatched
+from tlora_fx.model.objectives import Objective, OwnLoss, Scores, mismatched, sequence_losses
 from tlora_fx.model.preference import Preference
 from tlora_fx.model.row_ladder import RowLadder, RowSize, repeating_length
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.runtime.data.loss_inputs import judged, loss_of, objective_by
+from tlora_fx.runtime.data.loss_inputs import loss_of, numbers_of_targets, target_places
 from tlora_fx.runtime.data.samples import JobData, Sample
 
 MicroBatches = Sequence[Sequence[Sample]]
@@ -105,6 +108,59 @@ def objective_of(
         smoothed = {"label_smoothing": job.label_smoothing_factor}
         return Objective("cross_entropy", smoothed, (), scores)
     return None
+
+
+def objective_by(
+    loss: str | OwnLoss,
+    options: Mapping[str, float],
+    samples: Sequence[Sample],
+    shift: int,
+    scores: Scores,
+) -> Objective:
+    """The loss of a micro-batch whose samples say what it reads.
+
+    options   of a loss with a name, where they are not the default
+    scores    get what is found
+    """
+    if not isinstance(loss, str):
+        given = [numbers_of_targets(each, shift, (*FIELDS[1:], *each.inputs)) for each in samples]
+        return Objective(loss, {}, given, scores)
+    every = {**LOSSES[loss], **options}
+    if loss == "kto":
+        return judged(every, samples, scores)
+    given = [numbers_of_targets(each, shift, NEEDS[loss]) for each in samples]
+    return Objective(loss, every, given, scores)
+
+
+def try_function(job: Job, samples: Sequence[Sample], classes: int) -> None:
+    """Call a job's function as loss once, on a micro-batch with equal log-probabilities.
+
+    classes   how many tokens there are
+    raises    LossFunctionError, JobError
+    """
+    loss = loss_of(job)
+    if loss is None or isinstance(loss, str):
+        return
+    objective = objective_by(loss, {}, samples, job.label_shift, Scores())
+    counts = [len(target_places(sample, job.label_shift)) for sample in samples]
+    losses = torch.full((sum(counts),), math.log(classes), requires_grad=True)
+    try:
+        [own] = sequence_losses([objective], [0], [counts])
+        torch.autograd.grad(own.loss(losses), losses)
+    except Exception as error:
+        raise LossFunctionError(
+            "a function as loss failed",
+            job=job.name,
+            function=job.named_loss,
+            found=f"{type(error).__name__}: {error}",
+            help="it gets " + ", ".join(objective.given[0]) + " of each sequence's target tokens",
+        ) from error
+
+
+def judged(options: Mapping[str, float], samples: Sequence[Sample], scores: Scores) -> Objective:
+    """The kto loss of a micro-batch."""
+    given = [{"desirable": (float(bool(sample.desirable)),)} for sample in samples]
+    return Objective("kto", options, given, scores)
 
 
 def _sequences(

@@ -1,19 +1,16 @@
-"""What samples say of their tokens beside ids and labels, and the losses that read it."""
+"""What samples say of their tokens beside ids and labels, for the losses that read it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
-
 from tlora_fx.config.functions import UserFunction, callable_of
 from tlora_fx.config.job import Job
-from tlora_fx.config.losses import FIELDS, LOSSES, NEEDS
-from tlora_fx.errors import LossFunctionError, StepMisuse
-from tlora_fx.model.objectives import Objective, OwnLoss, Scores, sequence_losses
+from tlora_fx.config.losses import FIELDS, NEEDS
+from tlora_fx.errors import StepMisuse
 from tlora_fx.runtime.data.tables import NO_TARGET, Sample
 
 
@@ -26,7 +23,7 @@ def target_places(sample: Sample, shift: int) -> list[int]:
     return [at for at in range(shift, len(labels)) if labels[at] != NO_TARGET]
 
 
-def loss_of(job: Job) -> str | OwnLoss | None:
+def loss_of(job: Job) -> str | Callable[..., Any] | None:
     """A job's loss that reads more of samples than tokens: its name, or the function.
 
     raises    JobError where its function is not at hand
@@ -35,7 +32,7 @@ def loss_of(job: Job) -> str | OwnLoss | None:
     return callable_of(loss, "loss", job.name) if isinstance(loss, UserFunction) else loss
 
 
-def require_numbers(job: Job, loss: str | OwnLoss, samples: Sequence[Sample]) -> None:
+def require_numbers(job: Job, loss: str | Callable[..., Any], samples: Sequence[Sample]) -> None:
     """Refuse samples that do not say what a loss reads; raises StepMisuse."""
     for number, sample in enumerate(samples):
         for name, found in _wrong_numbers(loss, sample):
@@ -45,59 +42,6 @@ def require_numbers(job: Job, loss: str | OwnLoss, samples: Sequence[Sample]) ->
                 expected=f"{len(sample.labels)} finite numbers, one for each label",
                 found=found,
             )
-
-
-def objective_by(
-    loss: str | OwnLoss,
-    options: Mapping[str, float],
-    samples: Sequence[Sample],
-    shift: int,
-    scores: Scores,
-) -> Objective:
-    """The loss of a micro-batch whose samples say what it reads.
-
-    options   of a loss with a name, where they are not the default
-    scores    get what is found
-    """
-    if not isinstance(loss, str):
-        given = [_of_targets(each, shift, (*FIELDS[1:], *each.inputs)) for each in samples]
-        return Objective(loss, {}, given, scores)
-    every = {**LOSSES[loss], **options}
-    if loss == "kto":
-        return judged(every, samples, scores)
-    given = [_of_targets(each, shift, NEEDS[loss]) for each in samples]
-    return Objective(loss, every, given, scores)
-
-
-def try_function(job: Job, samples: Sequence[Sample], classes: int) -> None:
-    """Call a job's function as loss once, on a micro-batch with equal log-probabilities.
-
-    classes   how many tokens there are
-    raises    LossFunctionError, JobError
-    """
-    loss = loss_of(job)
-    if loss is None or isinstance(loss, str):
-        return
-    objective = objective_by(loss, {}, samples, job.label_shift, Scores())
-    counts = [len(target_places(sample, job.label_shift)) for sample in samples]
-    losses = torch.full((sum(counts),), math.log(classes), requires_grad=True)
-    try:
-        [own] = sequence_losses([objective], [0], [counts])
-        torch.autograd.grad(own.loss(losses), losses)
-    except Exception as error:
-        raise LossFunctionError(
-            "a function as loss failed",
-            job=job.name,
-            function=job.named_loss,
-            found=f"{type(error).__name__}: {error}",
-            help="it gets " + ", ".join(objective.given[0]) + " of each sequence's target tokens",
-        ) from error
-
-
-def judged(options: Mapping[str, float], samples: Sequence[Sample], scores: Scores) -> Objective:
-    """The kto loss of a micro-batch."""
-    given = [{"desirable": (float(bool(sample.desirable)),)} for sample in samples]
-    return Objective("kto", options, given, scores)
 
 
 def _wrong_numbers(loss: Any, sample: Sample) -> Iterator[tuple[str, str]]:
@@ -114,7 +58,7 @@ def _wrong_numbers(loss: Any, sample: Sample) -> Iterator[tuple[str, str]]:
             yield name, str(next(value for value in given if not math.isfinite(value)))
 
 
-def _of_targets(sample: Sample, shift: int, names: Sequence[str]) -> dict[str, list[float]]:
+def numbers_of_targets(sample: Sample, shift: int, names: Sequence[str]) -> dict[str, list[float]]:
     """What a sample says of its target tokens; weights are 1 where it says none."""
     places = target_places(sample, shift)
     weights = (1.0,) * len(sample.labels) if sample.weights is None else sample.weights

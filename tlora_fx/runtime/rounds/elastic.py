@@ -19,6 +19,7 @@ from tlora_fx.config.job import Job
 from tlora_fx.errors import JobsDiffer, NotAdmitted
 from tlora_fx.host import memory
 from tlora_fx.model.elastic import ALONE, Admission
+from tlora_fx.parallel.apply import require_whole_pairs
 from tlora_fx.parallel.capturing import free_gpu_bytes
 from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters.files import start_adapter
@@ -138,13 +139,17 @@ class Roster:
         accept      go on although its data or settings are not as they were
         described   the run that it joins, as its checkpoints say
         may_grow    banks may double
-        raises      NotAdmitted, JobsDiffer, TloraError, of a start that cannot be made too
+        raises      NotAdmitted, JobsDiffer, PlanNotRunnable, TloraError, of a start that cannot be
+                    made too
         """
         self.model.require_fits(job)
         self._require_new(job)
         data = load_all_data([job])[job.name] if data is None else data
         check_fits(self.model.backbone, {job.name: data}, self.model.group.vocabulary)
         check_own_loss(self.model.backbone, {job.name: data}, self.model.group.vocabulary)
+        runner = self.group.runner
+        cuts = runner is not None and runner.nano_batches > 1
+        require_whole_pairs([job], self.group.plan, cuts=cuts)
         require_elementwise([job], mesh)
         require_data_starts(self.model, [job])
         require_trainable(job, data.steps)
