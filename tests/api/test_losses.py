@@ -420,6 +420,33 @@ def test_a_function_that_fails_is_told_before_training(loss, said, base, tmp_pat
     assert "weights, logprobs, advantages, reward, scale" in str(caught.value)
 
 
+def test_rows_to_evaluate_without_the_columns_are_told_before_training(base, tmp_path):
+    """As the training rows are."""
+    job = job_of(loaded(base), "a", functions.rewarded, eval_data=rollouts("b", 3))
+    rows = [{n: row[n] for n in ("input_ids", "labels")} for row in rollouts("b", 3)]
+    bare = job_of(job.base, "a", functions.rewarded, eval_data=rows)
+
+    with pytest.raises(LossFunctionError, match="KeyError"):
+        trained(tmp_path / "bare", [bare])
+    assert trained(tmp_path / "run", [job])["a"].status == "done"
+
+
+def test_data_sets_have_the_same_numbers(base, tmp_path):
+    """One that lacks a column is named; it may be left out of the other."""
+    without = [{n: v for n, v in row.items() if n != "reward"} for row in rollouts("b")]
+    sets = [{"rows": rollouts("a")}, {"rows": without}]
+
+    with pytest.raises(MissingColumnError, match="no column 'reward' of numbers, and another has"):
+        trained(tmp_path / "run", [job_of(loaded(base), "a", summed, data=sets)])
+    sets[0]["columns"] = {"reward": None}
+    assert trained(tmp_path / "run", [job_of(loaded(base), "a", summed, data=sets)])["a"].steps == 4
+
+
+def summed(logprobs, inputs):
+    said = zip(logprobs, inputs, strict=True)
+    return -sum((own * of["scale"]).sum() for own, of in said)
+
+
 def test_a_function_that_fails_later_ends_its_job_alone(base, tmp_path):
     """Its neighbour trains to the end as alone."""
     model, calls = loaded(base), []

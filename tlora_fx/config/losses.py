@@ -44,7 +44,7 @@ else:
 
 #: Trainers that learn from what an adapter has sampled.
 _SAMPLING = ("grpo", "rloo", "reinforce", "online_dpo")
-_LOOP = "write the loop with GroupStep and Sampler: docs/group-step.md, docs/sampling.md"
+LOOP = "write the loop with GroupStep and Sampler: docs/group-step.md, docs/sampling.md"
 
 
 def require_learnt_from_rows(field: str, value: Any) -> Any:
@@ -59,12 +59,12 @@ def require_learnt_from_rows(field: str, value: Any) -> Any:
         what = "a method is no function"
         raise refuse(what, expected=f"one of {', '.join(methods)}", help="give it as 'loss'")
     if field == "method" and value in losses:
-        help = f"loss: {value} learns from rows that were sampled before; or {_LOOP}"
+        help = f"loss: {value} learns from rows that were sampled before; or {LOOP}"
         raise refuse(f"'{value}' is a loss", expected=f"one of {', '.join(methods)}", help=help)
     if value in _SAMPLING:
         known = methods if field == "method" else losses
         what = f"{field} '{value}' learns from what the job samples"
-        raise refuse(what, expected=f"one of {', '.join(known)}", help=_LOOP)
+        raise refuse(what, expected=f"one of {', '.join(known)}", help=LOOP)
     return value
 
 

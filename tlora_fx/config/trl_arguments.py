@@ -15,6 +15,7 @@ from typing import Any
 
 from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.config.base_task import read_base_config
+from tlora_fx.config.losses import LOOP
 from tlora_fx.config.objects import base_fields, data_fields, dtype_name, lora_fields
 from tlora_fx.config.other_kinds import adapter_spec
 from tlora_fx.errors import JobError
@@ -157,7 +158,7 @@ def _method(args: Any) -> str:
     if known := next((METHODS[kind] for kind in kinds if kind in METHODS), ""):
         return known
     if other := next((k for k in kinds if k.endswith("Config") and not k.startswith("_")), ""):
-        help = _LOOP if other in _SAMPLES else ""
+        help = LOOP if other in _SAMPLES else ""
         raise _error({"args": f"no method of a job trains as the trainer of {other}"}, help)
     return "sft"
 
@@ -232,7 +233,6 @@ _RIVALS = (
 _COMPLETED = ("base", "data", "eval_data", "lora")
 #: Configs of trainers that learn from what they sample.
 _SAMPLES = ("GRPOConfig", "RLOOConfig", "PPOConfig", "OnlineDPOConfig")
-_LOOP = "write the loop with GroupStep and Sampler: docs/group-step.md, docs/sampling.md"
 
 
 def _error(mistakes: Mapping[str, str], help: str = "") -> JobError:

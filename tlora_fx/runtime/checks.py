@@ -113,7 +113,9 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
                 found=longest,
                 help=f"set max_length of the job to {positions} or less",
             )
-        try_function(job_data.job, job_data.step(0)[0], logits or vocabulary or 2)
+        evaluated = job_data.evaluation[: job_data.job.per_device_eval_batch_size]
+        for samples in filter(len, (job_data.step(0)[0], evaluated)):
+            try_function(job_data.job, samples, logits or vocabulary or 2)
 
 
 def unusual(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> Iterator[str]:

@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tlora_fx.config.job import Job
-from tlora_fx.errors import EmptyDataError, MixtureWeightError, NoTargetsError, StepMisuse
+from tlora_fx.errors import (
+    EmptyDataError,
+    MissingColumnError,
+    MixtureWeightError,
+    NoTargetsError,
+    StepMisuse,
+)
 from tlora_fx.inspect.wording import plural
 from tlora_fx.model.row_ladder import RowSize
 from tlora_fx.runtime.chats.renderer import asks_for_the_time, template_of
@@ -442,6 +448,7 @@ def _read(
     if len(parts) == 1:
         return _samples(job, tokenizer, clock, limit)
     own = [_samples(job.model_copy(update={"data": part}), tokenizer, clock) for part in parts]
+    _require_same_numbers(job, [table.table for table, _ in own])
     reports = [report for _, report in own]
     together = DataReport(
         **{name: sum(getattr(report, name) for report in reports) for name in _COUNTS},
@@ -452,6 +459,19 @@ def _read(
         ),
     )
     return MixedTable.joined([table for table, _ in own]), together
+
+
+def _require_same_numbers(job: Job, tables: Sequence[TokenTable]) -> None:
+    """Refuse data sets of which one lacks a column of numbers that another has."""
+    names = [set(table.number_names) - {"weights"} for table in tables]  # 1 where there are none
+    for part, own in zip(job.data.parts, names, strict=True):
+        if missing := sorted(set().union(*names) - own):
+            raise MissingColumnError(
+                f"a data set has no column {missing[0]!r} of numbers, and another has",
+                path=part.path,
+                job=job.name,
+                help=f"add it, or leave it out of the others by columns: {{{missing[0]}: null}}",
+            )
 
 
 #: Numbers of a report that add up over data sets.

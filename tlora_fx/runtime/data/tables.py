@@ -1,9 +1,9 @@
 """Token ids of many sequences in one Arrow file, which is mapped into memory and not read.
 
-A file has a row for each sequence: its token ids, the spans of them that are trained, and the code
-of its label where the base is a classifier. Processes that map one file share its memory. What jobs
-differ in (`max_length`, which tokens are trained) is applied when a sequence is read, by
-`SampleTable`. `datasets.Dataset.from_file` opens the files too.
+A file has a row for each sequence: its token ids, the spans of them that are trained, the numbers
+that a job's loss reads, and the code of its label where the base is a classifier. Processes that
+map one file share its memory. What jobs differ in (`max_length`, which tokens are trained) is
+applied when a sequence is read, by `SampleTable`. `datasets.Dataset.from_file` opens the files too.
 """
 
 from __future__ import annotations
