@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tlora_fx.config.adapter_folder import ignored_fields
+from tlora_fx.config.functions import UserFunction
 from tlora_fx.config.job import Job
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.load import Round, round_of_batches
@@ -69,10 +70,8 @@ def load_all_data(jobs: Sequence[Job], clocks: JobClocks | None = None) -> dict[
 def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | None = None) -> None:
     """Whether every token has an embedding, every target a logit and every sequence a position.
 
-    Functions as loss are tried too.
-
     classes   of a compiled base, how many logits a token has
-    raises    DataDoesNotFit, LossFunctionError, naming the job
+    raises    DataDoesNotFit, naming the job
     """
     vocabulary = getattr(text_config(backbone.model), "vocab_size", None)
     positions = longest_sequence(backbone.model)
@@ -113,9 +112,19 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
                 found=longest,
                 help=f"set max_length of the job to {positions} or less",
             )
-        evaluated = job_data.evaluation[: job_data.job.per_device_eval_batch_size]
-        for samples in filter(len, (job_data.step(0)[0], evaluated)):
-            try_function(job_data.job, samples, logits or vocabulary or 2)
+
+
+def try_functions(data: Mapping[str, JobData], classes: int) -> None:
+    """Call each function as loss on the first micro-batch, and on the first rows to evaluate.
+
+    classes   how many logits a token has
+    raises    LossFunctionError, naming the job
+    """
+    for own in data.values():
+        if isinstance(own.job.loss, UserFunction):
+            evaluated = own.evaluation[: own.job.per_device_eval_batch_size]
+            for samples in filter(len, (own.step(0)[0], evaluated)):
+                try_function(own.job, samples, classes)
 
 
 def unusual(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> Iterator[str]:

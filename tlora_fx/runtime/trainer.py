@@ -42,6 +42,7 @@ from tlora_fx.runtime.checks import (
     load_all_data,
     probe_base,
     require_same_jobs,
+    try_functions,
 )
 from tlora_fx.runtime.controllers import NanoBatches
 from tlora_fx.runtime.data.batching import (
@@ -588,6 +589,7 @@ def require_runnable(
     """
     model, plan = group.model, group.plan
     check_fits(model.backbone, data, model.group.vocabulary)
+    try_functions(data, model.group.vocabulary)
     require_fits(model, plan.mesh)
     require_shardable(model, plan)
     require_whole_pairs(model.jobs, plan, cuts=cuts)

@@ -25,7 +25,7 @@ from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.adapters.files import start_adapter
 from tlora_fx.runtime.adapters.starts import needs_data
 from tlora_fx.runtime.checkpoints.store import Checkpoint, JobState, ResumeSources
-from tlora_fx.runtime.checks import check_fits, check_own_loss, load_all_data
+from tlora_fx.runtime.checks import check_fits, check_own_loss, load_all_data, try_functions
 from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.data_starts import data_start, require_data_starts
 from tlora_fx.runtime.distributed import require_elementwise
@@ -146,6 +146,7 @@ class Roster:
         self._require_new(job)
         data = load_all_data([job])[job.name] if data is None else data
         check_fits(self.model.backbone, {job.name: data}, self.model.group.vocabulary)
+        try_functions({job.name: data}, self.model.group.vocabulary)
         check_own_loss(self.model.backbone, {job.name: data}, self.model.group.vocabulary)
         runner = self.group.runner
         cuts = runner is not None and runner.nano_batches > 1
