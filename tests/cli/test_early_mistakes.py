@@ -1,4 +1,4 @@
-"""Mistakes that a command tells before it imports torch, which takes seconds."""
+"""What a command tells before it imports torch, which takes seconds: mistakes, and its end."""
 
 from __future__ import annotations
 
@@ -54,3 +54,34 @@ def test_a_mistake_is_told_before_torch_is_imported(words, tmp_path, monkeypatch
     assert COMMANDS[words] in ended.stderr
     assert ended.stdout == "not imported\n"
     assert after == before
+
+
+#: The process that the user started gets SIGTERM where the first one imports torch.
+TERMINATED = """
+import os, signal, sys
+class Imports:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch":
+            sys.meta_path.remove(self)
+            os.kill(started, signal.SIGTERM)
+started = os.getpid()
+sys.meta_path.insert(0, Imports())
+from tlora_fx.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_sigterm_during_imports_is_told_in_one_line(processes, tmp_path, monkeypatch):
+    """With the exit status that shells have for it."""
+    monkeypatch.setenv("TLORA_FX_CACHE", str(tmp_path))
+    words = f"train jobs.yaml -o run --device cpu --gpus {processes}".split()
+    with folder_of(Mistake("", "")) as folder:
+        ended = subprocess.run(
+            [sys.executable, "-c", TERMINATED, *words],
+            cwd=folder, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    assert ended.returncode == 143
+    assert ended.stderr.removeprefix("starting\n") == "terminated by SIGTERM\n"
+    assert not ended.stdout

@@ -56,10 +56,13 @@ def leave(kind, text="", code=1):
 SECONDS = 900
 
 
-def start(code: str, **environment: str) -> subprocess.Popen[str]:
-    """A program that becomes three processes, each of which runs some code."""
+def start(code: str, before: str = "", **environment: str) -> subprocess.Popen[str]:
+    """A program that becomes three processes, each of which runs some code.
+
+    before   what it runs before it becomes them
+    """
     return subprocess.Popen(
-        [sys.executable, "-c", BEGIN + code],
+        [sys.executable, "-c", before + BEGIN + code],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -168,6 +171,28 @@ while True:
 
     assert out == "heard\n" * 3
     assert err == "interrupted: stopped after a checkpoint\n"
+
+
+INTERRUPTED_FORK = """
+import os, signal
+fork, forked = os.fork, []
+
+def interrupted():
+    forked.append(fork())
+    if len(forked) == 3 and forked[-1]:
+        os.kill(os.getpid(), signal.SIGINT)
+    return forked[-1]
+
+os.fork = interrupted
+"""
+
+
+def test_a_signal_between_a_fork_and_its_note_reaches_that_process() -> None:
+    """Which would train on, alone, and be waited for."""
+    program = start("time.sleep(3600)", INTERRUPTED_FORK)
+    out, err = program.communicate(timeout=SECONDS)
+
+    assert (program.returncode, out, err) == (1, "", "interrupted: \n")
 
 
 def test_processes_end_with_the_one_that_has_started_them() -> None:

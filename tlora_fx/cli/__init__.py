@@ -20,6 +20,7 @@ from tlora_fx.errors import TloraError, printable
 from tlora_fx.host import collector
 from tlora_fx.host.environment import require_known_values
 from tlora_fx.host.threads import thread_rules
+from tlora_fx.runtime.launching.interrupts import Terminated, raising_terminated
 
 #: By logger, what the messages have in them: kernels for other GPUs, one library's use of what
 #: another will drop, and a damaged file that our own error tells of.
@@ -81,13 +82,15 @@ COMMANDS = {
 }
 #: By command, its module, where it cannot have the same name.
 MODULES = {"import": "import_config"}
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 #: Options that were taken out, by the names that plans had for them.
 TAKEN_OUT = {"--sequence-parallel": "sequence_parallel"}
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run `tlora-fx`; exits with 1 on a mistake that it can explain, 2 on wrong usage.
+
+    Ctrl-C and SIGTERM end it with one line, and with 130 and 143; what trains ends in order first.
 
     arguments   by default those of the process, which then ends with the command
     """
@@ -98,7 +101,11 @@ def main(arguments: list[str] | None = None) -> None:
     if sys.argv[1:2] in (["train"], ["prepare"]):
         collector.begin()
     try:
-        _run(sys.argv[1:])
+        with raising_terminated():
+            _run(sys.argv[1:])
+    except Terminated:
+        _say("terminated by SIGTERM")
+        sys.exit(TERMINATED)
     finally:
         collector.leave()
 

@@ -7,6 +7,8 @@ import signal
 import stat
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -27,6 +29,42 @@ def leave_terminal() -> None:
         nothing = os.open(os.devnull, os.O_RDWR)
         os.dup2(nothing, descriptor)
         os.close(nothing)
+
+
+class Terminated(BaseException):
+    """SIGTERM came while nothing ran that ends in an order of its own, as during imports."""
+
+
+@contextmanager
+def raising_terminated() -> Iterator[None]:
+    """Context in which SIGTERM raises Terminated; a second one ends the process without a word.
+
+    Nothing changes under torchrun, which names the signal itself, outside the main thread, and
+    where SIGTERM is ignored or has a handler already. Processes that are forked inside begin with
+    the default action, which also ends those that run no Python at that moment.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    if not is_main or not is_default or "RANK" in os.environ:
+        yield
+        return
+    signal.signal(signal.SIGTERM, _terminate)
+    os.register_at_fork(after_in_child=forget_terminated)
+    try:
+        yield
+    finally:
+        forget_terminated()
+
+
+def forget_terminated() -> None:
+    """Give SIGTERM its default action again, where it would raise Terminated."""
+    if signal.getsignal(signal.SIGTERM) is _terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    forget_terminated()
+    raise Terminated
 
 
 class Interrupts:

@@ -27,7 +27,12 @@ from tlora_fx.errors import LaunchError, ProcessLost, printable
 from tlora_fx.host.environment import START_FOLDER
 from tlora_fx.host.gpus import visible_gpus
 from tlora_fx.host.memory import usable_cpus
-from tlora_fx.runtime.launching.interrupts import leave_terminal, stop_signals
+from tlora_fx.runtime.launching.interrupts import (
+    Terminated,
+    forget_terminated,
+    leave_terminal,
+    stop_signals,
+)
 
 POLL_SECONDS = 0.05
 #: After the first failure the other processes may take so long to end by themselves.
@@ -172,7 +177,8 @@ def start_processes(count: int, going_on: Callable[[], str]) -> None:
 
     going_on    what helps where a process was lost
     raises      in the calling process: SystemExit; ProcessLost, where a process was killed;
-                KeyboardInterrupt, where the user stopped the run
+                KeyboardInterrupt, where the user stopped the run; Terminated, where SIGTERM
+                came before anything was trained
     """
     folder, parent = Path(tempfile.mkdtemp(prefix="tlora-fx-start-")), os.getpid()
     sys.stdout.flush()
@@ -180,11 +186,9 @@ def start_processes(count: int, going_on: Callable[[], str]) -> None:
     group = _Processes(folder)
     with group.passing_signals_on():
         for rank in range(count):
-            pid = os.fork()
-            if pid == 0:
+            if not group.fork(rank):
                 _become(rank, count, folder, parent, os.environ)
                 return
-            group.running[rank] = pid
         group.wait()
     try:
         group.conclude(going_on)
@@ -228,7 +232,7 @@ class _Processes:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._parent = folder, os.getpid()
         self.running: dict[int, int] = {}
         self.ended: dict[int, int] = {}
         self.asked: list[int] = []
@@ -242,6 +246,20 @@ class _Processes:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            if os.getpid() != self._parent:
+                # The kernel's SIGTERM after the parent's death ends what hangs, too.
+                forget_terminated()
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
+
+    def fork(self, rank: int) -> bool:
+        """Start one process; False in it, which hears signals once it leaves the context."""
+        # One that came between a fork and the note of its number would miss that process.
+        stops = stop_signals()
+        signal.pthread_sigmask(signal.SIG_BLOCK, stops)
+        if pid := os.fork():
+            self.running[rank] = pid
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
+        return pid != 0
 
     def wait(self) -> None:
         """Wait until all have ended; once one has failed, the others are given little time."""
@@ -281,6 +299,8 @@ class _Processes:
             self._tell(endings)
             sys.exit(1)
         stops = [one.text for one in endings.values() if one and one.kind == "interrupted"]
+        if not stops and signal.SIGTERM in self.asked:
+            raise Terminated
         if stops or self.asked:
             raise KeyboardInterrupt(stops[0] if stops else "")
         sys.exit(max(abs(code) for code in self.ended.values()))
