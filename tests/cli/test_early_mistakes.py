@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.cli.mistakes import Mistake, folder_of
+from tests.cli.mistakes import TRAIN, Mistake, folder_of
 
 #: Commands that fail in a folder with a job file and data, and what each is told.
 COMMANDS = {
@@ -33,6 +33,28 @@ try:
 finally:
     print("imported" if "torch" in sys.modules else "not imported")
 """
+
+
+#: Rows of data that `train` is told of as early.
+ROWS = {
+    b'{"text": "a\\ud800"}\n': "rows.jsonl:1",
+    b'{"prompt": "a", "completion": 7}\n': "holds int, no text",
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_a_row_that_cannot_be_used_is_told_before_torch_is_imported(row, tmp_path, monkeypatch):
+    """Of the first rows."""
+    monkeypatch.setenv("TLORA_FX_CACHE", str(tmp_path))
+    with folder_of(Mistake("", "", files={"rows.jsonl": row})) as folder:
+        ended = subprocess.run(
+            [sys.executable, "-c", CODE, *TRAIN],
+            cwd=folder, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+    assert ended.returncode == 1
+    assert ROWS[row] in ended.stderr
+    assert ended.stdout == "not imported\n"
 
 
 @pytest.mark.parametrize("words", COMMANDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import stat
 import subprocess
@@ -14,11 +15,11 @@ from safetensors.torch import save_file
 
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.plan import MeshShape
-from tlora_fx.errors import MeshDoesNotFit, NoPlanFits, RunFolderError
+from tlora_fx.errors import MalformedRowError, MeshDoesNotFit, NoPlanFits, RunFolderError
 from tlora_fx.planners.protocol import _own_planners
-from tlora_fx.runtime import controllers
+from tlora_fx.runtime import controllers, run_folder
 from tlora_fx.runtime.launching import early_checks
-from tlora_fx.runtime.run_folder import RunFolder, require_begun, require_new
+from tlora_fx.runtime.run_folder import RunFolder, require_begun, require_free, require_new
 
 ROOT = Path(__file__).parents[2]
 JOBS = """
@@ -191,6 +192,57 @@ def test_a_folder_without_a_step_is_told_from_an_empty_one(tmp_path, begun):
     with pytest.raises(RunFolderError, match="there is no run") as caught:
         require_begun(tmp_path / "run")
     assert ("a run that came to no step" if begun else "an empty folder") in str(caught.value)
+
+
+def test_a_folder_that_another_process_uses_is_told_at_once(tmp_path):
+    """While it is held, and no longer; one that is not there is free, and stays so."""
+    folder = tmp_path / "run"
+    require_free(folder)
+    assert not folder.exists()
+    with RunFolder(folder).held(resume=False), pytest.raises(RunFolderError, match="another"):
+        require_free(folder)
+    require_free(folder)
+
+
+def test_who_looks_whether_a_folder_is_free_keeps_nobody_out(tmp_path, monkeypatch):
+    """It holds the lock for moments, and whoever wants the folder tries again."""
+    (tmp_path / ".lock").touch()
+    looking = (tmp_path / ".lock").open("rb")
+    fcntl.flock(looking, fcntl.LOCK_SH)
+    monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: looking.close())
+
+    with RunFolder(tmp_path).held(resume=False):
+        assert looking.closed
+
+
+ROWS = {
+    '{"prompt": "a \\ud800", "completion": "b"}': r"half a character, \ud800 at 3",
+    '{"prompt": 1, "completion": "b"}': "the column 'prompt' holds int, no text",
+    '{"prompt": "a", "completion": null}': "no value in the column 'completion'",
+    '{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}': "text that is no JSON",
+    '{"messages": [{"role": "user", "content": "\\udfff"}]}': r"half a character, \udfff at 1",
+    '{"messages": [{"content": "a"}]}': "message 1 is no object with a role",
+    '{"instruction": "a", "input": [], "output": 3}': "the column 'output' holds int",
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_row_that_no_tokenizer_can_read_is_told_by_its_line(tmp_path, row, skips):
+    """Also where it is not the first one, unless such rows are skipped."""
+    keys = ", ".join(f'"{key}": "a"' for key in json.loads(row))
+    good = "{" + keys.replace('"messages": "a"', '"messages": [{"role": "user", "content": "a"}]')
+    (tmp_path / "rows.jsonl").write_text(f"{good}}}\n{row}\n")
+    data = {"path": str(tmp_path / "rows.jsonl"), "skip_bad_rows": skips}
+    jobs = [Job(name="a", base=BaseSpec(model="m"), lora={}, data=data)]
+    if skips:
+        early_checks.require_data(jobs)
+        return
+
+    with pytest.raises(MalformedRowError) as caught:
+        early_checks.require_data(jobs)
+    assert f"{tmp_path}/rows.jsonl:2" in str(caught.value)
+    assert ROWS[row] in str(caught.value)
 
 
 def base_with(folder: Path, **config: object) -> list[Job]:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from tests.runtime.encode import encode
+from tests.runtime.encode import encode, encode_pair
 from tlora_fx.runtime.chats.conversations import BadRowError
 from tlora_fx.runtime.chats.rendered import Encoded
 from tlora_fx.runtime.chats.renderer import UnlocatedTurnError
-from tlora_fx.runtime.data.encoding import TextEncoder
+from tlora_fx.runtime.data.encoding import TextEncoder, require_readable
 from tlora_fx.runtime.data.layout import Format, SampleLayout
 
 CHAT = [
@@ -166,3 +168,42 @@ def test_a_text_that_is_a_number_is_a_bad_row(make_tokenizer: Any) -> None:
     """Values are never turned into text."""
     with pytest.raises(BadRowError, match="'text' holds int, no text"):
         encode(encoder(make_tokenizer(), "text"), {"text": 3})
+
+
+COLUMNS: dict[Format, tuple[str, ...]] = {
+    "text": ("text",),
+    "messages": ("messages",),
+    "prompt-completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "input", "output"),
+    "preference": ("prompt", "chosen", "rejected"),
+}
+TEXTS = st.sampled_from(["", "a", "\ud800", "[]", '[{"role": "user", "content": "b"}]'])
+MESSAGES = st.fixed_dictionaries(
+    {},
+    optional={
+        "role": st.sampled_from(["user", "assistant", "nobody", 3]),
+        "from": st.sampled_from(["human", "gpt"]),
+        "content": TEXTS | st.none() | st.just([{"type": "text", "text": "a"}]),
+        "value": TEXTS,
+        "weight": st.sampled_from([0, 1, 2]),
+    },
+)
+VALUES = TEXTS | st.none() | st.integers(0, 1) | MESSAGES | st.lists(MESSAGES, max_size=2)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(format=st.sampled_from([*COLUMNS]), values=st.tuples(VALUES, VALUES, VALUES), chat=...)
+def test_what_is_refused_without_a_tokenizer_is_refused_with_one(
+    make_tokenizer: Any, templates: dict[str, str], format: Format, values: Any, chat: bool
+) -> None:
+    """So that telling a row early refuses no row that could be trained."""
+    columns = {name: name for name in COLUMNS[format]}
+    layout = SampleLayout(format, columns, on_completion=format != "text")
+    row = dict(zip(columns, values, strict=False))
+    try:
+        require_readable(layout, row)
+    except BadRowError:
+        tokenizer = make_tokenizer(templates["marked"] if chat else None)
+        draw = encode_pair if format == "preference" else encode
+        with pytest.raises(BadRowError):
+            draw(TextEncoder(tokenizer, layout), row)

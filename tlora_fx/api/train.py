@@ -21,7 +21,7 @@ from tlora_fx.runtime.callbacks import Callbacks, TrainerCallback
 from tlora_fx.runtime.checks import unusual
 from tlora_fx.runtime.distributed import require_device
 from tlora_fx.runtime.job_run import JobRun
-from tlora_fx.runtime.run_folder import require_begun, require_new
+from tlora_fx.runtime.run_folder import require_begun, require_free, require_new
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions, new_folder
 
 
@@ -55,6 +55,7 @@ def train(
     folder = Path(output) if output is not None else new_folder()
     console = Console(stderr=True, quiet=not verbose, highlight=False)
     with _told_in_python(), _start(), Bars(console) as bars:
+        require_free(folder)
         (require_begun if resume else require_new)(folder)
         require_device(device)
         given = _jobs_of(jobs)

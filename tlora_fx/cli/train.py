@@ -107,11 +107,17 @@ def run(options: TrainOptions) -> None:
     # What Python and the command line have imported until now.
     phases.begin(began := phases.process_began()).add("imports", began)
 
-    from tlora_fx.runtime.run_folder import how_to_go_on, require_begun, require_new
+    from tlora_fx.runtime.run_folder import (
+        how_to_go_on,
+        require_begun,
+        require_free,
+        require_new,
+    )
 
     # Importing torch takes seconds; what can be said before them is. One process says it for all.
     leads, again = os.environ.get("RANK", "0") == "0", "TORCHELASTIC_RESTART_COUNT"
     if leads and os.environ.get(again, "0") == "0":
+        require_free(options.output)
         (require_begun if options.resume else require_new)(options.output)
     with phase("checks"):
         jobs = _require_right(options) if leads else ()

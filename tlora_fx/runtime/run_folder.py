@@ -6,6 +6,7 @@ import fcntl
 import json
 import math
 import os
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -176,6 +177,7 @@ DATA = "data.json"
 #: Of a folder that a run makes: logs and adapters tell what they were trained on.
 PRIVATE = 0o700
 LOCK = ".lock"
+LOCK_TRIES, LOCK_SECONDS = 3, 0.05
 STATUS = "status.json"
 #: Where somebody asks that a job end before its last step.
 STOP = "stop"
@@ -232,10 +234,7 @@ class RunFolder:
         except OSError as error:
             raise unwritable(self.path, error) from error
         with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise busy(self.path) from error
+            _lock(lock, self.path)
             if not resume:
                 require_new(self.path)
             self._held = os.fstat(lock.fileno())
@@ -457,6 +456,40 @@ def busy(path: Path) -> RunFolderError:
         folder=path,
         help="wait for it, or choose another folder with -o",
     )
+
+
+def require_free(path: Path) -> None:
+    """Refuse a folder that another process holds now; the caller does not hold it afterwards.
+
+    raises    RunFolderError
+    """
+    try:
+        lock = (path / LOCK).open("rb")
+    except OSError:
+        return
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise busy(path) from error
+        except OSError:
+            return  # what cannot be locked is refused where it is held
+
+
+def _lock(lock: IO[str], path: Path) -> None:
+    """Take a folder's lock; `require_free` of another process has it for moments.
+
+    raises    RunFolderError
+    """
+    for left in range(LOCK_TRIES - 1, -1, -1):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if not left:
+                raise busy(path) from error
+            time.sleep(LOCK_SECONDS)
+        else:
+            return
 
 
 def require_same_lock(path: Path, held: os.stat_result, help: str) -> None:

@@ -342,22 +342,10 @@ class TextEncoder:
         return replace(made, finish=finish)
 
     def _ours(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The row's values by our names; optional ones only where they are there."""
-        needed, ours = COLUMNS_OF[self.layout.format], {}
-        for name, theirs in self.layout.columns.items():
-            value = fields.get(theirs)
-            if value is not None:
-                ours[name] = value
-            elif name in needed:
-                raise BadRowError(f"no value in the column '{theirs}'")
-        return ours
+        return _ours(self.layout, fields)
 
     def _text(self, ours: Mapping[str, Any], name: str) -> str:
-        value = ours[name]
-        if isinstance(value, str):
-            return value
-        theirs = self.layout.columns[name]
-        raise BadRowError(f"the column '{theirs}' holds {type(value).__name__}, no text")
+        return _text(self.layout, ours, name)
 
     def _question(self, ours: Mapping[str, Any]) -> str:
         """What a row of Alpaca's asks."""
@@ -416,6 +404,58 @@ def _finished(
 def _row(encoded: Encoded, *, final: bool = False) -> TokenRow:
     spans, differs = [*chain(*encoded.spans)], encoded.prefix_differs
     return TokenRow(encoded.ids, spans, differs=differs, final=final)
+
+
+#: Columns of a format that hold text, or messages.
+_SPOKEN: Mapping[str, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "text": ("text",),
+    "label": ("text",),
+    "alpaca": ("instruction", "input", "output"),
+    "prompt-completion": ("prompt", "completion"),
+    "unpaired-preference": ("prompt", "completion"),
+    "preference": ("prompt", "chosen", "rejected"),
+}
+
+
+def require_readable(layout: SampleLayout, fields: Mapping[str, Any]) -> None:
+    """Refuse a row of which no tokenizer and no chat template makes a sample.
+
+    What these two decide themselves, such as which roles there are, is not looked at.
+
+    raises   BadRowError
+    """
+    ours = _ours(layout, fields)
+    decisive = "chosen" if layout.format == "preference" else "prompt"
+    is_chat = layout.format in CHATS or is_conversation(ours.get(decisive))
+    for name in _SPOKEN.get(layout.format, ()):
+        if name not in ours or (name == "input" and not ours[name]):
+            continue
+        if not is_chat:
+            require_encodable(_text(layout, ours, name))
+        elif name != "prompt" or is_conversation(ours[name]):
+            for message in conversation_of(ours[name]).messages:
+                require_encodable(message.get("content") or "")
+
+
+def _ours(layout: SampleLayout, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's values by our names; optional ones only where they are there."""
+    needed, ours = COLUMNS_OF[layout.format], {}
+    for name, theirs in layout.columns.items():
+        value = fields.get(theirs)
+        if value is not None:
+            ours[name] = value
+        elif name in needed:
+            raise BadRowError(f"no value in the column '{theirs}'")
+    return ours
+
+
+def _text(layout: SampleLayout, ours: Mapping[str, Any], name: str) -> str:
+    value = ours[name]
+    if isinstance(value, str):
+        return value
+    raise BadRowError(f"the column '{layout.columns[name]}' holds {type(value).__name__}, no text")
 
 
 def _encodable(text: str) -> str:

@@ -53,7 +53,9 @@ from tlora_fx.errors import (
 from tlora_fx.host.environment import wants_strict_kernels
 from tlora_fx.host.gpus import largest_gpu_bytes, visible_gpus
 from tlora_fx.host.memory import total_bytes
+from tlora_fx.runtime.chats.conversations import BadRowError
 from tlora_fx.runtime.data.encode_data import bad_row
+from tlora_fx.runtime.data.encoding import require_readable
 from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows
 from tlora_fx.runtime.data.rows import evaluated, is_local, read_rows, require_files
 from tlora_fx.runtime.data.text_files import suffix_of
@@ -322,9 +324,16 @@ def _require_layout(job: Job) -> None:
     first = [*read_rows(job.data, job.name, limit=WINDOW)]
     if not first:
         raise EmptyDataError("the data has no rows", path=job.data.path, job=job.name)
-    for row in LaidOutRows(job, first, is_whole=False):
-        if row.fields is None and not job.data.skip_bad_rows:
+    rows = LaidOutRows(job, first, is_whole=False)
+    for row in rows:
+        if job.data.skip_bad_rows:
+            continue
+        if row.fields is None or rows.layout is None:
             raise bad_row(job, row.where, row.reason, by_template=False)
+        try:
+            require_readable(rows.layout, row.fields)
+        except BadRowError as error:
+            raise bad_row(job, row.where, str(error), by_template=False) from error
 
 
 def require_trainable(jobs: Sequence[Job]) -> None:
