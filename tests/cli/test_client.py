@@ -111,6 +111,21 @@ def test_an_address_without_a_scheme_is_told_how_to_be_written(said):
     assert "such as http://HOST:8642" in say("ls", "--server", "gpu1:8642", code=1)
 
 
+@pytest.mark.parametrize(("gpu", "unit"), [("cpu", "CPU"), ("H200", "GPU")])
+def test_a_list_names_what_the_service_has(said, tmp_path, gpu, unit):
+    """A service on a CPU has no GPUs to tell of, nor has the state of one job."""
+    it, say = said
+    it.service.view.gpu = gpu
+    (tmp_path / "mine.jsonl").write_text('{"text": "hello"}\n')
+    (tmp_path / "jobs.yaml").write_text(job_file("a", data="mine.jsonl"))
+    say("submit", tmp_path / "jobs.yaml", "--upload", tmp_path / "mine.jsonl")
+    as_scheduled(it.folder, [("alice.a",)])
+    it.refresh()
+
+    assert f"  {unit}  " in say("ls").splitlines()[0]
+    assert f"\n{unit.lower()}s  " in say("status", "a")
+
+
 @pytest.mark.parametrize("called", ["x.jsonl", "./x.jsonl", "data/x.jsonl"])
 @pytest.mark.parametrize("where", ["beside the file", "above it", "elsewhere"])
 @pytest.mark.parametrize("written", ["as the file calls it", "from here", "absolute"])

@@ -10,6 +10,7 @@ from tests.models import plain
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.errors import DataDoesNotFit
 from tlora_fx.model.backbone import load_backbone
+from tlora_fx.runtime import checks
 from tlora_fx.runtime.checks import check_fits, unusual
 from tlora_fx.runtime.data.samples import Sample
 
@@ -26,6 +27,33 @@ def test_a_target_without_a_logit_is_refused_before_training(classes, fits):
     else:
         with pytest.raises(DataDoesNotFit, match="no logits"):
             check_fits(backbone, data, classes)
+
+
+def test_samples_that_are_too_long_are_all_told(monkeypatch):
+    """How many each job has, which they are, and what is to be set."""
+    monkeypatch.setattr(checks, "longest_sequence", lambda model: 4)
+    backbone = load_backbone(BaseSpec(module=plain(), dtype="float64"))
+
+    def of(*lengths):
+        return [Sample((1,) * length, (1,) * length) for length in lengths]
+
+    data = {
+        "one": SimpleNamespace(samples=of(4, 5, 1, 2000, 6, 7), evaluation=of(5)),
+        "two": SimpleNamespace(samples=of(4, 4), evaluation=()),
+        "three": SimpleNamespace(samples=of(1, 9), evaluation=of(3)),
+    }
+    with pytest.raises(DataDoesNotFit) as caught:
+        check_fits(backbone, data)
+
+    assert caught.value.facts == {
+        "job": "one, three",
+        "expected": "at most 4 tokens",
+        "found": "one: 4 of 6 samples, up to 2,000 tokens "
+        "(sample 2 with 5, sample 4 with 2,000, sample 5 with 6, …)\n"
+        "one, evaluation: 1 of 1 sample, up to 5 tokens (sample 1 with 5)\n"
+        "three: 1 of 2 samples, up to 9 tokens (sample 2 with 9)",
+    }
+    assert "max_length: 4 or less" in caught.value.help
 
 
 @pytest.mark.parametrize(

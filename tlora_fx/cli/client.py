@@ -298,7 +298,8 @@ def ls(
     if plain:
         echo(json.dumps(rows, indent=1))
         return
-    table = bare_table("job", "state", "step", "loss", "tokens/s", "GPU", "submitted")
+    unit = _unit(connection)
+    table = bare_table("job", "state", "step", "loss", "tokens/s", unit, "submitted")
     for row in rows:
         shown = (row["loss"], ".4f"), (row["tokens_per_second"], ".0f")
         numbers = ("" if value is None else format(value, form) for value, form in shown)
@@ -327,9 +328,15 @@ def status(
     else:
         for name, value in told.items():
             if value not in (None, "", []):
-                echo(f"{name:<18} {_shown(name, value)}")
+                title = f"{_unit(connection).lower()}s" if name == "gpus" else name
+                echo(f"{title:<18} {_shown(name, value)}")
     if why:
         echo(connection.ask("GET", f"jobs/{job}/explain")["text"])
+
+
+def _unit(connection: Connection) -> str:
+    """What the groups of the service hold: GPUs, or parts of a CPU."""
+    return "CPU" if connection.ask("GET", "overview")["gpu"] == "cpu" else "GPU"
 
 
 def _shown(name: str, value: object) -> str:

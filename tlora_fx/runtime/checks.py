@@ -29,6 +29,7 @@ from tlora_fx.errors import (
     TloraError,
 )
 from tlora_fx.host.phases import phase
+from tlora_fx.inspect.wording import plural
 from tlora_fx.model.backbone import Backbone, longest_sequence, text_config
 from tlora_fx.model.row_ladder import repeating_length
 from tlora_fx.model.supermodel import SuperModel
@@ -74,10 +75,8 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
     raises    DataDoesNotFit, naming the job
     """
     vocabulary = getattr(text_config(backbone.model), "vocab_size", None)
-    positions = longest_sequence(backbone.model)
     for name, job_data in data.items():
         parts = [part for part in (job_data.samples, job_data.evaluation) if part]
-        longest = max(int(lengths_of(part).max()) for part in parts)
         # All tokens of a table are a bound, which is known; those of samples are looked at one by
         # one only where it does not do.
         largest = bound = max(map(largest_id, parts))
@@ -104,14 +103,40 @@ def check_fits(backbone: Backbone, data: Mapping[str, JobData], classes: int | N
                 found=target,
                 help="give a causal language model, with logits for every token of the tokenizer",
             )
-        if positions is not None and longest > positions:
-            raise DataDoesNotFit(
-                f"job '{name}' has sequences that are too long for the base",
-                job=name,
-                expected=f"at most {positions} tokens",
-                found=longest,
-                help=f"set max_length of the job to {positions} or less",
-            )
+    _require_positions(data, longest_sequence(backbone.model))
+
+
+def _require_positions(data: Mapping[str, JobData], positions: int | None) -> None:
+    """Refuse samples that are longer than what the base takes, of all jobs at once."""
+    if positions is None:
+        return
+    found = [
+        (name, f"{name}{part}: {too_long}")
+        for name, job_data in data.items()
+        for part, samples in (("", job_data.samples), (", evaluation", job_data.evaluation))
+        if samples and (too_long := _longer(lengths_of(samples), positions))
+    ]
+    if found:
+        raise DataDoesNotFit(
+            "samples are too long for the base",
+            job=", ".join(dict(found)),
+            expected=f"at most {positions} tokens",
+            found="\n".join(text for _, text in found),
+            help=f"set max_length: {positions} or less in the job, or take these samples out",
+        )
+
+
+def _longer(lengths: np.ndarray, positions: int) -> str:
+    """How many samples are too long, and which; nothing where none is."""
+    indices = np.flatnonzero(lengths > positions)
+    if not len(indices):
+        return ""
+    some = ", ".join(f"sample {at + 1} with {lengths[at]:,}" for at in indices[:3].tolist())
+    more = ", …" if len(indices) > 3 else ""
+    return (
+        f"{len(indices):,} of {plural(len(lengths), 'sample')}, up to {lengths.max():,} tokens "
+        f"({some}{more})"
+    )
 
 
 def try_functions(data: Mapping[str, JobData], classes: int) -> None:
