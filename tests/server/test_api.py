@@ -127,6 +127,26 @@ def test_a_path_outside_is_refused_and_nothing_is_kept(asked, fields, monkeypatc
     assert str(it.folder) not in answer.text
 
 
+def test_names_that_differ_in_case_alone_are_refused(asked):
+    """As `train` refuses them, and nothing is kept."""
+    it = asked()
+    before = it.state()
+    answer = it.submit(job_file("case", "Case"))
+
+    assert (answer.status_code, answer.json()["code"]) == (422, "T0982")
+    assert answer.json()["facts"] == {"found": "case, Case"}
+    assert it.state() == before
+
+
+def test_a_file_whose_name_is_refused_may_have_another(asked):
+    """The answer says how."""
+    it = asked()
+    answer = it.submit(job_file("a", data="my rows.jsonl"), files={"my rows.jsonl": "0" * 64})
+
+    assert (answer.status_code, answer.json()["code"]) == (422, "T0982")
+    assert "--upload NAME=FILE" in answer.json()["help"]
+
+
 def test_a_key_that_utf_8_cannot_hold_is_named_in_the_answer(asked):
     """Escaped, as every other mistake of a job file."""
     it = asked()
@@ -512,6 +532,21 @@ def test_whether_it_lives_and_is_ready_is_told_to_everybody(asked, monkeypatch):
 
     monkeypatch.setattr(it.service.store, "rows", fails)
     assert told() == [(200, "ok"), (503, "its ledger cannot be read")]
+
+
+def test_why_an_answer_is_500_stands_in_the_log(asked, monkeypatch, caplog):
+    """The operator reads it there, whatever the client makes of its answer."""
+    it = asked()
+
+    def fails(*query):
+        raise LedgerError("the service's ledger fails", reason="disk I/O error")
+
+    monkeypatch.setattr(it.service.store, "rows", fails)
+    answer = it.ask("GET", "/api/v1/jobs")
+
+    assert answer.status_code == 500
+    told = [text for text in caplog.messages if text.startswith("/api/v1/jobs: error[T0951]")]
+    assert [text.count("disk I/O error") for text in told] == [1]
 
 
 def test_quotas_bound_jobs_hours_and_priority(asked):

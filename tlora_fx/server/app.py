@@ -688,7 +688,10 @@ async def _failed(request: Request, error: Exception) -> Response:
         case LedgerError() if error.facts.get("reason") == LEDGER_FULL:
             return _unwritten(request, LEDGER_FULL)
         case TloraError():
-            return problem(error)
+            answer = problem(error)
+            if answer.status_code == 500:
+                logger.error("%s: %s", request.url.path, error, extra={"event": "error"})
+            return answer
         case RequestValidationError():
             first = error.errors()[0]
             where = ".".join(map(str, first["loc"]))

@@ -50,6 +50,7 @@ from tlora_fx.errors import (
 from tlora_fx.host.durable import link_or_copy
 from tlora_fx.host.storage import missing_bytes
 from tlora_fx.runtime.data.rows import is_local
+from tlora_fx.runtime.launching.early_checks import require_distinct_names
 from tlora_fx.scheduler.store import RESERVED
 from tlora_fx.server.file_patterns import look_up
 from tlora_fx.server.ledger import FOLDER, User
@@ -288,6 +289,7 @@ class Intake:
             patterns = self._require_inside(folder, top)
             matched = self._matched(user, folder, patterns)
             jobs = load_job_file(path, trust_remote_code=self.limits.trust_remote_code).jobs
+            require_distinct_names(jobs)
             self._require_data(folder, top, files, matched)
             _require_base(jobs[0].base)
             return jobs
@@ -307,6 +309,7 @@ class Intake:
                 "a file cannot be called so",
                 found=name,
                 expected="a path below the job file, of letters, digits, '.', '_', '-' and '/'",
+                help="give the job file another name for it, and upload it with --upload NAME=FILE",
             )
         source = self.store.folder / "uploads" / user.name / sha256
         if not source.is_file():

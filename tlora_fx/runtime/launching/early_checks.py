@@ -279,9 +279,15 @@ def require_job_folders(jobs: Sequence[Job], output: Path) -> None:
     raises    RunFolderError
     """
     folder = RunFolder(output)
-    first: dict[str, str] = {}
     for job in jobs:
         folder.job(job.name)
+    require_distinct_names(jobs)
+
+
+def require_distinct_names(jobs: Sequence[Job]) -> None:
+    """Refuse names that one folder would have on some systems; raises RunFolderError."""
+    first: dict[str, str] = {}
+    for job in jobs:
         other = first.setdefault(job.name.lower(), job.name)
         if other != job.name:
             raise RunFolderError(
