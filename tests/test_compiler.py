@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -281,3 +283,21 @@ def test_jobs_with_equal_adapters_are_looked_at_once(base, monkeypatch):
     assert asked == ["a", "b"]
     assert prepared.sites == [resolve_sites(each, prepared.backbone) for each in jobs]
     assert prepared.sites[0] is not prepared.sites[2]
+
+
+def test_compiling_keeps_back_notices_of_libraries_that_it_imports(base, monkeypatch, caplog):
+    """Of a program of a user, whose first lines they would be; other messages are told."""
+
+    class StoppedHereError(Exception):
+        pass
+
+    def imports(*given, **options):
+        for text in ("Failed to load kernels.so", "something else"):
+            logging.getLogger("torchao").warning(text)
+        raise StoppedHereError
+
+    monkeypatch.setattr(compiler, "_prepare_for", imports)
+    with pytest.raises(StoppedHereError):
+        compile([queries("a", base)])
+
+    assert caplog.messages == ["something else"]

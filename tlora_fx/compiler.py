@@ -35,6 +35,7 @@ from tlora_fx.errors import (
 from tlora_fx.host import collector
 from tlora_fx.host.environment import LOG, log_words
 from tlora_fx.host.phases import phase
+from tlora_fx.host.quiet_import import without_foreign_notices
 from tlora_fx.inspect.instruments import Watch, watch_from
 from tlora_fx.ir.graph import AdapterSite, Form, GroupGraph, JobGraph, OpenSlots, rename_job, vacant
 from tlora_fx.model.backbone import Backbone, load_backbone
@@ -105,6 +106,7 @@ OnFailure = Callable[[Prepared, Runner, TloraError], None]
 @phase("tracing")
 @looking_once()
 @collector.rarely()
+@without_foreign_notices()  # this imports PEFT, which imports what it finds
 def compile(
     jobs: Jobs,
     pipeline: str | Pipeline | None = None,

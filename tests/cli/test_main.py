@@ -13,8 +13,9 @@ import pytest
 
 from tests import fresh
 from tlora_fx import __version__
-from tlora_fx.cli import NOTICES, main, without_foreign_notices
+from tlora_fx.cli import main
 from tlora_fx.errors import printable
+from tlora_fx.host.quiet_import import NOTICES, without_foreign_notices
 
 
 @pytest.mark.parametrize("words", [["--version"], ["--version", "plan"]])
@@ -38,7 +39,7 @@ def test_the_module_says_its_version_too():
 def test_importing_peft_says_nothing():
     """In an interpreter of its own, which imports PEFT and transformers anew."""
     code = (
-        "from tlora_fx.cli import without_foreign_notices\n"
+        "from tlora_fx.host.quiet_import import without_foreign_notices\n"
         "with without_foreign_notices():\n"
         "    import peft, transformers.models.llama.modeling_llama\n"
     )

@@ -4,7 +4,36 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
+
+#: By logger, what the messages have in them: kernels for other GPUs, one library's use of what
+#: another will drop, and a damaged file that our own error tells of.
+NOTICES = {
+    "torchao": "Failed to load ",
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU gemm_4bit_forward",
+    "datasets.packaged_modules.parquet.parquet": "Failed to read",
+    "torch.utils._pytree": "is an Enum subclass and is now natively supported",
+}
+
+
+@contextmanager
+def without_foreign_notices() -> Iterator[None]:
+    """Inside, these messages are not logged; every other one of the same loggers is."""
+    filters = [(logging.getLogger(name), partial(_lacks, part)) for name, part in NOTICES.items()]
+    for logger, left_out in filters:
+        logger.addFilter(left_out)
+    try:
+        yield
+    finally:
+        for logger, left_out in filters:
+            logger.removeFilter(left_out)
+
+
+def _lacks(part: str, record: logging.LogRecord) -> bool:
+    return part not in record.getMessage()
 
 
 def quiet_import(*names: str) -> None:

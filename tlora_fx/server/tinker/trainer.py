@@ -13,6 +13,7 @@ from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
 
+from tlora_fx.host.quiet_import import without_foreign_notices
 from tlora_fx.server.answering import Answering
 from tlora_fx.server.log_lines import log_to_stderr
 
@@ -59,5 +60,6 @@ def _train(
         ended.set()
 
     threading.Thread(target=watch, daemon=True).start()
-    log, engine = CommandLog(options.folder), Engine(options)
-    run_commands(log, engine, bell, lambda: parent.send(True), ended)
+    with without_foreign_notices():
+        log, engine = CommandLog(options.folder), Engine(options)
+        run_commands(log, engine, bell, lambda: parent.send(True), ended)
