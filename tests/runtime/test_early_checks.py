@@ -15,7 +15,14 @@ from safetensors.torch import save_file
 
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.plan import MeshShape
-from tlora_fx.errors import MalformedRowError, MeshDoesNotFit, NoPlanFits, RunFolderError
+from tlora_fx.errors import (
+    JobsDiffer,
+    MalformedRowError,
+    MeshDoesNotFit,
+    NoPlanFits,
+    RunFolderError,
+)
+from tlora_fx.passes.fuse_backbone import FuseBackbone
 from tlora_fx.planners.protocol import _own_planners
 from tlora_fx.runtime import controllers, run_folder
 from tlora_fx.runtime.launching import early_checks
@@ -123,6 +130,7 @@ def test_the_names_are_those_of_the_modules():
     """Which cannot be imported without torch."""
     assert set(early_checks.PLANNERS) == set(_own_planners())
     assert list(early_checks.CONTROLLERS) == list(controllers.CONTROLLERS)
+    assert FuseBackbone().max_jobs == early_checks.MAX_JOBS
 
 
 def test_a_job_that_starts_says_so_in_a_folder_that_is_still_new(tmp_path):
@@ -204,6 +212,17 @@ def test_a_folder_that_another_process_uses_is_told_at_once(tmp_path):
     require_free(folder)
 
 
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_folder_that_cannot_be_written_is_told_at_once(tmp_path, monkeypatch, begun):
+    """Also where it would be made; whoever runs the tests may write everywhere."""
+    monkeypatch.setattr(run_folder.os, "access", lambda path, mode: path != tmp_path)
+    (tmp_path / "run.json").touch() if begun else None
+    require, folder = (require_begun, tmp_path) if begun else (require_new, tmp_path / "a" / "b")
+
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        require(folder)
+
+
 def test_who_looks_whether_a_folder_is_free_keeps_nobody_out(tmp_path, monkeypatch):
     """It holds the lock for moments, and whoever wants the folder tries again."""
     (tmp_path / ".lock").touch()
@@ -243,6 +262,17 @@ def test_a_row_that_no_tokenizer_can_read_is_told_by_its_line(tmp_path, row, ski
         early_checks.require_data(jobs)
     assert f"{tmp_path}/rows.jsonl:2" in str(caught.value)
     assert ROWS[row] in str(caught.value)
+
+
+@pytest.mark.parametrize("count", [64, 65])
+def test_more_jobs_than_one_model_holds_are_told_at_once(count):
+    """With what trains so many."""
+    jobs = [None] * count
+    if count == 64:
+        early_checks.require_one_model(jobs)
+        return
+    with pytest.raises(JobsDiffer, match="tlora-fx run"):
+        early_checks.require_one_model(jobs)
 
 
 def base_with(folder: Path, **config: object) -> list[Job]:

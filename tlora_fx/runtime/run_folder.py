@@ -506,7 +506,7 @@ def require_same_lock(path: Path, held: os.stat_result, help: str) -> None:
 
 
 def require_new(path: Path, *, among: Collection[str] = ()) -> None:
-    """Refuse a folder that has something in it; one that is not there is left so.
+    """Refuse a folder that has something in it, or that cannot be written; none is made.
 
     among     names that may be there
     raises    RunFolderError
@@ -514,6 +514,8 @@ def require_new(path: Path, *, among: Collection[str] = ()) -> None:
     there = next(each for each in (path, *path.absolute().parents) if each.exists())
     if not there.is_dir():
         raise unwritable(path, "a file of that name" if there == path else f"{there} is a file")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise unwritable(path, f"{there} may not be written to, or is read-only")
     used = [name for name in _used(path) if name not in among]
     if used:
         help = "choose another folder with -o"
@@ -530,7 +532,7 @@ def require_new(path: Path, *, among: Collection[str] = ()) -> None:
 
 
 def require_begun(path: Path) -> None:
-    """Refuse to go on in a folder that is not there, or is empty.
+    """Refuse to go on in a folder that is not there, is empty, or cannot be written.
 
     raises    RunFolderError
     """
@@ -545,6 +547,8 @@ def require_begun(path: Path) -> None:
             found=found,
             help="name the run's folder with -o, or leave --resume out to start a run there",
         )
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise unwritable(path, "it may not be written to, or is read-only")
 
 
 def _used(path: Path) -> list[str]:

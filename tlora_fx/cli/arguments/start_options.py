@@ -127,6 +127,7 @@ def _require_cuts(options: StartOptions, jobs: Sequence[Job]) -> None:
         require_size(mesh, processes, options.plan or "auto", under_torchrun=under_torchrun)
     early.require_cuts(jobs, mesh)
     if options.pipeline is None and not options.add_pass:
+        early.require_one_model(jobs)
         on_cpu = options.device == "cpu" or not visible_gpus()
         early.require_base_fits(jobs, options.plan, processes, on_cpu=on_cpu)
 

@@ -122,10 +122,11 @@ class DataReport:
         """
         size = f"{plural(self.samples, 'sample')}, {plural(self.tokens, 'token')}"
         lines = [f"{size}, {self.target_tokens:,} {targets}"]
+        within = " within max_length" if self.truncated else ""
         for count, what in (
             (self.bad_rows, "bad rows skipped"),
             (self.truncated, "samples truncated to max_length"),
-            (self.dropped_without_target, "samples dropped: nothing to train on"),
+            (self.dropped_without_target, f"samples dropped: nothing to train on{within}"),
             (self.prefix_mismatches, "prompts tokenised otherwise before their completion"),
         ):
             if count:

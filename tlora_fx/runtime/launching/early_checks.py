@@ -41,6 +41,7 @@ from tlora_fx.errors import (
     DeviceUnknown,
     EmptyDataError,
     JobFolderError,
+    JobsDiffer,
     MeshDoesNotFit,
     NoPlanFits,
     PlanFileError,
@@ -66,6 +67,8 @@ SUFFIXES = (".yaml", ".yml")
 #: What the modules of planners and controllers define, which cannot be imported without torch.
 PLANNERS = ("auto", "fsdp", "pipeline", "replicated", "single", "tensor")
 CONTROLLERS = ("keep-best", "aimd", "fixed")
+#: Jobs that one model holds by the default pipeline.
+MAX_JOBS = 64
 
 
 def require_folder(path: Path) -> None:
@@ -295,6 +298,17 @@ def require_distinct_names(jobs: Sequence[Job]) -> None:
                 found=f"{other}, {job.name}",
                 help="rename one of them: some file systems have one folder for both",
             )
+
+
+def require_one_model(jobs: Sequence[Job]) -> None:
+    """Refuse more jobs than the default pipeline fuses into one model; raises JobsDiffer."""
+    if len(jobs) > MAX_JOBS:
+        raise JobsDiffer(
+            "the job file has more jobs than one model may hold",
+            expected=f"at most {MAX_JOBS}",
+            found=len(jobs),
+            help="split the file, or give it to `tlora-fx run`, which trains some jobs at a time",
+        )
 
 
 def require_data_and_base(jobs: Sequence[Job], *, weights: bool = True) -> None:
