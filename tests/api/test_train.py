@@ -29,6 +29,7 @@ from tlora_fx.errors import (
     DeviceUnknown,
     JobError,
     JobsDiffer,
+    MalformedRowError,
     RunFolderError,
     TloraError,
 )
@@ -346,6 +347,22 @@ def test_an_unreadable_row_names_its_number(base, tmp_path):
     """The second of three rows."""
     with pytest.raises(DataError, match="<list>: row 2"):
         trained(tmp_path, base=loaded(base), data=[ROWS[0], "no row", ROWS[1]])
+
+
+@pytest.mark.parametrize("as_rows", [list, datasets.Dataset.from_list])
+@pytest.mark.parametrize("part", ["data", "eval_data"])
+def test_a_row_that_cannot_be_used_is_told_before_anything_is_traced(
+    base, tmp_path, monkeypatch, as_rows, part
+):
+    """Also of the rows that a job is evaluated on; a model is traced for seconds."""
+    monkeypatch.setattr("tlora_fx.api.train.compile", lambda jobs: pytest.fail("it is compiled"))
+    rows = [{"text": "a"}, {"text": None}]
+    job = Job(
+        "a", base=str(base), lora=2, **{"data": [{"text": "a"}], part: as_rows(rows)}, max_steps=1
+    )
+
+    with pytest.raises(MalformedRowError, match="no value in the column 'text'"):
+        train(job, output=tmp_path / "run")
 
 
 def test_one_plain_module_trains(tmp_path):

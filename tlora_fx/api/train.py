@@ -21,6 +21,7 @@ from tlora_fx.runtime.callbacks import Callbacks, TrainerCallback
 from tlora_fx.runtime.checks import unusual
 from tlora_fx.runtime.distributed import require_device
 from tlora_fx.runtime.job_run import JobRun
+from tlora_fx.runtime.launching.early_checks import require_data
 from tlora_fx.runtime.run_folder import require_begun, require_free, require_new
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions, new_folder
 
@@ -59,6 +60,7 @@ def train(
         (require_begun if resume else require_new)(folder)
         require_device(device)
         given = _jobs_of(jobs)
+        require_data(given)
         heard = _Heard(bars, max_row_tokens)
         trainer = Trainer(
             compile(given),

@@ -21,7 +21,7 @@ from tlora_fx.config.base_files import (
 )
 from tlora_fx.config.base_task import read_base_config, require_task
 from tlora_fx.config.hub import hub_cache, is_hub_id, why_offline
-from tlora_fx.config.job import BaseSpec, Job
+from tlora_fx.config.job import BaseSpec, DataSpec, Job
 from tlora_fx.config.plugins import plugin_names
 from tlora_fx.cost.hardware import GIB, find_gpu
 from tlora_fx.cost.mesh_fits import cut_obstacles, every_mesh
@@ -325,19 +325,26 @@ def require_data_and_base(jobs: Sequence[Job], *, weights: bool = True) -> None:
 def require_data(jobs: Sequence[Job]) -> None:
     """Refuse jobs whose data files are not there, are of a type that is not read, or do not fit.
 
-    Of a file that is read line by line the first rows are looked at.
+    Of a file that is read line by line, and of rows in memory, the first are looked at.
 
     raises    DataError
     """
     for job in jobs:
         require_files(job)
         for spec in (*job.data.parts, evaluated(job)):
-            if spec is not None and suffix_of(Path(spec.path)) in _BY_LINE:
+            if spec is not None and _begins_with_rows(spec):
                 _require_layout(job.model_copy(update={"data": spec}))
 
 
 #: Files of which a row can be read without the rest.
 _BY_LINE = (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
+
+
+def _begins_with_rows(spec: DataSpec) -> bool:
+    """Whether the first rows can be read at once, and read again later."""
+    if spec.rows is None:
+        return suffix_of(Path(spec.path)) in _BY_LINE
+    return hasattr(spec.rows, "__len__") and hasattr(spec.rows, "__getitem__")
 
 
 def _require_layout(job: Job) -> None:
