@@ -138,6 +138,16 @@ def test_names_that_differ_in_case_alone_are_refused(asked):
     assert it.state() == before
 
 
+def test_a_name_that_is_taken_in_another_case_is_told_as_it_is_written(asked):
+    """Which is how it stands in the list."""
+    it = asked()
+    it.submit(job_file("case"), "1")
+    answer = it.submit(job_file("CASE"), "2")
+
+    assert (answer.status_code, answer.json()["code"]) == (409, "T0983")
+    assert answer.json()["what"] == "there is a job 'case' already"
+
+
 def test_a_file_whose_name_is_refused_may_have_another(asked):
     """The answer says how."""
     it = asked()

@@ -376,6 +376,15 @@ def test_a_text_log_obeys_no_request(asked, log):
     assert line.isprintable()
 
 
+@pytest.mark.parametrize(("jobs", "end"), [(["a"], "formed  ['a']"), ([], "formed")])
+def test_a_line_of_a_text_log_names_the_jobs_that_there_are(log, jobs, end):
+    """And nothing behind it where there are none."""
+    logging.getLogger("tlora_fx.server").error("formed", extra={"jobs": jobs})
+
+    [line] = log.getvalue().splitlines()
+    assert line.endswith(end)
+
+
 def test_a_traceback_in_a_text_log_passes_for_no_record(log):
     """Its lines are indented, and what an error quotes is spelled out."""
     try:

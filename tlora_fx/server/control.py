@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tlora_fx.host.durable import replace_file
+from tlora_fx.inspect.wording import plural
 from tlora_fx.runtime.run_folder import STOP
 from tlora_fx.scheduler.formations import Callback, Formation
 from tlora_fx.scheduler.service import SchedulerService
@@ -170,7 +171,7 @@ class EventLog(Callback):
 
     def resumed(self, jobs: int, done: int) -> None:
         """A run goes on."""
-        self.say(None, "service", [], f"going on with {jobs} jobs, of which {done} have ended")
+        self.say(None, "service", [], f"going on; {done} of {plural(jobs, 'job')} ended before")
 
     def read_file(self, name: str, jobs: Sequence[str], mistake: str) -> None:
         """A submission was read."""

@@ -18,11 +18,13 @@ class TextLines(logging.Formatter):
     """A line of text for each record, and an indented line for each one of its traceback."""
 
     def __init__(self) -> None:
-        super().__init__("%(asctime)s %(message)s  %(jobs)s", defaults={"jobs": ""})
+        super().__init__("%(asctime)s %(message)s")
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  (logging names it)
         """The line of a record, on which a terminal obeys nothing."""
-        return printable(super().formatMessage(record).replace("\n", "\\n"))
+        jobs = getattr(record, "jobs", None)
+        text = super().formatMessage(record) + (f"  {jobs}" if jobs else "")
+        return printable(text.replace("\n", "\\n"))
 
     def formatException(self, ei: object) -> str:  # noqa: N802
         """The traceback of a record."""

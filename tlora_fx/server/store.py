@@ -581,7 +581,7 @@ class ServiceStore(ServiceLedger):
             ended = before is not None and before.state in ("refused", "cancelled")
             if not ended and (before is not None or known):
                 raise RequestConflict(
-                    f"there is a job '{name}' already",
+                    f"there is a job '{name if before is None else before.name}' already",
                     found=None if before is None else before.state,
                     help="give each job a name of its own; the name of a job that was refused, "
                     "cancelled or removed is free",
