@@ -75,9 +75,13 @@ def _again(kind: type[TloraError], what: str, help: str, facts: Mapping[str, str
 def nearest(name: str, choices: Iterable[str], likeness: float = 0.5) -> str | None:
     """The choice that a user who wrote `name` most likely meant, or None.
 
+    One that differs in upper and lower case alone comes first.
+
     likeness    how much the choice must be like the name at least, from 0 to 1, as difflib measures
     """
-    found = difflib.get_close_matches(name, list(choices), n=1, cutoff=likeness)
+    choices = list(choices)
+    same = [choice for choice in choices if choice.casefold() == name.casefold()]
+    found = same or difflib.get_close_matches(name, choices, n=1, cutoff=likeness)
     return found[0] if found else None
 
 
