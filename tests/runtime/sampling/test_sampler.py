@@ -295,8 +295,9 @@ def test_numbers_that_are_not_finite_end_one_job_alone(tmp_path):
     assert {(each.tokens, each.finish_reason) for [each] in after["plain"]} == {((), "not_finite")}
 
 
-# The library's product in 4 bits rounds otherwise for another number of tokens.
-@pytest.mark.parametrize(("form", "within"), [("int8", 1e-5), ("nf4", 5e-5)])
+# The library's product in 4 bits rounds otherwise for another number of tokens, and several threads
+# round otherwise than one.
+@pytest.mark.parametrize(("form", "within"), [("int8", 2e-5), ("nf4", 5e-5)])
 def test_a_quantised_base_is_sampled(tmp_path, form, within):
     """Log-probabilities are those of the trainer, on the stored base."""
     base = tiny_base(
