@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import _SingleLevelFunction
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -527,6 +528,8 @@ def accepts(model: nn.Module, name: str) -> bool:
     return name in inspect.signature(model.forward).parameters
 
 
+# Dozens of graphs are made on the way, none is called: no Python code is written for any of them.
+@_use_lazy_graph_module(True)
 def export_row(row: TracedRow, subject: str) -> fx.GraphModule:
     """Trace a model over one row of dynamic size, on meta.
 
