@@ -247,6 +247,9 @@ def test_code_that_is_no_librarys_is_never_kept(tmp_path, traced, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(backbone.model, "forward", lambda **given: None)
         assert trace_cache.base_key(backbone) is None
+    with monkeypatch.context() as patch:
+        patch.setattr(modeling_llama.rotate_half, "__code__", (lambda x: -x).__code__)
+        assert trace_cache.base_key(backbone) is None
     assert trace_cache.base_key(backbone) == plain_key is not None
 
 

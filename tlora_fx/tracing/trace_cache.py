@@ -18,6 +18,7 @@ import hashlib
 import inspect
 import itertools
 import logging
+import operator
 import platform
 import re
 import sys
@@ -30,7 +31,7 @@ from dataclasses import astuple, replace
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -487,16 +488,55 @@ def _require_own(module: types.ModuleType, *, classes: bool) -> None:
     the module's own file defines. Functions must be of installed packages, with `classes` those of
     the module's classes too.
     """
-    values = list(vars(module).values())
-    own = [each for each in values if isinstance(each, type) and each.__module__ == module.__name__]
-    for holder in (module, *own):
-        for name, value in list(vars(holder).items()):
+    known = _KNOWN_OWN.get(module.__name__)
+    if known is not None and known.is_unchanged(module):
+        return
+    contents = _Contents.of(module)
+    for holder, names, values in contents.holders:
+        for name, value in zip(names, values, strict=True):
             for function in _functions(value):
                 # transformers decorates its configurations by huggingface_hub.
                 if _root(function) not in _IN_PLACE and name in _defined(module.__name__):
                     raise _NoLibraryCode(f"{module.__name__}.{name} is {_full_name(function)}")
                 if classes or holder is module:
                     _require_installed([function])
+    _KNOWN_OWN[module.__name__] = contents
+
+
+class _Contents(NamedTuple):
+    """What a module and its classes held.
+
+    holders     the module and each class, with the names and the values that it held
+    functions   all functions among the values, with the code of each
+    """
+
+    holders: list[tuple[object, tuple[str, ...], tuple[object, ...]]]
+    functions: list[tuple[types.FunctionType, types.CodeType]]
+
+    @classmethod
+    def of(cls, module: types.ModuleType) -> _Contents:
+        """What it holds now."""
+        values = list(vars(module).values())
+        own = [e for e in values if isinstance(e, type) and e.__module__ == module.__name__]
+        held = [(h, tuple(vars(h)), tuple(vars(h).values())) for h in (module, *own)]
+        functions = itertools.chain.from_iterable(map(_functions, (v for h in held for v in h[2])))
+        return cls(held, [(function, function.__code__) for function in functions])
+
+    def is_unchanged(self, module: types.ModuleType) -> bool:
+        """Whether the module, which may have been imported anew, still holds the same objects."""
+        return (
+            self.holders[0][0] is module
+            and all(
+                names == tuple(vars(holder))
+                and all(map(operator.is_, values, vars(holder).values()))
+                for holder, names, values in self.holders
+            )
+            and all(function.__code__ is code for function, code in self.functions)
+        )
+
+
+#: Modules in which nobody had put anything, by name, and what they held then.
+_KNOWN_OWN: dict[str, _Contents] = {}
 
 
 @functools.cache
