@@ -9,6 +9,7 @@ from tests import kept_between_runs, traced_once
 from tests.models import base_of, job
 from tlora_fx.compiler import compile
 from tlora_fx.ir.verifier import fingerprint
+from tlora_fx.model.backbone import load_backbone
 from tlora_fx.tracing import export, trace_cache
 
 KINDS = {
@@ -25,6 +26,7 @@ def forget(tmp_path, monkeypatch):
     def forget():
         monkeypatch.setattr(traced_once, "_known", {})
         monkeypatch.setattr(traced_once, "_wrapped", set())
+        monkeypatch.setattr(traced_once, "_compared", {})
 
     forget()
     return forget
@@ -75,6 +77,24 @@ def test_jobs_that_differ_in_rates_and_starts_share_a_graph(forget, tmp_path, mo
     assert len(left()) == 2  # the base and one job
     assert asked == ["one"]
     assert found == traced != first
+
+
+def test_a_loss_is_compared_on_the_first_samples_that_any_process_has(forget, tmp_path):
+    """Samples of a job, and made ones, each once."""
+    backbone = load_backbone(base_of(tmp_path, "llama", num_hidden_layers=2))
+    asked = []
+
+    def compare(backbone, rows, jobs):
+        asked.append(len(rows))
+        return f"on {len(rows)}"
+
+    notes = []
+    for rows in (["one"], [], ["another", "two"]):
+        notes.append(traced_once._loss(compare)(backbone, rows))
+        forget()
+
+    assert asked == [1, 0]
+    assert notes == ["on 1", "on 0", "on 1"]
 
 
 def test_bases_that_differ_in_how_they_are_drawn_share_a_graph(forget, tmp_path, monkeypatch):

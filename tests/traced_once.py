@@ -3,8 +3,8 @@
 A compilation gets a copy of the graph that an earlier one traced, if all that decides it is equal:
 the base's config, modules and code, and the job's adapters; of plain LoRA what is in a graph, which
 its rates and starts are not. So it is with the sites of adapters. A base's own loss is compared
-with that of the next token on the first samples that a process has, which stand for all: no base of
-a config looks at ids. Tests of tracing (tests/tracing) do all of it each time.
+with that of the next token on the first samples that any process has, which stand for all: no base
+of a config looks at ids. Tests of tracing (tests/tracing) do all of it each time.
 
 Processes of a group (tests/parallel/processes.py) train the same jobs under plan after plan. There
 passes run once over equal jobs too.
@@ -37,6 +37,7 @@ from tlora_fx.model.backbone import Backbone
 from tlora_fx.numerics.state import copy_state
 from tlora_fx.pipeline import Runner
 from tlora_fx.runtime import checks as _checks
+from tlora_fx.tracing import trace_cache
 from tlora_fx.tracing.adapters import graph_structure
 from tlora_fx.tracing.export import wrap_pruned
 
@@ -169,11 +170,24 @@ def _loss(plain: Callable[..., str | None]) -> Callable[..., str | None]:
             return plain(backbone, rows, jobs)
         key = (_model(backbone), backbone.spec.is_classifier, bool(rows))
         if key not in _compared:
-            _compared[key] = plain(backbone, rows, jobs)
+            _compared[key] = _note(backbone, bool(rows), lambda: plain(backbone, rows, jobs))
         return _compared[key]
 
     require_common_loss.plain = plain  # type: ignore[attr-defined]
     return require_common_loss
+
+
+def _note(backbone: Backbone, has_rows: bool, compare: Callable[[], str | None]) -> str | None:
+    """What comparing a base's loss notes, or what it noted in another process."""
+    key = trace_cache.base_key(backbone, "loss in tests", has_rows)
+    known = trace_cache.KEPT.read(key) if key else None
+    if known is not None:
+        note: str | None = known["note"]
+        return note
+    note = compare()
+    if key:
+        trace_cache.KEPT.write(key, {"note": note})
+    return note
 
 
 def _is_from_python(backbone: Backbone) -> bool:
