@@ -85,6 +85,11 @@ LONG = (
 # Folders whose files share compiled models: one worker runs all of them, and compiles once.
 TOGETHER = ("tests/inspect/", "tests/training/")
 
+# Rooms whose tests train what was compiled, and ask nothing of the passes that did it.
+TRAINING = frozenset({
+    "api", "benchmarks", "integrations", "parallel", "runtime", "scheduler", "server", "training",
+})  # fmt: skip
+
 # What was traced and probed is kept between test runs; its names say what decides it, its code too
 # (tests/traced_once.py). All else that a user's cache holds is of one run.
 _RUN = "" if "TLORA_FX_TEST_RUN" in os.environ else tempfile.mkdtemp(prefix="tlora-fx-run-")
@@ -270,13 +275,17 @@ def nothing_synced() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def traced_once(request: pytest.FixtureRequest) -> None:
-    """Trace equal models once, but where tracing is what is tested."""
+    """Trace equal models once, but where tracing is what is tested; so with passes."""
     if "tlora_fx.compiler" not in sys.modules:
         return  # these tests compile nothing
     from tests import traced_once
 
-    tested = (Path(__file__).parent / "tracing").resolve() in request.path.resolve().parents
-    (traced_once.uninstall if tested else traced_once.install)()
+    path, home = request.path.resolve(), HERE.resolve()
+    room = path.relative_to(home).parts[0] if path.is_relative_to(home) else ""
+    if room == "tracing":
+        traced_once.uninstall()
+    else:
+        traced_once.install(fused=room in TRAINING)
 
 
 @pytest.fixture

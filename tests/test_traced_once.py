@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 import torch
 
 from tests import kept_between_runs, traced_once
 from tests.models import base_of, job
 from tlora_fx.compiler import compile
+from tlora_fx.errors import PassFailed
+from tlora_fx.inspect.program import Recorder
 from tlora_fx.ir.verifier import fingerprint
 from tlora_fx.model.backbone import load_backbone
+from tlora_fx.passes.fuse_backbone import FuseBackbone
+from tlora_fx.pipeline import Runner
 from tlora_fx.tracing import export, trace_cache
 
 KINDS = {
@@ -30,6 +36,15 @@ def forget(tmp_path, monkeypatch):
 
     forget()
     return forget
+
+
+@pytest.fixture
+def fused(forget, monkeypatch):
+    """Equal jobs are fused once, as where their passes are not tested."""
+    monkeypatch.setattr(traced_once, "_fused", OrderedDict())
+    traced_once.install(fused=True)
+    yield
+    traced_once.install()
 
 
 def refuse(*given, **named):
@@ -95,6 +110,36 @@ def test_a_loss_is_compared_on_the_first_samples_that_any_process_has(forget, tm
 
     assert asked == [1, 0]
     assert notes == ["on 1", "on 0", "on 1"]
+
+
+def test_equal_jobs_are_fused_once_and_others_again(fused, tmp_path, monkeypatch):
+    """A model that changes its group leaves the next one alone."""
+    base = base_of(tmp_path, "llama", num_hidden_layers=2)
+    jobs = [job(name, base, **lora) for name, lora in KINDS.items()]
+    model = compile(jobs)
+    first = fingerprint(model.group)
+    model.group.root.erase_node(model.group.root.output_node())
+    monkeypatch.setattr(Runner, "run_group", refuse)
+
+    again = fingerprint(compile(jobs).group)
+
+    assert again == first
+    with pytest.raises(AssertionError, match="again"):
+        compile([job("other", base, **KINDS["plain"])])
+
+
+def test_a_pass_that_a_test_has_replaced_runs(fused, tmp_path, monkeypatch):
+    """So does every pass that somebody watches."""
+    jobs = [job("one", base_of(tmp_path, "llama", num_hidden_layers=2), **KINDS["plain"])]
+    compile(jobs)
+    recorder = Recorder()
+
+    compile(jobs, instruments=[recorder])
+    monkeypatch.setattr(FuseBackbone, "run", refuse)
+
+    assert recorder.stages
+    with pytest.raises(PassFailed):
+        compile(jobs)
 
 
 def test_bases_that_differ_in_how_they_are_drawn_share_a_graph(forget, tmp_path, monkeypatch):

@@ -6,8 +6,8 @@ its rates and starts are not. So it is with the sites of adapters. A base's own 
 with that of the next token on the first samples that any process has, which stand for all: no base
 of a config looks at ids. Tests of tracing (tests/tracing) do all of it each time.
 
-Processes of a group (tests/parallel/processes.py) train the same jobs under plan after plan. There
-passes run once over equal jobs too.
+Where tests only train what was compiled, passes run once over equal jobs too: files train the same
+jobs again and again, and processes of a group (tests/parallel/processes.py) under plan after plan.
 
 Processes read what any process has traced, in this test run or in one before, from the product's
 own cache (tlora_fx/tracing/trace_cache.py). It lies in the folder that TRACES names.
@@ -19,6 +19,7 @@ import fcntl
 import hashlib
 import os
 import re
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -52,14 +53,20 @@ _known: dict[Hashable, JobGraph] = {}
 _sites: dict[Hashable, dict[str, AdapterSite]] = {}
 _wrapped: set[Hashable] = set()
 _compared: dict[Hashable, str | None] = {}
+_fused: OrderedDict[Hashable, GroupGraph] = OrderedDict()
+#: The fused groups that a process keeps: tests that train equal jobs stand near each other.
+MAX_FUSED = 32
 TRACES = "TLORA_FX_TEST_TRACES"
 # Fields of a config that decide how weights are drawn and where texts end, which no graph has, and
 # the name of the class that is asked for itself.
 IN_NO_GRAPH = frozenset({"architectures", "bos_token_id", "eos_token_id", "initializer_range"})
 
 
-def install() -> None:
-    """Let the compiler ask for a known graph before it traces."""
+def install(*, fused: bool = False) -> None:
+    """Let the compiler ask for a known graph before it traces.
+
+    fused    and for a fused group before passes run
+    """
     os.environ.pop(environment.TRACE_CACHE, None)
     if not hasattr(compiler.job_graph, "plain"):
         compiler.base_graph = _base(compiler.base_graph)
@@ -67,18 +74,15 @@ def install() -> None:
         compiler.resolved_sites = _resolved(compiler.resolved_sites)
         for module in (compiler, checks):
             module.require_common_loss = _loss(module.require_common_loss)
-
-
-def install_fused() -> None:
-    """Let the compiler ask for a fused group before passes run; for processes of a group."""
-    install()
-    if not hasattr(compiler.fuse, "plain"):
+    _run_all_passes()
+    if fused:
         compiler.fuse = _fuse(compiler.fuse)
 
 
 def uninstall() -> None:
     """Trace each time."""
     os.environ[environment.TRACE_CACHE] = "0"
+    _run_all_passes()
     if hasattr(compiler.job_graph, "plain"):
         for name in ("base_graph", "job_graph", "resolved_sites", "require_common_loss"):
             setattr(compiler, name, getattr(compiler, name).plain)
@@ -129,17 +133,25 @@ def _job(plain: Trace) -> Trace:
     return job_graph
 
 
-def _fuse(plain: Callable[..., GroupGraph]) -> Callable[..., GroupGraph]:
-    known: dict[Hashable, GroupGraph] = {}
+def _run_all_passes() -> None:
+    compiler.fuse = getattr(compiler.fuse, "plain", compiler.fuse)
 
+
+def _fuse(plain: Callable[..., GroupGraph]) -> Callable[..., GroupGraph]:
     def fuse(given: Prepared, runner: Runner, *, probed: bool = False) -> GroupGraph:
-        if _is_from_python(given.backbone):
+        watched = runner.instruments or runner.limits or runner.halt_at is not None
+        if watched or _is_from_python(given.backbone):
             return plain(given, runner, probed=probed)
         jobs = (repr(given.jobs), repr(given.sites), given.exact, given.notes)
-        key = (_model(given.backbone), jobs, str(runner.pipeline), runner.verify, probed)
-        if key not in known:
-            known[key] = plain(given, runner, probed=probed)
-        copied = copy_state(known[key])
+        passes = (str(runner.pipeline), *(type(item).run for item in runner.pipeline.passes))
+        code = (compiler.base_graph, compiler.job_graph, compiler.probe_once)
+        key = (_model(given.backbone), jobs, passes, runner.verify, probed, code)
+        if key not in _fused:
+            _fused[key] = plain(given, runner, probed=probed)
+        _fused.move_to_end(key)
+        if len(_fused) > MAX_FUSED:
+            _fused.popitem(last=False)
+        copied = copy_state(_fused[key])
         assert isinstance(copied, GroupGraph)
         return copied
 

@@ -100,7 +100,7 @@ def _run(
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     torch.set_num_threads(1)
-    traced_once.install_fused()
+    traced_once.install(fused=True)
     try:
         if gpus:
             torch.cuda.set_device(rank)
