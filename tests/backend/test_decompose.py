@@ -57,14 +57,14 @@ def test_a_site_equals_its_operator(family, sites, dropout):
 
 def test_a_site_in_a_checkpointed_region_equals_its_operator():
     """Masks of what is computed again are those of the forward."""
-    model = language_model("llama", layers=2, lora_dropout=0.25)
+    model = language_model("llama", lora_dropout=0.25)
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": False})
 
     expected, found, backend = both(model, ids(2, 7))
 
     assert_equal_steps(found, expected, 2e-6)
-    assert backend.decomposed == 2 * 3
+    assert backend.decomposed == 3
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -69,7 +69,7 @@ def test_a_pass_of_ours_rewrites_what_dynamo_recorded(passes, dropout):
 @pytest.mark.parametrize("setting", ["plain", "transposed", "autocast", "checkpointed"])
 def test_a_pass_as_an_object_rewrites_what_dynamo_recorded(setting):
     """With weights [in, out], under autocast, and inside checkpointed regions."""
-    model = language_model("gpt2" if setting == "transposed" else "llama", layers=2)
+    model = language_model("gpt2" if setting == "transposed" else "llama")
     if setting == "checkpointed":
         model.gradient_checkpointing_enable({"use_reentrant": False})
     with torch.autocast("cpu", torch.bfloat16, enabled=setting == "autocast"):
