@@ -23,7 +23,7 @@ from pydantic import (
 )
 
 from tlora_fx.config.adapter_folder import read_adapter_config
-from tlora_fx.config.base_spec import HEADS, SEED_LIMIT, BaseSpec, LocalPath
+from tlora_fx.config.base_spec import SEED_LIMIT, BaseSpec, LocalPath
 from tlora_fx.config.data_spec import (
     PAIRED,
     DataSpec,
@@ -33,7 +33,6 @@ from tlora_fx.config.data_spec import (
     require_evaluable,
 )
 from tlora_fx.config.fields import (
-    DATA_STARTS,
     EvalSplit,
     LoraSpec,
     MaxSteps,
@@ -55,6 +54,7 @@ from tlora_fx.config.objects import job_fields, require_callbacks
 from tlora_fx.config.other_kinds import (
     adapter_mapping,
     adapter_spec,
+    beside_base,
     check_updates,
     kind_of,
     peft_config,
@@ -353,9 +353,8 @@ class Job(Spec):
             return None
         if info.data.get("lora") is not None:
             raise refuse("'lora' and 'adapter' exclude each other", help="keep one of them")
-        base = info.data.get("base")
         try:
-            read_adapter_config(folder, "CAUSAL_LM" if base is None else base.task)
+            _adapter_fields(info.data | {"adapter": folder})
         except AdapterFolderError as error:
             found = error.facts.get("found", "").replace("\n", "; ")
             what = f"'{folder}': {error.what}" + (f" ({found})" if found else "")
@@ -686,9 +685,7 @@ class Job(Spec):
 
         raises  AdapterFolderError
         """
-        if self.adapter is not None:
-            return read_adapter_config(self.adapter, self.base.task)
-        return self.lora or {}
+        return _adapter_fields({"adapter": self.adapter, "base": self.base, "lora": self.lora})
 
     @property
     def changes_base(self) -> bool:
@@ -714,17 +711,7 @@ class Job(Spec):
         raises  JobError when PEFT refuses the fields, AdapterFolderError
         """
         config = self.start_config()
-        if self.is_lora and config.init_lora_weights in DATA_STARTS:
-            config.init_lora_weights, config.eva_config, config.corda_config = True, None, None
-        if self.changes_base:
-            # As PEFT saves such an adapter with path_initial_model_for_weight_conversion.
-            wider = math.sqrt(2) if config.use_rslora else 2
-            config.init_lora_weights = True
-            config.r, config.lora_alpha = 2 * config.r, wider * config.lora_alpha
-            config.rank_pattern = {key: 2 * r for key, r in (config.rank_pattern or {}).items()}
-            alphas = (config.alpha_pattern or {}).items()
-            config.alpha_pattern = {key: wider * alpha for key, alpha in alphas}
-        return config
+        return beside_base(config, changed=self.changes_base) if self.is_lora else config
 
     def start_config(self) -> Any:
         """A new PEFT config of this job as its user wrote it. Imports PEFT.
@@ -733,10 +720,6 @@ class Job(Spec):
         """
         fields = self.lora_fields
         try:
-            if self.base.is_classifier:
-                # As PEFT's own class for classifiers does.
-                trained = dict.fromkeys([*(fields.get("modules_to_save") or ()), *HEADS])
-                fields = {**fields, "modules_to_save": [*trained]}
             return peft_config(fields, self.base.task)
         except (ValueError, TypeError) as error:
             what = f"PEFT refuses the fields of {kind_of(fields)}"

@@ -10,6 +10,7 @@ of `OtherKind`. It is imported when a job asks for it.
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
@@ -29,7 +30,9 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from tlora_fx.config.base_spec import HEADS
 from tlora_fx.config.fields import (
+    DATA_STARTS,
     IDENTITY,
     IDENTITY_VALUES,
     REFUSED,
@@ -370,6 +373,9 @@ def peft_config(fields: Mapping[str, Any], task: str = "CAUSAL_LM") -> peft.Peft
     import peft
 
     given = {key: value for key, value in fields.items() if key != "peft_type"}
+    if task == "SEQ_CLS":  # as PEFT's own classes for classifiers do
+        trained = dict.fromkeys([*(given.get("modules_to_save") or ()), *HEADS])
+        given["modules_to_save"] = [*trained]
     if kind_of(fields) == "VERA":
         given["save_projection"] = False
     with warnings.catch_warnings():
@@ -377,6 +383,25 @@ def peft_config(fields: Mapping[str, Any], task: str = "CAUSAL_LM") -> peft.Peft
         config: peft.PeftConfig = _config_class(kind_of(fields))(
             task_type=peft.TaskType(task), **given
         )
+    return config
+
+
+def beside_base(config: Any, *, changed: bool) -> Any:
+    """A config of LoRA, changed to what a job trains beside the base as it is.
+
+    changed    PEFT alone would take the adapter's start away from the base; here the adapter has
+               twice its rank, and half of it is constant
+    """
+    if config.init_lora_weights in DATA_STARTS:
+        config.init_lora_weights, config.eva_config, config.corda_config = True, None, None
+    if changed:
+        # As PEFT saves such an adapter with path_initial_model_for_weight_conversion.
+        wider = math.sqrt(2) if config.use_rslora else 2
+        config.init_lora_weights = True
+        config.r, config.lora_alpha = 2 * config.r, wider * config.lora_alpha
+        config.rank_pattern = {key: 2 * r for key, r in (config.rank_pattern or {}).items()}
+        alphas = (config.alpha_pattern or {}).items()
+        config.alpha_pattern = {key: wider * alpha for key, alpha in alphas}
     return config
 
 
