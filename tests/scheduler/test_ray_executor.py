@@ -16,7 +16,7 @@ import pytest
 from ray.exceptions import RayError
 
 from tests.scheduler import fake_worker
-from tests.scheduler.test_local_executor import FAKE, Bench, change
+from tests.scheduler.local_bench import FAKE, Bench, change
 from tests.scheduler.test_ray_cluster import told
 from tlora_fx.cost.estimator import Layout
 from tlora_fx.cost.load import Demand
