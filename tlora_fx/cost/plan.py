@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 
-from tlora_fx.errors import PlanFileError, PlanNotForModel
+from tlora_fx.errors import PlanFileError, PlanNotForModel, TloraError
 from tlora_fx.host.durable import write_output
 
 if TYPE_CHECKING:
@@ -92,13 +93,22 @@ class Estimate(BaseModel):
 
 def require_free(path: Path) -> None:
     """Refuse to write a plan over a file that is none; raises PlanFileError."""
+    require_replaceable(path, Plan.load, "plan")
+
+
+def require_replaceable(path: Path, load: Callable[[Path], object], what: str) -> None:
+    """Refuse to write over a file that is something else.
+
+    load      reads what may be replaced
+    raises    an error of the class that `load` raises
+    """
     if not path.exists():
         return
     try:
-        Plan.load(path)
-    except PlanFileError as error:
-        raise PlanFileError(
-            "a file that is no plan would be overwritten",
+        load(path)
+    except TloraError as error:
+        raise type(error)(
+            f"a file that is no {what} would be overwritten",
             file=path,
             help="choose another path with -o, or move the file away",
         ) from error

@@ -14,7 +14,7 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveInt, ValidationError
 
 from tlora_fx.cost.hardware import LinkTier
-from tlora_fx.cost.plan import mistakes
+from tlora_fx.cost.plan import mistakes, require_replaceable
 from tlora_fx.errors import ProfileFileError
 from tlora_fx.host.durable import write_output
 
@@ -312,14 +312,7 @@ def require_free(path: Path) -> None:
     raises    ProfileFileError
     """
     if path.is_file():
-        try:
-            Profile.load(path)
-        except ProfileFileError as error:
-            raise ProfileFileError(
-                "a file that is no profile would be overwritten",
-                file=path,
-                help="choose another path with -o, or move the file away",
-            ) from error
+        require_replaceable(path, Profile.load, "profile")
     above = next(parent for parent in path.absolute().parents if parent.exists())
     if path.is_dir() or not above.is_dir() or not os.access(above, os.W_OK):
         raise ProfileFileError(
