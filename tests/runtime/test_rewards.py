@@ -247,7 +247,7 @@ def test_rewards_in_an_own_loop_equal_plain_peft(tmp_path: Path, seed: int) -> N
 @pytest.mark.parametrize("labels", [[(0, 0), (-100, 0)], [(-100, 0)]])
 def test_what_is_no_pair_is_refused(tmp_path: Path, labels: list[tuple[int, ...]]) -> None:
     """Two labels of a sequence, or a sequence alone."""
-    job = make_job(scoring_base(tmp_path), "a", method="reward")
+    job = make_job(scoring_base(tmp_path), "a", lora=LORA, method="reward")
     step = GroupStep(compile([job]), device="cpu")
     step.prepare()
 
