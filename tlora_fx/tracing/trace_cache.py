@@ -488,7 +488,7 @@ def _require_own(module: types.ModuleType, *, classes: bool) -> None:
     the module's own file defines. Functions must be of installed packages, with `classes` those of
     the module's classes too.
     """
-    known = _KNOWN_OWN.get(module.__name__)
+    known = _KNOWN_OWN.get((module.__name__, classes))
     if known is not None and known.is_unchanged(module):
         return
     contents = _Contents.of(module)
@@ -500,7 +500,7 @@ def _require_own(module: types.ModuleType, *, classes: bool) -> None:
                     raise _NoLibraryCode(f"{module.__name__}.{name} is {_full_name(function)}")
                 if classes or holder is module:
                     _require_installed([function])
-    _KNOWN_OWN[module.__name__] = contents
+    _KNOWN_OWN[module.__name__, classes] = contents
 
 
 class _Contents(NamedTuple):
@@ -535,8 +535,9 @@ class _Contents(NamedTuple):
         )
 
 
-#: Modules in which nobody had put anything, by name, and what they held then.
-_KNOWN_OWN: dict[str, _Contents] = {}
+#: Modules in which nobody had put anything, by name and whether their classes were looked at too,
+#: and what they held then.
+_KNOWN_OWN: dict[tuple[str, bool], _Contents] = {}
 
 
 @functools.cache
