@@ -91,6 +91,15 @@ def test_a_pipeline_goes_on_where_another_stopped(files, capsys, tmp_path):
     assert fingerprint(load_graphs(out)) == fingerprint(load_graphs(files / "whole.tfx"))
 
 
+def test_group_passes_follow_where_a_job_pass_was_the_last(jobs, capsys, tmp_path):  # noqa: F811
+    """What holds of the base and of every job holds of a group that is not fused."""
+    save_graphs(run_passes(jobs, stop_after="tag-roles"), tmp_path / "tagged.tfx")
+    later = f"fold-layers,check-token-parallel,fuse-backbone,{REST}"
+    text = told(capsys, "opt", tmp_path / "tagged.tfx", "--pipeline", later, "--print", "graph")
+
+    assert fingerprint(graphs_of_text(text)) == fingerprint(run_passes(jobs))
+
+
 def test_code_is_printed_by_default(files, capsys):
     """Of the graphs as they are, without a pipeline."""
     text = told(capsys, "opt", files / "fused.tfx")
@@ -206,7 +215,7 @@ def test_a_disabled_pass_does_not_run(files, capsys):
     ("disabled", "message"),
     [
         ("key-dropout", "nearest  key-dropouts"),
-        ("lower-adapters", "pass 'share-input' stands before what it requires"),
+        ("lower-adapters", "keep what is expected, or leave out this pass, too"),
     ],
 )
 def test_a_pass_that_others_need_is_not_disabled(files, capsys, disabled, message):

@@ -61,6 +61,7 @@ def run(options: OptOptions) -> None:
     from tlora_fx.graph_file import SEPARATOR, Document, graph_text, save_document
     from tlora_fx.passes import find_passes
     from tlora_fx.pipeline import Runner, load_extension, parse_pipeline
+    from tlora_fx.pipeline.facts import held_facts
     from tlora_fx.tools.opt import run_on
 
     find_passes()
@@ -74,9 +75,10 @@ def run(options: OptOptions) -> None:
             echo(SEPARATOR)
         try:
             subject = _read(document)
-            passes = parse_pipeline(options.pipeline, subject.facts)
-            passes = passes.without(options.disable_pass or (), subject.facts)
-            run_on(subject, Runner(passes, instruments, verify, held=subject.facts))
+            held = held_facts(subject)
+            passes = parse_pipeline(options.pipeline, held)
+            passes = passes.without(options.disable_pass or (), held)
+            run_on(subject, Runner(passes, instruments, verify, held=held))
         except TloraError as error:
             # Of several graphs the others run all the same.
             if len(documents) == 1:

@@ -92,10 +92,9 @@ class Facts:
 
     def _take_over(self, graphs: Graphs) -> None:
         """What holds of the base and of every job holds of the group that they make."""
-        if isinstance(graphs, GroupGraph) and not graphs.fused:
-            shared = set(graphs.base.facts).intersection(*(job.facts for job in graphs.jobs))
-            for fact in (name for name in graphs.base.facts if name in shared - self.lapsed.keys()):
-                graphs.facts.setdefault(fact, graphs.base.facts[fact])
+        for fact, name in held_facts(graphs).items():
+            if fact not in self.lapsed:
+                graphs.facts.setdefault(fact, name)
 
     def _provider(self, fact: str, name: str) -> Pass | None:
         """The pass behind a fact, also of graphs that were read from a file; None: not known."""
@@ -111,6 +110,17 @@ class Facts:
         if nodes is not None:
             return nodes
         return [n for owner in owners(graphs) for graph in owner.graphs() for n in graph.nodes]
+
+
+def held_facts(graphs: Graphs) -> dict[str, str]:
+    """Facts that hold of graphs, by the pass that provides each.
+
+    Of a group that is not fused, also what holds of the base and of every job.
+    """
+    if isinstance(graphs, JobGraph) or graphs.fused:
+        return graphs.facts
+    shared = set(graphs.base.facts).intersection(*(job.facts for job in graphs.jobs))
+    return {fact: by for fact, by in graphs.base.facts.items() if fact in shared} | graphs.facts
 
 
 def _is_name(fact: str, provider: str) -> bool:

@@ -62,7 +62,15 @@ class Pipeline:
         """
         for name in names:
             self.place_of(name)
-        return checked((item for item in self.passes if item.name not in names), held)
+        try:
+            return checked((item for item in self.passes if item.name not in names), held)
+        except PipelineError as error:
+            raise PipelineError(
+                error.what,
+                expected=error.facts.get("expected"),
+                found=f"{self}, without {', '.join(names)}",
+                help="keep what is expected, or leave out this pass, too",
+            ) from error
 
     def adding(self, text: str) -> Pipeline:
         """The pipeline with one more pass: "my-pass{option=3}@after:fuse-backbone".

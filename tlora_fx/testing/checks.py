@@ -64,13 +64,15 @@ def run_check_file(path: Path, part: int = 0) -> None:
     from tlora_fx.graph_file import from_document, graph_text, load_document, split_document
     from tlora_fx.passes import find_passes
     from tlora_fx.pipeline import Runner, parse_pipeline
+    from tlora_fx.pipeline.facts import held_facts
     from tlora_fx.tools.opt import run_on
 
     find_passes()
     parts = split_document(load_document(path))
     graphs = from_document(parts[part])
-    passes = parse_pipeline(pipeline_of(parts[part].text), graphs.facts)
-    run_on(graphs, Runner(passes, held=graphs.facts))
+    held = held_facts(graphs)
+    passes = parse_pipeline(pipeline_of(parts[part].text), held)
+    run_on(graphs, Runner(passes, held=held))
     check_text(graph_text(graphs, tables=False), path if len(parts) == 1 else parts[part].text)
 
 

@@ -168,8 +168,10 @@ class GraphSubject(Subject):
     def _program(self, *, joint: bool) -> Program:
         from tlora_fx.inspect.program import make_program
         from tlora_fx.ir.graph import TRACE
+        from tlora_fx.pipeline.facts import held_facts
 
-        passes = [fact for fact, by in self.graphs.facts.items() if by.partition("{")[0] == fact]
+        held = held_facts(self.graphs)
+        passes = [fact for fact, by in held.items() if by.partition("{")[0] == fact]
         return make_program(self.graphs, passes[-1] if passes else TRACE, joint=joint)
 
     @cached_property
