@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import ClassVar
 
 import torch
@@ -150,6 +151,8 @@ def _refused(found: Mixed, form: Form) -> NotTokenParallel:
 
 def _register(node: fx.Node) -> str:
     """How to say that an operator of another package is safe; "" of torch's and ours."""
+    if isinstance(node.target, FunctionType):
+        return "; or call an operator, such as torch.ops.aten.silu.default, and no Python function"
     if not isinstance(node.target, torch._ops.OpOverload) or find_operator(node.target):
         return ""
     if node.target.namespace in ("aten", "tlora_fx"):

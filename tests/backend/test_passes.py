@@ -127,13 +127,13 @@ def frozen_alone(given, make):
 
 
 def strange(graphs):
-    """Read a tensor that the model does not have."""
+    """Read tensors that the model does not have."""
     for graph in graphs.graphs():
-        for site in list(lowered_sites(graph)):
+        for number, site in enumerate(list(lowered_sites(graph))):
             value = site.result.meta["val"]
             with graph.inserting_before(site.call):
-                stored = graph.create_node("get_attr", "x")
-            ref = TensorRef("base", "x", tuple(value.shape), value.dtype)
+                stored = graph.create_node("get_attr", f"x{number}")
+            ref = TensorRef("base", f"x{number}", tuple(value.shape), value.dtype)
             stored.meta.update(site.result.meta, role="shared", site="", tensor=ref)
             build = partial(added, (site.result, stored))
             Rewriter(graph).insert_after(site.result, build, tags={"role": "shared"})

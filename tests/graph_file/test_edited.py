@@ -69,6 +69,40 @@ def test_what_does_not_fit_is_refused_where_it_stands(fused, old, new, said):
     assert re.search(r"column +\d", message)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (r"embed_tokens", "embed\0tokens", "null bytes"),
+        (r"^fingerprint.*", 'fingerprint("0", "0")', "another fingerprint"),
+        (r"^graphs\(\d", "graphs(99", "another format"),
+        (r"^o\[", "q[", "says what no graph file says"),
+        (r'@ shared\("[^"]+"', "@ shared(nan", "says what no graph file says"),
+    ],
+)
+def test_damage_outside_of_operators_has_a_line_and_a_column(fused, old, new, said):
+    """A byte, a fingerprint, the format, an origin, a tag."""
+    lines = fused.splitlines(keepends=True)
+    place = next(number for number, line in enumerate(lines) if re.search(old, line))
+    lines[place] = re.sub(old, new, lines[place], count=1)
+
+    message = refusal("".join(lines))
+
+    assert said in message
+    assert re.search(rf"line +{place + 1}\n", message), message
+    assert re.search(r"column +\d", message)
+
+
+def test_a_tensor_stored_where_another_is_gets_refused(fused):
+    """Both would be one in the model."""
+    free, _ = edited(fused, "^fingerprint", "fingerprint")
+    jobs, base, group = free.rpartition('base("mlp.up_proj.weight"')
+    message = refusal(f'{jobs}base("mlp.gate_proj.weight", name="mlp.up_proj.weight"{group}')
+
+    assert base
+    assert "two tensors at one path" in message
+    assert re.search(rf"line +{jobs.count(chr(10)) + 1}\n", message), message
+
+
 def test_a_type_is_verified_where_the_fingerprint_stands(fused):
     """It holds no types: what is behind them does."""
     text = fused.replace("embed_tokens: f64", "embed_tokens: f32", 1)

@@ -70,6 +70,11 @@ def _one_norm_for_two(group):
     two.replace_all_uses_with(one)
 
 
+def _gate_stored_for_up(group):
+    gate, up = (nodes(group, f"{name}_proj.weight")[0] for name in ("gate", "up"))
+    up.target = gate.target
+
+
 def _gate_for_up(group):
     gate, up = (_node(group, "linear", path) for path in ("gate_proj", "up_proj"))
     up.replace_all_uses_with(gate)
@@ -157,6 +162,10 @@ WRONG = {
     "aliases: a sum in place": (
         _in_place("aten.add.Tensor", aten.add_.Tensor), NotIsolated, "writes into what it reads"),
     "aliases: one weight for two": (_one_norm_for_two, NumericsBroken, "aten.mul"),
+    "aliases: one path for two weights": (
+        _gate_stored_for_up, GraphInvalid, "two tensors at one path"),
+    "mixes: a Python function": (
+        _in_place("silu", torch.nn.functional.silu), NotIsolated, "call an operator"),
     "aliases: one value for two": (_gate_for_up, NumericsBroken, "aten.mul"),
     "drops: a residual": (_without_residual, NumericsBroken, "model.layers.0"),
     "drops: an adapter": (_without_adapter, GraphInvalid, "drops adapters"),

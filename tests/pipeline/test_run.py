@@ -107,6 +107,22 @@ def other_layer(graph):
     relu.replace_all_uses_with(made, lambda user: user is not made)
 
 
+def a_method(graph):
+    """Call a method, as fx does for a tensor's."""
+    relu = relu_of(graph)
+    with graph.root.inserting_before(relu):
+        made = graph.root.call_method("contiguous", (relu.args[0],))
+        relu.update_arg(0, made)
+
+
+def stored_at_one_path(graph):
+    """Give a tensor the path at which another is stored."""
+    for name in ("gate", "up"):
+        with_tensor(graph.root)
+        node = next(iter(graph.root.nodes))
+        node.meta["tensor"] = TensorRef("base", f"mlp.{name}", (2, 3), torch.float32)
+
+
 def nothing_to_inline(graph):
     """Inline a call of an operator."""
     inline_block(graph, relu_of(graph))
@@ -123,6 +139,8 @@ def stored_by(form):
         (without_values, "no node of a graph has a value"),
         (without_a_value, "%y : [num_users=1] = placeholder"),
         (other_layer, "a graph calls a layer that no block runs"),
+        (a_method, "graphs call operators, such as torch.ops.aten.clone.default, and no methods"),
+        (stored_at_one_path, "a graph stores two tensors at one path"),
         (nothing_to_inline, "this is no call of a block"),
         (stored_by(partial(torch.transpose, dim0=0, dim1=1)), "that calls a partial or lambda"),
         (stored_by(torch.matmul), "does not run on these tensors"),

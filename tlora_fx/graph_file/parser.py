@@ -42,7 +42,7 @@ from tlora_fx.ir.graph import (
 )
 from tlora_fx.ir.names import hold_names
 from tlora_fx.ir.shapes import give_value, propagate, remember_runs, type_text
-from tlora_fx.ir.verifier import adapted, check_tags, fingerprint, owners
+from tlora_fx.ir.verifier import adapted, check_tags, check_tensors, fingerprint, owners
 
 #: Nodes whose values operators give.
 RUN_OPS = ("call_function", "call_module")
@@ -122,10 +122,13 @@ def _statements(text: str) -> list[ast.stmt]:
     try:
         body = ast.parse(text).body
     except SyntaxError as error:
+        # Python says nowhere where a null byte is.
+        before, null, _ = text.partition("\0")
+        nowhere = error.lineno is None and null
         raise GraphFileNotReadable(
             "the graph file cannot be read",
-            line=error.lineno,
-            column=error.offset,
+            line=before.count("\n") + 1 if nowhere else error.lineno,
+            column=len(before) - before.rfind("\n") if nowhere else error.offset,
             found=f"{error.msg}: {(error.text or '').strip()[:80]}",
             help="it holds several graphs: tlora-fx opt --split-input-file reads them"
             if (error.text or "").startswith("// ---")
@@ -141,6 +144,8 @@ def _statements(text: str) -> list[ast.stmt]:
     if number != str(FORMAT):
         raise GraphFileNotReadable(
             "the graph file is of another format",
+            line=body[0].lineno if body else None,
+            column=body[0].col_offset + 1 if body else None,
             expected=FORMAT,
             found=number,
             help="read it with the version that wrote it, or write it anew",
@@ -194,6 +199,7 @@ class _Reader:
         self.jobs: list[JobGraph] = []
         self.group: GroupGraph | None = None
         self.known: tuple[str, ...] | None = None
+        self.known_at: Place | None = None
         self._plain = _Literals(self, None)
         self._operators: dict[str, Any] = {}
 
@@ -214,6 +220,7 @@ class _Reader:
             return result
         found = fingerprint(result)
         if self.known is not None and (found.code, found.tags) != self.known:
+            self.place = self.known_at
             raise GraphFileNotReadable(
                 "the graphs have another fingerprint than when they were written",
                 help="the file is damaged; where you edited it, delete the line 'fingerprint'",
@@ -268,12 +275,14 @@ class _Reader:
         elif name == "birth":
             self.births[args[0]] = tuple(map(_text, args[1:]))  # type: ignore[assignment]
         elif name == "fingerprint":
-            self.known = tuple(args)
+            self.known, self.known_at = tuple(args), self.place
         return True
 
     def _origin(self, item: ast.Subscript) -> None:
         """A row of the table of origins: owner, birth, and what it was made from."""
         words = item.slice.elts if isinstance(item.slice, ast.Tuple) else [item.slice]
+        if not isinstance(item.value, ast.Name) or item.value.id != "o":
+            raise strange(item)
         owner, birth, *rest = words
         key, made_by, target = self.births[self._number(birth)]
         sources: list[Origin] = []
@@ -561,6 +570,8 @@ class _GraphReader:
             meta["source"] = self.reader.sources[meta["source"]]
         if meta.get("jobs", None) is ABSENT:
             del meta["jobs"]
+        if not all(isinstance(meta.get(tag), (str, type(None))) for tag in ("path", "source")):
+            raise strange(call)
 
 
 def _ref(owner: Any, target: str, value: Any, **facts: Any) -> TensorRef:
@@ -761,6 +772,11 @@ def verify_tags(graphs: JobGraph | GroupGraph, at: Callable[[str], object]) -> N
             help="correct what stands behind @; docs/graph-files.md says what tags there are",
             **error.facts,
         ) from error
+    try:
+        check_tensors(graphs)
+    except GraphInvalid as error:
+        at(str(error.facts.get("node")))
+        raise GraphFileNotReadable(f"in the graph file {error.what}", **error.facts) from error
     every = (graph for owner in owners(graphs) for graph in owner.graphs())
     if not any("site" in node.meta for graph in every for node in graph.nodes):
         return

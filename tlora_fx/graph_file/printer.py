@@ -147,9 +147,9 @@ class Printer:
             self.graphs.extend(f"  {line}" for line in writer.gone)
         self.left_out.extend(f"{subject}: {tag}" for tag in writer.left_out)
 
-    def source(self, line: str) -> str:
+    def source(self, line: object) -> str:
         """A line of model code, by its number; "" as it is."""
-        return str(self.sources.setdefault(line, len(self.sources))) if line else '""'
+        return str(self.sources.setdefault(str(line), len(self.sources))) if line else '""'
 
 
 def _key(graphs: JobGraph | GroupGraph) -> tuple[int, ...]:

@@ -205,7 +205,9 @@ def _values_of(node: fx.Node) -> Any:
             node=node.format_node(),
             found=lacks.format_node() or lacks.name,
             help="helpers of tlora_fx.rewriting give values; whoever makes an input or a stored "
-            "tensor sets its node.meta['val']",
+            "tensor sets its node.meta['val']"
+            if lacks.op != "call_method"
+            else "graphs call operators, such as torch.ops.aten.clone.default, and no methods",
         ) from None
 
 

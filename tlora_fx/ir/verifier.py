@@ -1,4 +1,4 @@
-"""Invariants of the tags of nodes after every pass, and what a pass changed.
+"""Invariants of tags and stored tensors after every pass, and what a pass changed.
 
 An adapter node belongs to exactly one job, and only that job's nodes read it; a lowered operator
 takes each job's rows by themselves, so it serves the jobs that it names. A shared node may serve
@@ -18,8 +18,16 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
-from tlora_fx.errors import TagsBroken
-from tlora_fx.ir.graph import HEAD, GroupGraph, JobGraph, behind, is_call, output_of
+from tlora_fx.errors import GraphInvalid, TagsBroken
+from tlora_fx.ir.graph import (
+    HEAD,
+    GroupGraph,
+    JobGraph,
+    TensorRef,
+    behind,
+    is_call,
+    output_of,
+)
 from tlora_fx.ir.lora_sites import is_lowered, lowered_arguments, serves_several
 
 ROLES = ("backbone", "adapter", "shared", "table", "loss")
@@ -52,6 +60,34 @@ def check_tags(graphs: JobGraph | GroupGraph) -> None:
                 _check_readers(node, where, tuple(node.meta["jobs"]))
         if isinstance(owner, GroupGraph):
             _check_loss(owner)
+
+
+def check_tensors(graphs: JobGraph | GroupGraph) -> None:
+    """Check that no two tensors of a graph are stored at one path.
+
+    raises    GraphInvalid, naming the node that reads the second one
+    """
+    for owner in owners(graphs):
+        for where, graph in named_graphs(owner):
+            stored: dict[str, TensorRef] = {}
+            for node in graph.nodes:
+                ref = node.meta.get("tensor") if node.op == "get_attr" else None
+                if ref is None or (first := stored.setdefault(str(node.target), ref)) == ref:
+                    continue
+                raise GraphInvalid(
+                    "a graph stores two tensors at one path",
+                    node=f"{where}.{node.name}" if where else node.name,
+                    target=node.target,
+                    expected=_tensor_text(first),
+                    found=_tensor_text(ref),
+                    help="node.meta['tensor'] says what is read, and the target only where it is "
+                    "stored; to read another tensor, use the node that reads it",
+                )
+
+
+def _tensor_text(ref: TensorRef) -> str:
+    """A stored tensor in words: "base mlp.up_proj.weight [352, 128]"."""
+    return f"{ref.owner} {ref.name} {list(ref.shape)}{f', as {ref.form}' if ref.form else ''}"
 
 
 def adapted(graphs: JobGraph | GroupGraph) -> set[tuple[str, str]]:

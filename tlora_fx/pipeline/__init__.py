@@ -29,7 +29,15 @@ from tlora_fx.ir.graph import TRACE, GroupGraph, JobGraph, record
 from tlora_fx.ir.modules import owning_modules
 from tlora_fx.ir.names import name_nodes
 from tlora_fx.ir.shapes import propagate, remember_runs, type_text
-from tlora_fx.ir.verifier import Fingerprint, adapted, check_tags, fingerprint, named_graphs, owners
+from tlora_fx.ir.verifier import (
+    Fingerprint,
+    adapted,
+    check_tags,
+    check_tensors,
+    fingerprint,
+    named_graphs,
+    owners,
+)
 from tlora_fx.pipeline.facts import Facts
 from tlora_fx.pipeline.instrument import Change, Done, Event, Instrument
 from tlora_fx.pipeline.joint import JointPass
@@ -238,6 +246,7 @@ class Runner:
             return measured.done(event, changed, rewrites)
         _check_values(event, values)
         check_tags(graphs)
+        check_tensors(graphs)
         self._check_adapters(event)
         self._facts.after(item, graphs, resting)
         after = fingerprint(graphs)
