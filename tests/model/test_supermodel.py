@@ -140,6 +140,13 @@ def test_a_copy_of_a_model_trains_by_itself(model):
     assert all(mine.a.data_ptr() != theirs.a.data_ptr() for mine, theirs in banks)
 
 
+def test_a_job_that_is_not_there_is_named(model):
+    """With the jobs that there are."""
+    text = error_of(lambda: model.job_parameters("fex"), SuperModelMisuse)
+
+    assert "nearest   few" in text
+
+
 def test_a_model_is_called_with_other_parameters(model):
     """By torch.func.functional_call."""
     row = row_of(model, [tokens([4])] * 3)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 
 from tlora_fx.config.job import Job
-from tlora_fx.errors import NotAdmitted, SuperModelMisuse
+from tlora_fx.errors import NotAdmitted, SuperModelMisuse, nearest
 from tlora_fx.ir.graph import (
     HEAD,
     LOSS,
@@ -528,10 +528,17 @@ class SuperModel(nn.Module):
         Where a bank holds it, value and gradient are views of the bank; where processes hold
         pieces, these are this process's (see `shards`).
 
-        raises    SuperModelMisuse before `materialize`
+        raises    SuperModelMisuse before `materialize`, and for a job that the model does not have
         """
         self._require_weights()
         if job not in self._parameters_of:
+            if job not in self.group.job_names:
+                raise SuperModelMisuse(
+                    "the model has no such job",
+                    expected=", ".join(self.group.job_names),
+                    found=job,
+                    nearest=nearest(job, self.group.job_names),
+                )
             index = self.group.job_names.index(job)
             parameters: dict[str, Any] = {
                 name: location.tensor for name, location in self._held_own(job)
