@@ -22,11 +22,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from tlora_fx import Job
 
 CORES = 2
 BUSY = 1.15  # wall seconds for each processor second from which a machine counts as busy
@@ -126,17 +129,11 @@ def measure(case: Case) -> Run:
     import transformers  # noqa: F401
     from transformers.models.llama import modeling_llama  # noqa: F401
 
-    from tlora_fx import BaseSpec, Job, compile
+    from tlora_fx import compile
     from tlora_fx.inspect.dump import dump
 
     imported = _now()
-    # Beside the caches: a base is known by its folder, too.
-    folder = Path(os.environ["TLORA_FX_CACHE"], "base")
-    folder.mkdir(parents=True, exist_ok=True)
-    config = COMMON | case.sizes | {"num_hidden_layers": case.layers}
-    (folder / "config.json").write_text(json.dumps(config))
-    base = BaseSpec(config=folder, dtype="bfloat16")
-    jobs = [Job(name=f"job-{i}", base=base, **_job(i)) for i in range(case.jobs)]
+    jobs = jobs_of(case)
     before = _now()
     model = compile(jobs, verify=case.verify)
     compiled = _now()
@@ -154,6 +151,19 @@ def measure(case: Case) -> Run:
         ssm_lines=lines,
         structures=len({id(graph.root) for graph in model.group.jobs}),
     )
+
+
+def jobs_of(case: Case) -> list[Job]:
+    """The jobs of a case, with their base's config in the folder that $TLORA_FX_CACHE names."""
+    from tlora_fx import BaseSpec, Job
+
+    # Beside the caches: a base is known by its folder, too.
+    folder = Path(os.environ["TLORA_FX_CACHE"], "base")
+    folder.mkdir(parents=True, exist_ok=True)
+    config = COMMON | case.sizes | {"num_hidden_layers": case.layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    base = BaseSpec(config=folder, dtype="bfloat16")
+    return [Job(name=f"job-{i}", base=base, **_job(i)) for i in range(case.jobs)]
 
 
 def _job(place: int) -> dict[str, Any]:
