@@ -211,7 +211,7 @@ def search(
                 again = recomputing(cost, plan, work, legal)
                 whole = _judged(model, cost, again, work, largest)
                 candidates.append(whole)
-                if whole.runs and not plan.shard_base:
+                if whole.runs:
                     # What fits with layers' inputs alone may fit with more.
                     budgets = (
                         _judged(model, cost, one, work, largest)

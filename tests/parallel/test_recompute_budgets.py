@@ -1,4 +1,4 @@
-"""Recompute budgets of stages and of cut matrices: what one process computes, and less is kept."""
+"""Recompute budgets of stages, cut matrices and sharded bases: right, and less is kept."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ BUDGETS = (0.8, 0.2)
 PLANS = {
     "pipeline": Case(2, (1,), "1f1b", layers=2),
     "tensor": Case(1, (), tp=2, layers=2),
+    "sharded base": Case(1, (), dp=2, layers=2, sharded="resharded"),
 }
 COMPILED = {name: replace(case, compiled=True) for name, case in PLANS.items()}
 MORE = {

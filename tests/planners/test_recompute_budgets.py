@@ -113,11 +113,11 @@ def test_a_budget_sums_over_processes_no_more_than_keeping_all(model):
     assert sums(**budget) == sums(recompute=False) < sums()
 
 
-def short_of(model, share, mesh=ONE_PROCESS, cuts=()):
+def short_of(model, share, mesh=ONE_PROCESS, cuts=(), *, shard_base=False):
     """What is found with this share of the memory that activations take beside the rest."""
     profile = roofline_profile(GPUS["h100"], facts_of(model))
     cost, work = CostModel(facts_of(model), profile), ONE_SEQUENCE
-    plan = Plan(planner="auto", mesh=mesh, cuts=cuts, micro_batches=mesh.pp)
+    plan = Plan(planner="auto", mesh=mesh, cuts=cuts, micro_batches=mesh.pp, shard_base=shard_base)
     plain, whole = (
         memory_of(cost, plan.model_copy(update={"recompute": again}), work).total
         for again in (False, True)
@@ -146,15 +146,21 @@ def test_what_does_not_fit_gets_the_cheapest_budget_that_does(model):
 
 @pytest.mark.parametrize(
     ("mesh", "cuts"),
-    [(MeshShape(tp=2), ()), (MeshShape(pp=2), (2,)), (MeshShape(pp=2, tp=2), (2,))],
+    [
+        (MeshShape(tp=2), ()),
+        (MeshShape(pp=2), (2,)),
+        (MeshShape(pp=2, tp=2), (2,)),
+        (MeshShape(dp=2), ()),
+    ],
 )
-def test_stages_and_cut_matrices_get_a_budget_too(model, mesh, cuts):
+def test_stages_and_shards_get_a_budget_too(model, mesh, cuts):
     """It fits, is faster than whole layers computed again, and the note tells of both."""
-    found = short_of(model, 0.5, mesh, cuts)
+    found = short_of(model, 0.5, mesh, cuts, shard_base=mesh.dp > 1)
     budgeted = [one for one in found.running if one.plan.recompute_budget]
     whole = [one for one in found.running if one.plan.recompute and not one.plan.recompute_budget]
 
     assert budgeted
+    assert any(one.plan.shard_base for one in budgeted) == (mesh.dp > 1)
     assert budgeted[0].time.seconds < whole[0].time.seconds
     assert budgeted[0].memory.total <= usable_bytes(found.cost.profile)
     assert found.best().recompute_budget in BUDGETS
