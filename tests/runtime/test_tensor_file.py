@@ -11,7 +11,13 @@ import safetensors.torch
 import torch
 
 from tlora_fx.runtime.checkpoints import tensor_file
-from tlora_fx.runtime.checkpoints.tensor_file import as_file, file_tensors, moved, tensor_bytes
+from tlora_fx.runtime.checkpoints.tensor_file import (
+    as_file,
+    file_tensors,
+    moved,
+    read_tensors,
+    tensor_bytes,
+)
 
 
 def plain() -> dict[str, torch.Tensor]:
@@ -52,6 +58,21 @@ def test_tensors_are_written_as_safetensors_writes_them(tmp_path):
     assert safetensors.torch.load(bytes(tensor_bytes({}))) == {}
     (tmp_path / "mixed").write_bytes(tensor_bytes(mixed()))
     assert_same(safetensors.torch.load_file(tmp_path / "mixed"), mixed())
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1 << 24])
+def test_threads_read_a_file_in_pieces(tmp_path, monkeypatch, piece):
+    """All of it, whatever the size of a piece; one that is cut short is none."""
+    monkeypatch.setattr(tensor_file, "STAGED", piece)
+    content = bytes(tensor_bytes(mixed()))
+    file = tmp_path / "file"
+    file.write_bytes(content)
+    assert_same(read_tensors(file), mixed())
+
+    for size in (0, 5, 60, len(content) - 1):
+        file.write_bytes(content[:size])
+        with pytest.raises((ValueError, RuntimeError)):
+            read_tensors(file)
 
 
 def test_what_lies_as_in_a_file_is_written_without_a_copy():

@@ -10,15 +10,19 @@ from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.training.clients import Client, cycle_of, datum, run_all
 from tests.training.test_cycle import assert_same
+from tlora_fx.errors import CheckpointError
 from tlora_fx.host import durable
 from tlora_fx.ops.kernels.select import strict
+from tlora_fx.runtime.checkpoints.store import JobState
 from tlora_fx.training.log import CommandLog
 from tlora_fx.training.tenants import Tenants
+from tlora_fx.training.versions import Version, read_snapshot, snapshot_bytes
 
 #: How far a snapshot is: copied, half a file, a file, or in the log; the one before it is there.
 STAGES = ("copied", "torn", "written", "noted")
@@ -176,3 +180,19 @@ def test_a_trainer_killed_while_it_writes_a_snapshot_loses_nothing(
             assert_same(own, other, 0)
         assert not any(each.get("error") for own in answers for each in own if type(each) is dict)
         cycle.log.close()
+
+
+@pytest.mark.parametrize("left", [0, 5, 100, -1])
+def test_a_snapshot_that_is_cut_short_is_told(tmp_path, left):
+    """With its file."""
+    weights = {"weight": torch.arange(64.0)}
+    file, state = tmp_path / "snapshot", JobState(weights, {}, {}, 3, 0, 12)
+    content = bytes(snapshot_bytes(Version({"rank": 8}, weights, state)))
+    file.write_bytes(content)
+    found = read_snapshot(file)
+    assert (found.config, found.state.step) == ({"rank": 8}, 3)
+    assert torch.equal(found.adapter["weight"], weights["weight"])
+
+    file.write_bytes(content[:left])
+    with pytest.raises(CheckpointError, match="snapshot"):
+        read_snapshot(file)

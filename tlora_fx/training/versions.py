@@ -34,7 +34,7 @@ from tlora_fx.host.formats import require_known_stamp, stamp
 from tlora_fx.model.backbone import Backbone
 from tlora_fx.runtime.adapters.files import write_adapter
 from tlora_fx.runtime.checkpoints.store import JobState
-from tlora_fx.runtime.checkpoints.tensor_file import as_file, tensor_bytes
+from tlora_fx.runtime.checkpoints.tensor_file import as_file, read_tensors, tensor_bytes
 from tlora_fx.runtime.group_step import Gathered
 from tlora_fx.tracing.adapters import written_config
 from tlora_fx.training.folders import FORMAT, STATE
@@ -155,7 +155,7 @@ def snapshot_bytes(version: Version) -> memoryview:
 def read_snapshot(file: Path) -> Version:
     """What a file of `snapshot_bytes` has; raises CheckpointError, NewerFormat."""
     with _reading(file):
-        tensors = load_file(file)
+        tensors = read_tensors(file)
         content = json.loads(tensors.pop(STATE).numpy().tobytes())
         require_known_stamp("the snapshot", file, content, known=FORMAT)
         parts: dict[str, dict[str, Tensor]] = {"adapter": {}, "optimizer": {}, "gradients": {}}
@@ -189,7 +189,10 @@ def _reading(place: Path) -> Iterator[None]:
     """Inside, what cannot be read is a CheckpointError."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, safetensors.SafetensorError) as error:
+    except (
+        OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError,
+        safetensors.SafetensorError,
+    ) as error:  # fmt: skip
         raise CheckpointError(
             "a version of a model cannot be read",
             path=place,

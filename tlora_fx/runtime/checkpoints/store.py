@@ -43,7 +43,7 @@ from torch import Tensor
 from tlora_fx.errors import CheckpointError
 from tlora_fx.host.durable import link_or_copy, replace_file, sync_folder, write_synced
 from tlora_fx.host.formats import require_known, stamp
-from tlora_fx.runtime.checkpoints.tensor_file import as_file, file_tensors, tensor_bytes
+from tlora_fx.runtime.checkpoints.tensor_file import as_file, file_tensors, fill, tensor_bytes
 
 #: Older formats are read too: in the first, every checksum is a file's SHA-256.
 FORMAT = 2
@@ -640,12 +640,8 @@ def _proved(folder: Path, sums: Mapping[str, str]) -> dict[str, memoryview]:
 
 
 def _read_piece(path: Path, into: memoryview, at: int) -> bytes:
-    """Fill a piece from its place in a file, and hash it; behind the file's end is nothing."""
-    with path.open("rb", buffering=0) as file:
-        file.seek(at)
-        done = 0
-        while done < len(into) and (read := file.readinto(into[done:])):
-            done += read
+    """Fill a piece from its place in a file, and hash it."""
+    fill(path, into, at)
     return _sum(into)
 
 

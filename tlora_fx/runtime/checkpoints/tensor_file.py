@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -243,6 +244,35 @@ def file_tensors(content: memoryview) -> dict[str, Tensor]:
         (begin, end), dtype = entry["data_offsets"], _dtype_of(entry["dtype"])
         found[name] = _piece(whole, start + begin, end - begin, dtype, entry["shape"])
     return found
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a file of ours, which threads read into one piece of main memory.
+
+    Pages of a mapped file are read a few at a time, by whoever copies them to a device. Here
+    several reads are under way at once, and each thread clears the pages that it fills.
+
+    raises    OSError; as `file_tensors` where it is none
+    """
+    size = file.stat().st_size
+    # A bytearray would be filled with zeros first.
+    content = torch.empty(size, dtype=torch.uint8).numpy().data
+    parts = [
+        _threads().submit(fill, file, content[at : at + STAGED], at)
+        for at in range(0, size, STAGED)
+    ]
+    for part in parts:
+        part.result()
+    return file_tensors(content)
+
+
+def fill(file: Path, into: memoryview, at: int) -> None:
+    """Fill a piece of memory from its place in a file; behind the file's end nothing is read."""
+    with file.open("rb", buffering=0) as source:
+        source.seek(at)
+        done = 0
+        while done < len(into) and (read := source.readinto(into[done:])):
+            done += read
 
 
 def moved(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
