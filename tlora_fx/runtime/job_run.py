@@ -194,8 +194,11 @@ class JobRun(Member):
         made = (objective_of(self.job, samples, self.scores) for samples in batches)
         return [each for each in made if each is not None]
 
-    def _loss_metrics(self) -> list[Mapping[str, Any]]:
-        """What the step's losses have reported of each micro-batch, not waited for."""
+    def _coming_metrics(self) -> list[Mapping[str, Any]]:
+        """What the step's losses have reported of each micro-batch.
+
+        Numbers of a GPU are on their way: they are there once the update that follows is known.
+        """
         return [
             {
                 name: value.to("cpu", non_blocking=True) if isinstance(value, Tensor) else value
@@ -230,7 +233,7 @@ class JobRun(Member):
         tokens = self.tokens + own
         report = StepReport(
             self.job.name, step, loss, norm, rate, tokens, round_.seconds, own, round_,
-            _means(self._loss_metrics()),
+            _means([*self.scores.metrics.values()]),
         )  # fmt: skip
         # Before the update: where the line cannot be written, the job is whole at the step before.
         self._append(report)
@@ -260,7 +263,7 @@ class JobRun(Member):
     def start_step(self, batches: MicroBatches) -> StepAhead:
         """Count a step whose update is about to be launched; `end_step` says what came of it."""
         tokens, rate = self.tokens + count_tokens(batches), self.optimizer.learning_rate
-        ahead = StepAhead(self.step + 1, self.tokens, tokens, rate, self._loss_metrics())
+        ahead = StepAhead(self.step + 1, self.tokens, tokens, rate, self._coming_metrics())
         self.step, self.tokens = ahead.step, ahead.tokens
         return ahead
 
