@@ -18,6 +18,7 @@ from tlora_fx import Batch, GroupStep, OpenSlots, Sampler
 from tlora_fx.compiler import compile, resolve_pipeline
 from tlora_fx.errors import GenerationError, StepMisuse
 from tlora_fx.runtime.adapters.files import plain_base
+from tlora_fx.runtime.sampling.engine import Engine
 from tlora_fx.tracing.adapters import written_config
 
 KINDS = {
@@ -478,3 +479,36 @@ def test_a_completion_is_a_sample_of_its_own_tokens(double):
     assert sample.labels == (-100, -100, *drawn.tokens[:2])
     assert sample.logprobs == (0.0, 0.0, -1.0, -2.0)
     assert sample.advantages == (0.0, 0.0, 0.5, 0.5)
+
+
+class Rows:
+    """Captured rows of a step, which keep memory."""
+
+    def __init__(self):
+        self.keys, self.cleared = ["one"], 0
+
+    def clear(self):
+        self.keys, self.cleared = [], self.cleared + 1
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_completions_take_the_memory_of_captured_rows(double, monkeypatch, failures):
+    """They are drawn again, to the same tokens; without memory even so, the call fails."""
+    sampler, prompts, rows = Sampler(double), {"plain": drawn_prompts("memory")}, Rows()
+    expected = sampler.sample(prompts, seed=3, **EXACT)
+    left, run = [failures], Engine.run
+
+    def runs(self, sequences):
+        run(self, sequences)
+        if left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Engine, "run", runs)
+    monkeypatch.setattr(double.runner, "graphs", rows)
+    if failures > 1:
+        with pytest.raises(torch.OutOfMemoryError):
+            sampler.sample(prompts, seed=3, **EXACT)
+    else:
+        assert sampler.sample(prompts, seed=3, **EXACT) == expected
+    assert rows.cleared == 1

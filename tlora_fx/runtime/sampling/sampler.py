@@ -9,6 +9,7 @@ graph has all of this already, and its log-probabilities are the trainer's.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,6 +32,7 @@ from tlora_fx.runtime.data.samples import Sample
 from tlora_fx.runtime.data.tokenizer import load_tokenizer
 from tlora_fx.runtime.generation import generation_config
 from tlora_fx.runtime.group_step import GroupStep
+from tlora_fx.runtime.isolation import is_out_of_memory
 from tlora_fx.runtime.launching.cpu_threads import few_threads
 from tlora_fx.runtime.sampling.draw import DrawOptions, numbers_of
 from tlora_fx.runtime.sampling.engine import Engine, FinishReason, GrowingSequence, Request
@@ -39,6 +41,7 @@ from tlora_fx.runtime.sampling.token_graphs import TokenGraphs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+logger = logging.getLogger(__name__)
 _ops = torch.ops.tlora_fx
 
 
@@ -135,7 +138,9 @@ class Sampler:
                          generator
         returns          by job name: `n` completions of each prompt, in the order given
         raises           StepMisuse for a job that does not train here; GenerationError for a
-                         prompt or a number that cannot be, before anything runs
+                         prompt or a number that cannot be, before anything runs. Where there is no
+                         memory beside captured rows of the step, these are freed first, and all
+                         completions drawn again
         """
         options = DrawOptions(temperature, top_k, top_p)
         require_options(options, max_new_tokens, n)
@@ -146,18 +151,49 @@ class Sampler:
             for name, given in prompts.items()
         }
         seed = int(torch.randint(2**63 - 1, ()).item()) if seed is None else seed
-        grown = {name: [*_sequences(of, n, seed)] for name, of in requests.items()}
-        every = [sequence for of in grown.values() for sequence in of]
-        if every:
-            with few_threads(self.step.model.backbone.model, self.step.mesh.device):
-                engine = self._engine(every, options, self._stops(stop))
-                engine.run(every)
-            if engine.graphs is not None and engine.graphs is not self.graphs:
-                engine.graphs.release()  # A row that trained in between needed the memory.
+        stops = self._stops(stop)
+        grown = self._grown(requests, n, seed, options, stops, may_fail=True)
+        if grown is None:
+            # Captured rows of the step keep memory that completions have no use for.
+            logger.warning("no memory for completions: captured rows are freed, and they run again")
+            self.step.free_memory()
+            grown = self._grown(requests, n, seed, options, stops, may_fail=False)
+            assert grown is not None
         return {
             name: [[_completion(each) for each in of[at : at + n]] for at in range(0, len(of), n)]
             for name, of in grown.items()
         }
+
+    def _grown(
+        self,
+        requests: Mapping[str, Sequence[Request]],
+        n: int,
+        seed: int,
+        options: DrawOptions,
+        stops: Callable[[Sequence[int]], bool],
+        *,
+        may_fail: bool,
+    ) -> dict[str, list[GrowingSequence]] | None:
+        """The completions of each job; None where there was no memory and it may fail.
+
+        may_fail   where the step has captured rows, whose memory can be freed
+        """
+        grown = {name: [*_sequences(of, n, seed)] for name, of in requests.items()}
+        every = [sequence for of in grown.values() for sequence in of]
+        if not every:
+            return grown
+        try:
+            with few_threads(self.step.model.backbone.model, self.step.mesh.device):
+                engine = self._engine(every, options, stops)
+                engine.run(every)
+        except Exception as error:
+            rows = self.step.graphs
+            if not (may_fail and is_out_of_memory(error) and rows is not None and rows.keys):
+                raise
+            return None
+        if engine.graphs is not None and engine.graphs is not self.graphs:
+            engine.graphs.release()  # A row that trained in between needed the memory.
+        return grown
 
     def _request(self, name: str, prompt: Sequence[int], limit: int) -> Request:
         member, positions = self.step.member(name), self._positions
