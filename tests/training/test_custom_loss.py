@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import operator
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import fx
 from torch.fx.node import _get_qualified_name
 
 from tests.training.clients import Client, cycle_of, datum, run_all
+from tlora_fx.training.custom_loss import _elements
 
 TOLD = {"logprobs": [-5.5, -5.4, -5.6], "advantages": [1.0, -0.5, 0.2]}
 DATA = [datum([5, 6, 7, 8], **TOLD), datum([9, 10, 11, 12], **TOLD)]
@@ -201,6 +203,22 @@ def test_a_graph_that_needs_too_much_memory_is_refused_before_it_has_it(tmp_path
 
     assert "computes too much" in client.result(large)["error"]
     assert client.result(small)[0]["tokens:sum"] == 3
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        0, None, ..., slice(0, 2), [0] * 50, ([0] * 50,), [[0] * 50], [[0] * 50, [0] * 50],
+        (slice(None), [0] * 50), ([[0]] * 50, [0] * 50), [torch.zeros(50).long(), [0] * 50],
+        torch.zeros(50, 1).long(), (torch.zeros(50, 1).long(), torch.zeros(50).long()),
+        [True], torch.ones(1, 7).bool(), [],
+    ],
+)  # fmt: skip
+def test_indexing_gives_no_more_than_was_counted(index):
+    """Lists choose as tensors do."""
+    tensor = torch.ones(1, 7)
+
+    assert _elements(operator.getitem, [tensor, index]) >= tensor[index].numel()
 
 
 def test_a_datum_without_what_the_loss_reads_is_refused(tmp_path):

@@ -202,13 +202,21 @@ def _elements(function: Callable[..., Any], args: Sequence[Any]) -> int:
     """Elements of a listed function's result at most: all but indexing broadcast, or reduce."""
     shapes = [each.shape for each in args if isinstance(each, Tensor)]
     if function is operator.getitem and shapes:
-        indices = args[1] if isinstance(args[1], (tuple, list)) else [args[1]]
-        chosen = math.prod(each.numel() for each in indices if isinstance(each, Tensor))
-        return math.prod(shapes[0]) * chosen // max(1, min(shapes[0], default=1))
+        return math.prod(shapes[0]) * _chosen(args[1]) // max(1, min(shapes[0], default=1))
     try:
         return math.prod(np.broadcast_shapes(*shapes)) if shapes else 0
     except ValueError:
         return max(map(math.prod, shapes))
+
+
+def _chosen(index: Any) -> int:
+    """Places that an index names at most; torch reads a list as a tensor, or as a tuple."""
+    if isinstance(index, Tensor):
+        return index.numel()
+    if not isinstance(index, (tuple, list)):
+        return 1
+    several = math.prod(map(_chosen, index))
+    return several if isinstance(index, tuple) else max(several, sum(map(_chosen, index)))
 
 
 def _method(name: str) -> Callable[..., Any]:
