@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import filecmp
 import shutil
 from pathlib import Path
 
+from tlora_fx.errors import RequestConflict
 from tlora_fx.host.durable import link_or_copy, sync_folder
 
 MODELS = "models"
@@ -30,15 +32,29 @@ def copy_version(root: Path, folder: str, model: str, name: str) -> str:
     root      the log's folder, below which the others lie
     name      of the copy; one that is there is complete
     returns   the copy's folder
-    raises    OSError
+    raises    OSError, RequestConflict where the copy that is there is another version's
     """
     target = root / MODELS / folder_name(model) / f"copy-{folder_name(name)}"
     fresh = target.with_name(f".{target.name}.tmp")
-    if not target.is_dir():
+    source = root / folder
+    if target.is_dir():
+        if not _has_same_weights(source, target):
+            raise RequestConflict(
+                "there is a checkpoint of this name", model=model, found=name,
+                help="copy it to another model_seq_id or session",
+            )  # fmt: skip
+    else:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
-        for file in (root / folder).iterdir():
+        for file in source.iterdir():
             link_or_copy(file, fresh / file.name)
         fresh.rename(target)
         sync_folder(target.parent)
     return str(target.relative_to(root))
+
+
+def _has_same_weights(source: Path, copy: Path) -> bool:
+    """Whether a copy has the files of a version; who wrote `state.json` may differ."""
+    names = {file.name for file in source.iterdir()} - {STATE}
+    _, other, unreadable = filecmp.cmpfiles(source, copy, names, shallow=False)
+    return not (other or unreadable)

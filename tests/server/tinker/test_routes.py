@@ -414,7 +414,12 @@ def test_a_checkpoint_is_shown_and_deleted(asked):
     assert len(json.dumps(asked.get("/checkpoints").json()["checkpoints"])) > 2
 
 
-def exported(asked, key="tml-any"):
+def content(name, folder="v"):
+    """What a file of `exported` has."""
+    return f"{folder} {name}".encode() * 100_000
+
+
+def exported(asked, key="tml-any", folder="v"):
     """A checkpoint with two files, which belongs to whom the key does."""
     model = asked.post(
         "/create_model",
@@ -423,14 +428,43 @@ def exported(asked, key="tml-any"):
     [[command]] = asked.log.runnable().values()
     checkpoint = Checkpoint(
         f"tinker://{model}/external_weights/a", model, command.user, "external_weights",
-        "models/v", 7, 1.0, None, {},
+        f"models/{folder}", 7, 1.0, None, {},
     )  # fmt: skip
     asked.log.finish([Outcome(command, json_answer({}), checkpoint=checkpoint)])
-    folder = asked.folder / "tinker/models/v"
-    folder.mkdir(parents=True)
+    place = asked.folder / "tinker/models" / folder
+    place.mkdir(parents=True)
     for name in ("adapter_config.json", "adapter_model.safetensors", "state.json"):
-        (folder / name).write_bytes(name.encode() * 100_000)
+        (place / name).write_bytes(content(name, folder))
     return f"/training_runs/{model}/checkpoints/external_weights/a"
+
+
+def test_nobody_puts_a_copy_into_another_users_session(tmp_path):
+    """It would lie there already when the owner makes a copy of that name."""
+    with serving(tmp_path, open_to_all=False) as (address, socket, service):
+        asked = Asked(address, socket, service, tmp_path)
+        ada, bob = (f"tml-{service.store.add_user(User(name))}" for name in ("ada", "bob"))
+        model = exported(asked, bob).split("/")[2]
+        body = {"source_path": f"tinker://{model}/external_weights/a",
+                "session_id": asked.session(ada)}  # fmt: skip
+
+        assert asked.post("/copy_weights", body, bob).status_code == 410
+        assert [each.name for each in (tmp_path / "tinker/models").iterdir()] == ["v"]
+
+
+def test_another_checkpoint_is_not_copied_to_where_one_of_its_name_is(asked):
+    """The answer would be the path of the other one's weights."""
+    session, sources = asked.session(), []
+    for folder in ("v", "w"):
+        place = exported(asked, folder=folder)
+        sources.append(place.replace("/training_runs/", "tinker://").replace("/checkpoints", ""))
+    bodies = [{"source_path": source, "session_id": session} for source in sources]
+
+    answers = [asked.post("/copy_weights", body) for body in (*bodies, bodies[0])]
+
+    assert [each.status_code for each in answers] == [200, 409, 200]
+    copied = asked.log.checkpoint(answers[0].json()["tinker_path"])
+    name = "adapter_model.safetensors"
+    assert (asked.folder / "tinker" / copied.folder / name).read_bytes() == content(name)
 
 
 def test_a_link_fetches_one_file_of_its_owner_without_a_key(tmp_path):
@@ -447,7 +481,7 @@ def test_a_link_fetches_one_file_of_its_owner_without_a_key(tmp_path):
         assert datetime.fromisoformat(found["expires"]).timestamp() > time.time() + 3000
         for name, link in links.items():
             answer = httpx.get(link, timeout=300)
-            assert answer.content == name.encode() * 100_000
+            assert answer.content == content(name)
             assert answer.headers["content-length"] == str(len(answer.content))
         url = httpx.URL(links["adapter_config.json"])
         state = url.path.replace("adapter_config.json", "state.json")

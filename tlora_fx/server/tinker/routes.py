@@ -642,6 +642,8 @@ def copy_weights(body: Copy, by: By, request: Request) -> dict[str, str]:
     source, now = by.log.checkpoint(body.source_path, by.user.name), time.time()
     key = request.headers.get("x-idempotency-key", "")
     session = body.session_id or by.log.open_session(by.user.name, {}, key)
+    # Whoever the session belongs to finds what lies in its models' folders.
+    by.log.heard(by.user.name, session)
     model = f"{session}:train:{body.model_seq_id}"
     name = source.path.split("/", 3)[3]
     folder = copy_version(by.log.folder, source.folder, model, name)
