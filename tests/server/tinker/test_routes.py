@@ -537,6 +537,19 @@ def send_folder(asked, name, files, key="tml-any", **headers):
     return asked.post(f"/peft_folders/{name}", sums, key, headers=headers)
 
 
+def test_a_key_of_links_that_was_cut_is_made_anew(tmp_path):
+    """By an empty one, which a power failure may leave, anybody could sign."""
+    whole = Links.of(tmp_path)
+    assert Links.of(tmp_path) == whole
+    (tmp_path / "links.key").write_bytes(b"")
+
+    again = Links.of(tmp_path)
+
+    assert len(again.key) == 32
+    assert Links.of(tmp_path) == again
+    assert (tmp_path / "links.key").stat().st_mode & 0o777 == 0o600
+
+
 def test_a_peft_folder_becomes_a_checkpoint_of_who_sent_it(tmp_path):
     with serving(tmp_path, open_to_all=False) as (address, socket, service):
         asked = Asked(address, socket, service, tmp_path)

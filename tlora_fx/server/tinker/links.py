@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from tlora_fx.errors import TokenRefused
+from tlora_fx.host.durable import replace_shared_file
 
 #: Clients renew links that have less than five minutes left.
 LINK_SECONDS = 3600
+KEY_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,15 @@ class Links:
 
     @classmethod
     def of(cls, folder: Path) -> Links:
-        """Links with the key of a folder, which is made where there is none."""
+        """Links with the key of a folder, which is made where none is whole."""
         file = folder / "links.key"
-        if not file.exists():
-            # A file of this kind is its owner's alone.
-            handle, name = tempfile.mkstemp(dir=folder)
-            with os.fdopen(handle, "wb") as fresh:
-                fresh.write(secrets.token_bytes(32))
-            Path(name).replace(file)
-        return cls(file.read_bytes())
+        key = file.read_bytes() if file.exists() else b""
+        # By a key that is cut, others could sign too.
+        if len(key) != KEY_BYTES:
+            key = secrets.token_bytes(KEY_BYTES)
+            # What this writes, its owner alone can read.
+            replace_shared_file(file, key)
+        return cls(key)
 
     def sign(self, path: str, file: str, expires: int) -> str:
         """The signature of a link to a checkpoint's file, until seconds since the epoch."""
