@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tests.training.clients import Client, engine
-from tlora_fx.training.log import CommandLog
+from tlora_fx.training.log import WAITING, CommandLog
 from tlora_fx.training.process import run_commands
 
 
@@ -43,6 +43,18 @@ def test_a_trainer_begins_once_the_one_before_it_has_ended(tmp_path, begun):
         threading.Event().wait(0.01)
 
     assert client.result(client.created)["model_id"] == client.model
+
+
+def test_what_the_trainer_before_said_last_does_not_stay(tmp_path, begun):
+    """That nobody finds a place was true of its own device."""
+    log = CommandLog(tmp_path)
+    with log.held(threading.Event()):
+        ready, _ = begun()
+        assert not ready.wait(0.5)
+        log.tell({WAITING: ["s:train:0"]})
+    assert ready.wait(600)
+
+    assert log.facts()[WAITING] == []
 
 
 def test_a_trainer_that_waits_can_be_ended(tmp_path, begun):

@@ -36,18 +36,8 @@ def run_commands(
     socket   where the bell is
     ready    called once commands run
     """
-    options = engine.options
-    log.tell(
-        {
-            "max_rank": options.max_rank, "layout": engine.layout,
-            "base_model": options.base_name, "tokenizer": options.tokenizer,
-            "max_context": None if engine.positions is None else engine.positions - 1,
-            "sampleable": engine.sampler is not None, WAITING: [],
-        }
-    )  # fmt: skip
-    fits = {"layout": engine.layout, "max_rank": options.max_rank}
-    replace_file(log.folder / LAYOUT, json.dumps(fits).encode())
     with log.held(ended):
+        _tell(log, engine)
         bell = Bell(socket)
         ready()
         cycle = Cycle(log, engine, bell.ring)
@@ -55,6 +45,20 @@ def run_commands(
         cycle.tenants.close()
         bell.close()
     log.close()
+
+
+def _tell(log: CommandLog, engine: Engine) -> None:
+    """Say what the base is and what fits it, to who answers HTTP."""
+    options = engine.options
+    log.tell(
+        {
+            "base_model": options.base_name, "tokenizer": options.tokenizer,
+            "max_context": None if engine.positions is None else engine.positions - 1,
+            "sampleable": engine.sampler is not None, WAITING: [],
+        }
+    )  # fmt: skip
+    fits = {"layout": engine.layout, "max_rank": options.max_rank}
+    replace_file(log.folder / LAYOUT, json.dumps(fits).encode())
 
 
 def _run_until(ended: threading.Event, cycle: Cycle, bell: Bell) -> None:
