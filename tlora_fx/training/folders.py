@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import filecmp
 import shutil
+import threading
 from pathlib import Path
 
 from tlora_fx.errors import RequestConflict
@@ -14,6 +15,8 @@ MODELS = "models"
 LAYOUT = "layout.json"
 #: Of a version: the file that says what the others are, and its format.
 STATE, FORMAT = "state.json", 1
+#: Who asks again while a copy is made waits for it.
+_COPYING = threading.Lock()
 
 
 def folder_name(key: str) -> str:
@@ -37,19 +40,19 @@ def copy_version(root: Path, folder: str, model: str, name: str) -> str:
     target = root / MODELS / folder_name(model) / f"copy-{folder_name(name)}"
     fresh = target.with_name(f".{target.name}.tmp")
     source = root / folder
-    if target.is_dir():
-        if not _has_same_weights(source, target):
-            raise RequestConflict(
-                "there is a checkpoint of this name", model=model, found=name,
-                help="copy it to another model_seq_id or session",
-            )  # fmt: skip
-    else:
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(parents=True)
-        for file in source.iterdir():
-            link_or_copy(file, fresh / file.name)
-        fresh.rename(target)
-        sync_folder(target.parent)
+    with _COPYING:
+        if not target.is_dir():
+            shutil.rmtree(fresh, ignore_errors=True)
+            fresh.mkdir(parents=True)
+            for file in source.iterdir():
+                link_or_copy(file, fresh / file.name)
+            fresh.rename(target)
+            sync_folder(target.parent)
+    if not _has_same_weights(source, target):
+        raise RequestConflict(
+            "there is a checkpoint of this name", model=model, found=name,
+            help="copy it to another model_seq_id or session",
+        )  # fmt: skip
     return str(target.relative_to(root))
 
 
