@@ -6,7 +6,9 @@ import os
 import threading
 from pathlib import Path
 
-from tlora_fx.host.durable import replace_shared_file, write_output
+import pytest
+
+from tlora_fx.host.durable import link_or_copy, replace_shared_file, write_output
 
 
 def test_writers_of_one_name_do_not_meet(tmp_path):
@@ -60,3 +62,15 @@ def test_output_named_as_standard_output_is_printed(capfd):
 
     assert capfd.readouterr().out == "a,b\n"
     assert Path("/dev/stdout").is_symlink()
+
+
+def test_a_link_never_writes_into_a_file_that_is_there(tmp_path):
+    """That one may have other names, whose content would change too."""
+    for name in ("new", "old"):
+        (tmp_path / name).write_text(name)
+    link_or_copy(tmp_path / "old", tmp_path / "target")
+
+    with pytest.raises(FileExistsError):
+        link_or_copy(tmp_path / "new", tmp_path / "target")
+
+    assert (tmp_path / "old").read_text() == "old"

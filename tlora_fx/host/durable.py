@@ -88,7 +88,7 @@ def link_or_copy(source: Path, target: Path) -> None:
     """
     try:
         os.link(source, target)
-    except FileNotFoundError:
+    except (FileNotFoundError, FileExistsError):
         raise
     except OSError:
         shutil.copyfile(source, target)
