@@ -589,6 +589,21 @@ def test_a_peft_folder_becomes_a_checkpoint_of_who_sent_it(tmp_path):
             assert (folder / name).read_bytes() == content
 
 
+def test_a_peft_folder_that_is_sent_again_changes_nothing(asked, monkeypatch):
+    """Nor does it matter that its session is over."""
+    (asked.folder / "tinker/layout.json").write_text(json.dumps(BASE))
+    key = {"X-Idempotency-Key": "k"}
+    path = send_folder(asked, "a", peft_files(), **key).json()["tinker_path"]
+    first = asked.log.checkpoint(path)
+    asked.log.change(first, expires=9e9, public=True)
+    monkeypatch.setattr("tlora_fx.training.log.SESSION_SECONDS", 0.0)
+
+    again = send_folder(asked, "a", peft_files(), **key)
+
+    assert again.json() == {"tinker_path": path}
+    assert asked.log.checkpoint(path) == replace(first, expires=9e9, public=True)
+
+
 def test_what_is_no_peft_folder_leaves_nothing(tmp_path):
     """Nor does one of which a process was killed."""
     with serving(tmp_path) as (address, socket, service):

@@ -625,14 +625,16 @@ def take_peft_folder(name: str, body: PeftFolder, by: By, request: Request) -> d
         key = request.headers.get("x-idempotency-key", "")
         session = log.open_session(by.user.name, {}, key and f"{key} {name} {files}")
         model, called = f"{session}:train:0", f"weights/{name}"
+        path = f"tinker://{model}/{called}"
+        if log.checkpoints(by.user.name, path=path):
+            return {"tinker_path": path}
         size = sum(file.stat().st_size for file in fresh.iterdir())
         folder = copy_version(log.folder, fresh.name, model, called)
     checkpoint = Checkpoint(
-        f"tinker://{model}/{called}", model, by.user.name, "weights", folder, size, time.time(),
-        None, config,
-    )  # fmt: skip
+        path, model, by.user.name, "weights", folder, size, time.time(), None, config
+    )
     log.copy(checkpoint, by.user.name, session)
-    return {"tinker_path": checkpoint.path}
+    return {"tinker_path": path}
 
 
 @api.post("/copy_weights")
