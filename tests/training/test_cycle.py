@@ -778,6 +778,26 @@ def test_a_checkpoint_keeps_its_name_unless_it_is_overwritten(tmp_path):
     assert [each.name for each in folder.parent.glob("version-*")] == [folder.name]
 
 
+def test_a_checkpoint_outlives_a_save_that_was_to_replace_it_and_failed(tmp_path, monkeypatch):
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    saved = client.send("save_weights", path="x")
+    run_all(cycle)
+    again = client.send("save_weights", path="x", overwrite=True)
+
+    def fail(*args, **how):
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cycle.tenants, "write", fail)
+        run_all(cycle)
+    resumed = Client(cycle.log, load=client.result(saved)["path"])
+    run_all(cycle)
+
+    assert "OSError" in client.result(again)["error"]
+    assert "error" not in resumed.result(resumed.created)
+
+
 def test_a_model_of_another_base_or_rank_is_never_made(tmp_path):
     """Its creation fails, and so does what was sent after it."""
     cycle = cycle_of(tmp_path)

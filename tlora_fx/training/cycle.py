@@ -560,15 +560,15 @@ class Cycle:
                 command, json_answer(answer | {"sampling_session_id": name}), sampler=sampler
             )
         path = f"tinker://{model}/{kind}/{request.path or f'{command.seq:06d}'}"
-        for old in self.log.checkpoints(path=path):
-            if not request.overwrite:
-                raise CommandRefused(
-                    "there is a checkpoint of this name",
-                    found=path, help="choose another name, or pass overwrite=True",
-                )  # fmt: skip
-            if old.folder != folder:
-                self._obsolete.append(old.folder)
+        replaced = self.log.checkpoints(path=path)
+        if replaced and not request.overwrite:
+            raise CommandRefused(
+                "there is a checkpoint of this name",
+                found=path, help="choose another name, or pass overwrite=True",
+            )  # fmt: skip
         size = self.tenants.write(model, folder, whole=whole)
+        # Where writing fails, the old one stays.
+        self._obsolete += [old.folder for old in replaced if old.folder != folder]
         expires = None if request.ttl_seconds is None else now + request.ttl_seconds
         checkpoint = Checkpoint(
             path, model, row.user, kind, folder, size, now, expires, config,
