@@ -220,8 +220,8 @@ def test_a_client_needs_no_torch():
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["serve", "--host", "0.0.0.0"], "obey everybody"),
-        (["serve", "--public-url", "https://train.example.com"], "obey everybody"),
+        (["serve", "--port", "0", "--host", "0.0.0.0"], "obey everybody"),
+        (["serve", "--port", "0", "--public-url", "https://train.example.com"], "obey everybody"),
         (["serve", "--public-url", "train.example.com"], "no address of a service"),
         (["serve", "--root", "nowhere"], "no such folder"),
         (["serve", "--tls-cert", "nowhere.pem"], "no such file"),
