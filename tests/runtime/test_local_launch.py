@@ -179,7 +179,7 @@ fork, forked = os.fork, []
 
 def interrupted():
     forked.append(fork())
-    if len(forked) == 3 and forked[-1]:
+    if len(forked) == int(os.environ["TEST_LAST_FORK"]) and forked[-1]:
         os.kill(os.getpid(), signal.SIGINT)
     return forked[-1]
 
@@ -187,9 +187,10 @@ os.fork = interrupted
 """
 
 
-def test_a_signal_between_a_fork_and_its_note_reaches_that_process() -> None:
-    """Which would train on, alone, and be waited for."""
-    program = start("time.sleep(3600)", INTERRUPTED_FORK)
+@pytest.mark.parametrize("last", [1, 2, 3])
+def test_no_process_outlives_a_signal_that_comes_at_a_fork(last: int) -> None:
+    """It would train on, alone, and be waited for: that one, and any that is forked later."""
+    program = start("time.sleep(3600)", INTERRUPTED_FORK, TEST_LAST_FORK=str(last))
     out, err = program.communicate(timeout=SECONDS)
 
     assert (program.returncode, out, err) == (1, "", "interrupted: \n")

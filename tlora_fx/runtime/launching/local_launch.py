@@ -252,14 +252,20 @@ class _Processes:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, before)
 
     def fork(self, rank: int) -> bool:
-        """Start one process; False in it, which hears signals once it leaves the context."""
-        # One that came between a fork and the note of its number would miss that process.
+        """Start one process, unless the user has asked to stop.
+
+        returns   False in the new process, which hears signals once it leaves the context
+        """
+        # A signal that came between a fork and the note of its number would miss that process.
         stops = stop_signals()
         signal.pthread_sigmask(signal.SIG_BLOCK, stops)
-        if pid := os.fork():
+        if not self.asked:
+            pid = os.fork()
+            if not pid:
+                return False
             self.running[rank] = pid
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
-        return pid != 0
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
+        return True
 
     def wait(self) -> None:
         """Wait until all have ended; once one has failed, the others are given little time."""
