@@ -358,6 +358,30 @@ def test_a_bad_row_is_named_before_training(loss, change, said, base, tmp_path):
     assert "<list>: row 2" in str(caught.value)
 
 
+NO_NUMBERS = {
+    "longer than a float": 10**400,
+    "the same in a list": [10**400, 1, 1],
+    "text that JSON cannot read": "[" * 100_000,
+    "text in text": '""',
+    "bytes": b"abc",
+}
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS.values(), ids=NO_NUMBERS)
+def test_what_is_no_number_is_no_column_of_numbers(value, base):
+    """A function trains without it, and a loss with a name tells the row."""
+    rows = [
+        {"input_ids": [5, 6, 7], "scale": 1.0, "logprobs": -1.0, "advantages": 1.0, "note": value}
+    ] * 4
+    fields = load_all_data([job_of(base, "a", summed, data=rows)])["a"].samples[0].numbers
+    mapped = {"rows": rows, "columns": {"advantages": "note"}}
+
+    assert "scale" in fields
+    assert "note" not in fields
+    with pytest.raises(MalformedRowError, match="'note' "):
+        load_all_data([job_of(base, "a", "ppo", data=mapped)])
+
+
 def test_an_infinite_number_of_a_token_is_named(base, tmp_path):
     """With its place."""
     rows = rollouts("a", 3)

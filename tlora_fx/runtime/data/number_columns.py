@@ -118,12 +118,14 @@ def _numbers(value: Any, format: str) -> float | list[float]:
         # Text files with columns, such as CSV, have no other values.
         try:
             value = json.loads(value)
-        except ValueError:
+        except (ValueError, RecursionError):  # the latter of very many brackets
             raise BadRowError("holds text that is no number") from None
-    if isinstance(value, int | float):
-        return float(value)
-    if not isinstance(value, Sequence) or not all(isinstance(x, int | float) for x in value):
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
+    if not all(isinstance(each, int | float) for each in (value if is_list else [value])):
         raise BadRowError("is no number and no list of numbers")
-    if format != "tokens":
+    if is_list and format != "tokens":
         raise BadRowError("is a list, and rows without input_ids have one number each")
-    return [float(each) for each in value]
+    try:
+        return [float(each) for each in value] if is_list else float(value)
+    except OverflowError:
+        raise BadRowError("holds a number that is too large") from None
