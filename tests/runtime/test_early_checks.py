@@ -264,6 +264,35 @@ def test_a_row_that_no_tokenizer_can_read_is_told_by_its_line(tmp_path, row, ski
     assert ROWS[row] in str(caught.value)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_rows_that_no_step_reads_are_not_judged(tmp_path, streams):
+    """Of a stream, as training leaves them unread; of other data every row is read."""
+    good, bad = '{"prompt": "a", "completion": "b"}\n', '{"prompt": 1, "completion": "b"}\n'
+    (tmp_path / "rows.jsonl").write_text(good * 6 + bad)
+    data = {"path": str(tmp_path / "rows.jsonl"), "streaming": streams}
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 1}
+    job = Job(name="a", base=BaseSpec(model="m"), lora={}, data=data, max_steps=3, **sizes)
+    if streams:
+        early_checks.require_data([job])
+        job = job.model_copy(update={"max_steps": 4})
+
+    with pytest.raises(MalformedRowError, match=r"rows\.jsonl:7"):
+        early_checks.require_data([job])
+
+
+def test_messages_as_text_behind_a_system_are_read_as_training_reads_them(tmp_path):
+    """A prompt of messages says that its completions are messages, too."""
+    [chosen, rejected] = [json.dumps([{"role": "assistant", "content": own}]) for own in "bc"]
+    prompt = [{"role": "user", "content": "a"}]
+    row = {"system": "s", "prompt": prompt, "chosen": chosen, "rejected": rejected}
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps(row)}\n")
+    data = {"path": str(tmp_path / "rows.jsonl")}
+
+    early_checks.require_data(
+        [Job(name="a", base=BaseSpec(model="m"), lora={}, data=data, method="dpo")]
+    )
+
+
 @pytest.mark.parametrize("count", [64, 65])
 def test_more_jobs_than_one_model_holds_are_told_at_once(count):
     """With what trains so many."""

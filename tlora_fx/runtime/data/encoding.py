@@ -427,8 +427,10 @@ def require_readable(layout: SampleLayout, fields: Mapping[str, Any]) -> None:
     raises   BadRowError
     """
     ours = _ours(layout, fields)
-    decisive = "chosen" if layout.format == "preference" else "prompt"
-    is_chat = layout.format in CHATS or is_conversation(ours.get(decisive))
+    decisive = ["chosen" if layout.format == "preference" else "prompt"]
+    if layout.is_instructed:
+        decisive.append("prompt")
+    is_chat = layout.format in CHATS or any(is_conversation(ours.get(name)) for name in decisive)
     for name in _SPOKEN.get(layout.format, ()):
         if name not in ours or (name == "input" and not ours[name]):
             continue

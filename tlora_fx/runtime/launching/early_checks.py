@@ -59,6 +59,7 @@ from tlora_fx.runtime.data.encode_data import bad_row
 from tlora_fx.runtime.data.encoding import require_readable
 from tlora_fx.runtime.data.layout import WINDOW, LaidOutRows
 from tlora_fx.runtime.data.rows import evaluated, is_local, read_rows, require_files
+from tlora_fx.runtime.data.samples import samples_of_steps
 from tlora_fx.runtime.data.text_files import suffix_of
 from tlora_fx.runtime.run_folder import RunFolder
 
@@ -331,9 +332,11 @@ def require_data(jobs: Sequence[Job]) -> None:
     """
     for job in jobs:
         require_files(job)
-        for spec in (*job.data.parts, evaluated(job)):
-            if spec is not None and _begins_with_rows(spec):
-                _require_layout(job.model_copy(update={"data": spec}))
+        for spec in job.data.parts:
+            if _begins_with_rows(spec):
+                _require_layout(job.model_copy(update={"data": spec}), _rows_to_judge(job))
+        if (spec := evaluated(job)) is not None and _begins_with_rows(spec):
+            _require_layout(job.model_copy(update={"data": spec}), WINDOW)
 
 
 #: Files of which a row can be read without the rest.
@@ -347,8 +350,15 @@ def _begins_with_rows(spec: DataSpec) -> bool:
     return hasattr(spec.rows, "__len__") and hasattr(spec.rows, "__getitem__")
 
 
-def _require_layout(job: Job) -> None:
-    first = [*read_rows(job.data, job.name, limit=WINDOW)]
+def _rows_to_judge(job: Job) -> int:
+    """How many first rows of its data a job reads in any case, at most WINDOW."""
+    limit = samples_of_steps(job) if job.data.streaming else None
+    return WINDOW if limit is None else min(WINDOW, limit)
+
+
+def _require_layout(job: Job, count: int) -> None:
+    """Refuse data whose first rows, `count` of them, cannot be trained; raises DataError."""
+    first = [*read_rows(job.data, job.name, limit=count)]
     if not first:
         raise EmptyDataError("the data has no rows", path=job.data.path, job=job.name)
     rows = LaidOutRows(job, first, is_whole=False)
