@@ -415,6 +415,16 @@ def test_a_mapped_column_that_no_loss_reads_is_refused(base, tmp_path):
         trained(tmp_path / "run", [job_of(loaded(base), "a", None, data=data)])
 
 
+def test_a_mapped_column_stands_in_for_one_of_that_name(base):
+    """Also where the data has both, and the loss is a function."""
+    rows, data = rollouts("a"), {"rows": rollouts("a"), "columns": {"advantages": "reward"}}
+
+    samples = load_all_data([job_of(base, "a", summed, data=data)])["a"].samples
+
+    assert set(samples[1].advantages) == {rows[1]["reward"]}
+    assert "reward" not in samples[1].inputs
+
+
 def fails(logprobs, inputs):
     return inputs[0]["rewards"].sum()
 

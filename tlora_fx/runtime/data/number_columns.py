@@ -40,7 +40,7 @@ def number_columns(
         _require_needed(job, loss, format, {**fields}, filled, where)
         found = {name: theirs for name, theirs in fields.items() if theirs in filled}
     elif loss is not None:
-        taken = {*columns, *columns.values(), *fields.values(), *ignored}
+        taken = {*columns, *columns.values(), *fields, *fields.values(), *ignored}
         others = {name: name for name in sorted(filled - taken)}
         found = {
             name: theirs
