@@ -29,7 +29,7 @@ from tlora_fx.errors import (
 )
 from tlora_fx.ops.kernels.select import strict
 from tlora_fx.parallel.apply import require_whole_pairs
-from tlora_fx.runtime.checks import load_all_data
+from tlora_fx.runtime.checks import load_all_data, try_functions
 from tlora_fx.runtime.group_step import Batch, GroupStep
 from tlora_fx.runtime.verify import bounds_of, verify
 
@@ -452,6 +452,22 @@ def test_a_function_that_fails_is_told_before_training(loss, said, base, tmp_pat
 
     assert said in str(caught.value)
     assert "weights, logprobs, advantages, reward, scale" in str(caught.value)
+
+
+def test_a_function_is_tried_with_what_it_gets_in_training(base, tmp_path):
+    """Tensors of its own fit those: they have the type of the base, and are on the device."""
+    weights, devices = torch.ones(1, dtype=torch.float64), []
+
+    def projected(logprobs, inputs):
+        devices.append(inputs[0]["scale"].device.type)
+        return -torch.dot(weights.to(devices[-1]), torch.cat(logprobs).sum().reshape(1))
+
+    job = job_of(loaded(base), "a", projected)
+    assert trained(tmp_path / "run", [job])["a"].status == "done"
+    devices.clear()
+    try_functions(load_all_data([job]), 64, torch.float64, torch.device("meta"))
+
+    assert devices == ["meta"]
 
 
 def test_rows_to_evaluate_without_the_columns_are_told_before_training(base, tmp_path):

@@ -126,10 +126,10 @@ class MetricFunctionError(TloraError, code="T0413"):
 class LossFunctionError(TloraError, code="T0424"):
     """A job's function as `loss` fails, or returns what is no loss.
 
-    It is called once before training, with equal log-probabilities for all tokens of the job's
-    first micro-batch. It takes a list of log-probabilities and a list of what the rows say, one
-    item a sequence, and returns the sum of the losses as a tensor of one number that depends on the
-    log-probabilities, or that and a dict of numbers.
+    It is called before training, with equal log-probabilities for all tokens: on the job's first
+    micro-batch, and on the first rows to evaluate. It takes a list of log-probabilities and a list
+    of what the rows say, one item a sequence, and returns the sum of the losses as a tensor of one
+    number that depends on the log-probabilities, or that and a dict of numbers.
     """
 
 

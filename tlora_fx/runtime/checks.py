@@ -139,17 +139,21 @@ def _longer(lengths: np.ndarray, positions: int) -> str:
     )
 
 
-def try_functions(data: Mapping[str, JobData], classes: int) -> None:
+def try_functions(
+    data: Mapping[str, JobData], classes: int, dtype: torch.dtype, device: torch.device
+) -> None:
     """Call each function as loss on the first micro-batch, and on the first rows to evaluate.
 
     classes   how many logits a token has
+    dtype     of the base
+    device    that trains
     raises    LossFunctionError, naming the job
     """
     for own in data.values():
         if isinstance(own.job.loss, UserFunction):
             evaluated = own.evaluation[: own.job.per_device_eval_batch_size]
             for samples in filter(len, (own.step(0)[0], evaluated)):
-                try_function(own.job, samples, classes)
+                try_function(own.job, samples, classes, dtype, device)
 
 
 def unusual(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> Iterator[str]:

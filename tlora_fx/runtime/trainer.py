@@ -589,7 +589,7 @@ def require_runnable(
     """
     model, plan = group.model, group.plan
     check_fits(model.backbone, data, model.group.vocabulary)
-    try_functions(data, model.group.vocabulary)
+    try_functions(data, model.group.vocabulary, model.backbone.dtype, group.mesh.device)
     require_fits(model, plan.mesh)
     require_shardable(model, plan)
     require_whole_pairs(model.jobs, plan, cuts=cuts)

@@ -132,10 +132,18 @@ def objective_by(
     return Objective(loss, every, given, scores)
 
 
-def try_function(job: Job, samples: Sequence[Sample], classes: int) -> None:
-    """Call a job's function as loss once, on a micro-batch with equal log-probabilities.
+def try_function(
+    job: Job,
+    samples: Sequence[Sample],
+    classes: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Call a job's function as loss on a micro-batch with equal log-probabilities.
 
     classes   how many tokens there are
+    dtype     of the base
+    device    that trains
     raises    LossFunctionError, JobError
     """
     loss = loss_of(job)
@@ -143,10 +151,12 @@ def try_function(job: Job, samples: Sequence[Sample], classes: int) -> None:
         return
     objective = objective_by(loss, {}, samples, job.label_shift, Scores())
     counts = [len(target_places(sample, job.label_shift)) for sample in samples]
-    losses = torch.full((sum(counts),), math.log(classes), requires_grad=True)
+    wide = torch.promote_types(torch.float32, dtype)
+    losses = torch.full((sum(counts),), math.log(classes), dtype=wide, device=device)
+    losses.requires_grad_()
     try:
         [own] = sequence_losses([objective], [0], [counts])
-        torch.autograd.grad(own.loss(losses), losses)
+        torch.autograd.grad(own.to(device).loss(losses), losses)
     except Exception as error:
         raise LossFunctionError(
             "a function as loss failed",

@@ -332,11 +332,10 @@ def require_data(jobs: Sequence[Job]) -> None:
     """
     for job in jobs:
         require_files(job)
-        for spec in job.data.parts:
-            if _begins_with_rows(spec):
-                _require_layout(job.model_copy(update={"data": spec}), _rows_to_judge(job))
-        if (spec := evaluated(job)) is not None and _begins_with_rows(spec):
-            _require_layout(job.model_copy(update={"data": spec}), WINDOW)
+        counts = [(part, _rows_to_judge(job)) for part in job.data.parts]
+        for spec, count in [*counts, (evaluated(job), WINDOW)]:
+            if spec is not None and _begins_with_rows(spec):
+                _require_layout(job.model_copy(update={"data": spec}), count)
 
 
 #: Files of which a row can be read without the rest.

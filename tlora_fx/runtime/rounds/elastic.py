@@ -145,9 +145,11 @@ class Roster:
         self.model.require_fits(job)
         self._require_new(job)
         data = load_all_data([job])[job.name] if data is None else data
-        check_fits(self.model.backbone, {job.name: data}, self.model.group.vocabulary)
-        try_functions({job.name: data}, self.model.group.vocabulary)
-        check_own_loss(self.model.backbone, {job.name: data}, self.model.group.vocabulary)
+        samples = {job.name: data}
+        backbone, vocabulary = self.model.backbone, self.model.group.vocabulary
+        check_fits(backbone, samples, vocabulary)
+        try_functions(samples, vocabulary, backbone.dtype, mesh.device)
+        check_own_loss(backbone, samples, vocabulary)
         runner = self.group.runner
         cuts = runner is not None and runner.nano_batches > 1
         require_whole_pairs([job], self.group.plan, cuts=cuts)
