@@ -437,12 +437,38 @@ def several(logprobs, inputs):
     return torch.cat(logprobs)
 
 
+def constant(logprobs, inputs):
+    return torch.ones((), requires_grad=True)
+
+
+def three(logprobs, inputs):
+    return torch.cat(logprobs).sum(), {}, 1
+
+
+def listed(logprobs, inputs):
+    return torch.cat(logprobs).sum(), [1]
+
+
+def worded(logprobs, inputs):
+    return torch.cat(logprobs).sum(), {"seen": 1, "kind": "long"}
+
+
+def vector(logprobs, inputs):
+    return torch.cat(logprobs).sum(), {"seen": torch.ones(3)}
+
+
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
         (fails, "KeyError: 'rewards'"),
-        (detached, "a tensor of one number that depends on the"),
-        (several, "a tensor of one number"),
+        (fails, '  return inputs[0]["rewards"].sum()\n'),
+        (detached, "the loss does not depend on the log-probabilities"),
+        (constant, "the loss does not depend on the log-probabilities"),
+        (several, "found a tensor of shape ["),
+        (three, "found a tuple of 3"),
+        (listed, "found list in place of the dict"),
+        (worded, "found 'kind' is 'long'"),
+        (vector, "found 'seen' is a tensor of shape [3]"),
     ],
 )
 def test_a_function_that_fails_is_told_before_training(loss, said, base, tmp_path):
@@ -476,8 +502,9 @@ def test_rows_to_evaluate_without_the_columns_are_told_before_training(base, tmp
     rows = [{n: row[n] for n in ("input_ids", "labels")} for row in rollouts("b", 3)]
     bare = job_of(job.base, "a", functions.rewarded, eval_data=rows)
 
-    with pytest.raises(LossFunctionError, match="KeyError"):
+    with pytest.raises(LossFunctionError, match="KeyError") as caught:
         trained(tmp_path / "bare", [bare])
+    assert caught.value.facts["rows"] == "to evaluate"
     assert trained(tmp_path / "run", [job])["a"].status == "done"
 
 

@@ -180,9 +180,8 @@ class SequenceLoss:
             options = self.objective.options
             terms = [_gspo(own, of, options) for own, of in zip(logprobs, given, strict=True)]
             return torch.stack(terms).sum()
-        found = self.objective.loss(logprobs, given)
-        total, metrics = found if isinstance(found, tuple) else (found, {})
-        scores.metrics[self.first] = {name: _number(value) for name, value in metrics.items()}
+        total, metrics = _total_and_metrics(self.objective.loss(logprobs, given))
+        scores.metrics[self.first] = {n: _number(n, value) for n, value in metrics.items()}
         return _one_number(total, losses)
 
     def _kto(self, losses: Tensor, desirable: Tensor) -> Tensor:
@@ -241,21 +240,54 @@ def _gspo(
     return -(given["weights"] * gains).sum()
 
 
-def _number(value: Any) -> Any:
+def _total_and_metrics(found: Any) -> tuple[Any, Mapping[str, Any]]:
+    if not isinstance(found, tuple):
+        return found, {}
+    if len(found) != 2:
+        raise _no_loss(f"a tuple of {len(found)}")
+    if not isinstance(found[1], Mapping):
+        raise _no_loss(f"{type(found[1]).__name__} in place of the dict")
+    return found
+
+
+def _number(name: str, value: Any) -> Any:
     """A number to report; one on a device stays there, for nothing waits for it yet."""
-    return value.detach() if isinstance(value, Tensor) and value.numel() == 1 else float(value)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return value.detach()
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        shape = _shape(value) if isinstance(value, Tensor) else repr(value)[:80]
+        raise _no_loss(f"{name!r} is {shape}") from None
 
 
 def _one_number(total: Any, losses: Tensor) -> Tensor:
+    if not isinstance(total, Tensor):
+        raise _no_loss(type(total).__name__)
+    if total.numel() != 1:
+        raise _no_loss(_shape(total))
     # An evaluation has no gradients.
-    lacks_gradient = torch.is_grad_enabled() and not getattr(total, "requires_grad", False)
-    if not isinstance(total, Tensor) or total.numel() != 1 or lacks_gradient:
-        shape = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-        raise TypeError(
-            f"an own loss has to return a tensor of one number that depends on the "
-            f"log-probabilities, or that and a dict of numbers; found {shape}"
-        )
+    if torch.is_grad_enabled() and not total.requires_grad:
+        raise TypeError(LACKS_GRADIENT)
     return total.reshape(()).to(losses.dtype)
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"a tensor of shape {list(tensor.shape)}"
+
+
+def _no_loss(found: str) -> TypeError:
+    return TypeError(
+        "a function as loss returns a tensor of one number, or that and a dict of numbers; "
+        f"found {found}"
+    )
+
+
+#: What is said of a loss from which no gradient comes.
+LACKS_GRADIENT = (
+    "the loss does not depend on the log-probabilities: compute it from them by torch's functions, "
+    "without detach(), item(), numpy() or no_grad()"
+)
 
 
 def terms_of(

@@ -152,8 +152,10 @@ def try_functions(
     for own in data.values():
         if isinstance(own.job.loss, UserFunction):
             evaluated = own.evaluation[: own.job.per_device_eval_batch_size]
-            for samples in filter(len, (own.step(0)[0], evaluated)):
-                try_function(own.job, samples, classes, dtype, device)
+            parts = (("to train on", own.step(0)[0]), ("to evaluate", evaluated))
+            for rows, samples in parts:
+                if len(samples):
+                    try_function(own.job, samples, classes, dtype, device, rows)
 
 
 def unusual(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> Iterator[str]:

@@ -19,12 +19,20 @@ from tlora_fx.config.losses import FIELDS, LOSSES, NEEDS
 from tlora_fx.cost.load import balanced_cuts
 from tlora_fx.errors import LossFunctionError
 from tlora_fx.model.batch import IGNORED, SMALLEST, JobTokens, PackedBatch, pack, pad, size_of_jobs
-from tlora_fx.model.objectives import Objective, OwnLoss, Scores, mismatched, sequence_losses
+from tlora_fx.model.objectives import (
+    LACKS_GRADIENT,
+    Objective,
+    OwnLoss,
+    Scores,
+    mismatched,
+    sequence_losses,
+)
 from tlora_fx.model.preference import Preference
 from tlora_fx.model.row_ladder import RowLadder, RowSize, repeating_length
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.runtime.data.loss_inputs import loss_of, numbers_of_targets, target_places
 from tlora_fx.runtime.data.samples import JobData, Sample
+from tlora_fx.tracing.refusals import model_line
 
 MicroBatches = Sequence[Sequence[Sample]]
 Row = list[JobTokens]
@@ -138,12 +146,14 @@ def try_function(
     classes: int,
     dtype: torch.dtype,
     device: torch.device,
+    rows: str,
 ) -> None:
     """Call a job's function as loss on a micro-batch with equal log-probabilities.
 
     classes   how many tokens there are
     dtype     of the base
     device    that trains
+    rows      which rows these are, for errors
     raises    LossFunctionError, JobError
     """
     loss = loss_of(job)
@@ -156,14 +166,22 @@ def try_function(
     losses.requires_grad_()
     try:
         [own] = sequence_losses([objective], [0], [counts])
-        torch.autograd.grad(own.to(device).loss(losses), losses)
+        loss_sum = own.to(device).loss(losses)
+        gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
+            loss_sum, losses, allow_unused=True
+        )
+        if gradients[0] is None:
+            raise TypeError(LACKS_GRADIENT)
     except Exception as error:
         raise LossFunctionError(
             "a function as loss failed",
             job=job.name,
             function=job.named_loss,
+            rows=rows,
+            at=model_line(error),
             found=f"{type(error).__name__}: {error}",
-            help="it gets " + ", ".join(objective.given[0]) + " of each sequence's target tokens",
+            help="it gets " + ", ".join(objective.given[0]) + " of each sequence's target tokens: "
+            "columns that hold a number in each row",
         ) from error
 
 
