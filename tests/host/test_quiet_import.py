@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tlora_fx.host.quiet_import import ImportInThread
+from tlora_fx.host.quiet_import import NOTICES, ImportInThread
 
 
 def imported(tmp_path, monkeypatch, name, text):
@@ -36,3 +36,13 @@ def test_what_an_import_raises_is_raised_where_it_is_asked_for(tmp_path, monkeyp
 
     with pytest.raises(OSError, match="no library"):
         later.require()
+
+
+def test_an_import_in_a_thread_shows_no_foreign_notice(tmp_path, monkeypatch, caplog):
+    """Other messages of the same logger are shown."""
+    name, notice = next(iter(NOTICES.items()))
+    text = f"import logging\nlog = logging.getLogger({name!r})\n"
+    text += f"log.warning({notice!r})\nlog.warning('something else')\n"
+    imported(tmp_path, monkeypatch, "module_that_warns", text).require()
+
+    assert [record.getMessage() for record in caplog.records] == ["something else"]

@@ -69,6 +69,7 @@ class ImportInThread:
 
     def _run(self) -> None:
         try:
-            import_module(self._name)
+            with without_foreign_notices():
+                import_module(self._name)
         except Exception as error:  # noqa: BLE001  (whatever a library raises)
             self._error = error
