@@ -7,10 +7,11 @@ import signal
 import socket
 import time
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
-from tlora_fx.errors import ServiceRefused
+from tlora_fx.errors import BaseFileDamaged, ServiceRefused
 from tlora_fx.server import answering
 from tlora_fx.server.answering import Answering, listen
 
@@ -32,6 +33,21 @@ def answer_with_pid(sockets, parent):
 
 def end_at_once(sockets, parent):
     """Never answer."""
+
+
+def refuse_later(folder, sockets, parent):
+    """Answer the first time, and after that send an error."""
+    begun = folder / "begun"
+    if begun.exists():
+        parent.send(BaseFileDamaged("a file is gone", file="x"))
+    else:
+        begun.touch()
+        parent.send(True)
+
+
+def refuse(sockets, parent):
+    """Send an error in place of an answer."""
+    parent.send(BaseFileDamaged("a file is gone", file="x"))
 
 
 def asked(port: int) -> socket.socket:
@@ -119,3 +135,31 @@ def test_a_process_that_never_answers_is_refused_at_the_start():
     with pytest.raises(ServiceRefused, match="ended at its start"):
         kept.start()
     kept.close()
+
+
+def test_the_error_of_a_process_is_raised_at_the_start():
+    """As it is, with its code and facts."""
+    kept = Answering(refuse, [], print)
+    try:
+        with pytest.raises(BaseFileDamaged, match="a file is gone") as caught:
+            kept.start()
+    finally:
+        kept.close()
+    assert caught.value.facts == {"file": "x"}
+
+
+def test_the_error_of_a_later_process_is_told(tmp_path, monkeypatch):
+    """In place of how it exited."""
+    monkeypatch.setattr(answering, "PAUSE_SECONDS", 0.01)
+    deaths = []
+    kept = Answering(partial(refuse_later, tmp_path), [], lambda how, _: deaths.append(how))
+    try:
+        kept.start()
+        end = time.monotonic() + SECONDS
+        while len(deaths) < 2 and time.monotonic() < end:
+            kept.keep()
+            time.sleep(0.01)
+    finally:
+        kept.close()
+    assert "a file is gone" not in deaths[0]
+    assert deaths[1] == "error[T0257] a file is gone"

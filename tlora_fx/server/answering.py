@@ -11,10 +11,11 @@ import multiprocessing
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
-from tlora_fx.errors import ServiceRefused
+from tlora_fx.errors import ServiceRefused, TloraError
 from tlora_fx.runtime.workers.protocol import exit_text
 
 #: Connections that wait until a process accepts them.
@@ -67,7 +68,7 @@ class Answering:
     """A process that answers requests; another one takes its place when it dies.
 
     target    what it runs, with the sockets and its end of a pipe: it sends True once it answers,
-              and ends when the other end is closed
+              or the TloraError for which it ends, and ends when the other end is closed
     sockets   listening
     died      is told how the process ended, and in how many seconds the next one begins
     does      what it does, for errors
@@ -87,15 +88,20 @@ class Answering:
         self._pause = PAUSE_SECONDS / 2
 
     def start(self) -> None:
-        """Start the first process, and wait until it answers; raises ServiceRefused."""
+        """Start the first process, and wait until it answers.
+
+        raises   ServiceRefused; the error that the process sends
+        """
         self._start()
         assert self._pipe is not None
         try:
-            self._pipe.recv()
+            answer = self._pipe.recv()
         except EOFError:
             raise ServiceRefused(
                 f"the process that {self._does} ended at its start", help="the log says why"
             ) from None
+        if isinstance(answer, TloraError):
+            raise answer
 
     def keep(self) -> None:
         """Replace a process that has died, once its pause is over. Never waits."""
@@ -104,7 +110,7 @@ class Answering:
             if now >= self._due:
                 self._start()
         elif not self._process.is_alive():
-            how = exit_text(self._process.exitcode or 0)
+            how = self._how()
             steady = now - self._started > STEADY_SECONDS
             self._pause = PAUSE_SECONDS if steady else min(2 * self._pause, MAX_PAUSE_SECONDS)
             self._due = now + self._pause
@@ -127,6 +133,16 @@ class Answering:
         self._started = time.monotonic()
         self._process.start()
         its.close()
+
+    def _how(self) -> str:
+        """How the process ended: its exit, or the error that it sent."""
+        assert self._process is not None
+        assert self._pipe is not None
+        with suppress(EOFError, OSError):
+            while self._pipe.poll():
+                if isinstance(answer := self._pipe.recv(), TloraError):
+                    return f"error[{answer.code}] {answer.what}"
+        return exit_text(self._process.exitcode or 0)
 
     def _forget(self) -> None:
         if self._process is not None and self._pipe is not None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from socket import socket
 from typing import TYPE_CHECKING
 
+from tlora_fx.errors import TloraError
 from tlora_fx.host.quiet_import import without_foreign_notices
 from tlora_fx.server.answering import Answering
 from tlora_fx.server.log_lines import log_to_stderr
@@ -28,7 +29,7 @@ def training(
     """Inside, a trainer runs; yields what keeps it alive, and the socket of its bell.
 
     died     as of `Answering`
-    raises   ServiceRefused where it does not start
+    raises   ServiceRefused where it does not start; the error of a base that cannot be used
     """
     # A path of a socket is short, and a run's folder may not be.
     with tempfile.TemporaryDirectory(prefix="tlora-fx-") as folder:
@@ -61,5 +62,9 @@ def _train(
 
     threading.Thread(target=watch, daemon=True).start()
     with without_foreign_notices():
-        log, engine = CommandLog(options.folder), Engine(options)
+        try:
+            log, engine = CommandLog(options.folder), Engine(options)
+        except TloraError as error:
+            parent.send(error)
+            return
         run_commands(log, engine, bell, lambda: parent.send(True), ended)
