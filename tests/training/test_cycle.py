@@ -809,7 +809,9 @@ def test_a_model_of_another_base_or_rank_is_never_made(tmp_path):
     idle = Client(cycle.log, config={"rank": 4, **nothing})
     run_all(cycle)
 
-    assert "rank of 64 at most" in client.result(client.created)["error"]
+    error = client.result(client.created)["error"]
+    assert "rank of 64 at most" in error
+    assert "ask the operator for a larger --tinker-rank" in error
     assert "never made" in client.result(step)["error"]
     assert "train_more" in other.result(other.created)["error"]
     assert "adapts nothing" in idle.result(idle.created)["error"]

@@ -513,6 +513,7 @@ class Cycle:
         if command.kind == "create_model":
             request = requests.read_json(requests.CreateModel, command.body)
             self._require_base(request.base_model)
+            self._require_rank(request.lora_config.rank)
             config = request.config(model)
             answer = {"type": "create_model", "model_id": model}
         else:
@@ -534,6 +535,14 @@ class Cycle:
             self.tenants.resident[model].ran = command.seq
             self.tenants.keep(model).result()
         return Outcome(command, json_answer(answer), config=config)
+
+    def _require_rank(self, rank: int) -> None:
+        most = self.engine.options.max_rank
+        if rank > most:
+            raise CommandRefused(
+                "the rank is too large", expected=f"a rank of {most} at most", found=rank,
+                help="ask the operator for a larger --tinker-rank",
+            )  # fmt: skip
 
     def _require_base(self, name: str | None) -> None:
         options = self.engine.options
