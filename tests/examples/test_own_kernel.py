@@ -55,6 +55,13 @@ def run_its_tests(environment, package, *words):
     return run(environment, package, "pytest", *options, str(package / "tests"), *words)
 
 
+def test_its_own_tests_are_found_within_this_tree(environment):
+    """By the command of examples/README.md, with the modules beside them."""
+    words = ["--collect-only", "-q", "-p", "no:cacheprovider", "examples/own_kernel/tests"]
+
+    assert "tests collected" in run(environment, EXAMPLES.parent, "pytest", *words)
+
+
 @pytest.mark.slow
 def test_its_own_tests_pass(environment, package):
     """Isolation, invariance, its reference, kernels under the interpreter, training, backend."""
