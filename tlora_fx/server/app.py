@@ -263,8 +263,8 @@ def _refused(what: str) -> TokenRefused:
     return TokenRefused(
         what,
         expected="Authorization: Bearer TOKEN",
-        help="set TLORA_FX_TOKEN or --token; whoever runs the service makes one with `tlora-fx "
-        "tokens add NAME -o RUN`",
+        help="set TLORA_FX_TOKEN or --token, for the Tinker SDK TINKER_API_KEY or api_key to "
+        "tml-TOKEN; whoever runs the service makes one with `tlora-fx tokens add NAME -o RUN`",
     )
 
 
