@@ -1,4 +1,4 @@
-"""The trainer's process in strict mode: a model's bits depend on nobody's place in memory."""
+"""The trainer's process: bits in strict mode, and how it tells why it does not start."""
 
 from __future__ import annotations
 
@@ -6,6 +6,12 @@ import json
 import os
 import subprocess
 import sys
+
+import pytest
+
+from tlora_fx.errors import BaseFileDamaged
+from tlora_fx.server.tinker.trainer import training
+from tlora_fx.training.options import EngineOptions, write_small_base
 
 _SCRIPT = """
 import hashlib, json, sys
@@ -49,3 +55,15 @@ def test_bits_do_not_depend_on_where_a_model_lies(tmp_path):
 
     for name in "ab":
         assert len({found[f"{name} of {order}"] for order in ("ab", "ba", name)}) == 1
+
+
+def test_a_base_that_cannot_be_used_is_told_at_the_start(tmp_path):
+    """As the error that the trainer's process had."""
+    base = tmp_path / "base"
+    options = EngineOptions(tmp_path / "tinker", base=str(write_small_base(base)))
+
+    with (
+        pytest.raises(BaseFileDamaged, match="holds no weights"),
+        training(options, "text", lambda how, seconds: None),
+    ):
+        pass
