@@ -23,6 +23,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -160,6 +161,19 @@ def apart(whole: dict[str, list[float]], halved: dict[str, list[float]]) -> floa
     )
 
 
+def _table(runs: Mapping[str, Sequence[dict[str, Any]]]) -> Table:
+    """A line for each sweep, by arm."""
+    table = Table("arm", "seed", "seconds", "steps", "jobs to the end", "best", "its eval_loss")
+    for arm, each in runs.items():
+        for run in each:
+            best = run["best"]
+            table.add_row(
+                arm, str(run["seed"]), f"{run['seconds']:.1f}", str(run["steps"]),
+                str(run["jobs to the end"]), best["job"], f"{best['eval_loss']:.4f}",
+            )  # fmt: skip
+    return table
+
+
 def main() -> None:
     """Train both arms for each seed, compare, print and write."""
     parser = parser_of(__doc__)
@@ -209,16 +223,8 @@ def main() -> None:
         found["trl"] = theirs | {"first losses differ, relative": apart_first}
         found["trl over ours"] = {arm: round(theirs["seconds"] / seconds[arm], 2) for arm in ARMS}
         wrong |= apart_first > FIRST_BOUNDS[given.dtype]
-    table = Table("arm", "seed", "seconds", "steps", "jobs to the end", "best", "its eval_loss")
-    for arm, each in runs.items():
-        for run in each:
-            best = run["best"]
-            table.add_row(
-                arm, str(run["seed"]), f"{run['seconds']:.1f}", str(run["steps"]),
-                str(run["jobs to the end"]), best["job"], f"{best['eval_loss']:.4f}",
-            )  # fmt: skip
     shown = (name for name in found if name not in ("arms", "trl", "hardware", "versions"))
-    console().print(table, {name: found[name] for name in shown})
+    console().print(_table(runs), {name: found[name] for name in shown})
     write(given.out / f"halving-{given.device}-{found['date']}.json", found)
     if wrong:
         raise SystemExit("losses of the arms differ beyond the bounds")

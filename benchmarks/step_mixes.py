@@ -81,12 +81,16 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Qwen3(Shape):
-    """A Qwen3 with random weights; the defaults are Qwen3-8B's."""
+class Qwen(Shape):
+    """A dense Qwen with random weights; the defaults are Qwen3-8B's.
+
+    family   as transformers calls it
+    """
 
     layers: int = 36
     intermediate: int = 12288
     vocabulary: int = 151936
+    family: str = "qwen3"
 
     def config(self, **changes: Any) -> Any:
         """The transformers config."""
@@ -98,30 +102,7 @@ class Qwen3(Shape):
             "rope_theta": 1000000.0,
             "rms_norm_eps": 1e-6,
         }
-        return AutoConfig.for_model("qwen3", **(fields | changes))
-
-
-@dataclass(frozen=True, slots=True)
-class Qwen2(Shape):
-    """A Qwen2 with random weights; the defaults are Qwen2.5-7B's."""
-
-    layers: int = 28
-    hidden: int = 3584
-    intermediate: int = 18944
-    heads: int = 28
-    key_value_heads: int = 4
-    vocabulary: int = 152064
-
-    def config(self, **changes: Any) -> Any:
-        """The transformers config."""
-        from transformers import AutoConfig
-
-        fields = self.sizes() | {
-            "intermediate_size": self.intermediate,
-            "rope_theta": 1000000.0,
-            "rms_norm_eps": 1e-6,
-        }
-        return AutoConfig.for_model("qwen2", **(fields | changes))
+        return AutoConfig.for_model(self.family, **(fields | changes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,11 +146,19 @@ class Mixture(Shape):
 
 
 #: Dense bases by name.
-BASES = {
+BASES: dict[str, Shape] = {
     "llama": Shape(),
     "llama-3b": Shape(layers=28, hidden=3072, intermediate=8192, heads=24),
-    "qwen2.5-7b": Qwen2(),
-    "qwen3-8b": Qwen3(),
+    "qwen2.5-7b": Qwen(
+        family="qwen2",
+        layers=28,
+        hidden=3584,
+        intermediate=18944,
+        heads=28,
+        key_value_heads=4,
+        vocabulary=152064,
+    ),
+    "qwen3-8b": Qwen(),
 }
 
 #: What parts of the longest sequence the sequences of an uneven mix have, in turns.

@@ -145,17 +145,7 @@ class Roster:
         self.model.require_fits(job)
         self._require_new(job)
         data = load_all_data([job])[job.name] if data is None else data
-        samples = {job.name: data}
-        backbone, vocabulary = self.model.backbone, self.model.group.vocabulary
-        check_fits(backbone, samples, vocabulary)
-        try_functions(samples, vocabulary, backbone.dtype, mesh.device)
-        check_own_loss(backbone, samples, vocabulary)
-        runner = self.group.runner
-        cuts = runner is not None and runner.nano_batches > 1
-        require_whole_pairs([job], self.group.plan, cuts=cuts)
-        require_elementwise([job], mesh)
-        require_data_starts(self.model, [job])
-        require_trainable(job, data.steps)
+        self._require_learnt(job, data, mesh)
         needed = self.model.bytes_needed(job, may_grow=False)
         # Those who wait will be there first, and may leave no free slot; banks grow once for all.
         others = self.changes.pending_joins
@@ -185,6 +175,20 @@ class Roster:
         start = data_start(self.model, job, data) if wanted else None
         joining = PendingJoin(job, data, state, source, path, start, needed, growth)
         self.changes.pending_joins.append(joining)
+
+    def _require_learnt(self, job: Job, data: JobData, mesh: Mesh) -> None:
+        """Refuse a job that cannot learn from its data here, as a start does."""
+        samples = {job.name: data}
+        backbone, vocabulary = self.model.backbone, self.model.group.vocabulary
+        check_fits(backbone, samples, vocabulary)
+        try_functions(samples, vocabulary, backbone.dtype, mesh.device)
+        check_own_loss(backbone, samples, vocabulary)
+        runner = self.group.runner
+        cuts = runner is not None and runner.nano_batches > 1
+        require_whole_pairs([job], self.group.plan, cuts=cuts)
+        require_elementwise([job], mesh)
+        require_data_starts(self.model, [job])
+        require_trainable(job, data.steps)
 
     def watch_rows(self, most_tokens: int) -> None:
         """Measure from now on the memory that rows take, each of so many tokens at most."""

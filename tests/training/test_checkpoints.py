@@ -1,0 +1,164 @@
+"""Checkpoints of clients' models: what goes on from one is what it was saved of."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+
+from tests.training.clients import Client, cycle_of, engine, run_all
+from tests.training.test_cycle import CLIPPED, CONFIGS, GOOD, adapter, assert_same, script, send
+from tlora_fx.runtime.adapters.files import plain_base
+from tlora_fx.training.folders import copy_version
+
+
+def trained(cycle, key="a", **how):
+    client = Client(cycle.log, config=CONFIGS[0], **how)
+    for step in script(key):
+        send(client, step)
+    run_all(cycle)
+    return client
+
+
+def test_a_copy_of_a_checkpoint_has_the_adapted_head(tmp_path):
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    saved = client.send("save_weights", path="x")
+    run_all(cycle)
+    checkpoint = cycle.log.checkpoint(client.result(saved)["path"])
+    session = cycle.log.open_session("ada", {})
+    folder = copy_version(tmp_path, checkpoint.folder, f"{session}:train:0", "weights/x")
+    path = f"tinker://{session}:train:0/weights/x"
+    copy = replace(checkpoint, path=path, model=f"{session}:train:0", folder=folder)
+    cycle.log.copy(copy, "ada", session)
+    shutil.rmtree(tmp_path / checkpoint.folder)
+    resumed = Client(cycle.log, load=path)
+    for each in (client, resumed):
+        send(each, script("b")[0])
+    run_all(cycle)
+
+    assert any("lm_head" in name for name in adapter(cycle, resumed))
+    assert_same(adapter(cycle, resumed), adapter(cycle, client), 1e-12)
+
+
+def test_a_checkpoint_holds_gathered_gradients(tmp_path):
+    """Who resumes from it with the optimizer steps by them, and who resumes without has none."""
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    client.forward_backward(GOOD)
+    saved = client.send("save_weights", path="half")
+    run_all(cycle)
+    path = client.result(saved)["path"]
+    resumed = Client(cycle.log, load=path)
+    bare = Client(cycle.log, load=path, optimizer=False)
+    steps = [each.optim_step(**CLIPPED) for each in (client, resumed, bare)]
+    run_all(cycle)
+
+    assert client.result(steps[0]) == resumed.result(steps[1])
+    assert_same(adapter(cycle, resumed), adapter(cycle, client), 0)
+    assert "no gradients" in bare.result(steps[2])["error"]
+
+
+def test_a_model_outlives_the_checkpoint_that_it_came_from(tmp_path):
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    saved = client.send("save_weights", path="x")
+    run_all(cycle)
+    path = client.result(saved)["path"]
+    resumed = Client(cycle.log, load=path)
+    send(resumed, script("b")[0])
+    run_all(cycle)
+    expected = adapter(cycle, resumed)
+    checkpoint = cycle.log.checkpoint(path)
+    cycle.log.forget(checkpoint)
+    shutil.rmtree(tmp_path / checkpoint.folder)
+    cycle = cycle_of(tmp_path)
+
+    assert_same(adapter(cycle, resumed), expected, 1e-12)
+
+
+def test_a_checkpoint_goes_on_exactly_with_its_optimizer(tmp_path, strictly):
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    saved = client.send("save_weights", path="half")
+    run_all(cycle)
+    path = client.result(saved)["path"]
+    assert path == f"tinker://{client.model}/weights/half"
+    resumed = Client(cycle.log, load=path)
+    bare = Client(cycle.log, load=path, optimizer=False)
+    for each in (client, resumed, bare):
+        send(each, script("b")[0])
+    run_all(cycle)
+
+    assert resumed.result(resumed.created)["model_id"] == resumed.model
+    assert_same(adapter(cycle, resumed), adapter(cycle, client), 0)
+    assert any(
+        not torch.equal(one, other)
+        for one, other in zip(
+            adapter(cycle, bare).values(), adapter(cycle, client).values(), strict=True
+        )
+    )
+
+
+def test_a_checkpoint_is_a_peft_folder(tmp_path):
+    """PEFT loads it, and gives the log-probabilities that the trainer does."""
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    saved = client.send("save_weights", path="x")
+    future = client.forward_backward(GOOD, forward_only=True)
+    run_all(cycle)
+    checkpoint = cycle.log.checkpoint(client.result(saved)["path"], "ada")
+    model = PeftModel.from_pretrained(
+        plain_base(engine().step.model.backbone), str(tmp_path / checkpoint.folder)
+    )
+    logits = model.eval()(input_ids=torch.tensor([GOOD[0]["tokens"]])).logits[0].log_softmax(-1)
+    expected = [float(logits[at, token]) for at, token in enumerate(GOOD[0]["target_tokens"])]
+
+    np.testing.assert_allclose(client.result(future)[1][0], expected, rtol=1e-6)
+    assert checkpoint.bytes > 0
+    assert load_file(tmp_path / checkpoint.folder / "optimizer.safetensors")
+
+
+def test_a_checkpoint_keeps_its_name_unless_it_is_overwritten(tmp_path):
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    futures = [
+        client.send("save_weights", path="x"),
+        client.send("save_weights", path="x"),
+        client.send("save_weights", path="x", overwrite=True),
+        client.send("save_weights", path="../x"),
+    ]
+    run_all(cycle)
+
+    results = [client.result(each) for each in futures]
+    assert results[0]["path"] == results[2]["path"]
+    assert "overwrite=True" in results[1]["error"]
+    assert "a name has" in results[3]["error"]
+    [checkpoint] = cycle.log.checkpoints("ada")
+    assert checkpoint.folder.endswith(f"version-{client.seq - 1}")
+    folder = tmp_path / checkpoint.folder
+    assert [each.name for each in folder.parent.glob("version-*")] == [folder.name]
+
+
+def test_a_checkpoint_outlives_a_save_that_was_to_replace_it_and_failed(tmp_path, monkeypatch):
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    saved = client.send("save_weights", path="x")
+    run_all(cycle)
+    again = client.send("save_weights", path="x", overwrite=True)
+
+    def fail(*args, **how):
+        raise OSError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cycle.tenants, "write", fail)
+        run_all(cycle)
+    resumed = Client(cycle.log, load=client.result(saved)["path"])
+    run_all(cycle)
+
+    assert "OSError" in client.result(again)["error"]
+    assert "error" not in resumed.result(resumed.created)
