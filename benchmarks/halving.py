@@ -42,7 +42,9 @@ GRID: dict[str, list[Any]] = {
     "lora.r": [2, 8, 32],
     "per_device_train_batch_size": [2, 4, 8],
 }
-STEPS, HALVING = 81, {"min_steps": 9, "factor": 3}
+STEPS = 81
+#: What halving keeps, and the parts of all steps after which it first does.
+FACTOR, FIRST_CUT = 3, 9
 ARMS = ("to the end", "halving")
 #: Of losses of the two arms, relative: rows are shared with others there.
 LOSS_BOUNDS = {"float32": 1e-3, "bfloat16": 0.1}
@@ -78,9 +80,9 @@ def job(given: argparse.Namespace, seed: int) -> tlora_fx.Job:
         lora={"r": 8, "target_modules": "all-linear"},
         data=str(given.folder / "train.jsonl"),
         eval_data=str(given.folder / "eval.jsonl"),
-        eval_steps=STEPS,
+        eval_steps=given.steps,
         max_length=MAX_LENGTH,
-        max_steps=STEPS,
+        max_steps=given.steps,
         shuffle=False,
         seed=seed,
     )
@@ -108,9 +110,9 @@ def by_trl(given: argparse.Namespace, seed: int) -> dict[str, Any]:
         model = factory.from_pretrained(given.folder / "base", dtype=getattr(torch, given.dtype))
         options = SFTConfig(
             output_dir=str(given.folder / "trl"), learning_rate=rate, seed=seed, bf16=half,
-            per_device_train_batch_size=batch, per_device_eval_batch_size=8, max_steps=STEPS,
+            per_device_train_batch_size=batch, per_device_eval_batch_size=8, max_steps=given.steps,
             max_length=MAX_LENGTH, gradient_checkpointing=False, logging_first_step=True,
-            logging_steps=STEPS, save_strategy="no", report_to="none", disable_tqdm=True,
+            logging_steps=given.steps, save_strategy="no", report_to="none", disable_tqdm=True,
             train_sampling_strategy="sequential",
             use_cpu=given.device == "cpu",
         )  # fmt: skip
@@ -130,16 +132,17 @@ def train(
     arm: str, given: argparse.Namespace, seed: int, output: Path
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """One sweep: what is kept of it, and each job's losses."""
+    halving = {"min_steps": given.steps // FIRST_CUT, "factor": FACTOR}
     begun = time.perf_counter()
     results = tlora_fx.sweep(
-        job(given, seed), GRID, halving=HALVING if arm == "halving" else None,
+        job(given, seed), GRID, halving=halving if arm == "halving" else None,
         output=output, device=given.device, verbose=False,
     )  # fmt: skip
     seconds = time.perf_counter() - begun
     finished = {
         name: each.evaluations[-1]["eval_loss"]
         for name, each in results.items()
-        if each.steps == STEPS
+        if each.steps == given.steps
     }
     best = min(finished, key=lambda name: finished[name])
     kept = {
@@ -179,6 +182,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of a job to the end")
     parser.add_argument("--data", type=Path, default=QUICKSTART / "data" / "word-problems.jsonl")
     parser.add_argument("--dtype", choices=LOSS_BOUNDS, default="float32")
     parser.add_argument("--trl", action="store_true", help="beside TRL, one after the other")
@@ -206,6 +210,7 @@ def main() -> None:
     found = described("halving", given.device) | {
         "threads": torch.get_num_threads(),
         "dtype": given.dtype,
+        "steps": given.steps,
         "arms": runs,
         "losses differ, relative": worst,
         "time ratio": round(seconds["halving"] / seconds["to the end"], 3),
