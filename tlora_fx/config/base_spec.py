@@ -13,14 +13,13 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationInfo,
-    field_validator,
     model_validator,
 )
 
 from tlora_fx.config.objects import classifier_fields, dtype_name, is_module, name_of
 from tlora_fx.config.other_names import BASE_KEYS
 from tlora_fx.config.paths import is_file, is_folder, is_there
-from tlora_fx.config.validation import Spec, refuse
+from tlora_fx.config.validation import Spec, check, refuse
 
 DtypeName = Literal["float32", "float64", "bfloat16", "float16"]
 Objective = Literal[
@@ -117,43 +116,36 @@ class BaseSpec(Spec):
             data = {**data, "dtype": dtype}
         return {**classifier_fields(module), **data} if is_module(module) else data
 
-    @field_validator("model", "tokenizer")
-    @classmethod
-    def _folder_exists(cls, value: str | None) -> str | None:
+    @check("model", "tokenizer")
+    def _folder_exists(cls, value: str | None, info: ValidationInfo) -> None:
         if value is None or not is_written_as_path(value) or is_folder(value):
-            return value
+            return
         if is_there(value):
             raise refuse(f"'{value}' is no folder", help="give the folder that the file lies in")
         raise refuse(f"'{value}' does not exist", help="give a folder, or a hub id without './'")
 
-    @field_validator("task", mode="before")
-    @classmethod
-    def _is_trained_here(cls, task: object) -> object:
+    @check("task", mode="before")
+    def _is_trained_here(cls, task: object, info: ValidationInfo) -> None:
         if task in OTHER_TASKS:
             raise refuse(
                 f"tlora-fx trains no {task}: language models, and classifiers of whole sequences",
                 help="train this one with PEFT and transformers' Trainer",
             )
-        return task
 
-    @field_validator("quantize")
-    @classmethod
-    def _has_the_form(cls, form: str | None, info: ValidationInfo) -> str | None:
+    @check("quantize")
+    def _has_the_form(cls, form: str | None, info: ValidationInfo) -> None:
         if form is not None and info.data.get("dtype") == "float64":
             raise refuse(f"a base in float64 has no matrices in {form}", help="dtype: bfloat16")
-        return form
 
-    @field_validator("config")
-    @classmethod
-    def _config_exists(cls, path: Path | None) -> Path | None:
+    @check("config")
+    def _config_exists(cls, path: Path | None, info: ValidationInfo) -> None:
         if path is None or is_file(path) or is_file(path / "config.json"):
-            return path
+            return
         what = f"no config.json in '{path}'" if is_folder(path) else f"'{path}' does not exist"
         raise refuse(what, help="name a config.json or a folder that holds one")
 
-    @field_validator("labels")
-    @classmethod
-    def _are_of_a_classifier(cls, labels: int | list[str] | None, info: ValidationInfo) -> Any:
+    @check("labels")
+    def _are_of_a_classifier(cls, labels: int | list[str] | None, info: ValidationInfo) -> None:
         task = info.data.get("task")
         if task == "CAUSAL_LM" and labels is not None:
             raise refuse("'labels' are of a classifier", help="set task: SEQ_CLS beside them")
@@ -163,15 +155,13 @@ class BaseSpec(Spec):
             raise refuse("wrong value of 'labels'", expected="one label at least")
         if isinstance(labels, list) and len(set(labels)) < len(labels):
             raise refuse("'labels' names one label twice", help="give each label once")
-        return labels
 
-    @field_validator("problem_type")
-    @classmethod
-    def _fits_the_labels(cls, kind: str | None, info: ValidationInfo) -> str | None:
+    @check("problem_type")
+    def _fits_the_labels(cls, kind: str | None, info: ValidationInfo) -> None:
         labels = info.data.get("labels")
         count = len(labels) if isinstance(labels, list) else labels
         if kind is None:
-            return kind
+            return
         if count is None:
             raise refuse("'problem_type' is of a classifier", help="set task: SEQ_CLS and labels")
         if kind == "regression" and count > 1:
@@ -181,11 +171,9 @@ class BaseSpec(Spec):
         if kind == "multi_label_classification" and count > MAX_LABELS:
             what = f"a sample has a mark for each of {count} labels"
             raise refuse(what, expected=f"at most {MAX_LABELS} labels")
-        return kind
 
-    @field_validator("module")
-    @classmethod
-    def _one_source(cls, module: Any, info: ValidationInfo) -> Any:
+    @check("module")
+    def _one_source(cls, module: Any, info: ValidationInfo) -> None:
         if module is not None and not is_module(module):
             raise refuse("'module' is no torch.nn.Module", help="give 'model' or 'config'")
         if hasattr(module, "peft_config") and hasattr(module, "get_base_model"):
@@ -193,7 +181,7 @@ class BaseSpec(Spec):
             help = "give the model without it, and the adapter's folder by 'adapter'"
             raise refuse(what, help=help)
         if not {"model", "config"} <= set(info.data):
-            return module
+            return
         sources = {"model": info.data["model"], "config": info.data["config"], "module": module}
         named = [f"'{name}'" for name, source in sources.items() if source is not None]
         if not named:
@@ -202,7 +190,6 @@ class BaseSpec(Spec):
             raise refuse(f"{' and '.join(named)} exclude each other in 'base'", help="keep one")
         if module is not None:
             cls._is_of_the_task(module, info.data)
-        return module
 
     @staticmethod
     def _is_of_the_task(module: Any, data: Mapping[str, Any]) -> None:

@@ -6,21 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
-from pydantic import (
-    Field,
-    StrictBool,
-    StrictFloat,
-    StrictStr,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, StrictBool, StrictFloat, StrictStr, ValidationInfo, model_validator
 
 from tlora_fx.config.base_spec import BaseSpec, PathOrId
 from tlora_fx.config.losses import FIELDS
 from tlora_fx.config.objects import is_of_datasets, is_stream
 from tlora_fx.config.other_names import DATA_KEYS
-from tlora_fx.config.validation import Spec, refuse
+from tlora_fx.config.validation import Spec, check, refuse
 from tlora_fx.errors import did_you_mean
 
 FormatName = Literal[
@@ -116,9 +108,8 @@ class DataSpec(Spec):
             raise refuse("'path' and 'rows' exclude each other", help="keep one")
         return {**data, "path": _title(rows)} | ({"streaming": True} if is_stream(rows) else {})
 
-    @field_validator("rows")
-    @classmethod
-    def _can_be_read(cls, rows: Any) -> Any:
+    @check("rows")
+    def _can_be_read(cls, rows: Any, info: ValidationInfo) -> None:
         if isinstance(rows, Mapping) and is_of_datasets(rows):
             splits = ", ".join(map(str, rows))
             raise refuse(
@@ -126,38 +117,32 @@ class DataSpec(Spec):
                 help="give one of them, such as dataset['train']",
             )
         if rows is None or isinstance(rows, list | tuple) or is_of_datasets(rows):
-            return rows
+            return
         help = "make one of it by datasets.Dataset.from_pandas, from_list or from_generator"
         expected = "a path, a list of rows (dicts), or a Dataset or IterableDataset of datasets"
         raise refuse("the data cannot be read", expected=expected, help=help)
 
-    @field_validator("more")
-    @classmethod
-    def _fit_together(
-        cls, more: tuple[DataSpec, ...], info: ValidationInfo
-    ) -> tuple[DataSpec, ...]:
+    @check("more")
+    def _fit_together(cls, more: tuple[DataSpec, ...], info: ValidationInfo) -> None:
         if "weight" in info.data:
             _fit_weights([info.data["weight"], *(each.weight for each in more)])
         if any(each.more for each in more):
             raise refuse("a data set of several has data sets of its own", help="list all at once")
         if more and any((info.data.get("streaming"), *(each.streaming for each in more))):
             raise refuse("several data sets cannot be streamed", help="leave streaming out")
-        return more
 
     @property
     def parts(self) -> tuple[DataSpec, ...]:
         """Each data set as one of its own."""
         return (self.model_copy(update={"more": ()}), *self.more) if self.more else (self,)
 
-    @field_validator("columns")
-    @classmethod
-    def _columns_known(cls, columns: dict[str, str | None]) -> dict[str, str | None]:
+    @check("columns")
+    def _columns_known(cls, columns: dict[str, str | None], info: ValidationInfo) -> None:
         known = get_args(ColumnName)
         for name, theirs in columns.items():
             if theirs is not None and name not in known:
                 help = did_you_mean(name, known, f"columns are {', '.join(known)}")
                 raise refuse(f"no format has a column '{name}'", help=help)
-        return columns
 
     @property
     def mapped_columns(self) -> dict[str, str]:
@@ -169,9 +154,8 @@ class DataSpec(Spec):
         """Columns of the data that are not read though their names say otherwise."""
         return frozenset(name for name, theirs in self.columns.items() if theirs is None)
 
-    @field_validator("format")
-    @classmethod
-    def _columns_fit(cls, format: str, info: ValidationInfo) -> str:
+    @check("format")
+    def _columns_fit(cls, format: str, info: ValidationInfo) -> None:
         columns = info.data.get("columns", {}).items()
         # A job's loss may read these of any format.
         given = {name for name, to in columns if to is not None and name not in FIELDS}
@@ -181,14 +165,11 @@ class DataSpec(Spec):
         if format != "auto" and given - wanted:
             help = f"map only {', '.join(sorted(wanted))}, or name another format"
             raise refuse(f"the format '{format}' has no column '{min(given - wanted)}'", help=help)
-        return format
 
-    @field_validator("loss_on")
-    @classmethod
-    def _has_completion(cls, loss_on: str, info: ValidationInfo) -> str:
+    @check("loss_on")
+    def _has_completion(cls, loss_on: str, info: ValidationInfo) -> None:
         if loss_on == "completion" and info.data.get("format") == "text":
             raise refuse("the format 'text' has no completion to train on", help="loss_on: all")
-        return loss_on
 
 
 def _title(rows: object) -> str:

@@ -31,14 +31,13 @@ from pydantic import (
     StrictInt,
     StrictStr,
     ValidationInfo,
-    field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
 from tlora_fx.config.functions import OR_FUNCTION, UserFunction
 from tlora_fx.config.other_names import LORA_KEYS, hint
-from tlora_fx.config.validation import Mistake, Spec, refuse
+from tlora_fx.config.validation import Mistake, Spec, check, refuse
 from tlora_fx.errors import did_you_mean, nearest
 
 
@@ -210,14 +209,12 @@ class EvaSpec(DataStartSpec):
     whiten: StrictBool = False
     adjust_scaling_factors: StrictBool = True
 
-    @field_validator("rho")
-    @classmethod
-    def _ranks_stay(cls, rho: float) -> float:
+    @check("rho")
+    def _ranks_stay(cls, rho: float, info: ValidationInfo) -> None:
         if rho != 1:
             what = f"EVA with rho {rho:g} moves ranks between modules, by what it reads of the data"
             help = "set eva_config: {rho: 1.0}; PEFT's default is 2.0"
             raise refuse(what, help=help)
-        return rho
 
 
 class CordaSpec(DataStartSpec):
@@ -613,12 +610,10 @@ class ScheduleSpec(Spec):
         default=None, ge=1, validation_alias=AliasChoices("max_slowdown_opt_in", "lends")
     )
 
-    @field_validator("max_slowdown_opt_in")
-    @classmethod
-    def _more_than_it_must(cls, most: float | None, info: ValidationInfo) -> float | None:
+    @check("max_slowdown_opt_in")
+    def _more_than_it_must(cls, most: float | None, info: ValidationInfo) -> None:
         bound = info.data.get("max_slowdown")
         if most is not None and bound is not None and most < bound:
             help = f"give {bound:g} or more, or a smaller 'max_slowdown'"
             what = "'max_slowdown_opt_in' is below 'max_slowdown', which holds anyway"
             raise refuse(what, help=help)
-        return most

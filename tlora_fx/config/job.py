@@ -61,7 +61,7 @@ from tlora_fx.config.other_kinds import (
 )
 from tlora_fx.config.other_names import JOB_KEYS
 from tlora_fx.config.trl_arguments import require_dropout_off, trl_fields
-from tlora_fx.config.validation import Spec, refuse
+from tlora_fx.config.validation import Spec, check, refuse
 from tlora_fx.errors import AdapterFolderError, JobError, did_you_mean
 
 __all__ = [
@@ -322,11 +322,10 @@ class Job(Spec):
         require_dropout_off(args, job)
         return job
 
-    @field_validator("name")
-    @classmethod
-    def _names_a_folder(cls, name: str) -> str:
+    @check("name")
+    def _names_a_folder(cls, name: str, info: ValidationInfo) -> None:
         if _JOB_NAME.fullmatch(name) and ".." not in name:
-            return name
+            return
         raise refuse(
             "wrong value of 'name'",
             expected="1 to 100 of A-Z a-z 0-9 . _ - from a letter or digit on, without '..'",
@@ -342,15 +341,12 @@ class Job(Spec):
             raise refuse(what, help=f"leave it out, and write task: {asked} under 'base'")
         return None if value is None else adapter_mapping(value)
 
-    @field_validator("adapter")
-    @classmethod
-    def _instead_of_lora(cls, folder: Path | None, info: ValidationInfo) -> Path | None:
+    @check("adapter")
+    def _instead_of_lora(cls, folder: Path | None, info: ValidationInfo) -> None:
+        if folder is None and info.data.get("lora", {}) is None:
+            raise refuse("the job has no 'lora'", help="give 'lora' or an 'adapter' to continue")
         if folder is None:
-            if info.data.get("lora", {}) is None:
-                raise refuse(
-                    "the job has no 'lora'", help="give 'lora' or an 'adapter' to continue"
-                )
-            return None
+            return
         if info.data.get("lora") is not None:
             raise refuse("'lora' and 'adapter' exclude each other", help="keep one of them")
         try:
@@ -359,16 +355,14 @@ class Job(Spec):
             found = error.facts.get("found", "").replace("\n", "; ")
             what = f"'{folder}': {error.what}" + (f" ({found})" if found else "")
             raise refuse(what, help=error.help) from None
-        return folder
 
     @field_validator("method", "loss", mode="before")
     @classmethod
     def _learns_from_rows(cls, value: Any, info: ValidationInfo) -> Any:
         return require_learnt_from_rows(str(info.field_name), value)
 
-    @field_validator("method")
-    @classmethod
-    def _learns_from_pairs(cls, method: str, info: ValidationInfo) -> str:
+    @check("method")
+    def _learns_from_pairs(cls, method: str, info: ValidationInfo) -> None:
         data, lora = info.data.get("data"), _adapter_fields(info.data)
         for format in ["auto"] if data is None else [part.format for part in data.parts]:
             require_data_of_method(info.data.get("base"), method, format)
@@ -380,40 +374,32 @@ class Job(Spec):
         if method in COMPARING and kind_of(lora) != "LORA":
             what = f"{compares}, which is not at hand under {kind_of(lora)}"
             raise refuse(what, help="train LoRA, or take method: orpo")
-        return method
 
-    @field_validator("reference")
-    @classmethod
-    def _is_of_dpo(cls, reference: str, info: ValidationInfo) -> str:
+    @check("reference")
+    def _is_of_dpo(cls, reference: str, info: ValidationInfo) -> None:
         if reference == "base" and info.data.get("method", "dpo") not in COMPARING:
             what = "'reference' needs method dpo or kto"
             raise refuse(what, help="leave it out, or set the method")
-        return reference
 
-    @field_validator("loss_options")
-    @classmethod
-    def _are_of_the_loss(cls, options: dict[str, float], info: ValidationInfo) -> dict[str, float]:
+    @check("loss_options")
+    def _are_of_the_loss(cls, options: dict[str, float], info: ValidationInfo) -> None:
         if "loss" in info.data:
             require_loss_options(info.data["loss"], options)
-        return options
 
-    @field_validator("label_smoothing_factor")
-    @classmethod
-    def _smooths_cross_entropy(cls, factor: float, info: ValidationInfo) -> float:
+    @check("label_smoothing_factor")
+    def _smooths_cross_entropy(cls, factor: float, info: ValidationInfo) -> None:
         if factor and info.data.get("loss") not in (None, "cross_entropy"):
             what = "'label_smoothing_factor' is of cross entropy"
             raise refuse(what, help="leave it out, or leave 'loss' out")
-        return factor
 
-    @field_validator(
+    @check(
         "loss", "label_smoothing_factor", "neftune_noise_alpha", "beta", "completion_only_loss",
         "assistant_only_loss", "packing",
     )  # fmt: skip
-    @classmethod
-    def _belongs_to_the_method(cls, value: Any, info: ValidationInfo) -> Any:
+    def _belongs_to_the_method(cls, value: Any, info: ValidationInfo) -> None:
         name, method, data = str(info.field_name), info.data.get("method"), info.data.get("data")
         if value in (None, False) or method is None:
-            return value
+            return
         base = info.data.get("base")
         if base is not None and base.is_classifier:
             raise refuse(f"'{name}' is of language models", help="leave it out of a classifier")
@@ -425,41 +411,32 @@ class Job(Spec):
         parts = () if data is None else data.parts
         if name.endswith("_loss") and any(part.loss_on != "auto" for part in parts):
             raise refuse(f"'{name}' and 'loss_on' exclude each other", help="keep one")
-        return value
 
-    @field_validator("desirable_weight", "undesirable_weight")
-    @classmethod
-    def _is_of_kto(cls, weight: float, info: ValidationInfo) -> float:
+    @check("desirable_weight", "undesirable_weight")
+    def _is_of_kto(cls, weight: float, info: ValidationInfo) -> None:
         if weight != 1 and info.data.get("method", "kto") != "kto":
             what = f"'{info.field_name}' needs method kto"
             raise refuse(what, help="leave it out, or set method: kto")
-        return weight
 
-    @field_validator("center_rewards_coefficient")
-    @classmethod
-    def _is_of_rewards(cls, weight: float | None, info: ValidationInfo) -> float | None:
+    @check("center_rewards_coefficient")
+    def _is_of_rewards(cls, weight: float | None, info: ValidationInfo) -> None:
         if weight and info.data.get("method", "reward") != "reward":
             what = "'center_rewards_coefficient' needs method reward"
             raise refuse(what, help="leave it out, or set method: reward")
-        return weight
 
-    @field_validator("per_device_train_batch_size")
-    @classmethod
-    def _has_others_to_compare(cls, size: int, info: ValidationInfo) -> int:
+    @check("per_device_train_batch_size")
+    def _has_others_to_compare(cls, size: int, info: ValidationInfo) -> None:
         if size == 1 and info.data.get("method") == "kto":
             what = "method 'kto' compares the completions of a batch, and a batch has one sample"
             raise refuse(what, help="give a greater per_device_train_batch_size")
-        return size
 
-    @field_validator("max_steps")
-    @classmethod
-    def _ends_a_stream(cls, steps: int | None, info: ValidationInfo) -> int | None:
+    @check("max_steps")
+    def _ends_a_stream(cls, steps: int | None, info: ValidationInfo) -> None:
         data = info.data.get("data")
         if steps is None and data is not None and data.streaming:
             stream = "'streaming'" if data.rows is None else "an IterableDataset"
             what = f"{stream} needs 'max_steps': nobody knows how long a stream is"
             raise refuse(what, help="give max_steps")
-        return steps
 
     @field_validator("num_train_epochs")
     @classmethod
@@ -470,72 +447,58 @@ class Job(Spec):
             return 1.0
         return epochs
 
-    @field_validator("optim")
-    @classmethod
-    def _updates_all(cls, name: Any, info: ValidationInfo) -> Any:
+    @check("optim")
+    def _updates_all(cls, name: Any, info: ValidationInfo) -> None:
         mistake = check_updates(name, _adapter_fields(info.data))
         if mistake:
             raise mistake
-        return name
 
-    @field_validator("loraplus_lr_ratio")
-    @classmethod
-    def _has_a_and_b(cls, ratio: float | None, info: ValidationInfo) -> float | None:
+    @check("loraplus_lr_ratio")
+    def _has_a_and_b(cls, ratio: float | None, info: ValidationInfo) -> None:
         kind = kind_of(_adapter_fields(info.data))
         if ratio is not None and kind != "LORA":
             raise refuse(f"'loraplus_lr_ratio' is of LoRA's B, and {kind} has none")
         if ratio is not None and info.data.get("optim") == "lorafa":
             what = "'loraplus_lr_ratio' and optim 'lorafa' exclude each other"
             raise refuse(what, help="keep one")
-        return ratio
 
-    @field_validator("loraplus_lr_embedding")
-    @classmethod
-    def _has_a_ratio(cls, rate: float | None, info: ValidationInfo) -> float | None:
+    @check("loraplus_lr_embedding")
+    def _has_a_ratio(cls, rate: float | None, info: ValidationInfo) -> None:
         if rate is not None and info.data.get("loraplus_lr_ratio", 1) is None:
             raise refuse("'loraplus_lr_embedding' needs 'loraplus_lr_ratio'")
-        return rate
 
-    @field_validator("optim_args")
-    @classmethod
-    def _optimizer_takes(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    @check("optim_args")
+    def _optimizer_takes(cls, given: dict[str, Any], info: ValidationInfo) -> None:
         optim = info.data.get("optim")
         if isinstance(optim, UserFunction):
             if "lr" in given:
                 raise refuse("'lr' does not belong into 'optim_args'", help="use learning_rate")
-            return given
+            return
         mistake = optim is not None and check_optimizer_arguments(optim, given)
         if mistake:
             raise mistake
-        return given
 
-    @field_validator("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay")
-    @classmethod
-    def _is_of_a_named_optimizer(cls, value: float, info: ValidationInfo) -> float:
+    @check("adam_beta1", "adam_beta2", "adam_epsilon", "weight_decay")
+    def _is_of_a_named_optimizer(cls, value: float, info: ValidationInfo) -> None:
         name = str(info.field_name)
         default = cls.model_fields[name].default
         if isinstance(info.data.get("optim"), UserFunction) and value != default:
             what = f"'{name}' is of optimizers that are named, and 'optim' is a class or a function"
             raise refuse(what, help="give its arguments in 'optim_args'")
-        return value
 
-    @field_validator("lr_scheduler_kwargs")
-    @classmethod
-    def _schedule_takes(cls, given: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+    @check("lr_scheduler_kwargs")
+    def _schedule_takes(cls, given: dict[str, Any], info: ValidationInfo) -> None:
         name = info.data.get("lr_scheduler_type")
         if name is None or isinstance(name, UserFunction):
-            return given
+            return
         mistake = check_schedule_arguments(name, given)
         if mistake:
             raise mistake
-        return given
 
-    @field_validator("warmup_ratio")
-    @classmethod
-    def _instead_of_warmup_steps(cls, ratio: float, info: ValidationInfo) -> float:
+    @check("warmup_ratio")
+    def _instead_of_warmup_steps(cls, ratio: float, info: ValidationInfo) -> None:
         if ratio and info.data.get("warmup_steps"):
             raise refuse("'warmup_steps' and 'warmup_ratio' exclude each other", help="keep one")
-        return ratio
 
     @field_validator("data", mode="before")
     @classmethod
@@ -551,14 +514,12 @@ class Job(Spec):
         assert isinstance(index, int)
         return ("data", index + 1, *loc[3:])
 
-    @field_validator("mixing")
-    @classmethod
-    def _mixes_by_weights(cls, mixing: str, info: ValidationInfo) -> str:
+    @check("mixing")
+    def _mixes_by_weights(cls, mixing: str, info: ValidationInfo) -> None:
         data = info.data.get("data")
         if mixing == "all_exhausted" and data is not None and data.weight is None:
             help = "give each data set of a list a weight, or leave it out"
             raise refuse(f"mixing '{mixing}' needs data sets with weights", help=help)
-        return mixing
 
     @field_validator("eval_data", mode="before")
     @classmethod
@@ -566,40 +527,33 @@ class Job(Spec):
         data = info.data.get("data")
         return like(data, value) if isinstance(value, Mapping) and data is not None else value
 
-    @field_validator("eval_data")
-    @classmethod
-    def _is_one_set(cls, data: DataSpec | None) -> DataSpec | None:
+    @check("eval_data")
+    def _is_one_set(cls, data: DataSpec | None, info: ValidationInfo) -> None:
         if data is not None:
             require_evaluable(data)
-        return data
 
-    @field_validator("eval_split")
-    @classmethod
-    def _instead_of_data(cls, split: str | float | None, info: ValidationInfo) -> Any:
+    @check("eval_split")
+    def _instead_of_data(cls, split: str | float | None, info: ValidationInfo) -> None:
         if split is not None and info.data.get("eval_data") is not None:
             raise refuse("'eval_data' and 'eval_split' exclude each other", help="keep one")
         data = info.data.get("data")
         if isinstance(split, str) and data is not None and data.more:
             what = f"eval_split '{split}' names a split of one data set, and 'data' has several"
             raise refuse(what, help="name it under eval_data, or hold out a part: eval_split: 0.1")
-        return split
 
-    @field_validator("compute_metrics")
-    @classmethod
-    def _names_a_function(cls, name: MetricFunction, info: ValidationInfo) -> MetricFunction:
+    @check("compute_metrics")
+    def _names_a_function(cls, name: MetricFunction, info: ValidationInfo) -> None:
         if name is None:
-            return None
+            return
         if not isinstance(name, UserFunction) and not _FUNCTION.fullmatch(name):
             expected = "MODULE:FUNCTION or FILE.py:FUNCTION"
             raise refuse("wrong value of 'compute_metrics'", expected=expected)
         cls._require_evaluated("compute_metrics", info.data)
-        return name
 
-    @field_validator("metric_for_best_model")
-    @classmethod
-    def _is_measured(cls, name: str | None, info: ValidationInfo) -> str | None:
+    @check("metric_for_best_model")
+    def _is_measured(cls, name: str | None, info: ValidationInfo) -> None:
         if name is None or name == TRAIN_LOSS:
-            return name
+            return
         cls._require_evaluated("metric_for_best_model", info.data, "or compare train_loss")
         base = info.data.get("base")
         classifies = base is not None and base.is_classifier
@@ -608,28 +562,22 @@ class Job(Spec):
             help = did_you_mean(name, known, "or name a function by 'compute_metrics'")
             what = "wrong value of 'metric_for_best_model'"
             raise refuse(what, expected=f"one of {', '.join(known)}", help=help)
-        return name
 
-    @field_validator("halving")
-    @classmethod
-    def _compares_evaluations(
-        cls, halving: HalvingSpec | None, info: ValidationInfo
-    ) -> HalvingSpec | None:
+    @check("halving")
+    def _compares_evaluations(cls, halving: HalvingSpec | None, info: ValidationInfo) -> None:
         if halving is None:
-            return None
+            return
         cls._require_evaluated("halving", info.data)
         if info.data.get("eval_strategy") == "no":
             raise refuse("'halving' compares evaluations, and 'eval_strategy' is no")
         if halving.group is None:
             raise refuse("'halving' has no 'group'", help="name the jobs that are compared")
-        return halving
 
-    @field_validator("eval_strategy")
-    @classmethod
-    def _can_be_followed(cls, strategy: str, info: ValidationInfo) -> str:
+    @check("eval_strategy")
+    def _can_be_followed(cls, strategy: str, info: ValidationInfo) -> None:
         fields = {"eval_data", "eval_split", "eval_steps", "metric_for_best_model"}
         if strategy == "no" or not fields <= set(info.data):
-            return strategy
+            return
         steps = info.data["eval_steps"]
         if strategy == "steps" and steps is None:
             raise refuse("eval_strategy 'steps' needs 'eval_steps'")
@@ -640,39 +588,30 @@ class Job(Spec):
             help = "give one of them, or metric_for_best_model: train_loss"
             what = f"eval_strategy '{strategy}' needs 'eval_data' or 'eval_split'"
             raise refuse(what, help=help)
-        return strategy
 
-    @field_validator("load_best_model_at_end", "early_stopping_patience")
-    @classmethod
-    def _has_a_metric(cls, value: bool | int | None, info: ValidationInfo) -> Any:
+    @check("load_best_model_at_end", "early_stopping_patience")
+    def _has_a_metric(cls, value: bool | int | None, info: ValidationInfo) -> None:
         data = info.data
         if not value or not {"eval_strategy", "metric_for_best_model"} <= set(data):
-            return value
+            return
         if data["eval_strategy"] == "no":
             help = "give 'eval_data' or 'eval_split', or metric_for_best_model: train_loss"
             raise refuse(f"'{info.field_name}' needs evaluations to compare", help=help)
-        return value
 
-    @field_validator("early_stopping_threshold")
-    @classmethod
-    def _has_patience(cls, threshold: float, info: ValidationInfo) -> float:
+    @check("early_stopping_threshold")
+    def _has_patience(cls, threshold: float, info: ValidationInfo) -> None:
         if threshold and info.data.get("early_stopping_patience", 1) is None:
             raise refuse("'early_stopping_threshold' needs 'early_stopping_patience'")
-        return threshold
 
-    @field_validator("sample_prompts")
-    @classmethod
-    def _speaks(cls, prompts: list[str], info: ValidationInfo) -> list[str]:
+    @check("sample_prompts")
+    def _speaks(cls, prompts: list[str], info: ValidationInfo) -> None:
         base = info.data.get("base")
         if prompts and base is not None and base.is_classifier:
             raise refuse("a classifier answers no 'sample_prompts'", help="leave them out")
-        return prompts
 
-    @field_validator("callbacks")
-    @classmethod
-    def _hear_of_a_run(cls, callbacks: tuple[Any, ...]) -> tuple[Any, ...]:
+    @check("callbacks")
+    def _hear_of_a_run(cls, callbacks: tuple[Any, ...], info: ValidationInfo) -> None:
         require_callbacks(callbacks)
-        return callbacks
 
     @staticmethod
     def _require_evaluated(field: str, data: Mapping[str, Any], help: str = "") -> None:

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, Field, StrictInt, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, StrictInt, ValidationInfo
 
 from tlora_fx.config.base_spec import SEED_LIMIT
 from tlora_fx.config.halving import HalvingSpec
-from tlora_fx.config.validation import Mistake, Spec, refuse, validated
+from tlora_fx.config.validation import Mistake, Spec, check, refuse, validated
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
@@ -61,23 +61,19 @@ class ParameterRange(Spec):
     max: Annotated[Any, AfterValidator(_number)]
     distribution: Literal["uniform", "log_uniform"] = "uniform"
 
-    @field_validator("max")
-    @classmethod
-    def _is_above_min(cls, high: Any, info: ValidationInfo) -> Any:
+    @check("max")
+    def _is_above_min(cls, high: Any, info: ValidationInfo) -> None:
         low = info.data.get("min")
         if low is not None and not low < high:
             raise refuse("'max' is not above 'min'", expected=f"a number above {low}")
         if low is not None and not math.isfinite(float(high) - float(low)):
             raise refuse("the range is too wide", expected="a finite difference of max and min")
-        return high
 
-    @field_validator("distribution")
-    @classmethod
-    def _has_a_logarithm(cls, distribution: str, info: ValidationInfo) -> str:
+    @check("distribution")
+    def _has_a_logarithm(cls, distribution: str, info: ValidationInfo) -> None:
         low = info.data.get("min")
         if distribution == "log_uniform" and low is not None and low <= 0:
             raise refuse("'log_uniform' needs a 'min' above 0", help="give a larger 'min'")
-        return distribution
 
     @property
     def is_whole(self) -> bool:
@@ -125,22 +121,18 @@ class SweepSpec(Spec):
             return unknown
         return replace(unknown, help="fields to sweep over stand under 'parameters'")
 
-    @field_validator("parameters")
-    @classmethod
-    def _are_some(cls, parameters: dict[str, Any]) -> dict[str, Any]:
+    @check("parameters")
+    def _are_some(cls, parameters: dict[str, Any], info: ValidationInfo) -> None:
         if not parameters:
             raise refuse("the sweep names no field", help="write a field with its values")
-        return parameters
 
-    @field_validator("count")
-    @classmethod
-    def _is_of_random(cls, count: int | None, info: ValidationInfo) -> int | None:
+    @check("count")
+    def _is_of_random(cls, count: int | None, info: ValidationInfo) -> None:
         method = info.data.get("method")
         if method == "random" and count is None:
             raise refuse("a random sweep needs 'count'", help="give the number of jobs")
         if method == "grid" and count is not None:
             raise refuse("'count' is of random sweeps", help="leave it out, or set method: random")
-        return count
 
 
 @dataclass(frozen=True, slots=True)

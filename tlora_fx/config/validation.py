@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -22,6 +22,8 @@ from pydantic import (
     ConfigDict,
     ModelWrapValidatorHandler,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -134,6 +136,24 @@ def refuse(what: str, *, help: str = "", expected: str = "") -> PydanticCustomEr
     texts = {"what": what, "help": help, "expected": expected}
     context = {k: v.encode("utf-8", "backslashreplace").decode() for k, v in texts.items()}
     return PydanticCustomError("tlora", "{what}", context)
+
+
+def check(
+    *fields: str, mode: Literal["before", "after"] = "after"
+) -> Callable[[Callable[[Any, Any, ValidationInfo], None]], Any]:
+    """Make a validator of a method that refuses values of fields, and changes none.
+
+    The method takes the class, the value, and what pydantic knows of the fields before it.
+    """
+
+    def decorated(method: Callable[[Any, Any, ValidationInfo], None]) -> Any:
+        def checked(cls: type, value: Any, info: ValidationInfo) -> Any:
+            method(cls, value, info)
+            return value
+
+        return field_validator(*fields, mode=mode)(classmethod(checked))
+
+    return decorated
 
 
 @contextmanager

@@ -27,10 +27,10 @@ from pydantic import (
     PositiveInt,
     ValidationError,
     ValidationInfo,
-    field_validator,
 )
 from pydantic.dataclasses import dataclass as validated
 
+from tlora_fx.config.validation import check
 from tlora_fx.cost.estimator import Estimator, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
@@ -176,12 +176,10 @@ class Choices:
     )
     seed: int = 0
 
-    @field_validator("max_tokens")
-    @classmethod
-    def _no_less_than_the_mean(cls, most: int, info: ValidationInfo) -> int:
+    @check("max_tokens")
+    def _no_less_than_the_mean(cls, most: int, info: ValidationInfo) -> None:
         if most < info.data.get("mean_tokens", 0):
             raise ValueError("no less than the mean")
-        return most
 
 
 @validated(frozen=True, kw_only=True)
