@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.scheduler.toy import demand
 from tlora_fx.errors import CreditRefused
-from tlora_fx.scheduler.credits import CreditLedger
+from tlora_fx.scheduler.formations import CreditLedger
 from tlora_fx.scheduler.state import ActiveJob, JobRequest
 
 

@@ -11,8 +11,8 @@ import typer
 
 from tlora_fx.cli.arguments.options import Load, WatchOptions, option, takes_options
 from tlora_fx.cli.terminal import echo
-from tlora_fx.config.pipeline_text import require_readable
-from tlora_fx.errors import GraphFileNotReadable, TloraError
+from tlora_fx.config.pipeline_text import require_graph_file, require_readable
+from tlora_fx.errors import TloraError
 
 if TYPE_CHECKING:
     from tlora_fx.graph_file import Document
@@ -100,22 +100,6 @@ def _standard_input(name: str) -> str | None:
         return sys.stdin.read()
     require_graph_file(Path(name))
     return None
-
-
-def require_graph_file(path: Path) -> None:
-    """Refuse a graph file that is not there, before torch is imported.
-
-    raises    GraphFileNotReadable
-    """
-    # As `load_document` finds it.
-    file = path if path.suffix == ".tfx" else path / "graph.tfx"
-    if not file.is_file():
-        raise GraphFileNotReadable(
-            "there is no graph file",
-            expected=file,
-            found="a file whose name does not end in .tfx" if path.is_file() else None,
-            help="name a file or folder that save_graphs, compile, a replay or a bisection wrote",
-        )
 
 
 def _print(graphs: JobGraph | GroupGraph, form: Form) -> None:

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from tlora_fx.cli.arguments.options import Load, option, takes_options
-from tlora_fx.cli.opt import require_graph_file
 from tlora_fx.cli.terminal import echo
+from tlora_fx.config.pipeline_text import require_graph_file
 
 
 @takes_options

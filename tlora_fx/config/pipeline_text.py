@@ -1,5 +1,6 @@
-"""The text form of pipelines, split into passes and options: no pass is imported for it.
+"""What can be said of pipelines and graph files without torch; no pass is imported for it.
 
+The text form of a pipeline is split into passes and options:
 `drop-export-noise,fuse-backbone{max-jobs=8},lower-adapters`
 """
 
@@ -12,7 +13,7 @@ from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
-from tlora_fx.errors import PipelineError, PluginBroken, nearest
+from tlora_fx.errors import GraphFileNotReadable, PipelineError, PluginBroken, nearest
 
 _PASS_TEXT = re.compile(r"\s*([a-z0-9-]+)\s*(?:\{([^{}]*)\})?\s*(?:,|$)")
 PASSES = "tlora_fx.passes"
@@ -118,3 +119,19 @@ def _pass_of(given: ast.ClassDef) -> Iterator[tuple[str, list[str]]]:
             name for name, line in fields.items() if "ClassVar" not in ast.dump(line.annotation)
         ]
         yield str(named.value.value), [name.replace("_", "-") for name in kept]
+
+
+def require_graph_file(path: Path) -> None:
+    """Refuse a graph file that is not there, before torch is imported.
+
+    raises    GraphFileNotReadable
+    """
+    # As `load_document` finds it.
+    file = path if path.suffix == ".tfx" else path / "graph.tfx"
+    if not file.is_file():
+        raise GraphFileNotReadable(
+            "there is no graph file",
+            expected=file,
+            found="a file whose name does not end in .tfx" if path.is_file() else None,
+            help="name a file or folder that save_graphs, compile, a replay or a bisection wrote",
+        )

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Literal
 
 from tlora_fx.cost.estimator import Estimator
 from tlora_fx.errors import ReplayOptionWrong, SubmittedTwice
-from tlora_fx.scheduler.credits import Credits
 from tlora_fx.scheduler.executor import (
     Committed,
     Drained,
@@ -38,7 +37,14 @@ from tlora_fx.scheduler.executor import (
     Progress,
     Warned,
 )
-from tlora_fx.scheduler.formations import Callback, Formation, Formations, LayoutOf, StepTimes
+from tlora_fx.scheduler.formations import (
+    Callback,
+    Credits,
+    Formation,
+    Formations,
+    LayoutOf,
+    StepTimes,
+)
 from tlora_fx.scheduler.state import (
     ActiveJob,
     ChangeCosts,
