@@ -9,6 +9,10 @@ import typer
 
 from tlora_fx.cli.arguments.options import option, takes_options
 from tlora_fx.cli.terminal import echo
+from tlora_fx.config.imports import import_config
+from tlora_fx.config.paths import is_there
+from tlora_fx.errors import ImportRefused
+from tlora_fx.host.durable import write_output
 
 #: Longest line of what is told, in characters.
 WIDTH = 100
@@ -41,11 +45,6 @@ def run(
     prints the mistakes, each with its key, and exits with 1. Start the command in the folder in
     which the other tool is started: relative paths begin there.
     """
-    from tlora_fx.config.imports import import_config
-    from tlora_fx.config.paths import is_there
-    from tlora_fx.errors import ImportRefused
-    from tlora_fx.host.durable import write_output
-
     if output is not None and is_there(output):
         raise ImportRefused("the job file would be overwritten", file=output, help="name a new one")
     if output is not None and not is_there(output.parent):

@@ -9,10 +9,17 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tlora_fx.cli.arguments.options import PipelineOptions, option, takes_options
+from tlora_fx.cli.terminal import Console, Working
+from tlora_fx.errors import InspectMisuse
+from tlora_fx.inspect.diff import difference, difference_lines
+from tlora_fx.inspect.marks import show_lines, width_of
+from tlora_fx.inspect.program_text import WIDTH, find, match_lines, program_lines, source_lines
+from tlora_fx.inspect.schema import Program, to_json, write_file
+from tlora_fx.inspect.text import WIDTH as LISTING_WIDTH
+from tlora_fx.inspect.text import listing_lines
+from tlora_fx.inspect.wording import Line
 
 if TYPE_CHECKING:
-    from tlora_fx.inspect.schema import Program
-    from tlora_fx.inspect.wording import Line
     from tlora_fx.tools.subject import Subject
 
 
@@ -60,8 +67,6 @@ class InspectOptions(PipelineOptions):
         passes = self.passes if named else None
         subject = subject_of(what, passes, trust_remote_code=self.trust_remote_code)
         if subject.compiles:
-            from tlora_fx.cli.terminal import Console, Working
-
             with Working(Console(stderr=True), f"compiling {what}"):
                 subject.all_stages()
         return subject
@@ -91,8 +96,6 @@ def run(options: InspectOptions) -> None:
 
 
 def _require_one_view(options: InspectOptions) -> None:
-    from tlora_fx.errors import InspectMisuse
-
     names = ("code", "node", "diff", "html", "graphml", "dot")
     views = [f"--{name}" for name in names if getattr(options, name)]
     files = views[len(views) - len(options.files) :]
@@ -127,14 +130,10 @@ def _listing(subject: Subject, as_json: bool) -> None:
     if as_json:
         typer.echo(subject.listing.to_json(), nl=False)
         return
-    from tlora_fx.inspect.text import WIDTH, listing_lines
-
-    _print(listing_lines(subject.listing, _width(WIDTH)))
+    _print(listing_lines(subject.listing, _width(LISTING_WIDTH)))
 
 
 def _code(subject: Subject, after: str | None, as_json: bool) -> None:
-    from tlora_fx.inspect.program_text import program_lines, source_lines
-
     program = _program(subject, after)
     if as_json:
         typer.echo(program.to_json(), nl=False)
@@ -145,9 +144,6 @@ def _code(subject: Subject, after: str | None, as_json: bool) -> None:
 
 
 def _node(program: Program, name: str, as_json: bool) -> None:
-    from tlora_fx.inspect.program_text import WIDTH, find, match_lines
-    from tlora_fx.inspect.schema import to_json
-
     matches = find(program, name)
     if as_json:
         typer.echo(to_json(matches), nl=False)
@@ -158,8 +154,6 @@ def _node(program: Program, name: str, as_json: bool) -> None:
 
 
 def _diff(options: InspectOptions, names: tuple[str, str]) -> None:
-    from tlora_fx.inspect.diff import WIDTH, difference, difference_lines
-
     if options.what is None:
         first, second = (options.subject(Path(name)).compared for name in names)
     else:
@@ -173,8 +167,6 @@ def _diff(options: InspectOptions, names: tuple[str, str]) -> None:
 
 
 def _write(subject: Subject, options: InspectOptions) -> None:
-    from tlora_fx.inspect.schema import write_file
-
     if options.html is not None:
         from tlora_fx.inspect.html import write_html
 
@@ -192,14 +184,8 @@ def _write(subject: Subject, options: InspectOptions) -> None:
 
 
 def _print(lines: list[Line]) -> None:
-    from tlora_fx.cli.terminal import Console
-    from tlora_fx.inspect.marks import show_lines
-
     show_lines(lines, Console())
 
 
 def _width(widest: int) -> int:
-    from tlora_fx.cli.terminal import Console
-    from tlora_fx.inspect.marks import width_of
-
     return width_of(Console(), widest)

@@ -7,17 +7,20 @@ from datetime import UTC, datetime
 from importlib.resources import files
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import typer
 
 from tlora_fx.cli.arguments.options import RunFolderPath, option, takes_options
 from tlora_fx.cli.terminal import write_file
-
-if TYPE_CHECKING:
-    from tlora_fx.runtime.reports.run_view import JobView
-    from tlora_fx.scheduler.history import History
-    from tlora_fx.simulator.figures import Block
+from tlora_fx.config.hyperparameters import hyperparameters, learning_rate_of, rank_of
+from tlora_fx.errors import TloraError
+from tlora_fx.host.phases import TITLES
+from tlora_fx.host.version import __version__
+from tlora_fx.runtime.reports.run_view import JobView, read_run, read_start, thinned
+from tlora_fx.scheduler.history import History, specs_of_run
+from tlora_fx.scheduler.snapshot_file import load_snapshot
+from tlora_fx.simulator.figures import Block, Series, bars, gantt, lines, shown
 
 #: Points of a curve, answers of a job, and jobs whose lengths are drawn as bars, at most.
 POINTS, SAMPLES, MAX_BARS = 400, 6, 8
@@ -63,9 +66,6 @@ def run(
     when, and what the start took. The page is one file that needs no network. It can be written
     while the run goes on.
     """
-    from tlora_fx.runtime.reports.run_view import read_run
-    from tlora_fx.scheduler.history import specs_of_run
-
     path = output or folder / "report.html"
     content = page(folder, read_run(folder), specs_of_run(folder))
     write_file(path, content, "the page", "choose another with -o")
@@ -78,9 +78,6 @@ def page(folder: Path, jobs: Sequence[JobView], specs: Mapping[str, Mapping[str,
     specs   of jobs, by name
     """
     from jinja2 import Environment, StrictUndefined
-
-    from tlora_fx.config.hyperparameters import hyperparameters
-    from tlora_fx.host.version import __version__
 
     template = (files("tlora_fx.cli") / "assets" / "run.html.j2").read_text("utf-8")
     style = (files("tlora_fx.simulator") / "assets" / "report.css").read_text("utf-8")
@@ -108,9 +105,6 @@ def page(folder: Path, jobs: Sequence[JobView], specs: Mapping[str, Mapping[str,
 
 def _start(folder: Path) -> list[tuple[str, str]]:
     """What the newest start took, each with its seconds; nothing where the folder does not tell."""
-    from tlora_fx.host.phases import TITLES
-    from tlora_fx.runtime.reports.run_view import read_start
-
     start = read_start(folder)
     if start is None:
         return []
@@ -121,9 +115,6 @@ def _start(folder: Path) -> list[tuple[str, str]]:
 
 
 def _row(job: JobView, spec: Mapping[str, Any]) -> Row:
-    from tlora_fx.config.hyperparameters import learning_rate_of, rank_of
-    from tlora_fx.simulator.figures import shown
-
     losses, evaluated = [y for _, y in job.losses()], [y for _, y in job.evaluated()]
     best = job.status.get("evaluation", {}).get("best_step")
     pace, mean, replayed, lengths = job.pace(), job.mean_rate(), job.replayed(), job.lengths()
@@ -172,9 +163,6 @@ def figures(folder: Path, jobs: Sequence[JobView]) -> list[Drawn | None]:
 
 
 def _curves(name: str, title: str, shows: str, jobs: Sequence[JobView], field: str) -> Drawn | None:
-    from tlora_fx.runtime.reports.run_view import thinned
-    from tlora_fx.simulator.figures import Series, lines
-
     series: list[Series] = []
     most = 1
     for colour, job in enumerate(jobs):
@@ -196,8 +184,6 @@ def _curves(name: str, title: str, shows: str, jobs: Sequence[JobView], field: s
 
 
 def _lengths(jobs: Sequence[JobView]) -> Drawn | None:
-    from tlora_fx.simulator.figures import Series, bars, lines
-
     counted = {job.name: job.lengths() for job in jobs}
     most = sorted({length for counts in counted.values() for length in counts})
     if not most:
@@ -225,9 +211,6 @@ def _lengths(jobs: Sequence[JobView]) -> Drawn | None:
 
 def _groups(folder: Path, jobs: Sequence[JobView]) -> Drawn | None:
     """Who trained when: the groups of `run` on their GPUs, or the jobs of `train`."""
-    from tlora_fx.scheduler.history import History
-    from tlora_fx.simulator.figures import gantt
-
     colours = {job.name: colour for colour, job in enumerate(jobs)}
     history = History.of_run(folder)
     if history is not None:
@@ -248,9 +231,6 @@ def _groups(folder: Path, jobs: Sequence[JobView]) -> Drawn | None:
 
 def _unit(folder: Path) -> str:
     """What the groups of a run hold, by the last state of its scheduler: "GPU" or "CPU"."""
-    from tlora_fx.errors import TloraError
-    from tlora_fx.scheduler.snapshot_file import load_snapshot
-
     try:
         return load_snapshot(folder / "state.json").state.cluster.unit
     except TloraError:
@@ -258,8 +238,6 @@ def _unit(folder: Path) -> str:
 
 
 def _formations(history: History) -> Iterator[Block]:
-    from tlora_fx.simulator.figures import Block
-
     started = [record for record in history.epochs if record.started is not None]
     times = [record.ended or record.started or 0.0 for record in started]
     now = max([*times, *(record.time for record in history.decisions)], default=0.0)
@@ -271,8 +249,6 @@ def _formations(history: History) -> Iterator[Block]:
 
 
 def _trained(jobs: Sequence[JobView]) -> Iterator[Block]:
-    from tlora_fx.simulator.figures import Block
-
     for row, job in enumerate(jobs):
         took = sum(step["seconds"] for step in job.steps)
         if took:

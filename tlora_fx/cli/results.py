@@ -9,6 +9,15 @@ import typer
 
 from tlora_fx.cli.arguments.options import RunFolderPath, option, takes_options
 from tlora_fx.cli.terminal import write_file
+from tlora_fx.runtime.reports.results_table import (
+    as_csv,
+    as_json,
+    as_text,
+    result_row,
+    results_table,
+)
+from tlora_fx.runtime.reports.run_view import read_run
+from tlora_fx.scheduler.history import specs_of_run
 
 
 @takes_options
@@ -21,16 +30,6 @@ def run(
 
     It has the hyperparameters that differ between the jobs. The run may still go on.
     """
-    from tlora_fx.runtime.reports.results_table import (
-        as_csv,
-        as_json,
-        as_text,
-        result_row,
-        results_table,
-    )
-    from tlora_fx.runtime.reports.run_view import read_run
-    from tlora_fx.scheduler.history import specs_of_run
-
     rows = [result_row(view) for view in read_run(folder)]
     table = results_table(rows, specs_of_run(folder))
     if csv is not None:

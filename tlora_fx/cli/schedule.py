@@ -10,6 +10,11 @@ import typer
 from tlora_fx.cli.arguments.options import command_group, option, takes_options
 from tlora_fx.cli.terminal import Console
 from tlora_fx.errors import StateFileError
+from tlora_fx.host.durable import write_output
+from tlora_fx.runtime.run_folder import LEDGER
+from tlora_fx.scheduler.explain import explained
+from tlora_fx.scheduler.history import History, rows_of_run
+from tlora_fx.scheduler.snapshot_file import add_history, load_history, load_snapshot
 
 NEWEST = "state.json"
 
@@ -27,10 +32,6 @@ def state(
 
     It holds what the policy of a run saw at its last decision, and what became of all jobs.
     """
-    from tlora_fx.host.durable import write_output
-    from tlora_fx.scheduler.history import rows_of_run
-    from tlora_fx.scheduler.snapshot_file import add_history
-
     found = _newest(run)
     rows = rows_of_run(run)
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -56,10 +57,6 @@ def explain(
     policy decides once more on the same state and records its reasons. For a job that has ended,
     the last decision about it is explained. For a job that was refused, the reason is given.
     """
-    from tlora_fx.scheduler.explain import explained
-    from tlora_fx.scheduler.history import History
-    from tlora_fx.scheduler.snapshot_file import load_history, load_snapshot
-
     if not saved.exists():
         raise StateFileError(
             "there is no run or snapshot to explain",
@@ -78,8 +75,6 @@ def explain(
 
 
 def _newest(run: Path) -> Path:
-    from tlora_fx.runtime.run_folder import LEDGER
-
     found = run / NEWEST
     if found.is_file():
         return found

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from tlora_fx.cli.arguments.options import command_group, option, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.errors import ServiceRefused
-
-if TYPE_CHECKING:
-    from tlora_fx.server.store import ServiceStore
+from tlora_fx.runtime.run_folder import LEDGER
+from tlora_fx.server.ledger import LOCAL, User
+from tlora_fx.server.store import ServiceStore
 
 group = command_group("Create, list and revoke the access tokens of a service.")
 RunFolder = Annotated[
@@ -45,9 +45,6 @@ def add(
     The token is printed once and cannot be shown again. Earlier tokens of the user stay valid; the
     new limits apply to all of them.
     """
-    from tlora_fx.server.ledger import LOCAL, User
-    from tlora_fx.server.store import ServiceStore
-
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", name) or name == LOCAL:
         raise ServiceRefused(
             "a user cannot be called so",
@@ -83,9 +80,6 @@ def revoke(
 
 def _store_of(output: Path) -> ServiceStore:
     """What a service keeps of its users; raises ServiceRefused where none was in this folder."""
-    from tlora_fx.runtime.run_folder import LEDGER
-    from tlora_fx.server.store import ServiceStore
-
     if not (output / LEDGER).is_file():
         raise ServiceRefused(
             "there is no service in this folder",

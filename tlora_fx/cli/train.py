@@ -23,6 +23,7 @@ from tlora_fx.cli.arguments.start_options import (
     start_processes,
 )
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
+from tlora_fx.errors import TloraError
 from tlora_fx.host import phases
 from tlora_fx.host.phases import phase
 
@@ -166,7 +167,6 @@ def _require_right(options: TrainOptions) -> Sequence[Job]:
 @contextmanager
 def _starting(output: Path, jobs: Sequence[Job]) -> Iterator[None]:
     """Say in each job's folder that it starts; a run that is refused leaves nothing behind."""
-    from tlora_fx.errors import TloraError
     from tlora_fx.runtime.run_folder import RunFolder
 
     folder, names = RunFolder(output), [job.name for job in jobs]

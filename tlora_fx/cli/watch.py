@@ -5,16 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 from rich.live import Live
 from rich.table import Table
 
 from tlora_fx.cli.arguments.options import RunFolderPath, option, seconds, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
-
-if TYPE_CHECKING:
-    from tlora_fx.runtime.reports.run_view import JobView
+from tlora_fx.runtime.reports.run_view import JobView, read_run, thinned
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 #: Characters of a curve, and of all that stands beside it but the jobs' names.
@@ -34,8 +31,6 @@ def run(
     Ctrl-C stops watching; the run goes on. If the output is no terminal, the current state is
     printed once.
     """
-    from tlora_fx.runtime.reports.run_view import read_run
-
     pause = seconds(every, "--every")
     console = Console()
     jobs = read_run(folder)
@@ -91,8 +86,6 @@ def _row(job: JobView, wide: int) -> tuple[str, ...]:
 
 def curve(values: Sequence[float], width: int = CURVE) -> str:
     """Values as blocks of eight heights, each the mean of equally many."""
-    from tlora_fx.runtime.reports.run_view import thinned
-
     means = [mean for _, mean in thinned([(0.0, value) for value in values], width)]
     if not means:
         return ""
