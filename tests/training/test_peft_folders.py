@@ -267,13 +267,56 @@ def test_a_folder_is_checked_without_torch(folder):
     assert done.stdout == "4 False\n", done.stderr
 
 
+NOT_FINITE = rf"not finite\n +file +{WEIGHTS}\n +tensor +base_model.*lora_A.*\n +found +nan"
+
+
 def test_refusals_name_what_is_wrong(folder):
     _one(float("nan"))(folder)
-    with pytest.raises(AdapterFolderError, match=r"not finite\n +tensor +base_model.*lora_A"):
+    with pytest.raises(AdapterFolderError, match=NOT_FINITE):
         adopted(folder)
     _tensors(lambda own, name: own.update({name: torch.zeros(4, 65)}))(folder)
     with pytest.raises(AdapterFolderError, match=r"expected +\[4, 64\].*\n +found +\[4, 65\]"):
         adopted(folder)
+
+
+@pytest.mark.parametrize(
+    ("half", "dtype", "value", "alpha"),
+    [
+        ("lora_A", torch.float64, -1e39, 128),
+        ("lora_B", torch.float64, 1e39, 128),
+        # The same number fits float32 until B takes the difference of the scalings.
+        ("lora_B", torch.float32, 2e38, 1024),
+        ("lora_B", torch.bfloat16, 2.0**127, 1024),
+    ],
+)
+def test_a_number_beyond_float32_is_refused_with_its_tensor_and_value(
+    folder, half, dtype, value, alpha
+):
+    """Loaded, it would be infinite."""
+
+    def change(tensors, _):
+        for name in tensors:
+            tensors[name] = tensors[name].to(dtype)
+        tensors[next(name for name in tensors if half in name)][1, 1] = value
+
+    _tensors(change)(folder)
+    _configured(lora_alpha=alpha)(folder)
+    pattern = rf"float32.*\n +file +{WEIGHTS}\n +tensor +base_model.*{half}.weight\n"
+    with pytest.raises(AdapterFolderError, match=pattern) as caught:
+        adopted(folder)
+
+    assert float(caught.value.facts["found"]) == pytest.approx(value, rel=1e-6)
+
+
+def test_a_number_that_fits_float32_is_kept(folder):
+    def change(tensors, name):
+        tensors[name] = tensors[name].double()
+        tensors[name][1, 1] = 3e38
+
+    _tensors(change)(folder)
+    adopted(folder)
+
+    assert max(each.max() for each in read_version(folder).adapter.values()) == 3e38
 
 
 @settings(deadline=None)

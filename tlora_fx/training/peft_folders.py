@@ -29,11 +29,10 @@ MAX_ALPHA = 1 << 16
 #: Of a config and of a safetensors header, at most; and numbers that are checked at a time.
 CONFIG_BYTES, HEADER_BYTES, CHECKED = 1 << 20, 8 << 20, 1 << 20
 _TENSOR = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
-#: Of each dtype: bits of a number, and those that are all ones where it is not finite.
-_EXPONENTS: Mapping[str, tuple[str, int]] = {
-    "F64": ("<u8", 0x7FF0 << 48), "F32": ("<u4", 0x7F80 << 16), "F16": ("<u2", 0x7C00),
-    "BF16": ("<u2", 0x7F80),
-}  # fmt: skip
+#: Of each dtype of safetensors, the one in which its numbers are read; numpy has no bfloat16.
+_DTYPES: Mapping[str, str] = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
+#: Of a number of an adapter here: adapters are trained and saved in float32.
+MAX_NUMBER = float(np.finfo(np.float32).max)
 #: Fields of a LoraConfig by which adapters may differ: they say which tensors there are and how
 #: they are scaled, or matter only to who trains them.
 _FREE = frozenset({
@@ -58,7 +57,9 @@ def adopt(folder: Path, layout: Mapping[str, Mapping[str, Any]], max_rank: int) 
             help="ask the operator for a larger --tinker-rank",
         )  # fmt: skip
     linears = {path: shape for own in layout.values() for path, shape in own.items()}
-    here = _require_sites(folder / WEIGHTS, linears, fields, rank)
+    scaling = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
+    scale = scaling / (ALPHA / rank)
+    here = _require_sites(folder / WEIGHTS, linears, fields, {"A": 1.0, "B": scale}, rank)
     config: dict[str, Any] = {part: bool(here & own.keys()) for part, own in layout.items()}
     absent = {
         f"base_model.model.{path}.lora_{half}.weight": shape
@@ -68,8 +69,7 @@ def adopt(folder: Path, layout: Mapping[str, Mapping[str, Any]], max_rank: int) 
         if config[part] and path not in here
     }
     config |= {"rank": rank, "seed": 0}
-    scaling = alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
-    content = {"config": config, "absent": absent, "scale": scaling / (ALPHA / rank)}
+    content = {"config": config, "absent": absent, "scale": scale}
     write_synced(folder / STATE, json.dumps(stamp(FORMAT) | content).encode())
     sync_folder(folder)
     return config
@@ -116,9 +116,13 @@ def _header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def _require_sites(
-    file: Path, linears: Mapping[str, Any], fields: Mapping[str, Any], rank: int
-) -> frozenset[str]:
-    """The linears that tensors belong to, each with its A and B of the right shapes."""
+    file: Path, linears: Mapping[str, Any], fields: Mapping[str, Any], scales: Mapping[str, float],
+    rank: int,
+) -> frozenset[str]:  # fmt: skip
+    """The linears that tensors belong to, each with its A and B of the right shapes.
+
+    scales   by which A and B are multiplied when they are loaded
+    """
     header, start = _header(file)
     halves: dict[str, set[str]] = {"A": set(), "B": set()}
     for name, said in header.items():
@@ -131,16 +135,14 @@ def _require_sites(
             )  # fmt: skip
         (outs, ins), half = linears[match[1]], match[2]
         shape = [rank, ins] if half == "A" else [outs, rank]
-        if said["shape"] != shape or said["dtype"] not in _EXPONENTS:
+        if said["shape"] != shape or said["dtype"] not in _DTYPES:
             raise AdapterFolderError(
                 "a tensor of the adapter does not fit the base, or its rank", tensor=name,
-                expected=f"{shape}, of {', '.join(_EXPONENTS)}",
+                expected=f"{shape}, of {', '.join(_DTYPES)}",
                 found=f"{said['shape']}, {said['dtype']}",
                 help="send it to a service of the base that it was trained on",
             )  # fmt: skip
-        if not _is_finite(file, start + said["data_offsets"][0], said):
-            what = "a tensor of the adapter has numbers that are not finite"
-            raise AdapterFolderError(what, tensor=name)
+        _require_numbers(file, start + said["data_offsets"][0], name, said, scales[half])
         halves[half].add(match[1])
     wanted = {path for path in linears if _is_target(path, fields)}
     if lacking := sorted((halves["A"] ^ halves["B"]) | (wanted - halves["A"])):
@@ -159,14 +161,38 @@ def _is_target(path: str, fields: Mapping[str, Any]) -> bool:
     return isinstance(targets, list) and not ends.isdisjoint(targets)
 
 
-def _is_finite(file: Path, at: int, said: Mapping[str, Any]) -> bool:
-    dtype, mask = _EXPONENTS[said["dtype"]]
-    left = math.prod(said["shape"])
+def _require_numbers(
+    file: Path, at: int, name: str, said: Mapping[str, Any], scale: float
+) -> None:
+    """Raise AdapterFolderError for a number that is not finite, or not once it is loaded."""
+    dtype, left, limit = said["dtype"], math.prod(said["shape"]), _limit(scale)
     with file.open("rb") as content:
         content.seek(at)
         while left:
-            numbers = np.fromfile(content, dtype, min(left, CHECKED))
-            if ((numbers & mask) == mask).any():
-                return False
+            numbers = np.fromfile(content, _DTYPES[dtype], min(left, CHECKED))
             left -= len(numbers)
-    return True
+            if dtype == "BF16":
+                numbers = (numbers.astype("<u4") << 16).view("<f4")
+            # Not the other way round: NaN is not above either.
+            wrong = numbers[~(np.abs(numbers.astype(np.float64)) <= limit)]
+            if len(wrong):
+                raise _unfit(file, name, float(wrong[0]), scale)
+
+
+def _limit(scale: float) -> float:
+    """The largest finite number that still fits once it is multiplied by a scale."""
+    largest = float(np.finfo(np.float64).max)
+    return min(largest, MAX_NUMBER / abs(scale)) if scale else largest
+
+
+def _unfit(file: Path, name: str, value: float, scale: float) -> AdapterFolderError:
+    if not math.isfinite(value):
+        return AdapterFolderError(
+            "a tensor of the adapter has numbers that are not finite", file=file.name, tensor=name,
+            found=str(value),
+        )  # fmt: skip
+    return AdapterFolderError(
+        "a tensor of the adapter has a number that float32 cannot hold", file=file.name,
+        tensor=name, expected=f"{_limit(scale):.4g} at most", found=str(value),
+        help="models train in float32: scale the adapter down, or save it again in float32",
+    )  # fmt: skip
