@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import shutil
+import sqlite3
 from dataclasses import replace
 
 import numpy as np
+import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
@@ -14,6 +16,8 @@ from tests.training.clients import Client, cycle_of, engine, run_all
 from tests.training.test_cycle import CLIPPED, CONFIGS, GOOD, adapter, assert_same, script, send
 from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.training.folders import copy_version
+from tlora_fx.training.log import Checkpoint, CommandLog, Outcome, json_answer
+from tlora_fx.training.process import tidy
 
 
 def trained(cycle, key="a", **how):
@@ -162,3 +166,89 @@ def test_a_checkpoint_outlives_a_save_that_was_to_replace_it_and_failed(tmp_path
 
     assert "OSError" in client.result(again)["error"]
     assert "error" not in resumed.result(resumed.created)
+
+
+def test_a_checkpoint_outlives_an_answer_that_could_not_be_written(tmp_path, monkeypatch):
+    """The save that was to replace it runs again, and may fail then."""
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    saved = client.send("save_weights", path="x")
+    run_all(cycle)
+    again = client.send("save_weights", path="x", overwrite=True)
+
+    def full(*args, **how):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CommandLog, "finish", full)
+        with pytest.raises(sqlite3.OperationalError):
+            run_all(cycle)
+    cycle.forget()
+    with monkeypatch.context() as patch:
+        patch.setattr(cycle.tenants, "write", full)
+        run_all(cycle)
+    resumed = Client(cycle.log, load=client.result(saved)["path"])
+    run_all(cycle)
+
+    assert "OperationalError" in client.result(again)["error"]
+    assert "error" not in resumed.result(resumed.created)
+
+
+def test_a_checkpoint_takes_the_place_of_an_expired_one(tmp_path):
+    """Of the expired one nothing is left on the disk."""
+    cycle = cycle_of(tmp_path)
+    client = trained(cycle)
+    saved = client.send("save_weights", path="x", ttl_seconds=60)
+    run_all(cycle)
+    first = cycle.log.checkpoint(client.result(saved)["path"])
+    cycle.log.change(first, expires=1.0, public=False)
+    client.send("save_weights", path="x")
+    run_all(cycle)
+
+    [checkpoint] = cycle.log.checkpoints("ada")
+    folder = tmp_path / checkpoint.folder
+    assert checkpoint.folder != first.folder
+    assert [each.name for each in folder.parent.glob("version-*")] == [folder.name]
+
+
+@pytest.mark.parametrize("how", ["replaced", "deleted"])
+def test_a_folder_that_a_killed_process_has_left_is_deleted(tmp_path, how):
+    """The log named it no more, and it was not deleted yet."""
+    log = CommandLog(tmp_path)
+    client = Client(log)
+    [[command]] = log.runnable().values()
+    path = f"tinker://{client.model}/weights/x"
+    old = Checkpoint(path, client.model, "ada", "weights", "models/old", 1, 1.0, None, {})
+    new = replace(old, folder="models/new")
+    for each in (old, new):
+        (tmp_path / each.folder).mkdir(parents=True)
+    log.finish([Outcome(command, json_answer({}), checkpoint=old)])
+    if how == "replaced":
+        log.finish([Outcome(command, json_answer({}), checkpoint=new)])
+    else:
+        log.forget(old)
+    log.close()
+    tidy(log := CommandLog(tmp_path))
+
+    assert not (tmp_path / old.folder).exists()
+    assert (tmp_path / new.folder).exists()
+    # Whatever gets that name later stays.
+    (tmp_path / old.folder).mkdir()
+    tidy(log)
+    assert (tmp_path / old.folder).exists()
+
+
+def test_a_deleted_copy_that_is_made_again_stays(tmp_path):
+    log = CommandLog(tmp_path)
+    client = Client(log)
+    path = "tinker://m/weights/x"
+    copy = Checkpoint(path, "m", "ada", "weights", "models/copy", 1, 1.0, None, {})
+    (tmp_path / copy.folder).mkdir(parents=True)
+    for _ in range(2):
+        log.copy(copy, "ada", client.session)
+        log.forget(copy)
+    log.copy(copy, "ada", client.session)
+    tidy(log)
+
+    assert (tmp_path / copy.folder).exists()
+    assert log.checkpoint(path) == copy

@@ -199,8 +199,11 @@ def test_an_expired_checkpoint_is_gone(log):
     made = Checkpoint(path, model, USER, "weights", "f", 5, 1.0, 2.0, {})
     log.finish([Outcome(command, json_answer({}), checkpoint=made)])
 
+    (log.folder / "f").mkdir()
     assert log.checkpoints(USER) == []
-    assert log.expired() == [made]
+    log.forget_expired()
+    log.sweep()
+    assert not (log.folder / "f").exists()
 
 
 _WRITER = """

@@ -12,7 +12,6 @@ gradients and steps.
 from __future__ import annotations
 
 import logging
-import shutil
 import sqlite3
 import time
 from collections import deque
@@ -161,7 +160,6 @@ class Cycle:
         # By model, the requests of its next piece: several only where they are packed.
         self._running: dict[str, list[Forward]] = {}
         self._busy: set[str] = set()
-        self._obsolete: list[str] = []
         # Models and samplers without a place, since when, and of which the log was told.
         self._denied: set[str] = set()
         self._waiting: dict[str, float] = {}
@@ -576,8 +574,6 @@ class Cycle:
                 found=path, help="choose another name, or pass overwrite=True",
             )  # fmt: skip
         size = self.tenants.write(model, folder, whole=whole)
-        # Where writing fails, the old one stays.
-        self._obsolete += [old.folder for old in replaced if old.folder != folder]
         expires = None if request.ttl_seconds is None else now + request.ttl_seconds
         checkpoint = Checkpoint(
             path, model, row.user, kind, folder, size, now, expires, config,
@@ -633,9 +629,6 @@ class Cycle:
         if not outcomes and not (ran and ran.tokens):
             return
         self.log.finish(outcomes, ran)
-        # Only now: nothing names them any more.
-        while self._obsolete:
-            shutil.rmtree(self.log.folder / self._obsolete.pop(), ignore_errors=True)
         for outcome in outcomes:
             resident = self.tenants.resident.get(outcome.command.queue)
             if resident is not None:
@@ -644,6 +637,9 @@ class Cycle:
             if ran and (resident := self.tenants.resident.get(command.queue)) is not None:
                 resident.since += ran.seconds
         self.finished([outcome.command.number for outcome in outcomes])
+        if any(outcome.checkpoint is not None for outcome in outcomes):
+            # The folders of those that were replaced.
+            self.log.sweep()
 
     def _failed(self, command: Command, error: Exception) -> Outcome:
         """An error as the answer of its command."""

@@ -11,6 +11,7 @@ numbers too, by which repeats are recognised, but no order.
 Each cycle that computed something is there too, with the pieces that it ran together. A piece's
 seconds are its part of the cycle's, by tokens. `usage` adds them up by user. `cuts` says how a
 request that was answered had been cut, so that it runs again the same way after an upgrade.
+`obsolete` has the folders that no checkpoint names any more, until they are deleted.
 
 A commit survives a kill of its process. A power failure may lose the last ones, which clients
 then repeat, for nobody knows their futures any more.
@@ -22,6 +23,7 @@ import fcntl
 import hashlib
 import json
 import secrets
+import shutil
 import sqlite3
 import threading
 import time
@@ -66,6 +68,7 @@ CREATE TABLE IF NOT EXISTS checkpoints (
     folder TEXT NOT NULL, bytes INTEGER NOT NULL, made REAL NOT NULL, expires REAL,
     config TEXT NOT NULL, said TEXT NOT NULL, public INTEGER NOT NULL DEFAULT 0);
 CREATE INDEX IF NOT EXISTS checkpoints_model ON checkpoints (model);
+CREATE TABLE IF NOT EXISTS obsolete (folder TEXT PRIMARY KEY) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS cycles (
     number INTEGER PRIMARY KEY AUTOINCREMENT, kind TEXT NOT NULL, began REAL NOT NULL,
     seconds REAL NOT NULL);
@@ -78,6 +81,8 @@ CREATE TABLE IF NOT EXISTS usage (
     user TEXT NOT NULL, kind TEXT NOT NULL, requests INTEGER NOT NULL, tokens INTEGER NOT NULL,
     seconds REAL NOT NULL, PRIMARY KEY (user, kind)) WITHOUT ROWID;
 """
+
+_OBSOLETE = "INSERT OR IGNORE INTO obsolete SELECT folder FROM checkpoints"
 
 
 @dataclass(frozen=True, slots=True)
@@ -643,6 +648,10 @@ class CommandLog:
 
     def _keep(self, base: sqlite3.Connection, checkpoint: Checkpoint) -> None:
         base.execute(
+            f"{_OBSOLETE} WHERE path = ? AND folder != ?", (checkpoint.path, checkpoint.folder)
+        )
+        base.execute("DELETE FROM obsolete WHERE folder = ?", (checkpoint.folder,))
+        base.execute(
             "INSERT OR REPLACE INTO checkpoints VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 checkpoint.path, checkpoint.model, checkpoint.user, checkpoint.kind,
@@ -689,15 +698,26 @@ class CommandLog:
             self._add_model(base, checkpoint.model, session, user, checkpoint.made, {})
             self._keep(base, checkpoint)
 
-    def expired(self) -> list[Checkpoint]:
-        """Checkpoints whose time is over."""
-        rows = self._rows("SELECT * FROM checkpoints WHERE expires <= ?", time.time())
-        return [_checkpoint(row) for row in rows]
-
     def forget(self, checkpoint: Checkpoint) -> None:
-        """Forget a checkpoint."""
+        """Forget a checkpoint; `sweep` deletes its folder."""
         with self._change() as base:
+            base.execute(f"{_OBSOLETE} WHERE path = ?", (checkpoint.path,))
             base.execute("DELETE FROM checkpoints WHERE path = ?", (checkpoint.path,))
+
+    def forget_expired(self) -> None:
+        """Forget the checkpoints whose time is over."""
+        now = time.time()
+        with self._change() as base:
+            base.execute(f"{_OBSOLETE} WHERE expires <= ?", (now,))
+            base.execute("DELETE FROM checkpoints WHERE expires <= ?", (now,))
+
+    def sweep(self) -> None:
+        """Delete the folders that no checkpoint names any more."""
+        # Inside of the change, so that nobody names one of them anew meanwhile.
+        with self._change() as base:
+            for row in base.execute("SELECT folder FROM obsolete").fetchall():
+                shutil.rmtree(self.folder / row["folder"], ignore_errors=True)
+            base.execute("DELETE FROM obsolete")
 
     def usage(self) -> list[sqlite3.Row]:
         """By `user` and `kind`: `requests` that were done, computed `tokens`, and `seconds`."""

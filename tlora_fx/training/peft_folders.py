@@ -161,9 +161,7 @@ def _is_target(path: str, fields: Mapping[str, Any]) -> bool:
     return isinstance(targets, list) and not ends.isdisjoint(targets)
 
 
-def _require_numbers(
-    file: Path, at: int, name: str, said: Mapping[str, Any], scale: float
-) -> None:
+def _require_numbers(file: Path, at: int, name: str, said: Mapping[str, Any], scale: float) -> None:
     """Raise AdapterFolderError for a number that is not finite, or not once it is loaded."""
     dtype, left, limit = said["dtype"], math.prod(said["shape"]), _limit(scale)
     with file.open("rb") as content:

@@ -89,9 +89,8 @@ def gather(cycle: Cycle, bell: Bell) -> None:
 def tidy(log: CommandLog) -> None:
     """Delete what nobody reads any more: checkpoints that have expired, versions, answers."""
     log.prune(time.time() - KEPT_SECONDS)
-    for checkpoint in log.expired():
-        log.forget(checkpoint)
-        shutil.rmtree(log.folder / checkpoint.folder, ignore_errors=True)
+    log.forget_expired()
+    log.sweep()
     for name, folder in log.past_versions().items():
         shutil.rmtree(log.folder / folder, ignore_errors=True)
         log.forget_sampler(name)

@@ -663,7 +663,7 @@ def delete_checkpoint(model: str, checkpoint: str, by: By) -> None:
     """Delete a checkpoint; who samples from it goes on until its weights have to be read again."""
     found = _own(by, model, checkpoint)
     by.log.forget(found)
-    shutil.rmtree(by.log.folder / found.folder, ignore_errors=True)
+    by.log.sweep()
 
 
 @api.get("/checkpoints")
