@@ -292,8 +292,7 @@ class CommandLog:
 
     def open_session(self, user: str, said: Mapping[str, Any], key: str = "") -> str:
         """A new session of a user, the same again for the same key; returns its id."""
-        seed, now = f"{user} {key}".encode() if key else secrets.token_bytes(), time.time()
-        session = f"s{hashlib.sha256(seed).hexdigest()[:16]}"
+        session, now = session_id(user, key), time.time()
         with self._change() as base:
             row = (session, user, now, now, None, json.dumps(said, ensure_ascii=False))
             base.execute("INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, ?)", row)
@@ -434,6 +433,11 @@ class CommandLog:
                 model=queue, seq_id=seq, help="each request of a model takes the next seq_id",
             )  # fmt: skip
         return int(known["number"])
+
+    def is_known(self, queue: str, seq: int) -> bool:
+        """Whether a command has this number, so that `append` adds none."""
+        sql = "SELECT 1 FROM commands WHERE queue = ? AND seq = ?"
+        return bool(self._rows(sql, queue, seq))
 
     def answer(self, user: str, number: int) -> Answer | None:
         """What a command came to, None while it waits or runs.
@@ -688,10 +692,15 @@ class CommandLog:
     def copy(self, checkpoint: Checkpoint, user: str, session: str) -> None:
         """Note a checkpoint that lies in its folder, and the model of a session that has it.
 
+        One of its path that is noted already stays as it is.
+
         raises   RequestGone where the session is over, RequestConflict where the model has commands
         """
         with self._change() as base:
             self._hear(user, session)
+            same = "SELECT 1 FROM checkpoints WHERE path = ? AND (expires IS NULL OR expires > ?)"
+            if base.execute(same, (checkpoint.path, time.time())).fetchone():
+                return
             known = "SELECT 1 FROM commands WHERE queue = ?"
             if base.execute(known, (checkpoint.model,)).fetchone():
                 raise RequestConflict("the model trains already", model=checkpoint.model)
@@ -770,6 +779,12 @@ def _values_of_sqlite() -> Iterator[None]:
         raise RequestRefused(
             "a request has a text or a number that is none", reason=repr(error)[:200]
         ) from error
+
+
+def session_id(user: str, key: str = "") -> str:
+    """The id of a user's session of a key; without one, of a new session."""
+    seed = f"{user} {key}".encode() if key else secrets.token_bytes()
+    return f"s{hashlib.sha256(seed).hexdigest()[:16]}"
 
 
 def sampler_id(session: str, place: int) -> str:

@@ -467,6 +467,55 @@ def test_another_checkpoint_is_not_copied_to_where_one_of_its_name_is(asked):
     assert (asked.folder / "tinker" / copied.folder / name).read_bytes() == content(name)
 
 
+def test_a_copy_that_is_asked_for_again_changes_nothing(asked):
+    """A repeat that comes late does not undo what its owner said of the copy since then."""
+    place = exported(asked)
+    source = place.replace("/training_runs/", "tinker://").replace("/checkpoints", "")
+    body = {"source_path": source, "session_id": asked.session(), "ttl_seconds": 600}
+    path = asked.post("/copy_weights", body).json()["tinker_path"]
+    first = asked.log.checkpoint(path)
+    assert first.expires == pytest.approx(time.time() + 600, abs=60)
+    assert asked.post("/copy_weights", body).json() == {"tinker_path": path}
+    assert asked.log.checkpoint(path) == first
+    asked.log.change(first, expires=None, public=True)
+
+    assert asked.post("/copy_weights", body).json() == {"tinker_path": path}
+    assert asked.log.checkpoint(path) == replace(first, expires=None, public=True)
+    # An expired one is no copy any more.
+    asked.log.change(first, expires=1.0, public=True)
+    assert asked.post("/copy_weights", body).json() == {"tinker_path": path}
+    assert asked.log.checkpoint(path).made > first.made
+
+
+def test_a_repeat_is_answered_as_before_once_a_quota_is_used_up(asked):
+    """What was asked for is there, and a repeat of it costs nothing."""
+    (asked.folder / "tinker/layout.json").write_text(json.dumps(BASE))
+    place = exported(asked)
+    source = place.replace("/training_runs/", "tinker://").replace("/checkpoints", "")
+    copy = {"source_path": source, "session_id": asked.session()}
+    key = {"X-Idempotency-Key": "k"}
+    model = asked.model(asked.session())["model_id"]
+    save = {"model_id": model, "seq_id": 1, "path": "b"}
+
+    sums = {name: hashlib.sha256(each).hexdigest() for name, each in peft_files().items()}
+    send_folder(asked, "another", peft_files())
+
+    def ask():
+        return [
+            asked.post("/copy_weights", copy),
+            asked.post("/peft_folders/a", sums, headers=key),
+            asked.post("/save_weights", save),
+        ]
+
+    first = [each.json() for each in ask()]
+    asked.service.intake.limits = replace(asked.service.intake.limits, stored_bytes=0)
+
+    assert [each.json() for each in ask()] == first
+    assert asked.post("/copy_weights", copy | {"model_seq_id": 1}).status_code == 429
+    assert asked.post("/save_weights", save | {"seq_id": 2}).status_code == 429
+    assert asked.post("/peft_folders/a", sums).status_code == 429
+
+
 def test_a_link_fetches_one_file_of_its_owner_without_a_key(tmp_path):
     """Another file, time or signature is refused, also by another service."""
     with serving(tmp_path, open_to_all=False) as (address, socket, service):

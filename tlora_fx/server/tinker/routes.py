@@ -30,7 +30,7 @@ from tlora_fx.server.submission import Intake
 from tlora_fx.server.tinker.futures import Futures
 from tlora_fx.server.tinker.links import LINK_SECONDS, Links
 from tlora_fx.training.folders import LAYOUT, copy_version
-from tlora_fx.training.log import Checkpoint, CommandLog, Model
+from tlora_fx.training.log import Checkpoint, CommandLog, Model, session_id
 from tlora_fx.training.messages import canonical_request
 from tlora_fx.training.peft_folders import adopt
 from tlora_fx.training.requests import MAX_TTL_SECONDS, NAME, is_name
@@ -349,7 +349,9 @@ async def create_model(request: Request, by: By) -> dict[str, Any]:
 
 async def _append(by: Asker, kind: str, queue: str, seq: int, body: bytes) -> int:
     def append() -> int:
-        by.require_quota(kind)
+        # A repeat costs nothing.
+        if not by.log.is_known(queue, seq):
+            by.require_quota(kind)
         return by.log.append(by.user.name, queue, seq, kind, body)
 
     return await run_in_threadpool(append)
@@ -612,8 +614,13 @@ def take_peft_folder(name: str, body: PeftFolder, by: By, request: Request) -> d
     """Make a checkpoint of uploaded files; the same again by the same key is the same one."""
     if not is_name(name):
         raise RequestRefused("a checkpoint cannot be called so", expected=NAME, found=name[:200])
-    by.require_quota("save_weights")
     log, files = by.log, {CONFIG: body.config, WEIGHTS: body.weights}
+    key = request.headers.get("x-idempotency-key", "")
+    key = key and f"{key} {name} {files}"
+    known = f"tinker://{session_id(by.user.name, key)}:train:0/weights/{name}"
+    if key and log.checkpoints(by.user.name, path=known):
+        return {"tinker_path": known}
+    by.require_quota("save_weights")
     if not (log.folder / LAYOUT).is_file():
         raise RequestRefused("the base is not loaded yet", help="send it again later")
     base = json.loads((log.folder / LAYOUT).read_bytes())
@@ -622,25 +629,21 @@ def take_peft_folder(name: str, body: PeftFolder, by: By, request: Request) -> d
         for file, sha256 in files.items():
             by.intake.place(by.user, fresh, file, sha256)
         config = adopt(fresh, **base)
-        key = request.headers.get("x-idempotency-key", "")
-        session = log.open_session(by.user.name, {}, key and f"{key} {name} {files}")
+        session = log.open_session(by.user.name, {}, key)
         model, called = f"{session}:train:0", f"weights/{name}"
-        path = f"tinker://{model}/{called}"
-        if log.checkpoints(by.user.name, path=path):
-            return {"tinker_path": path}
         size = sum(file.stat().st_size for file in fresh.iterdir())
         folder = copy_version(log.folder, fresh.name, model, called)
     checkpoint = Checkpoint(
-        path, model, by.user.name, "weights", folder, size, time.time(), None, config
-    )
+        f"tinker://{model}/{called}", model, by.user.name, "weights", folder, size, time.time(),
+        None, config,
+    )  # fmt: skip
     log.copy(checkpoint, by.user.name, session)
-    return {"tinker_path": path}
+    return {"tinker_path": checkpoint.path}
 
 
 @api.post("/copy_weights")
 def copy_weights(body: Copy, by: By, request: Request) -> dict[str, str]:
     """Copy a checkpoint into a model of a session, by links; the same again is the same copy."""
-    by.require_quota("save_weights")
     source, now = by.log.checkpoint(body.source_path, by.user.name), time.time()
     key = request.headers.get("x-idempotency-key", "")
     session = body.session_id or by.log.open_session(by.user.name, {}, key)
@@ -648,11 +651,14 @@ def copy_weights(body: Copy, by: By, request: Request) -> dict[str, str]:
     by.log.heard(by.user.name, session)
     model = f"{session}:train:{body.model_seq_id}"
     name = source.path.split("/", 3)[3]
+    path = f"tinker://{model}/{name}"
+    if not by.log.checkpoints(by.user.name, path=path):
+        by.require_quota("save_weights")
     folder = copy_version(by.log.folder, source.folder, model, name)
     expires = None if body.ttl_seconds is None else now + body.ttl_seconds
     copy = replace(
-        source, path=f"tinker://{model}/{name}", model=model, user=by.user.name, folder=folder,
-        made=now, expires=expires, public=False,
+        source, path=path, model=model, user=by.user.name, folder=folder, made=now,
+        expires=expires, public=False,
     )  # fmt: skip
     by.log.copy(copy, by.user.name, session)
     return {"tinker_path": copy.path}
