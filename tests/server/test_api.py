@@ -375,7 +375,10 @@ def test_uploads_are_bounded_and_are_what_they_say(asked):
 
     assert it.ask("PUT", path, content=b"x" * 200).status_code == 413
     assert it.ask("PUT", path, content=parts).status_code == 413
-    assert it.ask("PUT", path, content=b"y").status_code == 413
+    changed = it.ask("PUT", path, content=b"y")
+    assert changed.status_code == 422
+    assert changed.json()["facts"]["found"] == hashlib.sha256(b"y").hexdigest()
+    assert "send it again" in changed.json()["help"]
     assert it.ask("PUT", "/api/v1/files/abc", content=b"y").status_code == 422
     assert it.submit("x" * (2 << 20)).status_code == 413
     assert it.state() == before

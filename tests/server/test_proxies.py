@@ -78,7 +78,7 @@ def test_a_page_of_the_public_address_may_ask_and_no_other(it, tmp_path, proxy):
         with client(it, address, tmp_path, Origin=origin) as own:
             assert own.post("/api/v1/jobs/b/pause").json()["state"] == "paused"
             assert own.get("/readyz").json() == {"status": "ok"}
-            assert own.put(f"/api/v1/files/{'0' * 64}", content=b"x" * 300_000).status_code == 413
+            assert own.put(f"/api/v1/files/{'0' * 64}", content=b"x" * 300_000).status_code == 422
             with own.stream("GET", "/api/v1/stream") as stream:
                 kind, data = (line for line, _ in zip(stream.iter_lines(), range(2), strict=False))
         for strange in ("https://evil.example", origin.replace("https", "http"), "null"):

@@ -38,7 +38,7 @@ class QuotaReached(TloraError, code="T0984"):
 
 
 class UploadRefused(TloraError, code="T0985"):
-    """An uploaded body is too large or cannot be read, or its SHA-256 is not the one given."""
+    """A file to upload is too large, is not there, or cannot be read."""
 
 
 class JobUnknown(TloraError, code="T0986"):

@@ -42,6 +42,7 @@ from tlora_fx.config.paths import is_pattern, is_there
 from tlora_fx.config.sweep import entries_of_values
 from tlora_fx.errors import (
     QuotaReached,
+    RequestRefused,
     StorageFailed,
     SubmissionRefused,
     TloraError,
@@ -167,7 +168,7 @@ class Intake:
     async def upload(self, user: User, sha256: str, content: AsyncIterator[bytes]) -> int:
         """Keep a file until a submission names its SHA-256; its size in bytes.
 
-        raises   UploadRefused, QuotaReached, StorageFailed; nothing is kept then
+        raises   UploadRefused, RequestRefused, QuotaReached, StorageFailed; nothing is kept then
         """
         self._require_room()
         folder = self.store.folder / "uploads" / user.name
@@ -194,10 +195,11 @@ class Intake:
                     self._require_room()
                     file.write(chunk)
             if digest.hexdigest() != sha256:
-                raise UploadRefused(
+                raise RequestRefused(
                     "the file is not what its SHA-256 says",
                     expected=sha256,
                     found=digest.hexdigest(),
+                    help="it changed while it was read or sent: send it again",
                 )
             part.rename(folder / sha256)
         finally:
