@@ -17,7 +17,7 @@ import pytest
 from tests.server.conftest import as_scheduled, asked, job_file, listen  # noqa: F401  (a fixture)
 from tlora_fx.cli import client, main
 from tlora_fx.cli.client import uploads
-from tlora_fx.cli.serve import ServeCommandOptions, _guarded_store
+from tlora_fx.cli.serve import ServeCommandOptions, _guarded_store, _limits
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.errors import ServiceUnreachable, UploadRefused
 
@@ -293,6 +293,40 @@ def test_serve_requires_tokens_for_good_once_it_was_told_to(tmp_path):
     assert not _guarded_store(run, ServeCommandOptions()).tokens_required()
     assert _guarded_store(run, ServeCommandOptions(require_tokens=True)).tokens_required()
     assert _guarded_store(run, ServeCommandOptions(host="0.0.0.0")).tokens_required()
+
+
+#: Outputs and inputs of the linears of a Llama of 8B, as a trainer tells them.
+LAYERS = {
+    f"model.layers.{at}.{name}": shape
+    for at in range(32)
+    for name, shape in {
+        "q": [4096, 4096], "k": [1024, 4096], "v": [1024, 4096], "o": [4096, 4096],
+        "gate": [14336, 4096], "up": [14336, 4096], "down": [4096, 14336],
+    }.items()
+}  # fmt: skip
+LLAMA = {"train_attn": LAYERS, "train_mlp": {}, "train_unembed": {"lm_head": [128256, 4096]}}
+
+
+@pytest.mark.parametrize(
+    ("options", "max_rank", "mebibytes"),
+    [
+        # Of rank 64, that base's largest adapter has 176 million numbers.
+        ({}, None, 1024),
+        ({"tinker": True}, 64, 1024),
+        ({"tinker": True}, 256, 2697),
+        ({"tinker": True, "max_upload": 1.0}, 256, 1),
+    ],
+)
+def test_serve_takes_uploads_of_the_largest_adapter(tmp_path, options, max_rank, mebibytes):
+    """Of --tinker's base and largest rank; another bound is the operator's to give."""
+    if max_rank is not None:
+        file = tmp_path / "service/tinker/layout.json"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps({"layout": LLAMA, "max_rank": max_rank}))
+
+    limits = _limits(ServeCommandOptions(output=tmp_path, **options))
+
+    assert limits.upload_bytes >> 20 == mebibytes
 
 
 def test_jobs_are_listed_by_pages_and_removed_once_they_have_ended(said, monkeypatch, tmp_path):

@@ -19,7 +19,7 @@ from tests.training.clients import Client, cycle_of, datum, engine, run_all
 from tlora_fx.errors import AdapterFolderError
 from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.training.log import Checkpoint
-from tlora_fx.training.peft_folders import adopt
+from tlora_fx.training.peft_folders import HEADER_BYTES, adopt, largest_bytes
 from tlora_fx.training.versions import read_version
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -253,7 +253,7 @@ def test_a_wrong_folder_is_refused(folder, what):
 _ALONE = """
 import json, sys
 from pathlib import Path
-from tlora_fx.training.peft_folders import adopt
+from tlora_fx.training.peft_folders import HEADER_BYTES, adopt, largest_bytes
 print(adopt(Path(sys.argv[1]), json.loads(sys.argv[2]), 64)["rank"], "torch" in sys.modules)
 """
 
@@ -306,6 +306,17 @@ def test_a_number_beyond_float32_is_refused_with_its_tensor_and_value(
         adopted(folder)
 
     assert float(caught.value.facts["found"]) == pytest.approx(value, rel=1e-6)
+
+
+def test_the_bytes_of_the_largest_adapter_hold_it(tmp_path):
+    """All linears, in float32."""
+    rank = engine().options.max_rank
+    how = {"r": rank, "target_modules": r".*(_proj|lm_head)"}
+    folder = peft_folder(tmp_path / "mine", torch.float32, **how)
+    adopted(folder)
+    size = (folder / WEIGHTS).stat().st_size
+
+    assert size <= largest_bytes(engine().layout, rank) <= size + HEADER_BYTES
 
 
 def test_a_number_that_fits_float32_is_kept(folder):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import signal
 import socket
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from tlora_fx.server.answering import Answering
     from tlora_fx.server.control import EventLog
     from tlora_fx.server.store import ServiceStore
+    from tlora_fx.server.submission import IntakeLimits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +81,12 @@ class ServeCommandOptions(RunCommandOptions):
         "Folder on this machine from which jobs may read base models, data and adapters; "
         "repeatable.",
     )
-    max_upload: float = option(256.0, "Largest uploaded file, in MiB.", min=0)
+    max_upload: float | None = option(
+        None,
+        "Largest uploaded file, in MiB; if not given 1024, or what the largest adapter of --tinker "
+        "needs.",
+        min=0,
+    )
     max_stored: float = option(
         10.0, "Largest size of all uploads of a user together, in GiB.", min=0
     )
@@ -293,6 +300,31 @@ def _training(
         yield started
 
 
+def _limits(options: ServeCommandOptions) -> IntakeLimits:
+    """What users may send; once a trainer has said what its base is."""
+    from tlora_fx.server.submission import UPLOAD_BYTES, IntakeLimits
+
+    assert options.output is not None
+    upload_bytes = UPLOAD_BYTES
+    if options.max_upload is not None:
+        upload_bytes = int(options.max_upload * (1 << 20))
+    elif options.tinker:
+        from tlora_fx.training.folders import LAYOUT
+        from tlora_fx.training.peft_folders import largest_bytes
+
+        base = json.loads((options.output / TINKER_FOLDER / LAYOUT).read_bytes())
+        upload_bytes = max(upload_bytes, largest_bytes(**base))
+    days, job_days = options.keep_uploads, options.keep_jobs
+    return IntakeLimits(
+        roots=tuple(options.root or ()), upload_bytes=upload_bytes,
+        stored_bytes=int(options.max_stored * (1 << 30)),
+        keep_seconds=None if days is None else days * 86_400.0,
+        keep_job_seconds=None if job_days is None else job_days * 86_400.0,
+        archive=options.archive,
+        trust_remote_code=options.trust_remote_code,
+    )  # fmt: skip
+
+
 def _answer(
     options: ServeCommandOptions, gpus: int, gpu: str, policy: str, bell: Path | None,
     sockets: list[socket.socket], parent: Connection,
@@ -304,25 +336,20 @@ def _answer(
     from tlora_fx.server.app import is_address, make_app, make_service
     from tlora_fx.server.connections import make_server
     from tlora_fx.server.log_lines import log_to_stderr
-    from tlora_fx.server.submission import IntakeLimits
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # Threads that read or write for others do not keep who answers waiting.
     sys.setswitchinterval(0.001)
     log_to_stderr(options.log_format)
-    days, job_days = options.keep_uploads, options.keep_jobs
-    limits = IntakeLimits(
-        roots=tuple(options.root or ()), upload_bytes=int(options.max_upload * (1 << 20)),
-        stored_bytes=int(options.max_stored * (1 << 30)),
-        keep_seconds=None if days is None else days * 86_400.0,
-        keep_job_seconds=None if job_days is None else job_days * 86_400.0,
-        archive=options.archive,
-        trust_remote_code=options.trust_remote_code,
-    )  # fmt: skip
     assert options.output is not None
     service = make_service(
-        options.output, limits, open_to_all=options.loopback, gpus=gpus, gpu=gpu, policy=policy
+        options.output,
+        _limits(options),
+        open_to_all=options.loopback,
+        gpus=gpus,
+        gpu=gpu,
+        policy=policy,
     )
     tinker = None
     if bell is not None:

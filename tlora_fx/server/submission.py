@@ -60,6 +60,9 @@ from tlora_fx.server.store import OwnedJob, ReplacedJob, ServiceStore, Submissio
 logger = logging.getLogger(__name__)
 
 JOB_FILE = "jobs.yaml"
+#: Of an uploaded file, where nobody says otherwise: it holds the adapter of rank 64 of all linears
+#: of a base of 8B, in float32.
+UPLOAD_BYTES = 1 << 30
 #: Old jobs that are removed in one transaction.
 REMOVED_AT_A_TIME = 100
 #: For which the files that a submission names by patterns are looked up.
@@ -88,7 +91,7 @@ class IntakeLimits:
     """
 
     roots: tuple[Path, ...] = ()
-    upload_bytes: int = 256 << 20
+    upload_bytes: int = UPLOAD_BYTES
     stored_bytes: int = 10 << 30
     keep_seconds: float | None = None
     keep_job_seconds: float | None = None

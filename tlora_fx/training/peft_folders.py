@@ -75,6 +75,12 @@ def adopt(folder: Path, layout: Mapping[str, Mapping[str, Any]], max_rank: int) 
     return config
 
 
+def largest_bytes(layout: Mapping[str, Mapping[str, Any]], max_rank: int) -> int:
+    """Bytes of the weights of the largest adapter at most, in float32; as of `adopt`."""
+    rows = sum(outs + ins for own in layout.values() for outs, ins in own.values())
+    return 4 * max_rank * rows + HEADER_BYTES
+
+
 def _fields(folder: Path) -> dict[str, Any]:
     """What a LoRA's config says that models here can be."""
     if (size := (folder / CONFIG).stat().st_size) > CONFIG_BYTES:
