@@ -107,3 +107,39 @@ def test_sigterm_during_imports_is_told_in_one_line(processes, tmp_path, monkeyp
     assert ended.returncode == 143
     assert ended.stderr.removeprefix("starting\n") == "terminated by SIGTERM\n"
     assert not ended.stdout
+
+
+#: Two commands look at a new folder at the same moment: the other one has it a moment later.
+SECOND = """
+import fcntl, os, sys
+from pathlib import Path
+from tlora_fx.runtime import run_folder
+
+def looked(path):
+    path.mkdir()
+    lock = (path / run_folder.LOCK).open("a")
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    run_folder.RunFolder(path).announce(["a"])
+    held.append(lock)
+
+held = []
+run_folder.require_new = run_folder.require_begun = lambda *given, **named: None
+run_folder.require_free = looked
+"""
+
+
+def test_the_second_of_two_runs_in_one_folder_is_told_before_torch_is_imported(
+    tmp_path, monkeypatch
+):
+    """What the first one says of its jobs stays."""
+    monkeypatch.setenv("TLORA_FX_CACHE", str(tmp_path))
+    with folder_of(Mistake("", "")) as folder:
+        ended = subprocess.run(
+            [sys.executable, "-c", SECOND + CODE, *TRAIN],
+            cwd=folder, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        [status] = folder.glob(f"{TRAIN[TRAIN.index('-o') + 1]}/*/status.json")
+
+    assert "another process is running in the output folder" in ended.stderr
+    assert ended.stdout == "not imported\n"
+    assert status.parent.name == "a"

@@ -8,8 +8,9 @@ import pytest
 
 from tlora_fx.errors import NewerFormat, RunFolderError
 from tlora_fx.host.version import __version__
+from tlora_fx.runtime import run_folder
 from tlora_fx.runtime.reports.run_view import read_run
-from tlora_fx.runtime.run_folder import RunFolder, ask_to_stop
+from tlora_fx.runtime.run_folder import RunFolder, ask_to_stop, hold_early, require_free
 
 PLACES = ("run.json", "a/status.json")
 
@@ -75,3 +76,51 @@ def test_what_was_announced_is_withdrawn_again(tmp_path):
     folder.withdraw(["a", "b"])
 
     assert [path.name for path in folder.path.iterdir()] == ["b"]
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_folder_that_is_held_early_is_its_runs_alone(tmp_path, there):
+    """One run of the process takes it over; another one waits for it as others do."""
+    path, other = tmp_path / "run", tmp_path / "other"
+    if there:
+        path.mkdir()
+    with hold_early(path, resume=False), RunFolder(other).held(resume=False):
+        with pytest.raises(RunFolderError, match="another process"), hold_early(path, resume=False):
+            pass
+        for _ in range(2):
+            with pytest.raises(RunFolderError, match="another process"):
+                require_free(path)
+            with RunFolder(path).held(resume=False):
+                with pytest.raises(RunFolderError, match="another process"):
+                    RunFolder(path).held(resume=False).__enter__()
+                with pytest.raises(RunFolderError, match="another process"):
+                    require_free(path)
+    require_free(path)
+
+    # In which nothing came to be.
+    assert path.exists() == there
+
+
+def test_a_folder_that_is_held_early_stays_with_what_came_to_be(tmp_path):
+    path = tmp_path / "run"
+    with hold_early(path, resume=False), RunFolder(path).held(resume=False):
+        RunFolder(path).begin(["a"])
+
+    assert (path / "run.json").exists()
+    with pytest.raises(RunFolderError, match="holds something already"):
+        hold_early(path, resume=False).__enter__()
+    with hold_early(path, resume=True):
+        pass
+    assert (path / "run.json").exists()
+
+
+def test_who_waited_for_a_folder_that_was_removed_makes_it_anew(tmp_path, monkeypatch):
+    """The lock that it waited for is nobody's any more."""
+    path = tmp_path / "run"
+    first = hold_early(path, resume=False)
+    first.__enter__()
+    monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: first.__exit__(None, None, None))
+    with hold_early(path, resume=False):
+        with pytest.raises(RunFolderError, match="another process"):
+            require_free(path)
+        assert [each.name for each in path.iterdir()] == [".lock"]

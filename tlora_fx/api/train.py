@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
@@ -22,7 +22,7 @@ from tlora_fx.runtime.checks import unusual
 from tlora_fx.runtime.distributed import require_device
 from tlora_fx.runtime.job_run import JobRun
 from tlora_fx.runtime.launching.early_checks import require_data
-from tlora_fx.runtime.run_folder import require_begun, require_free, require_new
+from tlora_fx.runtime.run_folder import hold_early, require_begun, require_free, require_new
 from tlora_fx.runtime.trainer import Trainer, TrainerOptions, new_folder
 
 
@@ -55,12 +55,13 @@ def train(
     """
     folder = Path(output) if output is not None else new_folder()
     console = Console(stderr=True, quiet=not verbose, highlight=False)
-    with _told_in_python(), _start(), Bars(console) as bars:
+    with _told_in_python(), _start(), Bars(console) as bars, ExitStack() as held:
         require_free(folder)
         (require_begun if resume else require_new)(folder)
         require_device(device)
         given = _jobs_of(jobs)
         require_data(given)
+        held.enter_context(hold_early(folder, resume))
         heard = _Heard(bars, max_row_tokens)
         trainer = Trainer(
             compile(given),

@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -108,12 +108,7 @@ def run(options: TrainOptions) -> None:
     # What Python and the command line have imported until now.
     phases.begin(began := phases.process_began()).add("imports", began)
 
-    from tlora_fx.runtime.run_folder import (
-        how_to_go_on,
-        require_begun,
-        require_free,
-        require_new,
-    )
+    from tlora_fx.runtime.run_folder import hold_early, require_begun, require_free, require_new
 
     # Importing torch takes seconds; what can be said before them is. One process says it for all.
     leads, again = os.environ.get("RANK", "0") == "0", "TORCHELASTIC_RESTART_COUNT"
@@ -122,6 +117,18 @@ def run(options: TrainOptions) -> None:
         (require_begun if options.resume else require_new)(options.output)
     with phase("checks"):
         jobs = _require_right(options) if leads else ()
+    resumes = options.resume or os.environ.get(again, "0") != "0"
+    with hold_early(options.output, resumes) if leads else nullcontext():
+        _run(options, jobs, leads=leads)
+
+
+def _run(options: TrainOptions, jobs: Sequence[Job], *, leads: bool) -> None:
+    """Train jobs that were checked, in a folder that is held.
+
+    leads   whether this process speaks for all
+    """
+    from tlora_fx.runtime.run_folder import how_to_go_on
+
     if options.gpus is not None:
         start_processes(options.gpus, options, lambda: how_to_go_on(options.output))
         leads = os.environ.get("RANK", "0") == "0"

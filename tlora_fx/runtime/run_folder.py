@@ -228,13 +228,7 @@ class RunFolder:
         if not self.writes:
             yield
             return
-        try:
-            self.path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
-            lock = (self.path / LOCK).open("a")
-        except OSError as error:
-            raise unwritable(self.path, error) from error
-        with lock:
-            _lock(lock, self.path)
+        with _adopted(self.path) as lock:
             if not resume:
                 require_new(self.path)
             self._held = os.fstat(lock.fileno())
@@ -474,6 +468,76 @@ def require_free(path: Path) -> None:
             raise busy(path) from error
         except OSError:
             return  # what cannot be locked is refused where it is held
+
+
+#: Locks that this process holds by `hold_early`, until a run takes them over.
+_EARLY: list[IO[str]] = []
+
+
+@contextmanager
+def hold_early(path: Path, resume: bool) -> Iterator[None]:
+    """Hold a folder from before its run is loaded; `RunFolder.held` in here goes on with it.
+
+    A folder in which nothing came to be is removed again, if it was not there before.
+
+    resume    as of `held`
+    raises    RunFolderError, as `held`
+    """
+    fresh = not path.exists()
+    with _locked(path) as lock:
+        _EARLY.append(lock)
+        try:
+            if not resume:
+                require_new(path)
+            yield
+        finally:
+            if lock in _EARLY:
+                _EARLY.remove(lock)
+            with suppress(OSError):
+                if fresh and [entry.name for entry in path.iterdir()] == [LOCK]:
+                    (path / LOCK).unlink()
+                    path.rmdir()
+
+
+@contextmanager
+def _adopted(path: Path) -> Iterator[IO[str]]:
+    """The lock that `hold_early` has of a folder, for one run at a time; else as `_locked`."""
+    early = next((lock for lock in _EARLY if _is_of(lock, path)), None)
+    if early is None:
+        with _locked(path) as lock:
+            yield lock
+        return
+    _EARLY.remove(early)
+    try:
+        yield early
+    finally:
+        _EARLY.append(early)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[IO[str]]:
+    """Inside, this process alone has the folder's lock; raises RunFolderError."""
+    for _ in range(LOCK_TRIES):
+        try:
+            path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
+            lock = (path / LOCK).open("a")
+        except FileNotFoundError:
+            continue  # whoever had it has removed the folder
+        except OSError as error:
+            raise unwritable(path, error) from error
+        with lock:
+            _lock(lock, path)
+            if _is_of(lock, path):
+                yield lock
+                return
+    raise busy(path)
+
+
+def _is_of(lock: IO[str], path: Path) -> bool:
+    """Whether a lock is the one that lies in a folder."""
+    with suppress(OSError):
+        return os.path.samestat((path / LOCK).stat(), os.fstat(lock.fileno()))
+    return False
 
 
 def _lock(lock: IO[str], path: Path) -> None:

@@ -77,7 +77,7 @@ def adopt(folder: Path, layout: Mapping[str, Mapping[str, Any]], max_rank: int) 
 
 def largest_bytes(layout: Mapping[str, Mapping[str, Any]], max_rank: int) -> int:
     """Bytes of the weights of the largest adapter at most, in float32; as of `adopt`."""
-    rows = sum(outs + ins for own in layout.values() for outs, ins in own.values())
+    rows: int = sum(outs + ins for own in layout.values() for outs, ins in own.values())
     return 4 * max_rank * rows + HEADER_BYTES
 
 
