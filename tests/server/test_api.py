@@ -8,25 +8,30 @@ import os
 import pwd
 import tarfile
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
+from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.server.conftest import EXAMPLES, QUICKSTART, as_scheduled, job_file, request
+from tests.server.conftest import EXAMPLES, QUICKSTART, Asked, as_scheduled, job_file, request
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.errors import LedgerError, ServiceRefused, TokenRefused
+from tlora_fx.scheduler.estimates import require_measured
 from tlora_fx.scheduler.executor import Drained, Finished
 from tlora_fx.scheduler.state import Group
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.server import submission
-from tlora_fx.server.app import make_service
+from tlora_fx.server.app import make_app, make_service
 from tlora_fx.server.ledger import User
 from tlora_fx.server.store import ServiceStore
 from tlora_fx.server.submission import IntakeLimits
 from tlora_fx.server.view import RunView
+
+PROFILE = Path(__file__).parents[1] / "scheduler" / "quickstart-cpu.json"
 
 
 def test_a_submission_becomes_a_job_file_of_the_scheduler(asked):
@@ -364,6 +369,26 @@ def test_without_users_a_job_cannot_be_called_as_the_service(asked):
     assert it.submit(job_file("service")).status_code == 422
     assert it.submit(job_file("a")).status_code == 201
     assert it.submit(job_file("A"), key="other").status_code == 409
+
+
+def test_a_base_that_was_not_measured_is_told_to_who_submits(tmp_path, monkeypatch):
+    """At once, and nothing has changed; the scheduler would refuse the job later."""
+    monkeypatch.setenv("TLORA_FX_PROFILES", str(tmp_path))
+    limits, require = IntakeLimits(roots=(EXAMPLES,)), partial(require_measured, gpu="cpu")
+    service = make_service(
+        tmp_path / "run", limits, open_to_all=True, require_measured=partial(require, files=())
+    )
+    client = TestClient(make_app(service, ("testserver",)))
+    it = Asked(tmp_path / "run", service, client)
+    before = it.state()
+    refused = it.submit(job_file("a"))
+
+    assert refused.status_code == 422
+    assert "was not measured on this machine's cpu" in refused.json()["what"]
+    assert "tlora-fx profile" in refused.json()["help"]
+    assert it.state() == before
+    service.intake._require_measured = partial(require, files=(PROFILE,))
+    assert it.submit(job_file("a")).status_code == 201
 
 
 def test_uploads_are_bounded_and_are_what_they_say(asked):

@@ -333,6 +333,7 @@ def _answer(
 
     bell   of the trainer; None: the Tinker API is not served
     """
+    from tlora_fx.scheduler.estimates import require_measured
     from tlora_fx.server.app import is_address, make_app, make_service
     from tlora_fx.server.connections import make_server
     from tlora_fx.server.log_lines import log_to_stderr
@@ -344,13 +345,10 @@ def _answer(
     log_to_stderr(options.log_format)
     assert options.output is not None
     service = make_service(
-        options.output,
-        _limits(options),
-        open_to_all=options.loopback,
-        gpus=gpus,
-        gpu=gpu,
+        options.output, _limits(options), open_to_all=options.loopback, gpus=gpus, gpu=gpu,
         policy=policy,
-    )
+        require_measured=partial(require_measured, gpu=gpu, files=tuple(options.profile or ())),
+    )  # fmt: skip
     tinker = None
     if bell is not None:
         from tlora_fx.server.tinker.futures import Futures

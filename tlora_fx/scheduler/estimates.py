@@ -4,20 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 
+from tlora_fx.config.base_files import config_file, read_json
+from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.config.job import Job
+from tlora_fx.config.paths import is_file
 from tlora_fx.cost.estimator import Layout, Prediction, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
 from tlora_fx.cost.memory import device_bytes
 from tlora_fx.cost.model_facts import ModelFacts
 from tlora_fx.cost.profile import Profile
-from tlora_fx.cost.profile_sources import ON_CPU, covers, profiles_for, require_profile
-from tlora_fx.errors import ProfileMismatch, ProfileMissing, RunRefused, UnknownGpu
+from tlora_fx.cost.profile_sources import (
+    ON_CPU,
+    covers,
+    known_profiles,
+    profiles_for,
+    require_profile,
+    same_gpu,
+)
+from tlora_fx.errors import (
+    BaseFileDamaged,
+    ProfileMismatch,
+    ProfileMissing,
+    RunRefused,
+    UnknownGpu,
+)
 from tlora_fx.host.memory import usable_cpus
 from tlora_fx.scheduler.local.admission_worker import prepare
 from tlora_fx.scheduler.state import Group, JobRequest
+
+#: What configs call the columns between layers.
+WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 
 def machine(device: str | None, slots: int | None) -> tuple[Cluster, str]:
@@ -138,17 +158,62 @@ class Estimates:
 
     def _unmeasured(self, base: str, nearest: str | None) -> ProfileMismatch:
         """The whole mistake for the first job of a base, a line for the others."""
-        where = f"on this machine's {self.cluster.gpu}"
         if base in self._unmeasured_for:
             return ProfileMismatch(
-                f"base '{base}' was not measured {where}, as told of '{self._unmeasured_for[base]}'"
+                f"base '{base}' was not measured on this machine's {self.cluster.gpu}, as told of "
+                f"'{self._unmeasured_for[base]}'"
             )
-        others = ", ".join(profile.name for profile in self._given)
-        there = f"profiles of other bases: {others}" if others else nearest or "no profile"
-        how = ON_CPU if self.cluster.gpu == "cpu" else " --eager"
-        return ProfileMismatch(
-            f"base '{base}' was not measured {where}",
-            found=there,
-            help=f"measure it with `tlora-fx profile JOBS.yaml{how}`, then start anew "
-            "with --profile FILE",
-        )
+        return _unmeasured(base, self.cluster.gpu, self._given, nearest)
+
+
+def require_measured(base: BaseSpec, gpu: str, files: Sequence[Path] = ()) -> None:
+    """Refuse a base that nobody has measured on a kind of GPU, as far as its config.json says so.
+
+    A base that is not on this machine, and one whose config does not say its sizes, passes; so does
+    one of whose layers some were not measured. `Estimates.learn` refuses those. Without torch.
+
+    files    profiles that the user names
+    raises   ProfileMismatch, ProfileFileError
+    """
+    if (widths := _widths_of(base)) is None:
+        return
+    given = [Profile.load(path) for path in files]
+    for profile in chain(given, known_profiles()):
+        shape = profile.shape
+        # A classifier's head is another one.
+        same = shape.hidden == widths[0] and (base.is_classifier or shape.vocabulary == widths[1])
+        same = same and (base.quantize is not None or shape.dtype == base.dtype)
+        if same and same_gpu(profile.hardware.gpu, gpu) and not profile.estimated:
+            return
+    raise _unmeasured(str(base.model or base.config), gpu, given)
+
+
+def _widths_of(base: BaseSpec) -> tuple[int, int] | None:
+    """Columns between a base's layers and its vocabulary, by its config.json; None if not known."""
+    file = config_file(base)
+    if file is None or not is_file(file):
+        return None
+    try:
+        config = read_json(file)
+    except BaseFileDamaged:
+        return None
+    for each in (config, config.get("text_config")):
+        named = each if isinstance(each, dict) else {}
+        hidden = next((named[name] for name in WIDTHS if name in named), None)
+        vocabulary = named.get("vocab_size")
+        if isinstance(hidden, int) and isinstance(vocabulary, int):
+            return hidden, vocabulary
+    return None
+
+
+def _unmeasured(
+    base: str, gpu: str, given: Sequence[Profile], nearest: str | None = None
+) -> ProfileMismatch:
+    others = ", ".join(profile.name for profile in given)
+    how = ON_CPU if gpu == "cpu" else " --eager"
+    return ProfileMismatch(
+        f"base '{base}' was not measured on this machine's {gpu}",
+        found=f"profiles of other bases: {others}" if others else nearest or "no profile",
+        help=f"measure it with `tlora-fx profile JOBS.yaml{how}`, then start anew "
+        "with --profile FILE",
+    )

@@ -36,6 +36,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.config.hyperparameters import hyperparameters
 from tlora_fx.errors import (
     AdapterFolderError,
@@ -781,14 +782,15 @@ async def _repeat(action: Callable[[], None], seconds: float) -> None:
 
 def make_service(
     folder: Path, limits: IntakeLimits, *, open_to_all: bool, gpus: int = 1, gpu: str = "",
-    policy: str = "",
+    policy: str = "", require_measured: Callable[[BaseSpec], None] = lambda base: None,
 ) -> Service:  # fmt: skip
     """A service over a run's folder, with what a killed one left put right.
 
-    raises   LedgerError
+    require_measured   as of `Intake`
+    raises             LedgerError
     """
     store = ServiceStore(folder)
-    intake = Intake(store, limits)
+    intake = Intake(store, limits, require_measured)
     intake.restore()
     view = RunView(store, folder, gpus=gpus, gpu=gpu, policy=policy)
     return Service(store, intake, view, folder, open_to_all)

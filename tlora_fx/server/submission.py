@@ -22,7 +22,7 @@ import tarfile
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -100,10 +100,16 @@ class IntakeLimits:
 
 
 class Intake:
-    """Intake of uploads and submissions."""
+    """Intake of uploads and submissions.
 
-    def __init__(self, store: ServiceStore, limits: IntakeLimits) -> None:
-        self.store, self.limits = store, limits
+    require_measured   raises TloraError for a base that cannot be trained for want of a profile
+    """
+
+    def __init__(
+        self, store: ServiceStore, limits: IntakeLimits,
+        require_measured: Callable[[BaseSpec], None] = lambda base: None,
+    ) -> None:  # fmt: skip
+        self.store, self.limits, self._require_measured = store, limits, require_measured
         self._roots = tuple(root.resolve() for root in limits.roots)
         # By number, submissions whose job file is not written yet, and who may write them.
         self._late: dict[int, Submission] = {}
@@ -297,6 +303,7 @@ class Intake:
             require_distinct_names(jobs)
             self._require_data(folder, top, files, matched)
             _require_base(jobs[0].base)
+            self._require_measured(jobs[0].base)
             return jobs
         except QuotaReached:
             raise
