@@ -212,6 +212,7 @@ def test_what_cannot_be_compiled_beside_training_says_why(tmp_path, monkeypatch)
 
     assert why_at_once(group) == ""
     assert why_at_once(open_group) == "jobs come and go"
+    assert why_at_once(open_group, fixed_slots=True) == ""
     group.plan = Plan(planner="tensor", mesh=MeshShape(tp=2))
     assert why_at_once(group) == "the plan cuts matrices into pieces"
     monkeypatch.setenv("TORCHINDUCTOR_FORCE_DISABLE_CACHES", "1")
@@ -219,6 +220,22 @@ def test_what_cannot_be_compiled_beside_training_says_why(tmp_path, monkeypatch)
     assert why_at_once(group) == "torch's caches are switched off"
     monkeypatch.setattr(compilation, "is_strict", lambda: True)
     assert why_at_once(group) == "strict mode"
+
+
+def test_the_process_builds_an_open_model_as_it_is(tmp_path):
+    """With its slots and rows, the free ones too: code depends on how weights lie."""
+    jobs = the_jobs(tmp_path)
+    slots = OpenSlots(("q_proj", "v_proj"), rows=32, jobs=3, rank=16)
+    model = compile(jobs, open=slots)
+    row = example_row(GroupStep(model, device="cpu"), make_data(jobs))
+    found = CompileRequest.of(model, row, ["cpu"]).model()
+
+    assert found.is_open
+    assert found.group.open == slots
+    assert [job.name for job in found.jobs] == ["a", "b", "free slot 2"]
+    assert {path: bank.table for path, bank in found.banks.items()} == {
+        path: bank.table for path, bank in model.banks.items()
+    }
 
 
 def train_two(folder, looks):

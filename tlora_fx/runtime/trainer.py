@@ -7,6 +7,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -64,7 +65,7 @@ from tlora_fx.runtime.optim.trainable import require_trainable
 from tlora_fx.runtime.reports.job_reports import JobReports
 from tlora_fx.runtime.reports.trackers import Trackers
 from tlora_fx.runtime.round_end import CallbackErrors, RoundEnd
-from tlora_fx.runtime.rounds.compilation import Compilation
+from tlora_fx.runtime.rounds.compilation import Compilation, FolderRecord, example_row
 from tlora_fx.runtime.rounds.elastic import Roster
 from tlora_fx.runtime.rounds.evaluation import Measurements
 from tlora_fx.runtime.rounds.halving import Halving
@@ -167,10 +168,10 @@ class Trainer:
             accept=options.accept_changes, whole_base=options.whole_base,
         )  # fmt: skip
         self.commits = self.checkpoints.commits
+        record = FolderRecord(self.folder, resume is True) if self.carried is None else None
         self.compilation = Compilation(
-            self.group, self.folder, self.ranks, self.callback,
+            self.group, record, self.ranks, self.callback,
             waits=options.wait_for_compile or self.carried is not None or nano is not None,
-            keeps=self.carried is None, resume=resume is True,
         )  # fmt: skip
         self.rounds = 0
         self.change_seconds = 0.0
@@ -211,7 +212,8 @@ class Trainer:
                 return self.runs
             self.folder.begin([job.name for job in self.jobs])
             stack.callback(self.compilation.close)
-            self.compilation.begin(data, self.checkpoints.rounds)
+            row = partial(example_row, self.group, data)
+            self.compilation.begin(row, self.checkpoints.rounds)
             self.prepare(data)
             self.compilation.restored(self.rounds)
             self.callback.started(self.runs)

@@ -4,7 +4,7 @@ Compiling takes longer than many rounds. So another process compiles for torch's
 (`CompileProcess`), the first rounds run as they are, and compiled layers take over at a round that
 all processes agree on. The run's folder holds the number of that round before it runs, and a run
 that is resumed compiles at the same round: its losses and adapters are those of a run that never
-stopped.
+stopped. A loop of one's own, and the trainer of the Tinker API, do the same by `CompiledLayers`.
 
 The other process builds the same model with few of its layers (`parallel.shallow`) and random
 weights, and runs one row forward and backward. Whoever compiles the whole model afterwards finds
@@ -23,11 +23,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -53,6 +54,7 @@ from tlora_fx.runtime.data.samples import JobData
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.group_step import GroupStep
 from tlora_fx.runtime.run_folder import RunFolder
+from tlora_fx.tracing.adapters import resolve_sites
 
 # Other work of the machine comes first, training too.
 NICENESS = 10
@@ -66,7 +68,7 @@ class CompileRequest:
     saved       jobs, and the modules that the graphs call
     row         on the CPU: sizes of a row as training has it
     devices     each gets code of its own
-    evaluates   forwards without a backward are compiled too
+    forwards    forwards without a backward are compiled too
     threads     of torch on a CPU, which compiled code depends on
     matmul      torch's precision of float32 products, likewise
     """
@@ -75,19 +77,24 @@ class CompileRequest:
     saved: dict[str, Any]
     row: PackedBatch
     devices: tuple[str, ...]
-    evaluates: bool
+    forwards: bool
     threads: int
     matmul: str
 
     @classmethod
-    def of(cls, model: SuperModel, row: PackedBatch, devices: Sequence[str]) -> CompileRequest:
-        """The request for a model under this process's settings; raises GraphNotStorable."""
+    def of(
+        cls, model: SuperModel, row: PackedBatch, devices: Sequence[str], *, forwards: bool = False
+    ) -> CompileRequest:
+        """The request for a model under this process's settings; raises GraphNotStorable.
+
+        forwards   also where no job evaluates
+        """
         return cls(
             graph_text(model.group),
             saved_model(model.group, model.jobs).model_dump(mode="json"),
             row,
             tuple(devices),
-            any(job.eval_strategy != "no" for job in model.jobs),
+            forwards or any(job.eval_strategy != "no" for job in model.jobs),
             torch.get_num_threads(),
             torch.get_float32_matmul_precision(),
         )
@@ -100,8 +107,18 @@ class CompileRequest:
         find_passes()
         group = graphs_of_text(self.graphs)
         assert isinstance(group, GroupGraph), "a fused model"
-        given = prepare([Job.model_validate(job) for job in saved.jobs])
-        return SuperModel(group, given.backbone, given.jobs)
+        if group.open is None:
+            given = prepare([Job.model_validate(job) for job in saved.jobs])
+            return SuperModel(group, given.backbone, given.jobs)
+        # No job can be called as a slot is that no job is in.
+        named = [{**job, "name": f"slot-{slot}"} for slot, job in enumerate(saved.jobs)]
+        given = prepare([Job.model_validate(job) for job in named])
+        jobs = [
+            job.model_copy(update={"name": name})
+            for job, name in zip(given.jobs, group.job_names, strict=True)
+        ]
+        resolve = partial(resolve_sites, backbone=given.backbone)
+        return SuperModel(group, given.backbone, jobs, resolve)
 
 
 class CompileProcess:
@@ -198,7 +215,7 @@ def compile_few_layers(request: CompileRequest, device: torch.device) -> None:
     weights = torch.ones(len(model.jobs), dtype=torch.float64, device=device)
     with norms_kept():
         runner.run([request.row], weights)
-    if request.evaluates:
+    if request.forwards:
         runner.evaluate([request.row])
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -215,60 +232,98 @@ TRAINING_BYTES = 4 * 2**30
 EXAMPLE_TOKENS = 4096
 
 
+class TakeOverRecord(Protocol):
+    """Where it stands after how many rounds compiled layers took over."""
+
+    def read(self) -> int | None:
+        """Rounds that had run then; None where they have not taken over."""
+
+    def write(self, rounds: int) -> None:
+        """Keep it; a kill of any process loses nothing on return."""
+
+
+@dataclass(frozen=True, slots=True)
+class FolderRecord:
+    """A record in a run's folder.
+
+    resume   the folder holds a run that goes on
+    raises   RunFolderError
+    """
+
+    folder: RunFolder
+    resume: bool
+
+    def read(self) -> int | None:
+        """See `TakeOverRecord`."""
+        return self.folder.compiled_round() if self.resume else None
+
+    def write(self, rounds: int) -> None:
+        """See `TakeOverRecord`."""
+        versions = {"torch": str(torch.__version__), "tlora-fx": __version__}
+        self.folder.write_compiled({"round": rounds, **versions})
+
+
 class Compilation:
     """Compiles the layers of a trainer's run.
 
-    waits    layers are compiled before the first round, as somebody asked
-    keeps    the round is kept in the run's folder
-    resume   the folder holds a run that goes on
+    record       None: nothing is kept
+    waits        layers are compiled before the first round, as somebody asked
+    forwards     forwards without a backward are compiled even where no job evaluates
+    fixed_slots  banks of an open model do not grow
+    unit         what is counted, for messages
+    instead      what to do where the other process fails, for messages
     """
 
     def __init__(
         self,
         group: GroupStep,
-        folder: RunFolder,
+        record: TakeOverRecord | None,
         ranks: Ranks,
         callback: TrainerCallback,
         *,
         waits: bool,
-        keeps: bool,
-        resume: bool,
+        forwards: bool = False,
+        fixed_slots: bool = False,
+        unit: str = "round",
+        instead: str = "without --no-wait-for-compile the training process compiles them",
     ) -> None:
-        self.group, self.folder, self.ranks, self.callback = group, folder, ranks, callback
-        self._waits, self._keeps, self._resume = waits, keeps, resume
+        self.group, self.record, self.ranks, self.callback = group, record, ranks, callback
+        self._waits, self._forwards, self._fixed_slots = waits, forwards, fixed_slots
+        self._unit, self._instead = unit, instead
         self._round: int | None = None
         self._beside = False
         self._process: CompileProcess | None = None
 
-    def begin(self, data: Mapping[str, JobData], rounds: int) -> None:
-        """Decide when layers are compiled, and start to compile; before weights are loaded.
+    def begin(self, row: Callable[[], PackedBatch], rounds: int) -> None:
+        """Decide when layers are compiled, and start to compile.
 
+        row       makes one as training has it, on the CPU
         rounds    that are done, as the leader knows
-        raises    RunFolderError
+        raises    what the record raises
         """
         if not self.group.options.compiled or self.group.model.is_compiled:
-            self._keeps = False
+            self.record = None
             return
         kept = self.ranks.together(self._kept)
         self._round, rounds = self.ranks.from_leader((kept, rounds))
         if self._waits if self._round is None else self._round <= rounds:
             return
-        if self._round is None and (why := self._begin_beside(data)):
-            self.callback.noted(f"layers are compiled before the first round: {why}")
+        if self._round is None and (why := self._begin_beside(row)):
+            self.callback.noted(f"layers are compiled before the first {self._unit}: {why}")
             return
         self.group.options = replace(self.group.options, wait_for_compile=False)
 
     def _kept(self) -> int | None:
-        """What the run's folder holds, on the leader."""
-        reads = self._keeps and self._resume and self.group.mesh.leader
-        return self.folder.compiled_round() if reads else None
+        """What the record holds, on the leader."""
+        reads = self.record is not None and self.group.mesh.leader
+        return self.record.read() if reads and self.record is not None else None
 
     def restored(self, rounds: int) -> None:
         """Keep the round of a run that has compiled before it.
 
         rounds    done so far
         """
-        if self._keeps and self._round is None and not self._beside:
+        if self.record is not None and self._round is None and not self._beside:
             self._keep(rounds)
 
     @property
@@ -280,6 +335,11 @@ class Compilation:
             return READY
         code = self._process.returncode
         return WORKING if code is None else READY if code == 0 else FAILED
+
+    @property
+    def after(self) -> int | None:
+        """Rounds that had run when compiled layers took over, or will have; None: not known."""
+        return self._round
 
     @property
     def is_pending(self) -> bool:
@@ -300,17 +360,19 @@ class Compilation:
         due = self._round is not None and rounds >= self._round
         return due and not self.group.model.is_compiled and self.group.options.compiled
 
-    def take_over(self, rounds: int) -> None:
+    def take_over(self, rounds: int, first: Callable[[], None] = lambda: None) -> None:
         """Let compiled layers run the next round, once the disk holds which one that is.
 
         rounds    done so far, whose results are there
-        raises    RunFolderError
+        first     runs on compiled layers before that is kept
+        raises    what the record or `first` raises
         """
-        if self._round is None:
-            self._keep(rounds)
-            self.callback.noted(f"layers are compiled from round {rounds + 1} on")
         self.close()
         self.group.compile()
+        first()
+        if self._round is None:
+            self._keep(rounds)
+            self.callback.noted(f"layers are compiled from {self._unit} {rounds + 1} on")
 
     def close(self) -> None:
         """End the other process, if there is one."""
@@ -321,9 +383,8 @@ class Compilation:
 
     def _keep(self, rounds: int) -> None:
         self._round = rounds
-        if self._keeps:
-            record = {"round": rounds, "torch": str(torch.__version__), "tlora-fx": __version__}
-            self.ranks.together(lambda: self.folder.write_compiled(record))
+        if (record := self.record) is not None:
+            self.ranks.together(lambda: record.write(rounds))
 
     def _give_up(self) -> None:
         """Train on without compiled layers, and tell why; all processes do it at once."""
@@ -333,22 +394,22 @@ class Compilation:
         why = next(filter(None, reasons), "")
         self.callback.warned(
             f"layers stay as they are, because the process that compiles them ended with {why}; "
-            "without --no-wait-for-compile the training process compiles them"
+            f"{self._instead}"
         )
 
-    def _begin_beside(self, data: Mapping[str, JobData]) -> str:
+    def _begin_beside(self, row: Callable[[], PackedBatch]) -> str:
         """Start to compile beside training; why that cannot be on some process, "" where it can."""
-        mesh, why = self.group.mesh, why_at_once(self.group)
+        mesh, why = self.group.mesh, why_at_once(self.group, fixed_slots=self._fixed_slots)
         everyone = self.ranks.tell_all((socket.gethostname(), str(mesh.device)))
         here = everyone[mesh.rank][0]
         if not why and [host for host, _ in everyone].index(here) == mesh.rank:
             # Code is made for one device; it is the first process of a host that makes all of it.
             devices = dict.fromkeys(device for host, device in everyone if host == here)
             try:
-                row = example_row(self.group, data)
-                self._process = CompileProcess(
-                    CompileRequest.of(self.group.model, row, list(devices))
+                request = CompileRequest.of(
+                    self.group.model, row(), list(devices), forwards=self._forwards
                 )
+                self._process = CompileProcess(request)
             except (GraphNotStorable, OSError) as error:
                 why = str(error)
         if reason := next(filter(None, self.ranks.tell_all(why)), ""):
@@ -361,17 +422,17 @@ class Compilation:
         return ""
 
 
-def why_at_once(group: GroupStep) -> str:
+def why_at_once(group: GroupStep, *, fixed_slots: bool = False) -> str:
     """Why the layers of a group cannot be compiled beside training, "" where they can.
 
-    group    before its weights are loaded
+    fixed_slots   banks of an open model do not grow
     """
     model, plan = group.model, group.plan
     off = os.environ.get("TORCHINDUCTOR_FORCE_DISABLE_CACHES") == "1"
     keeps_code = not off and os.environ.get("TORCHINDUCTOR_FX_GRAPH_CACHE") != "0"
     reasons = {
         "strict mode": is_strict(),
-        "jobs come and go": model.is_open,
+        "jobs come and go": model.is_open and not fixed_slots,
         "the base is a module that this process alone has": model.backbone.spec.module is not None,
         "the plan cuts matrices into pieces": plan.mesh.tp > 1,
         "the plan shards the base": shards(plan),
