@@ -240,7 +240,7 @@ def test_the_examples_of_the_page_on_nano_batches_run(capsys):
 
 
 def test_the_example_of_the_page_on_loops_runs(capsys):
-    """It prints a loss, the targets of a batch, the second job's first step; then own losses."""
+    """It prints losses, targets and steps, own losses, and how far compiled layers are."""
     page = (ROOT / "docs" / "group-step.md").read_text(encoding="utf-8")
     code = "\n".join(re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL))
     jobs = str(ROOT / "examples" / "quickstart" / "jobs.yaml")
@@ -248,12 +248,13 @@ def test_the_example_of_the_page_on_loops_runs(capsys):
     names = {}
     exec(code.replace('"examples/quickstart/jobs.yaml"', repr(jobs)), names)
 
-    first, second, logprobs, metrics = capsys.readouterr().out.splitlines()
+    first, second, logprobs, metrics, layers = capsys.readouterr().out.splitlines()
     assert float(first.split()[0]) > 0
     assert (first.split()[1], second.split()[0]) == ("3", "1")
     assert logprobs.startswith("tensor([-")
     assert metrics == "({'sequences': 1.0}, {'sequences': 1.0})"
     assert len(names["mine"][0]) == len(names["reference"][0]) == 3
+    assert layers == "compiling None"
 
 
 def test_the_example_of_the_page_on_sampling_runs(capsys):

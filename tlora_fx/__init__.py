@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tlora_fx.runtime.compiled_folder import load
     from tlora_fx.runtime.data.samples import Sample
     from tlora_fx.runtime.group_step import GroupStep, StepOptions
+    from tlora_fx.runtime.rounds.compiled_layers import CompiledLayers
     from tlora_fx.runtime.sampling.sampler import Completion, Sampler
     from tlora_fx.runtime.sampling.vllm import VllmSampler
     from tlora_fx.runtime.step_batches import Batch
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BaseSpec",
     "Batch",
+    "CompiledLayers",
     "Completion",
     "DataSpec",
     "GroupStep",
@@ -68,6 +70,7 @@ __all__ = [
 _HOMES = {
     "BaseSpec": "tlora_fx.config.job",
     "Batch": "tlora_fx.runtime.step_batches",
+    "CompiledLayers": "tlora_fx.runtime.rounds.compiled_layers",
     "Completion": "tlora_fx.runtime.sampling.sampler",
     "DataSpec": "tlora_fx.config.job",
     "GroupStep": "tlora_fx.runtime.group_step",

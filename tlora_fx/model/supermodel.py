@@ -50,6 +50,8 @@ from tlora_fx.ops.kernels.packed import extended_weights
 
 # Rows of adapters for which weights of an open model are extended, where banks may grow to so many.
 _RESERVED_ROWS = 64
+# Methods that `compile` gives to instances, before those of their classes.
+_COMPILED_METHODS = ("forward", "_run", FINISH, "chunk", "finished_chunk")
 
 
 class SuperModel(nn.Module):
@@ -85,6 +87,7 @@ class SuperModel(nn.Module):
         #: its tensors or its code are others.
         self.applied: Any = None
         self._compiled_with: Mapping[str, Any] | None = None
+        self._plain_methods: list[tuple[nn.Module, str, Any]] = []
         self._parameters_of: dict[str, dict[str, nn.Parameter]] = {}
         self._references: dict[str, dict[str, Tensor]] = {}
         self._inputs = tuple(placeholders(group.root))
@@ -362,6 +365,8 @@ class SuperModel(nn.Module):
                                       no kernel by timing it: code of two processes gives equal bits
         """
         options = {"fullgraph": fullgraph, "dynamic": dynamic, **repeatable(options)}
+        if not self.is_compiled:
+            self._plain_methods = self._own_methods()
         self._compiled_with = options
         self.extend_weights()
         layers = [block for block in self.group.blocks.values() if block.name != HEAD]
@@ -385,6 +390,38 @@ class SuperModel(nn.Module):
                 self.net.__dict__[name] = MethodType(getattr(root, name), self.net)
             compile_method([loss], "finished_chunk", [(), *loss.chunk_sizes()], options)
         compile_method([loss], "chunk", loss.chunk_sizes(), options)
+
+    def uncompile(self) -> None:
+        """Run the code of before the first `compile` again; weights keep their form in memory."""
+        if self.is_compiled:
+            self._give_methods(self._plain_methods)
+            self._compiled_with = None
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Inside, a compiled model runs the code of before `compile`, with the same bits."""
+        compiled, options = self._own_methods(), self._compiled_with
+        self.uncompile()
+        try:
+            yield
+        finally:
+            self._give_methods(compiled)
+            self._compiled_with = options
+
+    def _own_methods(self) -> list[tuple[nn.Module, str, Any]]:
+        """The methods that instances have of their own, None where their class's is theirs."""
+        return [
+            (module, name, module.__dict__.get(name))
+            for module in self.modules()
+            for name in _COMPILED_METHODS
+        ]
+
+    @staticmethod
+    def _give_methods(methods: Sequence[tuple[nn.Module, str, Any]]) -> None:
+        for module, name, method in methods:
+            module.__dict__.pop(name, None)
+            if method is not None:
+                module.__dict__[name] = method
 
     def _compile_layers(
         self, block: Block, options: dict[str, Any], form: Callable[..., Any] | None = None

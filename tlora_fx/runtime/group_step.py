@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 from weakref import WeakSet
@@ -254,6 +254,47 @@ class GroupStep:
         if self.model.is_open:
             # The runner stays that of the model's next trainer.
             self.model.applied = AppliedPlan(self.plan, self.mesh, self.runner)
+
+    @on_few_threads
+    def run_first(self, row: PackedBatch) -> None:
+        """Run a row that nobody trains on, so that what runs for the first time has run.
+
+        A forward and backward, and a forward alone; what jobs have gathered stays.
+
+        row   on the CPU
+        """
+        self._ready()
+        assert self.runner is not None
+        names = [member.job.name for member in self.members.values()]
+        before = {name: self.gathered(name) for name in names}
+        weights = torch.ones(len(self.model.jobs), dtype=torch.float64, device=self.mesh.device)
+        try:
+            with norms_kept():
+                self.runner.run([row], weights)
+            self.runner.evaluate([row])
+        finally:
+            for name, gathered in before.items():
+                self.put_back(name, gathered)
+
+    def uncompile(self) -> None:
+        """Run layers as they were before `compile`, from the next step on."""
+        if self.graphs is not None:
+            self.graphs.forget()
+        self.model.uncompile()
+
+    @contextmanager
+    def uncompiled(self) -> Iterator[None]:
+        """Inside, rows run as before `compile`, and none as a CUDA graph."""
+        graphs = self.graphs
+        largest = 0 if graphs is None else graphs.largest_row
+        if graphs is not None:
+            graphs.largest_row = 0
+        try:
+            with self.model.uncompiled():
+                yield
+        finally:
+            if graphs is not None:
+                graphs.largest_row = largest
 
     @property
     def graphs(self) -> RowGraphs | StageGraphs | None:
