@@ -40,6 +40,9 @@ PATIENCE = timedelta(minutes=5)
 def main() -> None:
     """Run the cases and write what they found."""
     given = _arguments()
+    for setting in filter(None, given.nccl.split(",")):
+        name, value = setting.split("=")
+        os.environ[f"NCCL_{name}"] = value
     rank = _begin(given.device)
     shape = Shape(
         layers=given.layers,
@@ -121,6 +124,9 @@ def _arguments() -> argparse.Namespace:
         help="of controllers: consecutive layers compiled as one graph; default: as in training",
     )  # fmt: skip
     parser.add_argument("--steps", type=int, default=120, help="of each controller")
+    parser.add_argument(
+        "--nccl", default="", help="settings, such as P2P_DISABLE=1: GPUs speak by host memory"
+    )
     parser.add_argument("--eager", action="store_true", help="layers are not compiled")
     parser.add_argument("--profile", default="", help="file to predict from, or a GPU's name")
     return parser.parse_args()

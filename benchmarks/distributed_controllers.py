@@ -1,9 +1,10 @@
 """Controllers of nano-batches beside the best fixed count: the case `controllers`.
 
-Each number of tokens is another ratio of communication to compute; NCCL_MAX_NCHANNELS=1 throttles
-the links. Fixed counts and controllers take turns, a step each; a controller hears the slowest
-process's time of its steps, as in training. A step packs its row, runs it forward and backward,
-sums gradients, updates the adapters and reads the losses.
+Each number of tokens is another ratio of communication to compute. `--nccl MAX_NCHANNELS=1`
+throttles the links, and with `--nccl P2P_DISABLE=1` GPUs speak by the host's memory. Fixed counts
+and controllers take turns, a step each; a controller hears the slowest process's time of its steps,
+as in training. A step packs its row, runs it forward and backward, sums gradients, updates the
+adapters and reads the losses.
 
 Every count is code of its own, and twice the count is reckoned to compile twice as long. Under
 `--limit-seconds` the two smallest are always compiled; another one, or a number of tokens, is left
