@@ -11,9 +11,9 @@ import typer
 
 from tlora_fx.cli.arguments.options import JobFilePath, PipelineOptions, option, takes_options
 from tlora_fx.cli.terminal import echo
+from tlora_fx.config.job_file import JobFile, load_job_file
 
 if TYPE_CHECKING:
-    from tlora_fx.config.job_file import JobFile
     from tlora_fx.pipeline import Pipeline
     from tlora_fx.tools.bisect import BisectionResult
 
@@ -45,8 +45,6 @@ def run(options: BisectOptions) -> None:
     above stop the bisection. With --check numerics, losses and gradients are compared with those of
     the traced graphs. Bisect itself exits with 0 if it found the pass, and with 1 if it did not.
     """
-    from tlora_fx.config.job_file import load_job_file
-
     options.require_passes()
     passes = options.passes()
     given = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)

@@ -20,6 +20,7 @@ import typer
 
 from tlora_fx.cli.arguments.options import JobFilePath, command_group, option, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, echo, print_whole
+from tlora_fx.config.job_file import read_bounded, read_yaml
 from tlora_fx.config.paths import is_file
 from tlora_fx.errors import AnswerRefused, ServiceUnreachable, TloraError, UploadRefused
 from tlora_fx.host.environment import AUTHORITY, SERVER, TOKEN
@@ -161,8 +162,6 @@ def submit(
     ),
 ) -> None:
     """Submit the jobs of a file to the service."""
-    from tlora_fx.config.job_file import read_bounded
-
     text = read_bounded(job_file).decode("utf-8", "surrogateescape")
     connection = Connection(service)
     there = uploads(job_file, upload or [])
@@ -250,8 +249,6 @@ def _normal(name: str) -> str:
 
 def _texts(job_file: Path) -> Iterator[str]:
     """All texts in a job file; none where it is no YAML, which the service tells."""
-    from tlora_fx.config.job_file import read_yaml
-
     try:
         left = [read_yaml(job_file).value]
     except TloraError:

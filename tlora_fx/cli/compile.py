@@ -18,9 +18,9 @@ from tlora_fx.cli.arguments.options import (
     takes_options,
 )
 from tlora_fx.cli.terminal import Console, echo
+from tlora_fx.config.job_file import JobFile, load_job_file
 
 if TYPE_CHECKING:
-    from tlora_fx.config.job_file import JobFile
     from tlora_fx.inspect.schema import Listing
     from tlora_fx.pipeline import Pipeline
 
@@ -53,7 +53,6 @@ def run(options: CompileOptions) -> None:
     written: only what --print-after and --dump-changed ask for. With -o NAME.tfx, only the graphs
     are written; this works with --stop-after too.
     """
-    from tlora_fx.config.job_file import load_job_file
     from tlora_fx.runtime.launching.early_checks import require_trainable
 
     options.require_passes()

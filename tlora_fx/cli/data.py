@@ -13,17 +13,16 @@ from rich.text import Text
 
 from tlora_fx.cli.arguments.options import JobFilePath, TrustRemoteCode, option, takes_options
 from tlora_fx.cli.terminal import Console, Working, echo, print_whole
+from tlora_fx.config.job import Job
+from tlora_fx.config.job_file import JobFile, load_job_file
 from tlora_fx.errors import TloraError, UnknownJob, nearest
 from tlora_fx.inspect.wording import plural
+from tlora_fx.runtime.data.samples import JobData, Sample, load_job_data
+from tlora_fx.runtime.data.tables import NO_TARGET, MixedTable, SampleTable, lengths_of
 
 if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerBase
-
-    from tlora_fx.config.job import Job
-    from tlora_fx.config.job_file import JobFile
-    from tlora_fx.runtime.data.samples import JobData, Sample
-    from tlora_fx.runtime.data.tables import SampleTable
 
 #: Tokens of a sample that are shown at its beginning, and as many at its end.
 SHOWN_AT_EACH_END = 100
@@ -55,8 +54,6 @@ def run(
     of the evaluation data. If the data of a job is wrong, prints the error, shows the other jobs,
     and exits with 1.
     """
-    from tlora_fx.config.job_file import load_job_file
-
     wanted = _chosen(load_job_file(jobs, trust_remote_code=trust_remote_code), job)
     reader, out, is_right = _Reader(), Console(highlight=False), True
     if rows:
@@ -99,7 +96,6 @@ class _Reader:
 
         What is wrong with a file or its columns is told before torch is imported.
         """
-        from tlora_fx.runtime.data.samples import load_job_data
         from tlora_fx.runtime.data.tokenizer import load_tokenizer
         from tlora_fx.runtime.launching.early_checks import require_data
 
@@ -110,8 +106,6 @@ class _Reader:
 
 
 def _show(out: Console, data: JobData, rows: int) -> None:
-    from tlora_fx.runtime.data.tables import lengths_of
-
     assert data.tokenizer is not None
     texts, job = TokenTexts(data.tokenizer), data.job
     _print_lines(out, data.report.lines())
@@ -132,8 +126,6 @@ def _show(out: Console, data: JobData, rows: int) -> None:
 
 def _tables(job: Job, samples: Sequence[Sample]) -> Iterator[tuple[Job, SampleTable]]:
     """The samples of each data set, and the job as it reads that one alone."""
-    from tlora_fx.runtime.data.tables import MixedTable, SampleTable
-
     if isinstance(samples, MixedTable):
         parts = zip(job.data.parts, samples.tables, strict=True)
         for number, (part, table) in enumerate(parts):
@@ -229,8 +221,6 @@ def _print_sample(
     out: Console, job: Job, samples: SampleTable, number: int, texts: TokenTexts
 ) -> None:
     """A sample, or both sequences of a pair."""
-    from tlora_fx.runtime.data.tables import NO_TARGET
-
     each = job.sequences_per_sample
     parts = samples[number * each : (number + 1) * each]
     for what, part in zip(("chosen", "rejected") if each == 2 else ("",), parts, strict=True):
@@ -251,7 +241,6 @@ def _label(job: Job, sample: Sample) -> str:
     import numpy as np
 
     from tlora_fx.runtime.data.labels import decoded
-    from tlora_fx.runtime.data.tables import NO_TARGET
 
     codes = np.array([label for label in sample.labels if label != NO_TARGET], np.int64)
     [value] = decoded(codes, job.base)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -18,9 +18,7 @@ from tlora_fx.inspect.schema import Program, to_json, write_file
 from tlora_fx.inspect.text import WIDTH as LISTING_WIDTH
 from tlora_fx.inspect.text import listing_lines
 from tlora_fx.inspect.wording import Line
-
-if TYPE_CHECKING:
-    from tlora_fx.tools.subject import Subject
+from tlora_fx.tools.subject import Subject, subject_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +59,6 @@ class InspectOptions(PipelineOptions):
 
     def subject(self, what: Path) -> Subject:
         """A model to look into, with the passes that were named."""
-        from tlora_fx.tools.subject import subject_of
-
         named = self.pipeline is not None or self.add_pass
         passes = self.passes if named else None
         subject = subject_of(what, passes, trust_remote_code=self.trust_remote_code)

@@ -20,12 +20,13 @@ from tlora_fx.cli.arguments.options import (
     takes_options,
 )
 from tlora_fx.cli.terminal import Console, Working, bare_table, print_whole
+from tlora_fx.config.job_file import JobFile, load_job_file
+from tlora_fx.cost.load import Round, round_of_jobs
+from tlora_fx.cost.plan import Plan, require_free
+from tlora_fx.cost.profile import Profile
+from tlora_fx.errors import ProfileMissing
 
 if TYPE_CHECKING:
-    from tlora_fx.config.job_file import JobFile
-    from tlora_fx.cost.load import Round
-    from tlora_fx.cost.plan import Plan
-    from tlora_fx.cost.profile import Profile
     from tlora_fx.model.supermodel import SuperModel
     from tlora_fx.planners.auto import Candidate, PlanSearch
 
@@ -90,7 +91,6 @@ def run(options: PlanOptions) -> None:
     if options.export not in (None, *FORMATS):
         raise typer.BadParameter(f"--export is metis or sailor; not {options.export!r}")
     job_file, model = _compiled(options)
-    from tlora_fx.cost.load import round_of_jobs
     from tlora_fx.planners.auto import require_memory, search
 
     profile = _profile(model, options.gpu, options.allow_estimated)
@@ -148,8 +148,6 @@ def command(plan: Plan, jobs: Path, output: Path, per_node: int, options: list[s
 
 def _compiled(options: PlanOptions) -> tuple[JobFile, SuperModel]:
     """The jobs of a file, and their model; nothing is compiled for a profile that is none."""
-    from tlora_fx.config.job_file import load_job_file
-    from tlora_fx.cost.plan import require_free
     from tlora_fx.runtime.launching import early_checks as early
 
     job_file = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
@@ -175,7 +173,6 @@ def _profile(model: SuperModel, gpu: str | None, allow_estimated: bool) -> Profi
     """The profile of a GPU that was named, or of the one at hand."""
     from tlora_fx.cost.facts import facts_of
     from tlora_fx.cost.profile_sources import no_gpu_to_plan_for, profile_for
-    from tlora_fx.errors import ProfileMissing
     from tlora_fx.planners.auto import CPU, device_name, profile_here
 
     facts = facts_of(model)

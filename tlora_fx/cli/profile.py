@@ -8,16 +8,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.table import Table
 
 from tlora_fx.cli.arguments.options import TrustRemoteCode, option, takes_options
 from tlora_fx.cli.terminal import Console, Working, bare_table, print_whole
-
-if TYPE_CHECKING:
-    from tlora_fx.cost.profile import LayerPoint, Profile
+from tlora_fx.cost.profile import LayerPoint, Profile, require_free
 
 TOKENS, ROUNDS = "512,1280,2560,4800,8192,16384", 5
 QUICK_TOKENS, QUICK_ROUNDS = "512,4096", 2
@@ -75,7 +73,6 @@ def run(options: ProfileOptions) -> None:
     plan` and `train --plan auto` find the profile.
     """
     from tlora_fx.config.job_file import load_job_file
-    from tlora_fx.cost.profile import require_free
     from tlora_fx.runtime.launching import early_checks as early
 
     tokens, rounds = (QUICK_TOKENS, QUICK_ROUNDS) if options.quick else (TOKENS, ROUNDS)

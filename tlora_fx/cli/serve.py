@@ -32,14 +32,15 @@ from tlora_fx.cli.arguments.run_options import (
     require_output_and_times,
 )
 from tlora_fx.errors import ServiceRefused
+from tlora_fx.server.answering import Answering, listen
+from tlora_fx.server.log_lines import log_to_stderr
+from tlora_fx.server.store import ServiceStore
 
 #: Below the run's folder: the log and versions of the Tinker API.
 TINKER_FOLDER = Path("service") / "tinker"
 
 if TYPE_CHECKING:
-    from tlora_fx.server.answering import Answering
     from tlora_fx.server.control import EventLog
-    from tlora_fx.server.store import ServiceStore
     from tlora_fx.server.submission import IntakeLimits
 
 
@@ -137,7 +138,6 @@ def run(options: ServeCommandOptions) -> None:
     Ctrl-C or a crash, start it again with the same -o to continue: all state is in that folder.
     """
     from tlora_fx.scheduler.policies import policy_of
-    from tlora_fx.server.log_lines import log_to_stderr
 
     policy = policy_of(options.policy)
     options = _require_right(options)
@@ -205,8 +205,6 @@ def _require_right(options: ServeCommandOptions) -> ServeCommandOptions:
 
 def _require_port(options: ServeCommandOptions) -> None:
     """Refuse an address that cannot be listened on, before torch is imported."""
-    from tlora_fx.server.answering import listen
-
     for each in listen(options.host, options.port):
         each.close()
 
@@ -232,8 +230,6 @@ def _public_url(text: str | None) -> str | None:
 
 def _guarded_store(folder: Path, options: ServeCommandOptions) -> ServiceStore:
     """The run's store, once it is settled who must bring a token; raises ServiceRefused."""
-    from tlora_fx.server.store import ServiceStore
-
     store = ServiceStore(folder)
     if options.require_tokens:
         store.require_tokens()
@@ -254,7 +250,6 @@ def _answering(
 
     It ends with this process, however that ends.
     """
-    from tlora_fx.server.answering import Answering, listen
 
     def died(how: str, seconds: float) -> None:
         text = f"the process that answers requests died ({how}); the next starts in {seconds:g} s"
@@ -336,7 +331,6 @@ def _answer(
     from tlora_fx.scheduler.estimates import require_measured
     from tlora_fx.server.app import is_address, make_app, make_service
     from tlora_fx.server.connections import make_server
-    from tlora_fx.server.log_lines import log_to_stderr
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

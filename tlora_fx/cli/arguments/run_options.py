@@ -15,13 +15,14 @@ import typer
 
 from tlora_fx.cli.arguments.options import MaxRowTokens, PipelineOptions, option, seconds
 from tlora_fx.errors import RayNotInstalled, RunRefused
+from tlora_fx.runtime.launching.interrupts import leave_terminal, stop_signals
+from tlora_fx.scheduler.estimates import Estimates, machine
+from tlora_fx.scheduler.local.admission import AdmissionLimits
 from tlora_fx.scheduler.loop import LoopOptions
 from tlora_fx.scheduler.state import ChangeCosts
 
 if TYPE_CHECKING:
     from tlora_fx.cost.hardware import Cluster
-    from tlora_fx.scheduler.estimates import Estimates
-    from tlora_fx.scheduler.local.admission import AdmissionLimits
     from tlora_fx.scheduler.service import RunOptions, SchedulerService
 
 TURN_SECONDS = 0.05
@@ -138,8 +139,6 @@ class RunCommandOptions(PipelineOptions):
         )
 
     def _admission(self) -> AdmissionLimits:
-        from tlora_fx.scheduler.local.admission import AdmissionLimits
-
         memory = self.prepare_memory
         return AdmissionLimits(
             self.prepare_seconds,
@@ -212,8 +211,6 @@ def placed(
         nodes = RayCluster.join(options.ray_address, options.device, options.slots)
         return nodes.cluster, nodes.kind, partial(on_ray, nodes)
 
-    from tlora_fx.scheduler.estimates import machine
-
     cluster, kind = machine(options.device, options.slots)
     return cluster, kind, lambda service: service
 
@@ -225,8 +222,6 @@ class StopSignals:
         self.running = running
 
     def __enter__(self) -> None:
-        from tlora_fx.runtime.launching.interrupts import stop_signals
-
         self.before = {number: signal.signal(number, self._hear) for number in stop_signals()}
 
     def __exit__(self, *error: object) -> None:
@@ -234,8 +229,6 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
-        from tlora_fx.runtime.launching.interrupts import leave_terminal
-
         if number == signal.SIGHUP:
             leave_terminal()
         elif self.running.stopping:
