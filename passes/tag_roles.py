@@ -72,6 +72,4 @@ def _part(node: fx.Node, path: str, site: AdapterSite) -> str | None:
         and not inside
     ):
         return "scale"
-    if is_call(node, aten.add.Tensor) and not inside:
-        return "sum"
-    return None
+    return "sum" if is_call(node, aten.add.Tensor) and not inside else None

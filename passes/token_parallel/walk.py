@@ -228,9 +228,7 @@ class RowWalk:
             raise MixesTokens("it draws random numbers that belong to no job")
         if is_writing(node):
             raise MixesTokens("it writes into what it reads")
-        if is_call(node, operator.getitem):
-            return self._item(node)
-        return self._by_inputs(node)
+        return self._item(node) if is_call(node, operator.getitem) else self._by_inputs(node)
 
     def _by_inputs(self, node: fx.Node) -> State:
         flat = list(_flat(self.states[source] for source in node.all_input_nodes))
@@ -253,9 +251,7 @@ class RowWalk:
         rows = [state for state in flat if isinstance(state, Row)]
         if tables and rows:
             raise MixesTokens("it computes with a table of the whole row")
-        if tables:
-            return Table("")
-        return self._shared(node, rows)
+        return Table("") if tables else self._shared(node, rows)
 
     def _item(self, node: fx.Node) -> State:
         index: Any = node.args[1]

@@ -121,9 +121,7 @@ def _stray(name: str, user: fx.Node) -> Left:
     """Why a call outside of all LoRA layers reads an adapter's matrix."""
     layer = running_layer()
     dora = "peft/tuners/lora/dora.py" in str(user.meta.get("stack_trace")).replace("\\", "/")
-    if dora:
-        return Left(layer or name, DORA)
-    return Left(layer or name, OUTSIDE if layer else CUT)
+    return Left(layer or name, DORA) if dora else Left(layer or name, OUTSIDE if layer else CUT)
 
 
 def _unfit(site: Lowered, wanted: Options) -> str:

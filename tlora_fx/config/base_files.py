@@ -213,9 +213,7 @@ def weight_files(spec: BaseSpec) -> list[Path] | None:
     raises   BaseFileDamaged, BaseFileRefused of the index
     """
     folder = base_folder(spec)
-    if folder is None:
-        return None
-    return _named_files(folder, weight_index(folder))
+    return None if folder is None else _named_files(folder, weight_index(folder))
 
 
 def weight_index(folder: Path) -> Mapping[str, str] | None:

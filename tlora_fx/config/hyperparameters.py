@@ -110,6 +110,4 @@ def shown_value(value: object) -> str:
         return value
     if isinstance(value, list) and all(isinstance(item, str) for item in value):
         return ", ".join(value)
-    if isinstance(value, float):
-        return f"{value:g}"
-    return json.dumps(value, ensure_ascii=False)
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value, ensure_ascii=False)

@@ -130,9 +130,7 @@ def base_fields(value: Any) -> Any:
     """Fields of `base` from a path, a hub id, or a model; all else as it is."""
     if isinstance(value, str | Path):
         return {"model": value}
-    if is_module(value):
-        return {"module": value}
-    return value
+    return {"module": value} if is_module(value) else value
 
 
 def is_module(value: object) -> bool:

@@ -609,9 +609,7 @@ class _Literals:
             return tuple(map(self.read, item.elts))
         if isinstance(item, ast.List):
             return list(map(self.read, item.elts))
-        if isinstance(item, ast.Call):
-            return self._call(item)
-        return self._other(item)
+        return self._call(item) if isinstance(item, ast.Call) else self._other(item)
 
     def _named(self, item: ast.Name) -> Any:
         if item.id in ("inf", "nan"):

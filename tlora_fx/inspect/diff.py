@@ -360,6 +360,4 @@ def _changed(fact: str, same: Sequence[Change], width: int) -> Iterator[Line]:
 
 
 def _value(value: object) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(str, value))}]"
-    return str(value) or "none"
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value) or "none"

@@ -413,9 +413,7 @@ def arithmetic(
     tags = getattr(target, "tags", ())
     if torch.Tag.pointwise in tags:
         return prod(shape)
-    if torch.Tag.reduction in tags:
-        return prod(first)
-    return None
+    return prod(first) if torch.Tag.reduction in tags else None
 
 
 def operator_name(node: fx.Node) -> str:

@@ -426,9 +426,7 @@ def _named(jobs: Iterable[str], listing: Listing) -> str:
     names = list(jobs)
     if len(names) == len(listing.jobs) > 1:
         return f"all {len(names)} jobs"
-    if len(names) > MANY_JOBS:
-        return f"{len(names)} jobs: {', '.join(names)}"
-    return ", ".join(names)
+    return f"{len(names)} jobs: {', '.join(names)}" if len(names) > MANY_JOBS else ", ".join(names)
 
 
 def _item_lines(item: str) -> list[str]:

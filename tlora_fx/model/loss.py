@@ -136,9 +136,7 @@ class ChunkedLoss(nn.Module):
             losses = torch.cat([self._losses(chunk, args) for args in chunks])
         if self.token_losses is not None:
             self.token_losses.append(losses)
-        if self._is_by_row:
-            return losses
-        return cast(Tensor, segment_sum(losses, target_segments))
+        return losses if self._is_by_row else cast(Tensor, segment_sum(losses, target_segments))
 
     @contextmanager
     def by_terms(self, terms: TokenTerms) -> Iterator[None]:

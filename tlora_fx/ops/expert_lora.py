@@ -310,9 +310,7 @@ def why_no_kernel(call: Call, asked: str) -> str:
         return f"torch has no grouped product in {kind}"
     if adapters not in (kind, torch.float32, torch.bfloat16):
         return f"no kernels for {kind} with adapters in {adapters}"
-    if call.largest > MAX_RANK:
-        return f"a rank of an expert is above {MAX_RANK}"
-    return ""
+    return f"a rank of an expert is above {MAX_RANK}" if call.largest > MAX_RANK else ""
 
 
 def _padded(call: Call) -> int:

@@ -83,9 +83,7 @@ def embedding_noise(
 
 def _lengths(token_index: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Tokens of each sequence, [S]; in batch form without padding."""
-    if len(token_index) == 1:
-        return cu_seqlens.diff()
-    return (token_index >= 0).sum(1)
+    return cu_seqlens.diff() if len(token_index) == 1 else (token_index >= 0).sum(1)
 
 
 @embedding_noise.register_fake

@@ -374,9 +374,7 @@ class RowRunner:
         if self.graphs is None:
             return None
         self.graphs.rows_run += 1
-        if self.nano is not None:
-            return None
-        return self.graphs.run(row, weights)
+        return None if self.nano is not None else self.graphs.run(row, weights)
 
     def _moved(self, row: PackedBatch) -> PackedBatch:
         device = self.mesh.device

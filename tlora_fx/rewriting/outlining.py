@@ -188,9 +188,7 @@ class _Copier:
     def _take(self, source: fx.Node) -> fx.Node:
         if source in self.made:
             return self.made[source]
-        if source.op == "get_attr":
-            return self.copy(source)
-        return self._size(source)
+        return self.copy(source) if source.op == "get_attr" else self._size(source)
 
     def _size(self, size: fx.Node) -> fx.Node:
         """A size of the row, read from an input or computed anew from those that are."""

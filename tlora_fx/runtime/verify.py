@@ -393,9 +393,7 @@ def adapter_difference(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor])
     Not tensor by tensor: a B that hardly got a gradient holds rounding noise, which AdamW makes as
     large as its step.
     """
-    if mine.keys() != theirs.keys():
-        return float("inf")
-    return _relative(_flat(mine), _flat(theirs))
+    return float("inf") if mine.keys() != theirs.keys() else _relative(_flat(mine), _flat(theirs))
 
 
 def _flat(tensors: Mapping[str, Tensor]) -> Tensor:

@@ -115,9 +115,7 @@ class Estimates:
 
     def layout_of(self, group: Group, requests: Sequence[JobRequest]) -> Layout | None:
         """The layout that the estimator expects to be fastest."""
-        if len(group.place) == 1:
-            return None
-        return self._expected(group, requests).layout
+        return None if len(group.place) == 1 else self._expected(group, requests).layout
 
     def memory_of(self, group: Group, requests: Sequence[JobRequest]) -> float | None:
         """Bytes that a group's process takes of its GPU, or of main memory; None: not known."""

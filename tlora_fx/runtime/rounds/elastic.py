@@ -346,9 +346,7 @@ def require_memory(job: Job, needed: int, device: torch.device, others: int = 0)
 
 def free_bytes(device: torch.device) -> int:
     """Bytes that new tensors can have."""
-    if device.type == "cuda":
-        return free_gpu_bytes(device)
-    return memory.free_bytes()
+    return free_gpu_bytes(device) if device.type == "cuda" else memory.free_bytes()
 
 
 def _step_tokens(job: Job, data: JobData) -> int:

@@ -86,9 +86,7 @@ class AdmissionLimits:
     @property
     def bytes(self) -> int:
         """Bytes of memory."""
-        if self.memory_bytes is not None:
-            return self.memory_bytes
-        return total_bytes() // 4
+        return self.memory_bytes if self.memory_bytes is not None else total_bytes() // 4
 
 
 @dataclass(frozen=True, slots=True)
