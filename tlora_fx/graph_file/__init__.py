@@ -14,6 +14,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from tlora_fx.config.pipeline_text import require_graph_file
 from tlora_fx.errors import GraphFileNotReadable
 from tlora_fx.graph_file.parser import is_as_written, left_out, parse, stored_forms
 from tlora_fx.graph_file.printer import Printer
@@ -137,13 +138,8 @@ def save_document(document: Document, path: Path) -> None:
 
 def load_document(path: Path) -> Document:
     """Read a document of a file or folder; raises GraphFileNotReadable."""
+    require_graph_file(path)
     file = _file(path)
-    if not file.is_file():
-        raise GraphFileNotReadable(
-            "there is no graph file",
-            expected=file,
-            help="name a file or folder that save_graphs, compile, a replay or a bisection wrote",
-        )
     try:
         return Document(file.read_text(encoding="utf-8"), str(file))
     except (OSError, UnicodeDecodeError) as error:
