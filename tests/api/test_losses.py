@@ -331,12 +331,11 @@ BAD = [
     ({"advantages": [0.5]}, "'advantages' has 1 numbers, and input_ids"),
     ({"advantages": None}, "no value in the column 'advantages', which the loss reads"),
     ({"advantages": math.nan}, "'advantages' is nan, which is no finite number"),
+    ({"logprobs": "often"}, "'logprobs' holds text that is no number: 'often'"),
+    ({"logprobs": {"a": 1}}, "'logprobs' is no number and no list of numbers: {'a': 1}"),
 ]
-# A function does not get a column that holds something else than numbers.
-BAD_OF_NAMES = [
-    ({"logprobs": "often"}, "'logprobs' holds text that is no number"),
-    ({"logprobs": {"a": 1}}, "'logprobs' is no number and no list of numbers"),
-]
+# A function reads columns as it likes.
+BAD_OF_NAMES = [({"logprobs": 0.25}, "'logprobs' is 0.25, and a log-probability is at most 0")]
 
 
 @pytest.mark.parametrize(
@@ -380,6 +379,48 @@ def test_what_is_no_number_is_no_column_of_numbers(value, base):
     assert "note" not in fields
     with pytest.raises(MalformedRowError, match="'note' "):
         load_all_data([job_of(base, "a", "ppo", data=mapped)])
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([1.0, 2.0, "often", 4.0], "row 3.*'scale' holds text that is no number: 'often'"),
+        ([1.0, "a", "b", "c"], "row 2.*'scale' holds text that is no number: 'a'"),
+        # Of text files with columns, all values are text.
+        (["1.0", "2", "1.o", "4"], "row 3.*'scale' holds text that is no number: '1.o'"),
+        ([1.0, None, 3.0, [2.0]], "row 2.*no value in the column 'scale'"),
+        (["a", "b", "3", None], None),
+        (["a", "b", "c", "d"], None),
+    ],
+)
+def test_a_row_without_a_number_in_a_column_of_numbers_is_named(values, said, base):
+    """Its column is not left out for the whole data; a column of other texts is."""
+    rows = [{"input_ids": [5, 6, 7]} | {"scale": value} for value in values]
+    job = job_of(base, "a", summed, data=rows)
+    if said is None:
+        assert "scale" not in load_all_data([job])["a"].samples[0].numbers
+        return
+    with pytest.raises(MalformedRowError, match=f"(?s){said}"):
+        load_all_data([job])
+    ignored = {"rows": rows, "columns": {"scale": None}}
+    assert load_all_data([job_of(base, "a", summed, data=ignored)])["a"].samples[0].numbers == {}
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+def test_a_log_probability_above_zero_is_named(loss, base):
+    """With its row and place; rounding passes, and what stands beside tokens that nobody trains."""
+    rows = [
+        {"input_ids": [5, 6, 7, 8], "labels": [-100, 6, 7, 8], "advantages": 1.0,
+         "logprobs": [9.0, -1.0, 1e-6, 0]}
+        for _ in range(4)
+    ]  # fmt: skip
+    load_all_data([job_of(base, "a", loss, data=rows)])
+    rows[2]["logprobs"][2] = 0.5
+
+    with pytest.raises(
+        MalformedRowError, match=r"row 3(?s:.*)'logprobs'\[2\] is 0.5, and a log-prob"
+    ):
+        load_all_data([job_of(base, "a", loss, data=rows)])
 
 
 def test_an_infinite_number_of_a_token_is_named(base, tmp_path):

@@ -371,6 +371,7 @@ def bad(sample, **changes):
         (lambda s: bad(s, advantages=(1.0,)), "advantages of sample 0 do not fit"),
         (lambda s: bad(s, advantages=(math.nan,) * 3), "advantages of sample 0 do not fit"),
         (lambda s: bad(s, weights=(1.0, math.inf, 1.0)), "weights of sample 0 do not fit"),
+        (lambda s: bad(s, logprobs=(0.0, -1.0, 0.5)), "found     0.5 at 2"),
     ],
 )
 def test_a_batch_that_does_not_fit_its_loss_is_refused(base, batch, said):
@@ -382,6 +383,8 @@ def test_a_batch_that_does_not_fit_its_loss_is_refused(base, batch, said):
         group.accumulate({"one": batch(sample)})
 
     assert said in str(raised.value)
+    # What stands beside no target is not read, and rounding is none's mistake.
+    sample = replace(sample, logprobs=(9.0, 1e-6, -1.0))
     assert not group.accumulate({"one": Batch([[sample]], loss="ppo")})["one"].error
 
 

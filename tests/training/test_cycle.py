@@ -737,3 +737,25 @@ def test_two_thousand_parked_models_take_no_more_memory_than_two_hundred(tmp_pat
     assert first.result(step)["metrics"]["step"] == 1
     assert len(cycle.tenants.parked) < 100
     assert resident[-1] < resident[0] + 60, resident
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+def test_a_log_probability_above_zero_is_refused_by_name(tmp_path, loss):
+    """Also of a forward alone; a loss of the client's own reads numbers as it likes."""
+    cycle = cycle_of(tmp_path)
+    client = Client(cycle.log)
+    told = {"logprobs": [-1.0, 0.25, 1e-6], "advantages": [1.0, 1.0, 1.0]}
+    wrong = [
+        client.forward_backward([datum([5, 6, 7, 8], **told)], loss, forward_only=alone)
+        for alone in (False, True)
+    ]
+    right = client.forward_backward(
+        [datum([5, 6, 7, 8], **told | {"logprobs": [-1.0, 1e-6, 0.0]})], loss
+    )
+    run_all(cycle)
+
+    for number in wrong:
+        error = client.result(number)["error"]
+        assert "logprobs of datum 0 are no log-probabilities" in error
+        assert "0.25 of target 1" in error
+    assert np.isfinite(client.result(right)[0]["loss:sum"])

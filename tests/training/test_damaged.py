@@ -50,7 +50,7 @@ def send_damaged(draw, client):
     if draw.random() < 0.5:
         loss = draw.choice(["cross_entropy", "ppo", "gspo"])
         tokens = [draw.randrange(VOCABULARY) for _ in range(6)]
-        numbers = {name: [0.5] * 5 for name in ("weights", "logprobs", "advantages")}
+        numbers = {"weights": [0.5] * 5, "logprobs": [-0.5] * 5, "advantages": [0.5] * 5}
         body = request(client.model, client.seq, [datum(tokens, **numbers)], loss)
         try:
             _, _, body = canonical_request(damaged(draw, body))

@@ -35,6 +35,9 @@ NEEDS: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("importance_sampling", "ppo", "cispo", "dro", "gspo"), FIELDS[1:]),
     "kto": ("desirable",),
 }
+#: A log-probability that was sampled with is at most 0, up to rounding: in float32, that of logits
+#: of up to 1,000 stays below this.
+MAX_LOGPROB = 1e-3
 #: Losses that a job may name: kto is a method there.
 LossName = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 if TYPE_CHECKING:
@@ -45,6 +48,11 @@ else:
 #: Trainers that learn from what an adapter has sampled.
 _SAMPLING = ("grpo", "rloo", "reinforce", "online_dpo")
 LOOP = "write the loop with GroupStep and Sampler: docs/group-step.md, docs/sampling.md"
+
+
+def reads_logprobs(loss: object) -> bool:
+    """Whether a loss with a name reads the log-probabilities that tokens were sampled with."""
+    return isinstance(loss, str) and "logprobs" in NEEDS.get(loss, ())
 
 
 def require_learnt_from_rows(field: str, value: Any) -> Any:

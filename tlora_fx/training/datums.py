@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tlora_fx.config.losses import FIELDS, LOSSES
+from tlora_fx.config.losses import FIELDS, LOSSES, MAX_LOGPROB, reads_logprobs
 from tlora_fx.errors import CommandRefused
 from tlora_fx.model.batch import IGNORED
 from tlora_fx.model.objectives import Scores, sequence_losses, terms_of, token_losses
@@ -98,6 +98,15 @@ def _sample(at: int, datum: Datum, loss: str, positions: int | None) -> Sample:
         raise CommandRefused(
             f"the loss '{loss}' does not read {', '.join(unknown)} of datum {at}",
             expected=f"{TARGETS}, {', '.join(FIELDS)}",
+        )
+    old = inputs.get("logprobs")
+    if reads_logprobs(loss) and old is not None and (old > MAX_LOGPROB).any():
+        first = int(np.argmax(old > MAX_LOGPROB))
+        raise CommandRefused(
+            f"logprobs of datum {at} are no log-probabilities",
+            expected="numbers of at most 0",
+            found=f"{old[first]:g} of target {first}",
+            help="send the logarithm, not the probability, or its negative",
         )
     said: dict[str, Any] = {name: (0.0, *map(float, values)) for name, values in inputs.items()}
     return Sample((*map(int, tokens), int(targets[-1])), (IGNORED, *map(int, targets)), **said)

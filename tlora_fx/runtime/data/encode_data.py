@@ -42,6 +42,7 @@ import pyarrow as pa
 
 from tlora_fx.config.base_task import pools_first
 from tlora_fx.config.job import Job
+from tlora_fx.config.losses import reads_logprobs
 from tlora_fx.errors import ChatTemplateError, DataError, DataFileError, MalformedRowError
 from tlora_fx.host import environment
 from tlora_fx.host.kept_objects import longest_unused
@@ -283,13 +284,16 @@ class ChunkEncoder:
         elif job.is_preference:
             self._draft = self._encoder.draft_pair
         elif layout.numbers:
-            self._draft = self._encoder.draft_numbered
+            self._draft = partial(
+                self._encoder.draft_numbered, reads_logprobs=reads_logprobs(job.named_loss)
+            )
 
     def __reduce__(self) -> tuple[type[ChunkEncoder], tuple[object, ...]]:
         """A new one in another process, which gets neither rows nor models."""
         job, *others = self._setup
         bare = {"base": job.base.as_written(), "data": job.data.model_copy(update={"rows": None})}
-        without = {**bare, "eval_data": None, "loss": None}
+        loss = job.named_loss if isinstance(job.named_loss, str) else None
+        without = {**bare, "eval_data": None, "loss": loss}
         return ChunkEncoder, (job.model_copy(update=without), *others)
 
     def rows(self, chunk: Sequence[DataRow]) -> Iterator[tuple[TokenRow, ...] | BadRow]:

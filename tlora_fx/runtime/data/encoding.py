@@ -35,7 +35,7 @@ from tlora_fx.runtime.chats.rendered import Encoded, Rendered, behind, common, t
 from tlora_fx.runtime.chats.renderer import ChatRenderer, template_of
 from tlora_fx.runtime.data.labels import label_code
 from tlora_fx.runtime.data.layout import CHATS, TOKEN_MASKS, SampleLayout
-from tlora_fx.runtime.data.number_columns import numbers_beside
+from tlora_fx.runtime.data.number_columns import numbers_beside, require_log_probabilities
 from tlora_fx.runtime.data.tables import TokenRow
 
 if TYPE_CHECKING:
@@ -231,10 +231,11 @@ class TextEncoder:
 
         return Draft(finish, texts=(_encodable(prompt), _encodable(prompt + completion)))
 
-    def draft_numbered(self, fields: Mapping[str, Any]) -> Draft:
+    def draft_numbered(self, fields: Mapping[str, Any], *, reads_logprobs: bool) -> Draft:
         """A row with the numbers that the job's loss reads beside its tokens.
 
-        raises   BadRowError
+        reads_logprobs   whether `logprobs` are log-probabilities, and not what a function takes
+        raises           BadRowError
         """
         ours, format, made = self._ours(fields), self.layout.format, self.draft(fields)
         given = len(_numbers(ours, "input_ids")) if format == "tokens" else None
@@ -249,7 +250,10 @@ class TextEncoder:
                 value = ours.get(name, default)
                 if value is None:
                     raise BadRowError(f"no value in the column '{theirs}', which the loss reads")
-                columns.append(numbers_beside(value, theirs, format, count)[start:stop])
+                numbers = numbers_beside(value, theirs, format, count)[start:stop]
+                if name == "logprobs" and reads_logprobs:
+                    require_log_probabilities(numbers, value, theirs, row.spans, start)
+                columns.append(numbers)
             return (row._replace(numbers=[*chain(*columns)]),)
 
         return replace(made, finish=finish)

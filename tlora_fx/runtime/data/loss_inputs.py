@@ -9,7 +9,7 @@ from typing import Any
 
 from tlora_fx.config.functions import UserFunction, callable_of
 from tlora_fx.config.job import Job
-from tlora_fx.config.losses import FIELDS, NEEDS
+from tlora_fx.config.losses import FIELDS, MAX_LOGPROB, NEEDS, reads_logprobs
 from tlora_fx.errors import StepMisuse
 from tlora_fx.runtime.data.tables import NO_TARGET, Sample
 
@@ -41,6 +41,22 @@ def require_numbers(job: Job, loss: str | Callable[..., Any], samples: Sequence[
                 job=job.name,
                 expected=f"{len(sample.labels)} finite numbers, one for each label",
                 found=found,
+            )
+        if reads_logprobs(loss) and sample.logprobs is not None:
+            _require_log_probabilities(job, number, sample)
+
+
+def _require_log_probabilities(job: Job, number: int, sample: Sample) -> None:
+    """Refuse a log-probability above 0 of a target token; raises StepMisuse."""
+    assert sample.logprobs is not None
+    for at in target_places(sample, 0):
+        if sample.logprobs[at] > MAX_LOGPROB:
+            raise StepMisuse(
+                f"logprobs of sample {number} are no log-probabilities",
+                job=job.name,
+                expected="at most 0, for each label that is a token",
+                found=f"{sample.logprobs[at]:g} at {at}",
+                help="give the logarithm, not the probability, or its negative",
             )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tlora_fx.config.job import Job
-from tlora_fx.config.losses import FIELDS, NEEDS
+from tlora_fx.config.losses import FIELDS, MAX_LOGPROB, NEEDS
 from tlora_fx.errors import MissingColumnError
 from tlora_fx.runtime.chats.conversations import BadRowError
 
@@ -45,7 +45,7 @@ def number_columns(
         found = {
             name: theirs
             for name, theirs in (fields | others).items()
-            if theirs in filled and _are_numbers((row.get(theirs) for row in rows), format)
+            if theirs in filled and _has_numbers([row.get(theirs) for row in rows], format)
         }
     for name in FIELDS:
         if name in mapped and name not in found:
@@ -80,12 +80,20 @@ def _require_needed(
     )
 
 
-def _are_numbers(values: Iterable[Any], format: str) -> bool:
-    """Whether a column has a number in each row that has a value there; infinite ones too."""
+def _has_numbers(values: Iterable[Any], format: str) -> bool:
+    """Whether a column is one of numbers; a row of it that has none is a bad row then.
+
+    One number says so, and of text files, in which all values are text, most values.
+    """
+    given = [value for value in values if value is not None]
+    numbers = [value for value in given if _is_number(value, format)]
+    return 2 * len(numbers) > len(given) or not all(isinstance(each, str) for each in numbers)
+
+
+def _is_number(value: Any, format: str) -> bool:
+    """Whether a row has a number in a column, or a list of them; infinite ones too."""
     try:
-        for value in values:
-            if value is not None:
-                _numbers(value, format)
+        _numbers(value, format)
     except BadRowError:
         return False
     return True
@@ -101,7 +109,8 @@ def numbers_beside(value: Any, name: str, format: str, count: int) -> list[float
     try:
         numbers = _numbers(value, format)
     except BadRowError as error:
-        raise BadRowError(f"'{name}' {error}") from None
+        found = repr(value[:60] if isinstance(value, str | bytes) else value)[:80]
+        raise BadRowError(f"'{name}' {error}: {found}") from None
     listed = numbers if isinstance(numbers, list) else [numbers] * count
     if len(listed) != count:
         raise BadRowError(f"'{name}' has {len(listed)} numbers, and input_ids {count}")
@@ -110,6 +119,25 @@ def numbers_beside(value: Any, name: str, format: str, count: int) -> list[float
         place = f"'{name}'[{wrong}]" if isinstance(numbers, list) else f"'{name}'"
         raise BadRowError(f"{place} is {listed[wrong]}, which is no finite number")
     return listed
+
+
+def require_log_probabilities(
+    numbers: Sequence[float], value: Any, name: str, spans: Sequence[int], start: int
+) -> None:
+    """Refuse a log-probability above 0 of a token that is trained.
+
+    numbers    of each token that is kept
+    value      of the column, as the row has it
+    name       of the column in the data
+    spans      as of `TokenRow`
+    start      the row's first token that is kept
+    raises     BadRowError
+    """
+    for first, stop in zip(spans[::2], spans[1::2], strict=True):
+        for at in range(first, stop):
+            if numbers[at] > MAX_LOGPROB:
+                place = f"'{name}'" if isinstance(value, int | float) else f"'{name}'[{start + at}]"
+                raise BadRowError(f"{place} is {numbers[at]}, and a log-probability is at most 0")
 
 
 def _numbers(value: Any, format: str) -> float | list[float]:
