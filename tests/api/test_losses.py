@@ -498,9 +498,26 @@ def vector(logprobs, inputs):
     return torch.cat(logprobs).sum(), {"seen": torch.ones(3)}
 
 
+def rooted(logprobs, inputs):
+    return torch.cat(logprobs).sqrt().sum()
+
+
+def steep(logprobs, inputs):
+    """Its gradient is infinite where its value is not."""
+    own = torch.cat(logprobs)
+    return own.sum() + (own - own.detach()).sqrt().sum()
+
+
+def divided(logprobs, inputs):
+    return torch.cat(logprobs).sum() / 0.0
+
+
 @pytest.mark.parametrize(
     ("loss", "said"),
     [
+        (rooted, "the loss is nan"),
+        (divided, "the loss is -inf"),
+        (steep, "the loss is a finite number, and its gradient is inf at the first target token"),
         (fails, "KeyError: 'rewards'"),
         (fails, '  return inputs[0]["rewards"].sum()\n'),
         (detached, "the loss does not depend on the log-probabilities"),
@@ -519,6 +536,16 @@ def test_a_function_that_fails_is_told_before_training(loss, said, base, tmp_pat
 
     assert said in str(caught.value)
     assert "weights, logprobs, advantages, reward, scale" in str(caught.value)
+
+
+def test_a_function_that_equal_log_probabilities_alone_do_not_suit_is_trained(base, tmp_path):
+    """Nobody trains on such: their deviation has no gradient, and others have one."""
+
+    def spread(logprobs, inputs):
+        return torch.cat(logprobs).std()
+
+    results = trained(tmp_path / "run", [job_of(loaded(base), "a", spread)])
+    assert results["a"].status == "done"
 
 
 def test_a_function_is_tried_with_what_it_gets_in_training(base, tmp_path):

@@ -129,7 +129,8 @@ class LossFunctionError(TloraError, code="T0424"):
     It is called before training, with equal log-probabilities for all tokens: on the job's first
     micro-batch, and on the first rows to evaluate. It takes a list of log-probabilities and a list
     of what the rows say, one item a sequence, and returns the sum of the losses as a tensor of one
-    number that depends on the log-probabilities, or that and a dict of numbers.
+    number that depends on the log-probabilities, or that and a dict of numbers. The loss and its
+    gradient have to be finite, with these log-probabilities or with others.
     """
 
 

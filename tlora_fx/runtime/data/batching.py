@@ -7,12 +7,13 @@ micro-batch (longrope's switch) is the same. Micro-batches of different jobs sha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import accumulate, pairwise
 
 import torch
+from torch import Tensor
 
 from tlora_fx.config.job import BETA, Job
 from tlora_fx.config.losses import FIELDS, LOSSES, NEEDS
@@ -36,6 +37,8 @@ from tlora_fx.tracing.refusals import model_line
 
 MicroBatches = Sequence[Sequence[Sample]]
 Row = list[JobTokens]
+#: Multiples of it, modulo 1, are all unlike each other.
+GOLDEN = 0.6180339887
 
 
 def rows_of_round(
@@ -150,6 +153,8 @@ def try_function(
 ) -> None:
     """Call a job's function as loss on a micro-batch with equal log-probabilities.
 
+    Where its value or gradient is not finite, that of unequal ones decides.
+
     classes   how many tokens there are
     dtype     of the base
     device    that trains
@@ -162,27 +167,58 @@ def try_function(
     objective = objective_by(loss, {}, samples, job.label_shift, Scores())
     counts = [len(target_places(sample, job.label_shift)) for sample in samples]
     wide = torch.promote_types(torch.float32, dtype)
-    losses = torch.full((sum(counts),), math.log(classes), dtype=wide, device=device)
-    losses.requires_grad_()
-    try:
-        [own] = sequence_losses([objective], [0], [counts])
-        loss_sum = own.to(device).loss(losses)
-        gradients: tuple[torch.Tensor | None, ...] = torch.autograd.grad(
-            loss_sum, losses, allow_unused=True
-        )
-        if gradients[0] is None:
-            raise TypeError(LACKS_GRADIENT)
-    except Exception as error:
-        raise LossFunctionError(
-            "a function as loss failed",
-            job=job.name,
-            function=job.named_loss,
-            rows=rows,
-            at=model_line(error),
-            found=f"{type(error).__name__}: {error}",
-            help="it gets " + ", ".join(objective.given[0]) + " of each sequence's target tokens: "
-            "columns that hold a number in each row",
-        ) from error
+    equal = torch.full((sum(counts),), math.log(classes), dtype=wide, device=device)
+    # A deviation of equal numbers has no gradient, which nothing is wrong with.
+    unlike = equal * (0.5 + torch.arange(len(equal), device=device) * GOLDEN % 1)
+    for losses in (equal, unlike):
+        try:
+            [own] = sequence_losses([objective], [0], [counts])
+            wrong = _not_finite(own.to(device).loss, losses.requires_grad_())
+        except Exception as error:
+            raise LossFunctionError(
+                "a function as loss failed",
+                job=job.name,
+                function=job.named_loss,
+                rows=rows,
+                at=model_line(error),
+                found=f"{type(error).__name__}: {error}",
+                help="it gets " + ", ".join(objective.given[0]) + " of each sequence's target "
+                "tokens: columns that hold a number in each row",
+            ) from error
+        if wrong is None:
+            return
+    raise LossFunctionError(
+        "a function as loss gives a number that is not finite",
+        job=job.name,
+        function=job.named_loss,
+        rows=rows,
+        expected="a finite loss and finite gradients, of any log-probabilities below 0",
+        found=wrong,
+        help="it gets " + ", ".join(objective.given[0]) + " of each sequence's target tokens: look "
+        "for logarithms, roots and divisions that these do not suit",
+    )
+
+
+def _not_finite(loss: Callable[[Tensor], Tensor], losses: Tensor) -> str | None:
+    """What of a function's value and its gradient is not finite; None where all is.
+
+    losses   negative log-probabilities
+    raises   what the function raises; TypeError where nothing depends on them
+    """
+    total = loss(losses)
+    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(total, losses, allow_unused=True)
+    if gradients[0] is None:
+        raise TypeError(LACKS_GRADIENT)
+    if total.is_meta:
+        return None
+    if not math.isfinite(value := float(total.detach())):
+        return f"the loss is {value}"
+    wrong = (~gradients[0].isfinite()).nonzero()
+    if not len(wrong):
+        return None
+    value = -float(gradients[0][wrong[0]])
+    where = "the first target token" if not wrong[0] else f"target token {int(wrong[0]) + 1}"
+    return f"the loss is a finite number, and its gradient is {value} at {where}"
 
 
 def judged(options: Mapping[str, float], samples: Sequence[Sample], scores: Scores) -> Objective:
