@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -76,6 +77,50 @@ def test_a_mistake_is_told_before_torch_is_imported(words, tmp_path, monkeypatch
     assert COMMANDS[words] in ended.stderr
     assert ended.stdout == "not imported\n"
     assert after == before
+
+
+#: SIGTERM comes where the command line itself is imported.
+EARLY = """
+import os, runpy, signal, sys
+
+class Ends:
+    def find_spec(self, name, path, target=None):
+        if name == "typer":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+sys.meta_path.insert(0, Ends())
+sys.argv = ["tlora-fx", "train", "--help"]
+{start}
+"""
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "from tlora_fx.__main__ import main; main()",
+        "runpy.run_module('tlora_fx', run_name='__main__', alter_sys=True)",
+    ],
+)
+def test_sigterm_while_the_command_line_is_imported_is_told(start):
+    ended = subprocess.run(
+        [sys.executable, "-c", EARLY.format(start=start)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (143, "terminated by SIGTERM\n")
+
+
+@pytest.mark.parametrize(("handler", "status"), [("SIG_IGN", 0), ("default", -15)])
+def test_who_starts_a_command_may_have_settled_sigterm(handler, status):
+    """It stays ignored where it was, and torchrun is to see the signal."""
+    settle = "signal.signal(signal.SIGTERM, signal.SIG_IGN)" if handler == "SIG_IGN" else ""
+    environment = dict(os.environ) | ({} if settle else {"RANK": "0"})
+    start = f"{settle}\nfrom tlora_fx.__main__ import main; main()"
+    ended = subprocess.run(
+        [sys.executable, "-c", EARLY.format(start=start)],
+        capture_output=True, text=True, check=False, env=environment,
+    )  # fmt: skip
+    assert ended.returncode == status
+    assert "terminated" not in ended.stderr
 
 
 #: The process that the user started gets SIGTERM where the first one imports torch.

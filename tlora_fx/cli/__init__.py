@@ -14,6 +14,7 @@ from tlora_fx.cli.arguments.options import Interrupted, command_group
 from tlora_fx.cli.arguments.synonyms import suggested
 from tlora_fx.errors import TloraError, printable
 from tlora_fx.host import collector
+from tlora_fx.host.early_end import TERMINATED
 from tlora_fx.host.environment import require_known_values
 from tlora_fx.host.quiet_import import without_foreign_notices
 from tlora_fx.host.threads import thread_rules
@@ -52,7 +53,7 @@ COMMANDS = {
 }
 #: By command, its module, where it cannot have the same name.
 MODULES = {"import": "import_config"}
-INTERRUPTED, TERMINATED = 130, 143
+INTERRUPTED = 130
 #: Options that were taken out, by the names that plans had for them.
 TAKEN_OUT = {"--sequence-parallel": "sequence_parallel"}
 

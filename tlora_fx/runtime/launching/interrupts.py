@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from tlora_fx.host import early_end
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -44,7 +46,7 @@ def raising_terminated() -> Iterator[None]:
     the default action, which also ends those that run no Python at that moment.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    is_default = signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, early_end.ends)
     if not is_main or not is_default or "RANK" in os.environ:
         yield
         return
