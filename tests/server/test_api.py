@@ -17,6 +17,7 @@ from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from tests.clocks import machine  # noqa: F401  (a fixture)
 from tests.server.conftest import EXAMPLES, QUICKSTART, Asked, as_scheduled, job_file, request
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.errors import LedgerError, ServiceRefused, TokenRefused
@@ -389,6 +390,31 @@ def test_a_base_that_was_not_measured_is_told_to_who_submits(tmp_path, monkeypat
     assert it.state() == before
     service.intake._require_measured = partial(require, files=(PROFILE,))
     assert it.submit(job_file("a")).status_code == 201
+
+
+@pytest.mark.parametrize("hours", [-30, 30])
+def test_setting_the_machines_clock_removes_no_upload_and_no_job(asked, machine, hours):  # noqa: F811
+    """They stay for as long as they are to, from when they were sent and had ended."""
+    day = 86_400.0
+    it = asked(keep_seconds=day, keep_job_seconds=day)
+    it.submit(job_file("a"))
+    as_scheduled(it.folder, [("a",)], ended=True)
+    store = it.service.store
+    store.rows("UPDATE jobs SET status = 'done', steps = 10, ended = 0")
+    store.rows("INSERT INTO files VALUES (?, '', 'taken')", str(store.file_of(1).absolute()))
+    store.settle()
+    machine.day += hours * 3600
+    sha256 = it.upload(b"rows")
+    machine.day -= 2 * hours * 3600
+    upload = store.folder / "uploads" / "local" / sha256
+
+    def there():
+        it.service.intake.collect()
+        return upload.exists(), bool(store.rows("SELECT 1 FROM owned"))
+
+    assert there() == (True, True)
+    machine.pass_by(day + 1)
+    assert there() == (False, False)
 
 
 def test_uploads_are_bounded_and_are_what_they_say(asked):

@@ -14,8 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.clocks import machine  # noqa: F401  (a fixture)
 from tlora_fx.errors import JobUnknown, RequestConflict, RequestGone, RequestRefused
-from tlora_fx.training.log import Checkpoint, CommandLog, Outcome, Sampler, json_answer
+from tlora_fx.training.log import Checkpoint, CommandLog, Outcome, Ran, Sampler, json_answer
+from tlora_fx.training.process import tidy
+from tlora_fx.training.times import explained
 
 USER = "ada"
 
@@ -234,3 +237,57 @@ def test_a_killed_writer_leaves_all_that_it_acknowledged(tmp_path):
     assert numbers[1 : len(seen) + 1] == seen
     assert [command.seq for command in commands] == list(range(len(commands)))
     assert {command.queue for command in commands} == {model}
+
+
+HOURS = 3600.0
+
+
+@pytest.mark.parametrize("hours", [-24.0, 6.0, 500_000.0])
+def test_setting_the_machines_clock_ends_nothing(tmp_path, machine, hours):  # noqa: F811
+    """Neither sessions and answers nor checkpoints and versions, in any process of the service."""
+    log = CommandLog(tmp_path)
+    model = model_of(log)
+    session = model.split(":")[0]
+    [[command]] = log.runnable().values()
+    path = f"tinker://{model}/weights/a"
+    kept = Checkpoint(path, model, USER, "weights", "f", 5, log.now(), log.now() + 60, {})
+    unnamed = Sampler(f"{session}:sample:0", session, USER, None, "g")
+    for folder in ("f", "g"):
+        (tmp_path / folder).mkdir()
+    log.finish([Outcome(command, json_answer({}), checkpoint=kept, sampler=unnamed)])
+    log.keep(model, 0)
+    machine.day += hours * HOURS
+    other = CommandLog(tmp_path, log.now)
+
+    for each in (log, other):
+        tidy(each)
+        each.heard(USER, session)
+        assert each.answer(USER, command.number) is not None
+        assert each.checkpoints(USER) == [kept]
+        assert each.sampler(unnamed.id) == unnamed
+    assert {each.name for each in tmp_path.iterdir()} >= {"f", "g"}
+    machine.pass_by(25 * HOURS)
+    tidy(other)
+    with pytest.raises(RequestGone):
+        log.heard(USER, session)
+    with pytest.raises(RequestGone):
+        log.answer(USER, command.number)
+    assert log.checkpoints(USER) == []
+    assert not {each.name for each in tmp_path.iterdir()} & {"f", "g"}
+
+
+def test_what_a_request_waited_does_not_depend_on_the_clock(tmp_path, machine):  # noqa: F811
+    log = CommandLog(tmp_path)
+    model_of(log)
+    [[command]] = log.runnable().values()
+    machine.pass_by(2.0)
+    ran = Ran(command.kind, log.now(), {command: 3}, 1.0)
+    machine.day += 6 * HOURS
+    machine.pass_by(1.0)
+    log.finish([Outcome(command, json_answer({}), 3)], ran)
+    [row] = log.times(USER)
+
+    assert explained(row)["seconds"] == {
+        "order": 0.0, "queue": 2.0, "computed": 1.0, "between": 0.0
+    }  # fmt: skip
+    assert explained(row)["slowdown"] == 3.0

@@ -40,6 +40,7 @@ from tlora_fx.server.store import ServiceStore
 TINKER_FOLDER = Path("service") / "tinker"
 
 if TYPE_CHECKING:
+    from tlora_fx.host.clock import SteadyClock
     from tlora_fx.server.control import EventLog
     from tlora_fx.server.submission import IntakeLimits
 
@@ -167,8 +168,10 @@ def run(options: ServeCommandOptions) -> None:
     ) as running:  # fmt: skip
         running.before_advance = Control(store, options.output, running)
         # Only now: another service may hold the folder.
-        with StopSignals(running), _training(options, events) as (trainer, bell):
-            answer = partial(_answer, options, cluster.gpus, cluster.gpu, policy.name, bell)
+        with StopSignals(running), _training(options, store.now, events) as (trainer, bell):
+            answer = partial(
+                _answer, options, cluster.gpus, cluster.gpu, policy.name, bell, store.now
+            )
             with _answering(options, answer, events) as answering:
                 while running.turn():
                     time.sleep(TURN_SECONDS)
@@ -270,7 +273,7 @@ def _answering(
 
 @contextmanager
 def _training(
-    options: ServeCommandOptions, events: EventLog
+    options: ServeCommandOptions, clock: SteadyClock, events: EventLog
 ) -> Iterator[tuple[Answering | None, Path | None]]:
     """Inside, a trainer runs what clients of the Tinker API ask for, if it is served.
 
@@ -291,7 +294,7 @@ def _training(
         options.output / TINKER_FOLDER, base=options.tinker_base, device=options.tinker_device,
         residents=options.tinker_models, max_rank=-(-options.tinker_rank // 8) * 8,
     )  # fmt: skip
-    with training(engine, options.log_format, died) as started:
+    with training(engine, options.log_format, clock, died) as started:
         yield started
 
 
@@ -322,11 +325,12 @@ def _limits(options: ServeCommandOptions) -> IntakeLimits:
 
 def _answer(
     options: ServeCommandOptions, gpus: int, gpu: str, policy: str, bell: Path | None,
-    sockets: list[socket.socket], parent: Connection,
+    clock: SteadyClock, sockets: list[socket.socket], parent: Connection,
 ) -> None:  # fmt: skip
     """Answer requests until the parent has ended; it alone hears signals.
 
-    bell   of the trainer; None: the Tinker API is not served
+    bell    of the trainer; None: the Tinker API is not served
+    clock   of all processes of the service
     """
     from tlora_fx.scheduler.estimates import require_measured
     from tlora_fx.server.app import is_address, make_app, make_service
@@ -340,7 +344,7 @@ def _answer(
     assert options.output is not None
     service = make_service(
         options.output, _limits(options), open_to_all=options.loopback, gpus=gpus, gpu=gpu,
-        policy=policy,
+        policy=policy, now=clock,
         require_measured=partial(require_measured, gpu=gpu, files=tuple(options.profile or ())),
     )  # fmt: skip
     tinker = None
@@ -349,7 +353,7 @@ def _answer(
         from tlora_fx.server.tinker.routes import Tinker
         from tlora_fx.training.log import CommandLog
 
-        log = CommandLog(options.output / TINKER_FOLDER)
+        log = CommandLog(options.output / TINKER_FOLDER, clock)
         tinker = Tinker(log, Futures(log, bell), options.tinker_price)
     hosts = () if is_address(options.host) else (options.host,)
     server = make_server(

@@ -53,6 +53,7 @@ from tlora_fx.errors import (
     UploadRefused,
     did_you_mean,
 )
+from tlora_fx.host.clock import SteadyClock
 from tlora_fx.host.version import __version__
 from tlora_fx.runtime.run_folder import METRICS
 from tlora_fx.scheduler.explain import explained
@@ -783,13 +784,15 @@ async def _repeat(action: Callable[[], None], seconds: float) -> None:
 def make_service(
     folder: Path, limits: IntakeLimits, *, open_to_all: bool, gpus: int = 1, gpu: str = "",
     policy: str = "", require_measured: Callable[[BaseSpec], None] = lambda base: None,
+    now: SteadyClock | None = None,
 ) -> Service:  # fmt: skip
     """A service over a run's folder, with what a killed one left put right.
 
     require_measured   as of `Intake`
+    now                as of `ServiceStore`
     raises             LedgerError
     """
-    store = ServiceStore(folder)
+    store = ServiceStore(folder, now)
     intake = Intake(store, limits, require_measured)
     intake.restore()
     view = RunView(store, folder, gpus=gpus, gpu=gpu, policy=policy)

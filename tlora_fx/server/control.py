@@ -98,7 +98,7 @@ class EventLog(Callback):
 
     def say(self, time: float | None, kind: str, jobs: Sequence[str], text: str) -> None:
         """Write one event; time in seconds of the run's clock, None: now."""
-        at = _now() if time is None else self.store.started + time
+        at = self.store.now() if time is None else self.store.started + time
         logger.info(text, extra={"event": kind, "jobs": list(jobs)})
         self.store.tell(at, kind, jobs, text)
 
@@ -177,7 +177,3 @@ class EventLog(Callback):
         """A submission was read."""
         if mistake:
             self.say(None, "warning", jobs, f"submission {name} cannot be read: {mistake}")
-
-
-def _now() -> float:
-    return time.time()

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from tlora_fx.errors import LedgerError, ServiceRefused
+from tlora_fx.host.clock import SteadyClock
 from tlora_fx.runtime.run_folder import LEDGER
 from tlora_fx.scheduler.history import require_known_format
 from tlora_fx.scheduler.store import LOCKED_SECONDS, Ledger, transaction, write_fact
@@ -111,10 +112,12 @@ class ServiceLedger:
     """The service's part of a run's ledger; any thread may call it.
 
     folder   of the run
+    now      seconds since the epoch, by the clock of all processes of a service
     raises   LedgerError; NewerFormat where a newer version wrote it
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, now: SteadyClock | None = None) -> None:
+        self.now = now or SteadyClock.begin()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder = folder / FOLDER
         self.inbox = self.folder / "inbox"
@@ -132,7 +135,7 @@ class ServiceLedger:
             write_fact(base, _FORMAT, str(FORMAT))
         with self._reading() as base:
             base.executescript(_INDEXES)
-        self.rows("INSERT OR IGNORE INTO facts VALUES ('started', ?)", repr(time.time()))
+        self.rows("INSERT OR IGNORE INTO facts VALUES ('started', ?)", repr(self.now()))
         [(started,)] = self.rows("SELECT value FROM facts WHERE name = 'started'")
         self.started = float(started)
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -216,7 +215,7 @@ class ServiceStore(ServiceLedger):
             base.execute(
                 "INSERT INTO submissions (number, user, key, sha256, time, folder, document) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (number, user.name, key, sha256, time.time(), folder, document),
+                (number, user.name, key, sha256, self.now(), folder, document),
             )
             base.executemany(
                 "INSERT INTO owned (rowid, name, user, submission, priority) "
@@ -341,7 +340,7 @@ class ServiceStore(ServiceLedger):
         return [job for job in jobs if job.active]
 
     def _settle(self, job: OwnedJob) -> None:
-        over = time.time() if job.ended is None else self.started + job.ended
+        over = self.now() if job.ended is None else self.started + job.ended
         changed = self.rows(
             "UPDATE owned SET final = ?, over = ? WHERE name = ? AND final IS NULL RETURNING 1",
             job.state,
@@ -467,7 +466,7 @@ class ServiceStore(ServiceLedger):
             "INSERT INTO removed (job, submission, name, user, state, reason, steps, submitted, "
             "ended, time, replaced) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
             job.number, job.submission, job.name, job.user, state, job.reason or "",
-            job.steps or 0.0, job.submitted, over, time.time(), replaced,
+            job.steps or 0.0, job.submitted, over, self.now(), replaced,
         )  # fmt: skip
         self._add_total(job.user, state, -1)
         for table in ("owned", "jobs", "origins", "summaries"):

@@ -15,12 +15,12 @@ import hashlib
 import io
 import json
 import logging
+import os
 import re
 import secrets
 import shutil
 import tarfile
 import threading
-import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -139,7 +139,7 @@ class Intake:
 
     def _remove_old(self, keep_seconds: float) -> None:
         """Remove jobs that ended long ago, and what tells of groups of that time."""
-        long_ago, folder = time.time() - keep_seconds, self.store.folder.parent
+        long_ago, folder = self.store.now() - keep_seconds, self.store.folder.parent
         while jobs := self.store.old_jobs(long_ago, REMOVED_AT_A_TIME):
             for job in jobs:
                 self._archive(folder / job.name, job)
@@ -167,7 +167,7 @@ class Intake:
         self.empty_trash()
         if self.limits.keep_seconds is None:
             return
-        long_ago = time.time() - self.limits.keep_seconds
+        long_ago = self.store.now() - self.limits.keep_seconds
         for path in (self.store.folder / "uploads").glob("*/*"):
             if path.stat().st_mtime < long_ago:
                 path.unlink(missing_ok=True)
@@ -210,6 +210,8 @@ class Intake:
                     found=digest.hexdigest(),
                     help="it changed while it was read or sent: send it again",
                 )
+            # Its age is told by the clock that `collect` reads.
+            os.utime(part, (self.store.now(),) * 2)
             part.rename(folder / sha256)
         finally:
             part.unlink(missing_ok=True)

@@ -426,7 +426,7 @@ class RunView:
 
     def overview(self, user: User) -> Overview:
         """Overview of the service for a user."""
-        now = time.time()
+        now = self.store.now()
         counts, visible = dict[str, int](), dict[str, int]()
         totals = [(*key, jobs) for key, jobs in self._totals.items() if jobs]
         totals += [(owned.user, owned.state, 1) for owned in self._owned]

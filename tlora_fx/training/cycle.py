@@ -290,7 +290,7 @@ class Cycle:
     @contextmanager
     def _timed(self, kind: str, tokens: Mapping[Command, int]) -> Iterator[Ran]:
         """Times what runs inside of these commands together."""
-        ran, outside = Ran(kind, time.time(), tokens), self._inside
+        ran, outside = Ran(kind, self.log.now(), tokens), self._inside
         self._inside, start = 0.0, time.perf_counter()
         yield ran
         seconds = time.perf_counter() - start
@@ -552,7 +552,7 @@ class Cycle:
 
     def _save(self, command: Command, request: requests.SaveWeights) -> Outcome:
         """Write a version, and note what clients call it."""
-        model, now = command.queue, time.time()
+        model, now = command.queue, self.log.now()
         row, config = self.log.model(model), self.tenants.resident[model].config
         kind, whole = request.checkpoint, request.checkpoint == "weights"
         folder = version_folder(model, command.seq)

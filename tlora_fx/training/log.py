@@ -26,7 +26,6 @@ import secrets
 import shutil
 import sqlite3
 import threading
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -35,6 +34,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tlora_fx.errors import JobUnknown, LedgerError, RequestConflict, RequestGone, RequestRefused
+from tlora_fx.host.clock import SteadyClock
 
 #: A session without a sign of life for so long is over.
 SESSION_SECONDS = 3600.0
@@ -218,11 +218,12 @@ def json_answer(content: Mapping[str, Any]) -> Answer:
 class CommandLog:
     """The log in a folder; any thread may call it.
 
+    now      seconds since the epoch; those who share a log share its clock
     raises   LedgerError where the file cannot be opened
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, now: SteadyClock | None = None) -> None:
+        self.folder, self.now = folder, now or SteadyClock.begin()
         self._lock, self._read_lock = threading.Lock(), threading.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -292,7 +293,7 @@ class CommandLog:
 
     def open_session(self, user: str, said: Mapping[str, Any], key: str = "") -> str:
         """A new session of a user, the same again for the same key; returns its id."""
-        session, now = session_id(user, key), time.time()
+        session, now = session_id(user, key), self.now()
         with self._change() as base:
             row = (session, user, now, now, None, json.dumps(said, ensure_ascii=False))
             base.execute("INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, ?)", row)
@@ -308,7 +309,7 @@ class CommandLog:
         with self._change() as base:
             found = base.execute(
                 "UPDATE sessions SET ended = coalesce(ended, ?) WHERE id = ? AND user = ?",
-                (time.time(), session, user),
+                (self.now(), session, user),
             )
             if not found.rowcount:
                 raise _unknown("session", session)
@@ -335,13 +336,13 @@ class CommandLog:
     def _hear(self, user: str, session: str) -> None:
         rows = self._rows(
             "SELECT 1 FROM sessions WHERE id = ? AND user = ? AND ended IS NULL AND seen > ?",
-            session, user, time.time() - SESSION_SECONDS,
+            session, user, self.now() - SESSION_SECONDS,
         )  # fmt: skip
         if not rows:
             raise RequestGone(
                 "the session is over", found=session, help="begin a new one: ServiceClient()"
             )
-        self._base.execute("UPDATE sessions SET seen = ? WHERE id = ?", (time.time(), session))
+        self._base.execute("UPDATE sessions SET seen = ? WHERE id = ?", (self.now(), session))
 
     # Commands.
 
@@ -357,7 +358,7 @@ class CommandLog:
         assert kind in CREATE
         with self._change() as base:
             self._hear(user, session)
-            self._add_model(base, model, session, user, time.time(), said or {})
+            self._add_model(base, model, session, user, self.now(), said or {})
             return self._append(base, user, model, 0, kind, body), model
 
     @staticmethod
@@ -406,7 +407,7 @@ class CommandLog:
                     "a request has no place in its model's order",
                     expected="seq_id of 1 or more", found=seq,
                 )  # fmt: skip
-            base.execute("UPDATE models SET asked = ? WHERE id = ?", (time.time(), queue))
+            base.execute("UPDATE models SET asked = ? WHERE id = ?", (self.now(), queue))
             return self._append(base, user, queue, seq, kind, body)
 
     def _append(
@@ -423,7 +424,7 @@ class CommandLog:
             number = base.execute(
                 "INSERT INTO commands (user, queue, seq, kind, digest, body, made) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (user, queue, seq, kind, digest, body, time.time()),
+                (user, queue, seq, kind, digest, body, self.now()),
             ).lastrowid
             assert number is not None
             return number
@@ -509,7 +510,7 @@ class CommandLog:
 
         ran   what was computed for them, and for others that are not done yet
         """
-        now = time.time()
+        now = self.now()
         with self._change() as base:
             if ran is not None and ran.tokens:
                 self._note(base, ran)
@@ -620,7 +621,7 @@ class CommandLog:
 
     def _add_sampler(self, base: sqlite3.Connection, sampler: Sampler) -> None:
         row = (
-            sampler.id, sampler.session, sampler.user, time.time(), sampler.path, sampler.folder,
+            sampler.id, sampler.session, sampler.user, self.now(), sampler.path, sampler.folder,
         )  # fmt: skip
         base.execute("INSERT OR IGNORE INTO samplers VALUES (?, ?, ?, ?, ?, ?)", row)
 
@@ -641,7 +642,7 @@ class CommandLog:
             "SELECT samplers.id, folder FROM samplers JOIN sessions ON sessions.id = session "
             "WHERE path IS NULL AND folder IS NOT NULL AND (ended IS NOT NULL OR seen <= ?) "
             "AND NOT EXISTS (SELECT 1 FROM commands WHERE queue = samplers.id AND done IS NULL)",
-            time.time() - SESSION_SECONDS,
+            self.now() - SESSION_SECONDS,
         )  # fmt: skip
         return {row["id"]: row["folder"] for row in rows}
 
@@ -672,7 +673,7 @@ class CommandLog:
             "SELECT * FROM checkpoints WHERE (?1 IS NULL OR user = ?1) "
             "AND (?2 IS NULL OR model = ?2) AND (?3 IS NULL OR path = ?3) "
             "AND (expires IS NULL OR expires > ?4) ORDER BY made",
-            user, model, path, time.time(),
+            user, model, path, self.now(),
         )  # fmt: skip
         return [_checkpoint(row) for row in rows]
 
@@ -699,7 +700,7 @@ class CommandLog:
         with self._change() as base:
             self._hear(user, session)
             same = "SELECT 1 FROM checkpoints WHERE path = ? AND (expires IS NULL OR expires > ?)"
-            if base.execute(same, (checkpoint.path, time.time())).fetchone():
+            if base.execute(same, (checkpoint.path, self.now())).fetchone():
                 return
             known = "SELECT 1 FROM commands WHERE queue = ?"
             if base.execute(known, (checkpoint.model,)).fetchone():
@@ -715,7 +716,7 @@ class CommandLog:
 
     def forget_expired(self) -> None:
         """Forget the checkpoints whose time is over."""
-        now = time.time()
+        now = self.now()
         with self._change() as base:
             base.execute(f"{_OBSOLETE} WHERE expires <= ?", (now,))
             base.execute("DELETE FROM checkpoints WHERE expires <= ?", (now,))

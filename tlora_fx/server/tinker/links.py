@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,10 +39,10 @@ class Links:
         text = "\0".join((path, file, str(expires)))
         return hmac.new(self.key, text.encode("utf-8", "replace"), hashlib.sha256).hexdigest()
 
-    def require(self, path: str, file: str, expires: int, signature: str) -> None:
+    def require(self, path: str, file: str, expires: int, signature: str, now: float) -> None:
         """Raise TokenRefused for a link that was not signed here, or has expired."""
         right = self.sign(path, file, expires).encode()
         same = hmac.compare_digest(right, signature.encode("utf-8", "replace"))
-        if not same or expires <= time.time():
+        if not same or expires <= now:
             what = "the link has expired" if same else "the link was not made by this service"
             raise TokenRefused(what, help="ask for a new one")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
@@ -564,7 +563,7 @@ def _own(by: Asker, model: str, checkpoint: str) -> Checkpoint:
 def keep_checkpoint(model: str, checkpoint: str, body: Ttl, by: By) -> None:
     """Let a checkpoint stay for so many seconds from now, or for ever."""
     found, seconds = _own(by, model, checkpoint), body.ttl_seconds
-    expires = None if seconds is None else time.time() + seconds
+    expires = None if seconds is None else by.log.now() + seconds
     by.log.change(found, expires=expires, public=found.public)
 
 
@@ -582,7 +581,7 @@ def publish_checkpoint(model: str, checkpoint: str, by: By, request: Request) ->
 def external_weights_urls(model: str, checkpoint: str, by: By, request: Request) -> dict[str, Any]:
     """Links to the files of a PEFT folder; whoever has one can fetch its file for an hour."""
     found = by.log.checkpoint(f"tinker://{model}/{checkpoint}", by.user.name)
-    expires = int(time.time()) + LINK_SECONDS
+    expires = int(by.log.now()) + LINK_SECONDS
     urls = {}
     for file in (CONFIG, WEIGHTS):
         url = request.url_for("checkpoint_file", model=model, checkpoint=checkpoint, file=file)
@@ -602,7 +601,7 @@ def checkpoint_file(
     tinker: Tinker = request.app.state.tinker
     path = f"tinker://{model}/{checkpoint}"
     # Only names of files that it has are ever signed.
-    tinker.links.require(path, file, expires, signature)
+    tinker.links.require(path, file, expires, signature, tinker.log.now())
     place = tinker.log.folder / tinker.log.checkpoint(path).folder / file
     if not place.is_file():
         raise JobUnknown("there is no such file", found=f"{path}/{file}")
@@ -634,7 +633,7 @@ def take_peft_folder(name: str, body: PeftFolder, by: By, request: Request) -> d
         size = sum(file.stat().st_size for file in fresh.iterdir())
         folder = copy_version(log.folder, fresh.name, model, called)
     checkpoint = Checkpoint(
-        f"tinker://{model}/{called}", model, by.user.name, "weights", folder, size, time.time(),
+        f"tinker://{model}/{called}", model, by.user.name, "weights", folder, size, log.now(),
         None, config,
     )  # fmt: skip
     log.copy(checkpoint, by.user.name, session)
@@ -644,7 +643,7 @@ def take_peft_folder(name: str, body: PeftFolder, by: By, request: Request) -> d
 @api.post("/copy_weights")
 def copy_weights(body: Copy, by: By, request: Request) -> dict[str, str]:
     """Copy a checkpoint into a model of a session, by links; the same again is the same copy."""
-    source, now = by.log.checkpoint(body.source_path, by.user.name), time.time()
+    source, now = by.log.checkpoint(body.source_path, by.user.name), by.log.now()
     key = request.headers.get("x-idempotency-key", "")
     session = body.session_id or by.log.open_session(by.user.name, {}, key)
     # Whoever the session belongs to finds what lies in its models' folders.

@@ -14,6 +14,7 @@ from socket import socket
 from typing import TYPE_CHECKING
 
 from tlora_fx.errors import TloraError
+from tlora_fx.host.clock import SteadyClock
 from tlora_fx.host.quiet_import import without_foreign_notices
 from tlora_fx.server.answering import Answering
 from tlora_fx.server.log_lines import log_to_stderr
@@ -24,17 +25,19 @@ if TYPE_CHECKING:
 
 @contextmanager
 def training(
-    options: EngineOptions, log_format: str, died: Callable[[str, float], None]
-) -> Iterator[tuple[Answering, Path]]:
+    options: EngineOptions, log_format: str, clock: SteadyClock,
+    died: Callable[[str, float], None],
+) -> Iterator[tuple[Answering, Path]]:  # fmt: skip
     """Inside, a trainer runs; yields what keeps it alive, and the socket of its bell.
 
+    clock    of the log
     died     as of `Answering`
     raises   ServiceRefused where it does not start; the error of a base that cannot be used
     """
     # A path of a socket is short, and a run's folder may not be.
     with tempfile.TemporaryDirectory(prefix="tlora-fx-") as folder:
         bell = Path(folder) / "bell"
-        process = Answering(partial(_train, options, bell, log_format), [], died, "trains")
+        process = Answering(partial(_train, options, bell, log_format, clock), [], died, "trains")
         try:
             process.start()
             yield process, bell
@@ -43,8 +46,9 @@ def training(
 
 
 def _train(
-    options: EngineOptions, bell: Path, log_format: str, sockets: list[socket], parent: Connection
-) -> None:
+    options: EngineOptions, bell: Path, log_format: str, clock: SteadyClock,
+    sockets: list[socket], parent: Connection,
+) -> None:  # fmt: skip
     """Train until the parent has ended; it alone hears signals."""
     from tlora_fx.training.engine import Engine
     from tlora_fx.training.log import CommandLog
@@ -63,7 +67,7 @@ def _train(
     threading.Thread(target=watch, daemon=True).start()
     with without_foreign_notices():
         try:
-            log, engine = CommandLog(options.folder), Engine(options)
+            log, engine = CommandLog(options.folder, clock), Engine(options)
         except TloraError as error:
             parent.send(error)
             return
