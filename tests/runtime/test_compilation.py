@@ -236,6 +236,9 @@ def test_the_process_builds_an_open_model_as_it_is(tmp_path):
     assert {path: bank.table for path, bank in found.banks.items()} == {
         path: bank.table for path, bank in model.banks.items()
     }
+    for name in ("a", "b"):
+        model.release(name)
+    assert len(CompileRequest.of(model, row, ["cpu"]).model().members) == 1
 
 
 def train_two(folder, looks):

@@ -118,7 +118,11 @@ class CompileRequest:
             for job, name in zip(given.jobs, group.job_names, strict=True)
         ]
         resolve = partial(resolve_sites, backbone=given.backbone)
-        return SuperModel(group, given.backbone, jobs, resolve)
+        model = SuperModel(group, given.backbone, jobs, resolve)
+        if not model.members:
+            # Kernels of sites without adapters are not launched, and so not kept by Triton.
+            model.admit(given.jobs[0])
+        return model
 
 
 class CompileProcess:
