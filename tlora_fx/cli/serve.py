@@ -103,6 +103,12 @@ class ServeCommandOptions(RunCommandOptions):
     )
     log_format: str = option("text", "Format of the log on stderr: text or json.")
 
+    compiled: bool = option(
+        False,
+        "Compile the layers with torch.compile; groups take longer to start, and --tinker compiles "
+        "while it serves.",
+        "--compile",
+    )
     tinker: bool = option(
         False,
         "Also serve the Tinker API, to clients that call forward_backward, optim_step and sample "
@@ -293,6 +299,7 @@ def _training(
     engine = EngineOptions(
         options.output / TINKER_FOLDER, base=options.tinker_base, device=options.tinker_device,
         residents=options.tinker_models, max_rank=-(-options.tinker_rank // 8) * 8,
+        compiled=options.compiled,
     )  # fmt: skip
     with training(engine, options.log_format, clock, died) as started:
         yield started

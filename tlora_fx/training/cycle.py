@@ -16,7 +16,7 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
@@ -36,6 +36,7 @@ from tlora_fx.training.datums import MICRO_TOKENS, batch_of, loss_of
 from tlora_fx.training.engine import Engine
 from tlora_fx.training.fair_shares import FairShares
 from tlora_fx.training.folders import version_folder
+from tlora_fx.training.layers import LoggedLayers
 from tlora_fx.training.log import (
     LOSS,
     PROTOBUF,
@@ -141,6 +142,7 @@ class Cycle:
     finished         is told the numbers of commands that have an answer now
     snapshot_every   commands of a model between two snapshots of it, at least
     snapshot_share   of the time of its cycles that snapshots of a model may take
+    layers           compile while cycles run, and take over between two
     active           models that had gradients or a step the last time any had
     """
 
@@ -155,6 +157,7 @@ class Cycle:
         self.log, self.engine, self.finished = log, engine, finished
         self.snapshot_every, self.snapshot_share = snapshot_every, snapshot_share
         self.tenants = Tenants(engine, log)
+        self.layers = LoggedLayers(log, engine.step)
         self.active: frozenset[str] = frozenset()
         self.shares = FairShares(CYCLE_TOKENS)
         # By model, the requests of its next piece: several only where they are packed.
@@ -172,6 +175,7 @@ class Cycle:
 
     def run(self) -> bool:
         """Run a piece of each of what may run now; False where nothing may."""
+        self.layers.look()
         runnable = self.log.runnable()
         self._busy, self._denied = set(self._running), set()
         samples = [c for own in runnable.values() for c in own if c.kind == SAMPLE]
@@ -249,9 +253,12 @@ class Cycle:
     def _again(self, command: Command) -> None:
         """Run a command whose answer is written; one that failed fails again."""
         if command.kind == FORWARD:
+            plain = self.layers.plain_pieces(command)
             self._begin([command])
             while command.queue in self._running:
-                self._run_pieces([command.queue])
+                with self.layers.as_before() if plain > 0 else nullcontext():
+                    self._run_pieces([command.queue])
+                plain -= 1
         elif command.kind == STEP:
             self._step({command.queue: command})
         elif command.kind in LOADS:

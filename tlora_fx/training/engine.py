@@ -12,7 +12,7 @@ from tlora_fx.config.job import Job
 from tlora_fx.errors import CommandRefused, GenerationError
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.backbone import Backbone, load_backbone, longest_sequence
-from tlora_fx.runtime.group_step import GroupStep
+from tlora_fx.runtime.group_step import GroupStep, StepOptions
 from tlora_fx.runtime.sampling.sampler import Sampler
 from tlora_fx.training.options import ALPHA, EngineOptions
 
@@ -40,7 +40,10 @@ class Engine:
             rows=max(options.max_rank, ALPHA * options.residents),
             jobs=options.residents, rank=options.max_rank, dropout=False,
         )  # fmt: skip
-        self.step = GroupStep(compile([everything], open=slots), device=options.device)
+        # Layers are compiled by `CompiledLayers`, of who runs cycles.
+        rows = StepOptions(compiled=options.compiled, wait_for_compile=False)
+        model = compile([everything], open=slots)
+        self.step = GroupStep(model, device=options.device, options=rows)
         self.step.prepare()
         self.step.release(_FIRST)
         self.positions = longest_sequence(self.step.model.backbone.model)

@@ -11,7 +11,8 @@ numbers too, by which repeats are recognised, but no order.
 Each cycle that computed something is there too, with the pieces that it ran together. A piece's
 seconds are its part of the cycle's, by tokens. `usage` adds them up by user. `cuts` says how a
 request that was answered had been cut, so that it runs again the same way after an upgrade.
-`obsolete` has the folders that no checkpoint names any more, until they are deleted.
+`obsolete` has the folders that no checkpoint names any more, until they are deleted. The fact
+`took_over` says after which cycle layers were compiled: what ran before runs again without.
 
 A commit survives a kill of its process. A power failure may lose the last ones, which clients
 then repeat, for nobody knows their futures any more.
@@ -43,6 +44,8 @@ CREATE = ("create_model", "load_model")
 LOSS = "create_custom_loss"
 #: The fact that says which models and samplers have waited for a place in memory for a while.
 WAITING = "waiting"
+#: Facts of compiled layers: what became of them, and after which cycle they took over.
+LAYERS, TOOK_OVER = "layers", "took_over"
 Kind = Literal["weights", "sampler_weights", "external_weights"]
 
 _TABLES = """
@@ -289,6 +292,11 @@ class CommandLog:
         rows = self._rows("SELECT name, value FROM facts")
         return {row["name"]: json.loads(row["value"]) for row in rows}
 
+    def last_cycle(self) -> int:
+        """The number of the last cycle; 0 before the first."""
+        rows = self._rows("SELECT seq FROM sqlite_sequence WHERE name = 'cycles'")
+        return int(rows[0]["seq"]) if rows else 0
+
     # Sessions.
 
     def open_session(self, user: str, said: Mapping[str, Any], key: str = "") -> str:
@@ -499,6 +507,17 @@ class CommandLog:
             self._command(row, bytes(row["body"]), json.loads(row["counts"] or "[]"))
             for row in rows
         ]
+
+    def pieces_until(self, command: Command, cycle: int) -> int:
+        """How many of an answered command's pieces ran in a cycle or before it; they ran in order.
+
+        Pieces of an attempt that a kill ended do not count.
+        """
+        rows = self._rows(
+            "SELECT cycle FROM pieces WHERE command = ? ORDER BY cycle DESC LIMIT ?",
+            command.number, len(command.cuts) or -1,
+        )  # fmt: skip
+        return sum(row["cycle"] <= cycle for row in rows)
 
     @staticmethod
     def _command(row: sqlite3.Row, body: bytes = b"", cuts: Iterable[int] = ()) -> Command:

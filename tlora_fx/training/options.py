@@ -21,6 +21,7 @@ class EngineOptions:
     dtype       of the base; None: float32 on the CPU, else bfloat16
     residents   models and versions that lie in the banks at a time
     max_rank    of a model at most, a multiple of 8
+    compiled    layers are compiled by torch.compile, while cycles run
     """
 
     folder: Path
@@ -29,6 +30,7 @@ class EngineOptions:
     dtype: DtypeName | None = None
     residents: int = 8
     max_rank: int = 64
+    compiled: bool = False
 
     @property
     def base_name(self) -> str:

@@ -39,10 +39,11 @@ def run_commands(
     with log.held(ended):
         _tell(log, engine)
         bell = Bell(socket)
-        ready()
         cycle = Cycle(log, engine, bell.ring)
+        ready()
         _run_until(ended, cycle, bell)
         cycle.tenants.close()
+        cycle.layers.close()
         bell.close()
     log.close()
 

@@ -15,6 +15,9 @@ REASONS: Mapping[str, str] = {
     "between": "pieces of others ran between its own, or its answer was written",
 }
 
+#: The process of a trace in which is what all sessions share.
+SERVICE = "service"
+
 
 def explained(row: Row) -> dict[str, Any]:
     """A request's times, from a row of `CommandLog.times`.
@@ -50,20 +53,35 @@ def slowdowns(rows: Iterable[Row]) -> dict[str, float]:
     return {user: sorted(own)[int(0.95 * (len(own) - 1))] for user, own in found.items()}
 
 
-def trace(rows: Iterable[Row], pieces: Iterable[Row]) -> Iterator[dict[str, Any]]:
+def trace(
+    rows: Iterable[Row], pieces: Iterable[Row], took_over: Mapping[str, Any] | None = None
+) -> Iterator[dict[str, Any]]:
     """Events of Chrome's trace format, which Perfetto reads: a process a model or sampler.
 
-    In its first thread are its requests, in the second their pieces.
+    In its first thread are its requests, in the second their pieces. Where layers were compiled
+    there is a process of the service, in which they took over.
 
     rows, pieces   of `CommandLog.times` and `CommandLog.cycles`
+    took_over      the fact of that name
     source         Trace Event Format, https://perfetto.dev/docs/getting-started/other-formats
     """
     processes: dict[str, int] = {}
+    if took_over is not None:
+        processes[SERVICE] = 1
+        said = {"cycle": took_over["cycle"]}
+        yield {
+            "pid": 1, "tid": 1, "name": "compiled layers take over", "ph": "X",
+            "ts": 1e6 * took_over["began"], "dur": 1e6 * took_over["seconds"], "args": said,
+        }  # fmt: skip
     for at, row in ((at, row) for at, own in enumerate((rows, pieces)) for row in own):
         process = processes.setdefault(row["queue"], len(processes) + 1)
         named = {"pid": process, "tid": at + 1, "name": f"{row['kind']} {row['seq']}", "ph": "X"}
         if at:
-            said = {"cycle": row["cycle"], "tokens": row["tokens"], "together": row["together"]}
+            compiled = took_over is not None and row["cycle"] > took_over["cycle"]
+            said = {
+                "cycle": row["cycle"], "tokens": row["tokens"], "together": row["together"],
+                "compiled": compiled,
+            }  # fmt: skip
             yield named | {"ts": 1e6 * row["began"], "dur": 1e6 * row["seconds"], "args": said}
         elif row["done"] is not None:
             duration = row["done"] - row["made"]

@@ -21,6 +21,8 @@ from tlora_fx.server.ledger import User
 from tlora_fx.server.tinker.links import Links
 from tlora_fx.training.bell import Bell
 from tlora_fx.training.log import (
+    LAYERS,
+    TOOK_OVER,
     WAITING,
     Checkpoint,
     Command,
@@ -307,6 +309,23 @@ def test_a_request_says_what_it_waited_for(asked):
     assert spans[3]["dur"] == pytest.approx(2e4)
     assert [each["args"]["name"] for each in events if each["ph"] == "M"] == [model]
     assert asked.get("/sessions/another/trace").status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("state", "took_over", "said"),
+    [
+        ("off", None, []),
+        ("compiling", None, [("compiled", "0.0")]),
+        ("failed", None, [("compiled", "0.0")]),
+        ("compiled", {"cycle": 7}, [("compiled", "1.0"), ("compiled_after_cycle", "7.0")]),
+    ],
+)
+def test_metrics_say_whether_compiled_layers_run(asked, state, took_over, said):
+    """And behind which cycle they took over, where a service compiles."""
+    asked.log.tell({LAYERS: state, TOOK_OVER: took_over})
+    text = httpx.get(f"{asked.address}/metrics", timeout=300).text
+
+    assert re.findall(r"^tlora_tinker_(compiled\w*) (\S+)$", text, re.MULTILINE) == said
 
 
 def test_who_has_used_all_hours_or_bytes_gets_no_more(tmp_path):

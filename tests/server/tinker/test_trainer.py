@@ -22,7 +22,7 @@ from tlora_fx.training.engine import Engine
 from tlora_fx.training.options import EngineOptions
 
 folder = Path(sys.argv[1])
-engine = Engine(EngineOptions(folder / "base"))
+engine = Engine(EngineOptions(folder / "base", compiled=sys.argv[2] == "compiled"))
 data = [datum([(7 * at * at + size) % 250 + 5 for at in range(size)]) for size in (20, 33, 9)]
 configs = {"a": {"rank": 4, "seed": 5}, "b": {"rank": 8, "seed": 5, "train_unembed": False}}
 found = {}
@@ -39,15 +39,17 @@ for order in ("ab", "ba", "a", "b"):
         run_all(cycle)
         bodies = b"".join(cycle.log.answer("ada", each).body for each in futures)
         found[f"{name} of {order}"] = hashlib.sha256(bodies).hexdigest()
+assert cycle.layers.state == {"plain": "off", "compiled": "compiled"}[sys.argv[2]]
 print(json.dumps(found))
 """
 
 
-def test_bits_do_not_depend_on_where_a_model_lies(tmp_path):
+@pytest.mark.parametrize("layers", ["plain", pytest.param("compiled", marks=pytest.mark.slow)])
+def test_bits_do_not_depend_on_where_a_model_lies(tmp_path, layers):
     """Alone, or in the first or second place of two; in float32, as on the small base."""
     env = os.environ | {"TLORA_FX_STRICT": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, str(tmp_path)],
+        [sys.executable, "-c", _SCRIPT, str(tmp_path), layers],
         env=env, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -29,7 +29,7 @@ from tlora_fx.server.submission import Intake
 from tlora_fx.server.tinker.futures import Futures
 from tlora_fx.server.tinker.links import LINK_SECONDS, Links
 from tlora_fx.training.folders import LAYOUT, copy_version
-from tlora_fx.training.log import Checkpoint, CommandLog, Model, session_id
+from tlora_fx.training.log import LAYERS, TOOK_OVER, Checkpoint, CommandLog, Model, session_id
 from tlora_fx.training.messages import canonical_request
 from tlora_fx.training.peft_folders import adopt
 from tlora_fx.training.requests import MAX_TTL_SECONDS, NAME, is_name
@@ -70,7 +70,7 @@ class Tinker:
             shutil.rmtree(left, ignore_errors=True)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Requests, tokens, seconds and price, by user and kind; slowdowns by user."""
+        """Requests, tokens, seconds and price, by user and kind; slowdowns by user; layers."""
         found = {
             name: GaugeMetricFamily(f"tlora_tinker_{name}", text, labels=["user", "kind"])
             for name, text in {
@@ -91,7 +91,24 @@ class Tinker:
         )
         for user, slowdown in slowdowns(self.log.times()).items():
             slow.add_metric([user], slowdown)
-        yield from (*found.values(), slow)
+        yield from (*found.values(), slow, *self._layers())
+
+    def _layers(self) -> Iterator[GaugeMetricFamily]:
+        """Whether compiled layers run, and since which cycle."""
+        facts = self.log.facts()
+        if facts.get(LAYERS, "off") == "off":
+            return
+        yield GaugeMetricFamily(
+            "tlora_tinker_compiled",
+            "Whether cycles for training clients run on compiled layers.",
+            value=facts[LAYERS] == "compiled",
+        )
+        if (took_over := facts.get(TOOK_OVER)) is not None:
+            yield GaugeMetricFamily(
+                "tlora_tinker_compiled_after_cycle",
+                "Cycle for training clients after which compiled layers took over.",
+                value=took_over["cycle"],
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +311,8 @@ def session_trace(session: str, by: By) -> dict[str, Any]:
     by.log.session(by.user.name, session)
     name = by.user.name
     rows = by.log.times(name, session=session, limit=MAX_TRACED)
-    return {"traceEvents": [*trace(rows, by.log.cycles(name, session))]}
+    pieces, took_over = by.log.cycles(name, session), by.log.facts().get(TOOK_OVER)
+    return {"traceEvents": [*trace(rows, pieces, took_over)]}
 
 
 # Commands.

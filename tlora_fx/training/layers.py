@@ -1,0 +1,80 @@
+"""Compiled layers of a trainer of clients' models; the log has after which cycle they took over.
+
+By that, what runs again after a kill runs as it ran: as compiled code, or as before.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+
+from tlora_fx.runtime.group_step import GroupStep
+from tlora_fx.runtime.rounds.compiled_layers import CompiledLayers
+from tlora_fx.training.log import LAYERS, TOOK_OVER, Command, CommandLog
+
+
+@dataclass(slots=True)
+class LogRecord:
+    """A record in a log, with when the take-over began and how long it took."""
+
+    log: CommandLog
+    began: float = field(default_factory=time.time)
+
+    def read(self) -> int | None:
+        """See `TakeOverRecord`."""
+        said = self.log.facts().get(TOOK_OVER)
+        return None if said is None else int(said["cycle"])
+
+    def write(self, rounds: int) -> None:
+        """See `TakeOverRecord`."""
+        seconds = time.time() - self.began
+        self.log.tell({TOOK_OVER: {"cycle": rounds, "began": self.began, "seconds": seconds}})
+
+
+class LoggedLayers:
+    """The layers of a step that runs the cycles of a log.
+
+    state   as of `CompiledLayers`
+    """
+
+    def __init__(self, log: CommandLog, step: GroupStep) -> None:
+        self.log, self.step, self._record = log, step, LogRecord(log)
+        self._layers = CompiledLayers(step, self._record, unit="cycle", fixed_slots=True)
+        if not step.options.compiled and self._record.read() is not None:
+            # What runs from now on runs as before it.
+            log.tell({TOOK_OVER: None})
+        self._told = ""
+        self._layers.begin(log.last_cycle())
+        self._tell()
+
+    @property
+    def state(self) -> str:
+        """See `CompiledLayers`."""
+        return self._layers.state
+
+    def look(self) -> None:
+        """Let compiled layers take over if they are there; between two cycles."""
+        if self.state == "compiling":
+            self._record.began = time.time()
+            self._layers.look(self.log.last_cycle())
+            self._tell()
+
+    def plain_pieces(self, command: Command) -> int:
+        """How many pieces of an answered command ran before compiled layers took over."""
+        if self.state != "compiled" or self._layers.after is None:
+            return 0
+        return self.log.pieces_until(command, self._layers.after)
+
+    def as_before(self) -> AbstractContextManager[None]:
+        """Inside, layers run as before they were compiled."""
+        return self.step.uncompiled()
+
+    def close(self) -> None:
+        """End the process that compiles, if there is one."""
+        self._layers.close()
+
+    def _tell(self) -> None:
+        if self.state != self._told:
+            self.log.tell({LAYERS: self.state})
+            self._told = self.state
