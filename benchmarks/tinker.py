@@ -1,6 +1,7 @@
 """What the training API gains and costs: `python -m benchmarks.tinker`.
 
     python -m benchmarks.tinker                                              # on a GPU
+    python -m benchmarks.tinker --compile                               # with compiled layers too
     python -m benchmarks.tinker --device cpu --layers 2 --hidden 64 --lengths 16 --tenants 3
 
 Tenants send one request for gradients and one optimizer step each. Arms take turns:
@@ -12,7 +13,10 @@ Tenants send one request for gradients and one optimizer step each. Arms take tu
 
 Before they are timed, losses and norms of gradients of each tenant are compared with those that it
 has alone. Then tenants that send several requests before their step, by a cycle (`cycle`) and by
-one call of `GroupStep` for each request of all tenants (`calls`). Then: one client over HTTP that
+one call of `GroupStep` for each request of all tenants (`calls`). With `--compile` layers are then
+compiled as the service compiles them, while cycles run, and all of this is measured again on
+compiled layers; before, what they compute is compared with rows that are launched as they were
+before compiling, each tenant alone. Then: one client over HTTP that
 waits for each answer, and models that are created, parked and brought back. The page cache forgets
 a snapshot before it is read from disk.
 """
@@ -29,7 +33,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
@@ -47,7 +51,8 @@ from tlora_fx.runtime.step_batches import Batch
 from tlora_fx.training.cycle import Cycle
 from tlora_fx.training.datums import batch_of
 from tlora_fx.training.engine import Engine
-from tlora_fx.training.log import CommandLog
+from tlora_fx.training.layers import LoggedLayers
+from tlora_fx.training.log import TOOK_OVER, CommandLog
 from tlora_fx.training.messages import read_request
 from tlora_fx.training.options import EngineOptions
 from tlora_fx.training.process import run_commands
@@ -106,13 +111,17 @@ def measured(given: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Fig
     _run_all(cycle)
     for client in bench.clients:
         _disturb(cycle, client)
-    for length in given.lengths:
-        yield f"{length} tokens a request", bench.arms(length)
-        name = f"{given.requests} requests of {length} tokens a step"
-        yield name, bench.accumulated(length)
-    if (graphs := engine.step.graphs) is not None:
-        numbers = ("captured", "rows_run", "rows_replayed", "skipped_no_memory", "refused")
-        yield "graphs", {name: getattr(graphs, name) for name in numbers}
+    eager: dict[str, Figures] = {}
+    for name, figures in bench.cycles():
+        eager[name] = figures
+        yield name, figures
+    if given.compile:
+        yield "compiling", bench.compiling()
+        for name, figures in bench.cycles() if engine.step.model.is_compiled else ():
+            if "cycle" in figures and "cycle" in eager[name]:
+                gain = eager[name]["cycle"]["median"] / figures["cycle"]["median"]
+                figures["gain_over_eager"] = _figure(gain)
+            yield f"{name}, compiled", figures
     yield "http", bench.over_http(min(given.lengths))
     yield "models", bench.models()
 
@@ -124,6 +133,36 @@ class Bench:
     cycle: Cycle
     clients: Sequence[Any]
     given: argparse.Namespace
+
+    def cycles(self) -> Iterator[tuple[str, Figures]]:
+        """What requests of each length take, and how rows ran."""
+        for length in self.given.lengths:
+            yield f"{length} tokens a request", self.arms(length)
+            name = f"{self.given.requests} requests of {length} tokens a step"
+            yield name, self.accumulated(length)
+        if (graphs := self.cycle.engine.step.graphs) is not None:
+            numbers = ("captured", "rows_run", "rows_replayed", "skipped_no_memory", "refused")
+            yield "graphs", {name: getattr(graphs, name) for name in numbers}
+
+    def compiling(self) -> Figures:
+        """Until compiled layers run: how long it takes, and cycles of all tenants meanwhile."""
+        log, step = self.cycle.log, self.cycle.engine.step
+        step.options = replace(step.options, compiled=True)
+        data, meanwhile = self.data(min(self.given.lengths)), list[float]()
+        started = time.perf_counter()
+        layers = self.cycle.layers = LoggedLayers(log, step)
+        while layers.state == "compiling":
+            self.send(data)
+            meanwhile.append(1e3 * self.timed(self.cycle.run))
+            if layers.state == "compiled":
+                meanwhile.pop()  # It has waited for the take-over.
+            _run_all(self.cycle)
+        figures: Figures = {"state": layers.state, "s": _figure(time.perf_counter() - started)}
+        if meanwhile:
+            figures["cycle"] = _spread(meanwhile)
+        if layers.state == "compiled":
+            figures["take_over_s"] = _figure(log.facts()[TOOK_OVER]["seconds"])
+        return figures
 
     def arms(self, length: int) -> Figures:
         """Milliseconds of all tenants' requests, by arm, and what follows from them."""
@@ -141,7 +180,7 @@ class Bench:
         def alone(given: dict[str, Batch]) -> dict[str, tuple[float, float]]:
             return {name: self.steps({name: each}, adam)[name] for name, each in given.items()}
 
-        with self._launched():
+        with step.uncompiled():
             expected = alone(batches)
         # More than once: rows are captured when they come again.
         for _ in range(self.given.warm_up + 1):
@@ -230,26 +269,19 @@ class Bench:
 
     def sent(self, data: dict[str, list[Any]], requests: int = 1) -> float:
         """Seconds of the cycle alone: the requests are in the log before."""
+        self.send(data, requests)
+        return self.timed(lambda: _run_all(self.cycle))
+
+    def send(self, data: dict[str, list[Any]], requests: int = 1) -> None:
+        """Append each tenant's requests for gradients, and a step, to the log."""
         for client in self.clients:
             for _ in range(requests):
                 client.forward_backward(data[client.model])
             client.optim_step(**STILL)
-        return self.timed(lambda: _run_all(self.cycle))
 
     def timed(self, action: Callable[[], Any]) -> float:
         """Seconds until the device is done."""
         return seconds_of(action)
-
-    @contextmanager
-    def _launched(self) -> Iterator[None]:
-        """Inside, no row runs as a CUDA graph."""
-        graphs = self.cycle.engine.step.graphs
-        largest = 0 if graphs is None else graphs.largest_row
-        if graphs is not None:
-            graphs.largest_row = 0
-        yield
-        if graphs is not None:
-            graphs.largest_row = largest
 
     def over_http(self, length: int) -> Figures:
         """What the wire adds to a step of one client that waits for each answer."""
@@ -473,6 +505,7 @@ def _arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=4)
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--compile", action="store_true", help="measure compiled layers too")
     return parser.parse_args(words)
 
 
