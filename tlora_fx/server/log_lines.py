@@ -56,7 +56,7 @@ def log_to_stderr(kind: str) -> None:
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonLines() if kind == "json" else TextLines())
-    for name in ("tlora_fx.server", "uvicorn.error"):
+    for name in ("tlora_fx.server", "tlora_fx.training", "uvicorn.error"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.INFO if name.startswith("tlora") else logging.WARNING)
         logger.addHandler(handler)

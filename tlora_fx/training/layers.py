@@ -5,13 +5,16 @@ By that, what runs again after a kill runs as it ran: as compiled code, or as be
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from tlora_fx.runtime.group_step import GroupStep
-from tlora_fx.runtime.rounds.compiled_layers import CompiledLayers
+from tlora_fx.runtime.rounds.compiled_layers import CompiledLayers, LoggedNotes
 from tlora_fx.training.log import LAYERS, TOOK_OVER, Command, CommandLog
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -40,7 +43,9 @@ class LoggedLayers:
 
     def __init__(self, log: CommandLog, step: GroupStep) -> None:
         self.log, self.step, self._record = log, step, LogRecord(log)
-        self._layers = CompiledLayers(step, self._record, unit="cycle", fixed_slots=True)
+        self._layers = CompiledLayers(
+            step, self._record, callback=LoggedNotes(logger), unit="cycle", fixed_slots=True
+        )
         if not step.options.compiled and self._record.read() is not None:
             # What runs from now on runs as before it.
             log.tell({TOOK_OVER: None})

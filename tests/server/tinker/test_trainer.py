@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.fresh import Program
 from tlora_fx.errors import BaseFileDamaged
 from tlora_fx.server.tinker.trainer import training
 from tlora_fx.training.options import EngineOptions, write_small_base
@@ -57,6 +58,21 @@ def test_bits_do_not_depend_on_where_a_model_lies(tmp_path, layers):
 
     for name in "ab":
         assert len({found[f"{name} of {order}"] for order in ("ab", "ba", name)}) == 1
+
+
+def test_what_the_trainer_notes_is_a_line_of_the_services_log():
+    """Such as why layers are compiled before the first cycle."""
+    done = Program(
+        "-c",
+        "from tlora_fx.server.log_lines import log_to_stderr\n"
+        "from tlora_fx.training.layers import logger\n"
+        "log_to_stderr('json')\n"
+        "logger.info('layers are compiled before the first cycle: strict mode')\n",
+    ).wait()
+    said = json.loads(done.stderr.splitlines()[-1])
+
+    assert said["message"] == "layers are compiled before the first cycle: strict mode"
+    assert said["level"] == "info"
 
 
 def test_a_base_that_cannot_be_used_is_told_at_the_start(tmp_path):

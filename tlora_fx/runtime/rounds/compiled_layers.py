@@ -27,16 +27,19 @@ EXAMPLE_TOKENS = 2048
 State = Literal["off", "compiling", "compiled", "failed"]
 
 
-class Logged(TrainerCallback):
-    """Writes what it hears into the log."""
+class LoggedNotes(TrainerCallback):
+    """Writes notes and warnings into a log."""
+
+    def __init__(self, logger: logging.Logger = logger) -> None:
+        self.logger = logger
 
     def noted(self, text: str) -> None:
         """See `TrainerCallback`."""
-        logger.info(text)
+        self.logger.info(text)
 
     def warned(self, text: str) -> None:
         """See `TrainerCallback`."""
-        logger.warning(text)
+        self.logger.warning(text)
 
 
 class CompiledLayers:
@@ -64,7 +67,7 @@ class CompiledLayers:
         fixed_slots: bool = False,
     ) -> None:
         self.step, self.record, self.row = step, record, row or (lambda: row_for(step.model))
-        self.callback = callback or Logged()
+        self.callback = callback or LoggedNotes()
         self.state: State = "off"
         self.after: int | None = None
         self._ranks = Ranks(step.mesh)
