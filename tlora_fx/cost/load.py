@@ -346,24 +346,30 @@ def demand_of(
     raises         BaseUnknown, TargetUnknown
     """
     shape = find_base(base) if isinstance(base, str) else base
-    samples = batch * accumulation
-    each = np.atleast_1d(np.asarray(lengths, dtype=np.float64))
-    tokens = samples * float(each.mean())
+    work = work_of_lengths(batch * accumulation, lengths)
     widths = [sum(shape.linears[name]) for name in _targets(shape, targets)]
     columns = float(sum(widths))
     return Demand(
-        jobs=1.0,
-        samples=float(samples),
-        tokens=tokens,
-        squares=samples * float((each * each).mean()),
-        targets=samples * float(np.maximum(each - 1, 0).mean()),
+        **work,
         adapters=float(len(widths)),
         rank=rank * columns,
-        site_tokens=tokens * columns,
-        rank_tokens=tokens * rank * columns,
+        site_tokens=work["tokens"] * columns,
+        rank_tokens=work["tokens"] * rank * columns,
         tensors=2.0 * len(widths) * shape.layers,
         parameters=rank * columns * shape.layers,
     )
+
+
+def work_of_lengths(samples: int, lengths: float | Sequence[int]) -> dict[str, float]:
+    """What of one job's `Demand` follows from its samples, whatever its adapters are."""
+    each = np.atleast_1d(np.asarray(lengths, dtype=np.float64))
+    return {
+        "jobs": 1.0,
+        "samples": float(samples),
+        "tokens": samples * float(each.mean()),
+        "squares": samples * float((each * each).mean()),
+        "targets": samples * float(np.maximum(each - 1, 0).mean()),
+    }
 
 
 def _targets(shape: BaseShape, targets: str | Iterable[str]) -> list[str]:

@@ -22,7 +22,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tlora_fx.config.base_files import config_file
 from tlora_fx.config.job import BaseSpec, Job
-from tlora_fx.cost.load import Demand
+from tlora_fx.cost.load import Demand, work_of_lengths
 from tlora_fx.cost.model_facts import LayerFacts, ModelFacts
 from tlora_fx.errors import StepsUnknown
 from tlora_fx.host.durable import replace_shared_file
@@ -166,22 +166,17 @@ def demand_of_facts(facts: ModelFacts, samples: int, lengths: Sequence[int]) -> 
 
     lengths   lengths of all its samples; a step has as many as the mean says
     """
-    each = np.asarray(lengths, dtype=np.float64)
-    tokens = samples * float(each.mean())
+    work = work_of_lengths(samples, lengths)
     sites = [site for layer in facts.layers for site in layer.sites if site.ranks[0]]
     layers = max(len(facts.layers), 1)
     columns = sum(site.width for site in sites) / layers
     rank = sum(site.width * site.ranks[0] for site in sites) / layers
     return Demand(
-        jobs=1.0,
-        samples=float(samples),
-        tokens=tokens,
-        squares=samples * float((each * each).mean()),
-        targets=samples * float(np.maximum(each - 1, 0).mean()),
+        **work,
         adapters=len(sites) / layers,
         rank=rank,
-        site_tokens=tokens * columns,
-        rank_tokens=tokens * rank,
+        site_tokens=work["tokens"] * columns,
+        rank_tokens=work["tokens"] * rank,
         tensors=float(facts.tensors[0]),
         parameters=float(facts.trained[0]),
         launched=float(not facts.captures),
