@@ -98,6 +98,13 @@ def spread_cells(over_seeds: Spread | None) -> tuple[Number, ...]:
     return astuple(over_seeds) if over_seeds else (None, None, None, 0)
 
 
+def spread_rows(
+    heads: Iterable[tuple[Number, ...]], spreads: Iterable[Spread | None]
+) -> list[tuple[Number, ...]]:
+    """Rows of a table, each what it begins with and its spread."""
+    return [(*head, *spread_cells(item)) for head, item in zip(heads, spreads, strict=True)]
+
+
 def series_of(
     name: str, spreads: Sequence[Spread | None], colour: int = 0, x: Sequence[float] = ()
 ) -> Series:
@@ -164,8 +171,7 @@ def side_by_side(
     for index, (part, metric) in enumerate(metrics):
         spreads = [spread(metric, policies[policy]) for policy in names]
         series.append(series_of(part, spreads, colour=index * 2))
-        pairs = zip(names, spreads, strict=True)
-        rows += [(policy, metric.key, *spread_cells(item)) for policy, item in pairs]
+        rows += spread_rows([(policy, metric.key) for policy in names], spreads)
     percent = label.startswith("%")
     log = not percent and wide(series)
     top = 100 if percent else None
@@ -186,9 +192,7 @@ def grouping(policies: Policies) -> Figure:
             )
             for wanted in SIZES
         ]
-        rows += [
-            (policy, size, *spread_cells(item)) for size, item in zip(SIZES, spreads, strict=True)
-        ]
+        rows += spread_rows([(policy, size) for size in SIZES], spreads)
         if not policy.startswith("megatron"):
             series.append(series_of(policy, spreads, colour(policy)))
     title = "Jobs that share a group, by size"
@@ -221,8 +225,7 @@ def parts(policies: Policies) -> list[Figure]:
     for index, name in enumerate(("throughput", "completion")):
         spreads = [getattr(ratio, name) for ratio in brought.values()]
         series.append(series_of(name, spreads, colour=index * 2))
-        pairs = zip(brought, spreads, strict=True)
-        rows += [(part, name, *spread_cells(item)) for part, item in pairs]
+        rows += spread_rows([(part, name) for part in brought], spreads)
     title = "What each part brings"
     shows = (
         "The whole over the whole without one part: throughput of the first over that of the "
@@ -411,10 +414,7 @@ def _over_values(
     for policy in policies:
         spreads = [spread(metric, row.get(policy, [])) for _, row in points]
         series.append(series_of(policy, spreads, colour(policy), x))
-        rows += [
-            (policy, value, metric.key, *spread_cells(item))
-            for value, item in zip(x, spreads, strict=True)
-        ]
+        rows += spread_rows([(policy, value, metric.key) for value in x], spreads)
     svg = lines(title, label, metric.title, series, log_y=wide(series))
     return Figure(name, title, shows, svg, ("policy", label, "metric", *SPREAD), tuple(rows))
 
@@ -433,10 +433,7 @@ def _nano(points: Sequence[SweepRow], main: Policies) -> Figure:
         "counts matter only where a group's layout is tensor-parallel."
     )
     svg = bars(title, THROUGHPUT.title, names, [series_of(THROUGHPUT.title, spreads)])
-    rows = [
-        (count, THROUGHPUT.key, *spread_cells(item))
-        for count, item in zip(names, spreads, strict=True)
-    ]
+    rows = spread_rows([(name, THROUGHPUT.key) for name in names], spreads)
     return Figure("nano", title, shows, svg, ("nano-batches", "metric", *SPREAD), tuple(rows))
 
 
