@@ -172,6 +172,9 @@ class Page(Callback):
         with _even_if_hung_up():
             self.console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
+    def _say_at(self, time: float, text: str, style: str | None = None) -> None:
+        self.say(f"{time:8.1f} s  {text}", style)
+
     def resumed(self, jobs: int, done: int) -> None:
         self.say(f"going on: {jobs} submitted before, {done} of them ended")
 
@@ -192,45 +195,41 @@ class Page(Callback):
     ) -> None:
         what = f"{file} is read" if file else f"{', '.join(jobs)} is prepared"
         text = f"{what} again in {seconds:g} s, because its process died ({reason})"
-        self.say(f"{time:8.1f} s  {text}", "yellow")
+        self._say_at(time, text, "yellow")
 
     def parked(self, time: float, request: JobRequest, reason: str) -> None:
         self.say(f"{request.name} waits for the next start: {reason}", "yellow")
 
     def compared(self, time: float, ended: Sequence[str], text: str) -> None:
-        self.say(f"{time:8.1f} s  {text}", "green")
+        self._say_at(time, text, "green")
 
     def cancelled(self, time: float, name: str) -> None:
-        self.say(f"{time:8.1f} s  {name} is cancelled: its job file was removed", "yellow")
+        self._say_at(time, f"{name} is cancelled: its job file was removed", "yellow")
 
     def kept(self, time: float, name: str) -> None:
-        text = f"{name} goes on: its job file was removed, and it has begun"
-        self.say(f"{time:8.1f} s  {text}", "yellow")
+        self._say_at(time, f"{name} goes on: its job file was removed, and it has begun", "yellow")
 
     def launched(self, time: float, formation: Formation) -> None:
         if formation.origin is not None:
-            changes = [f"{name} joins" for name in formation.came]
-            changes += [f"{name} leaves" for name in formation.went]
-            what = ", ".join(changes)
-            self.say(
-                f"{time:8.1f} s  group {formation.origin} goes on as {formation.epoch}: {what}"
-            )
+            joins = [f"{name} joins" for name in formation.came]
+            what = ", ".join([*joins, *(f"{name} leaves" for name in formation.went)])
+            self._say_at(time, f"group {formation.origin} goes on as {formation.epoch}: {what}")
             return
         jobs = ", ".join(formation.group.jobs)
-        self.say(f"{time:8.1f} s  group {formation.epoch} on {_place(formation)}: {jobs}")
+        self._say_at(time, f"group {formation.epoch} on {_place(formation)}: {jobs}")
 
     def warned(self, time: float, formation: Formation, text: str) -> None:
-        self.say(f"{time:8.1f} s  group {formation.epoch} goes on, but: {text}", "yellow")
+        self._say_at(time, f"group {formation.epoch} goes on, but: {text}", "yellow")
 
     def noted(self, time: float, text: str) -> None:
-        self.say(f"{time:8.1f} s  {text}")
+        self._say_at(time, text)
 
     def left(self, time: float, formation: Formation, job: ActiveJob, reason: str) -> None:
         done, of = round(job.steps_done), job.request.steps
         whole = f"done after {plural(done, 'step')}"
         how = whole if done >= of else f"ended early, at step {done} of {of}"
         how = f"failed: {reason}" if reason else how
-        self.say(f"{time:8.1f} s  {job.name} {how}", "red" if reason else "green")
+        self._say_at(time, f"{job.name} {how}", "red" if reason else "green")
 
     def ended(self, time: float, formation: Formation, how: str) -> None:
         if how == "failed":
@@ -238,10 +237,10 @@ class Page(Callback):
             text = (
                 f"group {formation.epoch} failed{why}; its jobs go on from their last checkpoints"
             )
-            self.say(f"{time:8.1f} s  {text}", "yellow")
+            self._say_at(time, text, "yellow")
 
     def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:
-        self.say(f"{time:8.1f} s  {job.name} is given up: {reason}", "red")
+        self._say_at(time, f"{job.name} is given up: {reason}", "red")
 
 
 def table(records: Iterable[JobRecord], loop: Loop) -> Table:
