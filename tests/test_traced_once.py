@@ -128,6 +128,23 @@ def test_equal_jobs_are_fused_once_and_others_again(fused, tmp_path, monkeypatch
         compile([job("other", base, **KINDS["plain"])])
 
 
+def test_neither_data_nor_steps_nor_the_folder_of_a_base_are_fused(fused, tmp_path, monkeypatch):
+    """What is in a graph is: another scale of an adapter, or another kind."""
+    near, far = (base_of(tmp_path / name, "llama", num_hidden_layers=2) for name in ("near", "far"))
+    first = job("one", near, **KINDS["plain"])
+    known = fingerprint(compile([first]).group)
+    data = first.data.model_copy(update={"path": "another.jsonl"})
+    changes = {"base": far, "data": data, "max_steps": 7, "learning_rate": 0.5}
+    monkeypatch.setattr(Runner, "run_group", refuse)
+
+    again = compile([first.model_copy(update=changes)])
+
+    assert fingerprint(again.group) == known
+    for lora in (KINDS["plain"] | {"lora_alpha": 3}, KINDS["dora"]):
+        with pytest.raises(AssertionError, match="again"):
+            compile([first.model_copy(update={"lora": lora})])
+
+
 def test_a_pass_that_a_test_has_replaced_runs(fused, tmp_path, monkeypatch):
     """So does every pass that somebody watches."""
     jobs = [job("one", base_of(tmp_path, "llama", num_hidden_layers=2), **KINDS["plain"])]

@@ -8,6 +8,8 @@ of a config looks at ids. Tests of tracing (tests/tracing) do all of it each tim
 
 Where tests only train what was compiled, passes run once over equal jobs too: files train the same
 jobs again and again, and processes of a group (tests/parallel/processes.py) under plan after plan.
+Equal are jobs of the same names, adapters and base: its folder, their data and their steps are not
+in a fused group.
 
 Processes read what any process has traced, in this test run or in one before, from the product's
 own cache (tlora_fx/tracing/trace_cache.py). It lies in the folder that TRACES names.
@@ -142,10 +144,10 @@ def _fuse(plain: Callable[..., GroupGraph]) -> Callable[..., GroupGraph]:
         watched = runner.instruments or runner.limits or runner.halt_at is not None
         if watched or _is_from_python(given.backbone):
             return plain(given, runner, probed=probed)
-        jobs = (repr(given.jobs), repr(given.sites), given.exact, given.notes)
+        fused = ([_fused_fields(job) for job in given.jobs], given.sites, given.exact, given.notes)
         passes = (str(runner.pipeline), *(type(item).run for item in runner.pipeline.passes))
         code = (compiler.base_graph, compiler.job_graph, compiler.probe_once)
-        key = (_model(given.backbone), jobs, passes, runner.verify, probed, code)
+        key = (_model(given.backbone), repr(fused), passes, runner.verify, probed, code)
         if key not in _fused:
             _fused[key] = plain(given, runner, probed=probed)
         _fused.move_to_end(key)
@@ -157,6 +159,14 @@ def _fuse(plain: Callable[..., GroupGraph]) -> Callable[..., GroupGraph]:
 
     fuse.plain = plain  # type: ignore[attr-defined]
     return fuse
+
+
+def _fused_fields(job: Job) -> tuple[object, ...]:
+    """All of a job that fusing may read; a base is compared by its config and modules."""
+    adapter = (sorted(job.lora_fields.items()), job.lora, job.adapter, job.optim)
+    base = job.base.model_copy(update={"config": None, "tokenizer": None, "seed": 0})
+    numbers = (job.adapter_dtype, job.adapter_compute, job.neftune_noise_alpha)
+    return (job.name, adapter, numbers, base)
 
 
 def _resolved(plain: Callable[..., list[dict[str, AdapterSite]]]) -> Callable[..., Any]:
