@@ -123,7 +123,9 @@ class CompiledLayers:
         try:
             with self._few_threads():
                 self._compilation.take_over(rounds, self._run_first)
-        except Exception as error:  # noqa: BLE001  (a loop of many steps goes on without)
+        except Exception as error:
+            if self.step.mesh.size > 1:
+                raise  # The others have compiled layers already.
             self.step.uncompile()
             self.step.free_memory()
             self.state = "failed"
@@ -139,7 +141,8 @@ class CompiledLayers:
     def _run_first(self) -> None:
         # What was captured, and what samplers keep, holds the other code.
         self.step.free_memory()
-        self.step.run_first(self.row())
+        if self.step.mesh.size == 1:
+            self.step.run_first(self.row())
 
     def _keep(self, rounds: int) -> None:
         self.after = rounds
