@@ -29,6 +29,7 @@ from tlora_fx.runtime.rounds.compilation import (
     CompileProcess,
     CompileRequest,
     example_row,
+    numbered,
     why_at_once,
 )
 from tlora_fx.runtime.run_folder import COMPILED
@@ -260,6 +261,13 @@ def train_two(folder, looks):
     )  # fmt: skip
     trainer.run()
     return rounds, started
+
+
+def test_the_process_is_told_the_number_of_a_device(monkeypatch):
+    """It sets the device that this process uses, also where nobody gave its number."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    devices = [torch.device("cuda"), torch.device("cuda", 0), torch.device("cpu")]
+    assert [numbered(device) for device in devices] == ["cuda:1", "cuda:0", "cpu"]
 
 
 def test_processes_switch_at_one_round(tmp_path):

@@ -206,6 +206,13 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
+def numbered(device: torch.device) -> str:
+    """A device's name; of a CUDA device without a number, the one that this process uses."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return str(device)
+
+
 def compile_few_layers(request: CompileRequest, device: torch.device) -> None:
     """Run a row through a compiled model of few layers, on one device."""
     if device.type == "cuda":
@@ -404,7 +411,7 @@ class Compilation:
     def _begin_beside(self, row: Callable[[], PackedBatch]) -> str:
         """Start to compile beside training; why that cannot be on some process, "" where it can."""
         mesh, why = self.group.mesh, why_at_once(self.group, fixed_slots=self._fixed_slots)
-        everyone = self.ranks.tell_all((socket.gethostname(), str(mesh.device)))
+        everyone = self.ranks.tell_all((socket.gethostname(), numbered(mesh.device)))
         here = everyone[mesh.rank][0]
         if not why and [host for host, _ in everyone].index(here) == mesh.rank:
             # Code is made for one device; it is the first process of a host that makes all of it.
