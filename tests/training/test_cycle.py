@@ -309,6 +309,26 @@ def test_snapshots_take_a_share_of_the_time_at_most(tmp_path, monkeypatch):
     assert 0 < counts[0] == counts[1] < counts[2]
 
 
+def test_models_share_the_time_from_which_snapshots_take_a_part(tmp_path, monkeypatch):
+    """However many models run together, and however many requests: seconds count once."""
+    cycle, seconds, finish = cycle_of(tmp_path), [], CommandLog.finish
+
+    def noted(log, outcomes, ran=None):
+        seconds.append(ran.seconds if ran else 0.0)
+        finish(log, outcomes, ran)
+
+    monkeypatch.setattr(CommandLog, "finish", noted)
+    clients = [Client(cycle.log) for _ in range(3)]
+    run_all(cycle)
+    for client in clients:
+        for _ in range(2):
+            client.forward_backward([datum([1, 2, 3, 4])])
+    run_all(cycle)
+    parts = [cycle.tenants.resident[client.model].since for client in clients]
+    assert sum(parts) == pytest.approx(sum(seconds))
+    assert max(parts) == pytest.approx(min(parts))
+
+
 def test_what_was_not_written_down_runs_again(tmp_path, monkeypatch, together):
     """The disk takes no answers now and then; nothing is counted twice."""
     draw, finish, failed = random.Random(4), CommandLog.finish, []

@@ -141,7 +141,7 @@ class Cycle:
 
     finished         is told the numbers of commands that have an answer now
     snapshot_every   commands of a model between two snapshots of it, at least
-    snapshot_share   of the time of its cycles that snapshots of a model may take
+    snapshot_share   of the time of all cycles that snapshots may take
     layers           compile while cycles run, and take over between two
     active           models that had gradients or a step the last time any had
     """
@@ -640,9 +640,9 @@ class Cycle:
             resident = self.tenants.resident.get(outcome.command.queue)
             if resident is not None:
                 resident.ran = max(resident.ran, outcome.command.seq)
-        for command in ran.tokens if ran else ():
-            if ran and (resident := self.tenants.resident.get(command.queue)) is not None:
-                resident.since += ran.seconds
+        for command, seconds in ran.parts().items() if ran else ():
+            if (resident := self.tenants.resident.get(command.queue)) is not None:
+                resident.since += seconds
         self.finished([outcome.command.number for outcome in outcomes])
         if any(outcome.checkpoint is not None for outcome in outcomes):
             # The folders of those that were replaced.

@@ -193,6 +193,14 @@ class Ran:
     tokens: Mapping[Command, int]
     seconds: float = 0.0
 
+    def parts(self) -> dict[Command, float]:
+        """Seconds of each command's piece: by tokens, or alike where nobody has any."""
+        whole, alike = sum(self.tokens.values()), self.seconds / max(len(self.tokens), 1)
+        return {
+            command: self.seconds * tokens / whole if whole else alike
+            for command, tokens in self.tokens.items()
+        }
+
 
 @dataclass(frozen=True, slots=True)
 class Model:
@@ -566,12 +574,10 @@ class CommandLog:
             "INSERT INTO cycles (kind, began, seconds) VALUES (?, ?, ?)",
             (ran.kind, ran.began, ran.seconds),
         ).lastrowid
-        whole = sum(ran.tokens.values())
-        for command, tokens in ran.tokens.items():
-            part = tokens / whole if whole else 1 / len(ran.tokens)
-            row = (command.number, cycle, tokens, part * ran.seconds)
+        for command, seconds in ran.parts().items():
+            row = (command.number, cycle, ran.tokens[command], seconds)
             base.execute("INSERT INTO pieces VALUES (?, ?, ?, ?)", row)
-            self._use(base, command, seconds=part * ran.seconds)
+            self._use(base, command, seconds=seconds)
 
     @staticmethod
     def _use(

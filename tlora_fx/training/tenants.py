@@ -59,7 +59,7 @@ class Resident:
     model    its id; None for a version
     ran      the last command that its weights have
     kept     the last one that its snapshot has
-    since    seconds of the cycles that it took part in since then
+    since    seconds of cycles since then, its part of them by tokens
     used     when it was needed last, by the monotonic clock
     """
 
