@@ -68,13 +68,12 @@ def test_a_base_may_keep_all_its_jobs_from_it(tmp_path, family, sizes, expected)
     assert facts_of(compile([job("one", base, target_modules=targets)])).launched == expected
 
 
-def test_adapters_on_the_head_keep_rows_from_it_that_several_processes_run(tmp_path):
-    """They were captured by one process alone."""
+def test_rows_with_adapters_on_the_head_may_be_captured(tmp_path):
+    """No operator of theirs reads a table of jobs on the host."""
     base = base_of(tmp_path, "llama", dtype="bfloat16", num_hidden_layers=1, vocab_size=64)
     group = compile([job("one", base, target_modules=["q_proj", "lm_head"])]).group
 
     assert why_launched(group) == ()
-    assert why_launched(group, cut=True) == ("multi_lora_linear",)
 
 
 def test_one_job_keeps_its_group_from_it(tmp_path):

@@ -71,8 +71,6 @@ def replay_rounds(folder: Path, case: Case) -> dict[str, Any]:
     inner: Any = getattr(runner, "inner", runner)
     graphs = inner.graphs
     assert graphs is not None
-    if case.get("head"):
-        graphs.refused = ""
     leaves = [leaf for leaf in model.parameters() if leaf.requires_grad and not leaf.is_meta]
     weights = torch.tensor([0.5, 2.0, 1.0], device=mesh.device)
     parts = mesh.shape.dp * case.get("micro_batches", 1)

@@ -55,10 +55,7 @@ def _needs(count: int) -> None:
 
 @pytest.mark.parametrize("name", list(ON_TWO))
 def test_rows_are_replayed_under_plans(tmp_path, name):
-    """Losses and gradients are those of the same rows launched, whose gathers and sums are real.
-
-    Until those of adapted heads have passed, `why_launched` refuses them where rows are cut.
-    """
+    """Losses and gradients are those of the same rows launched, whose gathers and sums are real."""
     _needs(2)
     told = run_processes(2, replay_rounds, tmp_path, ON_TWO[name], gpus=True)
     _require_replayed(told)

@@ -57,18 +57,11 @@ def facts_of(model: SuperModel) -> ModelFacts:
     )
 
 
-def why_launched(group: GroupGraph, *, cut: bool = False) -> tuple[str, ...]:
-    """Reasons why no row of a model runs as a CUDA graph; empty where rows may.
-
-    cut   several processes run each row, under a tensor plan or as stages: adapters on the head
-          were captured by one process alone, so they are a reason there
-    """
+def why_launched(group: GroupGraph) -> tuple[str, ...]:
+    """Reasons why no row of a model runs as a CUDA graph; empty where rows may."""
     found = set() if group.form == "packed" else {"batch form"}
     for graph in group.graphs():
         found |= {_name_of(node) for node in graph.nodes if _reads_on_host(node)}
-    if cut and HEAD in group.blocks:
-        segments = placeholders(group.blocks[HEAD].graph).get("segments")
-        found |= {_name_of(node) for node in segments.users} if segments is not None else set()
     return tuple(sorted(found))
 
 

@@ -157,7 +157,7 @@ def _graphs(model: SuperModel, mesh: Mesh, largest_row: int, sharded: Sharded | 
         model, mesh.device, largest_row,
         group=mesh.tp, gathering=gathering, gathered=gathered, stays=sharded is None,
     )  # fmt: skip
-    if reasons := why_launched(model.group, cut=mesh.tp is not None):
+    if reasons := why_launched(model.group):
         graphs.refused = f"tables of jobs are read on the host by {', '.join(reasons)}"
     elif sharded is not None and gathering is None:
         graphs.refused = "the sharded base is gathered by a collective"

@@ -72,7 +72,7 @@ class PipelineRunner:
         self.graphs: StageGraphs | None = None
         if largest_row and mesh.device.type == "cuda":
             self.graphs = StageGraphs(model, self.stages, mesh.device, largest_row, group=mesh.tp)
-            if reasons := why_launched(model.group, cut=True):
+            if reasons := why_launched(model.group):
                 self.graphs.refused = f"tables of jobs are read on the host by {', '.join(reasons)}"
             elif not plan.captures:
                 self.graphs.refused = "the base of its stages is sharded"
