@@ -115,6 +115,15 @@ WRONG = {
     "no metrics": ([START, node("output", "output", REF, name="end")], "loss, metrics"),
     "no end": ([START], "loss, metrics"),
     "two inputs": ([START, node("placeholder", "y", name="y"), LAST], "number of inputs"),
+    "two results": ([START, node("output", "output", REF, REF, name="end")], "loss, metrics"),
+    **{
+        f"a wrong {kind}": (
+            [START, node("call_function", "torch.exp", {kind: value}), END], "cannot be read"
+        )
+        for kind, value in {
+            "slice": [1, 2, 3, 4], "float": "x", "tuple": 5, "ref": [1], "dict": 5,
+        }.items()
+    },
 }  # fmt: skip
 
 

@@ -96,7 +96,7 @@ class CustomLoss:
             args = tuple(self._argument(each) for each in node.args)
             kwargs = {name: self._argument(each) for name, each in node.kwargs.items()}
             if node.op == "output":
-                [returned] = args or (None,)
+                returned = args[0] if len(args) == 1 else None
                 break
             if node.op == "placeholder":
                 made = graph.placeholder(f"input_{len(self._nodes)}")
@@ -120,6 +120,15 @@ class CustomLoss:
 
     def _argument(self, given: Any) -> Any:
         """An argument as Python has it."""
+        try:
+            return self._read_argument(given)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise CommandRefused(
+                "a custom loss has an argument that cannot be read", found=str(given)[:80],
+                reason=error,
+            ) from error  # fmt: skip
+
+    def _read_argument(self, given: Any) -> Any:
         if isinstance(given, list):
             return [self._argument(each) for each in given]
         if not isinstance(given, dict):

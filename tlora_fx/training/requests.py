@@ -18,6 +18,10 @@ from tlora_fx.training.log import Kind
 _NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 NAME = "letters, digits and . _ - only, 100 at most"
 _SEED_LIMIT = 2**32
+#: Of a session's models, samplers and losses: their numbers stand in names of folders.
+MAX_PLACE = 2**31 - 1
+#: Completions of a prompt that one request may ask for.
+MAX_SAMPLES = 4096
 #: Some centuries: later than that there are no dates.
 MAX_TTL_SECONDS = 10**10
 
@@ -160,7 +164,7 @@ class SaveWeightsForSampler(SaveWeights):
 
     checkpoint: ClassVar[Kind] = "sampler_weights"
 
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: int | None = Field(default=None, ge=0, le=MAX_PLACE)
     kind: Literal["snapshot"] = "snapshot"
 
 
@@ -208,7 +212,7 @@ class Sample(Request):
     sampling_params: SamplingParams
     sampling_session_id: str
     seq_id: int
-    num_samples: int = Field(default=1, ge=1)
+    num_samples: int = Field(default=1, ge=1, le=MAX_SAMPLES)
     prompt_logprobs: bool | None = None
     prompt_logprobs_last_n: int | None = Field(default=None, ge=1)
     # What the service does not do is refused by name.

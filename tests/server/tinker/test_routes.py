@@ -705,6 +705,9 @@ def test_what_is_no_peft_folder_leaves_nothing(tmp_path):
 
 FAR = {"ttl_seconds": 10**15}
 DEEP = b'{"model_id": ' + b"[" * 100_000
+SAID = b'{"session_id": "x", "model_seq_id": 1, "user_metadata": %s}'
+NESTED = SAID % (b'{"a":' * 300 + b"1" + b"}" * 300)
+LISTED = SAID % (b'{"a":' + b"[" * 300 + b"]" * 300 + b"}")
 
 
 @pytest.mark.parametrize(
@@ -718,6 +721,15 @@ DEEP = b'{"model_id": ' + b"[" * 100_000
         ("create_session", {"display_name": "\ud800"}),
         ("create_model", {"session_id": "\ud800", "model_seq_id": 1, "base_model": "x"}),
         ("copy_weights", {"source_path": "tinker://{model}/weights/a", **FAR}),
+        # What a folder could not be called, or no answer could show.
+        ("copy_weights", {"source_path": "tinker://x", "model_seq_id": 10**300}),
+        ("create_model", {"session_id": "x", "model_seq_id": 10**300, "base_model": "x"}),
+        ("create_model", {"session_id": "x", "model_seq_id": -1, "base_model": "x"}),
+        ("create_custom_loss", {"session_id": "x", "custom_loss_seq_id": 10**300}),
+        ("create_sampling_session", {"session_id": "x", "sampling_session_seq_id": 10**300}),
+        ("create_session", NESTED),
+        ("create_session", LISTED),
+        ("create_model", NESTED),
     ],
 )
 def test_what_no_file_can_hold_is_the_mistake_of_who_asks(asked, route, body):

@@ -32,7 +32,13 @@ from tlora_fx.training.folders import LAYOUT, copy_version
 from tlora_fx.training.log import LAYERS, TOOK_OVER, Checkpoint, CommandLog, Model, session_id
 from tlora_fx.training.messages import canonical_request
 from tlora_fx.training.peft_folders import adopt
-from tlora_fx.training.requests import MAX_TTL_SECONDS, NAME, is_name
+from tlora_fx.training.requests import (
+    MAX_PLACE,
+    MAX_SAMPLES,
+    MAX_TTL_SECONDS,
+    NAME,
+    is_name,
+)
 from tlora_fx.training.times import explained, slowdowns, trace
 
 #: Bodies at most. Clients cut data at 5 MB, but one sequence may be larger.
@@ -41,6 +47,8 @@ DATA_BYTES, PROMPT_BYTES = 64 << 20, 16 << 20
 UPLOAD = ".upload-"
 #: Requests of an answer at most.
 MAX_TRACED = 10_000
+#: Of what a client says of itself.
+MAX_DEPTH = 32
 #: What the service's client is told of itself. No compression: most bodies stay on one machine.
 CLIENT_CONFIG: Mapping[str, Any] = {
     "pjwt_auth_enabled": False, "parallel_fwdbwd_chunks": True, "proto_compress_fwdbwd": False,
@@ -204,7 +212,7 @@ class Copy(Ttl):
 
     source_path: str
     session_id: str | None = None
-    model_seq_id: int = Field(default=0, ge=0)
+    model_seq_id: int = Field(default=0, ge=0, le=MAX_PLACE)
     destination_project_id: str | None = None
 
 
@@ -218,7 +226,7 @@ class PeftFolder(BaseModel):
 class NewSampler(OfSession):
     """A new sampler of a checkpoint, or of the base."""
 
-    sampling_session_seq_id: int
+    sampling_session_seq_id: int = Field(ge=0, le=MAX_PLACE)
     model_path: str | None = None
     base_model: str | None = None
 
@@ -264,6 +272,7 @@ def capabilities(by: By) -> dict[str, Any]:
 @api.post("/create_session")
 def create_session(body: Session, by: By) -> dict[str, str]:
     """Begin a session."""
+    _require_shallow(body.user_metadata)
     session = by.log.open_session(by.user.name, body.model_dump())
     return {"type": "create_session", "session_id": session}
 
@@ -344,13 +353,37 @@ def _field(content: Mapping[str, Any], name: str, kind: type[T]) -> T:
     return value
 
 
+def _place(content: Mapping[str, Any], name: str) -> int:
+    """A number of a session's models or losses."""
+    place = _field(content, name, int)
+    if not 0 <= place <= MAX_PLACE:
+        raise RequestRefused(
+            "a request is wrong", where=name, expected=f"0 to {MAX_PLACE}", found=str(place)[:80]
+        )
+    return place
+
+
+def _require_shallow(said: object) -> None:
+    """Refuse what a client says of itself where no JSON could show it again."""
+    level = [said]
+    for _ in range(MAX_DEPTH):
+        inner = [each for each in level if isinstance(each, dict | list)]
+        if not inner:
+            return
+        level = [
+            one for each in inner for one in (each.values() if isinstance(each, dict) else each)
+        ]
+    raise RequestRefused("user_metadata is too deep", expected=f"{MAX_DEPTH} levels at most")
+
+
 def _canonical(content: Mapping[str, Any]) -> bytes:
     return json.dumps(content, sort_keys=True).encode()
 
 
 async def _create(by: Asker, kind: str, content: dict[str, Any]) -> dict[str, Any]:
-    session, place = _field(content, "session_id", str), _field(content, "model_seq_id", int)
+    session, place = _field(content, "session_id", str), _place(content, "model_seq_id")
     said = content.get("user_metadata")
+    _require_shallow(said)
     number, model = await run_in_threadpool(
         by.log.create, by.user.name, session, place, kind, _canonical(content),
         said if isinstance(said, dict) else {},
@@ -418,7 +451,7 @@ async def save_weights_external(request: Request, by: By) -> dict[str, Any]:
 async def create_custom_loss(request: Request, by: By) -> dict[str, Any]:
     """Take a loss of the client's own, which requests of the session name then."""
     content = await _json(request)
-    session, place = _field(content, "session_id", str), _field(content, "custom_loss_seq_id", int)
+    session, place = _field(content, "session_id", str), _place(content, "custom_loss_seq_id")
     number = await run_in_threadpool(
         by.log.add_loss, by.user.name, session, place, _canonical(content)
     )
@@ -445,7 +478,7 @@ async def asample(request: Request, by: By) -> dict[str, Any]:
     count = content.get("num_samples", 1)
     count = count if isinstance(count, int) else 1
     # A client reads as many as it asked for; a request for more than this fails anyway.
-    ids = [f"{queue}:{seq}:{each}" for each in range(min(count, 4096))]
+    ids = [f"{queue}:{seq}:{each}" for each in range(min(count, MAX_SAMPLES))]
     return _future(by, number, sample_sequence_ids=ids)
 
 
