@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -291,3 +292,16 @@ def test_what_a_request_waited_does_not_depend_on_the_clock(tmp_path, machine): 
         "order": 0.0, "queue": 2.0, "computed": 1.0, "between": 0.0
     }  # fmt: skip
     assert explained(row)["slowdown"] == 3.0
+
+
+def test_a_full_disk_is_an_error_of_the_disk(log):
+    """Nothing of the command is there, and it is taken once there is room."""
+    model = model_of(log)
+    [(pages,)] = log._base.execute("PRAGMA page_count").fetchall()
+    log._base.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(OSError, match="full") as caught:
+        log.append(USER, model, 1, "optim_step", b"x" * 1_000_000)
+    assert caught.value.errno == errno.ENOSPC
+    log._base.execute("PRAGMA max_page_count = 1000000")
+
+    assert log.append(USER, model, 1, "optim_step", b"x" * 1_000_000) == 2

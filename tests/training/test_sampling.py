@@ -273,7 +273,7 @@ def test_models_that_never_rest_leave_room_to_sample(cycle, client, sampler):
 
 WRONG = {
     # They would take the trainer's memory, and that of the next trainer.
-    "a million completions": ({"num_samples": 10**6}, "less than or equal to 4096"),
+    "a million completions": ({"tokens": PROMPT, "num_samples": 10**6}, "equal to 4096"),
     "unknown token": ({"tokens": [VOCABULARY]}, "token ids from 0"),
     "empty": ({"tokens": []}, "a token at least"),
     "too long": ({"tokens": [5] * 2048}, "too long"),

@@ -735,7 +735,11 @@ def make_app(
         description="Submit LoRA jobs to a run, and watch them.", max_body_size=BODY_BYTES,
         responses={code: {"model": Problem} for code in (401, 403, 404, 409, 413, 422, 429)},
         exception_handlers=dict.fromkeys(
-            (TloraError, RequestValidationError, HTTPException, ClientDisconnect, Exception),
+            # Of an error that is not named here, the connection is closed behind the answer.
+            (
+                TloraError, RequestValidationError, HTTPException, ClientDisconnect, OSError,
+                Exception,
+            ),
             _failed,
         ),
     )  # fmt: skip

@@ -179,7 +179,7 @@ class Intake:
 
         raises   UploadRefused, RequestRefused, QuotaReached, StorageFailed; nothing is kept then
         """
-        self._require_room()
+        self.require_room()
         folder = self.store.folder / "uploads" / user.name
         folder.mkdir(mode=0o700, exist_ok=True)
         stored = sum(path.stat().st_size for path in folder.iterdir())
@@ -201,7 +201,7 @@ class Intake:
                             "no space is left for uploads",
                             expected=f"at most {most} bytes",
                         )
-                    self._require_room()
+                    self.require_room()
                     file.write(chunk)
             if digest.hexdigest() != sha256:
                 raise RequestRefused(
@@ -229,7 +229,7 @@ class Intake:
         known = self.store.replayed(user, key, sha256)
         if known is not None:
             return known
-        self._require_room()
+        self.require_room()
         folder = self.store.folder / "submitted" / secrets.token_hex(12)
         try:
             jobs = self._read(user, folder, job_file, files)
@@ -248,7 +248,7 @@ class Intake:
             self.hand_over()
         return submission
 
-    def _require_room(self) -> None:
+    def require_room(self) -> None:
         """Refuse what would fill the disk, of which what trains needs the rest.
 
         raises   StorageFailed

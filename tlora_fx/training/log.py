@@ -20,6 +20,7 @@ then repeat, for nobody knows their futures any more.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -279,10 +280,12 @@ class CommandLog:
             self._base.execute("BEGIN IMMEDIATE")
             try:
                 yield self._base
+                self._base.execute("COMMIT")
             except BaseException:
-                self._base.execute("ROLLBACK")
+                # Of a full disk SQLite has done so by itself.
+                if self._base.in_transaction:
+                    self._base.execute("ROLLBACK")
                 raise
-            self._base.execute("COMMIT")
 
     def _rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
         """Rows as the last change left them."""
@@ -370,7 +373,7 @@ class CommandLog:
 
         raises   RequestGone where the session is over, RequestConflict as `append`
         """
-        model = f"{session}:train:{place}"
+        model = model_id(session, place)
         assert kind in CREATE
         with self._change() as base:
             self._hear(user, session)
@@ -798,9 +801,16 @@ class CommandLog:
 
 @contextmanager
 def _values_of_sqlite() -> Iterator[None]:
-    """Inside, a text or number that SQLite has no value for is a mistake of who asks."""
+    """Inside, a text or number that SQLite has no value for is a mistake of who asks.
+
+    A disk that takes nothing more is an OSError, as it is for files.
+    """
     try:
         yield
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+            raise OSError(errno.ENOSPC, str(error)) from error
+        raise
     except (UnicodeEncodeError, OverflowError) as error:
         raise RequestRefused(
             "a request has a text or a number that is none", reason=repr(error)[:200]
@@ -811,6 +821,11 @@ def session_id(user: str, key: str = "") -> str:
     """The id of a user's session of a key; without one, of a new session."""
     seed = f"{user} {key}".encode() if key else secrets.token_bytes()
     return f"s{hashlib.sha256(seed).hexdigest()[:16]}"
+
+
+def model_id(session: str, place: int) -> str:
+    """The id of a session's n-th model."""
+    return f"{session}:train:{place}"
 
 
 def sampler_id(session: str, place: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -374,6 +375,30 @@ def test_what_was_answered_long_ago_is_forgotten(asked):
     assert asked.post("/optim_step", step | {"seq_id": 2}).status_code == 200
     assert asked.log.times() == asked.log.times(model=model)
     assert len(asked.log.usage()) == 2
+
+
+def test_a_request_that_the_disk_does_not_take_is_answered_507(asked, monkeypatch):
+    """Before it is full, and where it is; the same request is taken once there is room."""
+
+    def full(*given, **how):
+        raise OSError(errno.ENOSPC, "database or disk is full")
+
+    model = asked.model(asked.session())["model_id"]
+    step = {"model_id": model, "seq_id": 1, "adam_params": {}}
+    with monkeypatch.context() as patch:
+        patch.setattr("tlora_fx.server.submission.missing_bytes", lambda folder: 1 << 20)
+        early = asked.post("/optim_step", step)
+        session = asked.session()
+        body = {"session_id": session, "model_seq_id": 0, "base_model": "x"}
+        assert asked.post("/create_model", body).status_code == 507
+        still = asked.get("/training_runs")
+    with monkeypatch.context() as patch:
+        patch.setattr(CommandLog, "append", full)
+        late = asked.post("/optim_step", step)
+
+    assert (early.status_code, late.status_code, still.status_code) == (507, 507, 200)
+    assert early.json()["code"] == late.json()["code"] == "T0960"
+    assert asked.post("/optim_step", step).status_code == 200
 
 
 def test_a_page_of_another_origin_cannot_ask(asked):

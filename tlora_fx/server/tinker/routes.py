@@ -29,7 +29,15 @@ from tlora_fx.server.submission import Intake
 from tlora_fx.server.tinker.futures import Futures
 from tlora_fx.server.tinker.links import LINK_SECONDS, Links
 from tlora_fx.training.folders import LAYOUT, copy_version
-from tlora_fx.training.log import LAYERS, TOOK_OVER, Checkpoint, CommandLog, Model, session_id
+from tlora_fx.training.log import (
+    LAYERS,
+    TOOK_OVER,
+    Checkpoint,
+    CommandLog,
+    Model,
+    model_id,
+    session_id,
+)
 from tlora_fx.training.messages import canonical_request
 from tlora_fx.training.peft_folders import adopt
 from tlora_fx.training.requests import (
@@ -133,7 +141,8 @@ class Asker:
         return self.tinker.log
 
     def require_quota(self, kind: str) -> None:
-        """Raise QuotaReached where the user may not have another command of a kind."""
+        """Refuse another command of a kind; raises QuotaReached, StorageFailed."""
+        self.intake.require_room()
         hours, name = self.user.gpu_hours, self.user.name
         if hours is not None:
             used = sum(row["seconds"] for row in self.log.usage() if row["user"] == name) / 3600
@@ -384,10 +393,14 @@ async def _create(by: Asker, kind: str, content: dict[str, Any]) -> dict[str, An
     session, place = _field(content, "session_id", str), _place(content, "model_seq_id")
     said = content.get("user_metadata")
     _require_shallow(said)
-    number, model = await run_in_threadpool(
-        by.log.create, by.user.name, session, place, kind, _canonical(content),
-        said if isinstance(said, dict) else {},
-    )  # fmt: skip
+
+    def create() -> tuple[int, str]:
+        if not by.log.is_known(model_id(session, place), 0):
+            by.intake.require_room()
+        said_of = said if isinstance(said, dict) else {}
+        return by.log.create(by.user.name, session, place, kind, _canonical(content), said_of)
+
+    number, model = await run_in_threadpool(create)
     return _future(by, number, model_id=model)
 
 
