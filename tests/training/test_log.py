@@ -294,6 +294,31 @@ def test_what_a_request_waited_does_not_depend_on_the_clock(tmp_path, machine): 
     assert explained(row)["slowdown"] == 3.0
 
 
+@pytest.mark.parametrize("how", ["ended", "silent"])
+def test_what_waits_behind_a_gap_goes_with_its_session(tmp_path, machine, how):  # noqa: F811
+    """Nobody can fill the gap then; what is before it runs, and other sessions' may be filled."""
+    log = CommandLog(tmp_path)
+    model, other = model_of(log), model_of(log)
+    for name in (model, other):
+        for seq in (1, 3, 4):
+            log.append(USER, name, seq, "optim_step", b"")
+    tidy(log)
+    assert [c.seq for c in log.runnable()[model]] == [0, 1]
+    session = model.split(":")[0]
+    if how == "ended":
+        log.end_session(USER, session)
+    else:
+        machine.pass_by(0.6 * HOURS)
+        log.heard(USER, other.split(":")[0])
+        machine.pass_by(0.6 * HOURS)
+    tidy(log)
+    waiting = log._rows("SELECT seq FROM commands WHERE queue = ? ORDER BY seq", model)
+    log.append(USER, other, 2, "optim_step", b"")
+
+    assert [row["seq"] for row in waiting] == [0, 1]
+    assert run(log) == [(model, 0), (model, 1), *((other, seq) for seq in range(5))]
+
+
 def test_a_full_disk_is_an_error_of_the_disk(log):
     """Nothing of the command is there, and it is taken once there is room."""
     model = model_of(log)

@@ -618,6 +618,24 @@ class CommandLog:
                 (before,),
             )
 
+    def forget_stuck(self) -> None:
+        """Forget commands behind a gap that nobody can fill, for their session is over."""
+        over = (
+            "SELECT number, queue, seq, ran FROM commands JOIN models ON models.id = queue "
+            "JOIN sessions ON sessions.id = session "
+            "WHERE done IS NULL AND (ended IS NOT NULL OR seen <= ?) ORDER BY queue, seq"
+        )
+        with self._change() as base:
+            rows = base.execute(over, (self.now() - SESSION_SECONDS,)).fetchall()
+            for _, own in groupby(rows, key=lambda row: str(row["queue"])):
+                waiting = list(own)
+                stuck = [
+                    (row["number"],)
+                    for at, row in enumerate(waiting, waiting[0]["ran"] + 1)
+                    if row["seq"] != at
+                ]
+                base.executemany("DELETE FROM commands WHERE number = ?", stuck)
+
     # Models, samplers, checkpoints.
 
     def model(self, name: str, user: str | None = None) -> Model:

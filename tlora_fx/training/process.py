@@ -90,6 +90,7 @@ def gather(cycle: Cycle, bell: Bell) -> None:
 def tidy(log: CommandLog) -> None:
     """Delete what nobody reads any more: checkpoints that have expired, versions, answers."""
     log.prune(log.now() - KEPT_SECONDS)
+    log.forget_stuck()
     log.forget_expired()
     log.sweep()
     for name, folder in log.past_versions().items():
