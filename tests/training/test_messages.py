@@ -7,6 +7,7 @@ import pytest
 
 from tests.training.clients import read_forward, request
 from tlora_fx.errors import CommandRefused, RequestRefused
+from tlora_fx.training import messages
 from tlora_fx.training.messages import (
     _CLASS,
     canonical_request,
@@ -100,3 +101,14 @@ def test_what_the_service_does_not_train_on_is_refused_by_name(fields, text):
 def test_what_is_no_message_is_refused(body):
     with pytest.raises(RequestRefused, match="no ForwardBackwardRequest"):
         canonical_request(body)
+
+
+def test_a_request_of_too_many_data_is_refused_before_they_are_read(monkeypatch):
+    """Others wait while they are read."""
+    monkeypatch.setattr(messages, "MAX_DATA", 2)
+    data = [{"tokens": [5], "target_tokens": [6]}]
+
+    assert len(read_request(request("s:train:0", 1, data * 2)).data) == 2
+    monkeypatch.setattr(messages, "_datum", None)
+    with pytest.raises(CommandRefused, match="too much data"):
+        read_request(request("s:train:0", 1, data * 3))

@@ -41,6 +41,9 @@ _MESSAGES = {
 }
 _DTYPES: Mapping[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8")}
 _FLOAT32 = 1
+#: Of a request; while these are read, a second or two, nobody else's requests run. The client sends
+#: 1,024 at a time.
+MAX_DATA = 1 << 16
 STOP_REASONS = {"stop": 0, "length": 1}
 
 
@@ -128,6 +131,11 @@ def read_request(body: bytes) -> ForwardBackward:
     raises   CommandRefused for data that the service does not train on
     """
     message = _parsed("ForwardBackwardRequest", body)
+    if len(message.data) > MAX_DATA:
+        raise CommandRefused(
+            "the request has too much data", expected=f"{MAX_DATA} data at most",
+            found=len(message.data), help="send it in several requests: gradients add up",
+        )  # fmt: skip
     data = [_datum(number, each) for number, each in enumerate(message.data)]
     # Clients write numbers twice, for older servers.
     options: dict[str, float | str] = {each.key: each.value for each in message.loss_fn_config}
