@@ -104,9 +104,11 @@ class Server:
 
 def _serve(listener: socket.socket, ended: int, imports: Callable[[], object]) -> None:
     atexit._clear()
+    gc.disable()  # imports leave little garbage; looking for it takes a tenth of their time
     imports()
     gc.collect()
     gc.freeze()
+    gc.enable()
     while True:
         ready, _, _ = select.select([listener, ended], [], [])
         with suppress(ChildProcessError):
