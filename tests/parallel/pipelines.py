@@ -234,13 +234,19 @@ def alone(
     return total, gradients(model)
 
 
+def references(folder: Path, case: Case) -> None:
+    """Compute the rounds of a case in one process, before a plan changes the model's graphs."""
+    for rows in case.rounds():
+        alone(folder, case.layers, case.upper, case.tied, len(rows))
+
+
 def differences(folder: Path, case: Case) -> Differences:
     """How far rounds under a plan are from one process, by this rank."""
     plan = case.plan
     mesh = open_mesh(plan.mesh, "cpu")
     folder /= str(mesh.rank)
     made = compiled_once(folder, case.layers, case.upper, case.tied)
-    alone(folder, case.layers, case.upper, case.tied, len(LENGTHS) * case.dp)
+    references(folder, case)
     own = prepared(SuperModel(made.group, made.backbone, made.jobs), plan)
     load(own, part_of(own, plan, mesh))
     if case.compiled:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.parallel.pipelines import Case, alone, differences
+from tests.parallel.pipelines import Case, differences, references
 from tests.parallel.processes import run_processes
 
 BUDGETS = (0.8, 0.2)
@@ -29,8 +29,7 @@ def budgeted(folder, cases):
     for name, plain in cases.items():
         for budget in BUDGETS:
             case, own = replace(plain, budget=budget), folder / f"{name} {budget}"
-            rank = own / str(torch.distributed.get_rank())
-            alone(rank, case.layers, case.upper, case.tied, 4 * case.dp)
+            references(own / str(torch.distributed.get_rank()), case)
             saved = []
 
             def note(tensor, saved=saved):
