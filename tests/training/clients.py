@@ -18,6 +18,8 @@ from tlora_fx.training.messages import _CLASS, canonical_request
 from tlora_fx.training.options import EngineOptions
 
 VOCABULARY = 259
+#: Tokens of a micro-batch where a test asks for small ones: an eighth of what a trainer has.
+SMALL_MICRO_TOKENS = 256
 #: Of the small base; gone with the process.
 _FOLDER = TemporaryDirectory(prefix="tlora-fx-training-")
 

@@ -35,6 +35,8 @@ from tlora_fx.training.log import CommandLog
 from tlora_fx.training.times import REASONS, explained
 
 #: An eps beside which the moments vanish: the step is as large as the gradients, not their signs.
+#: Tokens of a long sample: two fit a small micro-batch, three do not.
+LONG = 112
 SCALED = {"learning_rate": 30.0, "eps": 1e3}
 CLIPPED = {"learning_rate": 3e-3, "beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "grad_clip_norm": 0.7}
 DECAYED = {"learning_rate": 1e-2, "weight_decay": 0.1}
@@ -422,6 +424,7 @@ def test_gradients_that_a_step_is_about_to_use_keep_their_place(
     assert clients[0].result(step)["metrics"]["step"] == 1
 
 
+@pytest.mark.usefixtures("small_micro_batches")
 @pytest.mark.parametrize("seconds", [0.0, math.inf])
 def test_the_log_says_who_has_waited_for_a_place(tmp_path, monkeypatch, seconds):
     """As long as it waits, and from when it has for a while."""
@@ -524,6 +527,7 @@ def test_a_forward_gathers_nothing_and_says_the_same(tmp_path, loss):
         np.testing.assert_allclose(found, other, rtol=1e-6)
 
 
+@pytest.mark.usefixtures("small_micro_batches")
 def test_a_long_request_is_cut_by_its_own_size(tmp_path):
     """Its loss and gradients are those of its data one by one."""
     cycle = cycle_of(tmp_path)
@@ -542,9 +546,10 @@ def test_a_long_request_is_cut_by_its_own_size(tmp_path):
 
 def long_data(count=5, key=1):
     draw = random.Random(key)
-    return [datum([draw.randrange(3, VOCABULARY) for _ in range(900)]) for _ in range(count)]
+    return [datum([draw.randrange(3, VOCABULARY) for _ in range(LONG)]) for _ in range(count)]
 
 
+@pytest.mark.usefixtures("small_micro_batches")
 @pytest.mark.parametrize("noted", [True, False])
 def test_what_runs_again_is_cut_as_it_was(tmp_path, monkeypatch, strictly, noted):
     """Also where requests are cut otherwise by now; a log that does not say how is read too."""
@@ -561,7 +566,7 @@ def test_what_runs_again_is_cut_as_it_was(tmp_path, monkeypatch, strictly, noted
         with cycle.log._change() as base:
             base.execute("DROP TABLE cuts")
     cycle.log.close()
-    monkeypatch.setattr(datums, "MICRO_TOKENS", 3000)
+    monkeypatch.setattr(datums, "MICRO_TOKENS", 3 * LONG)
     cycle = cycle_of(tmp_path)
     client.log, found = cycle.log, adapter(cycle, client)
 
@@ -572,6 +577,7 @@ def test_what_runs_again_is_cut_as_it_was(tmp_path, monkeypatch, strictly, noted
             assert_same(found, expected, 0)
 
 
+@pytest.mark.usefixtures("small_micro_batches")
 def test_a_small_request_waits_for_a_piece_of_a_large_one(tmp_path):
     """And the large one's numbers are what they are without it."""
     cycle = cycle_of(tmp_path)
@@ -613,11 +619,12 @@ def test_losses_of_sequences_have_rows_of_their_own(tmp_path, monkeypatch):
     assert sorted(together) == [["cross_entropy", "ppo"], ["gspo", "gspo"]]
 
 
+@pytest.mark.usefixtures("small_micro_batches")
 def test_models_that_do_not_fit_a_cycle_take_turns(tmp_path):
     """The log says which pieces ran together; what they compute is the same, to the bit."""
     with strict():
         cycle = cycle_of(tmp_path)
-        cycle.shares.budget = 2000
+        cycle.shares.budget = 250
         clients = [Client(cycle.log, config=CONFIGS[0]) for _ in range(4)]
         run_all(cycle)
         *many, small = clients
@@ -643,13 +650,14 @@ def test_models_that_do_not_fit_a_cycle_take_turns(tmp_path):
     assert said["why"] == REASONS[max(said["seconds"], key=said["seconds"].get)]
 
 
+@pytest.mark.usefixtures("small_micro_batches")
 def test_a_large_request_that_fails_at_its_end_leaves_nothing(tmp_path, strictly):
     """Its model keeps what it had gathered before, and that alone."""
     cycle = cycle_of(tmp_path)
     hurt, clean = (Client(cycle.log, config=CONFIGS[0]) for _ in range(2))
     for each in (hurt, clean):
         each.forward_backward(GOOD)
-    told = {"logprobs": [-5.5] * 899, "advantages": [0.5] * 899}
+    told = {"logprobs": [-5.5] * (LONG - 1), "advantages": [0.5] * (LONG - 1)}
     data = [{**each, **told} for each in long_data()] + FAR
     number = hurt.forward_backward(data, "importance_sampling")
     for each in (hurt, clean):

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.training.clients import VOCABULARY, Client, cycle_of, datum, engine, run_all
+from tests.training.clients import (
+    SMALL_MICRO_TOKENS,
+    VOCABULARY,
+    Client,
+    cycle_of,
+    datum,
+    engine,
+    run_all,
+)
 from tests.training.test_cycle import (
     CONFIGS,
     FAR,
@@ -134,6 +142,7 @@ def test_packed_requests_are_what_they_are_one_by_one(tmp_path_factory, seed, bu
             assert found["error"].split("\n")[0] == expected["error"].split("\n")[0]
 
 
+@pytest.mark.usefixtures("small_micro_batches")
 def test_requests_that_are_unlike_run_one_after_the_other(tmp_path, calls):
     """In order: other losses or options, a forward alone, one that is wrong, and large ones."""
     cycle = cycle_of(tmp_path)
@@ -188,14 +197,15 @@ def test_strict_bits_do_not_depend_on_when_requests_arrive(tmp_path, calls):
     assert_same(adapter(cycle, early), adapter(cycle, late), 0)
 
 
+@pytest.mark.usefixtures("small_micro_batches")
 def test_many_small_requests_get_no_more_than_large_ones(tmp_path):
     """While both wait for more than a cycle has, they get the same tokens."""
     cycle, draw = cycle_of(tmp_path), random.Random(6)
-    cycle.shares.budget = 2000
+    cycle.shares.budget = 250
     many, few = (Client(cycle.log, config=CONFIGS[0]) for _ in range(2))
     run_all(cycle)
     for _ in range(60):
-        many.forward_backward([datum([draw.randrange(3, VOCABULARY) for _ in range(150)])])
+        many.forward_backward([datum([draw.randrange(3, VOCABULARY) for _ in range(19)])])
     for _ in range(5):
         few.forward_backward(long_data(2))
     had = Counter()
@@ -206,5 +216,5 @@ def test_many_small_requests_get_no_more_than_large_ones(tmp_path):
         for row in rows:
             had[row["queue"]] += row["tokens"]
 
-    assert had[many.model] > 6000
-    assert abs(had[many.model] - had[few.model]) <= 2048
+    assert had[many.model] > 750
+    assert abs(had[many.model] - had[few.model]) <= SMALL_MICRO_TOKENS
