@@ -55,13 +55,6 @@ def run_its_tests(environment, package, *words):
     return run(environment, package, "pytest", *options, str(package / "tests"), *words)
 
 
-def test_its_own_tests_are_found_within_this_tree(environment):
-    """By the command of examples/README.md, with the modules beside them."""
-    words = ["--collect-only", "-q", "-p", "no:cacheprovider", "examples/own_kernel/tests"]
-
-    assert "tests collected" in run(environment, EXAMPLES.parent, "pytest", *words)
-
-
 @pytest.mark.slow
 def test_its_own_tests_pass(environment, package):
     """Isolation, invariance, its reference, kernels under the interpreter, training, backend."""
@@ -81,19 +74,29 @@ COMMANDS = {
     "package": ["kernels", "package", "own-branch", "inner=48", "outer=32", "dtype=float32"],
     "compile": ["compile", "jobs.yaml", *ADDED, "-o", "build", "--verify", "numerics", "--time"],
 }
+COLLECT = ["--collect-only", "-q", "-p", "no:cacheprovider", "examples/own_kernel/tests"]
 SEVERAL = """
-import contextlib, io, json, sys
+import contextlib, io, json, os, sys
+import pytest
 from tlora_fx.cli import main
 
 told = {}
-for name, words in json.loads(sys.argv[1]).items():
+
+def tell(name, command, words):
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            main(words)
+            code = command(words)
         except SystemExit as end:
-            assert not end.code, said.getvalue()
+            code = end.code
+    assert not code, said.getvalue()
     told[name] = said.getvalue()
+
+commands, tree, collect = map(json.loads, sys.argv[1:])
+for name, words in commands.items():
+    tell(name, main, words)
+os.chdir(tree)
+tell("collected", pytest.main, collect)
 print(json.dumps(told))
 """
 
@@ -115,8 +118,9 @@ def write_jobs(folder, count):
 def told(environment, tmp_path_factory):
     """What commands print, one after another in one process that finds the installed package."""
     folder = write_jobs(tmp_path_factory.mktemp("one"), 1)
+    given = map(json.dumps, (COMMANDS, str(EXAMPLES.parent), COLLECT))
     done = subprocess.run(
-        [sys.executable, "-c", SEVERAL, json.dumps(COMMANDS)],
+        [sys.executable, "-c", SEVERAL, *given],
         cwd=folder, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -137,6 +141,11 @@ def test_the_source_of_its_kernel_is_printed(told):
 
     assert "INNER = tl.constexpr(48)" in text
     assert "# again      tlora-fx kernels package own-branch inner=48 outer=32" in text
+
+
+def test_its_own_tests_are_found_within_this_tree(told):
+    """By the words of examples/README.md, with the modules beside them."""
+    assert "tests collected" in told["collected"]
 
 
 @pytest.mark.slow
