@@ -24,6 +24,7 @@ from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import profile_for
 from tlora_fx.cost.step_time import GPUS_PER_NODE, SQUARE, CostModel, StepTime, layers_ms, step_time
 from tlora_fx.errors import NoPlanFits, ProfileMissing, TloraError, UnknownGpu
+from tlora_fx.ir.graph import HEAD
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.apply import require_shardable
 from tlora_fx.parallel.prepare import obstacles
@@ -186,11 +187,13 @@ def search(
     gpus_per_node: int = GPUS_PER_NODE,
     meshes: Sequence[MeshShape] | None = None,
     longest: Round | None = None,
+    nano_batches: Sequence[int] = (),
 ) -> PlanSearch:
     """Look at all plans of so many processes.
 
-    meshes    those to look at; None: all of that size
-    longest   the round that needs the most memory; None: `work`
+    meshes         those to look at; None: all of that size
+    longest        the round that needs the most memory; None: `work`
+    nano_batches   numbers of them to look at beside one, where rows can be cut so
     """
     largest = longest or work
     cost = CostModel(facts_of(model), profile, gpus_per_node)
@@ -207,6 +210,9 @@ def search(
             plan = variant.model_copy(update={"model": fingerprint})
             candidate = _judged(model, cost, plan, work, largest)
             candidates.append(candidate)
+            for count in nano_batches if _cuts_rows(model, plan) else ():
+                cut = plan.model_copy(update={"nano_batches": count})
+                candidates.append(_judged(model, cost, cut, work, largest))
             if candidate.memory is not None and not candidate.runs:
                 again = recomputing(cost, plan, work, legal)
                 whole = _judged(model, cost, again, work, largest)
@@ -220,6 +226,12 @@ def search(
                     candidates += filter(None, [next((one for one in budgets if one.runs), None)])
     ordered = tuple(_estimated(candidate, cost) for candidate in sorted(candidates, key=_order))
     return PlanSearch(ordered, work.load.total, cost, work.load.sequences)
+
+
+def _cuts_rows(model: SuperModel, plan: Plan) -> bool:
+    """Whether nano-batches can hide what processes say to each other in a row."""
+    layers = model.group.form == "packed" and model.group.blocks.keys() - {HEAD}
+    return bool(layers) and plan.mesh.tp > 1 and plan.mesh.pp == 1 and not plan.shard_base
 
 
 def variants(cost: CostModel, mesh: MeshShape, work: Round, legal: Sequence[int]) -> Iterator[Plan]:

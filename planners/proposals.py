@@ -34,6 +34,7 @@ def proposal(
     gpus_per_node: int,
     longest: Round | None = None,
     meshes: Sequence[MeshShape] | None = None,
+    nano_batches: Sequence[int] = (),
 ) -> Plan | None:
     """The plan that would be at least a tenth faster, with its estimate; None where none would be.
 
@@ -42,15 +43,17 @@ def proposal(
     work            a typical round
     round_seconds   what a round took, in the median
     meshes          those to choose from; None: all of as many processes
+    nano_batches    numbers of them to choose from beside one; empty: something else chooses them
     """
     known = corrected(model, plan, profile, work, round_seconds, gpus_per_node)
     size = plan.mesh.size
-    plans = search(model, known, work, size, gpus_per_node, meshes, longest)
+    plans = search(model, known, work, size, gpus_per_node, meshes, longest, nano_batches)
     if not plans.running:
         return None
     best = plans.best()
     assert best.estimate is not None
-    if _same(best, plan) or best.estimate.step_seconds > (1 - GAIN) * round_seconds:
+    chosen = plan if nano_batches else plan.model_copy(update={"nano_batches": 1})
+    if _same(best, chosen) or best.estimate.step_seconds > (1 - GAIN) * round_seconds:
         return None
     return best
 
@@ -109,5 +112,5 @@ def _longer(point: Any, factor: float) -> Any:
 
 def _same(one: Plan, other: Plan) -> bool:
     """Whether two plans run alike."""
-    bare = {"planner": "", "estimate": None, "model": "", "nano_batches": 1}
+    bare = {"planner": "", "estimate": None, "model": ""}
     return one.model_copy(update=bare) == other.model_copy(update=bare)

@@ -77,3 +77,38 @@ def test_a_proposal_keeps_to_the_meshes_that_are_wanted(model, profile):
     better = proposal(model, slow, profile, WORK, took, gpus_per_node=8, meshes=meshes)
 
     assert better is None or better.mesh == MeshShape(pp=2)
+
+
+def linked(profile, rate):
+    """The profile with links of so many bytes a millisecond."""
+    points = [
+        CollectivePoint(
+            operation=name, tier="node", processes=2, payload_bytes=size, ms=size / rate
+        )
+        for name in ("all-reduce", "all-gather", "send")
+        for size in (2**16, 2**24)
+    ]
+    return profile.model_copy(update={"collectives": points})
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_nano_batches_are_proposed_where_links_are_slow(model, profile, tensor, slow):
+    """Sums that take as long as computation can be hidden behind it."""
+    work, meshes = small_round(512), [MeshShape(tp=2)]
+    took = step_time(CostModel(facts_of(model), profile), tensor, work).seconds
+    # Rows of a small model wait for the host otherwise.
+    busy = corrected(model, tensor, profile, work, 20 * took, 8)
+    given = linked(busy, 1e6 if slow else 1e8)
+    plan = search(model, given, work, 2, meshes=meshes).best()
+
+    def proposed(plan, **how):
+        took = step_time(CostModel(facts_of(model), given), plan, work).seconds
+        return proposal(model, plan, given, work, took, gpus_per_node=8, meshes=meshes, **how)
+
+    better = proposed(plan, nano_batches=(2, 4))
+    assert (better is not None) is slow
+    assert proposed(plan) is None
+    if better is not None:
+        assert better.nano_batches > 1
+        assert better.estimate.step_seconds <= 0.9 * plan.estimate.step_seconds
+        assert proposed(better, nano_batches=(2, 4)) is None

@@ -274,12 +274,14 @@ def _keepers(
     """What keeps a plan of `auto`; nothing for other plans."""
     if basis is None:
         return []
-    from tlora_fx.runtime.auto_plan import PlanKeeper
+    from tlora_fx.runtime.auto_plan import NANO_BATCHES, PlanKeeper
 
     mesh = options.mesh_shape
     meshes = None if mesh is None else [mesh]
     per_node = launch.per_machine
-    return [PlanKeeper(options.output, model, plan, basis, per_node, meshes, bars.noted)]
+    # Eager layers hide nothing, and a controller finds the number itself.
+    counts = NANO_BATCHES if options.compiled and options.controller is None else ()
+    return [PlanKeeper(options.output, model, plan, basis, per_node, meshes, bars.noted, counts)]
 
 
 def _warnings(options: TrainOptions, plan: Plan, processes: int) -> Iterator[str]:

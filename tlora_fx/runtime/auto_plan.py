@@ -39,6 +39,8 @@ from tlora_fx.runtime.profiling.calibrating import calibrate
 from tlora_fx.runtime.profiling.profiler import hardware_of
 from tlora_fx.runtime.run_folder import PLAN, PROFILE, PROPOSAL
 
+#: Numbers of nano-batches that may be proposed to a run whose layers are compiled.
+NANO_BATCHES = (2, 4)
 #: Rounds that are looked at before a plan is proposed, and those of them that only warm up.
 ROUNDS, WARM_UP_ROUNDS = 20, 5
 
@@ -145,8 +147,9 @@ def _no_proposal(folder: Path | None, found: str) -> PlanFileError:
 class PlanKeeper(TrainerCallback):
     """Keeps the plan of `auto` in the run's folder, and proposes one that would be faster.
 
-    meshes    those to choose from; None: all
-    tell      says what is proposed
+    meshes         those to choose from; None: all
+    tell           says what is proposed
+    nano_batches   numbers of them to choose from beside one; empty: something else chooses them
     """
 
     folder: Path
@@ -156,6 +159,7 @@ class PlanKeeper(TrainerCallback):
     gpus_per_node: int
     meshes: Sequence[MeshShape] | None
     tell: Callable[[str], None]
+    nano_batches: Sequence[int] = ()
     seconds: list[float] = field(default_factory=list)
 
     def started(self, runs: Sequence[JobRun]) -> None:
@@ -190,6 +194,7 @@ class PlanKeeper(TrainerCallback):
                 gpus_per_node=self.gpus_per_node,
                 longest=basis.longest,
                 meshes=self.meshes,
+                nano_batches=self.nano_batches,
             )
         except TloraError:
             return  # such as a plan of the user's that no profile describes
@@ -198,7 +203,8 @@ class PlanKeeper(TrainerCallback):
         path = self.folder / PROPOSAL
         better.save(path)
         expected = self.plan.estimate.step_seconds if self.plan.estimate else 0.0
+        cut = f" with {better.nano_batches} nano-batches" if better.nano_batches > 1 else ""
         self.tell(
-            f"a round takes {took:.3g} s ({expected:.3g} s were predicted); {better.mesh} would "
-            f"take {better.estimate.step_seconds:.3g} s: --resume --replan switches to {path}"
+            f"a round takes {took:.3g} s ({expected:.3g} s were predicted); {better.mesh}{cut} "
+            f"would take {better.estimate.step_seconds:.3g} s: --resume --replan switches to {path}"
         )
