@@ -87,7 +87,8 @@ TOGETHER = ("tests/inspect/", "tests/training/")
 
 # Rooms whose tests train what was compiled, and ask nothing of the passes that did it.
 TRAINING = frozenset({
-    "api", "benchmarks", "integrations", "parallel", "runtime", "scheduler", "server", "training",
+    "api", "benchmarks", "cost", "integrations", "parallel", "planners", "runtime", "scheduler",
+    "server", "training",
 })  # fmt: skip
 
 # What was traced and probed is kept between test runs; its names say what decides it, its code too
