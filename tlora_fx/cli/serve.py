@@ -301,7 +301,7 @@ def _training(
         residents=options.tinker_models, max_rank=-(-options.tinker_rank // 8) * 8,
         compiled=options.compiled,
     )  # fmt: skip
-    with training(engine, options.log_format, clock, died) as started:
+    with training(engine, options.log_format, died, clock) as started:
         yield started
 
 

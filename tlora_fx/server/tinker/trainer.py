@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @contextmanager
 def training(
-    options: EngineOptions, log_format: str, clock: SteadyClock,
-    died: Callable[[str, float], None],
+    options: EngineOptions, log_format: str, died: Callable[[str, float], None],
+    clock: SteadyClock | None = None,
 ) -> Iterator[tuple[Answering, Path]]:  # fmt: skip
     """Inside, a trainer runs; yields what keeps it alive, and the socket of its bell.
 
-    clock    of the log
     died     as of `Answering`
+    clock    of the log; None: one of its own
     raises   ServiceRefused where it does not start; the error of a base that cannot be used
     """
     # A path of a socket is short, and a run's folder may not be.
@@ -46,7 +46,7 @@ def training(
 
 
 def _train(
-    options: EngineOptions, bell: Path, log_format: str, clock: SteadyClock,
+    options: EngineOptions, bell: Path, log_format: str, clock: SteadyClock | None,
     sockets: list[socket], parent: Connection,
 ) -> None:  # fmt: skip
     """Train until the parent has ended; it alone hears signals."""
