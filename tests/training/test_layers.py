@@ -10,13 +10,15 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
+from tests.clocks import machine  # noqa: F401  (a fixture)
 from tests.training.clients import VOCABULARY, Client, cycle_of, datum, run_all
 from tests.training.test_sampling import PROMPT, drawn
 from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.runtime.rounds import compilation
 from tlora_fx.training import datums
 from tlora_fx.training.engine import Engine
-from tlora_fx.training.log import LAYERS, TOOK_OVER
+from tlora_fx.training.layers import LogRecord
+from tlora_fx.training.log import LAYERS, TOOK_OVER, CommandLog
 from tlora_fx.training.options import EngineOptions
 from tlora_fx.training.times import trace
 
@@ -223,6 +225,17 @@ def test_a_trainer_without_compiled_layers_drops_the_record(tmp_path, plain):
     cycle_of(tmp_path, plain.own)
 
     assert log.facts()[TOOK_OVER] is None
+
+
+def test_a_take_over_is_told_by_the_clock_of_the_cycles(tmp_path, machine):  # noqa: F811
+    """Somebody sets the machine's clock back meanwhile; a trace shows it among its cycles."""
+    log = CommandLog(tmp_path)
+    record = LogRecord(log, began := log.now())
+    machine.pass_by(3)
+    machine.day -= 3600
+    record.write(5)
+
+    assert log.facts()[TOOK_OVER] == {"cycle": 5, "began": began, "seconds": 3}
 
 
 @pytest.mark.slow

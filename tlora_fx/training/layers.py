@@ -6,9 +6,8 @@ By that, what runs again after a kill runs as it ran: as compiled code, or as be
 from __future__ import annotations
 
 import logging
-import time
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tlora_fx.runtime.group_step import GroupStep
 from tlora_fx.runtime.rounds.compiled_layers import CompiledLayers, LoggedNotes
@@ -19,10 +18,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LogRecord:
-    """A record in a log, with when the take-over began and how long it took."""
+    """A record in a log, with when the take-over began and how long it took.
+
+    began   by the log's clock, as its cycles
+    """
 
     log: CommandLog
-    began: float = field(default_factory=time.time)
+    began: float
 
     def read(self) -> int | None:
         """See `TakeOverRecord`."""
@@ -31,7 +33,7 @@ class LogRecord:
 
     def write(self, rounds: int) -> None:
         """See `TakeOverRecord`."""
-        seconds = time.time() - self.began
+        seconds = self.log.now() - self.began
         self.log.tell({TOOK_OVER: {"cycle": rounds, "began": self.began, "seconds": seconds}})
 
 
@@ -42,7 +44,7 @@ class LoggedLayers:
     """
 
     def __init__(self, log: CommandLog, step: GroupStep) -> None:
-        self.log, self.step, self._record = log, step, LogRecord(log)
+        self.log, self.step, self._record = log, step, LogRecord(log, log.now())
         self._layers = CompiledLayers(
             step, self._record, callback=LoggedNotes(logger), unit="cycle", fixed_slots=True
         )
@@ -61,7 +63,7 @@ class LoggedLayers:
     def look(self) -> None:
         """Let compiled layers take over if they are there; between two cycles."""
         if self.state == "compiling":
-            self._record.began = time.time()
+            self._record.began = self.log.now()
             self._layers.look(self.log.last_cycle())
             self._tell()
 
