@@ -14,6 +14,7 @@ from tests.clocks import machine  # noqa: F401  (a fixture)
 from tests.training.clients import VOCABULARY, Client, cycle_of, datum, run_all
 from tests.training.test_sampling import PROMPT, drawn
 from tlora_fx.config.base_spec import BaseSpec
+from tlora_fx.runtime.group_step import GroupStep
 from tlora_fx.runtime.rounds import compilation
 from tlora_fx.training import datums
 from tlora_fx.training.engine import Engine
@@ -224,6 +225,22 @@ def test_a_trainer_without_compiled_layers_drops_the_record(tmp_path, plain):
     log.tell({TOOK_OVER: {"cycle": 7, "began": 0.0, "seconds": 1.0}})
     cycle_of(tmp_path, plain.own)
 
+    assert log.facts()[TOOK_OVER] is None
+
+
+def test_a_trainer_that_cannot_compile_drops_the_record(tmp_path, monkeypatch):
+    """What it runs is plain; the next start would take it for what compiled layers ran."""
+
+    def fail(step):
+        raise RuntimeError("no compiler")
+
+    own = Engine(WideOptions(tmp_path, residents=2, compiled=True))
+    log = CommandLog(tmp_path / "log")
+    log.tell({TOOK_OVER: {"cycle": 0, "began": 0.0, "seconds": 1.0}})
+    monkeypatch.setattr(GroupStep, "compile", fail)
+    cycle = cycle_of(tmp_path / "log", own)
+
+    assert cycle.layers.state == log.facts()[LAYERS] == "failed"
     assert log.facts()[TOOK_OVER] is None
 
 

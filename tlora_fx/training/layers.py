@@ -48,9 +48,6 @@ class LoggedLayers:
         self._layers = CompiledLayers(
             step, self._record, callback=LoggedNotes(logger), unit="cycle", fixed_slots=True
         )
-        if not step.options.compiled and self._record.read() is not None:
-            # What runs from now on runs as before it.
-            log.tell({TOOK_OVER: None})
         self._told = ""
         self._layers.begin(log.last_cycle())
         self._tell()
@@ -65,7 +62,7 @@ class LoggedLayers:
         if self.state == "compiling":
             self._record.began = self.log.now()
             self._layers.look(self.log.last_cycle())
-            self._tell()
+        self._tell()
 
     def plain_pieces(self, command: Command) -> int:
         """How many pieces of an answered command ran before compiled layers took over."""
@@ -82,6 +79,11 @@ class LoggedLayers:
         self._layers.close()
 
     def _tell(self) -> None:
-        if self.state != self._told:
-            self.log.tell({LAYERS: self.state})
-            self._told = self.state
+        if self.state == self._told:
+            return
+        facts: dict[str, object] = {LAYERS: self.state}
+        if self.state in ("off", "failed") and self._record.read() is not None:
+            # What runs from now on runs as before it.
+            facts[TOOK_OVER] = None
+        self.log.tell(facts)
+        self._told = self.state
