@@ -391,6 +391,10 @@ def test_what_is_no_number_is_no_column_of_numbers(value, base):
         ([1.0, None, 3.0, [2.0]], "row 2.*no value in the column 'scale'"),
         (["a", "b", "3", None], None),
         (["a", "b", "c", "d"], None),
+        # A list of nothing says nothing of what others hold.
+        ([[], ["a"], [], ["b", "c"]], None),
+        ([[], [], [], []], None),
+        ([[], [1.0, 2.0, 3.0], 1.0, 2.0], "row 1.*'scale' has 0 numbers, and input_ids 3"),
     ],
 )
 def test_a_row_without_a_number_in_a_column_of_numbers_is_named(values, said, base):

@@ -91,12 +91,11 @@ def _has_numbers(values: Iterable[Any], format: str) -> bool:
 
 
 def _is_number(value: Any, format: str) -> bool:
-    """Whether a row has a number in a column, or a list of them; infinite ones too."""
+    """Whether a row has a number in a column, or a list of some; infinite ones too."""
     try:
-        _numbers(value, format)
+        return _numbers(value, format) != []
     except BadRowError:
         return False
-    return True
 
 
 def numbers_beside(value: Any, name: str, format: str, count: int) -> list[float]:
