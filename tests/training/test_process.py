@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import threading
+import time
 
 import pytest
 
 from tests.training.clients import Client, engine
+from tlora_fx.training import process
 from tlora_fx.training.log import WAITING, CommandLog
 from tlora_fx.training.process import run_commands
 
@@ -63,3 +66,25 @@ def test_a_trainer_that_waits_can_be_ended(tmp_path, begun):
         ready, ended = begun()
         ended.set()
         assert ready.wait(600)
+
+
+def test_a_trainer_outlives_a_disk_that_takes_no_deletions(tmp_path, begun, monkeypatch):
+    """A process that begins again would load the base each minute while the disk is full."""
+    full = threading.Event()
+
+    def prune(log, before):
+        full.set()
+        raise OSError(errno.ENOSPC, "database or disk is full")
+
+    monkeypatch.setattr(CommandLog, "prune", prune)
+    monkeypatch.setattr(process, "TIDY_SECONDS", 0.0)
+    log = CommandLog(tmp_path)
+    client = Client(log)
+    begun()
+    assert full.wait(600)
+    number = client.optim_step()
+    end = time.monotonic() + 60
+    while log.answer(client.user, number) is None and time.monotonic() < end:
+        threading.Event().wait(0.01)
+
+    assert log.answer(client.user, number) is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import sqlite3
 import threading
 import time
 from collections.abc import Callable
@@ -76,7 +77,10 @@ def _run_until(ended: threading.Event, cycle: Cycle, bell: Bell) -> None:
             ended.wait(LOOK_SECONDS)
         if time.monotonic() - tidied > TIDY_SECONDS:
             tidied = time.monotonic()
-            tidy(cycle.log)
+            try:
+                tidy(cycle.log)
+            except (OSError, sqlite3.Error):
+                logger.exception("nothing was tidied", extra={"event": "error"})
 
 
 def gather(cycle: Cycle, bell: Bell) -> None:
