@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
@@ -150,6 +151,17 @@ def test_where_compiling_fails_layers_stay_as_they_are(jobs, monkeypatch, fails)
     assert record.rounds is None
     assert not step.model.is_compiled
     assert round_of(step, data, 0) == round_of(plain, data, 0)
+
+
+@pytest.mark.parametrize("leader", [True, False])
+def test_one_of_several_processes_writes_the_record(leader):
+    """They may share the file that it is."""
+    record, mesh = Kept(), SimpleNamespace(leader=leader)
+    group = SimpleNamespace(mesh=mesh, compile=lambda: None)
+    ranks = SimpleNamespace(together=lambda action: action())
+    compilation.Compilation(group, record, ranks, Heard(), waits=False).take_over(2)
+
+    assert record.rounds == (2 if leader else None)
 
 
 def test_a_step_that_is_not_to_be_compiled_stays_as_it_is(jobs, no_process):

@@ -244,7 +244,7 @@ EXAMPLE_TOKENS = 4096
 
 
 class TakeOverRecord(Protocol):
-    """Where it stands after how many rounds compiled layers took over."""
+    """Where it stands after how many rounds compiled layers took over; the leader asks it."""
 
     def read(self) -> int | None:
         """Rounds that had run then; None where they have not taken over."""
@@ -395,7 +395,7 @@ class Compilation:
     def _keep(self, rounds: int) -> None:
         self._round = rounds
         if (record := self.record) is not None:
-            self.ranks.together(lambda: record.write(rounds))
+            self.ranks.together(lambda: record.write(rounds) if self.group.mesh.leader else None)
 
     def _give_up(self) -> None:
         """Train on without compiled layers, and tell why; all processes do it at once."""

@@ -87,7 +87,8 @@ class CompiledLayers:
             return
         if step.model.is_compiled:
             self.state = "compiled"
-            self.after = None if self.record is None else self.record.read()
+            record = self.record if step.mesh.leader else None
+            self.after = self._ranks.from_leader(None if record is None else record.read())
             if self.after is None:
                 self._keep(rounds)
             return
