@@ -737,6 +737,18 @@ def test_a_restart_puts_back_what_was_taken(asked):
     assert not stray.exists()
 
 
+def test_a_file_that_is_being_sent_is_not_removed(asked):
+    """Its time is that of the machine's clock, which somebody may have set back by days."""
+    it = asked(keep_seconds=100.0)
+    it.upload(b"rows")
+    part = it.service.store.folder / "uploads" / "local" / "0a1b.part"
+    part.write_bytes(b"ro")
+    os.utime(part, (1, 1))
+    it.service.intake.collect()
+
+    assert part.is_file()
+
+
 def test_uploads_that_no_job_needs_are_removed(asked):
     """Those of jobs that may still train stay, and so does all that is new."""
     it = asked(keep_seconds=100.0)

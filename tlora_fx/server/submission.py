@@ -169,7 +169,8 @@ class Intake:
             return
         long_ago = self.store.now() - self.limits.keep_seconds
         for path in (self.store.folder / "uploads").glob("*/*"):
-            if path.stat().st_mtime < long_ago:
+            # What is being sent has its time yet from the machine's clock.
+            if path.suffix != ".part" and path.stat().st_mtime < long_ago:
                 path.unlink(missing_ok=True)
         for name in self.store.drop_folders(long_ago):
             shutil.rmtree(self.store.folder / "submitted" / name, ignore_errors=True)
