@@ -20,6 +20,7 @@ from tests.server.tinker.serving import serving
 from tests.training.clients import datum, request
 from tlora_fx.server.ledger import User
 from tlora_fx.server.tinker.links import Links
+from tlora_fx.server.tinker.routes import MAX_DEPTH
 from tlora_fx.training.bell import Bell
 from tlora_fx.training.log import (
     LAYERS,
@@ -766,6 +767,15 @@ def test_what_no_file_can_hold_is_the_mistake_of_who_asks(asked, route, body):
 
     assert answer.status_code == 422, answer.text
     assert answer.json()["help"] != "see its log"
+
+
+@pytest.mark.parametrize(("levels", "status"), [(MAX_DEPTH, 200), (MAX_DEPTH + 1, 422)])
+def test_what_a_client_says_of_itself_has_as_many_levels_as_the_refusal_says(asked, levels, status):
+    said = {}
+    for _ in range(levels - 1):
+        said = {"a": said}
+
+    assert asked.post("/create_session", {"user_metadata": said}).status_code == status
 
 
 @pytest.mark.parametrize("query", ["limit=-1", "offset=-1"])

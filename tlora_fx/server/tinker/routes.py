@@ -375,7 +375,7 @@ def _place(content: Mapping[str, Any], name: str) -> int:
 def _require_shallow(said: object) -> None:
     """Refuse what a client says of itself where no JSON could show it again."""
     level = [said]
-    for _ in range(MAX_DEPTH):
+    for _ in range(MAX_DEPTH + 1):
         inner = [each for each in level if isinstance(each, dict | list)]
         if not inner:
             return
