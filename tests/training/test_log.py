@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -319,6 +320,16 @@ def test_what_waits_behind_a_gap_goes_with_its_session(tmp_path, machine, how): 
     ran = run(log)
     assert [seq for name, seq in ran if name == model] == [0, 1]
     assert [seq for name, seq in ran if name == other] == [0, 1, 2, 3, 4]
+
+
+def test_a_damaged_text_is_an_error_of_the_log(log):
+    """Python has no error code for it; it is no answer of the request that meets it."""
+    with sqlite3.connect(log.folder / "log.sqlite") as base:
+        base.execute("INSERT INTO facts VALUES ('a', CAST(x'ff' AS TEXT))")
+    base.close()
+
+    with pytest.raises(sqlite3.OperationalError, match="decode"):
+        log.facts()
 
 
 def test_a_full_disk_is_an_error_of_the_disk(log):

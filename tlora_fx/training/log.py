@@ -826,7 +826,7 @@ def _values_of_sqlite() -> Iterator[None]:
     try:
         yield
     except sqlite3.OperationalError as error:
-        if error.sqlite_errorcode == sqlite3.SQLITE_FULL:
+        if getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
             raise OSError(errno.ENOSPC, str(error)) from error
         raise
     except (UnicodeEncodeError, OverflowError) as error:
