@@ -359,6 +359,7 @@ def test_a_bad_row_is_named_before_training(loss, change, said, base, tmp_path):
 
 NO_NUMBERS = {
     "longer than a float": 10**400,
+    "longer than Python writes": 10**5000,
     "the same in a list": [10**400, 1, 1],
     "text that JSON cannot read": "[" * 100_000,
     "text in text": '""',

@@ -108,8 +108,7 @@ def numbers_beside(value: Any, name: str, format: str, count: int) -> list[float
     try:
         numbers = _numbers(value, format)
     except BadRowError as error:
-        found = repr(value[:60] if isinstance(value, str | bytes) else value)[:80]
-        raise BadRowError(f"'{name}' {error}: {found}") from None
+        raise BadRowError(f"'{name}' {error}{_shown(value)}") from None
     listed = numbers if isinstance(numbers, list) else [numbers] * count
     if len(listed) != count:
         raise BadRowError(f"'{name}' has {len(listed)} numbers, and input_ids {count}")
@@ -118,6 +117,14 @@ def numbers_beside(value: Any, name: str, format: str, count: int) -> list[float
         place = f"'{name}'[{wrong}]" if isinstance(numbers, list) else f"'{name}'"
         raise BadRowError(f"{place} is {listed[wrong]}, which is no finite number")
     return listed
+
+
+def _shown(value: Any) -> str:
+    """A value as an error says it, behind its words."""
+    try:
+        return ": " + repr(value[:60] if isinstance(value, str | bytes) else value)[:80]
+    except ValueError:  # of a number with more digits than Python writes
+        return ""
 
 
 def require_log_probabilities(
