@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from tests.training.clients import Client, cycle_of, engine, run_all
 from tests.training.test_cycle import CLIPPED, CONFIGS, GOOD, adapter, assert_same, script, send
+from tlora_fx.errors import RequestConflict
 from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.training.folders import copy_version
 from tlora_fx.training.log import Checkpoint, CommandLog, Outcome, json_answer
@@ -252,3 +253,17 @@ def test_a_deleted_copy_that_is_made_again_stays(tmp_path):
 
     assert (tmp_path / copy.folder).exists()
     assert log.checkpoint(path) == copy
+
+
+def test_a_copy_that_was_deleted_meanwhile_is_not_noted(tmp_path):
+    """An expired one had its place, which is swept before the log names the folder again."""
+    log = CommandLog(tmp_path)
+    client = Client(log)
+    copy = Checkpoint("tinker://m/weights/x", "m", "ada", "weights", "models/m", 1, 1.0, 2.0, {})
+    (tmp_path / copy.folder).mkdir(parents=True)
+    log.copy(copy, "ada", client.session)
+    tidy(log)
+
+    with pytest.raises(RequestConflict, match="deleted meanwhile"):
+        log.copy(replace(copy, expires=None), "ada", client.session)
+    assert log.checkpoints("ada") == []

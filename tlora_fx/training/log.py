@@ -742,6 +742,7 @@ class CommandLog:
         One of its path that is noted already stays as it is.
 
         raises   RequestGone where the session is over, RequestConflict where the model has commands
+                 or the folder is gone
         """
         with self._change() as base:
             self._hear(user, session)
@@ -751,6 +752,9 @@ class CommandLog:
             known = "SELECT 1 FROM commands WHERE queue = ?"
             if base.execute(known, (checkpoint.model,)).fetchone():
                 raise RequestConflict("the model trains already", model=checkpoint.model)
+            if not (self.folder / checkpoint.folder).is_dir():
+                # Of an expired one of its path, which was swept since the copy was made.
+                raise RequestConflict("the copy was deleted meanwhile", help="send it again")
             self._add_model(base, checkpoint.model, session, user, checkpoint.made, {})
             self._keep(base, checkpoint)
 
