@@ -7,6 +7,7 @@ import math
 import random
 import signal
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -409,6 +410,19 @@ def test_a_row_without_a_number_in_a_column_of_numbers_is_named(values, said, ba
         load_all_data([job])
     ignored = {"rows": rows, "columns": {"scale": None}}
     assert load_all_data([job_of(base, "a", summed, data=ignored)])["a"].samples[0].numbers == {}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.float32(0.5), np.float64(0.5), [np.float32(0.5)] * 3, np.full(3, 0.5, np.float16),
+     torch.tensor(0.5)],
+)  # fmt: skip
+def test_numbers_of_numpy_and_torch_are_numbers(value, base):
+    """Alone, and among those of Python."""
+    rows = [{"input_ids": [5, 6, 7], "scale": each} for each in (value, value, 0.5, value)]
+    samples = load_all_data([job_of(base, "a", summed, data=rows)])["a"].samples
+
+    assert [sample.numbers for sample in samples] == [{"scale": (0.5, 0.5, 0.5)}] * 4
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])

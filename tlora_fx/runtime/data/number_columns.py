@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 from tlora_fx.config.job import Job
@@ -142,7 +143,7 @@ def require_log_probabilities(
     for first, stop in zip(spans[::2], spans[1::2], strict=True):
         for at in range(first, stop):
             if numbers[at] > MAX_LOGPROB:
-                place = f"'{name}'" if isinstance(value, int | float) else f"'{name}'[{start + at}]"
+                place = f"'{name}'" if isinstance(value, Real) else f"'{name}'[{start + at}]"
                 raise BadRowError(f"{place} is {numbers[at]}, and a log-probability is at most 0")
 
 
@@ -154,8 +155,10 @@ def _numbers(value: Any, format: str) -> float | list[float]:
             value = json.loads(value)
         except (ValueError, RecursionError):  # the latter of very many brackets
             raise BadRowError("holds text that is no number") from None
+    if hasattr(value, "tolist"):  # of NumPy or torch
+        value = value.tolist()
     is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)
-    if not all(isinstance(each, int | float) for each in (value if is_list else [value])):
+    if not all(isinstance(each, Real) for each in (value if is_list else [value])):
         raise BadRowError("is no number and no list of numbers")
     if is_list and format != "tokens":
         raise BadRowError("is a list, and rows without input_ids have one number each")
