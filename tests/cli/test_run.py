@@ -18,6 +18,7 @@ import yaml
 
 from tests.scheduler.fork_here import ForkHere
 from tlora_fx.cli import main
+from tlora_fx.cli.arguments import run_options
 from tlora_fx.cli.arguments.run_options import StopSignals
 from tlora_fx.cli.run import Page
 from tlora_fx.cli.terminal import Console
@@ -337,7 +338,7 @@ def test_more_slots_than_cores_are_refused(tmp_path, capsys):
 def test_a_closed_terminal_drains_a_run_once(monkeypatch):
     """SIGHUP may come twice; under nohup it says nothing."""
     left = []
-    monkeypatch.setattr(interrupts, "leave_terminal", lambda: left.append(True))
+    monkeypatch.setattr(run_options, "leave_terminal", lambda: left.append(True))
     heard = SimpleNamespace(stopping=False)
     heard.stop = lambda: setattr(heard, "stopping", True)
     with StopSignals(heard):
