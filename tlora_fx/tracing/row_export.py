@@ -47,7 +47,6 @@ from tlora_fx.tracing.attention import row_of
 from tlora_fx.tracing.guards import SizeGuards, line_text, model_frame
 from tlora_fx.tracing.layer_calls import LayerCalls, StandIn
 from tlora_fx.tracing.masks import unpacked_lines
-from tlora_fx.tracing.model_stack import stacks_of_model
 from tlora_fx.tracing.positions import CountsBySequence
 from tlora_fx.tracing.refusals import not_traceable
 
@@ -726,7 +725,7 @@ def export_row(row: TracedRow, subject: str) -> fx.GraphModule:
     tables: Any = ({0: dynamic}, {}, {0: dynamic}, token, {0: dynamic})
 
     def export() -> torch.export.ExportedProgram:
-        with torch.enable_grad(), stacks_of_model():
+        with torch.enable_grad():
             return torch.export.export(
                 row, inputs, dynamic_shapes=(token, token, tables), strict=False
             )
