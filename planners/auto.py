@@ -26,7 +26,7 @@ from tlora_fx.cost.step_time import GPUS_PER_NODE, SQUARE, CostModel, StepTime, 
 from tlora_fx.errors import NoPlanFits, ProfileMissing, TloraError, UnknownGpu
 from tlora_fx.ir.graph import HEAD
 from tlora_fx.model.supermodel import SuperModel
-from tlora_fx.parallel.apply import require_shardable
+from tlora_fx.parallel.apply import require_shardable, require_whole_pairs
 from tlora_fx.parallel.prepare import obstacles
 from tlora_fx.parallel.prepare import require_fits as require_mesh_fits
 from tlora_fx.parallel.stages import legal_cuts
@@ -346,6 +346,8 @@ def _judged(
     try:
         if plan.shard_base:
             require_shardable(model, plan)
+        if plan.nano_batches > 1:
+            require_whole_pairs(model.jobs, plan, cuts=True)
         time, memory = step_time(cost, plan, work), memory_of(cost, plan, longest)
     except TloraError as error:
         return Candidate(plan, reason=error.facts.get("reason") or error.what)

@@ -91,14 +91,17 @@ def linked(profile, rate):
     return profile.model_copy(update={"collectives": points})
 
 
+def slow_links(model, profile, tensor, work, rate):
+    """The profile with links of this rate, and rows that do not wait for the host."""
+    took = step_time(CostModel(facts_of(model), profile), tensor, work).seconds
+    return linked(corrected(model, tensor, profile, work, 20 * took, 8), rate)
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_nano_batches_are_proposed_where_links_are_slow(model, profile, tensor, slow):
     """Sums that take as long as computation can be hidden behind it."""
     work, meshes = small_round(512), [MeshShape(tp=2)]
-    took = step_time(CostModel(facts_of(model), profile), tensor, work).seconds
-    # Rows of a small model wait for the host otherwise.
-    busy = corrected(model, tensor, profile, work, 20 * took, 8)
-    given = linked(busy, 1e6 if slow else 1e8)
+    given = slow_links(model, profile, tensor, work, 1e6 if slow else 1e8)
     plan = search(model, given, work, 2, meshes=meshes).best()
 
     def proposed(plan, **how):
@@ -112,3 +115,16 @@ def test_nano_batches_are_proposed_where_links_are_slow(model, profile, tensor, 
         assert better.nano_batches > 1
         assert better.estimate.step_seconds <= 0.9 * plan.estimate.step_seconds
         assert proposed(better, nano_batches=(2, 4)) is None
+
+
+def test_jobs_whose_rows_run_whole_get_no_nano_batches(model, profile, tensor, monkeypatch):
+    """A proposal that the run would refuse is none."""
+    work, meshes = small_round(512), [MeshShape(tp=2)]
+    given = slow_links(model, profile, tensor, work, 1e6)
+    found = search(model, given, work, 2, meshes=meshes, nano_batches=(2, 4))
+    assert found.best().nano_batches > 1
+
+    noisy = [job.model_copy(update={"neftune_noise_alpha": 5.0}) for job in model.jobs]
+    monkeypatch.setattr(model, "jobs", noisy)
+    found = search(model, given, work, 2, meshes=meshes, nano_batches=(2, 4))
+    assert {one.plan.nano_batches for one in found.running} == {1}
