@@ -11,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
+from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.training.cycle import Cycle
 from tlora_fx.training.engine import Engine
 from tlora_fx.training.log import PROTOBUF, CommandLog
@@ -22,6 +23,22 @@ VOCABULARY = 259
 SMALL_MICRO_TOKENS = 256
 #: Of the small base; gone with the process.
 _FOLDER = TemporaryDirectory(prefix="tlora-fx-training-")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedOptions(EngineOptions):
+    """On a base of whose linears kernels can compute each: all sizes are multiples of 16."""
+
+    def spec(self):
+        from transformers import LlamaConfig
+
+        folder = self.folder / "served"
+        LlamaConfig(
+            vocab_size=272, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
+            architectures=["LlamaForCausalLM"],
+        ).save_pretrained(folder)  # fmt: skip
+        return BaseSpec(config=folder, dtype=self.dtype or "bfloat16", seed=3)
 
 
 @cache

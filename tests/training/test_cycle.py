@@ -6,7 +6,7 @@ import math
 import os
 import random
 import sqlite3
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from peft import get_peft_model, set_peft_model_state_dict
 from tests.training.clients import (
     VOCABULARY,
     Client,
+    ServedOptions,
     cycle_of,
     datum,
     engine,
@@ -31,7 +32,9 @@ from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.tracing.adapters import written_config
 from tlora_fx.training import cycle as cycle_module
 from tlora_fx.training import datums, tenants
+from tlora_fx.training.engine import Engine
 from tlora_fx.training.log import CommandLog
+from tlora_fx.training.options import EngineOptions
 from tlora_fx.training.times import REASONS, explained
 
 #: An eps beside which the moments vanish: the step is as large as the gradients, not their signs.
@@ -266,6 +269,19 @@ def test_strict_bits_depend_on_no_neighbour_and_on_no_kill(tmp_path, every):
             alone, own, _ = play(tmp_path / name, {name: client}, [name, name])
             assert repr(answers[name]) == repr(alone[name])
             assert_same(adapters[name], own[name], 0)
+
+
+def test_strict_models_share_rows_where_kernels_compute_all_linears_alone(tmp_path, monkeypatch):
+    """On a CPU none do; on a GPU it is a question of sizes and dtype."""
+    small = Engine(EngineOptions(tmp_path / "small", dtype="bfloat16", residents=2))
+    served = Engine(ServedOptions(tmp_path / "served", residents=2))
+    wide = Engine(ServedOptions(tmp_path / "wide", dtype="float32", residents=2))
+    assert not served.is_by_kernels
+
+    for own, expected in ((small, False), (served, True), (wide, False)):
+        vars(own).pop("is_by_kernels", None)
+        monkeypatch.setattr(own.step, "mesh", replace(own.step.mesh, device=torch.device("cuda")))
+        assert own.is_by_kernels == expected
 
 
 HEADS = {

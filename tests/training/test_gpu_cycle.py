@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from tests.training.clients import Client, cycle_of, run_all
+from tests.training.clients import Client, ServedOptions, cycle_of, run_all
 from tests.training.test_cycle import ORDER, TENANTS, assert_same, play
 from tests.training.test_layers import Beside, data_of
 from tlora_fx.ops.kernels.select import strict
@@ -19,10 +19,13 @@ DEVICE = "cuda"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_strict_bits_depend_on_no_neighbour_and_on_no_kill(tmp_path, dtype):
-    """Killed after each turn, with gathered gradients in a snapshot or behind it."""
+@pytest.mark.parametrize("options", [EngineOptions, ServedOptions])
+def test_strict_bits_depend_on_no_neighbour_and_on_no_kill(tmp_path, monkeypatch, options, dtype):
+    """Killed after each turn; rows are shared where kernels compute all linears."""
+    monkeypatch.setenv("TLORA_FX_KERNELS", "on")
     with strict():
-        own = Engine(EngineOptions(tmp_path / "base", device=DEVICE, dtype=dtype, residents=4))
+        own = Engine(options(tmp_path / "base", device=DEVICE, dtype=dtype, residents=4))
+        assert own.is_by_kernels == (options is ServedOptions)
         how = {"own": own, "snapshot_share": math.inf}
         answers, adapters, _ = play(
             tmp_path / "all", TENANTS, ORDER, killed=lambda at: True, snapshot_every=3, **how
@@ -33,10 +36,24 @@ def test_strict_bits_depend_on_no_neighbour_and_on_no_kill(tmp_path, dtype):
             assert_same(adapters[name], other[name], 0)
 
 
+def test_strict_tenants_share_rows_where_kernels_compute_all_linears(tmp_path):
+    with strict():
+        own = Engine(ServedOptions(tmp_path / "base", device=DEVICE, residents=2))
+        cycle = cycle_of(tmp_path / "log", own)
+        clients = [Client(cycle.log, config={"rank": 4, "seed": seed}) for seed in (1, 2)]
+        run_all(cycle)
+        graphs = own.step.graphs
+        before = graphs.rows_run
+        for client in clients:
+            client.forward_backward(data_of("a", 0))
+        run_all(cycle)
+        assert graphs.rows_run == before + 1
+
+
 def test_rows_are_captured_again_on_compiled_layers(tmp_path, monkeypatch):
     """What held other code is let go at the take-over; losses are the same to rounding."""
     monkeypatch.setattr(compilation, "CompileProcess", Beside)
-    own = Engine(EngineOptions(tmp_path / "base", device=DEVICE, residents=2, compiled=True))
+    own = Engine(ServedOptions(tmp_path / "base", device=DEVICE, residents=2, compiled=True))
     cycle = cycle_of(tmp_path / "log", own)
     client, graphs = Client(cycle.log), own.step.graphs
 

@@ -395,8 +395,7 @@ class Cycle:
         """Gradients of one piece of each model, together; what each request came to."""
         if not asked:
             return {}
-        if len(asked) > 1 and is_strict() and self.engine.step.mesh.device.type == "cpu":
-            # Its products round a token's numbers by how many tokens there are.
+        if len(asked) > 1 and is_strict() and not self.engine.is_by_kernels:
             return self._one_by_one(asked)
         by_token = {model: own for model, own in asked.items() if own[0].pieces[0].loss in BY_TOKEN}
         if 0 < len(by_token) < len(asked):

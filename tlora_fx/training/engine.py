@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Any
 
 from torch import nn
 
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import Job
+from tlora_fx.cost.facts import why_launched
 from tlora_fx.errors import CommandRefused, GenerationError
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.backbone import Backbone, load_backbone, longest_sequence
@@ -53,6 +55,15 @@ class Engine:
             self.sampler = Sampler(self.step)
         except GenerationError as error:
             self.refusal = str(error)
+
+    @cached_property
+    def is_by_kernels(self) -> bool:
+        """Whether generated kernels compute all linears.
+
+        In strict mode a token's numbers then have the same bits whatever else is in its row.
+        cuBLAS and MKL round by how many tokens there are.
+        """
+        return self.step.mesh.device.type == "cuda" and not why_launched(self.step.model.group)
 
     def job(self, name: str, config: Mapping[str, Any]) -> Job:
         """The job of a model or version.
