@@ -284,6 +284,24 @@ def test_strict_models_share_rows_where_kernels_compute_all_linears_alone(tmp_pa
         assert own.is_by_kernels == expected
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_strict_models_are_run_one_by_one_unless_kernels_compute_all(tmp_path, monkeypatch, shared):
+    own, sizes = engine(), []
+    accumulate = own.step.accumulate
+    monkeypatch.setitem(vars(own), "is_by_kernels", shared)
+    monkeypatch.setattr(
+        own.step, "accumulate", lambda given: sizes.append(len(given)) or accumulate(given)
+    )
+    with strict():
+        cycle = cycle_of(tmp_path, own)
+        clients = [Client(cycle.log, config={"rank": 4, "seed": seed}) for seed in (1, 2)]
+        run_all(cycle)
+        for client in clients:
+            client.forward_backward([datum([5, 6, 7])])
+        run_all(cycle)
+    assert sizes == ([2] if shared else [1, 1])
+
+
 HEADS = {
     "a": {"rank": 4, "seed": 1},
     "b": {"rank": 12, "seed": 2},

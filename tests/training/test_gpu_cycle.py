@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
+import torch
 
-from tests.training.clients import Client, ServedOptions, cycle_of, run_all
-from tests.training.test_cycle import ORDER, TENANTS, assert_same, play
+from tests.training.clients import Client, ServedOptions, cycle_of, datum, run_all
+from tests.training.test_cycle import CONFIGS, ORDER, TENANTS, assert_same, play
 from tests.training.test_layers import Beside, data_of
 from tlora_fx.ops.kernels.select import strict
 from tlora_fx.runtime.rounds import compilation
@@ -20,12 +22,11 @@ DEVICE = "cuda"
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("options", [EngineOptions, ServedOptions])
-def test_strict_bits_depend_on_no_neighbour_and_on_no_kill(tmp_path, monkeypatch, options, dtype):
+def test_strict_bits_depend_on_no_neighbour_and_on_no_kill(tmp_path, options, dtype):
     """Killed after each turn; rows are shared where kernels compute all linears."""
-    monkeypatch.setenv("TLORA_FX_KERNELS", "on")
     with strict():
         own = Engine(options(tmp_path / "base", device=DEVICE, dtype=dtype, residents=4))
-        assert own.is_by_kernels == (options is ServedOptions)
+        assert own.is_by_kernels == (options is ServedOptions and dtype == "bfloat16")
         how = {"own": own, "snapshot_share": math.inf}
         answers, adapters, _ = play(
             tmp_path / "all", TENANTS, ORDER, killed=lambda at: True, snapshot_every=3, **how
@@ -36,18 +37,42 @@ def test_strict_bits_depend_on_no_neighbour_and_on_no_kill(tmp_path, monkeypatch
             assert_same(adapters[name], other[name], 0)
 
 
-def test_strict_tenants_share_rows_where_kernels_compute_all_linears(tmp_path):
+@pytest.mark.parametrize("seed", range(4))
+def test_strict_gradients_in_shared_rows_are_those_alone(tmp_path, seed):
+    """Bit for bit, of adapters that have learned, beside neighbours of all lengths."""
     with strict():
-        own = Engine(ServedOptions(tmp_path / "base", device=DEVICE, residents=2))
-        cycle = cycle_of(tmp_path / "log", own)
-        clients = [Client(cycle.log, config={"rank": 4, "seed": seed}) for seed in (1, 2)]
+        own = Engine(ServedOptions(tmp_path / "base", device=DEVICE, residents=4))
+        assert own.is_by_kernels
+        alone = {name: gradients(tmp_path / name, own, name, seed)[name] for name in "abc"}
+        for names in ("ab", "bc", "abc"):
+            for name, found in gradients(tmp_path / f"{names} together", own, names, seed).items():
+                assert found.keys() == alone[name].keys()
+                assert all(torch.equal(found[each], alone[name][each]) for each in found)
+
+
+def gradients(folder, own, names, seed):
+    """What these of three models have gathered after one request each, by model."""
+    cycle = cycle_of(folder, own, snapshot_share=math.inf)
+    clients = {}
+    for at, name in enumerate("abc"):
+        clients[name] = Client(cycle.log, config=CONFIGS[at])
+        clients[name].forward_backward(lines_of(name, 60))
+        clients[name].optim_step(learning_rate=0.05)
         run_all(cycle)
-        graphs = own.step.graphs
-        before = graphs.rows_run
-        for client in clients:
-            client.forward_backward(data_of("a", 0))
-        run_all(cycle)
-        assert graphs.rows_run == before + 1
+    for name in names:
+        clients[name].forward_backward(lines_of(f"{name}{seed}", 700))
+    run_all(cycle)
+    residents = cycle.tenants.resident
+    found = {name: own.step.gathered(residents[clients[name].model].name) for name in names}
+    cycle.tenants.close()
+    cycle.log.close()
+    return {name: each.gradients for name, each in found.items()}
+
+
+def lines_of(key, longest):
+    draw = random.Random(key)
+    sizes = [draw.choice([3, 7, 15, 30, 60, 100, 333, 700]) for _ in range(draw.randint(1, 4))]
+    return [datum([draw.randrange(3, 250) for _ in range(min(size, longest))]) for size in sizes]
 
 
 def test_rows_are_captured_again_on_compiled_layers(tmp_path, monkeypatch):
