@@ -186,6 +186,31 @@ def test_strict_mode_takes_them_at_any_length(made, monkeypatch):
     assert kinds(row, 512, rule) == ["flash", "flash"]
 
 
+@pytest.mark.parametrize(("heads", "width"), [((4, 2), 16), ((8, 8), 96)])
+@pytest.mark.parametrize("window", [-1, 100])
+def test_strict_mode_depends_on_no_neighbour_by_other_kernels(made, heads, width, window):
+    """Of FlashAttention-2 too, whose backward else adds up in any order."""
+    row = made(((40,), (700, 333)), heads, width, window)
+    rule = AttentionRule(row.scale, True, window, 0.0, 0.0)
+    assert kinds(row, 700, rule) == ["flash", "flash"]
+    _, loose = results(row)
+    with strict():
+        leaves = row.leaves()
+        dout, beside = results(row, leaves)
+        for _ in range(3):
+            _, same = results(row, leaves)
+            assert all(torch.equal(one, other) for one, other in zip(beside, same, strict=True))
+        alone = made(((700,),), heads, width, window)
+        own = [each[40:740].detach().clone().requires_grad_() for each in leaves]
+        out, _ = packed_attention(*alone.arguments(**dict(zip("qkv", own, strict=True))))
+        found = torch.autograd.grad(out, own, dout[40:740])
+    assert torch.equal(out, beside[0][40:740])
+    for one, other in zip(found, beside[2:], strict=True):
+        assert torch.equal(one, other[40:740])
+    for one, other in zip(beside, loose, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
 def test_strided_heads_are_read(made):
     """q, k and v as views of one projection, and with heads outermost."""
     row = made()

@@ -15,6 +15,7 @@ import itertools
 import logging
 from bisect import bisect_right
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -477,14 +478,56 @@ def row_backward(
         numbers = short.Rule(longest, rule.scale, rule.window)
         dense = _dense(q), _dense(k), _dense(v), out, lse
         return short.backward(dout, dense, bounds, numbers, kernel)
-    no_state = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    rows = dout, _near(q), _near(k), _near(v), out
+    if select.is_strict():
+        return _backward_by_sequence(rows, lse, cu_seqlens, rule)
+    return _flash_backward((*rows, lse), bounds, longest, rule)
+
+
+def _flash_backward(
+    saved: tuple[Tensor, ...], bounds: Tensor, longest: int, rule: AttentionRule
+) -> tuple[Tensor, Tensor, Tensor]:
+    no_state = torch.zeros(2, dtype=torch.uint64, device=bounds.device)
     dq, dk, dv = torch.ops.aten._flash_attention_backward(
-        *(dout, _near(q), _near(k), _near(v), out, lse),
+        *saved,
         *(bounds, bounds, _longest(longest), _longest(longest)),
-        *(0.0, rule.causal and rule.window < 0, no_state, q.new_empty(0)),
+        *(0.0, rule.causal and rule.window < 0, no_state, saved[0].new_empty(0)),
         **_windows(rule),
     )
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
+
+
+def _backward_by_sequence(
+    rows: tuple[Tensor, ...], lse: Tensor, cu_seqlens: Tensor, rule: AttentionRule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `row_forward` with bits that depend on the sequence alone.
+
+    FlashAttention-2 adds up dq by atomics. If it may not, how it groups the sums depends on the
+    number of sequences of a call.
+    """
+    dq, dk, dv = grads = _like(rows[1]), _like(rows[2]), _like(rows[3])
+    with _in_fixed_order():
+        for start, stop in itertools.pairwise(cu_seqlens.tolist()):
+            if start == stop:
+                continue
+            bounds = torch.tensor([0, stop - start], dtype=torch.int32, device=lse.device)
+            own = *(each[start:stop] for each in rows), lse[:, start:stop].contiguous()
+            parts = _flash_backward(own, bounds, stop - start, rule)
+            for grad, part in zip(grads, parts, strict=True):
+                grad[start:stop] = part
+    return dq, dk, dv
+
+
+@contextmanager
+def _in_fixed_order() -> Iterator[None]:
+    """Inside, operators of torch add up in one order, where they can."""
+    before = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warns)
 
 
 def _batch_forward(
