@@ -287,10 +287,10 @@ class CommandLog:
                     self._base.execute("ROLLBACK")
                 raise
 
-    def _rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
-        """Rows as the last change left them."""
+    def _rows(self, sql: str, *values: Any, **named: Any) -> list[sqlite3.Row]:
+        """Rows as the last change left them; values are all named or none is."""
         with self._read_lock, _values_of_sqlite():
-            return self._reader.execute(sql, values).fetchall()
+            return self._reader.execute(sql, named or values).fetchall()
 
     def tell(self, facts: Mapping[str, Any]) -> None:
         """Write what the trainer says of its base."""
@@ -387,8 +387,8 @@ class CommandLog:
     ) -> None:  # fmt: skip
         base.execute(
             "INSERT OR IGNORE INTO models (id, session, user, made, asked, said) "
-            "VALUES (?1, ?2, ?3, ?4, ?4, ?5)",
-            (model, session, user, made, json.dumps(said, ensure_ascii=False)),
+            "VALUES (?, ?, ?, ?, ?, ?)",
+            (model, session, user, made, made, json.dumps(said, ensure_ascii=False)),
         )
 
     def add_loss(self, user: str, session: str, place: int, body: bytes) -> int:
@@ -647,9 +647,9 @@ class CommandLog:
     def models(self, user: str | None = None, name: str | None = None) -> list[Model]:
         """Models, newest first: all, or a user's, or one."""
         rows = self._rows(
-            "SELECT * FROM models WHERE (?1 IS NULL OR user = ?1) AND (?2 IS NULL OR id = ?2) "
-            "ORDER BY made DESC",
-            user, name,
+            "SELECT * FROM models WHERE (:user IS NULL OR user = :user) "
+            "AND (:name IS NULL OR id = :name) ORDER BY made DESC",
+            user=user, name=name,
         )  # fmt: skip
         return [Model(**_fields(row)) for row in rows]
 
@@ -675,8 +675,8 @@ class CommandLog:
         """A sampler; raises JobUnknown."""
         rows = self._rows(
             "SELECT id, session, user, path, folder FROM samplers "
-            "WHERE id = ?1 AND (?2 IS NULL OR user = ?2)",
-            name, user,
+            "WHERE id = :name AND (:user IS NULL OR user = :user)",
+            name=name, user=user,
         )  # fmt: skip
         if not rows:
             raise _unknown("sampler", name)
@@ -716,10 +716,10 @@ class CommandLog:
     ) -> list[Checkpoint]:
         """Checkpoints that have not expired, oldest first."""
         rows = self._rows(
-            "SELECT * FROM checkpoints WHERE (?1 IS NULL OR user = ?1) "
-            "AND (?2 IS NULL OR model = ?2) AND (?3 IS NULL OR path = ?3) "
-            "AND (expires IS NULL OR expires > ?4) ORDER BY made",
-            user, model, path, self.now(),
+            "SELECT * FROM checkpoints WHERE (:user IS NULL OR user = :user) "
+            "AND (:model IS NULL OR model = :model) AND (:path IS NULL OR path = :path) "
+            "AND (expires IS NULL OR expires > :now) ORDER BY made",
+            user=user, model=model, path=path, now=self.now(),
         )  # fmt: skip
         return [_checkpoint(row) for row in rows]
 
@@ -798,14 +798,15 @@ class CommandLog:
             "b.done AS before, min(y.began) AS began, sum(y.seconds) AS computed, "
             "sum(p.seconds) AS own, count(p.cycle) AS pieces, "
             "max((SELECT count(*) FROM pieces q WHERE q.cycle = p.cycle)) AS together "
-            "FROM (SELECT * FROM commands WHERE (?1 IS NULL OR user = ?1) "
-            "AND (?2 IS NULL OR queue = ?2) "
-            "AND (?3 IS NULL OR queue IN (SELECT id FROM models WHERE session = ?3 "
-            "UNION SELECT id FROM samplers WHERE session = ?3)) ORDER BY number DESC LIMIT ?4) c "
+            "FROM (SELECT * FROM commands WHERE (:user IS NULL OR user = :user) "
+            "AND (:model IS NULL OR queue = :model) "
+            "AND (:session IS NULL OR queue IN (SELECT id FROM models WHERE session = :session "
+            "UNION SELECT id FROM samplers WHERE session = :session)) "
+            "ORDER BY number DESC LIMIT :limit) c "
             "LEFT JOIN commands b ON b.queue = c.queue AND b.seq = c.seq - 1 "
             "LEFT JOIN pieces p ON p.command = c.number LEFT JOIN cycles y ON y.number = p.cycle "
             "GROUP BY c.number ORDER BY c.number DESC",
-            user, model, session, limit,
+            user=user, model=model, session=session, limit=limit,
         )  # fmt: skip
 
     def cycles(self, user: str, session: str) -> list[sqlite3.Row]:
