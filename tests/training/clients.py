@@ -14,9 +14,10 @@ import numpy as np
 from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.training.cycle import Cycle
 from tlora_fx.training.engine import Engine
-from tlora_fx.training.log import PROTOBUF, CommandLog
+from tlora_fx.training.log import CommandLog
 from tlora_fx.training.messages import _CLASS, canonical_request
 from tlora_fx.training.options import EngineOptions
+from tlora_fx.training.records import PROTOBUF
 
 VOCABULARY = 259
 #: Tokens of a micro-batch where a test asks for small ones: an eighth of what a trainer has.

@@ -17,8 +17,9 @@ from tests.training.test_cycle import CLIPPED, CONFIGS, GOOD, adapter, assert_sa
 from tlora_fx.errors import RequestConflict
 from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.training.folders import copy_version
-from tlora_fx.training.log import Checkpoint, CommandLog, Outcome, json_answer
+from tlora_fx.training.log import CommandLog
 from tlora_fx.training.process import tidy
+from tlora_fx.training.records import Checkpoint, Outcome, json_answer
 
 
 def trained(cycle, key="a", **how):

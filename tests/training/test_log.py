@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from tests.clocks import machine  # noqa: F401  (a fixture)
 from tlora_fx.errors import JobUnknown, RequestConflict, RequestGone, RequestRefused
-from tlora_fx.training.log import Checkpoint, CommandLog, Outcome, Ran, Sampler, json_answer
+from tlora_fx.training.log import CommandLog
 from tlora_fx.training.process import tidy
+from tlora_fx.training.records import Checkpoint, Outcome, Ran, Sampler, json_answer
 from tlora_fx.training.times import explained
 
 USER = "ada"

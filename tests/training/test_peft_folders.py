@@ -18,8 +18,8 @@ from safetensors.torch import load_file, save_file
 from tests.training.clients import Client, cycle_of, datum, engine, run_all
 from tlora_fx.errors import AdapterFolderError
 from tlora_fx.runtime.adapters.files import plain_base
-from tlora_fx.training.log import Checkpoint
 from tlora_fx.training.peft_folders import HEADER_BYTES, adopt, largest_bytes
+from tlora_fx.training.records import Checkpoint
 from tlora_fx.training.versions import read_version
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -10,9 +10,9 @@ import pytest
 
 from tests.training.clients import VOCABULARY, Client, cycle_of, datum, engine, run_all
 from tlora_fx.training import cycle as cycle_module
-from tlora_fx.training.log import PROTOBUF
 from tlora_fx.training.messages import _CLASS
 from tlora_fx.training.process import tidy
+from tlora_fx.training.records import PROTOBUF
 
 PROMPT = [5, 6, 7, 8, 9]
 FAST = {"learning_rate": 0.05}

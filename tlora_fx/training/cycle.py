@@ -37,21 +37,18 @@ from tlora_fx.training.engine import Engine
 from tlora_fx.training.fair_shares import FairShares
 from tlora_fx.training.folders import version_folder
 from tlora_fx.training.layers import LoggedLayers
-from tlora_fx.training.log import (
-    LOSS,
+from tlora_fx.training.log import LOSS, WAITING, CommandLog, sampler_id
+from tlora_fx.training.messages import forward_output, read_request
+from tlora_fx.training.records import (
     PROTOBUF,
-    WAITING,
     Answer,
     Checkpoint,
     Command,
-    CommandLog,
     Outcome,
     Ran,
     Sampler,
     json_answer,
-    sampler_id,
 )
-from tlora_fx.training.messages import forward_output, read_request
 from tlora_fx.training.sampling import Asked, draw, read_sample
 from tlora_fx.training.tenants import NoRoom, Tenants
 from tlora_fx.training.versions import Version

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from tlora_fx.runtime.group_step import GroupStep
 from tlora_fx.runtime.rounds.compiled_layers import CompiledLayers, LoggedNotes
-from tlora_fx.training.log import LAYERS, TOOK_OVER, Command, CommandLog
+from tlora_fx.training.log import LAYERS, TOOK_OVER, CommandLog
+from tlora_fx.training.records import Command
 
 logger = logging.getLogger(__name__)
 

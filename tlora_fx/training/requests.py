@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from tlora_fx.errors import CommandRefused
-from tlora_fx.training.log import Kind
+from tlora_fx.training.records import Kind
 
 _NAME = re.compile(r"(?!.*\.\.)[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 NAME = "letters, digits and . _ - only, 100 at most"

@@ -14,8 +14,8 @@ from tlora_fx.model.batch import IGNORED
 from tlora_fx.runtime.data.samples import Sample
 from tlora_fx.runtime.sampling.sampler import Completion, require_prompt
 from tlora_fx.training import requests
-from tlora_fx.training.log import PROTOBUF, Answer, Command, Outcome
 from tlora_fx.training.messages import sample_output
+from tlora_fx.training.records import PROTOBUF, Answer, Command, Outcome
 from tlora_fx.training.tenants import Tenants
 
 #: Of a completion whose request names no number, on a base without a limit.

@@ -27,7 +27,8 @@ from tlora_fx.runtime.adapters.files import load_adapter
 from tlora_fx.runtime.member import Member
 from tlora_fx.training.engine import PARTS, Engine
 from tlora_fx.training.folders import MODELS, folder_name
-from tlora_fx.training.log import CommandLog, Model
+from tlora_fx.training.log import CommandLog
+from tlora_fx.training.records import Model
 from tlora_fx.training.versions import (
     Version,
     read_snapshot,

@@ -8,7 +8,8 @@ from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
 
-from tlora_fx.training.log import Answer, CommandLog
+from tlora_fx.training.log import CommandLog
+from tlora_fx.training.records import Answer
 
 logger = logging.getLogger(__name__)
 #: A client's patience is 45 s.

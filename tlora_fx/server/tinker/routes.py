@@ -29,17 +29,10 @@ from tlora_fx.server.submission import Intake
 from tlora_fx.server.tinker.futures import Futures
 from tlora_fx.server.tinker.links import LINK_SECONDS, Links
 from tlora_fx.training.folders import LAYOUT, copy_version
-from tlora_fx.training.log import (
-    LAYERS,
-    TOOK_OVER,
-    Checkpoint,
-    CommandLog,
-    Model,
-    model_id,
-    session_id,
-)
+from tlora_fx.training.log import LAYERS, TOOK_OVER, CommandLog, model_id, session_id
 from tlora_fx.training.messages import canonical_request
 from tlora_fx.training.peft_folders import adopt
+from tlora_fx.training.records import Checkpoint, Model
 from tlora_fx.training.requests import (
     MAX_PLACE,
     MAX_SAMPLES,
