@@ -9,7 +9,7 @@ from itertools import permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tlora_fx.training.fair_shares import FairShares
+from tlora_fx.training.cycle import FairShares
 
 BUDGET = 100
 SIZES = st.lists(st.integers(1, 250), min_size=1, max_size=6)

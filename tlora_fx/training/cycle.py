@@ -34,7 +34,6 @@ from tlora_fx.training import requests
 from tlora_fx.training.custom_loss import CreateCustomLoss, CustomLoss
 from tlora_fx.training.datums import MICRO_TOKENS, batch_of, loss_of
 from tlora_fx.training.engine import Engine
-from tlora_fx.training.fair_shares import FairShares
 from tlora_fx.training.folders import version_folder
 from tlora_fx.training.layers import LoggedLayers
 from tlora_fx.training.log import LOSS, WAITING, CommandLog, sampler_id
@@ -131,6 +130,44 @@ def _scored(batch: Batch, logprobs: Sequence[Tensor]) -> StepOutput:
     """The output of a batch from its log-probabilities."""
     tokens, terms = count_tokens(batch.micro_batches), sum(map(len, logprobs))
     return StepOutput(loss_of(batch, logprobs), tokens, terms, logprobs=tuple(logprobs))
+
+
+class FairShares:
+    """Shares the tokens of each cycle equally among the models that wait, by deficit round robin.
+
+    A model that had less than its share comes first, one that had more comes last. Nobody owes
+    anything once a cycle had room for all: what was free then was taken from nobody.
+
+    budget   tokens of a cycle; a piece that is larger runs alone
+    source   Shreedhar and Varghese, Efficient Fair Queuing using Deficit Round Robin
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self._deficits: dict[str, float] = {}
+
+    def choose(self, costs: Mapping[str, int]) -> list[str]:
+        """Models whose pieces run now: as many as fit the budget, and one at least.
+
+        costs   by model, tokens of its next piece; who waits longest comes first
+        """
+        share = self.budget / max(1, len(costs))
+        for name in [*self._deficits.keys() - costs.keys()]:
+            # Who is away keeps its debts and earns, but saves nothing.
+            self._deficits[name] = min(self._deficits[name] + share, 0.0)
+        for name, cost in costs.items():
+            earned = self._deficits.get(name, 0.0) + share
+            self._deficits[name] = min(earned, max(share, cost))
+        chosen: list[str] = []
+        left = self.budget
+        for name in sorted(costs, key=lambda name: -self._deficits[name]):
+            if not chosen or costs[name] <= left:
+                chosen.append(name)
+                left -= costs[name]
+                self._deficits[name] -= costs[name]
+        if len(chosen) == len(costs):
+            self._deficits.clear()
+        return chosen
 
 
 class Cycle:

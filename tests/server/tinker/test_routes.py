@@ -21,9 +21,9 @@ from tests.training.clients import datum, request
 from tlora_fx.server.ledger import User
 from tlora_fx.server.tinker.links import Links
 from tlora_fx.server.tinker.routes import MAX_DEPTH
-from tlora_fx.training.bell import Bell
 from tlora_fx.training.log import LAYERS, TOOK_OVER, WAITING, CommandLog
 from tlora_fx.training.messages import _CLASS
+from tlora_fx.training.process import Bell
 from tlora_fx.training.records import Checkpoint, Command, Outcome, Ran, json_answer
 from tlora_fx.training.times import REASONS
 
