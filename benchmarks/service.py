@@ -49,8 +49,9 @@ from benchmarks.results_file import RESULTS, console, described, write
 from tlora_fx.cost.load import Demand
 from tlora_fx.scheduler.state import Group, JobRequest
 from tlora_fx.scheduler.store import Ledger
-from tlora_fx.server.app import make_app, make_service
+from tlora_fx.server.app import make_app
 from tlora_fx.server.ledger import User
+from tlora_fx.server.service import make_service
 from tlora_fx.server.store import ServiceStore
 from tlora_fx.server.submission import IntakeLimits
 

@@ -37,9 +37,10 @@ from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.scheduler.service import RunOptions, SchedulerService, opened
 from tlora_fx.scheduler.state import REQUEST, JobRequest
 from tlora_fx.scheduler.store import Ledger
-from tlora_fx.server.app import Service, make_app, make_service
+from tlora_fx.server.app import make_app
 from tlora_fx.server.control import Control, EventLog
 from tlora_fx.server.ledger import User
+from tlora_fx.server.service import Service, make_service
 from tlora_fx.server.store import ServiceStore
 from tlora_fx.server.submission import IntakeLimits
 

@@ -437,8 +437,9 @@ def _serving(cycle: Cycle) -> Iterator[int]:
 
 def _answer(folder: Path, bell: Path, port: Any) -> None:
     """Answer HTTP until terminated."""
-    from tlora_fx.server.app import make_app, make_service
+    from tlora_fx.server.app import make_app
     from tlora_fx.server.connections import make_server
+    from tlora_fx.server.service import make_service
     from tlora_fx.server.submission import IntakeLimits
     from tlora_fx.server.tinker.futures import Futures
     from tlora_fx.server.tinker.routes import Tinker

@@ -19,9 +19,10 @@ from fastapi.testclient import TestClient
 from tlora_fx.cost.load import Demand
 from tlora_fx.scheduler.state import Group, JobRequest
 from tlora_fx.scheduler.store import Ledger
-from tlora_fx.server.app import Service, make_app, make_service
+from tlora_fx.server.app import make_app
 from tlora_fx.server.connections import ConnectionLimits, make_server
 from tlora_fx.server.ledger import User
+from tlora_fx.server.service import Service, make_service
 from tlora_fx.server.submission import IntakeLimits
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -26,8 +26,9 @@ from tlora_fx.scheduler.executor import Drained, Finished
 from tlora_fx.scheduler.state import Group
 from tlora_fx.scheduler.store import Ledger
 from tlora_fx.server import submission
-from tlora_fx.server.app import make_app, make_service
+from tlora_fx.server.app import make_app
 from tlora_fx.server.ledger import User
+from tlora_fx.server.service import make_service
 from tlora_fx.server.store import ServiceStore
 from tlora_fx.server.submission import IntakeLimits
 from tlora_fx.server.view import RunView

@@ -20,6 +20,7 @@ from tlora_fx.server import app, connections
 from tlora_fx.server.connections import ConnectionLimits
 from tlora_fx.server.ledger import User
 from tlora_fx.server.log_lines import TextLines
+from tlora_fx.server.service import MAX_STREAMS
 
 #: After which a test gives up.
 SECONDS = 600
@@ -147,7 +148,7 @@ def test_a_stream_without_a_token_ends_once_tokens_are_required(asked):
 
 def test_a_user_has_a_bounded_number_of_streams(asked, monkeypatch):
     """One more is refused, and another user's is not; a closed one gives its turn back."""
-    monkeypatch.setattr(app, "MAX_STREAMS", 1)
+    monkeypatch.setattr("tlora_fx.server.service.MAX_STREAMS", 1)
     it = asked()
     headers = {name: {"Authorization": f"Bearer {it.add(name)}"} for name in ("alice", "bob")}
     for name in headers:
@@ -406,7 +407,7 @@ def test_a_stream_that_is_never_sent_does_not_count(asked):
     async def nothing():
         yield b""
 
-    for _ in range(app.MAX_STREAMS + 1):
+    for _ in range(MAX_STREAMS + 1):
         app.CountedStream(app.Caller(user, service, None), nothing(), "text/plain")
     service.take_stream(user)
 
@@ -415,7 +416,7 @@ def test_a_stream_that_is_never_sent_does_not_count(asked):
 
 def test_streams_that_are_asked_for_at_once_are_counted_too(asked, monkeypatch):
     """No more than a user may have, however fast the requests come; ended ones count no longer."""
-    monkeypatch.setattr(app, "MAX_STREAMS", 3)
+    monkeypatch.setattr("tlora_fx.server.service.MAX_STREAMS", 3)
     it = asked()
 
     async def ask(client, statuses):

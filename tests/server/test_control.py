@@ -28,9 +28,10 @@ from tlora_fx.scheduler.policies import policy_of
 from tlora_fx.scheduler.service import Submitters, opened
 from tlora_fx.scheduler.store import PARKED, Ledger
 from tlora_fx.server import control
-from tlora_fx.server.app import make_app, make_service
+from tlora_fx.server.app import make_app
 from tlora_fx.server.control import Control, EventLog
 from tlora_fx.server.ledger import LOCAL, User
+from tlora_fx.server.service import make_service
 from tlora_fx.server.submission import IntakeLimits
 
 ME = User(LOCAL, admin=True, priority=9)

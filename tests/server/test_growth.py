@@ -16,8 +16,8 @@ from tlora_fx.errors import JobUnknown, RequestConflict
 from tlora_fx.scheduler.executor import Drained, Finished
 from tlora_fx.scheduler.state import Group
 from tlora_fx.scheduler.store import Ledger
-from tlora_fx.server.app import make_service
 from tlora_fx.server.ledger import LOCAL, User
+from tlora_fx.server.service import make_service
 from tlora_fx.server.store import Page, ServiceStore
 from tlora_fx.server.submission import IntakeLimits
 from tlora_fx.server.view import RunView

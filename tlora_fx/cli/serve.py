@@ -340,8 +340,9 @@ def _answer(
     clock   of all processes of the service
     """
     from tlora_fx.scheduler.estimates import require_measured
-    from tlora_fx.server.app import is_address, make_app, make_service
+    from tlora_fx.server.app import is_address, make_app
     from tlora_fx.server.connections import make_server
+    from tlora_fx.server.service import make_service
 
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

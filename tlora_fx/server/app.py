@@ -13,9 +13,9 @@ import logging
 import re
 import tarfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -27,16 +27,14 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, StreamingResponse
 from fastapi.staticfiles import StaticFiles
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client import generate_latest
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.background import BackgroundTask
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.config.hyperparameters import hyperparameters
 from tlora_fx.errors import (
     AdapterFolderError,
@@ -53,23 +51,17 @@ from tlora_fx.errors import (
     UploadRefused,
     did_you_mean,
 )
-from tlora_fx.host.clock import SteadyClock
 from tlora_fx.host.version import __version__
 from tlora_fx.runtime.run_folder import METRICS
-from tlora_fx.scheduler.explain import explained
-from tlora_fx.scheduler.history import History
-from tlora_fx.scheduler.snapshot_file import load_snapshot
-from tlora_fx.server.ledger import LOCAL, User
-from tlora_fx.server.store import STATES, Page, ServiceStore
-from tlora_fx.server.submission import Intake, IntakeLimits
-from tlora_fx.server.view import Event, GroupSpan, JobStatus, Overview, RunView, log_lines
+from tlora_fx.server.ledger import User
+from tlora_fx.server.service import Service
+from tlora_fx.server.store import STATES, Page
+from tlora_fx.server.view import Event, GroupSpan, JobStatus, Overview, log_lines
 
 if TYPE_CHECKING:
     from tlora_fx.server.tinker.routes import Tinker
 
 logger = logging.getLogger(__name__)
-#: Of a token, where it is a key of the Tinker API.
-KEY_PREFIX = "tml-"
 #: A request's body without an upload; an upload has a bound of its own.
 BODY_BYTES, ANY_BYTES = 1 << 20, 1 << 62
 REFRESH_SECONDS = 0.5
@@ -81,11 +73,6 @@ COLLECT_SECONDS = 3600.0
 HAND_OVER_SECONDS = 5.0
 #: Between signs of life of a stream that has nothing to tell.
 QUIET_SECONDS = 15.0
-#: A token that was revoked is good for so long; streams look again each REFRESH_SECONDS, so that
-#: both together stay below a second.
-KNOWN_SECONDS = 0.25
-#: Streams that a user has open at a time.
-MAX_STREAMS = 64
 #: Status in the log of a request whose client closed the connection before its end.
 HUNG_UP = 499
 STATUS = {
@@ -161,115 +148,6 @@ class Explanation(BaseModel):
     text: str
 
 
-@dataclass(eq=False)
-class Service:
-    """State and parts of the service that answer requests.
-
-    open_to_all   requests without a token are answered while the ledger requires none; only where
-                  this machine alone can connect
-    """
-
-    store: ServiceStore
-    intake: Intake
-    view: RunView
-    folder: Path
-    open_to_all: bool = True
-    users: dict[str, tuple[float, User]] = field(default_factory=dict)
-    streams: dict[str, int] = field(default_factory=dict)
-    ending: bool = False
-
-    def __post_init__(self) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "tlora_http_requests", "Requests answered.", ("route", "code"), registry=self.registry
-        )
-        self.seconds = Histogram(
-            "tlora_http_seconds", "Seconds to answer.", ("route",), registry=self.registry
-        )
-        self.registry.register(self)
-
-    def token_of(self, headers: Headers) -> str | None:
-        """The token that a request came with, as a bearer or as a key of the Tinker API."""
-        bearer, key = _bearer(headers.get("authorization")), headers.get("x-api-key")
-        if bearer is not None or key is None:
-            return bearer
-        token = key.removeprefix(KEY_PREFIX)
-        # That API's clients send a key of any kind where none is needed.
-        needless = self.open_to_all and not self.store.tokens_required()
-        return None if needless and self.store.user_of(token) is None else token
-
-    def user(self, token: str | None) -> User:
-        """User who owns a token; raises TokenRefused."""
-        if token is None:
-            if self.open_to_all and not self.store.tokens_required():
-                return User(LOCAL, admin=True)
-            raise _refused("a token is needed")
-        since, known = self.users.get(token, (float("-inf"), None))
-        if known is not None and time.monotonic() - since < KNOWN_SECONDS:
-            return known
-        self.users.pop(token, None)
-        user = self.store.user_of(token)
-        if user is None:
-            raise _refused("no such token")
-        self.users[token] = (time.monotonic(), user)
-        return user
-
-    def take_stream(self, user: User) -> None:
-        """Count a stream of a user, until its response has ended; raises QuotaReached."""
-        if self.streams.get(user.name, 0) >= MAX_STREAMS:
-            raise QuotaReached(
-                "too many open streams",
-                expected=f"at most {MAX_STREAMS} at a time",
-                help="close pages and `tlora-fx client logs -f` that nobody watches",
-            )
-        self.streams[user.name] = self.streams.get(user.name, 0) + 1
-
-    def explain(self, user: User, name: str, *, narrow: bool = False) -> str:
-        """Explain why a job runs as it does, or waits; jobs of others are not named."""
-        job = self.store.job(user, name)
-        if job.status is None:
-            text = f"{job.name}: {job.state}; {job.told or 'its file is being read'}"
-        else:
-            decided = self.store.rows("SELECT 1 FROM decisions LIMIT 1")
-            snapshot = load_snapshot(self.folder / "state.json") if decided else None
-            history = History.of_job(self.folder, job.name)
-            text = explained(snapshot, history, job.name, narrow=narrow)
-        names = [] if user.admin else self.store.names_of_others(user, text)
-        if names:
-            some = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
-            text = re.sub(rf"(?<![\w.-])({some})(?![\w-])", "another's job", text)
-        held = {"pause": "it is paused", "cancel": "it is being cancelled"}.get(job.wanted)
-        return f"{text}\n  {held}" if held and job.active else text
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Metrics that Prometheus reads, of all users together."""
-        everybody = User(LOCAL, admin=True)
-        whole = self.view.overview(everybody)
-        jobs = GaugeMetricFamily("tlora_jobs", "Jobs by state.", labels=["state"])
-        for state, count in whole.jobs.items():
-            jobs.add_metric([state], count)
-        yield jobs
-        running = [s.status for s in self.view.visible(everybody) if s.status.state == "running"]
-        for name, text, value in (
-            ("tlora_gpus", "GPUs of the run.", whole.gpus),
-            ("tlora_gpus_busy", "GPUs that groups hold.", whole.busy),
-            ("tlora_gpu_utilisation", "Share of GPUs held over ten minutes.", whole.utilisation),
-            ("tlora_groups", "Groups that run.", len({status.group for status in running})),
-            ("tlora_tokens_per_second", "Tokens of all running jobs.",
-             sum(status.tokens_per_second or 0.0 for status in running)),
-        ):  # fmt: skip
-            yield GaugeMetricFamily(name, text, value)
-
-
-def _refused(what: str) -> TokenRefused:
-    return TokenRefused(
-        what,
-        expected="Authorization: Bearer TOKEN",
-        help="set TLORA_FX_TOKEN or --token, for the Tinker SDK TINKER_API_KEY or api_key to "
-        "tml-TOKEN; whoever runs the service makes one with `tlora-fx tokens add NAME -o RUN`",
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class Caller:
     """Caller of a request: its user, the service, and the token that it came with."""
@@ -292,11 +170,6 @@ async def _caller(
     service: Service = request.app.state.service
     token = service.token_of(request.headers)
     return Caller(service.user(token), service, token)
-
-
-def _bearer(authorization: str | None) -> str | None:
-    kind, _, token = (authorization or "").partition(" ")
-    return token.strip() if kind.lower() == "bearer" else None
 
 
 By = Annotated[Caller, Depends(_caller)]
@@ -783,21 +656,3 @@ async def _repeat(action: Callable[[], None], seconds: float) -> None:
         except Exception:
             logger.exception("%s failed", action.__qualname__, extra={"event": "error"})
         await asyncio.sleep(seconds)
-
-
-def make_service(
-    folder: Path, limits: IntakeLimits, *, open_to_all: bool, gpus: int = 1, gpu: str = "",
-    policy: str = "", require_measured: Callable[[BaseSpec], None] = lambda base: None,
-    now: SteadyClock | None = None,
-) -> Service:  # fmt: skip
-    """A service over a run's folder, with what a killed one left put right.
-
-    require_measured   as of `Intake`
-    now                as of `ServiceStore`
-    raises             LedgerError
-    """
-    store = ServiceStore(folder, now)
-    intake = Intake(store, limits, require_measured)
-    intake.restore()
-    view = RunView(store, folder, gpus=gpus, gpu=gpu, policy=policy)
-    return Service(store, intake, view, folder, open_to_all)

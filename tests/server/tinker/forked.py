@@ -50,8 +50,9 @@ def train(folder, engine):
 
 def answer(folder, bound):
     """Answer HTTP until killed."""
-    from tlora_fx.server.app import make_app, make_service
+    from tlora_fx.server.app import make_app
     from tlora_fx.server.connections import make_server
+    from tlora_fx.server.service import make_service
     from tlora_fx.server.submission import IntakeLimits
     from tlora_fx.server.tinker.futures import Futures
     from tlora_fx.server.tinker.routes import Tinker

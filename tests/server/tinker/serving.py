@@ -13,8 +13,9 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from tests.training.clients import engine
-from tlora_fx.server.app import make_app, make_service
+from tlora_fx.server.app import make_app
 from tlora_fx.server.connections import make_server
+from tlora_fx.server.service import make_service
 from tlora_fx.server.submission import IntakeLimits
 from tlora_fx.server.tinker.futures import Futures
 from tlora_fx.server.tinker.routes import Tinker

@@ -401,7 +401,8 @@ def test_a_page_of_another_origin_cannot_ask(asked):
 def test_the_api_is_served_only_where_it_was_asked_for(tmp_path):
     from fastapi.testclient import TestClient
 
-    from tlora_fx.server.app import make_app, make_service
+    from tlora_fx.server.app import make_app
+    from tlora_fx.server.service import make_service
     from tlora_fx.server.submission import IntakeLimits
 
     service = make_service(tmp_path, IntakeLimits(), open_to_all=True)
