@@ -25,6 +25,7 @@ from tlora_fx.ir.graph import (
     placeholders,
 )
 from tlora_fx.ir.lora_sites import EXPERTS, LoweredSite, lowered_sites
+from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.adapter_bank import AdapterBank
 from tlora_fx.model.loss import ChunkedLoss
 from tlora_fx.model.source import class_name
@@ -100,6 +101,36 @@ class ModuleLayout:
     banks: dict[str, AdapterBank] = field(default_factory=dict)
     homes: dict[str, str] = field(default_factory=dict)
     weights: list[list[Weight]] = field(default_factory=list)
+
+    def held_by_layer(
+        self, layers: Sequence[str], part: LocalShard
+    ) -> dict[str, list[tuple[str | Reformed, TensorLocation]]]:
+        """What a process takes of the base, layer by layer, what is in none at the end."""
+        by_layer: dict[str, list[tuple[str | Reformed, TensorLocation]]] = {
+            name: [] for name in (*layers, "")
+        }
+        every: list[tuple[str | Reformed, TensorLocation]] = [
+            (name, location) for name, places in self.base.items() for location in places
+        ]
+        every += [(entry, entry.location) for entry in self.reformed]
+        known = set(layers)
+        for name, location in every:
+            if part.holds(location.path):
+                parts = location.path.split(".")
+                paths = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
+                by_layer[next((path for path in paths if path in known), "")].append(
+                    (name, location)
+                )
+        return by_layer
+
+    def held_banks(self, part: LocalShard) -> dict[str, AdapterBank]:
+        """The banks of a process, by path."""
+        return {path: bank for path, bank in self.banks.items() if part.holds(self.homes[path])}
+
+    def copied_names(self) -> set[str]:
+        """The tensors of the base of which a job trains a copy, which starts as they are."""
+        names = [name.removeprefix(PEFT_PREFIX) for own in self.own.values() for name in own]
+        return {name.replace(".modules_to_save.default.", ".") for name in names}
 
 
 def build_module(group: GroupGraph, source: str) -> ModuleLayout:

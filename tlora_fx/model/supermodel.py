@@ -515,7 +515,7 @@ class SuperModel(nn.Module):
         raises   SuperModelMisuse when one is missing or has another shape
         """
         self.part, self.applied, device = part or LocalShard(), None, torch.device(device)
-        held = self._held_by_layer()
+        held = self._layout.held_by_layer(self.layer_order(), self.part)
         places = Counter(
             name for entries in held.values() for name, _ in entries if isinstance(name, str)
         )
@@ -539,7 +539,7 @@ class SuperModel(nn.Module):
                 if name in module._buffers:
                     module._buffers[name] = moved
         reformed = {name for entry in self._layout.reformed for name in entry.names}
-        used = reformed - self._copied()
+        used = reformed - self._layout.copied_names()
         unused = [name for name in base if name not in self._layout.base and name not in used]
         self._unused = {name: base[name].to(device) for name in unused}
         self.ready = True
@@ -549,7 +549,7 @@ class SuperModel(nn.Module):
 
     def base_names(self) -> list[str]:
         """Names of the base's tensors in the order in which `materialize` first asks for them."""
-        held = self._held_by_layer().values()
+        held = self._layout.held_by_layer(self.layer_order(), self.part).values()
         names = (name for entries in held for name, _ in entries if isinstance(name, str))
         return list(dict.fromkeys(names))
 
@@ -580,7 +580,7 @@ class SuperModel(nn.Module):
             parameters: dict[str, Any] = {
                 name: location.tensor for name, location in self._held_own(job)
             }
-            for path, bank in self._held_banks().items():
+            for path, bank in self._layout.held_banks(self.part).items():
                 if bank.serves(index):
                     names = _names(path, self.group.jobs[index].sites)
                     parameters.update(zip(names, bank.job_parameters(index), strict=True))
@@ -591,7 +591,7 @@ class SuperModel(nn.Module):
         """Shard of the whole that each of a job's parameters is; None where it is the whole."""
         shards: dict[str, Shard | None] = {name: None for name, _ in self._held_own(job)}
         index = self.group.job_names.index(job)
-        for path, bank in self._held_banks().items():
+        for path, bank in self._layout.held_banks(self.part).items():
             if bank.serves(index):
                 a, b = (self.part.shard(cut) for cut in bank.shards)
                 # B is the bank's b transposed.
@@ -607,7 +607,7 @@ class SuperModel(nn.Module):
         """
         return [
             bank.b if bank.shards[0] is not None else bank.a
-            for bank in self._held_banks().values()
+            for bank in self._layout.held_banks(self.part).values()
             if (bank.shards[0] is None) != (bank.shards[1] is None)
         ]
 
@@ -671,26 +671,6 @@ class SuperModel(nn.Module):
             )
         return cast(ChunkedLoss, self.net.get_submodule(LOSS))
 
-    def _held_by_layer(self) -> dict[str, list[tuple[str | Reformed, TensorLocation]]]:
-        """What this process takes of the base, layer by layer, what is in none at the end."""
-        layers = self.layer_order()
-        by_layer: dict[str, list[tuple[str | Reformed, TensorLocation]]] = {
-            name: [] for name in (*layers, "")
-        }
-        every: list[tuple[str | Reformed, TensorLocation]] = [
-            (name, location) for name, places in self._layout.base.items() for location in places
-        ]
-        every += [(entry, entry.location) for entry in self._layout.reformed]
-        known = set(layers)
-        for name, location in every:
-            if self.part.holds(location.path):
-                parts = location.path.split(".")
-                paths = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
-                by_layer[next((path for path in paths if path in known), "")].append(
-                    (name, location)
-                )
-        return by_layer
-
     def _taken(
         self, name: str, location: TensorLocation, base: Mapping[str, Tensor], device: torch.device
     ) -> Tensor:
@@ -729,14 +709,10 @@ class SuperModel(nn.Module):
                 location.module._parameters[location.slot] = leaf
         for _, first, location in self._layout.again:
             location.module._parameters[location.slot] = cast(nn.Parameter, first.tensor)
-        for bank in self._held_banks().values():
+        for bank in self._layout.held_banks(self.part).values():
             bank.materialize(device)
             if bank.shards[0] is not None:
                 bank.offset_columns(self.part.tp_rank)
-
-    def _held_banks(self) -> dict[str, AdapterBank]:
-        banks, homes = self._layout.banks.items(), self._layout.homes
-        return {path: bank for path, bank in banks if self.part.holds(homes[path])}
 
     def _held_own(self, job: str) -> list[tuple[str, TensorLocation]]:
         own = self._layout.own[job].items()
@@ -746,13 +722,6 @@ class SuperModel(nn.Module):
             for name, location in own
             if self.part.holds(location.path)
         ]
-
-    def _copied(self) -> set[str]:
-        """The tensors of the base of which a job trains a copy, which starts as they are."""
-        names = [
-            name.removeprefix(PEFT_PREFIX) for own in self._layout.own.values() for name in own
-        ]
-        return {name.replace(".modules_to_save.default.", ".") for name in names}
 
     def _extend_weights(self) -> None:
         """Extend the weights of a compiled model's sites, so that adapters fit behind them."""
