@@ -128,11 +128,13 @@ class Play:
 @pytest.fixture(scope="module")
 def switched():
     """One client whose layers are compiled after the first piece of its second request."""
-    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compilation, "CompileProcess", Beside)
-        patch.setattr(datums, "MICRO_TOKENS", 41)
-        own = Engine(WideOptions(Path(folder), residents=3, compiled=True))
-        yield Play(Path(folder) / "log", own, "a", lambda: setattr(Beside, "code", 0))
+    with TemporaryDirectory() as folder:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(compilation, "CompileProcess", Beside)
+            patch.setattr(datums, "MICRO_TOKENS", 41)
+            own = Engine(WideOptions(Path(folder), residents=3, compiled=True))
+            play = Play(Path(folder) / "log", own, "a", lambda: setattr(Beside, "code", 0))
+        yield play
 
 
 @pytest.fixture(scope="module")
