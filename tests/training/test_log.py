@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.clocks import machine  # noqa: F401  (a fixture)
-from tlora_fx.errors import JobUnknown, RequestConflict, RequestGone, RequestRefused
+from tlora_fx.errors import JobUnknown, QueueFull, RequestConflict, RequestGone, RequestRefused
 from tlora_fx.training.log import CommandLog
 from tlora_fx.training.process import tidy
-from tlora_fx.training.records import Checkpoint, Outcome, Ran, Sampler, json_answer
+from tlora_fx.training.records import Bound, Checkpoint, Outcome, Ran, Sampler, Waiting, json_answer
 from tlora_fx.training.times import explained
 
 USER = "ada"
@@ -344,3 +344,84 @@ def test_a_full_disk_is_an_error_of_the_disk(log):
     log._base.execute("PRAGMA max_page_count = 1000000")
 
     assert log.append(USER, model, 1, "optim_step", b"x" * 1_000_000) == 2
+
+
+LARGE, SMALL = Bound(1000, 10**6), Bound(4, 40)
+
+
+def bounded(folder, **bounds):
+    return CommandLog(
+        folder, waiting=Waiting(**{"queue": LARGE, "user": LARGE, "whole": LARGE} | bounds)
+    )
+
+
+@pytest.mark.parametrize(("body", "fit"), [(b"{}", 4), (b"0123456789abc", 3), (b"0" * 41, 0)])
+def test_a_model_has_only_so_many_requests_waiting(tmp_path, body, fit):
+    """By number and by bytes; the next to run is taken in any case, and a repeat is no new one."""
+    log = bounded(tmp_path, queue=SMALL)
+    model = model_of(log)
+    run(log)
+    for seq in range(2, 2 + fit):
+        log.append(USER, model, seq, "optim_step", body)
+    with pytest.raises(QueueFull):
+        log.append(USER, model, 2 + fit, "optim_step", body)
+    again = [log.append(USER, model, seq, "optim_step", body) for seq in range(2, 2 + fit)]
+    log.append(USER, model, 1, "optim_step", body)
+    ran = [seq for _, seq in run(log)]
+    log.append(USER, model, 2 + fit, "optim_step", body)
+
+    assert ran == [*range(1, 2 + fit)]
+    assert len(again) == fit
+
+
+@pytest.mark.parametrize("scope", ["user", "whole"])
+def test_what_waits_behind_gaps_never_shuts_out_what_fills_them(tmp_path, scope):
+    """Gaps of more models than there is place for are filled one by one."""
+    log = bounded(tmp_path, **{scope: SMALL})
+    models = []
+    for place in range(12):
+        models.append(model_of(log, place=place))
+        run(log)
+    behind = [model for model in models if takes(log, model, 2)]
+    filled = [model for model in behind if takes(log, model, 1)]
+    ran = run(log)
+    while left := [model for model in behind if (model, 1) not in ran]:
+        taken = [takes(log, model, 1) for model in left]
+        assert any(taken)
+        ran += run(log)
+
+    assert (len(behind), len(filled)) == (4, 4)
+    assert sorted(ran) == sorted((model, seq) for model in behind for seq in (1, 2))
+
+
+def test_what_fills_a_gap_is_taken_where_nothing_could_run(tmp_path):
+    """However much waits."""
+    log = bounded(tmp_path, user=SMALL)
+    first, second = (model_of(log, place=place) for place in range(2))
+    run(log)
+    log.append(USER, first, 2, "optim_step", b"0" * 40)
+    log.append(USER, first, 1, "optim_step", b"1" * 1000)
+
+    with pytest.raises(QueueFull):
+        log.append(USER, second, 1, "optim_step", b"{}")
+    assert [seq for _, seq in run(log)] == [1, 2]
+    log.append(USER, second, 1, "optim_step", b"{}")
+
+
+def test_one_user_who_sends_without_waiting_leaves_place_for_others(tmp_path):
+    """Bounds of a user are its own."""
+    log = bounded(tmp_path, user=SMALL)
+    model, other = model_of(log), model_of(log, "bob")
+    run(log)
+    taken = [takes(log, model, seq) for seq in range(2, 12)]
+
+    assert taken == [True] * 4 + [False] * 6
+    assert log.append("bob", other, 2, "optim_step", b"{}")
+
+
+def takes(log, model, seq):
+    """Whether the log takes a request, which is its own user's."""
+    try:
+        return bool(log.append(USER, model, seq, "optim_step", b"{}"))
+    except QueueFull:
+        return False

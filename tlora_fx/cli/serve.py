@@ -125,6 +125,11 @@ class ServeCommandOptions(RunCommandOptions):
     )
     tinker_rank: int = option(64, "Largest rank of a model of --tinker.", min=8, max=256)
 
+    tinker_waiting: float = option(
+        2.0,
+        "Largest size of a user's requests to --tinker that wait for answers together, in GiB.",
+        min=0.25,
+    )
     tinker_price: float = option(
         0.0, "Price of an hour of the device of --tinker, for /metrics.", min=0
     )
@@ -360,8 +365,10 @@ def _answer(
         from tlora_fx.server.tinker.futures import Futures
         from tlora_fx.server.tinker.routes import Tinker
         from tlora_fx.training.log import CommandLog
+        from tlora_fx.training.records import Waiting
 
-        log = CommandLog(options.output / TINKER_FOLDER, clock)
+        waiting = Waiting.of_user(int(options.tinker_waiting * (1 << 30)))
+        log = CommandLog(options.output / TINKER_FOLDER, clock, waiting)
         tinker = Tinker(log, Futures(log, bell), options.tinker_price)
     hosts = () if is_address(options.host) else (options.host,)
     server = make_server(

@@ -72,6 +72,14 @@ class CommandRefused(TloraError, code="T0991"):
     """
 
 
+class QueueFull(TloraError, code="T0992"):
+    """Too many requests of training clients wait, or they take too many bytes.
+
+    Send the request again, unchanged, once some of those before it were answered. The Tinker SDK
+    does so by itself. The operator sets the bounds with `serve --tinker-waiting`.
+    """
+
+
 class AnswerRefused(TloraError, code="T0989"):
     """The service refused a request of the client.
 

@@ -40,6 +40,7 @@ from tlora_fx.errors import (
     AdapterFolderError,
     JobUnknown,
     LedgerError,
+    QueueFull,
     QuotaReached,
     RequestConflict,
     RequestGone,
@@ -73,12 +74,14 @@ COLLECT_SECONDS = 3600.0
 HAND_OVER_SECONDS = 5.0
 #: Between signs of life of a stream that has nothing to tell.
 QUIET_SECONDS = 15.0
+#: After which a request is sent again that found too many waiting.
+QUEUE_FULL_SECONDS = "1"
 #: Status in the log of a request whose client closed the connection before its end.
 HUNG_UP = 499
 STATUS = {
     TokenRefused: 401, JobUnknown: 404, RequestConflict: 409, RequestGone: 410, UploadRefused: 413,
     SubmissionRefused: 422, RequestRefused: 422, AdapterFolderError: 422, QuotaReached: 429,
-    StorageFailed: 507,
+    QueueFull: 429, StorageFailed: 507,
 }  # fmt: skip
 #: Of a disk that takes nothing more.
 NO_STORAGE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -552,6 +555,8 @@ def problem(error: TloraError, status: int | None = None) -> Response:
         code=error.code, what=error.what, facts=error.facts, help=error.help, text=str(error)
     )
     headers = {"WWW-Authenticate": "Bearer"} if code == 401 else {}
+    if isinstance(error, QueueFull):
+        headers["Retry-After"] = QUEUE_FULL_SECONDS
     # What was sent may have held a lone surrogate, which UTF-8 has no bytes for.
     content = json.dumps(body.model_dump(), ensure_ascii=False).encode("utf-8", "replace")
     return Response(content, code, {**HEADERS, **headers}, media_type="application/json")

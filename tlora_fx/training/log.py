@@ -34,9 +34,26 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from tlora_fx.errors import JobUnknown, LedgerError, RequestConflict, RequestGone, RequestRefused
+from tlora_fx.errors import (
+    JobUnknown,
+    LedgerError,
+    QueueFull,
+    RequestConflict,
+    RequestGone,
+    RequestRefused,
+)
 from tlora_fx.host.clock import SteadyClock
-from tlora_fx.training.records import Answer, Checkpoint, Command, Model, Outcome, Ran, Sampler
+from tlora_fx.training.records import (
+    Answer,
+    Bound,
+    Checkpoint,
+    Command,
+    Model,
+    Outcome,
+    Ran,
+    Sampler,
+    Waiting,
+)
 
 #: A session without a sign of life for so long is over.
 SESSION_SECONDS = 3600.0
@@ -65,6 +82,8 @@ CREATE TABLE IF NOT EXISTS commands (
     media TEXT, answer BLOB, failed INTEGER, made REAL NOT NULL, done REAL,
     tokens INTEGER NOT NULL DEFAULT 0, UNIQUE (queue, seq));
 CREATE INDEX IF NOT EXISTS commands_open ON commands (queue, seq) WHERE done IS NULL;
+CREATE INDEX IF NOT EXISTS commands_waiting ON commands (user, queue, length(body))
+    WHERE done IS NULL;
 CREATE TABLE IF NOT EXISTS checkpoints (
     path TEXT PRIMARY KEY, model TEXT NOT NULL, user TEXT NOT NULL, kind TEXT NOT NULL,
     folder TEXT NOT NULL, bytes INTEGER NOT NULL, made REAL NOT NULL, expires REAL,
@@ -90,12 +109,16 @@ _OBSOLETE = "INSERT OR IGNORE INTO obsolete SELECT folder FROM checkpoints"
 class CommandLog:
     """The log in a folder; any thread may call it.
 
-    now      seconds since the epoch; those who share a log share its clock
-    raises   LedgerError where the file cannot be opened
+    now       seconds since the epoch; those who share a log share its clock
+    waiting   how many requests may wait, for who appends them
+    raises    LedgerError where the file cannot be opened
     """
 
-    def __init__(self, folder: Path, now: SteadyClock | None = None) -> None:
+    def __init__(
+        self, folder: Path, now: SteadyClock | None = None, waiting: Waiting | None = None
+    ) -> None:
         self.folder, self.now = folder, now or SteadyClock.begin()
+        self.waiting = waiting or Waiting()
         self._lock, self._read_lock = threading.Lock(), threading.Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -231,7 +254,7 @@ class CommandLog:
     ) -> tuple[int, str]:  # fmt: skip
         """The first command of a model, which makes it; its number and the model's id.
 
-        raises   RequestGone where the session is over, RequestConflict as `append`
+        raises   RequestGone where the session is over, RequestConflict and QueueFull as `append`
         """
         model = model_id(session, place)
         assert kind in CREATE
@@ -271,7 +294,7 @@ class CommandLog:
         raises   JobUnknown for another's queue, or one that is not there; RequestGone where its
                  session is over, or the command ran so long ago that it was forgotten;
                  RequestConflict where the number has another body; RequestRefused for a number
-                 below 1
+                 below 1; QueueFull where too much waits already
         """
         with self._change() as base:
             for table in ("models", "samplers"):
@@ -300,6 +323,8 @@ class CommandLog:
             ran = base.execute("SELECT ran FROM models WHERE id = ?", (queue,)).fetchone()
             if ran is not None and seq <= ran["ran"]:
                 raise RequestGone("the request ran long ago", model=queue, seq_id=seq)
+            runs_next = ran is not None and seq == ran["ran"] + 1
+            self._require_place(base, user, queue, len(body), runs_next=runs_next)
             number = base.execute(
                 "INSERT INTO commands (user, queue, seq, kind, digest, body, made) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -313,6 +338,52 @@ class CommandLog:
                 model=queue, seq_id=seq, help="each request of a model takes the next seq_id",
             )  # fmt: skip
         return int(known["number"])
+
+    def _require_place(
+        self, base: sqlite3.Connection, user: str, queue: str, size: int, *, runs_next: bool
+    ) -> None:
+        """Refuse another request where too many wait; raises QueueFull.
+
+        A model's next request is what those behind it wait for. So its model always takes it. Users
+        take twice as much of such requests, and any of them where nothing else could run.
+
+        size        of its body
+        runs_next   it is its model's next
+        """
+        bounds = self.waiting
+        scopes: list[tuple[str, Bound, str, tuple[str, ...]]] = [
+            ("user", bounds.user, "AND user = ?", (user,)),
+            ("service", bounds.whole, "", ()),
+        ]
+        if not runs_next:
+            scopes.insert(0, ("model", bounds.queue, "AND user = ? AND queue = ?", (user, queue)))
+        for scope, bound, where, values in scopes:
+            sql = (
+                "SELECT count(*) AS requests, coalesce(sum(length(body)), 0) AS bytes "  # noqa: S608
+                f"FROM commands WHERE done IS NULL {where}"
+            )
+            row, factor = base.execute(sql, values).fetchone(), 1 + runs_next
+            fits = row["requests"] < factor * bound.requests
+            if fits and row["bytes"] + size <= factor * bound.bytes:
+                continue
+            if runs_next and not self._is_runnable(base, where, values):
+                continue
+            raise QueueFull(
+                f"too many requests of this {scope} wait for their answers",
+                expected=f"{bound.requests} requests of {bound.bytes} bytes together at most",
+                found=f"{row['requests']} requests of {row['bytes']} bytes, and one of {size}",
+                help="send it again once some of them were answered",
+            )
+
+    @staticmethod
+    def _is_runnable(base: sqlite3.Connection, where: str, values: tuple[str, ...]) -> bool:
+        """Whether a waiting request could run now, of those that a condition names."""
+        where = where.replace("user", "c.user")
+        sql = (
+            "SELECT 1 FROM commands c LEFT JOIN models ON models.id = queue "  # noqa: S608
+            f"WHERE done IS NULL AND seq = coalesce(ran + 1, seq) {where} LIMIT 1"
+        )
+        return base.execute(sql, values).fetchone() is not None
 
     def is_known(self, queue: str, seq: int) -> bool:
         """Whether a command has this number, so that `append` adds none."""

@@ -70,11 +70,11 @@ def trainer(folder: Path, socket: Path):
 
 
 @contextmanager
-def serving(folder: Path, *, open_to_all: bool = True, price: float = 0.0, **how):
+def serving(folder: Path, *, open_to_all: bool = True, price: float = 0.0, waiting=None, **how):
     """A service without a trainer: its address, its socket, and itself."""
     with TemporaryDirectory() as place:
         socket = Path(place) / "bell"
-        log = CommandLog(folder / "tinker")
+        log = CommandLog(folder / "tinker", waiting=waiting)
         service = make_service(folder, IntakeLimits(), open_to_all=open_to_all)
         app = make_app(service, tinker=Tinker(log, Futures(log, socket, **how), price))
         server = make_server(app, port=0, timeout_graceful_shutdown=1)

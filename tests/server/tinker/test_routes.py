@@ -24,7 +24,7 @@ from tlora_fx.server.tinker.routes import MAX_DEPTH
 from tlora_fx.training.log import LAYERS, TOOK_OVER, WAITING, CommandLog
 from tlora_fx.training.messages import _CLASS
 from tlora_fx.training.process import Bell
-from tlora_fx.training.records import Checkpoint, Command, Outcome, Ran, json_answer
+from tlora_fx.training.records import Bound, Checkpoint, Command, Outcome, Ran, Waiting, json_answer
 from tlora_fx.training.times import REASONS
 
 KEY = {"X-API-Key": "tml-any"}
@@ -774,3 +774,22 @@ def test_what_a_client_says_of_itself_has_as_many_levels_as_the_refusal_says(ask
 def test_a_page_of_less_than_nothing_is_refused(asked, query):
     asked.model(asked.session())
     assert asked.get(f"/training_runs?{query}").status_code == 422
+
+
+def test_a_client_that_does_not_wait_is_told_to_send_again(tmp_path):
+    """With 429 and after how long; a repeat of what was taken is answered as before."""
+    with serving(tmp_path, waiting=Waiting(queue=Bound(2, 1000))) as (address, socket, service):
+        asked = Asked(address, socket, service, tmp_path)
+        model = asked.model(asked.session())["model_id"]
+        asked.finish()
+        requests = {
+            seq: {"model_id": model, "seq_id": seq, "adam_params": {}} for seq in (1, 3, 4, 5)
+        }
+        taken = [asked.post("/optim_step", requests[seq]) for seq in (3, 4)]
+        refused, again, fills = (asked.post("/optim_step", requests[seq]) for seq in (5, 3, 1))
+
+    assert [each.status_code for each in taken] == [200, 200]
+    assert (refused.status_code, refused.json()["code"]) == (429, "T0992")
+    assert 0 < float(refused.headers["Retry-After"]) <= 60
+    assert again.json() == taken[0].json()
+    assert fills.status_code == 200
