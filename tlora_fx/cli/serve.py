@@ -179,11 +179,14 @@ def run(options: ServeCommandOptions) -> None:
     ) as running:  # fmt: skip
         running.before_advance = Control(store, options.output, running)
         # Only now: another service may hold the folder.
-        with StopSignals(running), _training(options, store.now, events) as (trainer, bell):
+        with (
+            StopSignals(running),
+            _training(options, store.now, events, lambda: running.stopping) as (trainer, bell),
+        ):
             answer = partial(
                 _answer, options, cluster.gpus, cluster.gpu, policy.name, bell, store.now
             )
-            with _answering(options, answer, events) as answering:
+            with _answering(options, answer, events, lambda: running.stopping) as answering:
                 while running.turn():
                     time.sleep(TURN_SECONDS)
                     answering.keep()
@@ -259,10 +262,13 @@ def _answering(
     options: ServeCommandOptions,
     answer: Callable[[list[socket.socket], Connection], None],
     events: EventLog,
+    ended: Callable[[], bool],
 ) -> Iterator[Answering]:
     """Inside, requests are answered by a process of their own, which planning never keeps waiting.
 
     It ends with this process, however that ends.
+
+    ended   whether the run shall end, and no request is answered
     """
 
     def died(how: str, seconds: float) -> None:
@@ -272,11 +278,12 @@ def _answering(
     sockets = listen(options.host, options.port)
     answering = Answering(answer, sockets, died)
     try:
-        answering.start()
+        answering.start(ended)
         scheme = "https" if options.tls_cert else "http"
         host = f"[{options.host}]" if ":" in options.host else options.host
         port = sockets[0].getsockname()[1]
-        print(f"{scheme}://{host}:{port}", flush=True)  # noqa: T201  (a pipe shall hear it now)
+        if not ended():
+            print(f"{scheme}://{host}:{port}", flush=True)  # noqa: T201  (a pipe shall hear it now)
         yield answering
     finally:
         answering.close()
@@ -284,10 +291,11 @@ def _answering(
 
 @contextmanager
 def _training(
-    options: ServeCommandOptions, clock: SteadyClock, events: EventLog
+    options: ServeCommandOptions, clock: SteadyClock, events: EventLog, ended: Callable[[], bool]
 ) -> Iterator[tuple[Answering | None, Path | None]]:
     """Inside, a trainer runs what clients of the Tinker API ask for, if it is served.
 
+    ended    as of `training`
     yields   its process, and the socket by which it hears of requests
     """
     if not options.tinker:
@@ -306,7 +314,7 @@ def _training(
         residents=options.tinker_models, max_rank=-(-options.tinker_rank // 8) * 8,
         compiled=options.compiled,
     )  # fmt: skip
-    with training(engine, options.log_format, died, clock) as started:
+    with training(engine, options.log_format, died, clock, ended) as started:
         yield started
 
 

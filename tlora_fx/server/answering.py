@@ -7,6 +7,7 @@ therefore stays the same when one dies, and whoever connects meanwhile waits for
 from __future__ import annotations
 
 import errno
+import math
 import multiprocessing
 import socket
 import time
@@ -25,6 +26,8 @@ BACKLOG = 2048
 PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 60.0
 STEADY_SECONDS = 60.0
+#: Between looks whether the run shall end while the first process starts.
+LOOK_SECONDS = 0.1
 #: For which the process may end what it is at when the run has ended.
 END_SECONDS = 10.0
 
@@ -87,14 +90,21 @@ class Answering:
         self._started = self._due = 0.0
         self._pause = PAUSE_SECONDS / 2
 
-    def start(self) -> None:
-        """Start the first process, and wait until it answers.
+    def start(self, ended: Callable[[], bool] = lambda: False) -> None:
+        """Start the first process, and wait until it answers, or the run shall end.
 
+        ended    whether it shall; no process is started then
         raises   ServiceRefused; the error that the process sends
         """
+        if ended():
+            self._due = math.inf
+            return
         self._start()
         assert self._pipe is not None
         try:
+            while not self._pipe.poll(LOOK_SECONDS):
+                if ended():
+                    return
             answer = self._pipe.recv()
         except EOFError:
             raise ServiceRefused(

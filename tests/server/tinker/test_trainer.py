@@ -6,11 +6,15 @@ import json
 import os
 import subprocess
 import sys
+import time
+from functools import partial
 
 import pytest
 
 from tests.fresh import Program
 from tlora_fx.errors import BaseFileDamaged
+from tlora_fx.server.answering import Answering
+from tlora_fx.server.tinker import trainer
 from tlora_fx.server.tinker.trainer import training
 from tlora_fx.training.options import EngineOptions, write_small_base
 
@@ -85,3 +89,38 @@ def test_a_base_that_cannot_be_used_is_told_at_the_start(tmp_path):
         training(options, "text", lambda how, seconds: None),
     ):
         pass
+
+
+def start_for_ever(begun, options, sockets, parent):
+    """A trainer that compiles layers for a long time before its first request."""
+    from tlora_fx.training import engine
+
+    def compiling(options):
+        begun.touch()
+        time.sleep(600)
+
+    engine.Engine = compiling
+    trainer._train(options, begun, "text", None, sockets, parent)
+
+
+def test_a_trainer_that_is_still_starting_ends_with_the_run(tmp_path):
+    """At once: nobody waits until it is ready."""
+    begun = tmp_path / "begun"
+    options = EngineOptions(tmp_path / "tinker", compiled=True)
+    process = Answering(partial(start_for_ever, begun, options), [], print, "trains")
+    process.start(begun.exists)
+    child = process._process
+    process.close()
+
+    assert child.exitcode == 0
+
+
+def test_a_run_that_shall_end_starts_no_process(tmp_path):
+    """Also not later."""
+    begun = tmp_path / "begun"
+    process = Answering(partial(start_for_ever, begun, None), [], print, "trains")
+    process.start(lambda: True)
+    process.keep()
+    process.close()
+
+    assert process._process is None

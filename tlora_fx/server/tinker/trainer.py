@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
 import threading
@@ -26,12 +27,13 @@ if TYPE_CHECKING:
 @contextmanager
 def training(
     options: EngineOptions, log_format: str, died: Callable[[str, float], None],
-    clock: SteadyClock | None = None,
+    clock: SteadyClock | None = None, ended: Callable[[], bool] = lambda: False,
 ) -> Iterator[tuple[Answering, Path]]:  # fmt: skip
     """Inside, a trainer runs; yields what keeps it alive, and the socket of its bell.
 
     died     as of `Answering`
     clock    of the log; None: one of its own
+    ended    whether the run shall end; nobody waits for the trainer then
     raises   ServiceRefused where it does not start; the error of a base that cannot be used
     """
     # A path of a socket is short, and a run's folder may not be.
@@ -39,7 +41,7 @@ def training(
         bell = Path(folder) / "bell"
         process = Answering(partial(_train, options, bell, log_format, clock), [], died, "trains")
         try:
-            process.start()
+            process.start(ended)
             yield process, bell
         finally:
             process.close()
@@ -50,25 +52,32 @@ def _train(
     sockets: list[socket], parent: Connection,
 ) -> None:  # fmt: skip
     """Train until the parent has ended; it alone hears signals."""
-    from tlora_fx.training.engine import Engine
-    from tlora_fx.training.log import CommandLog
-    from tlora_fx.training.process import run_commands
-
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     log_to_stderr(log_format)
-    ended = threading.Event()
+    ready, ended = threading.Event(), threading.Event()
 
     def watch() -> None:
         with suppress(EOFError, OSError):
             parent.recv()
         ended.set()
+        if not ready.is_set():
+            # Loading a base and compiling layers take minutes, and nothing has run yet.
+            os._exit(0)
+
+    def begin() -> None:
+        ready.set()
+        parent.send(True)
 
     threading.Thread(target=watch, daemon=True).start()
+    from tlora_fx.training.engine import Engine
+    from tlora_fx.training.log import CommandLog
+    from tlora_fx.training.process import run_commands
+
     with without_foreign_notices():
         try:
             log, engine = CommandLog(options.folder, clock), Engine(options)
         except TloraError as error:
             parent.send(error)
             return
-        run_commands(log, engine, bell, lambda: parent.send(True), ended)
+        run_commands(log, engine, bell, begin, ended)
