@@ -230,6 +230,51 @@ def test_a_trainer_without_compiled_layers_drops_the_record(tmp_path, plain):
     assert log.facts()[TOOK_OVER] is None
 
 
+def test_a_start_without_compiled_layers_leaves_the_bits_of_who_waits(
+    switched, plain, cuts, tmp_path
+):
+    """Once layers are compiled again, a model that did not run meanwhile is what it was."""
+    play = Play(tmp_path, switched.own, "a")
+    between = cycle_of(tmp_path, plain.own)
+    other = Client(between.log, config=CONFIGS["b"])
+    number = other.forward_backward(data_of("b", 0))
+    run_all(between)
+    after = between.log.last_cycle()
+    cycle = cycle_of(tmp_path, switched.own)
+    again = play.adapter(cycle, "a")
+    [command] = [each for each in cycle.log.done_since(other.model, 0) if each.number == number]
+    own = [each for each in cycle.log.done_since(play.clients["a"].model, 0) if each.cuts]
+
+    assert cycle.layers.state == "compiled"
+    assert cycle.log.facts()[TOOK_OVER]["cycle"] == after
+    assert cycle.layers.plain_pieces(command) == len(command.cuts)
+    assert [cycle.layers.plain_pieces(each) for each in own] == [0, 0, 0]
+    assert all(torch.equal(play.adapters["a"][name], each) for name, each in again.items())
+
+
+def test_what_runs_on_without_compiled_layers_keeps_its_own_bits(switched, plain, cuts, tmp_path):
+    """A model that another code ran again is kept as that left it, whatever comes next."""
+    play = Play(tmp_path, switched.own, "a")
+    between, client = cycle_of(tmp_path, plain.own), play.clients["a"]
+    client.forward_backward(data_of("a", 1))
+    client.optim_step(learning_rate=1e-2)
+    run_all(between)
+    ran = play.adapter(between, "a")
+    again = play.adapter(cycle_of(tmp_path, switched.own), "a")
+
+    assert all(torch.equal(ran[name], each) for name, each in again.items())
+
+
+def test_layers_are_compiled_beside_again_once_nothing_of_them_runs_again(tmp_path, plain):
+    """A record of which no model has anything to run again is let go."""
+    log = cycle_of(tmp_path, plain.own).log
+    log.tell({TOOK_OVER: {"cycle": 7, "began": 0.0, "seconds": 1.0}})
+    cycle_of(tmp_path, plain.own)
+    cycle_of(tmp_path, plain.own)
+
+    assert LogRecord(log, log.now()).read() is None
+
+
 def test_a_trainer_that_cannot_compile_drops_the_record(tmp_path, monkeypatch):
     """What it runs is plain; the next start would take it for what compiled layers ran."""
 

@@ -271,8 +271,12 @@ class Cycle:
         try:
             self.tenants.enter(model, busy=self._busy)
             at = self.tenants.resident[name].ran if name in self.tenants.resident else -1
-            for command in self.log.done_since(name, at):
+            again = self.log.done_since(name, at)
+            for command in again:
                 self._again(command)
+            if any(self.layers.runs_otherwise(each) for each in again):
+                # What comes next follows from these bits, so nobody may compute others again.
+                self.tenants.keep(name).result()
         except BaseException:
             # Whoever is resident has all that has run.
             self._running.pop(name, None)

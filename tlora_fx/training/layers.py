@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from tlora_fx.runtime.group_step import GroupStep
 from tlora_fx.runtime.rounds.compiled_layers import CompiledLayers, LoggedNotes
-from tlora_fx.training.log import LAYERS, TOOK_OVER, CommandLog
+from tlora_fx.training.log import LAYERS, ONCE_COMPILED, TOOK_OVER, CommandLog
 from tlora_fx.training.records import Command
 
 logger = logging.getLogger(__name__)
@@ -28,9 +28,14 @@ class LogRecord:
     began: float
 
     def read(self) -> int | None:
-        """See `TakeOverRecord`."""
-        said = self.log.facts().get(TOOK_OVER)
-        return None if said is None else int(said["cycle"])
+        """See `TakeOverRecord`; the last cycle where a start without compiled layers came between.
+
+        Their pieces run again, so layers are compiled before.
+        """
+        facts = self.log.facts()
+        if (said := facts.get(TOOK_OVER)) is not None:
+            return int(said["cycle"])
+        return self.log.last_cycle() if facts.get(ONCE_COMPILED) else None
 
     def write(self, rounds: int) -> None:
         """See `TakeOverRecord`."""
@@ -50,7 +55,13 @@ class LoggedLayers:
             step, self._record, callback=LoggedNotes(logger), unit="cycle", fixed_slots=True
         )
         self._told = ""
+        past = log.facts().get(ONCE_COMPILED, [])
+        self._past = [(after, until) for after, until in past if log.runs_again(after, until)]
+        log.tell({ONCE_COMPILED: self._past})
         self._layers.begin(log.last_cycle())
+        if self.state == "compiled" and log.facts().get(TOOK_OVER) is None:
+            assert self._layers.after is not None
+            self._record.write(self._layers.after)
         self._tell()
 
     @property
@@ -66,10 +77,25 @@ class LoggedLayers:
         self._tell()
 
     def plain_pieces(self, command: Command) -> int:
-        """How many pieces of an answered command ran before compiled layers took over."""
-        if self.state != "compiled" or self._layers.after is None:
+        """How many pieces of an answered command ran without compiled layers; its first ones.
+
+        0 where all run without them.
+        """
+        if self.state != "compiled":
             return 0
-        return self.log.pieces_until(command, self._layers.after)
+        return sum(not self._ran_compiled(cycle) for cycle in self.log.cycles_of(command))
+
+    def runs_otherwise(self, command: Command) -> bool:
+        """Whether compiled layers ran an answered command, and there are none to run it again."""
+        if self.state == "compiled":
+            return False
+        return any(self._ran_compiled(cycle) for cycle in self.log.cycles_of(command))
+
+    def _ran_compiled(self, cycle: int) -> bool:
+        after = self._layers.after if self.state == "compiled" else None
+        if after is not None and cycle > after:
+            return True
+        return any(begin < cycle <= end for begin, end in self._past)
 
     def as_before(self) -> AbstractContextManager[None]:
         """Inside, layers run as before they were compiled."""
@@ -83,8 +109,10 @@ class LoggedLayers:
         if self.state == self._told:
             return
         facts: dict[str, object] = {LAYERS: self.state}
-        if self.state in ("off", "failed") and self._record.read() is not None:
+        said = self.log.facts().get(TOOK_OVER)
+        if self.state in ("off", "failed") and said is not None:
             # What runs from now on runs as before it.
-            facts[TOOK_OVER] = None
+            self._past.append((int(said["cycle"]), self.log.last_cycle()))
+            facts |= {TOOK_OVER: None, ONCE_COMPILED: self._past}
         self.log.tell(facts)
         self._told = self.state

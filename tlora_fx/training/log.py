@@ -12,7 +12,8 @@ Each cycle that computed something is there too, with the pieces that it ran tog
 seconds are its part of the cycle's, by tokens. `usage` adds them up by user. `cuts` says how a
 request that was answered had been cut, so that it runs again the same way after an upgrade.
 `obsolete` has the folders that no checkpoint names any more, until they are deleted. The fact
-`took_over` says after which cycle layers were compiled: what ran before runs again without.
+`took_over` says after which cycle layers were compiled: what ran before runs again without. The
+fact `once_compiled` has the cycles of compiled layers before a trainer that had none.
 
 A commit survives a kill of its process. A power failure may lose the last ones, which clients
 then repeat, for nobody knows their futures any more.
@@ -63,6 +64,8 @@ LOSS = "create_custom_loss"
 WAITING = "waiting"
 #: Facts of compiled layers: what became of them, and after which cycle they took over.
 LAYERS, TOOK_OVER = "layers", "took_over"
+#: The fact of earlier trainers' compiled layers: after which cycle they took over, and their last.
+ONCE_COMPILED = "once_compiled"
 
 _TABLES = """
 CREATE TABLE IF NOT EXISTS facts (name TEXT PRIMARY KEY, value TEXT NOT NULL);
@@ -450,8 +453,8 @@ class CommandLog:
             for row in rows
         ]
 
-    def pieces_until(self, command: Command, cycle: int) -> int:
-        """How many of an answered command's pieces ran in a cycle or before it; they ran in order.
+    def cycles_of(self, command: Command) -> list[int]:
+        """The cycles in which an answered command's pieces ran.
 
         Pieces of an attempt that a kill ended do not count.
         """
@@ -459,7 +462,15 @@ class CommandLog:
             "SELECT cycle FROM pieces WHERE command = ? ORDER BY cycle DESC LIMIT ?",
             command.number, len(command.cuts) or -1,
         )  # fmt: skip
-        return sum(row["cycle"] <= cycle for row in rows)
+        return sorted(row["cycle"] for row in rows)
+
+    def runs_again(self, after: int, until: int) -> bool:
+        """Whether a model that is brought runs again what ran behind a cycle, up to another one."""
+        sql = (
+            "SELECT 1 FROM pieces JOIN commands ON commands.number = command "
+            "JOIN models ON models.id = queue WHERE cycle > ? AND cycle <= ? AND seq > kept LIMIT 1"
+        )
+        return bool(self._rows(sql, after, until))
 
     @staticmethod
     def _command(row: sqlite3.Row, body: bytes = b"", cuts: Iterable[int] = ()) -> Command:
