@@ -158,7 +158,7 @@ def test_one_of_several_processes_writes_the_record(leader):
     """They may share the file that it is."""
     record, mesh = Kept(), SimpleNamespace(leader=leader)
     group = SimpleNamespace(mesh=mesh, compile=lambda: None)
-    ranks = SimpleNamespace(together=lambda action: action())
+    ranks = SimpleNamespace(together=lambda action, errors: action())
     compilation.Compilation(group, record, ranks, Heard(), waits=False).take_over(2)
 
     assert record.rounds == (2 if leader else None)

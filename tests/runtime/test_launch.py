@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from tlora_fx.parallel.mesh import Mesh
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.launching import early_checks, launch
 from tlora_fx.runtime.launching.launch import Peer
+from tlora_fx.runtime.rounds.compilation import Compilation
 from tlora_fx.runtime.run_folder import how_to_go_on
 
 
@@ -50,7 +53,7 @@ def told(action: Callable[[], object]) -> tuple[str, bool, str]:
     """The error that an action raises: its class, whether all have it, and its text."""
     try:
         action()
-    except TloraError as error:
+    except (TloraError, OSError) as error:
         return type(error).__name__, launch.is_shared(error), str(error)
     return "", False, ""
 
@@ -76,6 +79,33 @@ def one_fails() -> tuple[str, bool, str]:
         return 7
 
     return told(lambda: everyone().together(read))
+
+
+class FullRecord:
+    """A record of somebody's own, on a disk that takes nothing more."""
+
+    def read(self):
+        return None
+
+    def write(self, rounds):
+        raise OSError(errno.ENOSPC, "no space left")
+
+
+def a_record_fails() -> tuple[str, bool, str]:
+    """The leader cannot keep after which round compiled layers took over."""
+    ranks = everyone()
+    group = SimpleNamespace(mesh=ranks.mesh, compile=lambda: None)
+    layers = Compilation(group, FullRecord(), ranks, None, waits=False)
+    return told(lambda: layers.take_over(2))
+
+
+def test_no_process_waits_for_a_leader_whose_record_failed():
+    """The leader has its error, and the others end with what it was."""
+    leader, other = run_processes(2, a_record_fails)
+
+    assert leader == ("OSError", True, "[Errno 28] no space left")
+    assert other[:2] == (RankFailed.__name__, True)
+    assert "OSError: [Errno 28] no space left" in other[2]
 
 
 def test_processes_of_other_versions_all_stop():

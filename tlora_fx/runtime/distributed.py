@@ -61,6 +61,11 @@ class RoundNotice(NamedTuple):
     compilation: int = 0
 
 
+def _reason(error: Exception) -> str:
+    """An error in words, and never none."""
+    return str(error) if isinstance(error, TloraError) else f"{type(error).__name__}: {error}"
+
+
 class Ranks:
     """The processes of a mesh, from one of them."""
 
@@ -90,17 +95,19 @@ class Ranks:
             compilation=min(notice.compilation for notice in notices),
         )
 
-    def together(self, action: Callable[[], T]) -> T:
+    def together(self, action: Callable[[], T], errors: type[Exception] = TloraError) -> T:
         """Do what may fail on some processes only; if it does, it fails on all.
 
-        raises    the process's own TloraError; RankFailed where another process has one
+        errors    that it may fail with. Those of a lost process are not among them: who waits for
+                  the others inside of the action would wait for ever after one
+        raises    the process's own error; RankFailed where another process has one
         """
-        error: TloraError | None = None
+        error: Exception | None = None
         try:
             result = action()
-        except TloraError as raised:
+        except errors as raised:
             error = raised
-        reasons = self.tell_all("" if error is None else str(error))
+        reasons = self.tell_all("" if error is None else _reason(error))
         failed = [rank for rank, reason in enumerate(reasons) if reason]
         if error is None and failed:
             error = RankFailed(

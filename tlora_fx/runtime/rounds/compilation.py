@@ -315,7 +315,7 @@ class Compilation:
         if not self.group.options.compiled or self.group.model.is_compiled:
             self.record = None
             return
-        kept = self.ranks.together(self._kept)
+        kept = self.ranks.together(self._kept, Exception)
         self._round, rounds = self.ranks.from_leader((kept, rounds))
         if self._waits if self._round is None else self._round <= rounds:
             return
@@ -395,7 +395,10 @@ class Compilation:
     def _keep(self, rounds: int) -> None:
         self._round = rounds
         if (record := self.record) is not None:
-            self.ranks.together(lambda: record.write(rounds) if self.group.mesh.leader else None)
+            # Somebody's own record fails as it likes.
+            self.ranks.together(
+                lambda: record.write(rounds) if self.group.mesh.leader else None, Exception
+            )
 
     def _give_up(self) -> None:
         """Train on without compiled layers, and tell why; all processes do it at once."""

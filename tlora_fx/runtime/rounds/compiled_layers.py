@@ -88,7 +88,10 @@ class CompiledLayers:
         if step.model.is_compiled:
             self.state = "compiled"
             record = self.record if step.mesh.leader else None
-            self.after = self._ranks.from_leader(None if record is None else record.read())
+            kept = self._ranks.together(
+                lambda: None if record is None else record.read(), Exception
+            )
+            self.after = self._ranks.from_leader(kept)
             if self.after is None:
                 self._keep(rounds)
             return
@@ -147,8 +150,10 @@ class CompiledLayers:
 
     def _keep(self, rounds: int) -> None:
         self.after = rounds
-        if self.record is not None and self.step.mesh.leader:
-            self.record.write(rounds)
+        if (record := self.record) is not None:
+            self._ranks.together(
+                lambda: record.write(rounds) if self.step.mesh.leader else None, Exception
+            )
 
     def _few_threads(self) -> AbstractContextManager[None]:
         return few_threads(self.step.model.backbone.model, self.step.mesh.device)
