@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from tlora_fx.config.base_spec import BaseSpec, DtypeName
+from tlora_fx.host.durable import replace_file
 
 #: Of every model's adapter; clients do not say it.
 ALPHA = 32
@@ -64,7 +66,10 @@ _TEMPLATE = (
 
 
 def write_small_base(folder: Path) -> Path:
-    """Write a Llama's config and a tokenizer of bytes into a folder, where they are not yet."""
+    """Write a Llama's config and a tokenizer of bytes into a folder, where they are not yet.
+
+    The config comes last and whole, so a folder of a killed process is written anew.
+    """
     if (folder / "config.json").is_file():
         return folder
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -82,9 +87,12 @@ def write_small_base(folder: Path) -> Path:
         tokenizer_object=tokenizer, bos_token=bos, eos_token=eos, pad_token=pad,
         chat_template=_TEMPLATE, model_max_length=2048,
     ).save_pretrained(folder)  # fmt: skip
-    LlamaConfig(
+    llama = LlamaConfig(
         vocab_size=len(vocabulary), hidden_size=64, intermediate_size=128, num_hidden_layers=2,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=2048,
         bos_token_id=0, eos_token_id=1, pad_token_id=2, tie_word_embeddings=False,
-    ).save_pretrained(folder)  # fmt: skip
+    )  # fmt: skip
+    with TemporaryDirectory() as written:
+        llama.save_pretrained(written)
+        replace_file(folder / "config.json", (Path(written) / "config.json").read_bytes())
     return folder

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 
@@ -124,3 +125,21 @@ def test_a_run_that_shall_end_starts_no_process(tmp_path):
     process.close()
 
     assert process._process is None
+
+
+def test_a_small_base_that_a_kill_cut_short_is_written_anew(tmp_path, monkeypatch):
+    """Whatever file was half there."""
+    from transformers import LlamaConfig
+
+    def cut(config, folder):
+        (Path(folder) / "config.json").write_text("{")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LlamaConfig, "save_pretrained", cut)
+        with pytest.raises(KeyboardInterrupt):
+            write_small_base(tmp_path / "base")
+    folder = write_small_base(tmp_path / "base")
+
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "llama"
+    assert [each.name for each in tmp_path.iterdir()] == ["base"]
