@@ -50,8 +50,7 @@ from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.runtime.step_batches import Batch
 from tlora_fx.training.cycle import Cycle
 from tlora_fx.training.datums import batch_of
-from tlora_fx.training.engine import Engine
-from tlora_fx.training.layers import LoggedLayers
+from tlora_fx.training.engine import Engine, LoggedLayers
 from tlora_fx.training.log import TOOK_OVER, CommandLog
 from tlora_fx.training.messages import read_request
 from tlora_fx.training.options import EngineOptions

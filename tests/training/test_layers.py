@@ -17,8 +17,7 @@ from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.runtime.group_step import GroupStep
 from tlora_fx.runtime.rounds import compilation
 from tlora_fx.training import datums
-from tlora_fx.training.engine import Engine
-from tlora_fx.training.layers import LogRecord
+from tlora_fx.training.engine import Engine, LogRecord
 from tlora_fx.training.log import LAYERS, TOOK_OVER, CommandLog
 from tlora_fx.training.options import EngineOptions
 from tlora_fx.training.times import trace

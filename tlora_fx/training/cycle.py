@@ -33,9 +33,8 @@ from tlora_fx.runtime.step_batches import Batch, StepOutput, require_batch
 from tlora_fx.training import requests
 from tlora_fx.training.custom_loss import CreateCustomLoss, CustomLoss
 from tlora_fx.training.datums import MICRO_TOKENS, batch_of, loss_of
-from tlora_fx.training.engine import Engine
+from tlora_fx.training.engine import Engine, LoggedLayers
 from tlora_fx.training.folders import version_folder
-from tlora_fx.training.layers import LoggedLayers
 from tlora_fx.training.log import LOSS, WAITING, CommandLog, sampler_id
 from tlora_fx.training.messages import forward_output, read_request
 from tlora_fx.training.records import (

@@ -70,7 +70,7 @@ def test_what_the_trainer_notes_is_a_line_of_the_services_log():
     done = Program(
         "-c",
         "from tlora_fx.server.log_lines import log_to_stderr\n"
-        "from tlora_fx.training.layers import logger\n"
+        "from tlora_fx.training.engine import logger\n"
         "log_to_stderr('json')\n"
         "logger.info('layers are compiled before the first cycle: strict mode')\n",
     ).wait()
