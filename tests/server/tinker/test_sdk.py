@@ -15,6 +15,7 @@ from tests.server.tinker.serving import needs_sdk, run_client, run_command, serv
 from tests.training.clients import engine
 from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.server.ledger import User
+from tlora_fx.training.records import Bound, Waiting
 
 PAGE = Path(__file__).parents[3] / "docs" / "tinker.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
@@ -313,3 +314,36 @@ def test_a_client_says_why_it_is_paused(tmp_path):
 
     assert "Model creation for tlora-fx/small is paused" in said
     assert "Reason: no trainer runs at the moment" in said
+
+
+_MANY_BEFORE_AN_ANSWER = """
+model = made(rank=4, seed=1)
+futures = []
+for at in range(30):
+    futures.append(model.forward_backward([datum([5, 6, 7 + at, 8])], "cross_entropy"))
+    futures.append(model.optim_step(types.AdamParams(learning_rate=1e-3)))
+losses = [each.result().metrics["loss:sum"] for each in futures[::2]]
+print(json.dumps([losses, futures[-1].result().metrics["step"]]))
+"""
+
+
+def test_the_client_waits_where_too_many_requests_wait(tmp_path):
+    """It sends what was refused (429) again; numbers are those of a service without bounds."""
+    found = {}
+    for name, most in (("bounded", 3), ("unbounded", 10**6)):
+        few = Bound(most, 1 << 30)
+        with (
+            serving(tmp_path / name, waiting=Waiting(few, few, few)) as (address, socket, service),
+            trainer(tmp_path / name / "tinker", socket),
+        ):
+            found[name] = json.loads(run_client(BEGIN + _MANY_BEFORE_AN_ANSWER, address, "tml-any"))
+            refused = sum(
+                sample.value
+                for family in service.requests.collect()
+                for sample in family.samples
+                if sample.labels.get("code") == "429"
+            )
+        assert bool(refused) == (name == "bounded")
+    losses, steps = found["bounded"]
+    assert steps == 30
+    assert losses == pytest.approx(found["unbounded"][0], rel=1e-12)
