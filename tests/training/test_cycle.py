@@ -6,7 +6,7 @@ import math
 import os
 import random
 import sqlite3
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from peft import get_peft_model, set_peft_model_state_dict
 from tests.training.clients import (
     VOCABULARY,
     Client,
-    ServedOptions,
     cycle_of,
     datum,
     engine,
@@ -32,9 +31,7 @@ from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.tracing.adapters import written_config
 from tlora_fx.training import cycle as cycle_module
 from tlora_fx.training import datums, tenants
-from tlora_fx.training.engine import Engine
 from tlora_fx.training.log import CommandLog
-from tlora_fx.training.options import EngineOptions
 from tlora_fx.training.times import REASONS, explained
 
 #: An eps beside which the moments vanish: the step is as large as the gradients, not their signs.
@@ -251,55 +248,6 @@ def test_a_killed_trainer_goes_on_where_it_was(tmp_path, together):
                     assert found["metrics"] == pytest.approx(expected["metrics"], rel=1e-12)
                 else:
                     assert found[0] == pytest.approx(expected[0], rel=1e-12)
-
-
-@pytest.mark.parametrize("every", [1, 3, 64])
-def test_strict_bits_depend_on_no_neighbour_and_on_no_kill(tmp_path, every):
-    """Killed after each turn, with gathered gradients in a snapshot or behind it."""
-    with strict():
-        answers, adapters, _ = play(
-            tmp_path / "all",
-            TENANTS,
-            ORDER,
-            killed=lambda at: True,
-            snapshot_every=every,
-            snapshot_share=math.inf,
-        )
-        for name, client in TENANTS.items():
-            alone, own, _ = play(tmp_path / name, {name: client}, [name, name])
-            assert repr(answers[name]) == repr(alone[name])
-            assert_same(adapters[name], own[name], 0)
-
-
-def test_strict_models_share_rows_where_kernels_compute_all_linears_alone(tmp_path, monkeypatch):
-    """On a CPU none do; on a GPU it is a question of sizes and dtype."""
-    small = Engine(EngineOptions(tmp_path / "small", dtype="bfloat16", residents=2))
-    served = Engine(ServedOptions(tmp_path / "served", residents=2))
-    wide = Engine(ServedOptions(tmp_path / "wide", dtype="float32", residents=2))
-    assert not served.is_by_kernels
-
-    for own, expected in ((small, False), (served, True), (wide, False)):
-        vars(own).pop("is_by_kernels", None)
-        monkeypatch.setattr(own.step, "mesh", replace(own.step.mesh, device=torch.device("cuda")))
-        assert own.is_by_kernels == expected
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_strict_models_are_run_one_by_one_unless_kernels_compute_all(tmp_path, monkeypatch, shared):
-    own, sizes = engine(), []
-    accumulate = own.step.accumulate
-    monkeypatch.setitem(vars(own), "is_by_kernels", shared)
-    monkeypatch.setattr(
-        own.step, "accumulate", lambda given: sizes.append(len(given)) or accumulate(given)
-    )
-    with strict():
-        cycle = cycle_of(tmp_path, own)
-        clients = [Client(cycle.log, config={"rank": 4, "seed": seed}) for seed in (1, 2)]
-        run_all(cycle)
-        for client in clients:
-            client.forward_backward([datum([5, 6, 7])])
-        run_all(cycle)
-    assert sizes == ([2] if shared else [1, 1])
 
 
 HEADS = {

@@ -65,6 +65,36 @@ def why_launched(group: GroupGraph) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+#: Operators whose products libraries compute, which order sums by how many tokens there are.
+_LIBRARY_PRODUCTS = frozenset(
+    {
+        *("aten.linear", "aten.addmm", "aten.mm", "aten.matmul", "aten.bmm", "aten.baddbmm"),
+        *("aten.einsum", "aten._grouped_mm", "aten._scaled_mm", "aten.convolution"),
+        *("aten.conv1d", "aten.conv2d", "aten.conv3d", "multi_lora_add", "multi_lora_experts"),
+        *("expert_linear", "quantized_linear", "float8_linear"),
+    }
+)
+
+
+def library_products(group: GroupGraph) -> tuple[str, ...]:
+    """Operators of a model whose products libraries compute on a GPU, not generated kernels.
+
+    Products that add nothing up, as those of positions and frequencies, do not count.
+    """
+    nodes = (node for graph in group.graphs() for node in graph.nodes)
+    named = {_name_of(node) for node in nodes if not _is_outer(node)}
+    return tuple(sorted(named & _LIBRARY_PRODUCTS))
+
+
+def _is_outer(node: fx.Node) -> bool:
+    """Whether a product's inner dimension is 1."""
+    if _name_of(node) not in ("aten.mm", "aten.matmul", "aten.bmm"):
+        return False
+    left, right = (each.meta["val"] for each in node.args[:2] if isinstance(each, fx.Node))
+    inner = left.shape[-1]
+    return left.dim() > 1 and right.dim() > 1 and isinstance(inner, int) and inner == 1
+
+
 def _reads_on_host(node: fx.Node) -> bool:
     """Whether a node calls an operator that there reads a table of jobs on the host."""
     target = node.target

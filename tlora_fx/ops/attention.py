@@ -521,13 +521,16 @@ def _backward_by_sequence(
 @contextmanager
 def _in_fixed_order() -> Iterator[None]:
     """Inside, operators of torch add up in one order, where they can."""
-    before = torch.are_deterministic_algorithms_enabled()
+    from torch._inductor import config  # torch sets `deterministic` there too
+
+    before, compiled = torch.are_deterministic_algorithms_enabled(), config.deterministic
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warns)
+        config.deterministic = compiled
 
 
 def _batch_forward(

@@ -17,7 +17,7 @@ from torch import nn
 
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import Job
-from tlora_fx.cost.facts import why_launched
+from tlora_fx.cost.facts import library_products, why_launched
 from tlora_fx.errors import CommandRefused, GenerationError
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.model.backbone import Backbone, load_backbone, longest_sequence
@@ -74,7 +74,9 @@ class Engine:
         In strict mode a token's numbers then have the same bits whatever else is in its row.
         cuBLAS and MKL round by how many tokens there are.
         """
-        return self.step.mesh.device.type == "cuda" and not why_launched(self.step.model.group)
+        group = self.step.model.group
+        on_gpu = self.step.mesh.device.type == "cuda"
+        return on_gpu and not why_launched(group) and not library_products(group)
 
     def job(self, name: str, config: Mapping[str, Any]) -> Job:
         """The job of a model or version.
