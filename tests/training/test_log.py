@@ -20,8 +20,9 @@ from tests.clocks import machine  # noqa: F401  (a fixture)
 from tlora_fx.errors import JobUnknown, QueueFull, RequestConflict, RequestGone, RequestRefused
 from tlora_fx.training.log import CommandLog
 from tlora_fx.training.process import tidy
-from tlora_fx.training.records import Bound, Checkpoint, Outcome, Ran, Sampler, Waiting, json_answer
+from tlora_fx.training.records import Checkpoint, Outcome, Ran, Sampler, json_answer
 from tlora_fx.training.times import explained
+from tlora_fx.training.waiting import Bound, Waiting
 
 USER = "ada"
 

@@ -373,7 +373,7 @@ def _answer(
         from tlora_fx.server.tinker.futures import Futures
         from tlora_fx.server.tinker.routes import Tinker
         from tlora_fx.training.log import CommandLog
-        from tlora_fx.training.records import Waiting
+        from tlora_fx.training.waiting import Waiting
 
         waiting = Waiting.of_user(int(options.tinker_waiting * (1 << 30)))
         log = CommandLog(options.output / TINKER_FOLDER, clock, waiting)

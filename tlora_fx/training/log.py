@@ -38,7 +38,6 @@ from typing import Any
 from tlora_fx.errors import (
     JobUnknown,
     LedgerError,
-    QueueFull,
     RequestConflict,
     RequestGone,
     RequestRefused,
@@ -46,15 +45,14 @@ from tlora_fx.errors import (
 from tlora_fx.host.clock import SteadyClock
 from tlora_fx.training.records import (
     Answer,
-    Bound,
     Checkpoint,
     Command,
     Model,
     Outcome,
     Ran,
     Sampler,
-    Waiting,
 )
+from tlora_fx.training.waiting import Waiting
 
 #: A session without a sign of life for so long is over.
 SESSION_SECONDS = 3600.0
@@ -327,7 +325,7 @@ class CommandLog:
             if ran is not None and seq <= ran["ran"]:
                 raise RequestGone("the request ran long ago", model=queue, seq_id=seq)
             runs_next = ran is not None and seq == ran["ran"] + 1
-            self._require_place(base, user, queue, len(body), runs_next=runs_next)
+            self.waiting.require_place(base, user, queue, len(body), runs_next=runs_next)
             number = base.execute(
                 "INSERT INTO commands (user, queue, seq, kind, digest, body, made) "
                 "VALUES (?, ?, ?, ?, ?, ?, ?)",
@@ -341,52 +339,6 @@ class CommandLog:
                 model=queue, seq_id=seq, help="each request of a model takes the next seq_id",
             )  # fmt: skip
         return int(known["number"])
-
-    def _require_place(
-        self, base: sqlite3.Connection, user: str, queue: str, size: int, *, runs_next: bool
-    ) -> None:
-        """Refuse another request where too many wait; raises QueueFull.
-
-        A model's next request is what those behind it wait for. So its model always takes it. Users
-        take twice as much of such requests, and any of them where nothing else could run.
-
-        size        of its body
-        runs_next   it is its model's next
-        """
-        bounds = self.waiting
-        scopes: list[tuple[str, Bound, str, tuple[str, ...]]] = [
-            ("user", bounds.user, "AND user = ?", (user,)),
-            ("service", bounds.whole, "", ()),
-        ]
-        if not runs_next:
-            scopes.insert(0, ("model", bounds.queue, "AND user = ? AND queue = ?", (user, queue)))
-        for scope, bound, where, values in scopes:
-            sql = (
-                "SELECT count(*) AS requests, coalesce(sum(length(body)), 0) AS bytes "  # noqa: S608
-                f"FROM commands WHERE done IS NULL {where}"
-            )
-            row, factor = base.execute(sql, values).fetchone(), 1 + runs_next
-            fits = row["requests"] < factor * bound.requests
-            if fits and row["bytes"] + size <= factor * bound.bytes:
-                continue
-            if runs_next and not self._is_runnable(base, where, values):
-                continue
-            raise QueueFull(
-                f"too many requests of this {scope} wait for their answers",
-                expected=f"{bound.requests} requests of {bound.bytes} bytes together at most",
-                found=f"{row['requests']} requests of {row['bytes']} bytes, and one of {size}",
-                help="send it again once some of them were answered",
-            )
-
-    @staticmethod
-    def _is_runnable(base: sqlite3.Connection, where: str, values: tuple[str, ...]) -> bool:
-        """Whether a waiting request could run now, of those that a condition names."""
-        where = where.replace("user", "c.user")
-        sql = (
-            "SELECT 1 FROM commands c LEFT JOIN models ON models.id = queue "  # noqa: S608
-            f"WHERE done IS NULL AND seq = coalesce(ran + 1, seq) {where} LIMIT 1"
-        )
-        return base.execute(sql, values).fetchone() is not None
 
     def is_known(self, queue: str, seq: int) -> bool:
         """Whether a command has this number, so that `append` adds none."""

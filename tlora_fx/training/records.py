@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 JSON, PROTOBUF = "application/json", "application/x-protobuf"
@@ -27,37 +27,6 @@ class Command:
     kind: str
     body: bytes
     cuts: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """How much may wait for answers at a time: requests, and bytes of their bodies."""
-
-    requests: int
-    bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """How many requests may wait for answers.
-
-    queue   of one model or sampler
-    user    of one user
-    whole   of all users
-    """
-
-    queue: Bound = Bound(4096, 1 << 30)
-    user: Bound = Bound(16_384, 2 << 30)
-    whole: Bound = Bound(65_536, 8 << 30)
-
-    @classmethod
-    def of_user(cls, size: int) -> Waiting:
-        """Bounds by the bytes of one user: a model has half of them, all users have four times."""
-        usual = cls()
-        return cls(
-            replace(usual.queue, bytes=size // 2), replace(usual.user, bytes=size),
-            replace(usual.whole, bytes=size * 4),
-        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,8 +24,9 @@ from tlora_fx.server.tinker.routes import MAX_DEPTH
 from tlora_fx.training.log import LAYERS, TOOK_OVER, WAITING, CommandLog
 from tlora_fx.training.messages import _CLASS
 from tlora_fx.training.process import Bell
-from tlora_fx.training.records import Bound, Checkpoint, Command, Outcome, Ran, Waiting, json_answer
+from tlora_fx.training.records import Checkpoint, Command, Outcome, Ran, json_answer
 from tlora_fx.training.times import REASONS
+from tlora_fx.training.waiting import Bound, Waiting
 
 KEY = {"X-API-Key": "tml-any"}
 PROTOBUF = {"Content-Type": "application/x-protobuf"}

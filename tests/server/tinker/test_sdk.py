@@ -15,7 +15,7 @@ from tests.server.tinker.serving import needs_sdk, run_client, run_command, serv
 from tests.training.clients import engine
 from tlora_fx.runtime.adapters.files import plain_base
 from tlora_fx.server.ledger import User
-from tlora_fx.training.records import Bound, Waiting
+from tlora_fx.training.waiting import Bound, Waiting
 
 PAGE = Path(__file__).parents[3] / "docs" / "tinker.md"
 EXAMPLES = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
