@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from importlib.metadata import version
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.cost.facts import small_model, term_at
 from tests.models import base_of, job, ready, tokens
 from tests.parallel.processes import run_processes
 from tests.runtime.groups import make_job, tiny_base
+from tlora_fx.compiler import compile
 from tlora_fx.cost import profile_sources
 from tlora_fx.cost.facts import facts_of
 from tlora_fx.cost.fit import CollectiveTimes, Curve, LayerTimes, Term, fit_nonnegative
@@ -25,6 +27,7 @@ from tlora_fx.cost.profile_sources import covers, own_file, profile_for, rooflin
 from tlora_fx.errors import ProfileFileError, ProfileMissing, UnknownGpu
 from tlora_fx.ir.graph import LOSS
 from tlora_fx.model.batch import pack
+from tlora_fx.runtime.profiling import profiler
 from tlora_fx.runtime.profiling.profiler import (
     ProfileRequest,
     calls_of,
@@ -341,3 +344,19 @@ def test_a_compiled_models_loss_is_timed_with_its_last_norm(tmp_path):
     assert not torch.allclose(loss(*called), expected)
     (point,) = loss_points(model, [calls_of(model, row, cpu)], cpu, 1)
     assert point.targets == len(row.targets)
+
+
+@pytest.mark.parametrize("launched", [(), ("packed_attention",)])
+def test_layers_that_no_cuda_graph_can_hold_are_not_captured(tmp_path, monkeypatch, launched):
+    """To try it leaves warnings of torch on the terminal."""
+    asked = []
+    monkeypatch.setattr(profiler, "measure_captured", lambda pieces, *_: asked.extend(pieces))
+    request = ProfileRequest(
+        torch.device("cpu"), tokens=(16,), lengths=(8,), rounds=1, compiled=False
+    )
+    jobs = [make_job(tiny_base(tmp_path, "float32"), "one")]
+    sampled = profiler._sampled_model(compile(jobs), request, 1, (0,))
+    facts = replace(sampled.facts, launched=launched)
+    profiler._layer_profiles([replace(sampled, facts=facts)], request)
+
+    assert bool(asked) == (not launched)

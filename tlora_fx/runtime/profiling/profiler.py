@@ -352,7 +352,9 @@ def _layer_profiles(models: Sequence[SampledModel], request: ProfileRequest) -> 
     pieces = [piece for _, layer in timed for piece in layer.pieces()]
     measure(pieces, request.device, request.rounds, partial(_say_turns, request.say))
     most = CAPTURED_TOKENS * models[0].tp
-    small = [layer for _, layer in timed if layer.load.total <= most]
+    small = [
+        layer for model, layer in timed if layer.load.total <= most and not model.facts.launched
+    ]
     capturable = [piece for layer in small for piece in layer.pieces()]
     measure_captured(capturable, request.device, request.rounds)
     first = models[0]
