@@ -30,6 +30,12 @@ VARIANTS = {
     "saved-head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
     "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
     "ranks": {"target_modules": "all-linear", "rank_pattern": {"q_proj": 2}},
+    # The first that fits counts, and it is the last by name.
+    "patterns": {
+        "target_modules": ["q_proj", "v_proj"],
+        "rank_pattern": {"q_proj": 2, r"layers\.1\..*": 3},
+        "alpha_pattern": {"q_proj": 5, r"layers\.1\..*": 20},
+    },
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 import shutil
@@ -113,9 +114,15 @@ def read_adapter(folder: Path | str, task: str = "CAUSAL_LM") -> AdapterFolder:
 
 def config_bytes(config: PeftConfig, base_name: str | None) -> bytes:
     """The content of an adapter folder's config; see `write_adapter`."""
+    saved = _saved_config(config, base_name)
     with tempfile.TemporaryDirectory() as folder:
-        _saved_config(config, base_name).save_pretrained(folder)
-        return (Path(folder) / CONFIG).read_bytes()
+        saved.save_pretrained(folder)
+        fields = json.loads((Path(folder) / CONFIG).read_text("utf-8"))
+    # Of several patterns PEFT takes the first that fits, and its own code sorts them by name.
+    for name in ("rank_pattern", "alpha_pattern"):
+        if getattr(saved, name, None):
+            fields[name] = dict(getattr(saved, name))
+    return json.dumps(fields, indent=2).encode()
 
 
 def _saved_config(config: PeftConfig, base_name: str | None) -> PeftConfig:
