@@ -161,6 +161,14 @@ def test_a_field_that_would_change_numbers_is_refused_by_its_name(name):
     assert f"Job.from_trl(args): '{name}': " in str(caught.value)
 
 
+def test_adafactor_of_transformers_is_not_that_of_torch():
+    """Jobs have torch's by this name; the message says how to train with transformers'."""
+    with pytest.raises(JobError, match="'optim': 'adafactor' is refused"):
+        job_of(optim="adafactor")
+    own = {"optim": transformers.Adafactor, "optim_args": {"relative_step": False}}
+    assert job_of(optim="adafactor", given=own)[0].optim_args == own["optim_args"]
+
+
 def test_smoothed_labels_and_noise_are_taken_over():
     """By transformers' names."""
     job = job_of(label_smoothing_factor=0.1, neftune_noise_alpha=5)[0]

@@ -86,6 +86,12 @@ REFUSED_OF_PREFERENCES: Mapping[str, tuple[Any, str]] = {
     "max_completion_length": (None, "max_length bounds prompt and completion together"),
     "is_encoder_decoder": (None, "the base is a decoder"),
 }
+#: Optimizers that transformers has under a name by which jobs have another, and what to do.
+OTHER_OPTIMIZERS: Mapping[str, str] = {
+    "adafactor": "transformers' Adafactor is another one than torch.optim's, which jobs have by "
+    "this name: give optim=transformers.Adafactor, optim_args={'scale_parameter': False, "
+    "'relative_step': False, 'weight_decay': ...}, weight_decay=0.0",
+}
 #: Options of what is refused, fields of memory alone, and those that `_of_preferences` reads.
 SILENT_OF_PREFERENCES = frozenset({
     "f_alpha_divergence_coef", "discopop_tau", "ref_model_mixup_alpha", "ref_model_sync_steps",
@@ -133,7 +139,7 @@ def trl_fields(
     """
     method = _method(args)
     given = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
-    _refuse(args, given, method)
+    _refuse(args, given, method, arguments)
     told = _changed(args, given)
     fields = mapped_fields(given, arguments, told)
     if method != "sft":
@@ -244,8 +250,11 @@ def _error(mistakes: Mapping[str, str], help: str = "") -> JobError:
     return JobError(what, help=help, **rows)
 
 
-def _refuse(args: Any, given: Mapping[str, Any], method: str) -> None:
-    """Refuse fields that change numbers and have no equal, and fields that nobody knows here."""
+def _refuse(args: Any, given: Mapping[str, Any], method: str, arguments: Mapping[str, Any]) -> None:
+    """Refuse fields that change numbers and have no equal, and fields that nobody knows here.
+
+    arguments   that count before args
+    """
     loss = _LOSSES.get(method)
     if _plain(given.get("loss_type")) in (loss, *(loss if isinstance(loss, list) else ())):
         given = {key: value for key, value in given.items() if key != "loss_type"}
@@ -259,6 +268,8 @@ def _refuse(args: Any, given: Mapping[str, Any], method: str) -> None:
     for key in ("eval_steps", "save_steps"):
         if isinstance(given.get(key), float) and given[key] % 1:
             mistakes[key] = f"{given[key]} is refused: give a number of steps, not a part of them"
+    if "optim" not in arguments and (other := OTHER_OPTIMIZERS.get(_plain(given["optim"]))):
+        mistakes["optim"] = f"'{_plain(given['optim'])}' is refused: {other}"
     known = _transformers_fields(args)
     for field in dataclasses.fields(args):
         is_known = field.name in {*KNOWN, "generate_during_eval"} or field.name in known

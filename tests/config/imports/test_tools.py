@@ -493,6 +493,8 @@ def test_values_that_change_numbers_are_told_apart_from_others(imported):
     ("more", "fields", "left"),
     [
         ({"optim": "galore_adamw"}, {"optim": "adamw"}, {"optim"}),
+        # transformers' own, which jobs do not have.
+        ({"optim": "adafactor"}, {"optim": "adamw"}, {"optim"}),
         ({"lr_scheduler_type": "greedy"}, {"lr_scheduler_type": "linear"}, {"lr_scheduler_type"}),
         ({"max_steps": 7}, {"max_steps": 7, "num_train_epochs": None}, set()),
         ({"max_steps": -1}, {"max_steps": None, "num_train_epochs": 1.0}, set()),

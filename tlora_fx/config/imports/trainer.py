@@ -15,6 +15,7 @@ from tlora_fx.config.imports.draft import OFF, Draft, truth
 from tlora_fx.config.job import Job, TrackerName
 from tlora_fx.config.trl_arguments import (
     INSTEAD,
+    OTHER_OPTIMIZERS,
     READ,
     REFUSED,
     SAME,
@@ -85,6 +86,9 @@ FORMER: Mapping[str, str] = {
     "per_gpu_train_batch_size": "per_device_train_batch_size",
     "per_gpu_eval_batch_size": "per_device_eval_batch_size",
 }  # fmt: skip
+#: Names by which the tools have another optimizer than a job has: Axolotl's Muon trains what is no
+#: matrix with AdamW, and scales its rates otherwise.
+_OTHER_OPTIMIZERS = frozenset({*OTHER_OPTIMIZERS, "muon"})
 _MEMORY = "it is of memory or of the process alone"
 _NO_NUMBER = "it changes no number of the training"
 _NO_DATA = "there is nothing to evaluate"
@@ -283,8 +287,10 @@ def _settle_evaluation(draft: Draft, values: dict[str, Any], sources: Mapping[st
 def _settle_optimizer(draft: Draft, values: dict[str, Any], sources: Mapping[str, str]) -> None:
     """Leave out what no job has: other optimizers, schedules and trackers."""
     optim, schedule = values["optim"], values["lr_scheduler_type"]
-    if not isinstance(optim, str) or optim not in {**OPTIMIZERS, **OPTIMIZER_ALIASES}:
-        why = "there is no such optimizer here, and the job trains with adamw"
+    is_known = isinstance(optim, str) and optim in {**OPTIMIZERS, **OPTIMIZER_ALIASES}
+    if not is_known or optim in _OTHER_OPTIMIZERS:
+        which = "the optimizer of this name is another one" if is_known else "no such optimizer is"
+        why = f"{which} here, and the job trains with adamw"
         draft.leave(sources["optim"], optim, why, changes=True)
         values["optim"] = "adamw"
         if "optim_args" in sources:
