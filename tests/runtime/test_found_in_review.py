@@ -79,6 +79,22 @@ def test_a_trained_copy_of_attention_leaves_the_row_without_harm(tmp_path):
     assert [len(v) for v in losses_of(tmp_path / "run", jobs).values()] == [1, 3]
 
 
+def test_a_trained_copy_has_the_buffers_of_its_module(tmp_path):
+    """Gemma's embedding multiplies by a buffer, which PEFT copies and does not train."""
+    transformers.Gemma2Config(
+        vocab_size=53, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+    ).save_pretrained(tmp_path)  # fmt: skip
+    base = BaseSpec(config=tmp_path, dtype="float32", seed=1)
+    saved = {"modules_to_save": ["embed_tokens"], "target_modules": ["q_proj"]}
+    jobs = [make_job(base, "a", seed=1, lora=saved), make_job(base, "b", seed=2)]
+
+    found = list(verify(jobs, steps=2, device="cpu", data=make_data(jobs)))
+
+    assert {row.job for row in found} == {"a", "b"}
+    assert all(row.within(bounds_of("float32", "cpu")) for row in found), found
+
+
 def test_a_model_compiled_for_other_numbers_is_not_trained(tmp_path):
     """Jobs of the same names but another alpha are refused."""
     base = tiny_base(tmp_path)

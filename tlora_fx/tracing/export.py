@@ -418,11 +418,18 @@ class _Importer:
             if tensor.is_meta:
                 raise _without_value(node) from None
             return self._constant(tensor.detach())
-        canonical = self.base_names.get(id(tensor))
+        canonical = self.base_names.get(id(tensor)) or self._copied_buffer(tensor, target)
         if canonical is None and not isinstance(tensor, nn.Parameter) and not tensor.is_meta:
             return self._constant(tensor.detach())
         owner = "base" if canonical else "job"
         return TensorRef(owner, canonical or name, tuple(tensor.shape), tensor.dtype)  # type: ignore[arg-type]
+
+    def _copied_buffer(self, tensor: Tensor, target: str) -> str | None:
+        """The base's name of a buffer in a trained copy of a module, which is not trained."""
+        original = target.replace(".modules_to_save.default.", ".original_module.")
+        if isinstance(tensor, nn.Parameter) or original == target:
+            return None
+        return self.base_names.get(id(_get(self.row, original)))
 
     def _constant(self, value: Tensor) -> TensorRef:
         """A lifted constant, the same for equal ones."""
