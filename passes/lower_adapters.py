@@ -11,7 +11,7 @@ Keeps   every number up to rounding; branches of other kinds (DoRA with dropout,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, ClassVar, Literal
@@ -373,9 +373,10 @@ class LowerAdapters(GroupPass):
 
     def run(self, group: GroupGraph) -> None:
         every = [
-            _Chain(group, block, graph, anchor, writes)
+            _Chain(group, block, graph, anchor, own)
             for block, graph in named_graphs(group)
             for anchor, writes in chains(graph).items()
+            for own in _by_site(writes)
         ]
         mixed = self._partly_lowerable(group, every)
         for chain in every:
@@ -616,6 +617,17 @@ def chains(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
             first[node] = anchor
             chains.setdefault(anchor, []).append(node)
     return chains
+
+
+def _by_site(writes: Iterable[fx.Node]) -> Iterable[list[fx.Node]]:
+    """The writes of one chain, those of each site together.
+
+    Behind the last linear of a module a job's trained copy of the module writes too.
+    """
+    own: dict[str, list[fx.Node]] = {}
+    for write in writes:
+        own.setdefault(str(write.meta["site"]), []).append(write)
+    return own.values()
 
 
 def _bank_tensors(

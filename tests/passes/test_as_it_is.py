@@ -130,3 +130,17 @@ def test_a_trained_copy_of_a_whole_submodule(llama, saved):
     _, notes = checked(llama, ROUNDED, r=3, target_modules=["lm_head"], modules_to_save=[saved])
 
     assert named(notes, saved)
+
+
+@pytest.mark.parametrize(("saved", "last"), [("self_attn", "o_proj"), ("mlp", "down_proj")])
+@pytest.mark.parametrize("first", [True, False], ids=["copy-first", "copy-last"])
+def test_a_trained_copy_beside_adapters_on_the_last_linear_of_its_module(llama, saved, last, first):
+    """Both write behind one linear: the copy what the whole module gives, the adapter its share."""
+    jobs = [
+        job("other", llama, r=3, target_modules=["lm_head"], modules_to_save=[saved]),
+        job("plain", llama, r=4, target_modules=[last]),
+    ]
+    model = ready(jobs if first else jobs[::-1])
+
+    assert model.banks[f"model.layers.1.{saved}.{last}"].serves(int(first))
+    assert_equals_peft(model, [tokens(n, seed=s) for s, n in enumerate(LENGTHS)], ROUNDED)
