@@ -21,7 +21,12 @@ from tlora_fx.ir.graph import AdapterSite
 from tlora_fx.model.backbone import load_backbone
 from tlora_fx.ops.tables import site_id
 from tlora_fx.parallel.mesh import Mesh, MeshShape
-from tlora_fx.runtime.adapters.files import adapter_tensors, plain_base
+from tlora_fx.runtime.adapters.files import (
+    adapter_tensors,
+    base_tensors,
+    plain_base,
+    start_adapters,
+)
 from tlora_fx.runtime.adapters.starts import (
     computed_start,
     constant_part,
@@ -223,6 +228,19 @@ def test_a_bias_beside_b_is_trained_whole():
     trained = trained_parameters(job, {"a.lora_B.default.bias": bias})
 
     assert trained == {"a.lora_B.default.bias": bias}
+
+
+def test_a_bias_beside_b_is_drawn_where_b_is(base):
+    """Uniform up to 1 / sqrt(rank), as PEFT leaves it where init_lora_weights is false."""
+    lora = {"r": 4, "lora_bias": True, "init_lora_weights": False, "target_modules": "all-linear"}
+    model = compile([make_job(base, "a", lora=lora)])
+    model.materialize(base_tensors(model.backbone), "cpu")
+    start_adapters(model)
+
+    biases = [p for n, p in model.job_parameters("a").items() if n.endswith("lora_B.default.bias")]
+    drawn = torch.cat(biases)
+    assert float(drawn.abs().max()) <= 0.5
+    assert float(drawn.std()) == pytest.approx(0.5 / 3**0.5, rel=0.1)
 
 
 @pytest.mark.parametrize("init", list(JOBS))

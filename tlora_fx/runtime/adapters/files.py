@@ -624,7 +624,10 @@ class _Starter:
         if ".lora_A." in name and self.init == "gaussian":
             return self._normal(like, key, 1 / like.shape[0])
         if ".lora_A." in name or (".lora_B." in name and both_random):
-            return draw(like, _kaiming(like.shape[1]), self.job.seed, key, like.device)
+            site = self.sites.get(name.removeprefix(PEFT_PREFIX).partition(".lora_")[0])
+            # A bias of B is drawn as that of any linear: as far as its weight.
+            fan_in = site.rank if site is not None and like.dim() == 1 else like.shape[1]
+            return draw(like, _kaiming(fan_in), self.job.seed, key, like.device)
         if ".lora_embedding_B." in name or (".lora_embedding_A." in name and both_random):
             return self._normal(like, key, 1.0)
         return torch.zeros_like(like)
