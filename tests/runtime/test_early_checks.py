@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from tlora_fx.config.job import BaseSpec, Job
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.errors import (
+    DataFileError,
     JobsDiffer,
     MalformedRowError,
     MeshDoesNotFit,
@@ -278,6 +279,33 @@ def test_rows_that_no_step_reads_are_not_judged(tmp_path, streams):
 
     with pytest.raises(MalformedRowError, match=r"rows\.jsonl:7"):
         early_checks.require_data([job])
+
+
+def test_all_absent_data_files_are_told_at_once(tmp_path):
+    """Each once, with its jobs; a file that is there is none of them."""
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+    names = {"a": "trian.jsonl", "b": "train.jsonl", "c": "none.xml", "d": "trian.jsonl"}
+    jobs = [
+        Job(name=name, base=BaseSpec(model="m"), lora={}, data={"path": str(tmp_path / path)})
+        for name, path in names.items()
+    ]
+
+    with pytest.raises(DataFileError, match="2 data files cannot be used") as caught:
+        early_checks.require_data(jobs)
+    [first, second] = caught.value.facts["mistakes"].splitlines()
+    assert first.startswith(f"jobs a, d: the data file does not exist: {tmp_path}/trian.jsonl; ")
+    assert first.endswith("did you mean 'train.jsonl'?")
+    assert second.startswith(f"job c: the data file does not exist: {tmp_path}/none.xml")
+
+
+def test_one_absent_data_file_is_told_as_it_is(tmp_path):
+    """Also where several jobs name it."""
+    data = {"path": str(tmp_path / "none.jsonl")}
+    jobs = [Job(name=name, base=BaseSpec(model="m"), lora={}, data=data) for name in "ab"]
+
+    with pytest.raises(DataFileError, match="the data file does not exist") as caught:
+        early_checks.require_data(jobs)
+    assert caught.value.facts == {"path": data["path"], "job": "a"}
 
 
 def test_messages_as_text_behind_a_system_are_read_as_training_reads_them(tmp_path):

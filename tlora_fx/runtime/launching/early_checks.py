@@ -38,6 +38,7 @@ from tlora_fx.errors import (
     BaseNotLoadable,
     CallbackWrong,
     ControllerWrong,
+    DataFileError,
     DeviceUnknown,
     EmptyDataError,
     JobFolderError,
@@ -328,14 +329,34 @@ def require_data(jobs: Sequence[Job]) -> None:
 
     Of a file that is read line by line, and of rows in memory, the first are looked at.
 
-    raises    DataError
+    raises    DataError, of all files that are not there or not read at once
     """
+    _require_all_files(jobs)
     for job in jobs:
-        require_files(job)
         counts = [(part, _rows_to_judge(job)) for part in job.data.parts]
         for spec, count in [*counts, (evaluated(job), WINDOW)]:
             if spec is not None and _begins_with_rows(spec):
                 _require_layout(job.model_copy(update={"data": spec}), count)
+
+
+def _require_all_files(jobs: Sequence[Job]) -> None:
+    """Refuse the data files of all jobs that cannot be used, in one DataFileError."""
+    # Jobs that share a file share its mistake.
+    found: dict[tuple[str, str | None], tuple[DataFileError, list[str]]] = {}
+    for job in jobs:
+        try:
+            require_files(job)
+        except DataFileError as error:
+            key = error.what, error.facts.get("path")
+            found.setdefault(key, (error, []))[1].append(job.name)
+    lines = []
+    for (what, path), (mistake, names) in found.items():
+        if len(found) == 1:
+            raise mistake
+        help = f"; {mistake.help}" * bool(mistake.help)
+        lines.append(f"job{'s' * (len(names) > 1)} {', '.join(names)}: {what}: {path}{help}")
+    if lines:
+        raise DataFileError(f"{len(lines)} data files cannot be used", mistakes="\n".join(lines))
 
 
 #: Files of which a row can be read without the rest.
