@@ -13,6 +13,10 @@ import pytest
 import yaml
 
 from tests import fresh
+from tlora_fx.cli.train import _starting
+from tlora_fx.config.job_file import load_job_file
+from tlora_fx.errors import RunFolderError
+from tlora_fx.runtime.launching.interrupts import Terminated
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
@@ -103,6 +107,35 @@ def test_ctrl_c_names_the_checkpoint_and_the_command_that_goes_on(job_file, tmp_
     assert told.returncode == 130, told.stderr
     assert str(tmp_path / "run" / "checkpoints" / "step-") in told.stderr
     assert command == [*map(str, words), "--resume"]
+
+
+def end_a_start(folder, jobs, end, *files):
+    """Raise an error while jobs start, after files have come to be."""
+    with _starting(folder, jobs):
+        assert [status["status"] for status in statuses(folder)] == ["starting"] * len(jobs)
+        for file in files:
+            (folder / file).touch()
+        raise end
+
+
+@pytest.mark.parametrize("end", [KeyboardInterrupt, Terminated, RunFolderError])
+def test_who_ends_a_start_finds_no_job_that_still_starts(tmp_path, end):
+    """Another command would take the folder for a run."""
+    jobs = load_job_file(QUICKSTART / "jobs.yaml").jobs
+    with pytest.raises(end):
+        end_a_start(tmp_path / "run", jobs, end("no"))
+
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_ended_start_keeps_the_state_of_what_has_begun(tmp_path):
+    """Of a job that has files of its own, the status is left as it stands."""
+    jobs = load_job_file(QUICKSTART / "jobs.yaml").jobs
+    with pytest.raises(KeyboardInterrupt):
+        end_a_start(tmp_path / "run", jobs, KeyboardInterrupt(), "records/metrics.jsonl")
+
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["records"]
+    assert [status["status"] for status in statuses(tmp_path / "run")] == ["starting"]
 
 
 def test_resume_without_a_run_is_refused_before_anything_is_read(job_file, tmp_path):

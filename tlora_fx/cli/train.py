@@ -23,7 +23,6 @@ from tlora_fx.cli.arguments.start_options import (
     start_processes,
 )
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
-from tlora_fx.errors import TloraError
 from tlora_fx.host import phases
 from tlora_fx.host.phases import phase
 
@@ -173,14 +172,14 @@ def _require_right(options: TrainOptions) -> Sequence[Job]:
 
 @contextmanager
 def _starting(output: Path, jobs: Sequence[Job]) -> Iterator[None]:
-    """Say in each job's folder that it starts; a run that is refused leaves nothing behind."""
+    """Say in each job's folder that it starts; a run that came to no step leaves nothing behind."""
     from tlora_fx.runtime.run_folder import RunFolder
 
     folder, names = RunFolder(output), [job.name for job in jobs]
     folder.announce(names)
     try:
         yield
-    except TloraError:
+    except BaseException:  # Ctrl-C, too
         folder.withdraw(names)
         raise
 

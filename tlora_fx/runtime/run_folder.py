@@ -361,7 +361,7 @@ class RunFolder:
             folder = self.job(job)
             with suppress(OSError, ValueError):
                 told = json.loads((folder / STATUS).read_bytes())
-                if told == {**STARTING, **stamp(STATUS_FORMAT)}:
+                if told == {**STARTING, **stamp(STATUS_FORMAT)} and _is_announced(folder):
                     (folder / STATUS).unlink()
                     folder.rmdir()
         with suppress(OSError):
