@@ -20,9 +20,12 @@ def run(
 
     A job stops after its current step. A job that waits stops as soon as its group is formed.
     """
-    from tlora_fx.runtime.run_folder import ask_to_stop
+    from tlora_fx.runtime.run_folder import ask_to_stop, is_free
 
     for job in jobs:
         ask_to_stop(folder, job)
     console = Console(soft_wrap=True, highlight=False)
     console.print(f"asked to stop: {', '.join(jobs)}", markup=False)
+    if is_free(folder):
+        idle = f"nothing trains in {folder} now: they stop once the run goes on"
+        console.print(idle, markup=False)

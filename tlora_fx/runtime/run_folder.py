@@ -556,6 +556,15 @@ def _lock(lock: IO[str], path: Path) -> None:
             return
 
 
+def is_free(path: Path) -> bool:
+    """Whether no process holds a folder now."""
+    try:
+        require_free(path)
+    except RunFolderError:
+        return False
+    return True
+
+
 def require_same_lock(path: Path, held: os.stat_result, help: str) -> None:
     """Refuse a folder whose lock is gone, or is another than the one that is held.
 
