@@ -365,6 +365,18 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(store, monkeypatch, writes
     assert found.step == 2
 
 
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_full_disk_names_a_checkpoint_before_only_where_there_is_one(store, monkeypatch, before):
+    """Without one there is nothing to resume from."""
+    save(store, *range(before))
+    fill_the_disk(monkeypatch, 0)
+
+    with pytest.raises(CheckpointError) as caught:
+        save(store, 5)
+    told = "the checkpoint before is whole; free space and go on with --resume"
+    assert caught.value.help == (told if before else "free space: there is no checkpoint yet")
+
+
 def fill_the_disk(monkeypatch: pytest.MonkeyPatch, writes_before: int) -> None:
     """Let so many files be written, then half of one, then nothing."""
     left = [writes_before]

@@ -210,7 +210,7 @@ class CheckpointStore:
                 if folder.name not in self._listed():
                     shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError):
-                raise _refused(self.folder, step, error) from error
+                raise self._refused(step, error) from error
             raise
         self._kept = kept
         return finished
@@ -311,6 +311,15 @@ class CheckpointStore:
             return []
         return names if all(_NAME.fullmatch(name) for name in names) else []
 
+    def _refused(self, step: int, error: OSError) -> CheckpointError:
+        help = "the checkpoint before is whole; free space and go on with --resume"
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written",
+            folder=self.folder,
+            reason=error,
+            help=help if self._listed() else "free space: there is no checkpoint yet",
+        )
+
     def _free_name(self, step: int) -> Path:
         """A folder name not in use: a resumed run may come to the same step again."""
         path = self.folder / f"step-{step:06d}"
@@ -344,15 +353,6 @@ def _check_names(jobs: Mapping[str, JobState]) -> None:
                 job=repr(name),
                 help="use letters, digits, '.', '_' and '-', at most 100, without '..'",
             )
-
-
-def _refused(folder: Path, step: int, error: OSError) -> CheckpointError:
-    return CheckpointError(
-        f"the checkpoint of step {step} could not be written",
-        folder=folder,
-        reason=error,
-        help="the checkpoint before is whole; free space and go on with --resume",
-    )
 
 
 @dataclass(frozen=True, slots=True)
