@@ -81,7 +81,7 @@ def test_anchors_and_merges_are_read(tmp_path: Path) -> None:
         ("a: [1, 2", "no YAML"),
         ("a: 1\n  b: 2", "a.yaml:2"),
         ("a: *b", "undefined alias"),
-        ("a: 1\n---\nb: 2", "no YAML"),
+        ("a: 1\n---\nb: 2", "more than one document"),
         ("[1]: 2", "no YAML|no plain text"),
         ("a: {<<: 3}", "'<<' merges mappings only"),
         ("", "empty"),

@@ -166,7 +166,8 @@ class _JobFileReader:
             self.add(("defaults",), Mistake((), "'defaults' is no mapping"))
             defaults = {}
         if not isinstance(entries, list) or not entries:
-            self.add(("jobs",), Mistake((), "'jobs' is no list with at least one job"))
+            help = "begin each job with '- name: NAME', below 'jobs:'"
+            self.add(("jobs",), Mistake((), "'jobs' is no list with at least one job", help=help))
             return None
         shared = {"base": base} | {key: top[key] for key in SHARED if key in top}
         jobs = [self._jobs_of(index, shared, defaults) for index in range(len(entries))]
@@ -375,6 +376,10 @@ def _error(path: Path, located: list[_LocatedMistake]) -> JobFileError:
     return JobFileError(f"{len(rows)} mistakes", file=path, mistakes="\n".join(lines))
 
 
+#: What PyYAML says of `---` below a document.
+_SECOND_DOCUMENT = "but found another document"
+
+
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with the scalars of YAML 1.2.
 
@@ -495,6 +500,9 @@ def read_yaml(path: Path) -> Located:
         where = f"{path}:{mark.line + 1}" if mark else path
         what = f"the job file is no YAML: {error.problem or error.context}"
         help = "look at the indentation, the colons and the quotes before that place"
+        if isinstance(error, yaml.composer.ComposerError) and error.problem == _SECOND_DOCUMENT:
+            what = "the job file holds more than one document"
+            help = "delete the line of '---', or what stands before or after it"
         raise JobFileSyntaxError(what, file=where, help=help) from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1

@@ -107,6 +107,15 @@ _KINDS_IN_PYTHON = {
 }
 
 
+#: What mappings of a job file look like at the least.
+_EXAMPLES = {
+    "base": "{model: FOLDER}",
+    "data": "{path: train.jsonl}",
+    "eval_data": "{path: eval.jsonl}",
+    "lora": "{r: 16}",
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Mistake:
     """Mistake in a job.
@@ -298,17 +307,21 @@ def _mistake(details: ErrorDetails, spec: type[Spec]) -> Mistake:
         expected = context["expected"]
         return Mistake(loc, context["what"], expected, found if expected else "", context["help"])
     key = str(loc[-1]) if loc else "the job"
+    example = "" if _called.get() else _EXAMPLES.get(key, "")
     if kind == "extra_forbidden":
         unknown = owner.unknown_key(key, details.get("input"))
         return Mistake(loc, unknown.what, unknown.expected, unknown.found, unknown.help)
     if kind == "missing":
-        return Mistake(loc, f"'{key}' is missing")
+        help = f"such as {key}: {example}" if example else ""
+        return Mistake(loc, f"'{key}' is missing", help=help)
     if key == "[key]":
         loc = loc[:-1]
     path = ".".join(str(part) for part in loc) or "the job"
     kinds = _KINDS_IN_PYTHON if _called.get() else _KINDS
     expected = _allowed(field) or kinds.get(kind.split("_")[0], "")
     expected = expected or details["msg"].removeprefix("Input should be ")
+    if example and expected == _KINDS["mapping"]:
+        expected += f", such as {example}"
     help = did_you_mean(str(details.get("input")), _choices(field))
     return Mistake(loc, f"wrong value of '{path}'", expected, found, help)
 
