@@ -204,8 +204,24 @@ def test_data_without_completions_is_refused(make_tokenizer: Any, tmp_path: Path
     """Empty completions leave no token to train on."""
     path = write(tmp_path, {"prompt": "a", "completion": ""})
 
-    with pytest.raises(NoTargetsError, match="none of 1 samples"):
+    with pytest.raises(NoTargetsError, match="none of 1 samples") as caught:
         load_job_data(job(path), make_tokenizer())
+    told = "give completions or turns of an assistant, or set loss_on: all in the job's data"
+    assert caught.value.help == told
+    assert "max_length" not in caught.value.facts
+
+
+def test_data_whose_completions_are_all_cut_away_says_so(
+    make_tokenizer: Any, tmp_path: Path
+) -> None:
+    """A longer sequence would have kept them."""
+    path = write(tmp_path, {"prompt": "a" * 9, "completion": "b"})
+
+    with pytest.raises(NoTargetsError, match="none of 1 samples") as caught:
+        load_job_data(job(path, max_length=4), make_tokenizer())
+    assert caught.value.facts["max_length"] == "4"
+    assert caught.value.facts["found"] == "1 of 1 samples are longer than max_length"
+    assert caught.value.help.startswith("raise max_length, ")
 
 
 def test_messages_need_a_chat_template(make_tokenizer: Any, tmp_path: Path) -> None:

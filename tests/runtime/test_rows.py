@@ -52,6 +52,41 @@ def test_each_bad_line_has_its_reason(tmp_path: Path, line: bytes, reason: str) 
     assert good.fields == ROWS[0]
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (json.dumps(ROWS), "no object but list; a file of one list is named .json"),
+        (json.dumps(ROWS, indent=1), "; a file of one list is named .json"),
+        (json.dumps(ROWS[0], indent=1), "; an object stands in one line: jq -c . FILE"),
+        ('[{"text": "a"}', "; a file of one list is named .json"),
+        ('{"text": "a"', ""),
+    ],
+)
+def test_json_of_another_shape_says_how_to_write_its_lines(
+    tmp_path: Path, content: str, reason: str
+) -> None:
+    """One list of all rows, or objects over several lines, are what people call .jsonl too."""
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    bad = rows(path)[0].reason
+
+    assert bad.endswith(reason)
+    assert bool(reason) == (";" in bad)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_a_compressed_file_that_is_none_says_what_to_do(tmp_path: Path, name: str) -> None:
+    """Whether it was cut off, or is plain text."""
+    (tmp_path / name).write_text('{"text": "a"}')
+
+    with pytest.raises(DataFileError) as caught:
+        rows(tmp_path / name)
+    suffix = Path(name).suffix
+    assert caught.value.help == (
+        f"copy or write it again; if it is not compressed, take {suffix} off its name"
+    )
+
+
 def test_a_json_file_holds_a_list_of_rows(tmp_path: Path) -> None:
     """Rows of a list are counted from one."""
     path = tmp_path / "a.json"

@@ -217,7 +217,11 @@ def _local_rows(readers: list[tuple[Path, Reader]], job: str) -> Iterator[DataRo
         except (OSError, EOFError, zlib.error) as error:
             what = "the data file cannot be read"
             words = getattr(error, "strerror", None) or error
-            raise DataFileError(what, path=path, job=job, found=words) from error
+            help = ""
+            if path.suffix.lower() in COMPRESSED:
+                help = "copy or write it again; if it is not compressed, "
+                help += f"take {path.suffix} off its name"
+            raise DataFileError(what, path=path, job=job, found=words, help=help) from error
 
 
 def _handed_rows(spec: DataSpec, job: str) -> Iterator[DataRow]:

@@ -505,15 +505,21 @@ def _samples(
         found = "\n".join(report.first_bad_rows) or None
         raise EmptyDataError(what, path=job.data.path, job=job.name, found=found)
     if not samples:
-        raise NoTargetsError(
-            f"none of {report.rows} samples has a token to train on",
-            path=job.data.path,
-            job=job.name,
-            max_length=job.max_length,
-            found=f"{report.truncated} samples are longer than max_length",
-            help="give completions, raise max_length, or set loss_on: all",
-        )
+        raise _no_targets(job, report)
     return samples, report
+
+
+def _no_targets(job: Job, report: DataReport) -> NoTargetsError:
+    cut = report.truncated
+    help = "give completions or turns of an assistant, or set loss_on: all in the job's data"
+    return NoTargetsError(
+        f"none of {report.rows} samples has a token to train on",
+        path=job.data.path,
+        job=job.name,
+        max_length=job.max_length if cut else None,
+        found=f"{cut} of {report.rows} samples are longer than max_length" if cut else None,
+        help=f"raise max_length, {help}" if cut else help,
+    )
 
 
 def _cut(job: Job, table: TokenTable) -> tuple[SampleTable, DataReport]:

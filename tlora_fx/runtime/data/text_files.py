@@ -10,6 +10,7 @@ import csv
 import gzip
 import io
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -83,9 +84,20 @@ def jsonl_rows(path: Path, job: str) -> Iterator[DataRow]:
             # A column behind the line's end would be counted from the next line on.
             value = json.loads(line.decode("utf-8").rstrip("\r\n"))
         except (ValueError, RecursionError) as error:
-            yield DataRow(where, None, f"no JSON: {_reason(error)}")
+            yield DataRow(where, None, f"no JSON: {_reason(error)}{_other_shape(line)}")
         else:
-            yield row_of(where, value)
+            row = row_of(where, value)
+            bad = row.fields is None
+            yield row._replace(reason=row.reason + _other_shape(line)) if bad else row
+
+
+def _other_shape(line: bytes) -> str:
+    """What to do where a line that is no row begins JSON of another shape."""
+    begin = line.strip()
+    if begin == b"{":
+        return "; an object stands in one line: jq -c . FILE"
+    # A list of objects, or the first line of one.
+    return "; a file of one list is named .json" if re.match(rb"\[\s*(\{|$)", begin) else ""
 
 
 def text_rows(path: Path, job: str) -> Iterator[DataRow]:
