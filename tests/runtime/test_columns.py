@@ -46,13 +46,14 @@ def test_columns_of_two_formats_need_a_choice() -> None:
     assert layout(["messages", "text"], format="text").format == "text"
 
 
-def test_usual_names_are_proposed() -> None:
-    """GSM8K's columns get the mapping that fits them."""
+@pytest.mark.parametrize("names", [("question", "answer"), ("Prompt", "ANSWER")])
+def test_usual_names_are_proposed(names: tuple[str, str]) -> None:
+    """GSM8K's columns get the mapping that fits them, and so do names in other letters."""
     with pytest.raises(MissingColumnError) as caught:
-        layout(["question", "answer"])
+        layout([*names])
 
-    assert caught.value.help == "perhaps columns: {prompt: question, completion: answer}"
-    assert caught.value.facts["found"] == "columns answer, question"
+    assert caught.value.help == f"perhaps columns: {{prompt: {names[0]}, completion: {names[1]}}}"
+    assert caught.value.facts["found"] == f"columns {', '.join(sorted(names))}"
 
 
 def test_a_misspelled_column_gets_the_nearest() -> None:

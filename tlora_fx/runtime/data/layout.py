@@ -402,8 +402,9 @@ def _missing(job: Job, formats: list[Format], present: list[str], where: str) ->
 
 def _mapping_help(present: list[str], guesses: Sequence[Sequence[str]]) -> str:
     """The mapping that fits names which data sets often use, or nothing."""
+    by_name = {name.casefold(): name for name in present} | {name: name for name in present}
     guess = {
-        ours: next((name for name in (ours, *usual) if name in present), "")
+        ours: next((by_name[name] for name in (ours, *usual) if name in by_name), "")
         for ours, usual in _USUAL.items()
     }
     for names in guesses:
