@@ -38,9 +38,9 @@ from hypothesis import HealthCheck, settings
 
 from tests import forked, kept_between_runs
 
-# Tests under Triton's interpreter (tests/interpreted.py) compile no models.
-_MODELS = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["tests.traced"]
-pytest_plugins = [*_MODELS, "tlora_fx.testing.plugin"]
+# Tests under Triton's interpreter compile no models.
+_SHARED = "tests.interpreted" if os.environ.get("TRITON_INTERPRET") == "1" else "tests.traced"
+pytest_plugins = [_SHARED, "tlora_fx.testing.plugin"]
 
 # Files that take longest, these first, that no worker is left with one alone.
 LONG = (

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import inspect
+import linecache
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import CodeType, FunctionType
 from typing import Any
 
 import pytest
@@ -42,22 +45,44 @@ def run(*files: Path, marked: str = "not slow") -> None:
         pytest.fail(f"{done.stdout}\n{done.stderr}", pytrace=False)
 
 
-def patch_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spare Triton's interpreter work to no effect: more than half of all its time.
+@pytest.fixture(autouse=True, scope="session")
+def patched_interpreter() -> Iterator[None]:
+    """Launches take less time."""
+    with pytest.MonkeyPatch.context() as patch:
+        with suppress(ImportError):
+            patch_interpreter(patch)
+        yield
 
-    It prepares its language for every call of a device function, computes for every sum of
-    integers whether it overflows (to throw that away, for it asserts only with `debug`), makes
-    the table of number types each time that it looks one up, names and counts the shape of every
-    block anew, and compares types and shapes of operands that are the same objects.
+
+def patch_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Spare Triton's interpreter work to no effect: two thirds of all its time.
+
+    It prepares its language for every call of a device function, rewrites a device function for
+    each file that it stands in, computes for every sum of integers whether it overflows (to throw
+    that away, for it asserts only with `debug`), makes the table of number types each time that it
+    looks one up, names and counts the shape of every block anew, and compares types and shapes of
+    operands that are the same objects.
     """
     from triton.language import core, semantic
     from triton.runtime import interpreter
 
     with suppress(AttributeError):
+        members = _members_once(interpreter._patch_builtin)
+        monkeypatch.setattr(interpreter, "_patch_builtin", members)
+    with suppress(AttributeError):
         monkeypatch.setattr(interpreter, "_patch_lang", _prepared_once(interpreter._patch_lang))
+    rewriter = interpreter.FunctionRewriter
+    with suppress(AttributeError):
+        rewritten = _rewritten_once(rewriter.rewrite_ast, vars(interpreter))
+        monkeypatch.setattr(rewriter, "rewrite_ast", rewritten)
     with suppress(AttributeError):
         types = _known_types(interpreter._get_np_dtype)
         monkeypatch.setattr(interpreter, "_get_np_dtype", types)
+    handle = interpreter.TensorHandle
+    with suppress(AttributeError):
+        monkeypatch.setattr(handle, "__init__", _measured(handle.__init__, core.pointer_type))
+    with suppress(AttributeError):
+        monkeypatch.setattr(core.dtype, "__eq__", _same(core.dtype.__eq__))
     with suppress(AttributeError):
         monkeypatch.setattr(core.block_type, "__init__", _blocks_once(core.block_type.__init__))
     with suppress(AttributeError):
@@ -68,6 +93,8 @@ def patch_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
     with suppress(AttributeError):
         monkeypatch.setattr(interpreter, "_patch_attr", _bound(interpreter))
     kinds = semantic.TritonSemantic
+    with suppress(AttributeError):
+        monkeypatch.setattr(kinds, "cast", _cast_others(kinds.cast))
     with suppress(AttributeError):
         broadcast = _broadcast_others(kinds.broadcast_impl_value)
         monkeypatch.setattr(kinds, "broadcast_impl_value", broadcast)
@@ -84,8 +111,11 @@ def patch_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _prepared_once(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Prepare the language for a module once a launch."""
-    prepared: set[int] = set()
+    """Prepare the language once a launch, however many modules call it by the same names."""
+    from triton import language
+
+    known: dict[int, tuple[bool, ...]] = {}
+    prepared: set[tuple[bool, ...]] = set()
 
     class Scope:
         """What the executor of a grid puts back when it has ended."""
@@ -96,16 +126,118 @@ def _prepared_once(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def restore(self) -> None:
             if self.scope is not None:
                 prepared.clear()
+                known.clear()
                 self.scope.restore()
 
     def once(function: Any) -> Scope:
-        module = id(function.__globals__)
-        if module in prepared:
+        names = function.__globals__
+        module = id(names)
+        if module not in known:
+            values = [value for value in names.values() if inspect.ismodule(value)]
+            known[module] = tuple(
+                any(value is own for value in values) for own in (language, language.core)
+            )
+        languages = known[module]
+        if languages in prepared:
             return Scope()
-        prepared.add(module)
+        prepared.add(languages)
         return Scope(plain(function))
 
     return once
+
+
+def _members_once(plain: Callable[..., None]) -> Callable[..., None]:
+    """Look once for what a part of the language has to patch."""
+    known: dict[int, list[tuple[str, Any]]] = {}
+
+    class Noted:
+        """A scope that writes down what is replaced in it."""
+
+        def __init__(self, scope: Any) -> None:
+            self.scope = scope
+            self.members: list[tuple[str, Any]] = []
+
+        def set_attr(self, part: Any, name: str, value: Any) -> None:
+            self.members.append((name, getattr(part, name)))
+            self.scope.set_attr(part, name, value)
+
+    def patch(part: Any, builder: Any, scope: Any) -> None:
+        from triton.runtime import interpreter
+
+        if id(part) not in known:
+            noted = Noted(scope)
+            plain(part, builder, noted)
+            known[id(part)] = noted.members
+            return
+        for name, member in known[id(part)]:
+            if getattr(part, name) is member:
+                interpreter._patch_attr(part, name, member, builder, scope)
+
+    return patch
+
+
+def _rewritten_once(plain: Callable[[Any], Any], names: dict[str, Any]) -> Callable[[Any], Any]:
+    """Rewrite a text once: kernels' files hold the same device functions."""
+    known: dict[tuple[str, str], CodeType] = {}
+
+    def rewrite(self: Any) -> Any:
+        function = self.fn
+        text = _text(function.__code__)
+        if not text:
+            return plain(self)
+        key = function.__name__, text
+        if key not in known:
+            known[key] = plain(self).__code__
+        for name, value in names.items():
+            function.__globals__.setdefault(name, value)
+        copy = FunctionType(
+            known[key], function.__globals__, function.__name__, function.__defaults__
+        )
+        copy.__annotations__ = dict(function.__annotations__)
+        return copy
+
+    return rewrite
+
+
+def _text(code: CodeType) -> str:
+    """What stands in a function's file, as it is now, from its first to its last line."""
+    linecache.checkcache(code.co_filename)
+    last = max((end for _, end, _, _ in code.co_positions() if end), default=0)
+    return "".join(linecache.getlines(code.co_filename)[code.co_firstlineno - 1 : last])
+
+
+def _measured(plain: Callable[..., None], pointer: Any) -> Callable[..., None]:
+    """Ask for no size of what surely fits."""
+
+    def init(self: Any, data: Any, dtype: Any, attr: Any = None) -> None:
+        if type(dtype) is pointer or data.itemsize * 8 <= dtype.primitive_bitwidth:
+            self.data = data
+            self.dtype = dtype
+            self.attr = {} if attr is None else attr
+        else:
+            plain(self, data, dtype, {} if attr is None else attr)
+
+    return init
+
+
+def _same(plain: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
+    """Compare no type with itself."""
+
+    def equal(self: Any, other: Any) -> bool:
+        return self is other or plain(self, other)
+
+    return equal
+
+
+def _cast_others(plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Hand back at once what has the type already."""
+
+    def cast(self: Any, value: Any, dtype: Any, *arguments: Any, **named: Any) -> Any:
+        if value.type.scalar is dtype.scalar:
+            return value
+        return plain(self, value, dtype, *arguments, **named)
+
+    return cast
 
 
 def _known_types(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -222,6 +354,9 @@ def _bound(
     semantic = interpreter.interpreter_semantic
 
     def patch(target: Any, name: str, member: Callable[..., Any], builder: Any, scope: Any) -> None:
+        # What `builtin` wraps around it only asks whether there is a `_semantic`.
+        member = getattr(member, "__wrapped__", member)
+
         def call(*args: Any, **named: Any) -> Any:
             named["_semantic"] = semantic
             return member(*args, **named)

@@ -7,17 +7,7 @@ import os
 import pytest
 import torch
 
-from tests.interpreted import patch_interpreter
-
 collect_ignore_glob = [] if os.environ.get("TRITON_INTERPRET") == "1" else ["test_*.py"]
-
-
-@pytest.fixture(autouse=True, scope="session")
-def prepared_once():
-    """Launches take less time."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch_interpreter(patch)
-        yield
 
 
 @pytest.fixture(autouse=True)
