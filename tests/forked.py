@@ -154,6 +154,14 @@ def _become(link: socket.socket, request: dict[str, Any], files: list[int]) -> N
         fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, FREE) for file in (link.fileno(), *files)
     )
     link.close()
+    pid, leave = os.getpid(), os._exit
+
+    def tell(code: int) -> None:
+        if os.getpid() == pid:
+            os.write(own, bytes([code % 256]))
+        leave(code)
+
+    os._exit = tell  # type: ignore[assignment]
     for file in files:
         os.close(file)
     for file, number in zip(kept, request["files"], strict=True):
@@ -184,5 +192,4 @@ def _become(link: socket.socket, request: dict[str, Any], files: list[int]) -> N
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
-        os.write(own, bytes([code % 256]))
         os._exit(code)

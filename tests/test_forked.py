@@ -64,6 +64,13 @@ def test_a_fork_that_fails_says_why(server):
     assert ended.stderr.endswith("ValueError: wrong\n")
 
 
+def test_a_fork_may_leave_at_once(server):
+    """Its own forks leave for themselves alone."""
+    code = "import os; os.fork() or os._exit(5); os.wait(); os._exit(3)"
+
+    assert subprocess.run([server.client, "-c", code], check=False).returncode == 3
+
+
 @pytest.mark.parametrize("sent", [b"", (99).to_bytes(8, "little") + b"{"])
 def test_a_client_that_ends_before_it_has_asked_ends_no_others(server, sent):
     """Such as one that was killed."""

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.fresh import Program
+from tests import forked, fresh
 from tlora_fx.errors import BaseFileDamaged
 from tlora_fx.server.answering import Answering
 from tlora_fx.server.tinker import trainer
@@ -50,14 +48,18 @@ print(json.dumps(found))
 """
 
 
+@pytest.fixture
+def begins_at_once():
+    """A process that the service starts is, in a whole run, the fork of one with all imports."""
+    with forked.interpreter():
+        yield
+
+
 @pytest.mark.parametrize("layers", ["plain", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_bits_do_not_depend_on_where_a_model_lies(tmp_path, layers):
     """Alone, or in the first or second place of two; in float32, as on the small base."""
     env = os.environ | {"TLORA_FX_STRICT": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, str(tmp_path), layers],
-        env=env, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = fresh.run("-c", _SCRIPT, tmp_path, layers, env=env)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
 
@@ -67,20 +69,20 @@ def test_bits_do_not_depend_on_where_a_model_lies(tmp_path, layers):
 
 def test_what_the_trainer_notes_is_a_line_of_the_services_log():
     """Such as why layers are compiled before the first cycle."""
-    done = Program(
+    done = fresh.run(
         "-c",
         "from tlora_fx.server.log_lines import log_to_stderr\n"
         "from tlora_fx.training.engine import logger\n"
         "log_to_stderr('json')\n"
         "logger.info('layers are compiled before the first cycle: strict mode')\n",
-    ).wait()
+    )
     said = json.loads(done.stderr.splitlines()[-1])
 
     assert said["message"] == "layers are compiled before the first cycle: strict mode"
     assert said["level"] == "info"
 
 
-def test_a_base_that_cannot_be_used_is_told_at_the_start(tmp_path):
+def test_a_base_that_cannot_be_used_is_told_at_the_start(tmp_path, begins_at_once):
     """As the error that the trainer's process had."""
     base = tmp_path / "base"
     options = EngineOptions(tmp_path / "tinker", base=str(write_small_base(base)))
@@ -104,7 +106,7 @@ def start_for_ever(begun, options, sockets, parent):
     trainer._train(options, begun, "text", None, sockets, parent)
 
 
-def test_a_trainer_that_is_still_starting_ends_with_the_run(tmp_path):
+def test_a_trainer_that_is_still_starting_ends_with_the_run(tmp_path, begins_at_once):
     """At once: nobody waits until it is ready."""
     begun = tmp_path / "begun"
     options = EngineOptions(tmp_path / "tinker", compiled=True)
