@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 
 import pytest
 
+from tlora_fx.host import kept_objects
 from tlora_fx.host.environment import CACHE, DATA_CACHE, TRACE_CACHE
 from tlora_fx.host.kept_objects import KeptObjects, longest_unused
 
@@ -57,6 +59,59 @@ def test_what_was_used_longest_ago_makes_room(monkeypatch):
     kept.write("d", {"text": "x" * 1000})
 
     assert [key for key in "abcd" if kept.read(key) is not None] == ["a", "c", "d"]
+
+
+@pytest.fixture
+def looks(monkeypatch):
+    """How often a process looks through a folder."""
+    count, scandir = Counter(), os.scandir
+
+    def counted(folder):
+        count[folder] += 1
+        return scandir(folder)
+
+    monkeypatch.setattr(kept_objects.os, "scandir", counted)
+    return count
+
+
+def test_many_small_objects_are_written_after_one_look(looks):
+    """None where the folder has no largest size."""
+    traces = KeptObjects("traces", "a trace", variable=TRACE_CACHE)
+    for kept in (traces, KEPT):
+        for key in "abcdefgh":
+            kept.write(key, {})
+
+    assert looks == {traces.folder: 1}
+
+
+def test_what_others_write_is_seen_once_a_part_is_written(looks, monkeypatch):
+    """A process knows of its own objects alone until it looks again."""
+    kept = KeptObjects("traces", "a trace", variable=TRACE_CACHE)
+    monkeypatch.setenv(TRACE_CACHE, str(64_000 / 2**20))
+    kept.write("a", {"text": "x" * 600})
+    (kept.folder / "others.json").write_bytes(bytes(64_000))
+    os.utime(kept.folder / "others.json", (0, 0))
+    kept.write("b", {})
+    assert (kept.folder / "others.json").exists()
+    kept.write("c", {"text": "x" * 900})
+
+    assert looks == {kept.folder: 2}
+    assert [path.name for path in sorted(kept.folder.iterdir())] == ["a.json", "b.json", "c.json"]
+
+
+def test_a_full_folder_has_room_for_some_objects_again(looks, monkeypatch):
+    """Else a process would look before each."""
+    kept = KeptObjects("traces", "a trace", variable=TRACE_CACHE)
+    monkeypatch.setenv(TRACE_CACHE, str(64_000 / 2**20))
+    kept.folder.mkdir(parents=True)
+    for at in range(128):
+        (kept.folder / f"{at}.json").write_bytes(bytes(500))
+        os.utime(kept.folder / f"{at}.json", (at, at))
+    for key in "abcdefg":
+        kept.write(key, {})
+
+    assert looks == {kept.folder: 1}
+    assert sum(path.stat().st_size for path in kept.folder.iterdir()) <= 64_000
 
 
 def test_an_object_that_is_larger_than_the_cache_is_not_kept(monkeypatch):

@@ -2,6 +2,9 @@
 
 What cannot be read, or is something else than was written, counts as not there. Where the disk
 refuses, nothing is kept. A folder may have a largest size: what was used longest ago goes first.
+
+To look through a folder of ten thousand files takes a tenth of a second, so a process does it again
+only after it has written a `LOOK_PART` of the largest size, or where that may be exceeded.
 """
 
 from __future__ import annotations
@@ -22,6 +25,11 @@ from tlora_fx.host.durable import replace_shared_file
 from tlora_fx.host.paths import cache_folder
 
 logger = logging.getLogger(__name__)
+
+#: Of a folder's largest size: what a process writes, and what it makes room for, between two looks.
+LOOK_PART = 1 / 64
+#: By folder: its bytes when this process last looked, and what it has written since.
+_seen: dict[Path, tuple[float, int]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +84,25 @@ class KeptObjects:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             replace_shared_file(path, entry)
-            for old in longest_unused(path.parent.iterdir(), self.max_bytes, keep=path):
-                old.unlink(missing_ok=True)
+            self._make_room(path, len(entry))
         except OSError as error:
             logger.info("%s cannot be kept in %s: %s", self.what, path, error)
+
+    def _make_room(self, path: Path, size: int) -> None:
+        """Remove what was used longest ago, unless it surely fits beside a new file."""
+        limit, folder = self.max_bytes, path.parent
+        part = limit * LOOK_PART
+        size_before, written = _seen.get(folder, (math.inf, 0))
+        written += size
+        if limit == math.inf or (size_before + written <= limit and written <= part):
+            _seen[folder] = size_before, written
+            return
+        size_now = _bytes_in(folder)
+        if size_now > limit:
+            for old in longest_unused(folder.iterdir(), limit - part, keep=path):
+                old.unlink(missing_ok=True)
+            size_now = int(limit - part)
+        _seen[folder] = size_now, 0
 
     def _file(self, key: str) -> Path:
         return self.folder / f"{key}.json"
@@ -87,6 +110,15 @@ class KeptObjects:
     def _digest(self, key: str, kept: object) -> str:
         text = json.dumps([self.format, key, kept], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _bytes_in(folder: Path) -> int:
+    size = 0
+    with os.scandir(folder) as files:
+        for file in files:
+            with suppress(OSError):  # another process removed it
+                size += file.stat().st_size
+    return size
 
 
 def longest_unused(paths: Iterable[Path], max_bytes: float, *, keep: Path) -> Iterator[Path]:
