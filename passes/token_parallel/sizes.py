@@ -396,8 +396,10 @@ def _overlap(left: Any, right: Any, shifts: bool) -> bool:
         return bool(left == right)
     places = tuple(slice(min(a, b)) for a, b in zip(left.shape, right.shape, strict=True))
     left, right = left[places], right[places]
+    if torch.equal(left, right):  # as nearly always, and a sixth of the work
+        return True
     if not left.dtype.is_floating_point:
-        return torch.equal(left, right)
+        return False
     bound = ROUNDING.get(left.dtype.itemsize, 2e-2)
     same = torch.allclose(left, right, rtol=bound, atol=bound, equal_nan=True)
     if same or not shifts:
