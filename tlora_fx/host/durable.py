@@ -1,10 +1,13 @@
-"""Files that survive a crash: written, fsynced, then renamed into place."""
+"""Files that survive a crash: written, fsynced, then renamed into place; and transactions."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import sqlite3
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tlora_fx.host.storage import until_there_is_room
@@ -94,3 +97,17 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
         with target.open("rb") as copied:
             os.fsync(copied.fileno())
+
+
+@contextmanager
+def transaction(base: sqlite3.Connection) -> Iterator[None]:
+    """Inside, all is written, or nothing of it where anything is raised."""
+    base.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        base.execute("COMMIT")
+    except BaseException:
+        # SQLite itself has ended a transaction that met a full disk.
+        if base.in_transaction:
+            base.execute("ROLLBACK")
+        raise

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 
 from tlora_fx.cost.estimator import Layout
 from tlora_fx.errors import LedgerError
+from tlora_fx.host.durable import transaction
 from tlora_fx.host.version import __version__
 from tlora_fx.scheduler.executor import (
     Committed,
@@ -504,20 +505,6 @@ class Ledger:
                 reason=error,
                 help="free space or mend the disk, then start the run again with the same -o",
             ) from error
-
-
-@contextmanager
-def transaction(base: sqlite3.Connection) -> Iterator[None]:
-    """Inside, all is written, or nothing of it where anything is raised."""
-    base.execute("BEGIN IMMEDIATE")
-    try:
-        yield
-        base.execute("COMMIT")
-    except BaseException:
-        # SQLite itself has ended a transaction that met a full disk.
-        if base.in_transaction:
-            base.execute("ROLLBACK")
-        raise
 
 
 def _add_held(base: sqlite3.Connection) -> None:

@@ -22,9 +22,10 @@ from typing import Any
 
 from tlora_fx.errors import LedgerError, ServiceRefused
 from tlora_fx.host.clock import SteadyClock
+from tlora_fx.host.durable import transaction
 from tlora_fx.runtime.run_folder import LEDGER
 from tlora_fx.scheduler.history import require_known_format
-from tlora_fx.scheduler.store import LOCKED_SECONDS, Ledger, transaction, write_fact
+from tlora_fx.scheduler.store import LOCKED_SECONDS, Ledger, write_fact
 
 #: Below a run's folder, all that is the service's own; no job can be called so.
 FOLDER = "service"

@@ -43,6 +43,7 @@ from tlora_fx.errors import (
     RequestRefused,
 )
 from tlora_fx.host.clock import SteadyClock
+from tlora_fx.host.durable import transaction
 from tlora_fx.training.records import (
     Answer,
     Checkpoint,
@@ -160,16 +161,8 @@ class CommandLog:
 
     @contextmanager
     def _change(self) -> Iterator[sqlite3.Connection]:
-        with self._lock, _values_of_sqlite():
-            self._base.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._base
-                self._base.execute("COMMIT")
-            except BaseException:
-                # Of a full disk SQLite has done so by itself.
-                if self._base.in_transaction:
-                    self._base.execute("ROLLBACK")
-                raise
+        with self._lock, _values_of_sqlite(), transaction(self._base):
+            yield self._base
 
     def _rows(self, sql: str, *values: Any, **named: Any) -> list[sqlite3.Row]:
         """Rows as the last change left them; values are all named or none is."""
