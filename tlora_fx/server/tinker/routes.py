@@ -430,27 +430,12 @@ async def load_weights(request: Request, by: By) -> dict[str, Any]:
 
 
 @api.post("/optim_step")
-async def optim_step(request: Request, by: By) -> dict[str, Any]:
-    """One optimizer step."""
-    return await _command(request, by, "optim_step")
-
-
 @api.post("/save_weights")
-async def save_weights(request: Request, by: By) -> dict[str, Any]:
-    """Save weights and optimizer under a name."""
-    return await _command(request, by, "save_weights")
-
-
 @api.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(request: Request, by: By) -> dict[str, Any]:
-    """Save a version to sample from."""
-    return await _command(request, by, "save_weights_for_sampler")
-
-
 @api.post("/save_weights_external")
-async def save_weights_external(request: Request, by: By) -> dict[str, Any]:
-    """Save a PEFT folder to download."""
-    return await _command(request, by, "save_weights_external")
+async def step_or_save(request: Request, by: By) -> dict[str, Any]:
+    """One optimizer step; or a checkpoint to go on from, to sample from, or as a PEFT folder."""
+    return await _command(request, by, request.url.path.rpartition("/")[2])
 
 
 @api.post("/create_custom_loss")
