@@ -80,10 +80,9 @@ class Tenants:
     keep_seconds   that the last snapshot took to be copied and written
     """
 
-    def __init__(self, engine: Engine, log: CommandLog, parked_bytes: int | None = None) -> None:
+    def __init__(self, engine: Engine, log: CommandLog) -> None:
         self.engine, self.log = engine, log
-        share = int(PARKED_SHARE * free_bytes())
-        self.parked_bytes = share if parked_bytes is None else parked_bytes
+        self.parked_bytes = int(PARKED_SHARE * free_bytes())
         self.keep_seconds = 0.0
         self.resident: OrderedDict[str, Resident] = OrderedDict()
         self.parked: OrderedDict[str, tuple[Resident, Version]] = OrderedDict()
