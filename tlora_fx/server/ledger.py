@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tlora_fx.errors import LedgerError, ServiceRefused
+from tlora_fx.errors import LedgerError, QuotaReached, ServiceRefused
 from tlora_fx.host.clock import SteadyClock
 from tlora_fx.host.durable import transaction
 from tlora_fx.runtime.run_folder import LEDGER
@@ -107,6 +107,13 @@ class User:
     jobs: int | None = None
     gpu_hours: float | None = None
     priority: int = 0
+
+    def require_hours(self, used: float) -> None:
+        """Refuse more where so many GPU-hours were all; raises QuotaReached."""
+        if self.gpu_hours is not None and used >= self.gpu_hours:
+            raise QuotaReached(
+                "no GPU-hours are left", expected=f"{self.gpu_hours:g}", found=f"{used:.2f} used"
+            )
 
 
 class ServiceLedger:

@@ -618,13 +618,7 @@ class ServiceStore(ServiceLedger):
                     found=f"{active} and {jobs} more",
                 )
         if user.gpu_hours is not None:
-            used = self.gpu_hours(user.name)
-            if used >= user.gpu_hours:
-                raise QuotaReached(
-                    "no GPU-hours are left",
-                    expected=f"{user.gpu_hours:g}",
-                    found=f"{used:.2f} used",
-                )
+            user.require_hours(self.gpu_hours(user.name))
 
     def _uncounted_groups(self) -> list[tuple[int, bool, dict[str, float]]]:
         """Groups that `used` does not have: epoch, whether it has ended, GPU-seconds by user."""

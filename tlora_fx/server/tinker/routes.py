@@ -136,13 +136,10 @@ class Asker:
     def require_quota(self, kind: str) -> None:
         """Refuse another command of a kind; raises QuotaReached, StorageFailed."""
         self.intake.require_room()
-        hours, name = self.user.gpu_hours, self.user.name
-        if hours is not None:
-            used = sum(row["seconds"] for row in self.log.usage() if row["user"] == name) / 3600
-            if used >= hours:
-                raise QuotaReached(
-                    "no GPU-hours are left", expected=f"{hours:g}", found=f"{used:.2f} used"
-                )
+        name = self.user.name
+        if self.user.gpu_hours is not None:
+            seconds = sum(row["seconds"] for row in self.log.usage() if row["user"] == name)
+            self.user.require_hours(seconds / 3600)
         if kind.startswith("save"):
             used = sum(each.bytes for each in self.log.checkpoints(name))
             most = self.intake.limits.stored_bytes
