@@ -151,7 +151,7 @@ class BaseSpec(Spec):
             raise refuse("'labels' are of a classifier", help="set task: SEQ_CLS beside them")
         if task == "SEQ_CLS" and labels is None:
             raise refuse("task SEQ_CLS needs 'labels'", help="give their names, or their number")
-        if labels is not None and (len(labels) if isinstance(labels, list) else labels) < 1:
+        if labels is not None and _count(labels) < 1:
             raise refuse("wrong value of 'labels'", expected="one label at least")
         if isinstance(labels, list) and len(set(labels)) < len(labels):
             raise refuse("'labels' names one label twice", help="give each label once")

@@ -22,6 +22,7 @@ from tlora_fx.config.job_file import (
     mistakes_of_text,
     yaml_text,
 )
+from tlora_fx.config.paths import is_there
 from tlora_fx.config.sweep import KeyPath
 from tlora_fx.errors import ImportRefused, nearest
 
@@ -218,7 +219,7 @@ class Draft:
             return value
         written = Path(value).expanduser()
         folders = (Path.cwd(), self.source.absolute().parent)
-        there = next((folder / written for folder in folders if _exists(folder / written)), None)
+        there = next((folder / written for folder in folders if is_there(folder / written)), None)
         if there is None and not is_written_as_path(value) and not value.endswith(DATA_SUFFIXES):
             return value
         if written.is_absolute():
@@ -296,10 +297,3 @@ def names(value: Any) -> Any:
     if isinstance(value, str):
         return [part.strip() for part in value.split(",") if part.strip()]
     return value
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):
-        return False
