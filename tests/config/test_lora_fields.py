@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from tlora_fx.config.fields import IDENTITY, REFUSED, LoraSpec, lora_mapping, peft_defaults
+from tlora_fx.config.fields import IDENTITY, REFUSED, LoraSpec, peft_defaults
 from tlora_fx.config.job import Job
+from tlora_fx.config.other_kinds import adapter_mapping
 from tlora_fx.errors import JobError
 
 
@@ -38,7 +39,7 @@ def test_honoured_fields_have_the_defaults_of_peft() -> None:
 def test_a_refused_field_may_have_its_default(name: str) -> None:
     """A configuration that PEFT wrote in full is not refused for what it leaves alone."""
     assert REFUSED[name].default == peft_defaults()[name]
-    assert lora_mapping({name: REFUSED[name].default, "r": 4}) == {"r": 4}
+    assert adapter_mapping({name: REFUSED[name].default, "r": 4}) == {"r": 4}
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
@@ -66,7 +67,7 @@ def test_a_start_that_is_not_supported_is_refused_by_name(start: str) -> None:
 )
 def test_starts_are_honoured(start: bool | str) -> None:
     """Those that PEFT draws, and those that it computes from the base."""
-    assert lora_mapping({"init_lora_weights": start}) == {"init_lora_weights": start}
+    assert adapter_mapping({"init_lora_weights": start}) == {"init_lora_weights": start}
 
 
 @pytest.mark.parametrize(
@@ -99,6 +100,6 @@ def test_a_wrong_lora_value_is_told(lora: dict[str, Any], said: str) -> None:
 
 def test_alpha_stays_a_whole_number() -> None:
     """What is written into adapter_config.json is what the user wrote."""
-    mapping = lora_mapping({"lora_alpha": 32, "alpha_pattern": {"q": 1.5}})
+    mapping = adapter_mapping({"lora_alpha": 32, "alpha_pattern": {"q": 1.5}})
 
     assert repr(mapping) == "{'alpha_pattern': {'q': 1.5}, 'lora_alpha': 32}"

@@ -376,33 +376,14 @@ def peft_defaults() -> Mapping[str, object]:
     """The fields of the installed LoraConfig and their defaults. Imports PEFT."""
     import peft
 
-    def default(field: dataclasses.Field[Any]) -> object:
-        if field.default is not dataclasses.MISSING:
-            return field.default
-        factory = field.default_factory
-        return factory() if factory is not dataclasses.MISSING else None
-
-    return {field.name: default(field) for field in dataclasses.fields(peft.LoraConfig)}
+    return {field.name: default_of(field) for field in dataclasses.fields(peft.LoraConfig)}
 
 
-def lora_mapping(value: object) -> dict[str, Any]:
-    """Validate the `lora` mapping of a job: only honoured fields, only those that were given."""
-    spec = LoraSpec.model_validate(value)
-    fields = {name: getattr(spec, name) for name in sorted(spec.model_fields_set)}
-    for name in fields.keys() & {"eva_config", "corda_config"}:
-        if fields[name] is not None:
-            fields[name] = fields[name].model_dump(exclude_unset=True)
-    if "lora_alpha" in fields:
-        fields["lora_alpha"] = whole_number(spec.lora_alpha)
-    if "alpha_pattern" in fields:
-        fields["alpha_pattern"] = {key: whole_number(x) for key, x in spec.alpha_pattern.items()}
-    return fields
-
-
-def whole_number(number: float) -> int | float:
-    """A whole float as an int."""
-    # PEFT writes what it is given into adapter_config.json, where alpha is a whole number.
-    return int(number) if number == int(number) else number
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """The default of a dataclass's field, `dataclasses.MISSING` where it must be given."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default
 
 
 OptimizerName = Literal[

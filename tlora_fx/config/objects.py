@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from tlora_fx.config.fields import IDENTITY, OPTIMIZER_MODULES, OPTIMIZERS
+from tlora_fx.config.fields import IDENTITY, OPTIMIZER_MODULES, OPTIMIZERS, default_of
 from tlora_fx.config.validation import refuse
 
 #: Keys of a data set, by which a list of data sets is told from a list of rows.
@@ -60,14 +60,11 @@ def lora_fields(value: Any) -> Any:
 
 def _changed_fields(config: Any) -> dict[str, Any]:
     """The fields of a dataclass that have not their default, as a job file has them."""
-    changed = {}
-    for field in dataclasses.fields(config):
-        value, default = getattr(config, field.name), field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        if value != default:
-            changed[field.name] = _plain(value)
-    return changed
+    return {
+        field.name: _plain(value)
+        for field in dataclasses.fields(config)
+        if (value := getattr(config, field.name)) != default_of(field)
+    }
 
 
 def _plain(value: Any) -> Any:

@@ -37,16 +37,16 @@ from tlora_fx.config.fields import (
     IDENTITY_VALUES,
     REFUSED,
     Alpha,
+    DataStartSpec,
     LoraSpec,
     Names,
     Rank,
     Refused,
     changes_base,
+    default_of,
     layer_numbers,
-    lora_mapping,
     name_list,
     names,
-    whole_number,
 )
 from tlora_fx.config.plugins import Plugin, load_plugin, plugin_names, plugins_of
 from tlora_fx.config.validation import Spec, refuse
@@ -102,7 +102,7 @@ class OtherKind(Spec):
                 return False
             raise refuse(f"'{key}' is refused: {cls.refused[key].reason}", help="leave it out")
         near = nearest(key, [*cls.model_fields, *cls.refused])
-        if not near and _is_default(kind, key, value):
+        if not near and (key, value) in peft_fields(kind).items():
             return False
         help = f"did you mean '{near}'?" if near else f"known keys: {', '.join(cls.model_fields)}"
         title = cls.__name__.removesuffix("Spec")
@@ -354,15 +354,22 @@ def adapter_spec(value: object) -> type[OtherKind] | type[LoraSpec]:
 
 def adapter_mapping(value: object) -> dict[str, Any]:
     """Validate the `lora` mapping of a job, of any kind: honoured fields that were given."""
-    if isinstance(value, LoraSpec) or adapter_spec(value) is LoraSpec:
-        return lora_mapping(value)
     spec: Any = adapter_spec(value).model_validate(value)
     fields = {name: getattr(spec, name) for name in sorted(spec.model_fields_set)}
+    for name, field in fields.items():
+        if isinstance(field, DataStartSpec):
+            fields[name] = field.model_dump(exclude_unset=True)
     for name in fields.keys() & {"alpha", "lora_alpha"}:
-        fields[name] = whole_number(fields[name])
+        fields[name] = _whole_number(fields[name])
     if "alpha_pattern" in fields:
-        fields["alpha_pattern"] = {k: whole_number(x) for k, x in spec.alpha_pattern.items()}
+        fields["alpha_pattern"] = {k: _whole_number(x) for k, x in spec.alpha_pattern.items()}
     return fields
+
+
+def _whole_number(number: float) -> int | float:
+    """A whole float as an int."""
+    # PEFT writes what it is given into adapter_config.json, where alpha is a whole number.
+    return int(number) if number == int(number) else number
 
 
 def peft_config(fields: Mapping[str, Any], task: str = "CAUSAL_LM") -> peft.PeftConfig:
@@ -430,15 +437,6 @@ def _config_class(kind: str) -> Any:
     return classes[kind]
 
 
-def peft_fields(kind: str) -> frozenset[str]:
-    """The fields of PEFT's config of a kind. Imports PEFT."""
-    return frozenset(field.name for field in dataclasses.fields(_config_class(kind)))
-
-
-def _is_default(kind: str, key: str, value: object) -> bool:
-    """Whether PEFT has this field for the kind, and this is its default. Imports PEFT."""
-    for field in dataclasses.fields(_config_class(kind)):
-        if field.name == key:
-            factory = field.default_factory
-            return value == (factory() if factory is not dataclasses.MISSING else field.default)
-    return False
+def peft_fields(kind: str) -> dict[str, Any]:
+    """The fields of PEFT's config of a kind, with their defaults. Imports PEFT."""
+    return {field.name: default_of(field) for field in dataclasses.fields(_config_class(kind))}

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 from pydantic_core import PydanticSerializationError, to_jsonable_python
 from torch import fx
 
+from tlora_fx.config.fields import default_of
 from tlora_fx.errors import PipelineError
 from tlora_fx.ir.graph import GroupGraph, JobGraph
 
@@ -117,13 +118,6 @@ def options_of(cls: type[Pass]) -> list[PassOption]:
         )
         for field in dataclasses.fields(cls)
     ]
-
-
-def default_of(field: dataclasses.Field[Any]) -> Any:
-    """The default of an option, `dataclasses.MISSING` where it must be given."""
-    if field.default_factory is not dataclasses.MISSING:
-        return field.default_factory()
-    return field.default
 
 
 def show_value(value: object) -> str:

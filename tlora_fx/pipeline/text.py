@@ -14,9 +14,10 @@ from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from tlora_fx.config.fields import default_of
 from tlora_fx.config.pipeline_text import require_option, split_pipeline
 from tlora_fx.errors import PipelineError, nearest
-from tlora_fx.pipeline.passes import GroupPass, JobPass, Pass, default_of, read_value
+from tlora_fx.pipeline.passes import GroupPass, JobPass, Pass, read_value
 from tlora_fx.pipeline.registry import REGISTRY, find_pass
 
 _NO_WORD = re.compile(r"[,={}]")
