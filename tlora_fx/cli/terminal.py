@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import typer
@@ -69,12 +68,7 @@ class Working:
             self._teller.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._ended.set()
         if self._spinner is not None:
             self._spinner.stop()
