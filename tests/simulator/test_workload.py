@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tlora_fx.cost.hardware import Cluster
+from tlora_fx.cost.load import demand_of
 from tlora_fx.errors import ReplayChoiceWrong, TraceEmpty
 from tlora_fx.scheduler.state import JobRequest
 from tlora_fx.simulator.sweep import (
     Choices,
     batch_by_gpus,
     checked,
-    known_demand,
     option_rows,
     workload_of,
 )
@@ -149,7 +149,7 @@ def test_a_job_stays_the_same_job_whatever_else_is_left_out():
 
 def test_our_own_trace_is_replayed_as_it_is_written():
     """No draw touches it."""
-    request = JobRequest("a", "llama-3-8b", known_demand("llama-3-8b", 4, 2, [100]), 8, 7, 100.0)
+    request = JobRequest("a", "llama-3-8b", demand_of("llama-3-8b", 4, 2, [100]), 8, 7, 100.0)
     own = replace(trace(ONE), requests={"a": request}, format="own")
 
     assert made(own, seed=3, rebase=False).requests == (request,)
@@ -159,7 +159,7 @@ def test_our_own_trace_is_replayed_as_it_is_written():
 def test_a_deadline_moves_with_its_job():
     """It stays as far behind the submission."""
     request = JobRequest(
-        "a", "llama-3-8b", known_demand("llama-3-8b", 4, 2, [100]), 8, 7, 100.0, deadline=150.0
+        "a", "llama-3-8b", demand_of("llama-3-8b", 4, 2, [100]), 8, 7, 100.0, deadline=150.0
     )
     own = replace(trace(ONE), requests={"a": request}, format="own")
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -33,7 +34,7 @@ from pydantic.dataclasses import dataclass as validated
 from tlora_fx.config.validation import check
 from tlora_fx.cost.estimator import Estimator, ProfileEstimator
 from tlora_fx.cost.hardware import Cluster
-from tlora_fx.cost.load import Demand
+from tlora_fx.cost.load import Demand, demand_of
 from tlora_fx.cost.profile import Profile
 from tlora_fx.cost.profile_sources import profiles_for
 from tlora_fx.errors import ProfileMismatch, ReplayChoiceWrong, TooManyForOracle, TraceEmpty
@@ -503,7 +504,7 @@ def workload_of(
 
     raises      TraceEmpty
     """
-    dropped = Dropped() if trace.requests is not None else trace.dropped.together(Dropped())
+    dropped = Dropped() if trace.requests is not None else deepcopy(trace.dropped)
     most = cluster.capacity()
     jobs = trace.first(choices.jobs) if choices.jobs else trace
     if trace.requests is not None:
@@ -621,13 +622,6 @@ def batch_by_gpus(batches: Sequence[int], gpus: int) -> int:
     return max((batch for batch in batches if batch <= gpus), default=min(batches))
 
 
-def known_demand(base: str, rank: int, batch: int, lengths: Sequence[int]) -> Demand:
-    """The demand of a base that is known by its short name."""
-    from tlora_fx.cost.load import demand_of
-
-    return demand_of(base, rank, batch, lengths)
-
-
 class Demands:
     """Demands of jobs, with the lengths of their samples."""
 
@@ -647,7 +641,7 @@ class Demands:
         return self.typical[key]
 
     def _made(self, base: str, rank: int, batch: int, lengths: list[int]) -> tuple[Demand, int]:
-        return known_demand(base, rank, batch, lengths), max(lengths)
+        return demand_of(base, rank, batch, lengths), max(lengths)
 
     def _lengths(self, quantiles: Numbers, *, exact_mean: bool = False) -> list[int]:
         mean, spread = self.choices.mean_tokens, self.choices.spread

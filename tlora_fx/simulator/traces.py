@@ -66,12 +66,6 @@ class Dropped:
         """Number of all that was left out."""
         return self.wrong.total() + self.by_rule.total()
 
-    def together(self, other: Dropped) -> Dropped:
-        """Counts of what was left out by both."""
-        return Dropped(
-            self.wrong + other.wrong, self.by_rule + other.by_rule, other.first | self.first
-        )
-
     def rows(self) -> list[tuple[str, str, int, str]]:
         """Kind, reason, count and first place of each reason, the most frequent first."""
         counts = [("wrong", *pair) for pair in self.wrong.most_common()]
