@@ -24,7 +24,7 @@ from tlora_fx.config.job_file import JobFile, load_job_file
 from tlora_fx.cost.load import Round, round_of_jobs
 from tlora_fx.cost.plan import Plan, require_free
 from tlora_fx.cost.profile import Profile
-from tlora_fx.errors import ProfileMissing
+from tlora_fx.errors import ProfileMissing, first_of
 
 if TYPE_CHECKING:
     from tlora_fx.model.supermodel import SuperModel
@@ -246,9 +246,7 @@ def dropped(plans: PlanSearch) -> list[str]:
         reasons.setdefault(reason, []).append(f"({candidate.plan.mesh})")
     lines = [f"{len(plans.running)} plans run; {len(plans.dropped)} do not"]
     for reason, meshes in reasons.items():
-        named = list(dict.fromkeys(meshes))
-        more = f" and {len(named) - 4} more" if len(named) > 4 else ""
-        lines.append(f"  {reason}: {' '.join(named[:4])}{more}")
+        lines.append(f"  {reason}: {first_of(list(dict.fromkeys(meshes)), 4, ' ')}")
     return lines
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 #: What a terminal obeys instead of showing it: controls but tabs and ends of lines, other ends of
@@ -89,3 +89,9 @@ def did_you_mean(name: str, choices: Iterable[str], otherwise: str = "") -> str:
     """Help for a wrong name: the choice that was most likely meant, else another text."""
     near = nearest(name, choices)
     return f"did you mean '{near}'?" if near else otherwise
+
+
+def first_of(names: Sequence[str], most: int, between: str = ", ") -> str:
+    """The first of some names, and how many more there are: "a, b and 3 more"."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return between.join(names[:most]) + more

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from tlora_fx.errors import first_of
 from tlora_fx.inspect.schema import NodeEntry
 from tlora_fx.inspect.wording import Line, plural
 
@@ -105,8 +106,7 @@ class Marks:
         """Jobs in words."""
         if len(jobs) == len(self.jobs) > 1:
             return f"all {plural(len(jobs), 'job')}"
-        more = f" and {len(jobs) - MAX_NAMES} more" if len(jobs) > MAX_NAMES else ""
-        return ", ".join(jobs[:MAX_NAMES]) + more
+        return first_of(jobs, MAX_NAMES)
 
 
 def colour_of(style: str) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from tlora_fx.errors import NodeNotFound
+from tlora_fx.errors import NodeNotFound, first_of
 from tlora_fx.inspect.marks import Marks
 from tlora_fx.inspect.schema import Ancestor, GraphEntry, NodeEntry, Program
 from tlora_fx.inspect.wording import (
@@ -91,9 +91,7 @@ def _some_modules(program: Program) -> str:
             end = node.module.rpartition(".")[2]
             if end and node.kind == "tensor" and not end.isdecimal():
                 ends.setdefault(end, ".".join(filter(None, (layer, node.module))))
-    names = list(ends.values())
-    more = f" and {len(names) - SOME_MODULES} more" if len(names) > SOME_MODULES else ""
-    return ", ".join(names[:SOME_MODULES]) + more
+    return first_of(list(ends.values()), SOME_MODULES)
 
 
 def _single(program: Program, name: str, by: Literal["key", "id"]) -> list[NodeMatch]:

@@ -9,7 +9,7 @@ from math import inf, isfinite
 from tlora_fx.cost.estimator import ProfileEstimator, table_of
 from tlora_fx.cost.hardware import Cluster
 from tlora_fx.cost.load import Demand
-from tlora_fx.errors import BaseUnknown, JobNotInState, did_you_mean
+from tlora_fx.errors import BaseUnknown, JobNotInState, did_you_mean, first_of
 from tlora_fx.inspect.wording import plural
 from tlora_fx.scheduler.formations import membership
 from tlora_fx.scheduler.history import DecisionRecord, EpochRecord, History, JobRecord
@@ -342,10 +342,9 @@ def explained(
 
 def _unknown(job: str, known: list[str]) -> JobNotInState:
     names = list(dict.fromkeys(known))
-    more = f" and {len(names) - 12} more" if len(names) > 12 else ""
     return JobNotInState(
         f"there is no job '{job}'",
-        expected=f"{', '.join(names[:12])}{more}" or "no jobs",
+        expected=first_of(names, 12) or "no jobs",
         help=did_you_mean(job, names, "name a job of the run"),
     )
 

@@ -13,7 +13,7 @@ from torch import fx
 
 from tlora_fx.compiler import Jobs, Prepared, fuse, prepare, resolve_pipeline
 from tlora_fx.config.job import Job
-from tlora_fx.errors import UnknownNode, nearest
+from tlora_fx.errors import UnknownNode, first_of, nearest
 from tlora_fx.inspect.wording import KINDS, layers_label, plural
 from tlora_fx.ir.graph import (
     PEFT_PREFIX,
@@ -222,7 +222,7 @@ class _Explainer:
             kind = KINDS.get(site.kind, site.kind)
             state = "lowered" if lowered else f"as it is ({kind})"
             by_state.setdefault(state, []).append(site.path[len(self.module) + 1 :].lstrip("."))
-        return "; ".join(f"{state} {_some(names)}" for state, names in by_state.items())
+        return "; ".join(f"{state} {first_of(names, MANY)}" for state, names in by_state.items())
 
     def _is_lowered(self, path: str, job: str) -> bool:
         return any(
@@ -285,10 +285,6 @@ class _Explainer:
                 where = note.partition("base's ")[2].split(" ")[0]
                 if any(under(where, path) for path in near):
                     yield note
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:MANY]) + (f" and {len(names) - MANY} more" if len(names) > MANY else "")
 
 
 def _dropout(node: fx.Node) -> str:
@@ -390,9 +386,7 @@ def _some_names(modules: Mapping[str, object]) -> str:
         end = name.rpartition(".")[2]
         if end and not end.isdecimal():
             ends.setdefault(end, name)
-    names = list(ends.values())
-    more = f" and {len(names) - SOME} more" if len(names) > SOME else ""
-    return ", ".join(names[:SOME]) + more
+    return first_of(list(ends.values()), SOME)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from tlora_fx.config.base_spec import HEADS
 from tlora_fx.config.fields import parameters_exclude
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import other_kind
-from tlora_fx.errors import AdapterMismatch, JobError, UnknownTarget, nearest
+from tlora_fx.errors import AdapterMismatch, JobError, UnknownTarget, first_of, nearest
 from tlora_fx.ir.graph import (
     ON_PARAMETERS,
     PEFT_PREFIX,
@@ -83,7 +83,7 @@ def _resolve(job: Job, backbone: Backbone) -> dict[str, AdapterSite]:
     if embeddings and job.optim == "lorafa":
         raise UnknownTarget(
             f"job '{job.name}' freezes an embedding's A, which starts as zeros",
-            found=_first(embeddings),
+            found=first_of(embeddings, 1),
             help="leave the embedding out of target_modules, or take another optim than lorafa",
         )
     return sites
@@ -291,8 +291,8 @@ def moved_targets(job: Job, backbone: Backbone, sites: dict[str, AdapterSite]) -
         for target in sorted(_parameters(written_config(job, backbone)))
         if not any(_names_parameter(target, site.pattern_path) for site in sites.values())
     ]
-    note = f"job '{job.name}': PEFT adapts {_first(parameters)} as parameters"
-    note += f", and leaves linears of these names: {_first(left)}" if left else ""
+    note = f"job '{job.name}': PEFT adapts {first_of(parameters, 1)} as parameters"
+    note += f", and leaves linears of these names: {first_of(left, 1)}" if left else ""
     return [note + (f"; the base has no parameter {', '.join(absent)}" if absent else "")]
 
 
@@ -449,13 +449,12 @@ def require_trained(job: Job, graph: JobGraph) -> None:
         raise UnknownTarget(
             f"job '{job.name}' adapts nothing that its loss depends on",
             job=job.name,
-            found=_first(idle) if idle else None,
+            found=first_of(idle, 1) if idle else None,
             help="name modules on the way from the tokens to the logits",
         )
     if idle:
-        graph.notes.append(
-            ("trace", f"the loss does not depend on adapters of {_first(idle)}: they are not saved")
-        )
+        note = f"the loss does not depend on adapters of {first_of(idle, 1)}: they are not saved"
+        graph.notes.append(("trace", note))
 
 
 def _trained_tensors(graph: JobGraph) -> set[str]:
@@ -483,11 +482,6 @@ def _prefixes(path: str) -> list[str]:
     """A path and the paths of all that it lies in."""
     parts = path.split(".")
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
-
-
-def _first(paths: list[str]) -> str:
-    """The first of some module paths, and how many more there are."""
-    return paths[0] + (f" and {len(paths) - 1} more" if paths[1:] else "")
 
 
 def layer_signature(sites: dict[str, AdapterSite], layer: str, bias: str, exact: bool) -> Hashable:

@@ -24,7 +24,7 @@ from tlora_fx.config.adapter_folder import CONFIG, WEIGHTS, read_adapter_config
 from tlora_fx.config.base_files import require_weight_files
 from tlora_fx.config.base_spec import HEADS
 from tlora_fx.config.job import Job
-from tlora_fx.errors import AdapterFolderError, BaseNotLoadable, SuperModelMisuse, nearest
+from tlora_fx.errors import AdapterFolderError, BaseNotLoadable, SuperModelMisuse, first_of, nearest
 from tlora_fx.host.durable import sync_folder, write_synced
 from tlora_fx.ir.graph import PEFT_PREFIX, AdapterSite
 from tlora_fx.ir.storage import Shard
@@ -187,7 +187,7 @@ def _loaded(backbone: Backbone) -> dict[str, Tensor]:
         raise BaseNotLoadable(
             "the base's checkpoint lacks tensors, or has them in other shapes",
             base=spec.model,
-            found=", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if missing[5:] else ""),
+            found=first_of(missing, 5),
             help="give the checkpoint that belongs to the config; nothing is drawn in its place",
         )
     canonical = canonical_names(backbone)

@@ -18,6 +18,7 @@ from typing import ClassVar
 import numpy as np
 
 from tlora_fx.cost.hardware import Cluster
+from tlora_fx.errors import first_of
 from tlora_fx.scheduler.search.merging import KEYS, Merger, UnitPacker, segmented
 from tlora_fx.scheduler.search.objective import (
     OBJECTIVES,
@@ -161,8 +162,7 @@ def _waiting(
         if aside:
             detail += f"; {aside} nodes are set aside for the first that waits"
         if barred := [name for other in new if other.base == unit.base for name in other.jobs]:
-            more = f" and {len(barred) - MAX_NAMED} more" if barred[MAX_NAMED:] else ""
-            detail += f"; too new to be joined: {', '.join(barred[:MAX_NAMED])}{more}"
+            detail += f"; too new to be joined: {first_of(barred, MAX_NAMED)}"
         for name in unit.jobs:
             others = tuple(other for other in unit.jobs if other != name)
             yield Reason(name, "waits", others, detail=detail)
