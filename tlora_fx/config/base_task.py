@@ -7,13 +7,13 @@ random numbers; training that would waste hours in silence.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from tlora_fx.config.base_files import config_file
 from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.errors import BaseRefused
+from tlora_fx.host.formats import read_object
 
 #: Endings of the class in config.json's `architectures`, and what such a model is.
 CAUSAL = ("ForCausalLM", "LMHeadModel")
@@ -106,8 +106,4 @@ def _kind(config: Mapping[str, Any], named: list[str]) -> str:
 def read_base_config(base: BaseSpec) -> dict[str, Any] | None:
     """A base's config.json, None where it is not on this machine or no JSON object."""
     path = config_file(base)
-    try:
-        config = json.loads(path.read_bytes()) if path is not None else None
-    except (OSError, ValueError, RecursionError):
-        return None
-    return config if isinstance(config, dict) else None
+    return None if path is None else read_object(path)

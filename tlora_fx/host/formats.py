@@ -5,6 +5,7 @@ A version reads all formats up to its own. What a newer version wrote in a newer
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -44,3 +45,12 @@ def require_known_stamp(what: str, place: Path | str, content: object, *, known:
     if isinstance(content, dict) and isinstance(format := content.get("format"), int):
         version = str(content.get("version", ""))
         require_known(what, place, format, known=known, version=version)
+
+
+def read_object(path: Path) -> dict[str, Any] | None:
+    """The object of a JSON file; None where there is none."""
+    try:
+        read = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return read if isinstance(read, dict) else None

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from tlora_fx.errors import MetricsError, RunFolderError, nearest
 from tlora_fx.host.durable import replace_file, sync_folder
-from tlora_fx.host.formats import require_known_stamp, stamp
+from tlora_fx.host.formats import read_object, require_known_stamp, stamp
 from tlora_fx.host.phases import StartRecord
 from tlora_fx.host.storage import append, until_there_is_room
 
@@ -334,11 +334,7 @@ class RunFolder:
 
     def restate(self, job: str, status: str, **more: str) -> None:
         """Say anew how a job stands, where something was said of it; the rest of that stays."""
-        try:
-            told = json.loads((self.job(job) / STATUS).read_bytes())
-        except (OSError, ValueError):
-            return
-        if isinstance(told, dict):
+        if (told := read_object(self.job(job) / STATUS)) is not None:
             self.write_status(job, {**told, "status": status, **more})
 
     def announce(self, jobs: Sequence[str]) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 from tlora_fx.config.adapter_folder import CONFIG
 from tlora_fx.config.hyperparameters import differing, shown_value
-from tlora_fx.runtime.reports.run_view import JobView, read_object
+from tlora_fx.host.formats import read_object
+from tlora_fx.runtime.reports.run_view import JobView
 from tlora_fx.runtime.run_folder import JOB, without_endless
 
 #: Columns before those of the hyperparameters, and behind them.

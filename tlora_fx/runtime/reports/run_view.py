@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from statistics import median
 from typing import Any
 
 from tlora_fx.errors import RunFolderError
-from tlora_fx.host.formats import require_known_stamp
+from tlora_fx.host.formats import read_object, require_known_stamp
 from tlora_fx.runtime.run_folder import (
     DATA,
     METRICS,
@@ -174,12 +173,3 @@ def _rate(steps: Sequence[tuple[float, int]]) -> float | None:
 
 def _points(rows: Sequence[dict[str, Any]], name: str) -> Iterator[tuple[float, float]]:
     return ((row["step"], row[name]) for row in rows if row.get(name) is not None)
-
-
-def read_object(path: Path) -> dict[str, Any] | None:
-    """The object of a JSON file; None where there is none."""
-    try:
-        read = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return read if isinstance(read, dict) else None
