@@ -35,7 +35,7 @@ from tlora_fx.numerics.interpreter import CannotRun
 from tlora_fx.numerics.memory import bytes_needed
 from tlora_fx.numerics.rows import ProbeRows
 from tlora_fx.numerics.tensors import Seeded, Unchecked, buffers_of
-from tlora_fx.pipeline import Event, GroupPass, Instrument, JobPass, Pipeline, Runner, Verify
+from tlora_fx.pipeline import Event, GroupPass, Instrument, JobPass, Pipeline, Runner
 from tlora_fx.tools.check_command import run_check
 
 Verdict = Literal["good", "bad", "skip"]
@@ -47,6 +47,8 @@ CANNOT_TELL = 125
 SHELLS_OWN = {126: "it may not be executed", 127: "there is no such command"}
 PROGRAM = "program.py"
 GIB = 2**30
+#: Of drawn weights and rows; and what a state may need to be judged by its numbers.
+SEED, MAX_BYTES = 0, 4 * GIB
 SHOWN = 8
 
 
@@ -271,7 +273,6 @@ class States:
 
     pipeline: Pipeline
     start: Document
-    verify: Verify = "structure"
     _kept: dict[int, tuple[Document, tuple[str, ...]]] = field(default_factory=dict)
 
     def after(self, place: int, limit: int | None = None) -> PassState:
@@ -281,7 +282,7 @@ class States:
         raises    TloraError, where a pass fails
         """
         limits = {} if limit is None else {place: limit}
-        runner = Runner(self.pipeline, (), self.verify, limits=limits)
+        runner = Runner(self.pipeline, limits=limits)
         last = place if limit is None else place - 1
         start = max((known for known in self._kept if known <= last), default=0)
         document, rewrites = self._kept.get(start, (self.start, ()))
@@ -312,10 +313,7 @@ class _Traced(Instrument):
 
 
 def trace_states(
-    prepared: Prepared,
-    pipeline: Pipeline,
-    verify: Verify = "structure",
-    limits: dict[int, int] | None = None,
+    prepared: Prepared, pipeline: Pipeline, limits: dict[int, int] | None = None
 ) -> States:
     """Compile once, and keep what was traced.
 
@@ -324,7 +322,7 @@ def trace_states(
     raises    TloraError, where compiling fails
     """
     traced = _Traced()
-    group = fuse(prepared, Runner(pipeline, [traced], verify, limits=limits))
+    group = fuse(prepared, Runner(pipeline, [traced], limits=limits))
     copies: dict[int, JobGraph] = {}
     for live, document in traced.kept:
         copy = from_document(document)
@@ -333,7 +331,7 @@ def trace_states(
     base = copies[id(group.base.root)]
     jobs = [copies[id(job.root)].for_job(job.name, job.sites) for job in group.jobs]
     start = GroupGraph(base, jobs, group.exact, group.compute)
-    return States(pipeline, to_document(start), verify)
+    return States(pipeline, to_document(start))
 
 
 def run_everywhere(runner: Runner, place: int, group: GroupGraph) -> None:
@@ -432,13 +430,11 @@ class _Reference:
 class NumericsCheck(Check):
     """Good where losses and gradients are those of the traced graphs, up to rounding.
 
-    backbone       whose buffers are taken as they are; weights are drawn
-    memory_bytes   a state that needs more cannot be judged
+    backbone   whose buffers are taken as they are; weights are drawn
     """
 
-    def __init__(self, backbone: Backbone, seed: int = 0, memory_bytes: int = 4 * GIB) -> None:
-        self.seed, self.memory_bytes = seed, memory_bytes
-        self.tensors = Seeded(seed, buffers_of(backbone))
+    def __init__(self, backbone: Backbone) -> None:
+        self.tensors = Seeded(SEED, buffers_of(backbone))
         self._start: GroupGraph | None = None
         self._known: _Reference | None = None
 
@@ -465,10 +461,8 @@ class NumericsCheck(Check):
     def _difference(self, known: _Reference, group: GroupGraph, layers: frozenset[str]) -> float:
         jobs = known.layers[layers]
         needed = bytes_needed([known.start, group], layers, known.rows)
-        if needed > self.memory_bytes:
-            raise Unchecked(
-                f"needs {needed / GIB:.1f} GiB, limit {self.memory_bytes / GIB:.1f} GiB"
-            )
+        if needed > MAX_BYTES:
+            raise Unchecked(f"needs {needed / GIB:.1f} GiB, limit {MAX_BYTES / GIB:.1f} GiB")
         outcome = evaluate(group, layers, known.rows, self.tensors)
         return worst(_of(known.outcome, jobs), _of(outcome, jobs)).relative
 
@@ -476,7 +470,7 @@ class NumericsCheck(Check):
         if self._known is None:
             group = self._start
             assert group is not None
-            rows = ProbeRows(group.job_names, group.form, self.seed, None, group.vocabulary)
+            rows = ProbeRows(group.job_names, group.form, SEED, None, group.vocabulary)
             layers: dict[frozenset[str], list[str]] = {}
             for job in group.jobs:
                 traced = job.plan.traced() if job.plan is not None else ()
