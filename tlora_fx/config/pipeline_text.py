@@ -9,10 +9,10 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from importlib.metadata import EntryPoint, entry_points
 from importlib.util import find_spec
 from pathlib import Path
 
+from tlora_fx.config.plugins import plugin_names
 from tlora_fx.errors import GraphFileNotReadable, PipelineError, PluginBroken, nearest
 
 _PASS_TEXT = re.compile(r"\s*([a-z0-9-]+)\s*(?:\{([^{}]*)\})?\s*(?:,|$)")
@@ -85,14 +85,10 @@ def require_readable(pipeline: str | None, added: Sequence[str] = ()) -> None:
     spec = find_spec(PASSES)
     folders = spec.submodule_search_locations if spec is not None else None
     ours = {name: options for folder in folders or () for name, options in passes_in(Path(folder))}
-    require_known([name for name, _ in wanted], {*ours, *(e.name for e in _offered())})
+    require_known([name for name, _ in wanted], plugin_names(PASSES, ours))
     for name, options in wanted:
         for item in options.split() if name in ours else ():
             require_option(name, item.partition("=")[0], ours[name])
-
-
-def _offered() -> Iterable[EntryPoint]:
-    return entry_points(group=PASSES)
 
 
 def passes_in(folder: Path) -> Iterator[tuple[str, list[str]]]:

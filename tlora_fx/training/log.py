@@ -608,7 +608,7 @@ class CommandLog:
             "AND (expires IS NULL OR expires > :now) ORDER BY made",
             user=user, model=model, path=path, now=self.now(),
         )  # fmt: skip
-        return [_checkpoint(row) for row in rows]
+        return [Checkpoint(**_fields(row) | {"public": bool(row["public"])}) for row in rows]
 
     def checkpoint(self, path: str, user: str | None = None) -> Checkpoint:
         """A checkpoint; raises JobUnknown where it is not there, expired, or another's own."""
@@ -741,10 +741,6 @@ def model_id(session: str, place: int) -> str:
 def sampler_id(session: str, place: int) -> str:
     """The id of a session's n-th sampler."""
     return f"{session}:sample:{place}"
-
-
-def _checkpoint(row: sqlite3.Row) -> Checkpoint:
-    return Checkpoint(**_fields(row) | {"public": bool(row["public"])})
 
 
 def _fields(row: sqlite3.Row) -> dict[str, Any]:

@@ -214,7 +214,8 @@ def _checked(
         elif name in ("lr_scheduler_kwargs", "optim_args"):
             values[name] = _mapping(draft, sources[name], name, value)
         elif name == "eval_strategy":
-            values[name] = {True: "yes", False: "no"}.get(value, value) if _hashable(value) else ""
+            plain = isinstance(value, str | int | float | bool)
+            values[name] = {True: "yes", False: "no"}.get(value, value) if plain else ""
         else:
             values[name] = value
     for name in ("max_steps", "logging_steps", "warmup_steps", "save_steps"):
@@ -223,10 +224,6 @@ def _checked(
             draft.refuse(sources[name], f"expected a number of steps, found {given[name]!r}")
             del values[name]
     return values
-
-
-def _hashable(value: Any) -> bool:
-    return isinstance(value, str | int | float | bool)
 
 
 def _is_number(value: Any) -> bool:
