@@ -99,6 +99,18 @@ def link_or_copy(source: Path, target: Path) -> None:
             os.fsync(copied.fileno())
 
 
+def whole_lines(path: Path, begin: int, most: int = -1) -> bytes:
+    """What a file has from a byte on, up to its last whole line: one that is being written waits.
+
+    most     bytes that are read; -1: all
+    raises   OSError
+    """
+    with path.open("rb") as file:
+        file.seek(begin)
+        content = file.read(most)
+    return content[: content.rfind(b"\n") + 1]
+
+
 @contextmanager
 def transaction(base: sqlite3.Connection) -> Iterator[None]:
     """Inside, all is written, or nothing of it where anything is raised."""

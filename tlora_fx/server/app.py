@@ -52,6 +52,7 @@ from tlora_fx.errors import (
     UploadRefused,
     did_you_mean,
 )
+from tlora_fx.host.durable import whole_lines
 from tlora_fx.host.version import __version__
 from tlora_fx.runtime.run_folder import METRICS
 from tlora_fx.server.ledger import User
@@ -415,8 +416,7 @@ async def _lines(by: Caller, name: str, *, follow: bool) -> AsyncIterator[bytes]
     while user := by.again():
         # Asked before the file is read: once it has ended, nothing more comes.
         owned = await run_in_threadpool(by.service.store.job, user, name)
-        content = await run_in_threadpool(_rest, path, read)
-        whole = content[: content.rfind(b"\n") + 1]
+        whole = await run_in_threadpool(_new_lines, path, read)
         read += len(whole)
         for line in log_lines(whole):
             yield f"{line}\n".encode()
@@ -428,11 +428,9 @@ async def _lines(by: Caller, name: str, *, follow: bool) -> AsyncIterator[bytes]
     yield f"{name}: the token is no longer accepted\n".encode()
 
 
-def _rest(path: Path, start: int) -> bytes:
+def _new_lines(path: Path, start: int) -> bytes:
     try:
-        with path.open("rb") as file:
-            file.seek(start)
-            return file.read(1 << 20)
+        return whole_lines(path, start, 1 << 20)
     except OSError:
         return b""
 

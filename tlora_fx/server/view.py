@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict
 
 from tlora_fx.config.hyperparameters import learning_rate_of, rank_of
 from tlora_fx.errors import LedgerError
+from tlora_fx.host.durable import whole_lines
 from tlora_fx.runtime.run_folder import METRICS, parsed_metrics
 from tlora_fx.server.ledger import User
 from tlora_fx.server.store import OwnedJob, Page, ServiceStore
@@ -174,15 +175,13 @@ class Metrics:
                 self.__init__(self.path)  # type: ignore[misc]
                 self._inode = status.st_ino
             before = self._read
-            with self.path.open("rb") as file:
-                while status.st_size > file.seek(self._read):
-                    content = file.read(READ_BYTES)
-                    whole = content[: content.rfind(b"\n") + 1]
-                    if not whole:
-                        break
-                    self._read += len(whole)
-                    for row in parsed_metrics(whole):
-                        self._take(row)
+            while status.st_size > self._read:
+                whole = whole_lines(self.path, self._read, READ_BYTES)
+                if not whole:
+                    break
+                self._read += len(whole)
+                for row in parsed_metrics(whole):
+                    self._take(row)
         except OSError:
             return False
         return self._read > before

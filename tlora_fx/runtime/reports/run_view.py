@@ -9,6 +9,7 @@ from statistics import median
 from typing import Any
 
 from tlora_fx.errors import RunFolderError
+from tlora_fx.host.durable import whole_lines
 from tlora_fx.host.formats import read_object, require_known_stamp
 from tlora_fx.runtime.run_folder import (
     DATA,
@@ -73,12 +74,9 @@ class JobView:
         try:
             if path.stat().st_size < self._read:
                 self.steps, self.evaluations, self.samples, self._read = [], [], [], 0
-            with path.open("rb") as file:
-                file.seek(self._read)
-                content = file.read()
+            whole = whole_lines(path, self._read)
         except OSError:
             return
-        whole = content[: content.rfind(b"\n") + 1]
         self._read += len(whole)
         for row in parsed_metrics(whole):
             kind = self.steps if "loss" in row else self.samples

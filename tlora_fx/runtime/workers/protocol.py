@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from pydantic import TypeAdapter
 
-from tlora_fx.host.durable import replace_file
+from tlora_fx.host.durable import replace_file, whole_lines
 from tlora_fx.host.storage import append, until_there_is_room
 
 #: Exit codes of a worker. It was killed.
@@ -165,11 +165,8 @@ class EventReader:
     def lines(self) -> list[dict[str, Any]]:
         """Lines that were written since the last call; a line without its end waits."""
         try:
-            with self.path.open("rb") as file:
-                file.seek(self._read)
-                content = file.read()
+            whole = whole_lines(self.path, self._read)
         except FileNotFoundError:
             return []
-        whole = content[: content.rfind(b"\n") + 1]
         self._read += len(whole)
         return [json.loads(line) for line in whole.splitlines()]
