@@ -348,13 +348,8 @@ class Events:
         loop = self.loop
         if loop.held.pop(name, None) is None:
             del loop.window.jobs[name]
-        loop.parked.discard(name)
-        loop.window.fill()
-        loop.retries.forget(name)
-        loop.credits.close(name)
         loop.ended[name] = f"failed: {reason}" if reason else "done"
-        loop.formations.drop(lambda group: name in group.jobs)
-        loop.changed = loop.prompted = True
+        loop.forget(name)
 
     def _failed(self, event: Failed, formation: Formation) -> None:
         """A whole formation ended: its jobs go on from their last commits."""
@@ -547,14 +542,18 @@ class Loop:
             return False
         if self.held.pop(name, None) is None and self.window.take(name) is None:
             return False
+        del self.ended[name]
+        self.forget(name)
+        return True
+
+    def forget(self, name: str) -> None:
+        """Keep nothing of a job that is active no longer, and let others have its place."""
         self.parked.discard(name)
         self.window.fill()
         self.retries.forget(name)
         self.credits.close(name)
-        del self.ended[name]
         self.formations.drop(lambda group: name in group.jobs)
         self.changed = self.prompted = True
-        return True
 
     def hold(self, name: str) -> bool:
         """Hold back an active job until `let_go`, whatever policies say; whether it will be held.
