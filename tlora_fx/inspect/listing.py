@@ -21,6 +21,7 @@ from tlora_fx.inspect.flops import (
     MOVES,
     Cost,
     FlopCounter,
+    first_tensor,
     is_branch,
     loss_cost,
     operator_name,
@@ -413,7 +414,7 @@ class _ModuleNodes:
     def value(self) -> torch.Tensor | None:
         """The module's result, as a fake tensor."""
         for node in reversed(self.nodes):
-            if (value := _tensor_of(node)) is not None:
+            if (value := first_tensor(node.meta.get("val"))) is not None:
                 return value
         return None
 
@@ -463,7 +464,7 @@ def _modules(nodes: Iterable[fx.Node]) -> list[_ModuleNodes]:
     """The modules of a graph that matter, in the order in which they end."""
     modules: dict[str, _ModuleNodes] = {}
     for node in nodes:
-        if node.op != "call_function" or _tensor_of(node) is None:
+        if node.op != "call_function" or first_tensor(node.meta.get("val")) is None:
             continue
         if serves_several(node):  # each of its sites has a result of its own
             continue
@@ -481,10 +482,3 @@ def _modules(nodes: Iterable[fx.Node]) -> list[_ModuleNodes]:
             module.nodes.append(node)
         modules[key] = module
     return [module for module in modules.values() if module.matters]
-
-
-def _tensor_of(node: fx.Node) -> torch.Tensor | None:
-    """The fake tensor that a node gives, the first where it gives several."""
-    value = node.meta.get("val")
-    value = value[0] if isinstance(value, (tuple, list)) and value else value
-    return value if isinstance(value, torch.Tensor) else None
