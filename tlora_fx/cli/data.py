@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import typer
 from rich.bar import Bar
@@ -252,14 +252,6 @@ def _label(job: Job, sample: Sample) -> str:
     return ", ".join(repr(name) for name, on in zip(names, value, strict=True) if on) or "none"
 
 
-class _Bar(NamedTuple):
-    """How many lengths are from `low` to `high`, both included."""
-
-    low: int
-    high: int
-    lengths: int
-
-
 def _histogram(lengths: np.ndarray) -> Table:
     """Lengths of sequences, as bars."""
     import numpy as np
@@ -272,15 +264,18 @@ def _histogram(lengths: np.ndarray) -> Table:
     table.add_column("", width=BAR_COLUMNS, no_wrap=True)
     table.add_column("sequences", justify="right", no_wrap=True)
     bars = _bars(ordered)
-    most = max(bar.lengths for bar in bars)
+    most = max(count for *_, count in bars)
     for low, high, count in bars:
         span = f"{low:,}" if low == high else f"{low:,}–{high:,}"
         table.add_row(f"  {span}", Bar(most, 0, count, width=BAR_COLUMNS), f"{count:,}")
     return table
 
 
-def _bars(ordered: np.ndarray) -> list[_Bar]:
-    """At most MAX_BARS ranges of equal width, which begin at multiples of it."""
+def _bars(ordered: np.ndarray) -> list[tuple[int, int, int]]:
+    """At most MAX_BARS ranges: first and last length of each, and how many there are.
+
+    They are equally wide, and begin at multiples of that.
+    """
     import numpy as np
 
     shortest, longest = int(ordered[0]), int(ordered[-1])
@@ -293,7 +288,7 @@ def _bars(ordered: np.ndarray) -> list[_Bar]:
     first, last = shortest // width, longest // width
     counts = np.bincount(ordered // width - first, minlength=last - first + 1).tolist()
     return [
-        _Bar(max(at * width, shortest), min(at * width + width - 1, longest), count)
+        (max(at * width, shortest), min(at * width + width - 1, longest), count)
         for at, count in enumerate(counts, first)
     ]
 
