@@ -293,7 +293,7 @@ class Cycle:
             plain = self.layers.plain_pieces(command)
             self._begin([command])
             while command.queue in self._running:
-                with self.layers.as_before() if plain > 0 else nullcontext():
+                with self.engine.step.uncompiled() if plain > 0 else nullcontext():
                     self._run_pieces([command.queue])
                 plain -= 1
         elif command.kind == STEP:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -129,7 +128,7 @@ class LoggedLayers:
     """
 
     def __init__(self, log: CommandLog, step: GroupStep) -> None:
-        self.log, self.step, self._record = log, step, LogRecord(log, log.now())
+        self.log, self._record = log, LogRecord(log, log.now())
         self._layers = CompiledLayers(
             step, self._record, callback=LoggedNotes(logger), unit="cycle", fixed_slots=True
         )
@@ -175,10 +174,6 @@ class LoggedLayers:
         if after is not None and cycle > after:
             return True
         return any(begin < cycle <= end for begin, end in self._past)
-
-    def as_before(self) -> AbstractContextManager[None]:
-        """Inside, layers run as before they were compiled."""
-        return self.step.uncompiled()
 
     def close(self) -> None:
         """End the process that compiles, if there is one."""
