@@ -31,7 +31,7 @@ def test_a_request_of_the_client_is_read():
     read = read_request(WRITTEN)
 
     assert canonical_request(WRITTEN)[:2] == ("s1:train:0", 3)
-    assert (read.model, read.seq, read.loss, read.forward_only) == ("s1:train:0", 3, "ppo", True)
+    assert (read.loss, read.forward_only) == ("ppo", True)
     assert read.options == {"clip_low_threshold": 0.7}
     [datum] = read.data
     assert datum.tokens.tolist() == [5, 6, 7]

@@ -95,8 +95,6 @@ class ForwardBackward:
     options   of the loss; texts too
     """
 
-    model: str
-    seq: int
     data: Sequence[Datum]
     loss: str
     options: Mapping[str, float | str] = field(default_factory=dict)
@@ -142,9 +140,7 @@ def read_request(body: bytes) -> ForwardBackward:
     for each in message.loss_fn_config_v2:
         value = each.value
         options[each.key] = value.text or value.number
-    return ForwardBackward(
-        message.model_id, message.seq_id, data, message.loss_fn, options, message.forward_only
-    )
+    return ForwardBackward(data, message.loss_fn, options, message.forward_only)
 
 
 def _datum(number: int, message: Any) -> Datum:
