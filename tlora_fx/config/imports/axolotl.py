@@ -303,9 +303,7 @@ def _entries(draft: Draft, at: str, entry: dict[str, Any]) -> list[dict[str, Any
             draft.leave(f"{at}.{other}", value, "the data set is left out", changes=True)
         return []
     made = _format(draft, at, kind, name, entry)
-    for theirs, ours in (("name", "name"), ("split", "split")):
-        if theirs in entry:
-            made[ours] = entry.pop(theirs)
+    made |= {key: entry.pop(key) for key in ("name", "split") if key in entry}
     paths = _paths(draft, at, entry)
     _leave_rest(draft, at, entry)
     return [{"path": draft.path(path), **made} for path in paths]
