@@ -114,7 +114,7 @@ class _Describer:
         self.sizes = size_names(owner)
         self.counter = FlopCounter(owner.form, self.sizes, cache.setdefault(owner.form, {}))
         self.share = 1 / len(owner.jobs) if isinstance(owner, GroupGraph) else 1.0
-        self.name = _owner_name(owner)
+        self.name = owner.subject
         self.names = {**_table_sizes(owner), **self.sizes}
         self.origins: list[Origin] = []
 
@@ -193,13 +193,6 @@ class _Describer:
         names = paths or [str(node.meta["site"])]
         of_jobs = [sites.get(job, {}) for job in node.meta.get("jobs") or ()]
         return [[job[path] for path in names if path in job] for job in of_jobs]
-
-
-def _owner_name(owner: GroupGraph | JobGraph) -> str:
-    """Whose graphs these are: "base", "job NAME" or "group"."""
-    if isinstance(owner, GroupGraph):
-        return "group"
-    return f"job {owner.name}" if owner.name else "base"
 
 
 def _target_name(node: fx.Node) -> str:
@@ -326,7 +319,7 @@ class Recorder(Instrument):
         subjects = [(done.subject, done.graphs)]
         if isinstance(done.graphs, GroupGraph):
             # Of a group that is not fused those of its base and jobs.
-            subjects = [(_owner_name(owner), owner) for owner in owners(done.graphs)]
+            subjects = [(owner.subject, owner) for owner in owners(done.graphs)]
         for subject, graphs in subjects:
             kept = before.get(subject) if not done.changed else None
             state.parts[subject] = kept or _describe(graphs, self._cache)

@@ -25,7 +25,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import networkx as nx
 import torch
@@ -203,6 +203,11 @@ class JobGraph:
             yield block.graph
 
     @property
+    def subject(self) -> str:
+        """Whose graphs these are: "base" or "job NAME"."""
+        return f"job {self.name}" if self.name else "base"
+
+    @property
     def vocabulary(self) -> int:
         """Number of token ids: the last dimension of the logits."""
         logits: Any = output_of(self.root).args[0]
@@ -245,6 +250,8 @@ class GroupGraph:
     open        slots for jobs that come and go; None: these jobs stay
     facts       what holds of the graphs, and the pass that provides it, as pipelines spell it
     """
+
+    subject: ClassVar[str] = "group"
 
     base: JobGraph
     jobs: list[JobGraph]

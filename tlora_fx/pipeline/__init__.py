@@ -166,17 +166,16 @@ class Runner:
             for instrument in self.instruments:
                 instrument.left(name)
 
-    def run_job(self, graph: JobGraph, subject: str | None = None) -> None:
+    def run_job(self, graph: JobGraph) -> None:
         """Run the job passes on a graph that came from the tracer."""
-        subject = subject or (f"job {graph.name}" if graph.name else "base")
         remember_runs(graph.root)
-        record(named_graphs(graph), TRACE, subject)
+        record(named_graphs(graph), TRACE, graph.subject)
         name_nodes(graph, anew=True)
         for instrument in self.instruments:
-            instrument.traced(subject, graph)
+            instrument.traced(graph.subject, graph)
         for place, item in enumerate(self.pipeline.passes, 1):
             if isinstance(item, JobPass):
-                self.run_one(Event(place, item, subject, graph))
+                self.run_one(Event(place, item, graph.subject, graph))
 
     def run_group(self, group: GroupGraph) -> None:
         """Run the group passes."""
@@ -336,9 +335,7 @@ def _lint(event: Event, graph: fx.Graph) -> None:
 def record_all(graphs: JobGraph | GroupGraph, made_by: str, subject: str) -> None:
     """Give every node of all graphs that a pass may have rewritten an origin and a name."""
     for owner in owners(graphs):
-        name = owner.name if isinstance(owner, JobGraph) else ""
-        known = subject if owner is graphs else f"job {name}" if name else "base"
-        record(named_graphs(owner), made_by, known)
+        record(named_graphs(owner), made_by, subject if owner is graphs else owner.subject)
         name_nodes(owner)
 
 

@@ -348,7 +348,7 @@ def run_everywhere(runner: Runner, place: int, group: GroupGraph) -> None:
     for graph in (group.base, *group.jobs):
         structures.setdefault(id(graph.root), []).append(graph)
     for first, *others in structures.values():
-        runner.run_one(Event(place, item, f"job {first.name}" if first.name else "base", first))
+        runner.run_one(Event(place, item, first.subject, first))
         for other in others:
             other.root, other.blocks = first.root, first.blocks
             other.plan, other.constants = first.plan, first.constants

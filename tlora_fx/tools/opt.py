@@ -21,8 +21,7 @@ def run_on(graphs: JobGraph | GroupGraph, runner: Runner) -> None:
             if isinstance(graphs, GroupGraph):
                 run_everywhere(runner, place, graphs)
             else:
-                subject = f"job {graphs.name}" if graphs.name else "base"
-                runner.run_one(Event(place, item, subject, graphs))
+                runner.run_one(Event(place, item, graphs.subject, graphs))
         for instrument in runner.instruments:
             instrument.finished(graphs)
 
