@@ -213,6 +213,7 @@ class _BranchWriter:
             if node.op == "placeholder":
                 copied = self.graph.node_copy(node)
                 copied.meta = {**node.meta, "role": "shared", "jobs": tuple(self.group.job_names)}
+                self._fit_jobs(copied)
                 self.before[node] = self.after[node] = copied
                 self.tables[str(node.target)] = copied
         root = placeholders(self.group.base.root)
@@ -220,7 +221,16 @@ class _BranchWriter:
             if name not in self.tables:
                 copied = self.graph.placeholder(name)
                 copied.meta = {**root[name].meta, "role": "table", "jobs": ()}
+                self._fit_jobs(copied)
                 self.tables[name] = copied
+
+    def _fit_jobs(self, table: fx.Node) -> None:
+        """Give a table of jobs an entry for each: the row that was traced has fewer jobs."""
+        jobs, value = len(self.group.jobs), table.meta["val"]
+        rows = {"segments": jobs + 1, "keys": jobs}.get(str(table.target), 0)
+        if rows and value.shape[0] < rows:
+            shape = (rows, *value.shape[1:])
+            table.meta["val"] = fake_like(value.fake_mode, shape, value.dtype, value.device)
 
     def _call_args(self, call: fx.Node) -> tuple[fx.Node, ...]:
         """What a fused layer takes: the base layer's arguments, then the tables added to it."""
