@@ -19,6 +19,7 @@ from tlora_fx.errors import ResumeMismatch, RunFolderError
 from tlora_fx.host.version import __version__
 from tlora_fx.runtime.checkpoints.store import CheckpointStore, ResumeSources
 from tlora_fx.runtime.data.samples import JobData
+from tlora_fx.runtime.run_folder import read_metrics
 from tlora_fx.runtime.trainer import Trainer, TrainerCallback, TrainerOptions
 
 ACCEPT = TrainerOptions(accept_changes=True)
@@ -179,6 +180,15 @@ def test_each_difference_of_a_job_is_a_line_of_its_own(base, begun):
     assert "job 'a': lora.lora_alpha was unset, is 9" in text
     assert "save_steps" not in text
     assert "{" not in text
+
+
+def test_a_run_goes_on_with_the_learning_rate_that_it_accepts(base, begun):
+    """The rates of the remaining steps are the job's, not the checkpoint's."""
+    _, notes = train([job_of(base, learning_rate=0.5)], begun, resume=True, options=ACCEPT)
+
+    assert "learning_rate was 0.01, is 0.5" in "\n".join(notes)
+    rows = read_metrics(begun / "a" / "metrics.jsonl")
+    assert [row["learning_rate"] for row in rows] == [0.01, 0.01, 0.5, 0.5]
 
 
 def test_a_change_that_no_state_fits_is_refused_even_when_asked_for(base, begun):

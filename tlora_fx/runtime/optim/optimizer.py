@@ -280,7 +280,7 @@ class JobOptimizer:
 
     def keep_to_schedule(self) -> None:
         """Forget the rate of a step that was not done: the next one has the schedule's."""
-        rates = self._rates(self._schedule.state_dict())
+        rates = self._rates(self._schedule.last_epoch)
         for group, rate in zip(self._optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
@@ -466,22 +466,24 @@ class JobOptimizer:
         groups = self._optimizer.param_groups
         for group, noted in zip(groups, values.get("groups", ()), strict=False):
             group.update(noted)
-        # The schedule's functions come from the job file; only their counters are saved.
-        functions = {"lr_lambdas": [None] * len(groups)}
-        own = isinstance(self._schedule, RecordedSchedule)
-        self._schedule.load_state_dict({**values["schedule"], **({} if own else functions)})
-        for group, rate in zip(groups, self._rates(values["schedule"]), strict=True):
+        # The schedule's functions and rates come from the job file; only its counters are loaded.
+        saved, own = values["schedule"], isinstance(self._schedule, RecordedSchedule)
+        rates = self._rates(saved["last_epoch"])
+        counters = {"last_epoch": saved["last_epoch"], "_step_count": saved["_step_count"]}
+        functions = {} if own else {"lr_lambdas": [None] * len(groups)}
+        self._schedule.load_state_dict({**counters, **functions, "_last_lr": rates})
+        for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate
 
     def _states(self) -> dict[str, dict[str, Any]]:
         return {name: self._optimizer.state[param] for name, param in self._known.items()}
 
-    def _rates(self, saved: Mapping[str, Any]) -> list[float]:
-        """The rates to go on with: by the schedule as it is now, which may be longer than then."""
+    def _rates(self, epoch: int) -> list[float]:
+        """The rates of a step by the schedule as it is now, which may be longer than it was."""
         if isinstance(self._schedule, RecordedSchedule):
-            return self._schedule.rates(saved["last_epoch"])
-        pairs = zip(saved["base_lrs"], self._schedule.lr_lambdas, strict=True)
-        return [base * function(saved["last_epoch"]) for base, function in pairs]
+            return self._schedule.rates(epoch)
+        pairs = zip(self._schedule.base_lrs, self._schedule.lr_lambdas, strict=True)
+        return [float(base) * function(epoch) for base, function in pairs]
 
     def _like(self, name: str, kind: str, value: Tensor) -> Tensor:
         """An empty tensor for saved state of a parameter."""
