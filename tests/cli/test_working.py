@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import time
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from tlora_fx.cli.bars import Bars, Pace
 from tlora_fx.cli.terminal import Console, Working, print_whole
 from tlora_fx.host import phases
 from tlora_fx.host.phases import StartRecord, Stretch, phase
+from tlora_fx.runtime.data.samples import DataReport
 from tlora_fx.runtime.job_run import RoundReport
 
 
@@ -245,3 +247,26 @@ def test_text_of_strangers_moves_no_cursor():
     assert "e\\x1b]0;title\\x07f" in text
     assert "\x1b[31m" in text
     assert not {"\x07", "\x9b", "\u202e"} & set(text)
+
+
+def test_jobs_whose_data_was_read_alike_share_their_lines():
+    """Eight jobs on one file are no reason for eight times the same."""
+    out = io.StringIO()
+    alike = DataReport(rows=9, samples=9, tokens=90, target_tokens=30, layout="read as text")
+    reports = {f"a{n}": alike for n in range(5)} | {
+        "b": replace(alike, truncated=2),
+        "c": replace(alike, truncated=3),
+        "d": replace(alike, truncated=3),
+    }
+    Bars(Console(file=out)).read(reports)
+
+    assert out.getvalue().splitlines() == [
+        "a0 and 4 more: 9 samples, 90 tokens, 30 trained",
+        "a0 and 4 more: read as text",
+        "b: 9 samples, 90 tokens, 30 trained",
+        "b: 2 of 9 samples truncated to max_length",
+        "b: read as text",
+        "c, d: 9 samples, 90 tokens, 30 trained",
+        "c, d: 3 of 9 samples truncated to max_length",
+        "c, d: read as text",
+    ]

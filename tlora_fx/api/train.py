@@ -105,9 +105,7 @@ class _Heard(TrainerCallback):
     def started(self, runs: Sequence[JobRun]) -> None:
         """Tell how each job's data was read, and what is most likely not meant."""
         data = {run.job.name: run.data for run in runs}
-        for name, samples in data.items():
-            for line in samples.report.lines():
-                self._bars.noted(f"{name}: {line}")
+        self._bars.read({name: samples.report for name, samples in data.items()})
         for text in unusual([run.job for run in runs], data, self._max_row_tokens):
             self._bars.warned(words_of_python(text))
             self.warned(words_of_python(text))

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -29,11 +29,14 @@ from tlora_fx.inspect.wording import plural
 from tlora_fx.runtime.callbacks import TrainerCallback
 
 if TYPE_CHECKING:
+    from tlora_fx.runtime.data.samples import DataReport
     from tlora_fx.runtime.job_evaluation import EvaluationReport
     from tlora_fx.runtime.job_run import JobRun, RoundReport, SampleReport, StepReport
 
 #: Rounds that say how fast the run is now.
 RECENT = 20
+#: Jobs whose data was read alike are named up to so many.
+NAMED = 3
 
 
 class Pace:
@@ -214,6 +217,17 @@ class Bars(TrainerCallback):
 
     def noted(self, text: str) -> None:
         self._say(text)
+
+    def read(self, reports: Mapping[str, DataReport]) -> None:
+        """Say how the data of jobs was read, once of jobs of which all of it is the same."""
+        names: dict[tuple[str, ...], list[str]] = {}
+        for name, report in reports.items():
+            names.setdefault(tuple(report.lines()), []).append(name)
+        for lines, jobs in names.items():
+            shown = jobs if len(jobs) <= NAMED else jobs[:1]
+            more = f" and {len(jobs) - 1} more" if len(jobs) > NAMED else ""
+            for line in lines:
+                self._say(f"{', '.join(shown)}{more}: {line}")
 
     def _say(self, text: str) -> None:
         self.progress.console.print(text, highlight=False, markup=False, soft_wrap=True)

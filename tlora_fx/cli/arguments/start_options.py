@@ -217,9 +217,7 @@ def arrange(
                 measuring=lambda: bars.noted("measuring a layer, to choose a plan"),
             )
     plan = everyone.together(lambda: planned(options, launch, memory, model, data, basis))
-    for name, samples in data.items():
-        for line in samples.report.lines():
-            bars.noted(f"{name}: {line}")
+    bars.read({name: samples.report for name, samples in data.items()})
     if launch.size > 1:
         bars.console.print(f"plan: {plan.planner} on {plan.mesh}")
     return Arranged(everyone, device, model, data, plan, basis)
