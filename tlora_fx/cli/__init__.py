@@ -6,12 +6,15 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 
 import typer
+from typer.core import TyperGroup
 
 from tlora_fx.cli.arguments.options import Interrupted, command_group
-from tlora_fx.cli.arguments.synonyms import suggested
+from tlora_fx.cli.arguments.synonyms import in_job_file, suggested
 from tlora_fx.errors import TloraError, printable
 from tlora_fx.host import collector
 from tlora_fx.host.early_end import TERMINATED
@@ -53,7 +56,9 @@ COMMANDS = {
 }
 #: By command, its module, where it cannot have the same name.
 MODULES = {"import": "import_config"}
-INTERRUPTED = 130
+INTERRUPTED, MISUSED = 130, 2
+#: Commands that read a job file and train or measure what it says.
+OF_A_JOB_FILE = frozenset({"train", "verify", "prepare", "data", "compile", "plan", "profile"})
 #: Options that were taken out, by the names that plans had for them.
 TAKEN_OUT = {"--sequence-parallel": "sequence_parallel"}
 
@@ -105,7 +110,7 @@ def _run(given: list[str]) -> None:
         if asked is not None and not {"--help", "-h"} & {*given}:
             require_known_values()
             thread_rules.set_up()  # before torch is imported
-        with without_foreign_notices():
+        with without_foreign_notices(), _leading_to_the_job_file(asked, given):
             _app(asked)(given, prog_name="tlora-fx")
     except TloraError as error:
         _say(error.with_notes())
@@ -125,6 +130,27 @@ def _run(given: list[str]) -> None:
     except (KeyboardInterrupt, Interrupted) as stop:
         _say(f"interrupted: {stop}" if str(stop) else "interrupted")
         sys.exit(INTERRUPTED)
+
+
+@contextmanager
+def _leading_to_the_job_file(asked: str | None, given: list[str]) -> Iterator[None]:
+    """After wrong usage, say where fields of jobs stand that other trainers take as options."""
+    try:
+        yield
+    except SystemExit as end:
+        if end.code == MISUSED and asked in OF_A_JOB_FILE:
+            for option in _unknown_options(asked, given):
+                if help := in_job_file(option):
+                    _say(f"{option}: {help}")
+        raise
+
+
+def _unknown_options(asked: str, given: list[str]) -> list[str]:
+    command = typer.main.get_command(_app(asked))
+    assert isinstance(command, TyperGroup)
+    known = {name for each in command.commands[asked].params for name in each.opts}
+    options = [word.partition("=")[0] for word in given if word.startswith("--")]
+    return [option for option in options if option not in known]
 
 
 def _app(asked: str | None) -> typer.Typer:

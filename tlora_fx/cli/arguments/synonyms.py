@@ -1,4 +1,4 @@
-"""What other tools call the commands of `tlora-fx`."""
+"""What other tools call the commands of `tlora-fx`, and give as options of them."""
 
 from __future__ import annotations
 
@@ -40,3 +40,25 @@ def suggested(asked: str, commands: Mapping[str, str]) -> str | None:
     return nearest(asked, commands, _LIKENESS) or SYNONYMS.get(
         nearest(asked, SYNONYMS, _LIKENESS) or ""
     )
+
+
+def in_job_file(option: str) -> str:
+    """Where a job file says what somebody gave as an option, or what to write; empty if nowhere.
+
+    option    as given, such as "--learning_rate"
+    """
+    # What a command that is given rightly need not wait for.
+    from tlora_fx.config.job import BaseSpec, Job
+    from tlora_fx.config.other_names import BASE_KEYS, ELSEWHERE, JOB_KEYS, LORA_KEYS
+
+    key = option.removeprefix("--").replace("-", "_")
+    job, lora, base = JOB_KEYS.get(key, key), LORA_KEYS.get(key, key), BASE_KEYS.get(key, key)
+    if key in ELSEWHERE and key not in BaseSpec.model_fields:
+        return ELSEWHERE[key]
+    if job in Job.model_fields:
+        return f"write {job} into the job file, in a job or under 'defaults'"
+    if base in BaseSpec.model_fields:
+        return f"write {base} into the job file, under 'base'"
+    if key in LORA_KEYS or key.startswith("lora_") or key in LORA_KEYS.values():
+        return f"write {lora} into the job file, under 'lora' in a job or under 'defaults'"
+    return ""
