@@ -170,6 +170,8 @@ def test_a_stream_needs_steps() -> None:
         ({"data": datasets.DatasetDict(train=datasets.Dataset.from_list(ROWS))}, "['train']"),
         ({"data": {"path": "x", "rows": ROWS}}, "'path' and 'rows' exclude each other"),
         ({"lora": [1]}, "Job(lora=...): wrong value of 'lora'"),
+        ({"data": None}, "a path, a list of rows, a Dataset, or a dict"),
+        ({"compute_metrics": 3}, "a function, or a str"),
         ({"lora": "all"}, "a dict"),
         ({"shuffle": "yes"}, "True or False"),
         ({"max_steps": 0}, "or None"),

@@ -278,10 +278,12 @@ def _keys_below(spec: type[Spec]) -> Iterator[str]:
         yield from _keys_below(kind)
 
 
-#: What an argument takes beside the mapping of a job file.
+#: What an argument takes beside the mapping or text of a job file.
 _OBJECTS = {
     "base": "a path or a hub id, a model, or a dict",
     "lora": "a LoraConfig, a rank, or a dict",
+    **dict.fromkeys(("data", "eval_data"), "a path, a list of rows, a Dataset, or a dict"),
+    "compute_metrics": "a function, or a str",
 }
 
 
@@ -290,7 +292,7 @@ def _of_argument(callee: str, mistake: Mistake) -> Mistake:
     at = f"{callee}({mistake.loc[0]}=...)" if mistake.loc else f"{callee}(...)"
     texts = (mistake.what, mistake.expected, mistake.found, mistake.help)
     what, expected, found, help = map(words_of_python, texts)
-    if len(mistake.loc) == 1 and expected == "a dict":
+    if len(mistake.loc) == 1 and expected in ("a dict", "a str"):
         expected = _OBJECTS.get(str(mistake.loc[0]), expected)
     if mistake.loc and mistake.what == f"unknown key '{mistake.loc[0]}'":
         what = f"unknown argument '{mistake.loc[0]}'"
