@@ -326,6 +326,10 @@ def test_training_loss_stops_a_job_that_has_no_data_to_evaluate(base, tmp_path):
     told = evaluations_of(tmp_path / "run", [job])["a"]
     assert [row["train_loss"] for row in told] == [sum(losses[:2]) / 2, sum(losses[2:4]) / 2]
     assert status(tmp_path / "run", "a")["step"] == 4
+    assert status(tmp_path / "run", "a")["reason"] == (
+        "stopped early: for 1 evaluation train_loss was not better by more than 100; "
+        f"the best is {told[1]['train_loss']:.6g} at step 4"
+    )
 
 
 METRICS = """

@@ -122,7 +122,10 @@ class JobEvaluation:
         if self.best_value is not None:
             best = f"{self.best_value:.6g} at step {self.best_step}"
         waited = f"for {self.failed} evaluation{'s' if self.failed > 1 else ''}"
-        return f"stopped early: {waited} {self.job.best_metric} was not better than {best}"
+        told = f"stopped early: {waited} {self.job.best_metric} was not better"
+        if threshold := self.job.early_stopping_threshold:
+            return f"{told} by more than {threshold:g}; the best is {best}"
+        return f"{told} than {best}"
 
     def state(self) -> dict[str, Any]:
         """All of it, JSON-able."""
