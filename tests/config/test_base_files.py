@@ -21,7 +21,12 @@ from tlora_fx.config.base_files import (
     weight_files,
 )
 from tlora_fx.config.job import BaseSpec
-from tlora_fx.errors import BaseFileDamaged, BaseFileRefused, RemoteCodeRefused
+from tlora_fx.errors import (
+    BaseFileDamaged,
+    BaseFileRefused,
+    RemoteCodeRefused,
+    TokenizerNotLoadable,
+)
 from tlora_fx.model.backbone import load_config
 from tlora_fx.runtime.data.tokenizer import load_tokenizer
 
@@ -281,3 +286,15 @@ def test_commands_refuse_a_damaged_base_before_torch_is_imported(base, command, 
     assert ended.stdout == "1 False\n", ended.stderr
     assert "error[T0257] a file of the base is cut" in ended.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["", "tokenizer.model"])
+def test_a_folder_without_a_tokenizer_is_told_from_one_that_cannot_be_loaded(tmp_path, name):
+    """Of the second, the library's own words are given."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    if name:
+        (tmp_path / name).write_text("no such thing")
+    spec = BaseSpec(config=tmp_path)
+    text = error_of(lambda: load_tokenizer(spec), TokenizerNotLoadable)
+
+    assert ("found      no file of a tokenizer in the folder\n" in text) == (not name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlora_fx.config.base_files import refuse_remote_code, require_tokenizer_files
@@ -43,10 +44,24 @@ def load_tokenizer(spec: BaseSpec) -> PreTrainedTokenizerBase:
         raise TokenizerNotLoadable(
             "the base's tokenizer cannot be loaded",
             tokenizer=source,
-            found=f"not cached, and the hub is not reached ({offline})" if offline else error,
+            found=f"not cached, and the hub is not reached ({offline})"
+            if offline
+            else _none_in_the_folder(source) or error,
             help="name a folder that holds it, or mend the connection"
             if offline
             else "set base.tokenizer to a hub id or a folder with tokenizer.json, "
             "or give Job(tokenizer=...) or Trainer(data=...)",
         ) from error
     return tokenizer
+
+
+#: What files of tokenizers are called, vocabularies and merges among them.
+_FILES = ("*token*", "*tekken*", "*vocab*", "*merges*", "*.model")
+
+
+def _none_in_the_folder(source: object) -> str:
+    """Why a folder gives no tokenizer, where it has no file of one; else empty."""
+    folder = Path(str(source))
+    if not folder.is_dir() or any(any(folder.glob(name)) for name in _FILES):
+        return ""
+    return "no file of a tokenizer in the folder"
