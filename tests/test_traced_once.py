@@ -39,8 +39,8 @@ def forget(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def fused(forget, monkeypatch):
-    """Equal jobs are fused once, as where their passes are not tested."""
+def fused(monkeypatch):
+    """Equal jobs are fused once, as where their passes are not tested; graphs may be known."""
     monkeypatch.setattr(traced_once, "_fused", OrderedDict())
     traced_once.install(fused=True)
     yield
@@ -77,7 +77,7 @@ def test_a_graph_of_another_process_compiles_to_the_same_model(
 
 def test_jobs_that_differ_in_rates_and_starts_share_a_graph(forget, tmp_path, monkeypatch):
     """It compiles to what its own would; PEFT is asked about each job's fields all the same."""
-    base = base_of(tmp_path, "llama", num_hidden_layers=2)
+    base = base_of(tmp_path, "llama", num_hidden_layers=1)
     jobs = [
         job("one", base, **KINDS["plain"]),
         job("one", base, r=4, target_modules="all-linear", init_lora_weights="gaussian"),
@@ -96,7 +96,7 @@ def test_jobs_that_differ_in_rates_and_starts_share_a_graph(forget, tmp_path, mo
 
 def test_a_loss_is_compared_on_the_first_samples_that_any_process_has(forget, tmp_path):
     """Samples of a job, and made ones, each once."""
-    backbone = load_backbone(base_of(tmp_path, "llama", num_hidden_layers=2))
+    backbone = load_backbone(base_of(tmp_path, "llama", num_hidden_layers=1))
     asked = []
 
     def compare(backbone, rows, jobs):
@@ -161,10 +161,10 @@ def test_a_pass_that_a_test_has_replaced_runs(fused, tmp_path, monkeypatch):
 
 def test_bases_that_differ_in_how_they_are_drawn_share_a_graph(forget, tmp_path, monkeypatch):
     """Also in the tokens that end a text; in one process."""
-    base = base_of(tmp_path, "llama", num_hidden_layers=2)
+    base = base_of(tmp_path, "llama", num_hidden_layers=1)
     traced = fingerprint(compile([job("one", base, **KINDS["plain"])]).group)
     other = base_of(
-        tmp_path / "other", "llama", num_hidden_layers=2, initializer_range=0.2, eos_token_id=[3, 4]
+        tmp_path / "other", "llama", num_hidden_layers=1, initializer_range=0.2, eos_token_id=[3, 4]
     )
     for name in ("trace_base", "trace_job"):
         monkeypatch.setattr(export, name, refuse)
