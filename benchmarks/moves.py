@@ -72,7 +72,7 @@ class Bench:
         self.requests = {
             job.name: JobRequest(job.name, "base", Demand(), 1, ENDLESS) for job in jobs
         }
-        options = LocalOptions(given.device, save_seconds=1e6, compiled=not given.eager)
+        options = LocalOptions(device=given.device, save_seconds=1e6, compiled=not given.eager)
         shared = given.device == "cpu" or torch.cuda.device_count() == 1
         self.executor = (OneDevice if shared else LocalExecutor)(
             folder / "run",

@@ -121,7 +121,7 @@ class Bench:
 
     def options(self, switch_seconds: float, changes: ChangeCosts | None) -> RunOptions:
         """Of every run; nothing is learnt while it runs."""
-        local = LocalOptions(self.device, save_seconds=self.asked.save_seconds,
+        local = LocalOptions(device=self.device, save_seconds=self.asked.save_seconds,
                              compiled=self.asked.compile)  # fmt: skip
         return RunOptions(
             loop=LoopOptions(self.asked.horizon, switch_seconds, changes), linger=0.0, learns=False,

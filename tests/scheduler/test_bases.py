@@ -69,7 +69,7 @@ def run_through(executor, epoch, name):
 def test_two_bases_take_turns_until_one_needs_all_memory(tmp_path, specs, device):
     """Each comes back to its process; then one is too large for the other to stay."""
     server = ForkServer(tmp_path / "workers.log")
-    options = LocalOptions(device, memory_of=lambda group, jobs: 64 * MIB)
+    options = LocalOptions(device=device, memory_of=lambda group, jobs: 64 * MIB)
     executor = LocalExecutor(tmp_path / "run", Cluster(1, 1, 1), specs, server, options=options)
     with closing(executor):
         _, one = run_through(executor, 1, "a")

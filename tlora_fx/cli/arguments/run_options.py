@@ -122,10 +122,10 @@ class RunCommandOptions(PipelineOptions):
             admission=self._admission(),
             grace_seconds=seconds(self.grace, "--grace"),
             local=LocalOptions(
-                kind,
-                saving,
-                self.max_row_tokens,
-                self.compiled,
+                device=kind,
+                save_seconds=saving,
+                max_row_tokens=self.max_row_tokens,
+                compiled=self.compiled,
                 stall=stall,
                 # None: the default passes.
                 pipeline=str(self.passes())

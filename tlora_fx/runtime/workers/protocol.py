@@ -57,23 +57,41 @@ def exit_text(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerConfig:
-    """One formation of a group, for its worker.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingOptions:
+    """Options of how workers train, whatever their group.
 
-    jobs             `Job.model_dump(mode="json")` of each, in the group's order
-    sources          by job, the run folder whose newest checkpoint it goes on from
     device           "cpu" or "cuda"
-    mesh             such as "dp=2"
     save_seconds     a checkpoint is due so long after the last one
     max_row_tokens   of one forward
     pipeline         passes instead of the default
     extensions       files and modules that bring passes, as `load_extension` takes them
+    accept_changes   jobs go on though their data or base are not as they were
     callbacks        of users, as `callback_named` takes them
-    stays            what jobs have in common that may join while it trains, or that its workers
-                     stay for; "": nobody joins, and they end
-    keeps            of a group that takes over: jobs that left, whose last state is in its folder
-    now              the time of day, for chat templates that ask for it; "": its reader's
+    """
+
+    device: str = "cpu"
+    save_seconds: float = 60.0
+    max_row_tokens: int = 16384
+    compiled: bool = False
+    pipeline: str | None = None
+    extensions: tuple[str, ...] = ()
+    accept_changes: bool = False
+    callbacks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerConfig(TrainingOptions):
+    """One formation of a group, for its worker.
+
+    jobs      `Job.model_dump(mode="json")` of each, in the group's order
+    sources   by job, the run folder whose newest checkpoint it goes on from
+    mesh      such as "dp=2"
+    options   for workers of other kinds
+    stays     what jobs have in common that may join while it trains, or that its workers stay for;
+              "": nobody joins, and they end
+    keeps     of a group that takes over: jobs that left, whose last state is in its folder
+    now       the time of day, for chat templates that ask for it; "": its reader's
     """
 
     epoch: int
@@ -82,18 +100,10 @@ class WorkerConfig:
     output: str
     job_folders: str
     event_log: str
-    device: str = "cpu"
     gpus: tuple[int, ...] = (0,)
     mesh: str = ""
     shard_base: bool = False
-    save_seconds: float = 60.0
-    max_row_tokens: int = 16384
-    compiled: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-    pipeline: str | None = None
-    extensions: tuple[str, ...] = ()
-    accept_changes: bool = False
-    callbacks: tuple[str, ...] = ()
     stays: str = ""
     keeps: tuple[str, ...] = ()
     now: str = ""

@@ -18,7 +18,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ from tlora_fx.runtime.workers.protocol import (
     EVENTS,
     SUCCESSOR,
     WORKER_CONFIG,
+    TrainingOptions,
     WorkerConfig,
 )
 from tlora_fx.scheduler.executor import (
@@ -58,28 +59,16 @@ LAST_SECONDS = 5.0
 MAX_EVENT_AGE_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class LocalOptions:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalOptions(TrainingOptions):
     """Options of how groups run.
 
-    more             for workers of other kinds
-    pipeline         passes instead of the default, with extensions that bring some of them
-    accept_changes   jobs go on though their data or base are not as they were
-    callbacks        FILE.py:CLASS of a `TrainerCallback` that each group's process makes and tells
-    memory_of        bytes that a group needs of each of its GPUs, or of main memory; None: nobody
-                     knows
+    more        for workers of other kinds
+    memory_of   bytes that a group needs of each of its GPUs, or of main memory; None: nobody knows
     """
 
-    device: str = "cpu"
-    save_seconds: float = 60.0
-    max_row_tokens: int = 16384
-    compiled: bool = False
     more: Mapping[str, Any] = field(default_factory=dict)
     stall: StallLimits = field(default_factory=StallLimits)
-    pipeline: str | None = None
-    extensions: tuple[str, ...] = ()
-    accept_changes: bool = False
-    callbacks: tuple[str, ...] = ()
     memory_of: Callable[[Group, Sequence[JobRequest]], float | None] | None = None
 
 
@@ -273,6 +262,7 @@ class LocalExecutor:
         self, folder: Path, epoch: int, group: Group, gpus: tuple[int, ...], layout: Layout | None
     ) -> WorkerConfig:
         options = self.options
+        shared = {each.name: getattr(options, each.name) for each in fields(TrainingOptions)}
         return WorkerConfig(
             epoch=epoch,
             jobs=tuple(self.specs[name] for name in group.jobs),
@@ -282,20 +272,13 @@ class LocalExecutor:
             output=str(folder / "train"),
             job_folders=str(self.folder),
             event_log=str(folder / EVENTS),
-            device=options.device,
             gpus=gpus,
             mesh="" if layout is None or len(gpus) == 1 else str(layout.mesh),
             shard_base=layout is not None and layout.shard_base,
-            save_seconds=options.save_seconds,
-            max_row_tokens=options.max_row_tokens,
-            compiled=options.compiled,
             options=options.more,
-            pipeline=options.pipeline,
-            extensions=options.extensions,
-            accept_changes=options.accept_changes,
-            callbacks=options.callbacks,
             stays=self._stays(group),
             now=datetime.now().astimezone().isoformat(timespec="seconds"),
+            **shared,
         )
 
     def _stays(self, group: Group) -> str:
