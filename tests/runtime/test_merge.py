@@ -10,7 +10,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.runtime.conftest import UNMARKED
-from tests.runtime.groups import READING, make_job, tiny_base
+from tests.runtime.groups import READING, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.errors import RunFolderError
 from tlora_fx.runtime.merge import adapter_of, merge
@@ -105,6 +105,54 @@ def test_a_merged_model_computes_what_peft_computes(run, tmp_path, job):
     assert not torch.allclose(adapted, plain, atol=1e-6)
     assert AutoTokenizer.from_pretrained(output).chat_template == UNMARKED
     assert len(list(output.glob("*.safetensors"))) > 1
+
+
+#: Adapters by which a tied head and its embedding part, or not.
+TIED = {
+    "head": {"target_modules": ["q_proj", "lm_head"]},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "copy": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+    "plain": {"target_modules": ["q_proj"]},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 7]},
+    "bias": {"target_modules": ["q_proj"], "lora_bias": True},
+}
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    """Jobs trained on a base whose head shares the embedding's matrix."""
+    folder = tmp_path_factory.mktemp("tied")
+    base = tiny_base(folder / "base", tie_word_embeddings=True)
+    jobs = [make_job(base, name, lora=lora, max_steps=2) for name, lora in TIED.items()]
+    Trainer(compile(jobs), output=folder / "run", device="cpu", data=make_data(jobs)).run()
+    return folder / "run"
+
+
+@pytest.mark.parametrize("job", sorted(set(TIED) - {"bias"}))
+def test_what_is_merged_into_a_tied_head_is_not_in_the_embedding(tied, tmp_path, job):
+    """Nor the other way round; where they part, the config says so."""
+    from peft import PeftModel
+
+    from tlora_fx.model.backbone import load_backbone
+    from tlora_fx.runtime.adapters.files import plain_base
+    from tlora_fx.runtime.merge import job_of
+
+    output = merge(adapter_of(tied, job), tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float64)
+    base = plain_base(load_backbone(job_of(tied / job).base))
+    ids = torch.tensor([[5, 9, 3, 7]])
+    plain = base(ids).logits.detach()
+    adapted = PeftModel.from_pretrained(base, tied / job).eval()(ids).logits
+
+    assert torch.allclose(merged.eval()(ids).logits, adapted, atol=1e-12)
+    assert not torch.allclose(adapted, plain, atol=1e-6)
+    assert merged.config.tie_word_embeddings == (job in ("plain", "tokens"))
+
+
+def test_what_peft_cannot_merge_is_refused(tied, tmp_path):
+    """A bias of B, where the base's linear has none."""
+    with pytest.raises(RunFolderError, match="PEFT cannot merge this adapter"):
+        merge(adapter_of(tied, "bias"), tmp_path / "merged")
 
 
 def test_a_checkpoint_is_an_adapter_folder_too(run, tmp_path):

@@ -8,13 +8,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tlora_fx.config.adapter_folder import CONFIG, read_adapter_config
 from tlora_fx.config.job import Job
 from tlora_fx.config.other_kinds import kind_of, register_tuner
 from tlora_fx.errors import RunFolderError, TokenizerNotLoadable, nearest
 from tlora_fx.runtime.run_folder import JOB, require_new
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 def adapter_of(run: Path, job: str | None) -> Path:
@@ -97,9 +100,12 @@ def merge(adapter: Path, output: Path, shard_size: str = "5GB") -> Path:
     from tlora_fx.runtime.adapters.quantised import trained_base
 
     register_tuner(kind_of(read_adapter_config(adapter, job.base.task)))
-    base = trained_base([job], restored=True)
+    base: Any = trained_base([job], restored=True)
     with _quiet():
-        merged = PeftModel.from_pretrained(base, str(adapter)).merge_and_unload()
+        adapted = PeftModel.from_pretrained(base, str(adapter))
+        _part_head(base)
+        merged = _merged(adapted, adapter)
+        _join_head(merged)
     fresh = output.with_name(f".{output.name}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
@@ -121,6 +127,47 @@ def merge(adapter: Path, output: Path, shard_size: str = "5GB") -> Path:
     return output
 
 
+def _merged(adapted: PeftModel, adapter: Path) -> Any:
+    try:
+        return adapted.merge_and_unload()
+    except RuntimeError as error:
+        if "merge" not in str(error):
+            raise
+        raise RunFolderError(
+            "PEFT cannot merge this adapter",
+            folder=adapter,
+            found=error,
+            help="load it as an adapter, by PEFT or by a server that takes adapters",
+        ) from error
+
+
+def _part_head(base: Any) -> None:
+    """Give a head that shares the embedding's matrix one of its own, where one of them is adapted.
+
+    PEFT adds each adapter to the matrix in place, and the other module would read it.
+    """
+    from torch import nn
+
+    table, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if head is None or not (hasattr(table, "base_layer") or hasattr(head, "base_layer")):
+        return
+    own = getattr(head, "base_layer", head)
+    if own.weight is getattr(table, "base_layer", table).weight:
+        own.weight = nn.Parameter(own.weight.detach().clone(), requires_grad=False)
+
+
+def _join_head(merged: Any) -> None:
+    """Let a head share the embedding's matrix again, or the config say that it does not."""
+    table, head = merged.get_input_embeddings(), merged.get_output_embeddings()
+    config = merged.config.get_text_config()
+    if head is None or head.weight is table.weight or not config.tie_word_embeddings:
+        return
+    if head.weight.equal(table.weight):
+        head.weight = table.weight
+        return
+    config.tie_word_embeddings = merged.config.tie_word_embeddings = False
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Inside, transformers neither draws a bar of its own nor warns of what peft calls."""
@@ -132,6 +179,8 @@ def _quiet() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
+            # A head that is tied to the embedding is parted from it.
+            warnings.filterwarnings("ignore", message="Model with .tie_word_embeddings=True")
             yield
     finally:
         if has_bars:
