@@ -43,6 +43,9 @@ class Listen(TrainerCallback):
             raise ValueError("no more")
 
 
+LINES = Path(__file__).read_text(encoding="utf-8").splitlines()
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory):
     base = tiny_base(tmp_path_factory.mktemp("base"))
@@ -59,7 +62,9 @@ def test_a_callback_that_fails_hears_no_more_and_the_run_goes_on(job, tmp_path):
 
     assert bad.heard == ["stepped"]
     assert good.heard == ["stepped", "stepped", "evaluating", "evaluated", "ended"]
-    assert [text for text in good.texts if "Listen failed in stepped" in text]
+    [told] = [text for text in good.texts if "Listen failed in stepped" in text]
+    line = next(n for n, text in enumerate(LINES, 1) if 'raise ValueError("no more")' in text)
+    assert told.endswith(f"ValueError: no more (test_callbacks.py:{line})")
 
 
 def test_ctrl_c_in_a_callback_is_none_of_its_failures():

@@ -387,7 +387,9 @@ def test_a_function_that_fails_costs_its_metrics_and_not_the_run(base, tmp_path,
 
     assert [run.status for run in runs] == ["done", "done"]
     assert len(listen.reports) == 3
-    assert sum("no such thing" in text for text in listen.heard) == 3
+    line = METRICS.splitlines().index('    raise RuntimeError("no such thing")') + 1
+    told = f"RuntimeError: no such thing ({metrics.name}:{line})"
+    assert sum(told in text for text in listen.heard) == 3
 
 
 def test_a_metric_that_nobody_measures_ends_its_job_alone(base, tmp_path, metrics):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tlora_fx.errors import CallbackWrong
-from tlora_fx.runtime.user_code import user_object
+from tlora_fx.runtime.user_code import told_with_line, user_object
 
 if TYPE_CHECKING:
     from tlora_fx.config.job import Job
@@ -93,10 +93,10 @@ class Callbacks(EachInTurn):
         except Exception as error:  # noqa: BLE001  (a user's code may raise anything)
             self.callbacks.remove(callback)
             inner = callback.callbacks[0] if isinstance(callback, OfJob) else callback
-            name = type(inner).__qualname__
+            kind = type(inner)
+            told = told_with_line(error, getattr(kind, event))
             self._warn(
-                f"the callback {name} failed in {event} and hears no more: "
-                f"{type(error).__name__}: {error}"
+                f"the callback {kind.__qualname__} failed in {event} and hears no more: {told}"
             )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,17 @@ def find_function(name: str | UserFunction, job: str) -> Callable[..., Any]:
     if not callable(function):
         raise MetricFunctionError("a metric function is no function", job=job, function=name)
     return function  # type: ignore[no-any-return]
+
+
+def told_with_line(error: BaseException, function: Callable[..., Any]) -> str:
+    """An error's type and text, and the last line of the function's file that it came through."""
+    text = f"{type(error).__name__}: {error}"
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    if code is None:
+        return text
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == code.co_filename]
+    return f"{text} ({Path(code.co_filename).name}:{lines[-1]})" if lines else text
 
 
 def _from_file(path: Path) -> Any:

@@ -27,7 +27,7 @@ from tlora_fx.runtime.group_step import GroupStep
 from tlora_fx.runtime.job_evaluation import Metrics
 from tlora_fx.runtime.job_run import JobRun
 from tlora_fx.runtime.round_end import CallbackErrors
-from tlora_fx.runtime.user_code import find_function
+from tlora_fx.runtime.user_code import find_function, told_with_line
 
 
 class Measurements:
@@ -266,6 +266,6 @@ def values_of(data: JobData, predictions: np.ndarray, labels: np.ndarray) -> dic
             "a metric function failed",
             job=data.job.name,
             function=name,
-            found=f"{type(error).__name__}: {error}",
+            found=told_with_line(error, function),
             help="it takes transformers' EvalPrediction and returns a dict of numbers",
         ) from error
