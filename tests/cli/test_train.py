@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from tests import fresh
 from tlora_fx.cli.train import _starting
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.errors import RunFolderError
+from tlora_fx.runtime import run_folder
 from tlora_fx.runtime.launching.interrupts import Terminated
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
@@ -124,6 +126,20 @@ def test_who_ends_a_start_finds_no_job_that_still_starts(tmp_path, end):
     jobs = load_job_file(QUICKSTART / "jobs.yaml").jobs
     with pytest.raises(end):
         end_a_start(tmp_path / "run", jobs, end("no"))
+
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_start_on_a_full_disk_leaves_no_folder_of_a_job(tmp_path, monkeypatch):
+    """Once there is room, the same command may be given again."""
+
+    def full(path, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(run_folder, "replace_file", full)
+    jobs = load_job_file(QUICKSTART / "jobs.yaml").jobs
+    with pytest.raises(RunFolderError, match="No space left"):
+        end_a_start(tmp_path / "run", jobs, AssertionError())
 
     assert not (tmp_path / "run").exists()
 

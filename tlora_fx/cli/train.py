@@ -176,8 +176,8 @@ def _starting(output: Path, jobs: Sequence[Job]) -> Iterator[None]:
     from tlora_fx.runtime.run_folder import RunFolder
 
     folder, names = RunFolder(output), [job.name for job in jobs]
-    folder.announce(names)
     try:
+        folder.announce(names)
         yield
     except BaseException:  # Ctrl-C, too
         folder.withdraw(names)

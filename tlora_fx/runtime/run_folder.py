@@ -359,7 +359,8 @@ class RunFolder:
                 told = json.loads((folder / STATUS).read_bytes())
                 if told == {**STARTING, **stamp(STATUS_FORMAT)} and _is_announced(folder):
                     (folder / STATUS).unlink()
-                    folder.rmdir()
+            with suppress(OSError):  # a full disk may have kept the status out
+                folder.rmdir()
         with suppress(OSError):
             self.path.rmdir()
 
