@@ -75,3 +75,18 @@ def test_a_warmup_that_no_step_comes_after_is_warned_of(fields, warned):
 
     texts = [text for text in unusual([job], data, 64) if "of warmup" in text]
     assert bool(texts) is warned
+
+
+def test_jobs_of_one_mistake_are_warned_of_in_one_line():
+    """A default that is most likely not meant is that of sixty jobs."""
+    rates = {"a": 30.0, "b": 0.0, "c": 30.0, "d": 30.0, "e": 30.0, "f": 1e-4, "g": 30.0}
+    jobs = [
+        Job(name=name, base={"model": "m"}, lora={}, data={"path": "a.csv"}, learning_rate=rate)
+        for name, rate in rates.items()
+    ]
+    data = {name: SimpleNamespace(steps=3, lengths=[8]) for name in rates}
+
+    assert list(unusual(jobs, data, 64)) == [
+        "jobs 'a', 'c', 'd' and 2 more: learning_rate 30: adapters take 1e-5 to 1e-2",
+        "job 'b': learning_rate 0: nothing is trained",
+    ]

@@ -159,31 +159,39 @@ def try_functions(
 
 
 def unusual(jobs: Sequence[Job], data: Mapping[str, JobData], max_row_tokens: int) -> Iterator[str]:
-    """Warnings of what is accepted, and is most likely not meant; a line each."""
+    """Warnings of what is accepted, and is most likely not meant; a line each, for all its jobs."""
+    names: dict[str, list[str]] = {}
     for job in jobs:
-        if not 0 < job.learning_rate <= MAX_RATE:
-            why = "nothing is trained" if not job.learning_rate else "adapters take 1e-5 to 1e-2"
-            yield f"job '{job.name}': learning_rate {job.learning_rate:g}: {why}"
-        ignored = [] if job.adapter is None else ignored_fields(job.adapter)
-        if ignored:
-            names = ", ".join(ignored)
-            yield f"job '{job.name}': fields of its adapter folder are unknown and empty: {names}"
-        if job.eval_steps is not None and job.eval_strategy == "no":
-            yield f"job '{job.name}': eval_steps without eval_data or eval_split: no evaluation"
-        steps = data[job.name].steps
-        if (warmup := job.warmup(steps)) >= steps and job.lr_scheduler_type != "constant":
-            yield (
-                f"job '{job.name}': {warmup} steps of warmup, and {steps} in all: learning_rate "
-                "is never reached"
-            )
-        longest = int(max(data[job.name].lengths, default=0))
-        if longest > max_row_tokens:
-            yield (
-                f"job '{job.name}': a sample has {longest} tokens, more than --max-row-tokens "
-                f"{max_row_tokens}: its micro-batches have rows of their own"
-            )
+        for text in _unusual_in(job, data[job.name], max_row_tokens):
+            names.setdefault(text, []).append(job.name)
+    for text, own in names.items():
+        shown = ", ".join(f"'{name}'" for name in own[:NAMED])
+        more = f" and {len(own) - NAMED} more" if len(own) > NAMED else ""
+        yield f"job{'s' * (len(own) > 1)} {shown}{more}: {text}"
 
 
+def _unusual_in(job: Job, data: JobData, max_row_tokens: int) -> Iterator[str]:
+    if not 0 < job.learning_rate <= MAX_RATE:
+        why = "nothing is trained" if not job.learning_rate else "adapters take 1e-5 to 1e-2"
+        yield f"learning_rate {job.learning_rate:g}: {why}"
+    ignored = [] if job.adapter is None else ignored_fields(job.adapter)
+    if ignored:
+        yield f"fields of its adapter folder are unknown and empty: {', '.join(ignored)}"
+    if job.eval_steps is not None and job.eval_strategy == "no":
+        yield "eval_steps without eval_data or eval_split: no evaluation"
+    warmup = job.warmup(data.steps)
+    if warmup >= data.steps and job.lr_scheduler_type != "constant":
+        yield f"{warmup} steps of warmup, and {data.steps} in all: learning_rate is never reached"
+    longest = int(max(data.lengths, default=0))
+    if longest > max_row_tokens:
+        yield (
+            f"a sample has {longest} tokens, more than --max-row-tokens {max_row_tokens}: its "
+            "micro-batches have rows of their own"
+        )
+
+
+#: Jobs of which a warning is the same are named up to so many.
+NAMED = 3
 #: Of rates above, no optimizer makes an adapter.
 MAX_RATE = 1.0
 
