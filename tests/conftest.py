@@ -254,6 +254,21 @@ def no_trace_log(one_thread: None) -> None:
         log.propagate = True
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_absent_device_seeded(one_thread: None) -> Iterator[None]:
+    """Let `torch.manual_seed` write down no stacks.
+
+    It does for each of three kinds of devices that are not there, which takes milliseconds.
+    """
+    import torch
+
+    with pytest.MonkeyPatch.context() as patch:
+        for device in (torch.cuda, torch.xpu, torch.mtia):
+            if not device.is_available():
+                patch.setattr(device, "manual_seed_all", lambda seed: None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def no_service_log() -> Iterator[None]:
     """Take back what `serve` makes of its process's loggers: its stderr is gone after the test."""
