@@ -23,6 +23,8 @@ from tlora_fx.host.version import __version__
 from tlora_fx.ir.graph import GroupGraph, TensorRef
 
 _REGISTERED = re.compile(r"registered at (\S+\.py):\d+")
+#: Modules by the files that were asked for.
+_modules: dict[str, str] = {}
 #: What `import tlora_fx.ops` brings.
 OURS = "tlora_fx."
 
@@ -122,8 +124,16 @@ def _home(target: torch._ops.OpOverload) -> str:
     match = _REGISTERED.search(torch._C._dispatch_dump(name))
     if match is None:
         return ""
-    files = ((getattr(module, "__file__", None), key) for key, module in [*sys.modules.items()])
-    return next((key for file, key in files if file == match[1]), "")
+    return _module_at(match[1])
+
+
+def _module_at(file: str) -> str:
+    """The module of a file, "" where it has none; each model asks for the same few."""
+    known = _modules.get(file, "")
+    if getattr(sys.modules.get(known), "__file__", None) != file:
+        files = ((getattr(module, "__file__", None), key) for key, module in [*sys.modules.items()])
+        known = _modules[file] = next((key for path, key in files if path == file), "")
+    return known
 
 
 def _is_foreign(module: str) -> bool:
