@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 import transformers
 import trl
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model, get_peft_model_state_dict
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 from tests.api.bases import LORA, ROWS, adapter, assert_same, loaded, save_base
@@ -335,6 +335,33 @@ def test_the_first_loss_is_trls(base, tmp_path):
     trainer.train()
 
     assert found["a"].losses[0] == pytest.approx(trainer.state.log_history[0]["loss"], abs=1e-4)
+
+
+def test_what_decays_decays_in_trl(base, tmp_path):
+    """Of an adapter with a bias in B and trained copies of norms and of the head."""
+    args = config(
+        output_dir=str(tmp_path / "trl"), per_device_train_batch_size=4, max_steps=3,
+        learning_rate=1e-2, weight_decay=0.5, train_sampling_strategy="sequential",
+        gradient_checkpointing=False, save_strategy="no", report_to="none", optim="adamw_torch",
+    )  # fmt: skip
+    tokenizer = transformers.AutoTokenizer.from_pretrained(base)
+    saved = ["norm", "input_layernorm", "lm_head"]
+    lora = LoraConfig(**LORA, lora_bias=True, modules_to_save=saved, task_type="CAUSAL_LM")
+    get_peft_model(loaded(base), lora).save_pretrained(tmp_path / "start")
+    data = datasets.Dataset.from_list(ROWS)
+    job = Job.from_trl(
+        args, "a", base=loaded(base), tokenizer=tokenizer, data=data, adapter=tmp_path / "start"
+    )
+    ours = train(job, output=tmp_path / "ours", device="cpu", verbose=False)
+    start = PeftModel.from_pretrained(loaded(base), tmp_path / "start", is_trainable=True)
+    trl.SFTTrainer(
+        model=start, args=args, train_dataset=data, processing_class=tokenizer
+    ).train()  # fmt: skip
+
+    found, expected = adapter(ours), get_peft_model_state_dict(start)
+    assert found.keys() == expected.keys()
+    for name in found:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-5)
 
 
 PAIRS = [

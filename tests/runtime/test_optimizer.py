@@ -182,6 +182,30 @@ def test_steps_are_those_of_torch_and_transformers(variant):
     assert ours.learning_rate == optimizer.param_groups[0]["lr"]
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_biases_and_norms_do_not_decay(decay):
+    """As by transformers' Trainer; also where a step has another weight decay."""
+    names = [
+        "q.lora_A.weight", "q.lora_B.weight", "q.lora_B.bias", "q.base_layer.bias",
+        "q.lora_magnitude_vector.weight", "h.0.ln_1.modules_to_save.default.weight",
+        "norm.modules_to_save.default.weight", "head.modules_to_save.default.weight",
+    ]  # fmt: skip
+    params = {name: nn.Parameter(torch.ones(2)) for name in names}
+    params["head.modules_to_save.default.weight"] = nn.Parameter(torch.ones(2, 2))
+    optimizer = JobOptimizer(job_with(weight_decay=decay), params, STEPS)
+
+    def decays():
+        name_of = {id(param): name for name, param in params.items()}
+        groups = optimizer._optimizer.param_groups
+        return {name_of[id(p)]: group["weight_decay"] for group in groups for p in group["params"]}
+
+    spared = {*names[2:4], *names[5:7]}
+    assert decays() == {name: 0.0 if name in spared else decay for name in names}
+    if decay:
+        optimizer.override({"weight_decay": 0.3})
+        assert decays() == {name: 0.0 if name in spared else 0.3 for name in names}
+
+
 class Small(nn.Module):
     """An embedding, a linear with a bias, and a head."""
 

@@ -509,6 +509,20 @@ def _lorafa(job: Job, model: PeftModel, arguments: dict[str, Any]) -> torch.opti
     return optimizer
 
 
+def _by_decay(model: PeftModel, *, decays: bool) -> list[dict[str, Any]]:
+    """What a model trains, biases and norms apart from what decays, as transformers' Trainer."""
+    from transformers import Trainer
+
+    named = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    if not decays:
+        return [{"params": list(named.values())}]
+    decayed = set(Trainer.get_decay_parameter_names(cast(Any, None), model))
+    own = [param for name, param in named.items() if name in decayed]
+    spared = [param for name, param in named.items() if name not in decayed]
+    groups: list[dict[str, Any]] = [{"params": own}, {"params": spared, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
 def _optimizer(
     job: Job, model: PeftModel, steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
@@ -522,7 +536,7 @@ def _optimizer(
     elif job.loraplus_lr_ratio is not None:
         optimizer = _loraplus(job, model, make, arguments)
     else:
-        optimizer = make([p for p in model.parameters() if p.requires_grad], **arguments)
+        optimizer = make(_by_decay(model, decays=job.weight_decay > 0), **arguments)
     if (own := own_schedule(job, optimizer, steps)) is not None:
         return optimizer, own
     schedule = get_scheduler(

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer, lorafa
 from torch import Tensor, nn
-from transformers import get_scheduler
+from transformers import Trainer, get_scheduler
 
 from tests.silence.mixes.drawn import EPSILON
 from tlora_fx.config.job import Job
@@ -156,7 +156,13 @@ def _optimizer(job: Job, model: Any, trained: list[nn.Parameter]) -> torch.optim
     make = getattr(torch.optim, CLASSES[str(job.optim)])
     arguments = {"lr": job.learning_rate} | ({} if job.optim == "sgd" else {"eps": EPSILON})
     if job.loraplus_lr_ratio is None:
-        return make(trained, weight_decay=decay, **arguments)
+        decayed = set(Trainer.get_decay_parameter_names(None, model))
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for name, p in named if name in decayed], "weight_decay": decay},
+            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+        ]
+        return make([group for group in groups if group["params"]], **arguments)
     optimizer = create_loraplus_optimizer(
         model, make, loraplus_lr_ratio=job.loraplus_lr_ratio, loraplus_weight_decay=decay,
         **arguments,

@@ -205,6 +205,8 @@ class JobOptimizer:
         #: Of a class of the user's own nothing is known but what torch.optim promises.
         self._is_own = isinstance(job.optim, UserFunction)
         self._first_options = [dict(group) for group in self._optimizer.param_groups]
+        #: Groups that do not decay are biases and norms then.
+        self._decays = job.weight_decay > 0
         if isinstance(self._optimizer, LoraFA):
             self._optimizer.down_of = self._down_of(job, params)
         self._allocation = RankAllocation.of(job, self._params)
@@ -270,8 +272,10 @@ class JobOptimizer:
         ratios = [group["initial_lr"] / first if first else 1.0 for group in groups]
         self.max_norm = float(options.get("max_grad_norm", self.max_norm))
         plain = {k: float(v) for k, v in options.items() if k not in (*_BETAS, "max_grad_norm")}
-        for group, ratio in zip(groups, ratios, strict=True):
-            group.update(plain)
+        spared = {key: value for key, value in plain.items() if key != "weight_decay"}
+        for group, ratio, first_options in zip(groups, ratios, self._first_options, strict=True):
+            decays = first_options.get("weight_decay") or not self._decays
+            group.update(plain if decays else spared)
             if "betas" in group:
                 betas = zip(_BETAS, group["betas"], strict=True)
                 group["betas"] = tuple(float(options.get(name, own)) for name, own in betas)

@@ -10,6 +10,7 @@ source    transformers 5, optimization.py
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -124,14 +125,16 @@ class RecordedSchedule(LRScheduler):
 # LoRA+: B learns at a multiple of A's rate (Hayou, Ghosh and Yu 2024). Groups and their options are
 # those of PEFT's create_loraplus_optimizer, which is given the job's weight decay.
 
+#: Names in transformers' Trainer.get_decay_parameter_names.
+_SPARED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 #: PEFT's rate of adapters on embeddings.
 EMBEDDING_RATE = 1e-6
 
 
 def rate_groups(job: Job, params: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
-    """A job's parameters by their rates; one group without LoRA+."""
+    """A job's parameters by their rates and weight decay; most jobs have one group."""
     if job.loraplus_lr_ratio is None:
-        return [{"params": list(params.values())}]
+        return _decay_groups(job, params)
     rate, decay = job.learning_rate, job.weight_decay
     embedding_rate = job.loraplus_lr_embedding or EMBEDDING_RATE
     options: dict[str, dict[str, Any]] = {
@@ -144,6 +147,25 @@ def rate_groups(job: Job, params: Mapping[str, nn.Parameter]) -> list[dict[str, 
     for name, param in params.items():
         members[_kind_of(name, param)].append(param)
     return [{"params": own, **options[kind]} for kind, own in members.items() if own]
+
+
+def _decay_groups(job: Job, params: Mapping[str, nn.Parameter]) -> list[dict[str, Any]]:
+    decayed, spared = list[nn.Parameter](), list[nn.Parameter]()
+    # PEFT's LoRA-FA decays all that it trains.
+    may_spare = job.weight_decay > 0 and job.optim != "lorafa"
+    for name, param in params.items():
+        own = spared if may_spare and _is_spared(name, param) else decayed
+        own.append(param)
+    groups: list[dict[str, Any]] = [{"params": decayed}] if decayed or not spared else []
+    return [*groups, {"params": spared, "weight_decay": 0.0}] if spared else groups
+
+
+def _is_spared(name: str, param: Tensor) -> bool:
+    """Whether transformers' Trainer lets a parameter be without decay: biases and norms.
+
+    It knows some norms by their class; here these are trained copies of vectors.
+    """
+    return bool(_SPARED.search(name.lower())) or (".modules_to_save." in name and param.dim() == 1)
 
 
 def _kind_of(name: str, param: Tensor) -> str:
