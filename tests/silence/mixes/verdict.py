@@ -195,7 +195,7 @@ def of_adapters(folder: Path, job: Job, base: Any, alone: Alone) -> float:
     """The largest difference of what is in the folder, in units of UPDATE.
 
     Of tensors, relative to what training changed in them or to a thousandth of the largest change;
-    of logits by what PEFT loads, relative to what the adapter changes in them.
+    of logits by what PEFT loads, relative to what the adapter changes in them, or a millionth.
     """
     found = safetensors.torch.load_file(folder / "adapter_model.safetensors")
     if job.changes_base:
@@ -212,7 +212,9 @@ def of_adapters(folder: Path, job: Job, base: Any, alone: Alone) -> float:
         plain = base.eval()(ids).logits
         loaded = peft.PeftModel.from_pretrained(base, folder).double().eval()(ids).logits
         expected = alone.model.eval()(ids).logits
-    logits = float((loaded - expected).norm()) / (float((plain - expected).norm()) or 1.0)
+    # An AdaLoRA may end with every rank taken away: then it changes a rounding.
+    changed = max(float((plain - expected).norm()), 1e-6 * float(plain.norm()))
+    logits = float((loaded - expected).norm()) / changed
     return largest([value / UPDATE for value in (*tensors, logits)])
 
 
