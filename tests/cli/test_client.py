@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
+import tarfile
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -19,7 +21,7 @@ from tlora_fx.cli import client, main
 from tlora_fx.cli.client import uploads
 from tlora_fx.cli.serve import ServeCommandOptions, _guarded_store, _limits
 from tlora_fx.config.job_file import load_job_file
-from tlora_fx.errors import ServiceUnreachable, UploadRefused
+from tlora_fx.errors import RunFolderError, ServiceUnreachable, UploadRefused
 
 CODE = """
 import sys
@@ -85,6 +87,37 @@ def test_a_job_goes_from_its_file_to_its_adapter(said, tmp_path):
     say("fetch", "a", "-o", tmp_path / "here")
     fetched = tmp_path / "here" / "alice.a" / "adapter_model.safetensors"
     assert fetched.read_bytes() == b"weights"
+
+
+def archive(**files):
+    """A tar archive of files of a job, open to be read."""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name, content in files.items():
+            member = tarfile.TarInfo(f"a/{name}")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    packed.seek(0)
+    return tarfile.open(fileobj=packed)
+
+
+def test_what_is_fetched_overwrites_no_file_that_holds_something_else(tmp_path):
+    """Of a user's own folder of that name, or of an earlier job; the same may be fetched again."""
+    for _ in "twice":
+        client._unpack(archive(metrics=b"old", weights=b"old"), tmp_path)
+    with pytest.raises(RunFolderError, match="another file of that name") as caught:
+        client._unpack(archive(metrics=b"new", weights=b"new"), tmp_path)
+
+    assert caught.value.facts["file"] == f"{tmp_path}/a/metrics"
+    assert {path.read_bytes() for path in (tmp_path / "a").iterdir()} == {b"old"}
+
+
+def test_a_folder_into_which_nothing_can_be_fetched_is_told(tmp_path):
+    """A file has its name."""
+    (tmp_path / "a").touch()
+
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        client._unpack(archive(weights=b"new"), tmp_path)
 
 
 def test_a_mistake_is_told_with_the_name_that_the_user_gave_the_file(said, tmp_path):

@@ -22,7 +22,13 @@ from tlora_fx.cli.arguments.options import JobFilePath, command_group, option, t
 from tlora_fx.cli.terminal import Console, bare_table, echo, print_whole
 from tlora_fx.config.job_file import read_bounded, read_yaml
 from tlora_fx.config.paths import is_file
-from tlora_fx.errors import AnswerRefused, ServiceUnreachable, TloraError, UploadRefused
+from tlora_fx.errors import (
+    AnswerRefused,
+    RunFolderError,
+    ServiceUnreachable,
+    TloraError,
+    UploadRefused,
+)
 from tlora_fx.host.environment import AUTHORITY, SERVER, TOKEN
 
 if TYPE_CHECKING:
@@ -407,7 +413,10 @@ def fetch(
     job: Job,
     output: Path = option(Path(), "Folder to put the job's folder into.", "-o", "--output"),
 ) -> None:
-    """Download the adapter (PEFT) and the metrics of a finished job."""
+    """Download the adapter (PEFT) and the metrics of a finished job.
+
+    Files that are there already, and hold something else, are not overwritten.
+    """
     connection = Connection(service)
     with connection.stream(f"jobs/{job}/adapter") as response, TemporaryFile() as file:
         for chunk in response.iter_bytes():
@@ -415,5 +424,23 @@ def fetch(
         file.seek(0)
         with tarfile.open(fileobj=file) as tar:
             names = sorted({Path(name).parts[0] for name in tar.getnames()})
-            tar.extractall(output, filter="data")
+            _unpack(tar, output)
     echo("\n".join(str(output / name) for name in names))
+
+
+def _unpack(tar: tarfile.TarFile, output: Path) -> None:
+    """Put what an archive holds into a folder; raises RunFolderError before a file is changed."""
+    from tlora_fx.runtime.run_folder import unwritable
+
+    try:
+        for member in tar.getmembers():
+            path, content = output / member.name, tar.extractfile(member)
+            if content is not None and path.exists() and path.read_bytes() != content.read():
+                raise RunFolderError(
+                    "the folder holds another file of that name",
+                    file=path,
+                    help="remove or rename it, or choose another folder with -o",
+                )
+        tar.extractall(output, filter="data")
+    except OSError as error:
+        raise unwritable(output, error) from error
