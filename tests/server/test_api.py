@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 import os
 import pwd
 import tarfile
@@ -21,7 +22,7 @@ from tlora_fx.server.ledger import User
 from tlora_fx.server.service import make_service
 from tlora_fx.server.store import ServiceStore
 from tlora_fx.server.submission import IntakeLimits
-from tlora_fx.server.view import RunView
+from tlora_fx.server.view import RunView, log_lines
 
 
 def test_users_see_and_change_their_own_jobs_alone(asked):
@@ -360,6 +361,15 @@ def test_uploads_that_no_job_needs_are_removed(asked):
     assert [folder.exists() for folder in folders] == [False, True]
     assert (folders[1] / "mine.jsonl").is_file()
     assert not upload.exists()
+
+
+def test_what_a_start_took_is_a_text_in_the_lines_of_a_job():
+    """Of the first step; people read it."""
+    row = {"step": 1, "loss": 2.5, "start_seconds": 3.25, "phases": {"data": 0.125, "other": 3.0}}
+
+    assert [*log_lines(json.dumps(row).encode() + b"\n")] == [
+        "step 1  loss 2.5  start_seconds 3.25  phases data 0.125, other 3"
+    ]
 
 
 def test_what_a_job_did_is_told(asked):

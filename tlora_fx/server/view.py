@@ -532,4 +532,6 @@ def log_lines(content: bytes) -> Iterator[str]:
 
 
 def _short(value: object) -> str:
+    if isinstance(value, dict):  # seconds of phases
+        return ", ".join(f"{name} {_short(part)}" for name, part in value.items())
     return f"{value:.6g}" if isinstance(value, float) else str(value)
