@@ -306,6 +306,15 @@ assert "torch" not in sys.modules
     assert not (tmp_path / "run").exists()
 
 
+def test_a_token_of_a_folder_that_cannot_be_written_is_told(tmp_path, capsys):
+    """A service there could not start either."""
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit):
+        main(["tokens", "add", "alice", "-o", str(tmp_path / "file" / "run")])
+
+    assert "error[T0407] the output folder cannot be written" in capsys.readouterr().err
+
+
 def test_tokens_are_made_listed_and_revoked(tmp_path, capsys):
     """A token is shown once."""
     run = str(tmp_path / "run")

@@ -91,6 +91,27 @@ def test_a_pipeline_goes_on_where_another_stopped(files, capsys, tmp_path):
     assert fingerprint(load_graphs(out)) == fingerprint(load_graphs(files / "whole.tfx"))
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("opt", "fused.tfx", "--print", "nothing"),
+        ("reduce", "fused.tfx", "--check", "true"),
+        ("compile", "jobs.yaml", "--stop-after", "fuse-backbone"),
+    ],
+)
+def test_graphs_that_cannot_be_written_are_told(files, jobs, capsys, tmp_path, words):  # noqa: F811
+    """Where the folder is a file, or on a read-only or full disk."""
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out.tfx"
+    command, name, *more = words
+    given = jobs if command == "compile" else files / name
+    err, status = refused(capsys, command, str(given), *more, "-o", str(out))
+
+    assert status == 1
+    assert "error[T0602] the graphs cannot be written" in err
+    assert "choose another file with -o" in err
+
+
 def test_group_passes_follow_where_a_job_pass_was_the_last(jobs, capsys, tmp_path):  # noqa: F811
     """What holds of the base and of every job holds of a group that is not fused."""
     save_graphs(run_passes(jobs, stop_after="tag-roles"), tmp_path / "tagged.tfx")

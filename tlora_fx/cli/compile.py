@@ -17,7 +17,7 @@ from tlora_fx.cli.arguments.options import (
     option,
     takes_options,
 )
-from tlora_fx.cli.terminal import Console, echo
+from tlora_fx.cli.terminal import Console, echo, writing_graphs
 from tlora_fx.config.job_file import JobFile, load_job_file
 
 if TYPE_CHECKING:
@@ -99,7 +99,8 @@ def _write_graphs(
     stop = options.stop_after
     group = run_passes(given, passes, stop_after=stop, verify=options.verify, **watching)
     if options.is_file:
-        save_graphs(group, options.output)
+        with writing_graphs(options.output):
+            save_graphs(group, options.output)
     stopped = f"stopped after {stop}: no model is built" if stop else ""
     echo(stopped or f"written   {options.output}: the graphs, for `tlora-fx opt`")
 

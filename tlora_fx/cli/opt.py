@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from tlora_fx.cli.arguments.options import Load, WatchOptions, option, takes_options
-from tlora_fx.cli.terminal import echo
+from tlora_fx.cli.terminal import echo, writing_graphs
 from tlora_fx.config.pipeline_text import require_graph_file, require_readable
 from tlora_fx.errors import TloraError
 
@@ -91,7 +91,8 @@ def run(options: OptOptions) -> None:
     if failed:
         raise typer.Exit(1)
     if options.output is not None:
-        save_document(Document(f"{SEPARATOR}\n".join(written)), options.output)
+        with writing_graphs(options.output):
+            save_document(Document(f"{SEPARATOR}\n".join(written)), options.output)
 
 
 def _standard_input(name: str) -> str | None:

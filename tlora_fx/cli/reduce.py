@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tlora_fx.cli.arguments.options import Load, option, takes_options
-from tlora_fx.cli.terminal import echo
+from tlora_fx.cli.terminal import echo, writing_graphs
 from tlora_fx.config.pipeline_text import require_graph_file
 
 
@@ -47,14 +47,19 @@ def run(
         load_extension(extension)
     document = load_document(graphs)
     smallest = output or graphs.with_suffix(f".reduced{SUFFIX}")
+
+    def keep(text: str) -> None:
+        with writing_graphs(smallest):
+            save_document(Document(text), smallest)
+
     with tempfile.TemporaryDirectory(prefix="tlora-fx-reduce-") as folder:
         reducer = Reducer(
             Command(check, Path(folder) / f"candidate{SUFFIX}"),
-            keep=lambda text: save_document(Document(text), smallest),
+            keep=keep,
             say=lambda line: echo(line, err=True),
         )
         text = reducer.reduce(document.text)
-    save_document(Document(text), smallest)
+    keep(text)
     lines = (len(one.splitlines()) for one in (document.text, text))
     before, after = lines
     echo(f"written   {smallest}: {after} of {before} lines, {reducer.runs} runs of the check")

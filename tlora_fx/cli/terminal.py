@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from rich.status import Status
 from rich.table import Table
 from rich.text import Text
 
-from tlora_fx.errors import ReportNotWritable, printable
+from tlora_fx.errors import DumpNotWritable, ReportNotWritable, printable
 from tlora_fx.host.durable import write_output
 
 EVERY_SECONDS = 5.0
@@ -98,6 +99,20 @@ def write_file(path: Path, text: str, what: str, help: str) -> None:
     except OSError as error:
         what = f"{what} cannot be written"
         raise ReportNotWritable(what, file=path, found=error, help=help) from error
+
+
+@contextmanager
+def writing_graphs(path: Path) -> Iterator[None]:
+    """Inside, graphs are written to a file or folder; raises DumpNotWritable where that fails."""
+    try:
+        yield
+    except OSError as error:
+        raise DumpNotWritable(
+            "the graphs cannot be written",
+            file=path,
+            found=error,
+            help="choose another file with -o, or free disk space",
+        ) from error
 
 
 def bare_table(*titles: str, right: Collection[str] = ()) -> Table:
