@@ -54,3 +54,12 @@ def test_a_wrong_command_is_no_culprit(jobs, capsys):
     err = capsys.readouterr().err
     assert "error[T0230]" in err
     assert "no such command" in err
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_compiled(jobs, tmp_path, capsys):
+    """A name is taken by a file, or the disk is read-only."""
+    (tmp_path / "file").touch()
+    words = ["bisect", "--check", "true", jobs, "--keep", tmp_path / "file" / "kept"]
+
+    assert run(*words) == 1
+    assert "name another by --keep" in capsys.readouterr().err

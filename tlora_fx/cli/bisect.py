@@ -12,6 +12,7 @@ import typer
 from tlora_fx.cli.arguments.options import JobFilePath, PipelineOptions, option, takes_options
 from tlora_fx.cli.terminal import echo
 from tlora_fx.config.job_file import JobFile, load_job_file
+from tlora_fx.errors import DumpNotWritable
 
 if TYPE_CHECKING:
     from tlora_fx.pipeline import Pipeline
@@ -49,7 +50,7 @@ def run(options: BisectOptions) -> None:
     passes = options.passes()
     given = load_job_file(options.jobs, trust_remote_code=options.trust_remote_code)
     if options.keep is not None:
-        options.keep.mkdir(parents=True, exist_ok=True)
+        _make(options.keep)
         finding = _bisect(given, options.check, passes, options.keep, options.verbose)
     else:
         with tempfile.TemporaryDirectory(prefix="tlora-fx-bisect-") as folder:
@@ -58,6 +59,18 @@ def run(options: BisectOptions) -> None:
         echo(line)
     if not finding.place:
         raise typer.Exit(1)
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DumpNotWritable(
+            "the folder in which to keep graphs cannot be written",
+            folder=folder,
+            found=error,
+            help="name another by --keep",
+        ) from error
 
 
 def _bisect(

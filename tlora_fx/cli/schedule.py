@@ -34,10 +34,18 @@ def state(
     """
     found = _newest(run)
     rows = rows_of_run(run)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_output(output, found.read_bytes())
-    if rows is not None:
-        add_history(output, rows)
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_output(output, found.read_bytes())
+        if rows is not None:
+            add_history(output, rows)
+    except OSError as error:
+        raise StateFileError(
+            "the snapshot cannot be written",
+            file=output,
+            found=error,
+            help="choose another file with -o",
+        ) from error
     typer.echo(f"written   {output}")
 
 
