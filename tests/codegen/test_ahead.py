@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests import forked
 from tests.codegen.test_launching import Function
 from tlora_fx.codegen import ahead as module
 from tlora_fx.codegen import launching
@@ -107,7 +108,8 @@ def test_what_another_process_has_compiled_is_found(ahead, gpu, tmp_path, monkey
     def kept():
         return set((tmp_path / "triton").rglob("*.cubin"))
 
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with forked.interpreter(), ProcessPoolExecutor(1, mp_context=spawn) as pool:
         ahead._pool = pool
         with ahead.asking():
             start()
