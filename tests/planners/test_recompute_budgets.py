@@ -68,6 +68,28 @@ def test_prices_are_near_what_an_h200_measured(tmp_path):
     assert plain[1] / GIB == pytest.approx(arms["none"]["peak_gib"], rel=PEAK)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def traced_and_priced_once():
+    """Tests ask for prices of the same graphs: joint ones take seconds to trace."""
+    plain = {name: getattr(BudgetPrices, name) for name in ("_traced", "_price")}
+    known = {}
+
+    def once(name):
+        def method(self, *given):
+            key = name, id(self.group), self.length, self.compiled, given
+            if key not in known:
+                # With its group, whose place in memory no other one may have.
+                known[key] = plain[name](self, *given), self.group
+            return known[key][0]
+
+        return method
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in plain:
+            patch.setattr(BudgetPrices, name, once(name))
+        yield
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return small_model(tmp_path_factory.mktemp("base"))
@@ -169,7 +191,7 @@ def test_stages_and_shards_get_a_budget_too(model, mesh, cuts):
 
 def test_what_fits_keeps_all_and_asks_for_no_price(model, monkeypatch):
     """Joint graphs take seconds to trace."""
-    monkeypatch.setattr(BudgetPrices, "_traced", lambda self: pytest.fail("traced"))
+    monkeypatch.setattr(BudgetPrices, "_price", lambda self, *given: pytest.fail("priced"))
     found = short_of(model, 1.1)
 
     assert not found.running[0].plan.recompute
