@@ -46,6 +46,8 @@ pytest_plugins = [_SHARED, "tlora_fx.testing.plugin"]
 LONG = (
     "test_interpreted.py",
     "parallel/test_trainer_plans.py",
+    "pipeline/test_joint.py",
+    "model/test_compiled.py",
     "runtime/test_elastic.py",
     "scheduler/test_service_trainers.py",
     "cli/test_train_processes.py",
