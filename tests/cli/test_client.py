@@ -22,6 +22,7 @@ from tlora_fx.cli.client import uploads
 from tlora_fx.cli.serve import ServeCommandOptions, _guarded_store, _limits
 from tlora_fx.config.job_file import load_job_file
 from tlora_fx.errors import RunFolderError, ServiceUnreachable, UploadRefused
+from tlora_fx.runtime.run_folder import LEDGER
 
 CODE = """
 import sys
@@ -306,11 +307,13 @@ assert "torch" not in sys.modules
     assert not (tmp_path / "run").exists()
 
 
-def test_a_token_of_a_folder_that_cannot_be_written_is_told(tmp_path, capsys):
-    """A service there could not start either."""
-    (tmp_path / "file").touch()
+@pytest.mark.parametrize("words", [["tokens", "add", "alice"], ["tokens", "ls"], ["serve"]])
+def test_a_service_whose_folder_cannot_be_made_is_told(words, tmp_path, capsys):
+    """As in the folder of a run on a disk that has become read-only."""
+    (tmp_path / LEDGER).touch()
+    (tmp_path / "service").touch()
     with pytest.raises(SystemExit):
-        main(["tokens", "add", "alice", "-o", str(tmp_path / "file" / "run")])
+        main([*words, "-o", str(tmp_path)])
 
     assert "error[T0407] the output folder cannot be written" in capsys.readouterr().err
 

@@ -11,7 +11,7 @@ import typer
 from tlora_fx.cli.arguments.options import command_group, option, takes_options
 from tlora_fx.cli.terminal import Console, bare_table, print_whole
 from tlora_fx.errors import ServiceRefused
-from tlora_fx.runtime.run_folder import LEDGER, unwritable
+from tlora_fx.runtime.run_folder import LEDGER
 from tlora_fx.server.ledger import LOCAL, User
 from tlora_fx.server.store import ServiceStore
 
@@ -51,11 +51,7 @@ def add(
             found=name,
             expected=f"small letters, digits and '-', and not '{LOCAL}'",
         )
-    try:
-        store = ServiceStore(output)
-    except OSError as error:
-        raise unwritable(output, error) from error
-    typer.echo(store.add_user(User(name, admin, jobs, gpu_hours, priority)))
+    typer.echo(ServiceStore(output).add_user(User(name, admin, jobs, gpu_hours, priority)))
 
 
 @group.command("ls")

@@ -23,7 +23,7 @@ from typing import Any
 from tlora_fx.errors import LedgerError, QuotaReached, ServiceRefused
 from tlora_fx.host.clock import SteadyClock
 from tlora_fx.host.durable import transaction
-from tlora_fx.runtime.run_folder import LEDGER
+from tlora_fx.runtime.run_folder import LEDGER, unwritable
 from tlora_fx.scheduler.history import require_known_format
 from tlora_fx.scheduler.store import LOCKED_SECONDS, Ledger, write_fact
 
@@ -121,16 +121,20 @@ class ServiceLedger:
 
     folder   of the run
     now      seconds since the epoch, by the clock of all processes of a service
-    raises   LedgerError; NewerFormat where a newer version wrote it
+    raises   RunFolderError where its folders cannot be made; LedgerError; NewerFormat where a newer
+             version wrote it
     """
 
     def __init__(self, folder: Path, now: SteadyClock | None = None) -> None:
         self.now = now or SteadyClock.begin()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.folder = folder / FOLDER
         self.inbox = self.folder / "inbox"
-        for name in ("inbox", "uploads", "submitted", "replaced", "trash"):
-            (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for name in ("inbox", "uploads", "submitted", "replaced", "trash"):
+                (self.folder / name).mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise unwritable(folder, error) from error
         self._path = folder / LEDGER
         Ledger(self._path).close()
         self._local = threading.local()
