@@ -17,6 +17,7 @@ import os
 import select
 import socket
 import sys
+import tempfile
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -106,6 +107,10 @@ def _serve(listener: socket.socket, ended: int, imports: Callable[[], object]) -
     atexit._clear()
     gc.disable()  # imports leave little garbage; looking for it takes a tenth of their time
     imports()
+    # A folder that a library has made, such as wandb, is for all forks: none takes it away.
+    for each in gc.get_objects():
+        if type(each) is tempfile.TemporaryDirectory:
+            atexit.unregister(each.cleanup)
     gc.collect()
     gc.freeze()
     gc.enable()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import socket
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -22,9 +24,14 @@ sys.exit(7)
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     """One that has imported nothing more; a word in its memory comes with each fork."""
-    made = forked.Server(
-        tmp_path_factory.mktemp("server"), lambda: setattr(sys, "imported_before", True)
-    )
+    folder = tmp_path_factory.mktemp("server")
+
+    def imports() -> None:
+        sys.imported_before = True
+        sys.kept = tempfile.TemporaryDirectory(dir=folder)
+        atexit.register(sys.kept.cleanup)
+
+    made = forked.Server(folder, imports)
     yield made
     made.close()
 
@@ -51,6 +58,14 @@ def test_a_fork_finds_imported_what_the_server_has_imported(server):
     both = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True) for _ in range(2)]
 
     assert [each.communicate()[0] for each in both] == ["True\n", "True\n"]
+
+
+def test_a_fork_takes_nothing_away_that_the_server_has_made(server):
+    """Temporary folders of a library are there for the next fork."""
+    code = "import os, sys; print(os.path.exists(sys.kept.name))"
+    words = [server.client, "-c", code]
+
+    assert [subprocess.check_output(words, text=True) for _ in range(2)] == ["True\n", "True\n"]
 
 
 def test_a_fork_that_fails_says_why(server):
