@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -65,6 +66,19 @@ def test_a_callback_that_fails_hears_no_more_and_the_run_goes_on(job, tmp_path):
     [told] = [text for text in good.texts if "Listen failed in stepped" in text]
     line = next(n for n, text in enumerate(LINES, 1) if 'raise ValueError("no more")' in text)
     assert told.endswith(f"ValueError: no more (test_callbacks.py:{line})")
+
+
+def test_a_callback_that_lacks_an_event_costs_a_warning():
+    """As an object with the methods that it needs, which is no subclass."""
+    heard, good = [], Listen()
+    callbacks = Callbacks([SimpleNamespace(stepped=heard.append), good])
+    callbacks.ended("run")
+    callbacks.stepped("report")
+
+    assert heard == []
+    assert good.heard == ["ended", "stepped"]
+    [told] = good.texts
+    assert told.startswith("the callback SimpleNamespace failed in ended and hears no more: ")
 
 
 def test_ctrl_c_in_a_callback_is_none_of_its_failures():

@@ -94,7 +94,7 @@ class Callbacks(EachInTurn):
             self.callbacks.remove(callback)
             inner = callback.callbacks[0] if isinstance(callback, OfJob) else callback
             kind = type(inner)
-            told = told_with_line(error, getattr(kind, event))
+            told = told_with_line(error, getattr(inner, event, None))
             self._warn(
                 f"the callback {kind.__qualname__} failed in {event} and hears no more: {told}"
             )

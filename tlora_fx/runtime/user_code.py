@@ -53,10 +53,13 @@ def find_function(name: str | UserFunction, job: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-def told_with_line(error: BaseException, function: Callable[..., Any]) -> str:
-    """An error's type and text, and the last line of the function's file that it came through."""
+def told_with_line(error: BaseException, function: Callable[..., Any] | None) -> str:
+    """An error's type and text, and the last line of the function's file that it came through.
+
+    function   None: there is none
+    """
     text = f"{type(error).__name__}: {error}"
-    code = getattr(inspect.unwrap(function), "__code__", None)
+    code = getattr(function and inspect.unwrap(function), "__code__", None)
     if code is None:
         return text
     frames = traceback.extract_tb(error.__traceback__)
