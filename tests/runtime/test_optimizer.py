@@ -25,6 +25,7 @@ from tlora_fx.errors import JobError, OptimizerError, OptimizerStateError
 from tlora_fx.runtime import solo
 from tlora_fx.runtime.optim import optimizer as optimizers
 from tlora_fx.runtime.optim.optimizer import JobOptimizer
+from tlora_fx.runtime.optim.schedules import rate_groups
 from tlora_fx.runtime.optim.trainable import learning_rates, require_trainable
 
 STEPS = 9
@@ -189,6 +190,7 @@ def test_biases_and_norms_do_not_decay(decay):
         "q.lora_A.weight", "q.lora_B.weight", "q.lora_B.bias", "q.base_layer.bias",
         "q.lora_magnitude_vector.weight", "h.0.ln_1.modules_to_save.default.weight",
         "norm.modules_to_save.default.weight", "head.modules_to_save.default.weight",
+        "h.0.ln_1.modules_to_save.default.bias", "attn.modules_to_save.default.sinks",
     ]  # fmt: skip
     params = {name: nn.Parameter(torch.ones(2)) for name in names}
     params["head.modules_to_save.default.weight"] = nn.Parameter(torch.ones(2, 2))
@@ -199,11 +201,26 @@ def test_biases_and_norms_do_not_decay(decay):
         groups = optimizer._optimizer.param_groups
         return {name_of[id(p)]: group["weight_decay"] for group in groups for p in group["params"]}
 
-    spared = {*names[2:4], *names[5:7]}
+    spared = {*names[2:4], *names[5:7], names[8]}
     assert decays() == {name: 0.0 if name in spared else decay for name in names}
     if decay:
         optimizer.override({"weight_decay": 0.3})
         assert decays() == {name: 0.0 if name in spared else 0.3 for name in names}
+
+
+def test_loraplus_lets_biases_and_layer_norms_be_without_decay():
+    """As PEFT, which knows nn.LayerNorm by its class, and no other norm."""
+    names = [
+        "q.lora_A.weight", "q.lora_B.weight", "q.lora_B.bias",
+        "ln.modules_to_save.default.weight", "ln.modules_to_save.default.bias",
+        "norm.modules_to_save.default.weight",
+    ]  # fmt: skip
+    params = {name: nn.Parameter(torch.ones(2, 2)) for name in names[:2]}
+    params |= {name: nn.Parameter(torch.ones(2)) for name in names[2:]}
+    groups = rate_groups(job_with(weight_decay=0.1, loraplus_lr_ratio=4.0), params)
+    decays = {id(param): group["weight_decay"] for group in groups for param in group["params"]}
+
+    assert [decays[id(params[name])] for name in names] == [0.1, 0.1, 0.0, 0.0, 0.0, 0.1]
 
 
 class Small(nn.Module):

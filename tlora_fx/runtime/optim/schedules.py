@@ -145,7 +145,7 @@ def rate_groups(job: Job, params: Mapping[str, nn.Parameter]) -> list[dict[str, 
     }
     members: dict[str, list[nn.Parameter]] = {kind: [] for kind in options}
     for name, param in params.items():
-        members[_kind_of(name, param)].append(param)
+        members[_kind_of(name, params)].append(param)
     return [{"params": own, **options[kind]} for kind, own in members.items() if own]
 
 
@@ -154,23 +154,29 @@ def _decay_groups(job: Job, params: Mapping[str, nn.Parameter]) -> list[dict[str
     # PEFT's LoRA-FA decays all that it trains.
     may_spare = job.weight_decay > 0 and job.optim != "lorafa"
     for name, param in params.items():
-        own = spared if may_spare and _is_spared(name, param) else decayed
+        own = spared if may_spare and _is_spared(name, params) else decayed
         own.append(param)
     groups: list[dict[str, Any]] = [{"params": decayed}] if decayed or not spared else []
     return [*groups, {"params": spared, "weight_decay": 0.0}] if spared else groups
 
 
-def _is_spared(name: str, param: Tensor) -> bool:
-    """Whether transformers' Trainer lets a parameter be without decay: biases and norms.
+def _is_spared(name: str, params: Mapping[str, Tensor]) -> bool:
+    """Whether transformers' Trainer lets a parameter be without decay: biases and norms."""
+    return bool(_SPARED.search(name.lower())) or _is_of_layer_norm(name, params)
 
-    It knows some norms by their class; here these are trained copies of vectors.
+
+def _is_of_layer_norm(name: str, params: Mapping[str, Tensor]) -> bool:
+    """Whether this is the weight of a trained nn.LayerNorm, which transformers knows by its class.
+
+    Here it is known by its bias, which norms of models' own classes do not have.
     """
-    return bool(_SPARED.search(name.lower())) or (".modules_to_save." in name and param.dim() == 1)
+    bias = params.get(f"{name.removesuffix('.weight')}.bias")
+    return ".modules_to_save." in name and params[name].dim() == 1 and bias is not None
 
 
-def _kind_of(name: str, param: Tensor) -> str:
+def _kind_of(name: str, params: Mapping[str, Tensor]) -> str:
     if ".lora_embedding_" in name:
         return "embedding"
-    if ".lora_B." in name or param.dim() == 1:
-        return "bias" if "bias" in name else "B"
+    if ".lora_B." in name or params[name].dim() == 1:
+        return "bias" if "bias" in name or _is_of_layer_norm(name, params) else "B"
     return "A"
