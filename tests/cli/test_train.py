@@ -19,6 +19,7 @@ from tlora_fx.config.job_file import load_job_file
 from tlora_fx.errors import RunFolderError
 from tlora_fx.runtime import run_folder
 from tlora_fx.runtime.launching.interrupts import Terminated
+from tlora_fx.runtime.run_folder import ask_to_stop, require_new
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 
@@ -120,12 +121,29 @@ def end_a_start(folder, jobs, end, *files):
         raise end
 
 
+def stop_a_start(folder, jobs):
+    """Ask a job to stop while jobs start, and then end the start."""
+    with _starting(folder, jobs):
+        ask_to_stop(folder, "records")
+        require_new(folder)
+        raise KeyboardInterrupt
+
+
 @pytest.mark.parametrize("end", [KeyboardInterrupt, Terminated, RunFolderError])
 def test_who_ends_a_start_finds_no_job_that_still_starts(tmp_path, end):
     """Another command would take the folder for a run."""
     jobs = load_job_file(QUICKSTART / "jobs.yaml").jobs
     with pytest.raises(end):
         end_a_start(tmp_path / "run", jobs, end("no"))
+
+    assert not (tmp_path / "run").exists()
+
+
+def test_who_asks_a_job_to_stop_while_it_starts_does_not_end_the_start(tmp_path):
+    """It stops after its first step; a start that is ended leaves nothing all the same."""
+    jobs = load_job_file(QUICKSTART / "jobs.yaml").jobs
+    with pytest.raises(KeyboardInterrupt):
+        stop_a_start(tmp_path / "run", jobs)
 
     assert not (tmp_path / "run").exists()
 

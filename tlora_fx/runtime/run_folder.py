@@ -347,6 +347,7 @@ class RunFolder:
         try:
             self.path.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             for job in jobs:
+                (self.job(job) / STOP).unlink(missing_ok=True)  # of a start before
                 self.write_status(job, STARTING)
         except OSError as error:
             raise unwritable(self.path, error) from error
@@ -359,6 +360,7 @@ class RunFolder:
                 told = json.loads((folder / STATUS).read_bytes())
                 if told == {**STARTING, **stamp(STATUS_FORMAT)} and _is_announced(folder):
                     (folder / STATUS).unlink()
+                    (folder / STOP).unlink(missing_ok=True)
             with suppress(OSError):  # a full disk may have kept the status out
                 folder.rmdir()
         with suppress(OSError):
@@ -631,7 +633,7 @@ def _used(path: Path) -> list[str]:
 
 def _is_announced(entry: Path) -> bool:
     """Whether a folder holds no more than what a job that came to no step has left."""
-    return entry.is_dir() and [path.name for path in entry.iterdir()] == [STATUS]
+    return entry.is_dir() and {STATUS} <= {path.name for path in entry.iterdir()} <= {STATUS, STOP}
 
 
 def how_to_go_on(path: Path) -> str:
