@@ -36,6 +36,8 @@ def test_a_synonym_names_a_command_and_is_none():
         ("--lr", "write learning_rate into the job file"),
         ("--lora_r", "write r into the job file, under 'lora' in a job"),
         ("--lora_alpha", "write lora_alpha into the job file, under 'lora'"),
+        ("--base", "write base into the job file, beside 'jobs'"),
+        ("--name", "write name into the job file, in a job"),
         ("--model_name_or_path", "write model into the job file, under 'base'"),
         ("--output_dir", "give it on the command line: train -o FOLDER"),
         ("--bf16", "write dtype: bfloat16 under 'base'"),

@@ -49,12 +49,17 @@ def in_job_file(option: str) -> str:
     """
     # What a command that is given rightly need not wait for.
     from tlora_fx.config.job import BaseSpec, Job
+    from tlora_fx.config.job_file import SHARED
     from tlora_fx.config.other_names import BASE_KEYS, ELSEWHERE, JOB_KEYS, LORA_KEYS
 
     key = option.removeprefix("--").replace("-", "_")
     job, lora, base = JOB_KEYS.get(key, key), LORA_KEYS.get(key, key), BASE_KEYS.get(key, key)
     if key in ELSEWHERE and key not in BaseSpec.model_fields:
         return ELSEWHERE[key]
+    if job in ("base", *SHARED):
+        return f"write {job} into the job file, beside 'jobs'"
+    if job == "name":
+        return "write name into the job file, in a job"
     if job in Job.model_fields:
         return f"write {job} into the job file, in a job or under 'defaults'"
     if base in BaseSpec.model_fields:
