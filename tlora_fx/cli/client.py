@@ -433,7 +433,7 @@ def _unpack(tar: tarfile.TarFile, output: Path) -> None:
     from tlora_fx.runtime.run_folder import unwritable
 
     try:
-        for member in tar.getmembers():
+        for member in filter(tarfile.TarInfo.isfile, tar.getmembers()):
             path, content = output / member.name, tar.extractfile(member)
             if content is not None and path.exists() and path.read_bytes() != content.read():
                 raise RunFolderError(

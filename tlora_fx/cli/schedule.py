@@ -33,10 +33,14 @@ def state(
     It holds what the policy of a run saw at its last decision, and what became of all jobs.
     """
     found = _newest(run)
+    try:
+        content = found.read_bytes()
+    except OSError as error:
+        raise StateFileError("the run's state cannot be read", file=found, found=error) from error
     rows = rows_of_run(run)
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        write_output(output, found.read_bytes())
+        write_output(output, content)
         if rows is not None:
             add_history(output, rows)
     except OSError as error:
