@@ -107,6 +107,7 @@ def _serve(listener: socket.socket, ended: int, imports: Callable[[], object]) -
     atexit._clear()
     gc.disable()  # imports leave little garbage; looking for it takes a tenth of their time
     imports()
+    gc.unfreeze()  # what is frozen is not listed
     # A folder that a library has made, such as wandb, is for all forks: none takes it away.
     for each in gc.get_objects():
         if type(each) is tempfile.TemporaryDirectory:

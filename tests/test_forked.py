@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import socket
 import subprocess
@@ -30,6 +31,7 @@ def server(tmp_path_factory):
         sys.imported_before = True
         sys.kept = tempfile.TemporaryDirectory(dir=folder)
         atexit.register(sys.kept.cleanup)
+        gc.freeze()
 
     made = forked.Server(folder, imports)
     yield made
