@@ -14,6 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -379,11 +381,15 @@ class LowerAdapters(GroupPass):
             for own in _by_site(writes)
         ]
         mixed = self._partly_lowerable(group, every)
-        for chain in every:
-            if is_call(chain.anchor, EXPERT_LINEAR):
-                chain.lower_experts()
-            else:
-                self._lower(chain, mixed)
+        for _, behind in groupby(every, key=attrgetter("anchor")):
+            # Lowering one site rewrites the linear behind which the others stand.
+            matched = [(chain, *self._matched(chain, mixed)) for chain in behind]
+            for chain, frozen, branches in matched:
+                if is_call(chain.anchor, EXPERT_LINEAR):
+                    chain.lower_experts()
+                elif branches:
+                    asked = chain.group.compute if self.compute == "job" else self.compute
+                    chain.lower(frozen, branches, in_base_dtype=asked == "base")
         for graph in group.graphs():
             Rewriter(graph).erase_dead()
 
@@ -422,10 +428,16 @@ class LowerAdapters(GroupPass):
             return "it draws other masks each time it runs"
         return branch
 
-    def _lower(self, chain: _Chain, mixed: Collection[tuple[str, str]]) -> None:
+    def _matched(
+        self, chain: _Chain, mixed: Collection[tuple[str, str]]
+    ) -> tuple[Frozen | Other, dict[fx.Node, LoraBranch]]:
+        """The linear of a chain, and the branches that can be lowered; why others are not is noted.
+
+        What adapts experts is lowered otherwise.
+        """
         frozen = match_operator(chain.anchor, chain.writes)
         branches: dict[fx.Node, LoraBranch] = {}
-        for write in chain.writes:
+        for write in () if is_call(chain.anchor, EXPERT_LINEAR) else chain.writes:
             branch = self._lowerable(chain, write, frozen)
             (job,) = write.meta["jobs"]
             if isinstance(branch, str):
@@ -434,9 +446,7 @@ class LowerAdapters(GroupPass):
                 chain.keep(write, "another call of its module runs as it is")
             else:
                 branches[write] = branch
-        if branches:
-            asked = chain.group.compute if self.compute == "job" else self.compute
-            chain.lower(frozen, branches, in_base_dtype=asked == "base")
+        return frozen, branches
 
 
 class _Chain:

@@ -143,6 +143,9 @@ def test_a_trained_copy_beside_adapters_on_the_last_linear_of_its_module(llama, 
     model = ready(jobs if first else jobs[::-1])
 
     assert model.banks[f"model.layers.1.{saved}.{last}"].serves(int(first))
+    told = {note for _, note in model.group.notes if "'other' runs as it is" in note}
+    assert told
+    assert all("aten.linear.default, not aten.add.Tensor" in note for note in told)
     assert_equals_peft(model, [tokens(n, seed=s) for s, n in enumerate(LENGTHS)], ROUNDED)
 
 
