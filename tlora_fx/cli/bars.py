@@ -24,6 +24,7 @@ from rich.spinner import Spinner
 from rich.text import Text
 
 from tlora_fx.cli.terminal import EVERY_SECONDS, Console
+from tlora_fx.errors import first_of
 from tlora_fx.host import phases
 from tlora_fx.inspect.wording import plural
 from tlora_fx.runtime.callbacks import TrainerCallback
@@ -224,10 +225,9 @@ class Bars(TrainerCallback):
         for name, report in reports.items():
             names.setdefault(tuple(report.lines()), []).append(name)
         for lines, jobs in names.items():
-            shown = jobs if len(jobs) <= NAMED else jobs[:1]
-            more = f" and {len(jobs) - 1} more" if len(jobs) > NAMED else ""
+            shown = first_of(jobs, len(jobs) if len(jobs) <= NAMED else 1)
             for line in lines:
-                self._say(f"{', '.join(shown)}{more}: {line}")
+                self._say(f"{shown}: {line}")
 
     def _say(self, text: str) -> None:
         self.progress.console.print(text, highlight=False, markup=False, soft_wrap=True)
