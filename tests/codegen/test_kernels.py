@@ -9,10 +9,12 @@ import sys
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from scripts.check_kernels import forms
 from tests.interpreted import ROOT
-from tlora_fx.codegen.kernels import build, command, emitter, intact, shrink, stem
+from tlora_fx.codegen.kernels import build, command, emitter, expand, intact, shrink, stem
 from tlora_fx.codegen.spec import KINDS, KernelSpec, Tile
 
 FORMS = [spec for kind in KINDS for spec in forms(kind)]
@@ -137,3 +139,26 @@ def test_few_tokens_leave_shares(fields, most):
 def is_shared(spec, tokens):
     """Whether the rule's tile for so many tokens leaves shares of S."""
     return shrink.tile_for(spec, tokens, width=16).slab > 0
+
+
+@given(
+    outer=st.integers(1, 300).map(lambda count: 16 * count),
+    tokens=st.integers(1, 70_000),
+    sites=st.integers(1, 4),
+    block=st.sampled_from([16, 32, 64]),
+    drops=st.booleans(),
+)
+def test_few_tokens_are_expanded_in_narrower_slabs(outer, tokens, sites, block, drops):
+    """Whole tiles, never wider than the rule's; masks keep it; never fewer programs."""
+    spec = KernelSpec("expand", outer, outer, rank_block=block, sites=sites, dropout=drops)
+    rule, tile = expand.default_tile(spec), expand.tile_for(spec, tokens)
+
+    assert tile == replace(rule, slab=tile.slab)
+    assert tile.columns <= tile.slab <= rule.slab
+    assert tile.slab % tile.columns == 0
+    assert tile.slab <= expand.tile_for(spec, tokens + 1000).slab
+    if drops:
+        assert tile == rule
+    elif tile.slab < rule.slab:
+        rows = -(-tokens // rule.rows)
+        assert rows * -(-outer // rule.slab) < 1024

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tlora_fx.codegen.ahead import ahead
-from tlora_fx.codegen.kernels import emitter, shrink
+from tlora_fx.codegen.kernels import emitter, expand, shrink
 from tlora_fx.codegen.loading import load
 from tlora_fx.codegen.spec import MAX_SITES, KernelSpec, Kind, Tile
 from tlora_fx.errors import AdapterTableError
@@ -33,11 +33,12 @@ from tlora_fx.ops.kernels.packed import (
     packed_for,
     stored_form,
 )
-from tlora_fx.ops.kernels.support import SMALL_RANK, KernelGroup, Site
+from tlora_fx.ops.kernels.support import KernelGroup, Site
 from tlora_fx.ops.tables import SiteGroup, check_fit, named
 
 _HERE = nullcontext()
 _HOPPER = 90
+_SMALL_BLOCK = 16
 # Of a vector load.
 _BYTES = 16
 
@@ -375,7 +376,7 @@ class KernelCall:
         for index, site in enumerate(self.kernel_group.sites):
             open_groups = groups.setdefault(site.rank_block, [[]])
             # With masks of a fourth site registers do not suffice.
-            crowded = site.drops and site.rank_block > SMALL_RANK and site.arch != _HOPPER
+            crowded = site.drops and site.rank_block > _SMALL_BLOCK and site.arch != _HOPPER
             if len(open_groups[-1]) == MAX_SITES - crowded:
                 open_groups.append([])
             open_groups[-1].append(index)
@@ -579,6 +580,8 @@ class KernelCall:
         }  # fmt: skip
         written = replace(site, outer=columns, drops=bits is not None)
         tile = self.tile("expand", written, len(indices))
+        if tile is None and not select.is_strict():
+            tile = expand.tile_for(spec_of("expand", site, None, **fields), self.tokens)
         slots = [table.slots for table in tables]
         thresholds = [table.thresholds for table in tables]
         per_site: list[Any] = [s, packed_rows, slots, thresholds, bits]
