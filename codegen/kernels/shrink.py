@@ -35,6 +35,8 @@ from tlora_fx.errors import KernelSpecError
 
 # Tokens up to which tiles of all columns are too few for an H200; drawing masks takes longer.
 _FEW, _FEW_MASKED = 4096, 6144
+# Above it tiles of 64 rows are programs enough.
+_VERY_FEW = 768
 # Columns of the shares that programs with masks leave of more tokens than that.
 _LARGE_SHARE = 2048
 # Rows, warps and stages of a tile that tuning tries.
@@ -548,6 +550,11 @@ def tile_for(spec: KernelSpec, tokens: int, width: int) -> Tile:
         return streamed[0] if streamed else replace(rule, columns=columns)
     if _draws_narrow(spec) and tokens > _FEW_MASKED:
         return _split(spec, replace(rule, columns=columns), 32, _LARGE_SHARE)
+    if not spec.dropout and spec.extend != "copy" and spec.arch >= _HOPPER and tokens > _VERY_FEW:
+        # Taller programs read A less often: of three sites and 1,280 tokens they take a fifth less
+        # time with blocks of 32, and a third with blocks of 16 (H200).
+        slab = 2048 if tokens >= 2048 * (1 + (spec.sites > 1)) else 1024
+        return _split(spec, replace(rule, columns=columns), rule.rows, slab)
     small = _draws_narrow(spec) and spec.sites > 2
     slab = 512 if small or tokens <= 1024 else 1024
     return _split(spec, replace(rule, columns=columns), 16 if small else min(rule.rows, 32), slab)
