@@ -104,9 +104,10 @@ def test_every_plan_is_as_exact_as_pytorch(site, monkeypatch, plan, rates):
         {"dtype": FP16},
         {"bias": True},
         {"ranks": (128, 1, 0, 33, 64), "bias": True},
+        {"ranks": (64, 1, 0, 33, 8), "bias": True},
         {"adapter_dtype": BF16},
     ],
-    ids=["fp16", "bias", "large ranks", "bf16 adapters"],
+    ids=["fp16", "bias", "large ranks", "middle ranks", "bf16 adapters"],
 )
 def test_other_sites_are_as_exact_as_pytorch(site, monkeypatch, other):
     """On the fused plan, with dropout."""
@@ -167,6 +168,25 @@ def test_sites_that_share_x_are_as_exact_as_pytorch(site, monkeypatch, plan, rat
     """q, k and v of unequal widths."""
     made = [site(features=(SHAPE[0], width), rates=rates) for width in (768, 256, 256)]
     assert_close(errors_together(made, monkeypatch, plan))
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.05], ids=["keep", "drop"])
+@pytest.mark.parametrize("tokens", [160, 1280, 5120])
+@pytest.mark.parametrize(
+    ("inner", "widths"),
+    [(3072, (3072, 1024, 1024)), (3072, (8192, 8192)), (8192, (3072,)), (1536, (896,))],
+    ids=["qkv", "gate up", "down", "no tile divides"],
+)
+def test_ranks_of_several_blocks_are_as_exact_as_pytorch(
+    site, monkeypatch, inner, widths, tokens, rate
+):
+    """Ranks to 64 in blocks of 32: each plan, and the one that pays."""
+    ranks = (8, 16, 32, 64, 33, 64, 1, 40)
+    lengths = (tokens // 4, 1, tokens // 8 - 1, 20, 28, 0, tokens // 8, 0)
+    lengths = (*lengths[:-1], tokens - sum(lengths))
+    made = [site(lengths, ranks, (rate,) * 8, features=(inner, width)) for width in widths]
+    for plan in (None, "fused", "sidecar"):
+        assert_close(errors_together(made, monkeypatch, plan))
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.05], ids=["keep", "drop"])

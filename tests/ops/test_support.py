@@ -93,3 +93,11 @@ def test_the_reason_is_logged_where_sizes_are_symbols(group, caplog):
         assert support.kernel_group(torch.empty(x.shape, device="cuda"), site) is None
 
     assert "PyTorch serves the adapters" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("most", "block"), [(1, 16), (32, 16), (33, 32), (64, 32), (65, 64), (300, 64)]
+)
+def test_ranks_are_padded_to_blocks(most, block):
+    """Half of a block of 64 would be padding for most jobs of ranks up to 64."""
+    assert support.rank_block(most) == block

@@ -267,8 +267,12 @@ def tail_of(rows: int) -> int:
 
 
 def rank_block(most: int) -> int:
-    """Multiple that ranks up to `most` are padded to."""
-    return 64 if most > SMALL_RANK else 16
+    """Multiple that ranks up to `most` are padded to.
+
+    Wider blocks multiply and move more padding: with ranks 8 to 64 a step of Llama-3.2-3B's shape
+    took 2 to 4 % less by blocks of 32 than by blocks of 64 (H200). Narrower ones take more loops.
+    """
+    return next((block for top, block in ((SMALL_RANK, 16), (64, 32)) if most <= top), 64)
 
 
 def job_capacity(jobs: int) -> int:
