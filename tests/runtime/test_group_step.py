@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import DeviceUnknown, NotFinite, OptimizerError, StepMisuse, TloraError
+from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.runtime.data.samples import Sample
 from tlora_fx.runtime.group_step import Batch, GroupStep
 from tlora_fx.runtime.trainer import Trainer
@@ -56,9 +57,9 @@ def train_alone(job, data, steps=None):
     return losses, adapter(group, job.name)
 
 
-def one_step(group, batches):
+def one_step(group, batches, options=MappingProxyType({})):
     outputs = group.accumulate(batches)
-    group.apply({name: {} for name in batches})
+    group.apply(dict.fromkeys(batches, options))
     return {name: output.loss for name, output in outputs.items()}
 
 
@@ -85,6 +86,8 @@ def test_a_loop_of_steps_is_what_the_trainer_does(tmp_path, jobs, data):
         assert_same(adapter(group, name), load_file(tmp_path / name / "adapter_model.safetensors"))
 
 
+#: So many that the next job to come makes banks grow.
+ONE_SLOT = OpenSlots(rows=16, jobs=1, rank=16)
 ROUNDS = st.lists(st.sets(st.sampled_from("abcd"), min_size=1), min_size=1, max_size=6)
 SEARCHED: dict[str, Any] = {
     "deadline": None,
@@ -351,6 +354,33 @@ def test_jobs_join_leave_and_wait_in_memory(jobs, data):
     expected, tensors = train_alone(jobs["d"], data["d"], 2)
     assert losses["d"] == pytest.approx(expected, rel=1e-9)
     assert_same(state.adapter, tensors, 1e-9)
+
+
+#: Hyperparameters for a step and those after it, of which "lr" is for the step alone.
+FROM_NOW_ON = {
+    "lr": 0.1, "beta1": 0.5, "beta2": 0.7, "eps": 1e-3, "weight_decay": 0.3, "max_grad_norm": 0.01,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("event", ["a neighbour comes", "a neighbour comes later", "parked"])
+def test_hyperparameters_hold_whatever_happens_in_between(jobs, data, event):
+    """Also where banks grow for a neighbour, and for a job that waits in memory."""
+
+    def trained(event):
+        group = GroupStep(compile([jobs["a"]], open=ONE_SLOT), device="cpu")
+        one_step(group, {"a": data["a"].step(0)}, FROM_NOW_ON)
+        if event == "parked":
+            group.park("a")
+            group.restore(jobs["a"])
+        if event == "a neighbour comes":
+            assert group.admit(jobs["d"])[1].grown
+        group.accumulate({"a": data["a"].step(1)})
+        if event == "a neighbour comes later":
+            assert group.admit(jobs["d"])[1].grown
+        group.apply({"a": {}})
+        return adapter(group, "a")
+
+    assert_same(trained(event), trained(""))
 
 
 def test_an_adapter_can_be_read_before_the_first_step(jobs):

@@ -205,6 +205,8 @@ class JobOptimizer:
         #: Of a class of the user's own nothing is known but what torch.optim promises.
         self._is_own = isinstance(job.optim, UserFunction)
         self._first_options = [dict(group) for group in self._optimizer.param_groups]
+        #: What `override` has set for all steps from then on.
+        self._overridden: dict[str, float] = {}
         #: Groups that do not decay are biases and norms then.
         self._decays = job.weight_decay > 0
         if isinstance(self._optimizer, LoraFA):
@@ -266,6 +268,7 @@ class JobOptimizer:
         options   checked by `require_options`. Groups with rates of their own, as LoRA+ has, keep
                   their ratio to the first
         """
+        self._overridden |= {name: float(options[name]) for name in options if name != "lr"}
         groups = self._optimizer.param_groups
         # Of the schedule's rates, which may be 0 now.
         first = groups[0]["initial_lr"]
@@ -276,7 +279,7 @@ class JobOptimizer:
         for group, ratio, first_options in zip(groups, ratios, self._first_options, strict=True):
             decays = first_options.get("weight_decay") or not self._decays
             group.update(plain if decays else spared)
-            if "betas" in group:
+            if not options.keys().isdisjoint(_BETAS):
                 betas = zip(_BETAS, group["betas"], strict=True)
                 group["betas"] = tuple(float(options.get(name, own)) for name, own in betas)
             if "lr" in options:
@@ -412,7 +415,7 @@ class JobOptimizer:
         }
 
     def state_values(self) -> dict[str, Any]:
-        """State that is no tensor, JSON-able: the schedule's counters, and numbers by name."""
+        """State that is no tensor, JSON-able: counters, numbers by name, overrides."""
         values = {
             f"{kind}/{name}": value
             for name, param in self._known.items()
@@ -421,8 +424,10 @@ class JobOptimizer:
         }
         schedule = self._schedule.state_dict()
         kept = ("last_epoch", "_step_count", "_last_lr", "base_lrs")
-        groups = {"groups": self._changed_options()} if self._is_own else {}
-        return {"state": values, "schedule": {key: schedule[key] for key in kept}, **groups}
+        more: dict[str, Any] = {"groups": self._changed_options()} if self._is_own else {}
+        if self._overridden:
+            more["overridden"] = dict(self._overridden)
+        return {"state": values, "schedule": {key: schedule[key] for key in kept}, **more}
 
     def _changed_options(self) -> list[dict[str, Any]]:
         """What an optimizer of the user's own has noted in its groups since it was made."""
@@ -470,6 +475,7 @@ class JobOptimizer:
         groups = self._optimizer.param_groups
         for group, noted in zip(groups, values.get("groups", ()), strict=False):
             group.update(noted)
+        self.override(values.get("overridden", {}))
         # The schedule's functions and rates come from the job file; only its counters are loaded.
         saved, own = values["schedule"], isinstance(self._schedule, RecordedSchedule)
         rates = self._rates(saved["last_epoch"])
