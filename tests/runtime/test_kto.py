@@ -97,31 +97,38 @@ class Start(TrainerCallback):
         }
 
 
-def test_a_job_of_kto_trains_as_by_trl(tmp_path: Path, tokenizer: Any) -> None:
-    """Twelve steps in float64 beside others, against TRL's own trainer on texts of its own."""
-    jobs, start = group(tmp_path, steps=12, lr_scheduler_type="constant"), Start()
+@pytest.mark.parametrize(("steps", "max_length"), [(12, 1024), (4, 10)])
+def test_a_job_of_kto_trains_as_by_trl(
+    tmp_path: Path, tokenizer: Any, steps: int, max_length: int
+) -> None:
+    """Steps in float64 beside others, against TRL's own trainer on texts of its own.
+
+    Completions that are cut are compared with other, shorter prompts as far as these have room.
+    """
+    options = {"lr_scheduler_type": "constant", "max_length": max_length}
+    jobs, start = group(tmp_path, steps=steps, **options), Start()
     model = compile(jobs)
     trainer = Trainer(model, output=tmp_path / "run", data=data_of(jobs, tokenizer), callback=start)
     mine = adapter_tensors(trainer.run()[0].parameters)
     wrapped = get_peft_model(plain_base(model.backbone), jobs[0].lora_config())
     set_peft_model_state_dict(wrapped, start.adapters["kto"])
-    losses = trained_by_trl(wrapped, tokenizer, tmp_path)
+    losses = trained_by_trl(wrapped, tokenizer, tmp_path, max_steps=steps, max_length=max_length)
     theirs = get_peft_model_state_dict(wrapped)
 
     assert losses_of(tmp_path / "run", jobs)["kto"] == pytest.approx(losses, abs=1e-6)
     assert max(float((theirs[name] - mine[name]).abs().max()) for name in mine) < 1e-5
 
 
-def trained_by_trl(model: Any, tokenizer: Any, folder: Path) -> list[float]:
+def trained_by_trl(model: Any, tokenizer: Any, folder: Path, **fields: Any) -> list[float]:
     """The losses of TRL's KTOTrainer on the same rows in the same order."""
     from datasets import Dataset
     from trl import KTOConfig, KTOTrainer
 
     args = KTOConfig(
-        output_dir=str(folder / "trl"), max_steps=12, per_device_train_batch_size=3,
+        output_dir=str(folder / "trl"), per_device_train_batch_size=3,
         gradient_accumulation_steps=2, learning_rate=1e-2, lr_scheduler_type="constant",
         weight_decay=0.0, logging_steps=1, report_to=[], use_cpu=True, bf16=False, fp16=False,
-        save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, **OPTIONS,
+        save_strategy="no", disable_tqdm=True, gradient_checkpointing=False, **OPTIONS, **fields,
     )  # fmt: skip
     trainer = KTOTrainer(
         model=model, args=args, train_dataset=Dataset.from_list(judged()),

@@ -206,13 +206,18 @@ Tokens: TypeAlias = Sequence[int]
 
 
 def mismatched(
-    sequences: Sequence[Tokens], labels: Sequence[Tokens], none: int, most: int
+    sequences: Sequence[Tokens],
+    labels: Sequence[Tokens],
+    beyond: Sequence[Tokens],
+    none: int,
+    most: int,
 ) -> tuple[list[Tokens], list[Tokens]]:
     """Each sequence's prompt with the completion of the one before it, the first with the last's.
 
     By them kto estimates how far an adapter is from the base.
 
     labels    of each sequence, unshifted; the first that is a target begins the completion
+    beyond    the end of each completion that its own sequence has no room for
     none      what a label is that is no target
     most      tokens of a sequence that are kept
     returns   sequences and labels
@@ -222,8 +227,9 @@ def mismatched(
     targets: list[Tokens] = []
     for index, start in enumerate(starts):
         begin = starts[index - 1]
-        ids.append([*sequences[index][:start], *sequences[index - 1][begin:]][:most])
-        targets.append([*[none] * start, *labels[index - 1][begin:]][:most])
+        more = beyond[index - 1]
+        ids.append([*sequences[index][:start], *sequences[index - 1][begin:], *more][:most])
+        targets.append([*[none] * start, *labels[index - 1][begin:], *more][:most])
     return ids, targets
 
 

@@ -235,8 +235,15 @@ def _sequences(
     labels = [sample.labels for sample in samples]
     if objective is None or objective.loss != "kto":
         return [*ids], [*labels]
-    more = mismatched(ids, labels, IGNORED, job.max_length)
+    more = _mismatched(job, samples)
     return [*ids, *more[0]], [*labels, *more[1]]
+
+
+def _mismatched(
+    job: Job, samples: Sequence[Sample]
+) -> tuple[list[Sequence[int]], list[Sequence[int]]]:
+    ids, labels = [each.input_ids for each in samples], [each.labels for each in samples]
+    return mismatched(ids, labels, [each.beyond for each in samples], IGNORED, job.max_length)
 
 
 def count_terms(job: Job, micro_batches: MicroBatches, loss: object = None) -> int:
@@ -272,8 +279,7 @@ def count_row_tokens(job: Job, micro_batches: MicroBatches, loss: object) -> int
     count = count_tokens(micro_batches)
     if "kto" in (loss, job.method):
         for samples in micro_batches:
-            ids, labels = [each.input_ids for each in samples], [each.labels for each in samples]
-            count += sum(map(len, mismatched(ids, labels, IGNORED, job.max_length)[0]))
+            count += sum(map(len, _mismatched(job, samples)[0]))
     return count
 
 

@@ -97,8 +97,9 @@ def lines_of(batches: Sequence[Sequence[Sample]], most: int | None = None) -> li
             first += len(sample.input_ids)
         for own, other in zip(batch, [*batch[-1:], *batch[:-1]], strict=True) if most else ():
             prompt = [own.input_ids[at] for at in range(_prompt(own))]
-            ids = [*prompt, *other.input_ids[_prompt(other) :]][:most]
-            labels = [*[NO_TARGET] * len(prompt), *other.labels[_prompt(other) :]][:most]
+            at = _prompt(other)
+            ids = [*prompt, *other.input_ids[at:], *other.beyond][:most]
+            labels = [*[NO_TARGET] * len(prompt), *other.labels[at:], *other.beyond][:most]
             lines[-1].append(Line(ids, labels, first))
             first += len(ids)
     return lines

@@ -281,6 +281,8 @@ class Sample:
     inputs       further numbers, by names of one's own, for a function as loss
 
     desirable    for kto, whether the completion is wanted
+    beyond       for kto, the end of the completion that `input_ids` lack because they are cut: a
+                 shorter prompt of another sample may have room for it
     """
 
     input_ids: tuple[int, ...]
@@ -290,6 +292,7 @@ class Sample:
     advantages: tuple[float, ...] | None = None
     desirable: bool | None = None
     inputs: Mapping[str, tuple[float, ...]] = field(default_factory=dict, hash=False)
+    beyond: tuple[int, ...] = ()
 
     @property
     def numbers(self) -> dict[str, tuple[float, ...]]:
@@ -339,6 +342,7 @@ class TokenSamples(Sequence[Sample], ABC):
             tuple(ids.tolist()),
             tuple(labels.tolist()),
             desirable=self.is_desirable(index),
+            beyond=tuple(self.beyond(index).tolist()),
             inputs=numbers,
             **fields,
         )
@@ -346,6 +350,10 @@ class TokenSamples(Sequence[Sample], ABC):
     @abstractmethod
     def is_desirable(self, index: int) -> bool | None:
         """Whether a sample is desirable; None where samples are not judged."""
+
+    @abstractmethod
+    def beyond(self, index: int) -> np.ndarray:
+        """Tokens that are cut off a judged sample, [n] int32; none of others."""
 
     @property
     @abstractmethod
@@ -410,6 +418,12 @@ class SampleTable(TokenSamples):
     def is_desirable(self, index: int) -> bool | None:
         """See `TokenSamples.is_desirable`."""
         return bool(self.table.codes[self.rows[index]]) if self.cut.judged else None
+
+    def beyond(self, index: int) -> np.ndarray:
+        """See `TokenSamples.beyond`."""
+        if not self.cut.judged:
+            return np.empty(0, np.int32)
+        return self.table.ids(int(self.rows[index]))[self.cut.max_length :]
 
     @property
     def has_numbers(self) -> bool:
@@ -539,6 +553,10 @@ class MixedTable(TokenSamples):
     def is_desirable(self, index: int) -> bool | None:
         """See `TokenSamples.is_desirable`."""
         return self.tables[int(self.origin[index])].is_desirable(int(self.places[index]))
+
+    def beyond(self, index: int) -> np.ndarray:
+        """See `TokenSamples.beyond`."""
+        return self.tables[int(self.origin[index])].beyond(int(self.places[index]))
 
     @property
     def has_numbers(self) -> bool:
