@@ -461,6 +461,17 @@ def test_a_job_whose_state_is_not_its_own_is_not_admitted(jobs, data):
     group.admit(jobs["b"])
 
 
+def test_a_job_whose_optimizer_cannot_be_made_is_not_admitted(jobs, data):
+    """Its slot is free again, and so is its name."""
+    group = GroupStep(compile([jobs["a"]], open=SLOTS), device="cpu")
+    wrong = jobs["b"].model_copy(update={"optim": "adafactor", "optim_args": {"d": 0.5}})
+
+    with pytest.raises(OptimizerError):
+        group.admit(wrong)
+    assert [member.job.name for member in group.members.values()] == ["a"]
+    group.admit(jobs["b"])
+
+
 def test_groups_of_an_optimizer_keep_their_ratio_where_the_schedule_is_at_0(base, data):
     """LoRA+ while it warms up."""
     job = make_job(base, "w", loraplus_lr_ratio=16.0, warmup_steps=5, max_steps=9)

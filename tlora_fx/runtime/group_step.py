@@ -693,13 +693,18 @@ class GroupStep:
         state      what it goes on from; None: it starts anew
         may_grow   banks may double where no slot is free
         raises     NotAdmitted where it does not fit, StepMisuse where nothing says how long its
-                   schedule is, AdapterFolderError and CheckpointError where what it goes on from
-                   is not its own; the job is not in the group then
+                   schedule is, OptimizerError where its optimizer does not take its arguments,
+                   AdapterFolderError and CheckpointError where what it goes on from is not its
+                   own; the job is not in the group then
         """
         self._ready()
         self._steps_of(job)
         admission = self.take_in(job, may_grow=may_grow)
-        member = self.add(self._member(job))
+        try:
+            member = self.add(self._member(job))
+        except BaseException:
+            self.model.release(job.name)
+            raise
         try:
             if state is None or job.has_adapter_reference:
                 start_adapter(self.model, job)
