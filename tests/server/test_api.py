@@ -314,6 +314,8 @@ def test_a_restart_puts_back_what_was_taken(asked):
     """A file that a killed service did not write, and nothing that nobody was told of."""
     it = asked()
     it.submit(job_file("a"))
+    sent = it.folder / "service" / "tmp0a1b.tar"
+    sent.write_bytes(b"half")
     (written,) = it.service.store.inbox.iterdir()
     content = written.read_text()
     written.unlink()
@@ -323,6 +325,7 @@ def test_a_restart_puts_back_what_was_taken(asked):
 
     assert written.read_text() == content
     assert not stray.exists()
+    assert not sent.exists()
 
 
 def test_a_file_that_is_being_sent_is_not_removed(asked):
@@ -400,6 +403,23 @@ def test_what_a_job_did_is_told(asked):
     it.service.store.rows("UPDATE jobs SET status = 'failed' WHERE name = 'b'")
     help_ = it.ask("GET", "/api/v1/jobs/b/adapter").json()["help"]
     assert help_ == "`tlora-fx client status b` says why it ended"
+
+
+@pytest.mark.parametrize("asked_for", ["bytes=9-", "bytes=999999-", "bytes=x", "lines=1-2"])
+def test_nothing_is_left_of_an_adapter_that_was_sent(asked, asked_for):
+    """Whatever part of it a client asks for: it gets the whole folder."""
+    it = asked()
+    it.submit(job_file("a"))
+    as_scheduled(it.folder, [("a",)], ended=True)
+    (it.folder / "a" / "adapter_model.safetensors").write_bytes(b"weights")
+    it.service.store.rows("UPDATE jobs SET status = 'done', steps = 10")
+    answer = it.ask("GET", "/api/v1/jobs/a/adapter", headers={"Range": asked_for})
+
+    assert answer.status_code == 200
+    with tarfile.open(fileobj=io.BytesIO(answer.content)) as tar:
+        assert tar.extractfile("a/adapter_model.safetensors").read() == b"weights"
+    assert int(answer.headers["Content-Length"]) == len(answer.content)
+    assert not list(it.service.store.folder.glob("*.tar"))
 
 
 def test_the_folder_of_a_service_is_private(asked):

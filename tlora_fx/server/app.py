@@ -13,23 +13,22 @@ import logging
 import re
 import tarfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Annotated, Literal
+from tempfile import TemporaryFile
+from typing import IO, TYPE_CHECKING, Annotated, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from fastapi.staticfiles import StaticFiles
 from prometheus_client import generate_latest
 from pydantic import BaseModel, ConfigDict, Field
-from starlette.background import BackgroundTask
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
@@ -67,6 +66,8 @@ logger = logging.getLogger(__name__)
 #: A request's body without an upload; an upload has a bound of its own.
 BODY_BYTES, ANY_BYTES = 1 << 20, 1 << 62
 REFRESH_SECONDS = 0.5
+#: Of a file, sent at a time.
+CHUNK_BYTES = 256 << 10
 #: Jobs of a page, at most.
 PAGE_JOBS = 1000
 #: Between looks for uploads that nobody needs.
@@ -316,8 +317,8 @@ def curves(by: By, page: Paged) -> dict[str, list[tuple[int, float]]]:
     return by.service.view.curves(by.user, page)
 
 
-@api.get("/jobs/{name}/adapter", response_class=FileResponse, tags=["jobs"])
-def adapter(name: str, by: By) -> FileResponse:
+@api.get("/jobs/{name}/adapter", response_class=StreamingResponse, tags=["jobs"])
+def adapter(name: str, by: By) -> StreamingResponse:
     """The folder of a job that has its adapter, as a tar file."""
     service = by.service
     owned = service.store.job(by.user, name)
@@ -331,16 +332,26 @@ def adapter(name: str, by: By) -> FileResponse:
             if owned.active
             else f"`tlora-fx client status {name}` says why it ended",
         )
-    with (
-        NamedTemporaryFile(dir=service.store.folder, suffix=".tar", delete=False) as file,
-        tarfile.open(fileobj=file, mode="w") as tar,
-    ):
-        for path in sorted(folder.iterdir()):
-            if path.is_file() and not path.name.startswith("."):
-                tar.add(path, f"{owned.name}/{path.name}")
-    remove = BackgroundTask(Path(file.name).unlink, missing_ok=True)
-    kind = "application/x-tar"
-    return FileResponse(file.name, 200, media_type=kind, background=remove)
+    # Without a name in the folder: however the answer ends, nothing of it is left.
+    file = TemporaryFile(dir=service.store.folder)  # noqa: SIM115  (`_chunks` closes it)
+    try:
+        with tarfile.open(fileobj=file, mode="w") as tar:
+            for path in sorted(folder.iterdir()):
+                if path.is_file() and not path.name.startswith("."):
+                    tar.add(path, f"{owned.name}/{path.name}")
+        size = {"Content-Length": str(file.tell())}
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raise
+    return StreamingResponse(_chunks(file), headers=size, media_type="application/x-tar")
+
+
+def _chunks(file: IO[bytes]) -> Iterator[bytes]:
+    """What is left of a file, which is closed at the end."""
+    with file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
 
 
 @api.get("/jobs/{name}/logs", response_class=StreamingResponse, tags=["jobs"])
