@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import threading
 from functools import partial
@@ -14,9 +15,11 @@ from fastapi.testclient import TestClient
 from tests.clocks import machine  # noqa: F401  (a fixture)
 from tests.server.conftest import EXAMPLES, QUICKSTART, Asked, as_scheduled, job_file
 from tlora_fx.config.job_file import load_job_file
+from tlora_fx.errors import QuotaReached
 from tlora_fx.scheduler.estimates import require_measured
 from tlora_fx.server import submission
 from tlora_fx.server.app import make_app
+from tlora_fx.server.ledger import User
 from tlora_fx.server.service import make_service
 from tlora_fx.server.submission import IntakeLimits
 
@@ -423,3 +426,48 @@ def test_uploads_are_bounded_and_are_what_they_say(asked):
     assert it.state() == before
     it.upload(b"x" * 90)
     assert it.ask("PUT", path, content=b"z" * 90).status_code == 429
+
+
+def test_an_upload_that_is_sent_again_takes_no_more_of_the_quota(asked):
+    """Each submission sends its files, whether they are there or not."""
+    it = asked(stored_bytes=150)
+
+    assert it.upload(b"x" * 90) == it.upload(b"x" * 90)
+    other = hashlib.sha256(b"y" * 61).hexdigest()
+    refused = it.ask("PUT", f"/api/v1/files/{other}", content=b"y" * 61)
+    assert refused.status_code == 429
+    assert refused.json()["facts"]["found"] == "at least 151 bytes with this one"
+    assert "--keep-uploads" in refused.json()["help"]
+    it.upload(b"y" * 60)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_uploads_at_one_time_keep_to_the_quota(asked, together):
+    """Both begin while nothing is kept; the second ends beside the first or after it."""
+    intake = asked(stored_bytes=150).service.intake
+    contents = [b"x" * 90, b"y" * 90]
+    first_kept = asyncio.Event()
+
+    async def chunks(content: bytes):
+        yield content[:40]
+        if content is contents[1] and not together:
+            await first_kept.wait()
+        await asyncio.sleep(0)
+        yield content[40:]
+
+    async def send(content: bytes) -> bool:
+        sha256 = hashlib.sha256(content).hexdigest()
+        try:
+            await intake.upload(User("local"), sha256, chunks(content))
+        except QuotaReached:
+            return False
+        first_kept.set()
+        return True
+
+    async def both() -> list[bool]:
+        return await asyncio.gather(*map(send, contents))
+
+    assert sorted(asyncio.run(both())) == [False, True]
+    (kept,) = intake.store.folder.glob("uploads/*/*")
+    assert kept.stat().st_size == 90
+    assert asyncio.run(send(kept.read_bytes()))

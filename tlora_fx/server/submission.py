@@ -116,6 +116,8 @@ class Intake:
         self._handing_over = threading.Lock()
         self._looks: Counter[str] = Counter()
         self._counting_looks = threading.Lock()
+        # By user, bytes of the uploads that are being sent.
+        self._arriving: Counter[str] = Counter()
 
     def restore(self) -> None:
         """Put back what a killed service did not come to, and remove what nobody was told of."""
@@ -128,8 +130,10 @@ class Intake:
             if not path.exists() or path.read_bytes() != submission.document.encode():
                 self._late[submission.number] = submission
         self.hand_over()
-        for part in (self.store.folder / "uploads").glob("*/*.part"):
-            part.unlink(missing_ok=True)
+        # Adapters that an earlier version was sending when it was killed.
+        left = [*self.store.folder.glob("tmp*.tar"), *self.store.folder.glob("uploads/*/*.part")]
+        for path in left:
+            path.unlink(missing_ok=True)
         self.empty_trash()
 
     def empty_trash(self) -> None:
@@ -183,12 +187,13 @@ class Intake:
         self.require_room()
         folder = self.store.folder / "uploads" / user.name
         folder.mkdir(mode=0o700, exist_ok=True)
-        stored = sum(path.stat().st_size for path in folder.iterdir())
+        stored = _stored_bytes(folder, besides=sha256)
         part, size, digest = folder / f"{secrets.token_hex(8)}.part", 0, hashlib.sha256()
         try:
             with part.open("wb") as file:
                 async for chunk in content:
                     size += len(chunk)
+                    self._arriving[user.name] += len(chunk)
                     digest.update(chunk)
                     if size > self.limits.upload_bytes:
                         raise UploadRefused(
@@ -196,12 +201,7 @@ class Intake:
                             expected=f"at most {self.limits.upload_bytes} bytes",
                             help="put it where the workers see it, and name its path",
                         )
-                    if stored + size > self.limits.stored_bytes:
-                        most = self.limits.stored_bytes
-                        raise QuotaReached(
-                            "no space is left for uploads",
-                            expected=f"at most {most} bytes",
-                        )
+                    self._require_stored(stored + self._arriving[user.name])
                     self.require_room()
                     file.write(chunk)
             if digest.hexdigest() != sha256:
@@ -211,12 +211,26 @@ class Intake:
                     found=digest.hexdigest(),
                     help="it changed while it was read or sent: send it again",
                 )
+            # Others of the user's may have been kept since it began.
+            self._require_stored(_stored_bytes(folder, besides=sha256) + size)
             # Its age is told by the clock that `collect` reads.
             os.utime(part, (self.store.now(),) * 2)
             part.rename(folder / sha256)
         finally:
+            self._arriving[user.name] -= size
             part.unlink(missing_ok=True)
         return size
+
+    def _require_stored(self, size: int) -> None:
+        """Refuse an upload with which a user has too many bytes; raises QuotaReached."""
+        if size > self.limits.stored_bytes:
+            raise QuotaReached(
+                "no space is left for your uploads",
+                expected=f"at most {self.limits.stored_bytes} bytes of all of them",
+                found=f"at least {size} bytes with this one",
+                help="name a file that the service can read (--root), or ask the operator to "
+                "raise --max-stored or to remove old uploads by --keep-uploads",
+            )
 
     def submit(
         self, user: User, key: str, job_file: str, files: Mapping[str, str], priority: int
@@ -509,6 +523,15 @@ def _require_base(base: BaseSpec) -> None:
                 **{"base.model": name},
                 help="name a folder that the service was started with, by its whole path",
             )
+
+
+def _stored_bytes(folder: Path, *, besides: str) -> int:
+    """Bytes of the whole uploads in a user's folder, besides one that is sent again."""
+    return sum(
+        path.stat().st_size
+        for path in folder.iterdir()
+        if path.suffix != ".part" and path.name != besides
+    )
 
 
 def archive(target: Path, folder: Path, job: OwnedJob | ReplacedJob) -> None:
