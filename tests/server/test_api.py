@@ -18,6 +18,7 @@ from tlora_fx.errors import LedgerError, ServiceRefused, TokenRefused
 from tlora_fx.scheduler.executor import Drained, Finished
 from tlora_fx.scheduler.state import Group
 from tlora_fx.scheduler.store import Ledger
+from tlora_fx.server.control import EventLog
 from tlora_fx.server.ledger import User
 from tlora_fx.server.service import make_service
 from tlora_fx.server.store import ServiceStore
@@ -63,6 +64,23 @@ def test_an_explanation_names_no_job_of_others(asked):
     told = it.ask("GET", "/api/v1/jobs/a/explain", "alice").json()["text"]
     assert "group 1 on 0 with another's job" in told
     assert "bob" not in told
+
+
+def test_what_is_wrong_with_a_submission_is_told_to_its_user_alone(asked):
+    """Of a file that nobody could read, the scheduler knows no jobs."""
+    it = asked()
+    for name in ("alice", "bob"):
+        it.add(name)
+    it.submit(job_file("a", "b"), user="alice")
+    events = EventLog(it.service.store)
+    events.retried(1.0, "000001.yaml", [], "killed by SIGKILL", 2.0)
+    events.read_file("000001.yaml", [], "the base /data/alice is not there")
+    events.read_file("000007.yaml", [], "a file that is no submission")
+
+    assert it.ask("GET", "/api/v1/events", "bob").json() == []
+    told = it.ask("GET", "/api/v1/events", "alice").json()
+    assert [event["jobs"] for event in told] == [["alice.a", "alice.b"]] * 2
+    assert told[1]["text"].endswith("cannot be read: the base /data/alice is not there")
 
 
 def test_tokens_are_needed_as_soon_as_there_are_users(asked):

@@ -153,9 +153,11 @@ class EventLog(Callback):
         self, time: float, file: str, jobs: Sequence[str], reason: str, seconds: float
     ) -> None:
         """A process that read or prepared jobs died."""
-        what = f"submission {file} is read" if file else "is prepared"
-        text = f"{what} again in {seconds:g} s: its process died ({reason})"
-        self.say(time, "warning", jobs, text)
+        again = f"again in {seconds:g} s: its process died ({reason})"
+        if file:
+            self._say_of_file(time, file, jobs, f"submission {file} is read {again}")
+        else:
+            self.say(time, "warning", jobs, f"is prepared {again}")
 
     def parked(self, time: float, request: JobRequest, reason: str) -> None:
         """A job waits for the next start."""
@@ -176,4 +178,11 @@ class EventLog(Callback):
     def read_file(self, name: str, jobs: Sequence[str], mistake: str) -> None:
         """A submission was read."""
         if mistake:
-            self.say(None, "warning", jobs, f"submission {name} cannot be read: {mistake}")
+            self._say_of_file(None, name, jobs, f"submission {name} cannot be read: {mistake}")
+
+    def _say_of_file(self, time: float | None, file: str, jobs: Sequence[str], text: str) -> None:
+        """Write an event of a submission: without jobs it would be told to all users."""
+        if names := jobs or self.store.names_of_file(Path(file)):
+            self.say(time, "warning", names, text)
+        else:
+            logger.warning(text, extra={"event": "warning"})

@@ -273,6 +273,12 @@ class ServiceStore(ServiceLedger):
         query = "SELECT 1 FROM owned WHERE name = ? AND submission = ?"
         return bool(self.rows(query, name, number))
 
+    def names_of_file(self, path: Path) -> list[str]:
+        """Jobs of a submission that the scheduler finds in a file, besides removed ones."""
+        number = path.stem.lstrip("0")
+        rows = self.rows("SELECT name FROM owned WHERE submission = ? ORDER BY rowid", number)
+        return [name for (name,) in rows]
+
     def user_of_file(self, path: Path) -> str:
         """User of a submission that the scheduler finds in a file; "" where nobody has a token."""
         rows = self.rows("SELECT user FROM submissions WHERE number = ?", path.stem.lstrip("0"))
