@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import threading
 from functools import partial
 from pathlib import Path
@@ -263,6 +264,46 @@ def test_a_pattern_of_files_out_of_a_root_is_refused(asked, tmp_path, pattern):
 
     answer = it.submit(job_file("a", data=path))
     assert answer.json()["what"] == "a job may not read this path"
+
+
+@pytest.mark.parametrize(
+    "reach",
+    [
+        {"data": {"path": "{run}/service/submitted/*/mine.jsonl"}},
+        {"data": {"path": "{root}/*/**/mine.jsonl"}},
+        {"data": {"path": "{run}/alice.a/metrics.jsonl"}},
+        {"adapter": "{run}/alice.a", "lora": None},
+        {"adapter": "{run}/service/replaced/000001.alice.a", "lora": None},
+    ],
+    ids=str,
+)
+def test_a_root_that_holds_the_run_shows_nothing_of_other_users(asked, tmp_path, reach):
+    """Neither uploads nor adapters; an administrator may read all."""
+    it = asked(roots=(tmp_path, EXAMPLES))
+    for name in ("alice", "bob"):
+        it.add(name)
+    it.add("root", admin=True)
+    sha256 = it.upload(b'{"text": "secret"}\n', "alice")
+    sent = it.submit(job_file("a", data="mine.jsonl"), user="alice", files={"mine.jsonl": sha256})
+    assert sent.status_code == 201
+    as_scheduled(it.folder, [("alice.a",)])
+    text = json.dumps(reach).replace("{run}", str(it.folder)).replace("{root}", str(tmp_path))
+    sent = job_file("b", **json.loads(text))
+
+    refused = it.submit(sent, user="bob").json()
+    assert refused.get("what") == "a job may not read this path"
+    assert it.submit(sent, user="root").json().get("what") != refused["what"]
+
+
+def test_a_root_that_holds_the_run_shows_users_their_own_jobs(asked, tmp_path):
+    """Such as an adapter to continue."""
+    it = asked(roots=(tmp_path, EXAMPLES))
+    it.add("alice")
+    it.submit(job_file("a"), user="alice")
+    as_scheduled(it.folder, [("alice.a",)])
+    own = str(it.folder / "alice.a" / "metrics.jsonl")
+
+    assert it.submit(job_file("b", data=own), key="2", user="alice").status_code == 201
 
 
 @pytest.mark.parametrize("section", ["jobs", "defaults"])

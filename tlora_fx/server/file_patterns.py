@@ -19,7 +19,7 @@ class Matches(NamedTuple):
     """Files that a pattern names.
 
     some     there is at least one
-    inside   each lies below one of the folders, whatever links lead there
+    inside   each may be read, whatever links lead there
     """
 
     some: bool
@@ -27,13 +27,15 @@ class Matches(NamedTuple):
 
 
 def look_up(
-    patterns: Sequence[str], folders: Sequence[str], seconds: float
+    patterns: Sequence[str], folders: Sequence[str], closed: Sequence[str], seconds: float
 ) -> list[Matches] | None:
     """Files of each pattern; None where it takes longer than some seconds, or cannot be told.
 
-    folders   absolute, without links
+    folders, closed   as of `is_open`
     """
-    asked = json.dumps({"patterns": list(patterns), "folders": list(folders)})
+    asked = json.dumps(
+        {"patterns": list(patterns), "folders": list(folders), "closed": list(closed)}
+    )
     command = [sys.executable, "-I", "-S", __file__]
     try:
         told = subprocess.run(  # noqa: S603  (our own file)
@@ -44,12 +46,24 @@ def look_up(
     return [Matches(*each) for each in json.loads(told)]
 
 
-def matches(pattern: str, folders: Sequence[str]) -> Matches:
-    """Files of one pattern; looks no further than the first that lies elsewhere."""
+def is_open(path: str, folders: Sequence[str], closed: Sequence[str]) -> bool:
+    """Whether a path may be read: the nearest of these folders that it lies below says so.
+
+    path      absolute, without links, as the folders are
+    folders   what lies in them may be read
+    closed    what lies in them may not; one of both kinds is closed
+    """
+    above = [each for each in (*folders, *closed) if os.path.commonpath([path, each]) == each]
+    nearest = max(above, key=len, default="")
+    return nearest in folders and nearest not in closed
+
+
+def matches(pattern: str, folders: Sequence[str], closed: Sequence[str]) -> Matches:
+    """Files of one pattern; looks no further than the first that may not be read."""
     some = False
     for match in glob.iglob(pattern, recursive=True):  # noqa: PTH207  (absolute patterns too)
         real, some = os.path.realpath(match), True
-        if not any(os.path.commonpath([real, folder]) == folder for folder in folders):
+        if not is_open(real, folders, closed):
             return Matches(some, inside=False)
     return Matches(some, inside=True)
 
@@ -57,4 +71,5 @@ def matches(pattern: str, folders: Sequence[str]) -> Matches:
 if __name__ == "__main__":
     os.nice(10)
     asked = json.load(sys.stdin)
-    json.dump([matches(pattern, asked["folders"]) for pattern in asked["patterns"]], sys.stdout)
+    folders, closed = asked["folders"], asked["closed"]
+    json.dump([matches(pattern, folders, closed) for pattern in asked["patterns"]], sys.stdout)

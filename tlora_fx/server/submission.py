@@ -53,7 +53,7 @@ from tlora_fx.host.storage import missing_bytes
 from tlora_fx.runtime.data.rows import is_local
 from tlora_fx.runtime.launching.early_checks import require_distinct_names
 from tlora_fx.scheduler.store import RESERVED
-from tlora_fx.server.file_patterns import look_up
+from tlora_fx.server.file_patterns import is_open, look_up
 from tlora_fx.server.ledger import FOLDER, User
 from tlora_fx.server.store import OwnedJob, ReplacedJob, ServiceStore, Submission, full_name
 
@@ -111,6 +111,7 @@ class Intake:
     ) -> None:  # fmt: skip
         self.store, self.limits, self._require_measured = store, limits, require_measured
         self._roots = tuple(root.resolve() for root in limits.roots)
+        self._run = store.folder.parent.resolve()
         # By number, submissions whose job file is not written yet, and who may write them.
         self._late: dict[int, Submission] = {}
         self._handing_over = threading.Lock()
@@ -314,7 +315,7 @@ class Intake:
             self.place(user, folder, name, sha256)
         try:
             top = read_yaml(path).value
-            patterns = self._require_inside(folder, top)
+            patterns = self._require_inside(user, folder, top)
             matched = self._matched(user, folder, patterns)
             jobs = load_job_file(path, trust_remote_code=self.limits.trust_remote_code).jobs
             require_distinct_names(jobs)
@@ -354,7 +355,7 @@ class Intake:
                 "two files cannot have these names", found=name, help="rename one of them"
             ) from None
 
-    def _require_inside(self, folder: Path, top: object) -> dict[str, tuple[str, str]]:
+    def _require_inside(self, user: User, folder: Path, top: object) -> dict[str, tuple[str, str]]:
         """Refuse paths that jobs may not read, before anything looks at them.
 
         returns   by pattern, where it stands and its text: what they name is not looked up here
@@ -371,7 +372,7 @@ class Intake:
             # What is no path here may be one where the service was started. A data file never is.
             elsewhere = is_there(text) and not (here or text.endswith(DATA_SUFFIXES))
             paths += [Path(text)] if elsewhere else []
-            inside = all(self._is_inside(folder, path) for path in paths)
+            inside = all(self._is_inside(user, folder, path) for path in paths)
             if inside and is_pattern(text):
                 patterns[str(folder / _home(text))] = where, text
             if where.startswith("base") and named and not (here or _home(text).is_absolute()):
@@ -405,8 +406,9 @@ class Intake:
         if not patterns:
             return set()
         folders = [str(each) for each in (folder.resolve(), *self._roots)]
+        closed = [] if user.admin else [str(self._run)]
         with self._look_of(user):
-            looked = look_up(list(patterns), folders, LOOK_SECONDS)
+            looked = look_up(list(patterns), folders, closed, LOOK_SECONDS)
         if looked is None:
             where, text = next(iter(patterns.values()))
             raise SubmissionRefused(
@@ -452,12 +454,23 @@ class Intake:
                 continue
             raise _absent_data(where, text, sorted(files))
 
-    def _is_inside(self, folder: Path, path: Path) -> bool:
+    def _is_inside(self, user: User, folder: Path, path: Path) -> bool:
+        """Whether a job of a user may read a path.
+
+        A root may hold the run's folder, in which others have uploads and adapters: of that, users
+        read what their own jobs have left.
+        """
         try:
             real = path.resolve()
         except (OSError, RuntimeError, ValueError):
             return False
-        return any(real.is_relative_to(root) for root in (folder.resolve(), *self._roots))
+        folders = [str(each) for each in (folder.resolve(), *self._roots)]
+        closed = [] if user.admin else [str(self._run)]
+        if is_open(str(real), folders, closed):
+            return True
+        own = closed and real.is_relative_to(self._run) and is_open(str(real), folders, [])
+        job = next(iter(real.relative_to(self._run).parts), "") if own else ""
+        return self.store.user_of_job(job) == user.name
 
     def _document(self, folder: Path, jobs: Sequence[Job], names: Sequence[str]) -> str:
         """The same jobs with absolute paths and full names, as a file anywhere."""
