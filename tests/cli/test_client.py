@@ -225,6 +225,17 @@ def test_what_may_be_repeated_is_sent_again_over_a_broken_connection(
     assert bodies == [b"whole"] * sent
 
 
+def test_a_proxy_that_takes_no_large_bodies_is_told():
+    """What it says is a page of its own."""
+    page = httpx.Response(413, text="<html>413 Request Entity Too Large</html>")
+    here = client.Connection(client.ServiceOptions("http://here"))
+    transport = httpx.MockTransport(lambda request: page)
+    here.client = httpx.Client(base_url="http://here", transport=transport)
+
+    with pytest.raises(UploadRefused, match="a proxy before the service"):
+        here.ask("PUT", "files/0", lambda: b"whole")
+
+
 def test_what_the_service_refuses_is_told_in_its_words(said, tmp_path, monkeypatch):
     """With exit code 1, and nothing is submitted."""
     it, say = said
@@ -249,6 +260,40 @@ def test_a_client_needs_no_torch():
 
     assert told.returncode == 0, told.stderr
     assert "error[T0987] no service answers" in told.stderr
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("TLORA_FX_SERVER", "http://[::1", "error[T0987] no service answers"),
+        ("TLORA_FX_TOKEN", "schlüssel", "error[T0981] this is no access token"),
+        ("TLORA_FX_TOKEN", "two words", "error[T0981] this is no access token"),
+        ("TLORA_FX_CA", "nowhere.pem", "error[T0987] the certificate to trust cannot be read"),
+        ("TLORA_FX_CA", "jobs.yaml", "error[T0987] the certificate to trust cannot be read"),
+        ("SSL_CERT_FILE", "nowhere.pem", "error[T0987] the certificate to trust cannot be read"),
+    ],
+)
+def test_a_variable_that_cannot_be_used_is_told(
+    tmp_path, monkeypatch, capsys, variable, value, told
+):
+    """Before anything is sent, and without the token."""
+    monkeypatch.chdir(tmp_path)
+    Path("jobs.yaml").write_text("jobs: []")
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(SystemExit):
+        main(["client", "ls"])
+
+    said = capsys.readouterr().err
+    assert said.startswith(told)
+    assert variable != "TLORA_FX_TOKEN" or value not in said
+
+
+def test_the_end_of_a_line_belongs_to_no_token(said, monkeypatch):
+    """Where it was read from a file."""
+    it, say = said
+    monkeypatch.setenv("TLORA_FX_TOKEN", f"{it.tokens['alice']}\r\n")
+
+    assert say("ls").startswith("job")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import ssl
 import tarfile
 import time
 import uuid
@@ -27,6 +28,7 @@ from tlora_fx.errors import (
     RunFolderError,
     ServiceUnreachable,
     TloraError,
+    TokenRefused,
     UploadRefused,
 )
 from tlora_fx.host.environment import AUTHORITY, SERVER, TOKEN
@@ -72,15 +74,31 @@ class Connection:
                 "the client needs httpx", help="pip install 'tlora-fx[serve]'"
             ) from None
         self.server = service.server.rstrip("/")
-        headers = {"Authorization": f"Bearer {service.token}"} if service.token else {}
-        verify: Any = True
-        if service.authority is not None:
-            import ssl
-
-            verify = ssl.create_default_context(cafile=Path(service.authority).expanduser())
-        self.client = httpx.Client(
-            base_url=self.server, headers=headers, verify=verify, timeout=60.0
-        )
+        # A token that was read from a file may have the end of its line.
+        token = (service.token or "").strip()
+        if token and not re.fullmatch(r"[!-~]+", token):
+            raise TokenRefused(
+                "this is no access token",
+                expected="what `tlora-fx tokens add` printed: letters, digits, '-' and '_'",
+                help="set TLORA_FX_TOKEN or --token",
+            )
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        file = service.authority and Path(service.authority).expanduser()
+        try:
+            verify = ssl.create_default_context(cafile=file) if file else True
+            self.client = httpx.Client(
+                base_url=self.server, headers=headers, verify=verify, timeout=60.0
+            )
+        except httpx.InvalidURL as error:
+            raise self._unreachable(error) from error
+        except OSError as error:
+            raise ServiceUnreachable(
+                "the certificate to trust cannot be read",
+                file=file or "that of SSL_CERT_FILE",
+                expected="certificates in PEM form",
+                found=error.strerror or error,
+                help=f"correct --authority, {AUTHORITY} or SSL_CERT_FILE",
+            ) from error
 
     def ask(self, method: str, path: str, body: Any = None, **more: Any) -> Any:
         """Ask the service, and return its JSON; raises ServiceUnreachable, AnswerRefused.
@@ -130,11 +148,19 @@ class Connection:
             raise self._unreachable(error) from error
 
     def _require(self, response: httpx.Response) -> None:
+        import httpx
+
         if not response.is_error:
             return
         try:
             raise AnswerRefused(str(response.json()["text"]))
         except (ValueError, KeyError, TypeError):
+            if response.status_code == httpx.codes.REQUEST_ENTITY_TOO_LARGE:
+                raise UploadRefused(
+                    "a proxy before the service refuses what is sent as too large",
+                    server=self.server,
+                    help="ask the operator to raise its limit, such as client_max_body_size",
+                ) from None
             raise ServiceUnreachable(
                 "what answers is no service of tlora-fx",
                 server=self.server,
