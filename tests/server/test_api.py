@@ -219,6 +219,33 @@ def test_why_an_answer_is_500_stands_in_the_log(asked, monkeypatch, caplog):
     assert [text.count("disk I/O error") for text in told] == [1]
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "sent", "facts"),
+    [
+        ("GET", "jobs?limit=0", {}, {
+            "where": "query.limit", "found": "'0'",
+            "expected": "Input should be greater than or equal to 1",
+        }),
+        ("POST", "submissions", {"json": {"job_file": "x"}}, {
+            "where": "header.idempotency-key", "expected": "a value", "found": "nothing",
+        }),
+        ("POST", "submissions", {"content": b"{"}, {
+            "where": "body.1", "expected": "JSON",
+            "found": "Expecting property name enclosed in double quotes",
+        }),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_request_is_told_with_what_was_expected(
+    asked, method, path, sent, facts
+):
+    """In parameters, headers and bodies."""
+    headers = {"Content-Type": "application/json"}
+    answer = asked().ask(method, f"/api/v1/{path}", headers=headers, **sent)
+
+    assert answer.status_code == 422
+    assert answer.json()["facts"] == facts
+
+
 def test_quotas_bound_jobs_hours_and_priority(asked):
     """Refused with what is allowed and what is used; ended jobs count no more."""
     it = asked()

@@ -463,7 +463,11 @@ def test_uploads_are_bounded_and_are_what_they_say(asked):
     assert changed.json()["facts"]["found"] == hashlib.sha256(b"y").hexdigest()
     assert "send it again" in changed.json()["help"]
     assert it.ask("PUT", "/api/v1/files/abc", content=b"y").status_code == 422
-    assert it.submit("x" * (2 << 20)).status_code == 413
+    large = it.submit("x" * (2 << 20))
+    assert (large.status_code, large.json()["code"]) == (413, "T0985")
+    assert large.json()["facts"] == {
+        "path": "/api/v1/submissions", "expected": "at most 1048576 bytes",
+    }  # fmt: skip
     assert it.state() == before
     it.upload(b"x" * 90)
     assert it.ask("PUT", path, content=b"z" * 90).status_code == 429

@@ -13,13 +13,13 @@ import logging
 import re
 import tarfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import IO, TYPE_CHECKING, Annotated, Literal
+from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 #: A request's body without an upload; an upload has a bound of its own.
 BODY_BYTES, ANY_BYTES = 1 << 20, 1 << 62
 REFRESH_SECONDS = 0.5
+#: Of a wrong value, in an answer.
+FOUND_CHARACTERS = 80
 #: Of a file, sent at a time.
 CHUNK_BYTES = 256 << 10
 #: Jobs of a page, at most.
@@ -78,6 +80,8 @@ HAND_OVER_SECONDS = 5.0
 QUIET_SECONDS = 15.0
 #: After which a request is sent again that found too many waiting.
 QUEUE_FULL_SECONDS = "1"
+#: Status of an answer to a body that is too large.
+TOO_LARGE = 413
 #: Status in the log of a request whose client closed the connection before its end.
 HUNG_UP = 499
 STATUS = {
@@ -582,9 +586,7 @@ async def _failed(request: Request, error: Exception) -> Response:
                 logger.error("%s: %s", request.url.path, error, extra={"event": "error"})
             return answer
         case RequestValidationError():
-            first = error.errors()[0]
-            where = ".".join(map(str, first["loc"]))
-            return problem(RequestRefused("a request is wrong", where=where, found=first["msg"]))
+            return problem(_invalid(error.errors()[0]))
         case HTTPException():
             refused = RequestRefused(str(error.detail), path=request.url.path)
             return problem(refused, error.status_code)
@@ -596,12 +598,56 @@ async def _failed(request: Request, error: Exception) -> Response:
     return problem(RequestRefused("the service failed", help="see its log"), 500)
 
 
+def _invalid(mistake: Mapping[str, Any]) -> RequestRefused:
+    """The first mistake that pydantic has seen in a request."""
+    where = ".".join(map(str, mistake["loc"]))
+    match mistake["type"]:
+        case "missing":
+            expected, found = "a value", "nothing"
+        case "json_invalid":
+            expected, found = "JSON", str(mistake["ctx"]["error"])
+        case _:
+            expected, found = mistake["msg"], repr(mistake["input"])[:FOUND_CHARACTERS]
+    return RequestRefused("a request is wrong", where=where, expected=expected, found=found)
+
+
 def _unwritten(request: Request, reason: str) -> Response:
     """Answer to a request that the disk did not take."""
     logger.error("%s: %s", request.url.path, reason, extra={"event": "error"})
     what = "the service cannot write to its disk; nothing has changed"
     help = "send the request again later; the operator must free space or mend the disk"
     return problem(StorageFailed(what, reason=reason, help=help))
+
+
+class Application(FastAPI):
+    """FastAPI that answers by a `Problem`, and not by plain text, to a body that is too large."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        replaced = False
+
+        async def told(message: Message) -> None:
+            nonlocal replaced
+            if message["type"] == "http.response.start" and message["status"] == TOO_LARGE:
+                kind = MutableHeaders(scope=message).get("content-type", "")
+                replaced = kind.startswith("text/plain")
+                if replaced:
+                    await _too_large(scope)(scope, receive, send)
+            if not replaced:
+                await send(message)
+
+        await super().__call__(scope, receive, told)
+
+
+def _too_large(scope: Scope) -> Response:
+    most = getattr(scope.get("route"), "max_body_size", None) or BODY_BYTES
+    refused = UploadRefused(
+        "the body of the request is too large",
+        path=scope["path"],
+        expected=f"at most {most} bytes",
+        help="send less at a time; upload data as files",
+    )
+    return problem(refused)
 
 
 def make_app(
@@ -617,7 +663,7 @@ def make_app(
     if public_url:
         public = urlsplit(public_url)
         hosts, origins = (*hosts, str(public.hostname)), (_origin(public),)
-    app = FastAPI(
+    app = Application(
         title="tlora-fx", version=__version__, lifespan=_life, docs_url=None, redoc_url=None,
         description="Submit LoRA jobs to a run, and watch them.", max_body_size=BODY_BYTES,
         responses={code: {"model": Problem} for code in (401, 403, 404, 409, 413, 422, 429)},
