@@ -60,6 +60,22 @@ def test_the_page_shows_jobs_groups_and_why_and_hears_of_what_happens(opened):
     row(page, "b").locator(".failed").wait_for()
 
 
+@pytest.mark.parametrize("width", [700, 1200, 1300])
+def test_steps_of_long_jobs_are_shown_whole(opened, width):
+    """However wide the window is."""
+    it, page, address = opened
+    page.set_viewport_size({"width": width, "height": 700})
+    it.service.store.rows("UPDATE jobs SET request = json_set(request, '$.steps', 20000)")
+    with (it.folder / "a" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 12345, "loss": 0.125, "tokens": 60, "seconds": 0.1}) + "\n")
+    page.goto(address)
+    row(page, "a").locator("path.loss").wait_for()
+
+    cell = row(page, "a").locator("td.step")
+    assert cell.inner_text() == "12345/20000"
+    assert cell.evaluate("cell => cell.scrollWidth <= cell.clientWidth")
+
+
 def test_a_sweep_is_sorted_by_click_and_by_keyboard(opened):
     """By evaluation loss up, down, and by state again; jobs without one stand last."""
     it, page, address = opened
