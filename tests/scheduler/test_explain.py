@@ -33,10 +33,10 @@ def test_every_job_is_told_its_group_and_its_alternatives(asked):
 
 
 def test_what_breaks_a_bound_says_whose(asked):
-    """An alternative that slows a job down too much names the job and what it bears."""
+    """An alternative that slows a job down too much names the job and what it allows."""
     moment, decision = asked
     told = [explain(moment, decision, name) for name in moment.jobs]
-    broken = [one for each in told for one in each.alternatives if "bears" in one.why_not]
+    broken = [one for each in told for one in each.alternatives if "allows" in one.why_not]
 
     assert broken
     for one in broken:

@@ -8,6 +8,7 @@ import json
 import os
 import pwd
 import tarfile
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -81,6 +82,27 @@ def test_what_is_wrong_with_a_submission_is_told_to_its_user_alone(asked):
     told = it.ask("GET", "/api/v1/events", "alice").json()
     assert [event["jobs"] for event in told] == [["alice.a", "alice.b"]] * 2
     assert told[1]["text"].endswith("cannot be read: the base /data/alice is not there")
+
+
+def test_why_a_group_failed_is_told_to_who_has_all_its_jobs(asked):
+    """The reason may name the others."""
+    it = asked()
+    for name in ("alice", "bob"):
+        it.add(name)
+        it.submit(job_file("a"), user=name)
+    it.add("root", admin=True)
+    failed = SimpleNamespace(
+        epoch=3, jobs={"alice.a": None, "bob.a": None}, failure="bob.a: out of memory\nmore"
+    )
+    EventLog(it.service.store).ended(1.0, failed, "failed")
+    told = {
+        user: [event["text"] for event in it.ask("GET", "/api/v1/events", user).json()]
+        for user in it.tokens
+    }
+
+    short = "group 3 failed; its jobs wait"
+    assert told["alice"] == told["bob"] == [short]
+    assert told["root"] == [f"{short}. Reason: bob.a: out of memory"]
 
 
 def test_tokens_are_needed_as_soon_as_there_are_users(asked):

@@ -270,7 +270,7 @@ class _Weigher:
         for job in members if len(members) > 1 else ():
             limit = limit_seconds(job, self.state.now, lending=True)
             if seconds > limit * (1 + ROUNDING):
-                return f"{job.name} bears {limit / job.solo_seconds:.2f} times"
+                return f"{job.name} allows at most {limit / job.solo_seconds:.2f}"
         if self._free is not None and self._free.find(gpus) is None:
             return f"no place has so many {self.state.cluster.unit}s free"
         return ""

@@ -21,7 +21,7 @@ from tlora_fx.runtime.run_folder import STOP
 from tlora_fx.scheduler.formations import Callback, Formation
 from tlora_fx.scheduler.service import SchedulerService
 from tlora_fx.scheduler.state import ActiveJob, JobRequest
-from tlora_fx.server.store import OwnedJob, ServiceStore
+from tlora_fx.server.store import BUT, REASON, OwnedJob, ServiceStore
 
 LOOK_SECONDS = 0.25
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ class EventLog(Callback):
     def warned(self, time: float, formation: Formation, text: str) -> None:
         """A group goes on."""
         self.say(
-            time, "warning", formation.group.jobs, f"group {formation.epoch} goes on, but: {text}"
+            time, "warning", formation.group.jobs, f"group {formation.epoch} goes on{BUT}{text}"
         )
 
     def noted(self, time: float, text: str) -> None:
@@ -139,6 +139,8 @@ class EventLog(Callback):
         """A group is over."""
         if formation.jobs:
             text = f"group {formation.epoch} {how}; its jobs wait"
+            if formation.failure:
+                text += f"{REASON}{formation.failure.splitlines()[0]}"
             self.say(time, "warning" if how == "failed" else "group", list(formation.jobs), text)
 
     def gave_up(self, time: float, job: ActiveJob, reason: str) -> None:

@@ -24,6 +24,8 @@ from tlora_fx.scheduler.store import GOES_ON, RESERVED
 from tlora_fx.server.ledger import FOLDER, LOCAL, ServiceLedger, User, act, operator
 
 Wanted = Literal["run", "pause", "cancel"]
+#: Before what an event of a group tells in detail: users who have not all of its jobs see no more.
+BUT, REASON = ", but: ", ". Reason: "
 #: What may be the name of a job in a text.
 _NAME = re.compile(r"[\w.-]+")
 

@@ -23,7 +23,7 @@ from tlora_fx.errors import LedgerError
 from tlora_fx.host.durable import whole_lines
 from tlora_fx.runtime.run_folder import METRICS, parsed_metrics
 from tlora_fx.server.ledger import User
-from tlora_fx.server.store import OwnedJob, Page, ServiceStore
+from tlora_fx.server.store import BUT, REASON, OwnedJob, Page, ServiceStore
 
 #: Of a curve, at most.
 POINTS = 120
@@ -417,7 +417,7 @@ class RunView:
                 time=at,
                 kind=kind,
                 jobs=mine,
-                text=text if len(mine) == len(jobs) else text.partition(", but:")[0],
+                text=text if len(mine) == len(jobs) else _in_short(text),
             )
             for number, at, kind, jobs, text in events
             if (mine := _own(user, jobs, owners)) or not jobs
@@ -518,6 +518,10 @@ class RunView:
 def _own(user: User, jobs: Sequence[str], owners: Mapping[str, str]) -> tuple[str, ...]:
     """Those of some jobs that a user may see."""
     return tuple(name for name in jobs if user.admin or owners.get(name) == user.name)
+
+
+def _in_short(text: str) -> str:
+    return text.partition(BUT)[0].partition(REASON)[0]
 
 
 def log_lines(content: bytes) -> Iterator[str]:
