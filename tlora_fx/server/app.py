@@ -27,7 +27,7 @@ from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
 from fastapi.staticfiles import StaticFiles
-from prometheus_client import generate_latest
+from prometheus_client import CollectorRegistry, Metric, generate_latest
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
@@ -451,9 +451,27 @@ def _new_lines(path: Path, start: int) -> bytes:
 
 
 async def metrics(by: By) -> Response:
-    """Metrics for Prometheus, of all users together."""
-    text = await run_in_threadpool(generate_latest, by.service.registry)
+    """Metrics for Prometheus, of all users together; rows of one user are for that user."""
+    text = await run_in_threadpool(generate_latest, SeenMetrics(by.service.registry, by.user))
     return Response(text, media_type="text/plain; version=0.0.4")
+
+
+class SeenMetrics(CollectorRegistry):
+    """The metrics of a registry without the rows of users whom a user may not see."""
+
+    def __init__(self, registry: CollectorRegistry, user: User) -> None:
+        super().__init__()
+        self._registry, self._user = registry, user
+
+    def collect(self) -> Iterator[Metric]:
+        """Metrics with the rows that the user may see."""
+        for metric in self._registry.collect():
+            metric.samples = [
+                sample
+                for sample in metric.samples
+                if self._user.admin or sample.labels.get("user", self._user.name) == self._user.name
+            ]
+            yield metric
 
 
 async def healthz() -> Health:

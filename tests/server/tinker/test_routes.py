@@ -53,9 +53,9 @@ class Asked:
         body = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0"}
         return self.post("/create_session", body, key).json()["session_id"]
 
-    def model(self, session):
+    def model(self, session, key="tml-any"):
         body = {"session_id": session, "model_seq_id": 0, "base_model": "tlora-fx/small"}
-        return self.post("/create_model", body).json()
+        return self.post("/create_model", body, key).json()
 
     def finish(self, answer=None, seconds=0.0):
         """Do what a trainer would: answer all that may run, which takes so long together."""
@@ -282,6 +282,23 @@ def test_requests_tokens_seconds_and_price_are_counted_by_user(tmp_path):
     for name, value in expected.items():
         assert f'tlora_tinker_{name}{{kind="create_model",user="local"}} {value}' in text
     assert 'tlora_tinker_slowdown{user="local"} 1.0' in text
+
+
+def test_what_a_user_has_used_is_shown_to_that_user_and_to_administrators(asked):
+    """In the metrics; what is no user's is shown to all."""
+    add = asked.service.store.add_user
+    tokens = {name: add(User(name, admin=name == "root")) for name in ("alice", "bob", "root")}
+    for name in ("alice", "bob"):
+        asked.model(asked.session(f"tml-{tokens[name]}"), f"tml-{tokens[name]}")
+    asked.finish(seconds=36.0)
+    seen = {}
+    for name, token in tokens.items():
+        headers = {"Authorization": f"Bearer {token}"}
+        text = httpx.get(f"{asked.address}/metrics", headers=headers, timeout=300).text
+        assert "tlora_gpus 1.0" in text
+        seen[name] = set(re.findall(r'tlora_tinker_.*user="(\w+)"', text))
+
+    assert seen == {"alice": {"alice"}, "bob": {"bob"}, "root": {"alice", "bob"}}
 
 
 def test_a_request_says_what_it_waited_for(asked):
