@@ -153,6 +153,23 @@ def test_a_job_that_was_refused_or_not_seen_yet_has_an_answer(run):
     assert asked(folder, "late").startswith("late: waits, and no decision has seen it yet")
 
 
+def test_a_job_that_waits_for_the_next_start_is_told_why(run):
+    """Although the newest state, of an earlier process, has a decision about it."""
+    folder, _, decision = run
+    ledger = Ledger(folder / "ledger.sqlite")
+    for epoch, _ in enumerate(decision.groups, start=1):
+        ledger.end(epoch, "drained", 130.0)
+    job = next(iter(load_snapshot(folder / "state.json").state.jobs))
+    ledger.leave(job, "the base is gone\nhelp  bring it back")
+    left = asked(folder, job)
+    ledger.take_up()
+    taken_up = asked(folder, job)
+    ledger.close()
+
+    assert left.startswith(f"{job}: waits for the next start: the base is gone\n  help")
+    assert "waits for the next start" not in taken_up
+
+
 def test_what_was_decided_is_told_and_not_what_would_be(run):
     """A policy that is asked again may answer otherwise; the ledger knows what it said."""
     folder, _, _ = run

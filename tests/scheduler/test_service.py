@@ -447,6 +447,8 @@ def test_a_job_whose_base_is_gone_at_a_restart_waits_for_the_next_one(tmp_path, 
     run(tmp_path / "jobs", tmp_path / "run")
 
     assert parked == ["FileNotFoundError: the base is gone"]
+    assert waiting["b"].reason == f"waits for the next start: {parked[0]}"
+    assert records(tmp_path / "run")["b"].reason == ""
     assert (waiting["a"].status, waiting["b"].status) == ("done", "queued")
     require_trained_once(tmp_path / "run", {"a": 60, "b": 60})
 

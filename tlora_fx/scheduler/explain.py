@@ -26,6 +26,7 @@ from tlora_fx.scheduler.state import (
     limit_seconds,
     slowdown,
 )
+from tlora_fx.scheduler.store import LEFT_WAITING
 
 MAX_ROWS = 24
 
@@ -326,11 +327,12 @@ def explained(
     history = history or History({})
     record = history.jobs.get(job)
     active = snapshot.state.jobs if snapshot else {}
-    ended = record is not None and not record.is_active
+    # What was decided of one that an earlier process left is past.
+    decided = record is None or (record.is_active and not record.reason.startswith(LEFT_WAITING))
     if record is None and job not in active:
         raise _unknown(job, [*active, *history.jobs])
     lines: list[str] = []
-    if snapshot is not None and job in active and not ended:
+    if snapshot is not None and job in active and decided:
         lines += _now(snapshot, history, job, terms=terms, narrow=narrow)
     elif record is not None:
         lines += _ending(record, history.last(job))
@@ -396,7 +398,8 @@ def _ending(record: JobRecord, last: DecisionRecord | None) -> Iterator[str]:
             reason = f", {record.reason}" if record.reason else ""
             yield f"{record.name}: done after {plural(round(record.steps), 'step')}{reason}"
         case "queued" | "running" if record.reason:
-            yield f"{record.name}: {record.reason}"
+            reason = record.reason.replace("\n", "\n  ")
+            yield f"{record.name}: {reason}"
         case "queued" | "running" if last is None:
             yield f"{record.name}: waits, and no decision has seen it yet"
         case "queued" | "running":

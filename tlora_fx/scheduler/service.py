@@ -414,6 +414,7 @@ class SchedulerService:
     def go_on(self) -> None:
         """Take up what an earlier process left, each job once it is known that it can go on."""
         self._busy = self.executor.now()
+        self.ledger.take_up()
         left, count = self.ledger.active_jobs(), self.ledger.job_count()
         if count:
             self.callback.resumed(count, count - len(left))
@@ -714,6 +715,7 @@ class SchedulerService:
 
     def _park(self, name: str, reason: str, now: float) -> None:
         if (left := self._left.pop(name, None)) is not None:
+            self.ledger.leave(name, reason)
             self.callback.parked(now, left[1].request, reason)
 
     def _resubmit(self, record: JobRecord) -> None:

@@ -104,6 +104,8 @@ UPDATE epochs SET held = max(0, coalesce(started, launched) - launched, coalesce
 GOES_ON = "goes on as "
 #: Why a job waits that has come to a rung.
 PARKED = "waits for the other jobs of its halving, to be compared with them"
+#: What the reason begins with of a job that an earlier process left, and that cannot go on now.
+LEFT_WAITING = "waits for the next start: "
 #: For which a writer waits while another process writes, such as a service's, on a slow disk.
 LOCKED_SECONDS = 30.0
 #: How an epoch ended whose process was killed.
@@ -365,6 +367,22 @@ class Ledger:
         """A job will not be run again."""
         with self._transition() as base:
             _settle(base, job, "failed", reason, time)
+
+    def leave(self, job: str, reason: str) -> None:
+        """A job of an earlier process waits for the next start; `take_up` forgets the reason."""
+        self._write(
+            "UPDATE jobs SET reason = ? WHERE name = ? AND status = 'queued' AND reason = ''",
+            f"{LEFT_WAITING}{reason}",
+            job,
+        )
+
+    def take_up(self) -> None:
+        """A process begins: jobs that waited for it may go on now."""
+        self._write(
+            "UPDATE jobs SET reason = '' WHERE status = 'queued' AND substr(reason, 1, ?) = ?",
+            len(LEFT_WAITING),
+            LEFT_WAITING,
+        )
 
     def undecided_rungs(self) -> list[RungRecord]:
         """Jobs that are to be compared, in the order of `jobs`; raises LedgerError."""
