@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tarfile
+import threading
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -88,6 +89,27 @@ def test_a_job_goes_from_its_file_to_its_adapter(said, tmp_path):
     say("fetch", "a", "-o", tmp_path / "here")
     fetched = tmp_path / "here" / "alice.a" / "adapter_model.safetensors"
     assert fetched.read_bytes() == b"weights"
+
+
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        (lambda it: setattr(it.service, "ending", True), "the service ended before the job did"),
+        (lambda it: it.service.store.revoke("alice"), "the token was revoked before the job"),
+    ],
+)
+def test_a_followed_log_that_ends_before_its_job_is_an_error(said, tmp_path, ends, told):
+    """A script that waits for the job goes no further."""
+    it, say = said
+    path = tmp_path / "jobs.yaml"
+    path.write_text(job_file("a"))
+    say("submit", path)
+    as_scheduled(it.folder, [("alice.a",)])
+    later = threading.Timer(0.5, ends, [it])
+    later.start()
+
+    assert told in say("logs", "a", "-f", code=1)
+    later.join()
 
 
 def archive(**files):

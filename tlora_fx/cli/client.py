@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 group = command_group("Submit jobs to a service; list, pause, cancel and fetch them.")
 #: What is tried again where the service is gone for a moment.
 TRIES, PAUSE_SECONDS, KEY = 5, 0.5, "Idempotency-Key"
+#: How the last line of a followed log ends, where the log ends before its job.
+SERVICE_ENDING, TOKEN_GONE = "; the service is ending", ": the token is no longer accepted"
 #: Fields of a job that are seconds since 1970.
 TIMES = ("submitted", "started", "ended")
 #: Jobs that are asked for at a time.
@@ -427,9 +429,19 @@ def logs(
 ) -> None:
     """Print the metrics of a job's steps and evaluations."""
     connection = Connection(service)
+    line = ""
     with connection.stream(f"jobs/{job}/logs", params={"follow": follow}) as response:
         for line in response.iter_lines():
             echo(line)
+    # The last line; whoever waits for the end of the job must not take this for it.
+    if line.endswith(SERVICE_ENDING):
+        raise ServiceUnreachable(
+            "the service ended before the job did",
+            server=connection.server,
+            help="follow the log again once the service is back: it goes on with the job",
+        )
+    if line.endswith(TOKEN_GONE):
+        raise TokenRefused("the token was revoked before the job ended", help="ask for a new one")
 
 
 @group.command("fetch")

@@ -43,7 +43,7 @@ def add(
     """Create an access token for a user, and set the user's limits.
 
     The token is printed once and cannot be shown again. Earlier tokens of the user stay valid; the
-    new limits apply to all of them.
+    new limits apply to all of them. Limits and --admin that are not given again are removed.
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,31}", name) or name == LOCAL:
         raise ServiceRefused(

@@ -80,6 +80,8 @@ HAND_OVER_SECONDS = 5.0
 QUIET_SECONDS = 15.0
 #: After which a request is sent again that found too many waiting.
 QUEUE_FULL_SECONDS = "1"
+#: End of the last line of a followed log that ends before its job; the client knows them.
+SERVICE_ENDING, TOKEN_GONE = "; the service is ending", ": the token is no longer accepted"
 #: Status of an answer to a body that is too large.
 TOO_LARGE = 413
 #: Status in the log of a request whose client closed the connection before its end.
@@ -436,11 +438,13 @@ async def _lines(by: Caller, name: str, *, follow: bool) -> AsyncIterator[bytes]
         for line in log_lines(whole):
             yield f"{line}\n".encode()
         if not whole and (not follow or not owned.active or by.service.ending):
-            yield f"{name}: {owned.state} {owned.reason or ''}".strip().encode() + b"\n"
+            early = SERVICE_ENDING if follow and owned.active else ""
+            yield f"{name}: {owned.state} {owned.reason or ''}".strip().encode()
+            yield early.encode() + b"\n"
             return
         if not whole:
             await asyncio.sleep(REFRESH_SECONDS)
-    yield f"{name}: the token is no longer accepted\n".encode()
+    yield f"{name}{TOKEN_GONE}\n".encode()
 
 
 def _new_lines(path: Path, start: int) -> bytes:
