@@ -374,6 +374,37 @@ def test_a_layer_that_is_treated_otherwise_from_outside_is_not_folded_away(make)
     assert_equals_peft(model, [tokens([5, 3], seed=1)], WIDE)
 
 
+def one_layer_three_times() -> Plain:
+    """A model whose list holds one layer at three places."""
+    model = Plain(layers=1)
+    model.layers.extend([model.layers[0]] * 2)
+    return model
+
+
+def one_layer_under_two_names() -> Plain:
+    """A model that also has its last layer as an attribute, which it does not call."""
+    model = Plain(layers=3)
+    model.last = model.layers[2]
+    return model
+
+
+def one_linear_of_two_layers() -> Plain:
+    """A model of layers that share the linear that is not adapted."""
+    model = Plain(layers=3)
+    model.layers[1].qkv = model.layers[0].qkv
+    return model
+
+
+@pytest.mark.parametrize(
+    "make", [one_layer_three_times, one_layer_under_two_names, one_linear_of_two_layers]
+)
+def test_a_module_at_several_places_has_one_adapter(make):
+    """PEFT wraps it once, where it stands first, and all its calls go through that adapter."""
+    model = ready(hand_written(make()))
+
+    assert_equals_peft(model, [tokens([5, 3], seed=1)], WIDE)
+
+
 class ScaledHead(Plain):
     """A head that looks at the tokens beside each token."""
 

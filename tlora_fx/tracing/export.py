@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -335,6 +336,13 @@ class _Importer:
         self.graph = fx.Graph()
         self.constants: dict[str, Tensor] = {}
         self.attributes: dict[str, fx.Node] = {}
+        # A module that stands at several places is known by the first: PEFT adapts it there.
+        tensors = chain(row.named_parameters(), row.named_buffers())
+        self.names = {id(tensor): name for name, tensor in tensors}
+        first = {id(part): name for name, part in row.named_modules()}
+        self.paths = {
+            name: first[id(part)] for name, part in row.named_modules(remove_duplicate=False)
+        }
 
     def inline(self, module: fx.GraphModule, inputs: list[Any] | None) -> Any:
         """Copy a module's nodes; returns what its output node returns."""
@@ -412,7 +420,7 @@ class _Importer:
     def _reference(self, module: fx.GraphModule, target: str, node: fx.Node) -> TensorRef:
         try:
             tensor = _get(self.row, target)
-            name = target.removeprefix("model.")
+            name = self.names.get(id(tensor), target).removeprefix("model.")
         except AttributeError:
             tensor = _get(module, target)
             if tensor.is_meta:
@@ -442,7 +450,8 @@ class _Importer:
     def _add(self, copied: fx.Node, node: fx.Node) -> fx.Node:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         path = str(stack[-1][0]) if stack else ""
-        path = path.removeprefix("L['self'].").removeprefix("model")
+        path = path.removeprefix("L['self'].")
+        path = self.paths.get(path, path).removeprefix("model")
         copied.meta.update(
             val=node.meta.get("val"),
             path=path.removeprefix(".").removeprefix(PEFT_PREFIX.rstrip(".")).removeprefix("."),
