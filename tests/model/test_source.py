@@ -7,10 +7,10 @@ import re
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx, nn
 
-from tests.models import assert_equals_peft, base_of, job, ready, tokens
-from tlora_fx.model.source import LONGEST, class_source, group_source
+from tests.models import assert_equals_peft, base_of, hand_written, job, ready, tokens
+from tlora_fx.model.source import LONGEST, attribute, class_source, group_source
 
 
 @pytest.fixture(scope="module")
@@ -91,3 +91,41 @@ def test_text_arguments_with_blanks_stay_whole():
 
     assert repr(equation) in text
     ast.parse(text)
+
+
+class Named(nn.Module):
+    """Linears under names that Python does not take behind a dot."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(61, 8)
+        self.parts = nn.ModuleDict({"a-b": nn.Linear(8, 8), "c d": nn.Linear(8, 8)})
+        self.head = nn.Linear(8, 61)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        hidden = self.embed(ids)
+        for part in self.parts.values():
+            hidden = torch.tanh(part(hidden))
+        return self.head(hidden)
+
+
+def test_names_that_are_no_identifiers_are_read_too():
+    """An nn.ModuleDict may have any keys; the text trains as PEFT does."""
+    model = ready(hand_written(Named(), targets=["a-b"]))
+
+    assert_equals_peft(model, [tokens([5, 3], 1)], 2e-6)
+
+
+@pytest.mark.parametrize(
+    ("path", "text"),
+    [
+        ("layers.0.up", "self.layers[0].up"),
+        ("0.weight", 'self._modules["0"].weight'),
+        ("parts.in.weight", "getattr(self.parts, 'in').weight"),
+        ("parts.a-b.0", "getattr(self.parts, 'a-b')[0]"),
+    ],
+)
+def test_a_path_becomes_an_expression(path, text):
+    """Numbers are children of a list; what is no identifier is asked for by name."""
+    assert attribute("self", path) == text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.models import Plain, error_of, hand_written
 from tests.sampled import sampled
@@ -36,6 +36,8 @@ FAILURES = {
     "its code needs an input that it is not given": lambda x: x * None.shape[0],
     "its code is called with other arguments": lambda x: raises(x, mask=None),
     "its code fails while a row is traced": raises,
+    "its code makes a tensor on the CPU": lambda x: x + torch.arange(x.shape[1])[:, None],
+    "its code makes a tensor on the CPU, and not": lambda x: x.where(torch.ones(32) > 0, x),
 }
 
 
@@ -52,6 +54,28 @@ def test_a_refusal_is_in_our_words(words):
     order = ["source", "expected", "in torch's words", "help"]
     assert [fact for fact in facts if fact in order] == [fact for fact in order if fact in facts]
     assert {"source", "expected", "help"} <= set(facts)
+
+
+class Keyword(Plain):
+    """A model with a module that is called like a keyword of Python."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=1)
+        self.add_module("in", nn.Linear(32, 32))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Logits."""
+        return self.head(self.get_submodule("in")(self.embed(ids)))
+
+
+def test_a_module_named_like_a_keyword_is_refused_by_name():
+    """torch.export writes its graph as Python, in which `self.in` is no attribute."""
+    jobs = hand_written(Keyword(), targets=["in"])
+
+    text = error_of(lambda: compile(jobs), BaseNotTraceable)
+
+    assert "has a name that torch.export cannot write as Python" in text
+    assert "module            in" in text
 
 
 def test_an_operator_without_a_rule_is_told_with_what_is_expected():

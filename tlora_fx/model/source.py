@@ -5,6 +5,7 @@ What is printed is what trains: the Shared Super-Model executes the very text of
 
 from __future__ import annotations
 
+import keyword
 import math
 import operator
 import re
@@ -339,7 +340,7 @@ class _Printer:
         if node.op == "output":
             return [f"return {self.show(node.args[0])}"]
         self.site = _site_of(node)
-        site = [f"site = self.{attribute(self.site)}"] if self.site else []
+        site = [f"site = {attribute('self', self.site)}"] if self.site else []
         return site + self._statement(node)
 
     def _statement(self, node: fx.Node) -> list[str]:
@@ -378,13 +379,13 @@ class _Printer:
     def _tensor(self, path: str) -> str:
         """A tensor of the module; inside a site's call relative to the site."""
         if self.site and path.startswith(f"{self.site}."):
-            return f"site.{attribute(path[len(self.site) + 1 :])}"
-        return f"self.{attribute(path)}"
+            return attribute("site", path[len(self.site) + 1 :])
+        return attribute("self", path)
 
     def _called(self, node: fx.Node) -> str | None:
         """What a node calls, None for what Python has a sign for."""
         if node.op == "call_module":
-            return f"self.{attribute(str(node.target))}"
+            return attribute("self", str(node.target))
         signs = (operator.getitem, torch.ops.aten.sym_size.int, *INFIX)
         return None if node.target in signs else _operator(node.target)  # type: ignore[arg-type]
 
@@ -438,13 +439,22 @@ def _filled(head: str, words: list[str], tail: str, note: str = "", before: int 
     return [head + note, *(line.rstrip() for line in lines), margin + tail]
 
 
-def attribute(path: str) -> str:
-    """A module or tensor path as Python: `model.layers.0` is `model.layers[0]`.
+def attribute(owner: str, path: str) -> str:
+    """A module's or tensor's path below `owner` as Python: `layers.0` is `self.layers[0]`.
 
-    Of an nn.Sequential, `0.weight` is `_modules["0"].weight`.
+    Of an nn.Sequential, `0.weight` is `self._modules["0"].weight`. A name that Python does not take
+    behind a dot, such as `in` of an nn.ModuleDict, is read by getattr.
     """
-    path = re.sub(r"^(\d+)(?=\.|$)", r'_modules["\1"]', path)
-    return re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", path)
+    first, *others = path.split(".")
+    text = f'{owner}._modules["{first}"]' if first.isdecimal() else _member(owner, first)
+    for name in others:
+        text = f"{text}[{name}]" if name.isdecimal() else _member(text, name)
+    return text
+
+
+def _member(owner: str, name: str) -> str:
+    plain = name.isidentifier() and not keyword.iskeyword(name)
+    return f"{owner}.{name}" if plain else f"getattr({owner}, {name!r})"
 
 
 def _operator(target: Callable[..., Any]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import traceback
 from typing import NamedTuple
 
@@ -58,6 +59,12 @@ _CERTAIN = (
 # What is read out of an error's text alone.
 _LIKELY = (
     _Cause(
+        ("is not on the expected device", "found two different devices"),
+        "its code makes a tensor on the CPU, and not where its inputs are",
+        "tensors on the device of an input: torch.arange(n, device=x.device)",
+        "name the device in the line, or make the tensor in the constructor, as a buffer",
+    ),
+    _Cause(
         ("unexpected keyword argument", "required positional argument"),
         "its code is called with other arguments than it takes",
         "a forward that takes input_ids and use_cache, and position_ids for packed rows",
@@ -111,6 +118,23 @@ def not_traceable(error: Exception, model: nn.Module, form: Form, subject: str) 
         help=f"set base.attention: batch, or {cause.help}" if packed else cause.help,
         **{DETAIL: None if cause in (*_CERTAIN, _SIZE) else words_of(error)},
     )
+
+
+def not_writable(error: SyntaxError, model: nn.Module, subject: str) -> BaseNotTraceable:
+    """Error for a model whose names torch.export cannot write as Python."""
+    paths = [path for path, _ in model.named_modules()] + [k for k, _ in model.named_parameters()]
+    odd = [path for path in paths if any(map(_is_odd, path.split(".")))]
+    return BaseNotTraceable(
+        f"the model of {subject} has a name that torch.export cannot write as Python",
+        module=odd[0].removeprefix(PEFT_PREFIX) if odd else None,
+        expected="names that are no keywords of Python, and without quotes",
+        help="rename it, such as 'in' to 'in_'",
+        **{DETAIL: words_of(error)},
+    )
+
+
+def _is_odd(name: str) -> bool:
+    return keyword.iskeyword(name) or not name.isprintable() or bool({*'"\\'} & {*name})
 
 
 def require_no_reads(graph: fx.Graph, subject: str) -> None:

@@ -48,7 +48,7 @@ from tlora_fx.tracing.guards import SizeGuards, line_text, model_frame
 from tlora_fx.tracing.layer_calls import LayerCalls, StandIn
 from tlora_fx.tracing.masks import unpacked_lines
 from tlora_fx.tracing.positions import CountsBySequence
-from tlora_fx.tracing.refusals import not_traceable
+from tlora_fx.tracing.refusals import not_traceable, not_writable
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, range)
 MODULE_STATE = frozenset(vars(nn.Module())) - {"training"}
@@ -740,7 +740,10 @@ def export_row(row: TracedRow, subject: str) -> fx.GraphModule:
     row.watch.require_kept()
     if row.watch.open:
         _require_same_again(row.watch, program, export)
-    module = program.module(check_guards=False)
+    try:
+        module = program.module(check_guards=False)
+    except SyntaxError as error:
+        raise not_writable(error, row.model, subject) from error
     assert isinstance(module, fx.GraphModule)
     return module
 
