@@ -16,12 +16,15 @@ from tlora_fx.errors import (
     BaseNotLoadable,
     BaseNotTraceable,
     CompileError,
+    JobError,
     JobsDiffer,
+    NotAdmitted,
     PipelineError,
     StoppedAfter,
     SuperModelMisuse,
     UnknownTarget,
 )
+from tlora_fx.inspect.program import Recorder
 from tlora_fx.ir.lora_sites import lowered_sites
 from tlora_fx.tracing.adapters import resolve_sites
 
@@ -41,6 +44,31 @@ def queries(name, spec, **changes):
 def test_no_job_is_refused():
     """There is nothing to compile."""
     assert "no job" in error_of(lambda: compile([]), JobsDiffer)
+
+
+@pytest.mark.parametrize("found", [None, 3, [3], [[]], {"name": "a"}, nn.Linear(2, 2)])
+@pytest.mark.parametrize("entry", [compile, run_passes, trace])
+def test_what_is_no_job_is_refused(entry, found):
+    """Each entry says what it takes; a model, as torch.compile takes it, is told where it goes."""
+    text = error_of(lambda: entry(found), JobError)
+
+    assert "expected  a Job, a list of them" in text
+    assert ("base=model" in text) is isinstance(found, nn.Module)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"pipeline": ["cse"]}, PipelineError, "neither a text nor a Pipeline"),
+        ({"verify": "numeric"}, PipelineError, "nearest   numerics"),
+        ({"instruments": Recorder()}, PipelineError, "instances of tlora_fx.pipeline.Instrument"),
+        ({"instruments": [Recorder]}, PipelineError, "the class Recorder"),
+        ({"open": True}, NotAdmitted, "OpenSlots(jobs=8"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused(base, options, error, said):
+    """A word of verify that is mistyped would check less than was asked for, and say nothing."""
+    assert said in error_of(lambda: compile([queries("a", base)], **options), error)
 
 
 def test_two_jobs_of_one_name_are_refused(base):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, get_args
 
 import torch
+from torch import nn
 
 from tlora_fx.config.job import Job
 from tlora_fx.config.job_file import JobFile, load_job_file
@@ -20,6 +21,7 @@ from tlora_fx.errors import (
     FusedDiffers,
     FusionError,
     GraphInvalid,
+    JobError,
     JobsDiffer,
     LayersNotChained,
     NotAdmitted,
@@ -31,6 +33,7 @@ from tlora_fx.errors import (
     PipelineError,
     StoppedAfter,
     TloraError,
+    nearest,
 )
 from tlora_fx.host import collector
 from tlora_fx.host.environment import LOG, log_words
@@ -157,6 +160,12 @@ def compile(
 
 def _opened(given: Prepared, slots: OpenSlots, *, dropout: bool) -> tuple[Prepared, Resolve]:
     """Slots in place of jobs, each a job that adapts every open site; and how to find sites."""
+    if not isinstance(slots, OpenSlots):
+        raise NotAdmitted(
+            "open is no tlora_fx.OpenSlots",
+            expected="OpenSlots(jobs=8, rank=16, rows=64), or None",
+            found=repr(slots),
+        )
     if slots.rank % VECTOR or slots.rows % VECTOR or not 0 < slots.rank <= slots.rows:
         raise NotAdmitted(
             f"rows and the largest rank of open slots are multiples of {VECTOR}",
@@ -274,8 +283,27 @@ def _prepare_for(jobs: Jobs, runner: Runner, *, dropout: bool, lowers: bool) -> 
 def _runner(
     passes: Pipeline, instruments: Sequence[Instrument], verify: Verify | None, watch: Watch
 ) -> Runner:
-    """A runner with all that watches; what is asked for here counts before the environment."""
+    """A runner with all that watches; what is asked for here counts before the environment.
+
+    raises    PipelineError where `verify` or an instrument is something else
+    """
     asked = verify or watch.verify or "structure"
+    if asked not in get_args(Verify):
+        raise PipelineError(
+            "nobody knows what to verify",
+            expected=", ".join(get_args(Verify)),
+            found=f"verify={verify!r}",
+            nearest=nearest(str(verify), get_args(Verify)),
+        )
+    listed = isinstance(instruments, Sequence)
+    other = [item for item in instruments if not isinstance(item, Instrument)] if listed else []
+    if other or not listed:
+        found = other[0] if other else instruments
+        raise PipelineError(
+            "instruments are no list of instruments",
+            expected="instances of tlora_fx.pipeline.Instrument, such as [Recorder()]",
+            found=f"the class {found.__name__}" if isinstance(found, type) else repr(found),
+        )
     known = any(isinstance(item, Numerics) for item in instruments)
     watch = replace(watch, verify=None if known else asked)
     return Runner(passes, [*instruments, *watch.instruments()], asked)
@@ -332,7 +360,10 @@ def _sites(jobs: Sequence[Job], backbone: Backbone) -> list[dict[str, AdapterSit
 
 
 def trace(job: Job) -> JobGraph:
-    """One job's graph over one row, cleaned, tagged and folded."""
+    """One job's graph over one row, cleaned, tagged and folded.
+
+    raises    TloraError, as `compile` does
+    """
     given = prepare([job])
     form: Form = "batch" if job.base.attention == "batch" else "packed"
     graph = job_graph(given.jobs[0], given.backbone, given.sites[0], form, exact=True)
@@ -341,12 +372,30 @@ def trace(job: Job) -> JobGraph:
 
 
 def as_jobs(jobs: Jobs) -> list[Job]:
-    """Jobs from whatever names them."""
+    """Jobs from whatever names them; raises JobError where one is something else."""
     if isinstance(jobs, (str, Path)):
         jobs = load_job_file(jobs)
     if isinstance(jobs, JobFile):
         return list(jobs.jobs)
-    return [jobs] if isinstance(jobs, Job) else list(jobs)
+    held: Any = jobs
+    several = isinstance(held, Iterable) and not isinstance(held, (Mapping, nn.Module))
+    given: list[Job] = list(held) if several else [held]
+    for job in given:
+        if not isinstance(job, Job):
+            raise _no_job(job)
+    return given
+
+
+def _no_job(found: object) -> JobError:
+    model = isinstance(found, nn.Module)
+    return JobError(
+        "a job is no tlora_fx.Job",
+        expected="a Job, a list of them, or the path of a YAML file of jobs",
+        found=type(found).__name__,
+        help="a model is the base of a job: tlora_fx.Job('name', base=model, lora=8, data=rows)"
+        if model
+        else "",
+    )
 
 
 def _without_dropout(job: Job) -> Job:
@@ -363,6 +412,14 @@ def resolve_pipeline(given: str | Pipeline | None = None, added: Sequence[str] =
     """
     find_passes()
     text = DEFAULT_PIPELINE if given is None else given
+    if not isinstance(text, (str, Pipeline)):
+        raise PipelineError(
+            "the pipeline is neither a text nor a Pipeline",
+            expected="'drop-export-noise,tag-roles,...', or Pipeline((DropExportNoise(), ...))",
+            found=type(text).__name__,
+            help="resolve_pipeline(added=['my-pass@after:tag-roles']) of tlora_fx.compiler adds "
+            "a pass",
+        )
     passes = text if isinstance(text, Pipeline) else parse_pipeline(text)
     for text in added:
         passes = passes.adding(text)
@@ -447,7 +504,7 @@ def fuse(given: Prepared, runner: Runner, *, probed: bool = False) -> GroupGraph
             group = _fuse_folded(given, runner, form)
             if probed:
                 with runner.phase("try it against the base"):
-                    _probe(group, given)
+                    _probe(group, given, runner.pipeline)
         except NOT_IN_THIS_FORM as error:
             if refused is not None:
                 error.add_note(f"and before that, in packed form:\n{refused.render()}")
@@ -469,13 +526,22 @@ def fuse(given: Prepared, runner: Runner, *, probed: bool = False) -> GroupGraph
 
 
 @phase("probe")
-def _probe(group: GroupGraph, given: Prepared) -> None:
+def _probe(group: GroupGraph, given: Prepared, passes: Pipeline) -> None:
     """Try the fused graph against the base alone; the report says where that cannot be done."""
+    foreign = [
+        p.name for p in passes.passes if not type(p).__module__.startswith("tlora_fx.passes.")
+    ]
     with torch.enable_grad():
         try:
             found = probe_once(group, given.backbone, given.jobs)
         except FusedDiffers as error:
             _blame_joint(group, given, error)
+            if foreign:
+                error.help = (
+                    f"it may be a pass that was added ({', '.join(foreign)}): verify='numerics', "
+                    f"or --verify numerics, says how each changes numbers. Else {error.help}"
+                )
+                error.args = (error.render(),)
             raise
     logger.info("%s", found)
     if found.skipped:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import dataclass
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,11 +12,13 @@ from torch import Tensor, nn
 
 from tests.models import FAMILIES, Plain, base_of, error_of, hand_written, job, mixed_jobs, plain
 from tests.sampled import sampled
-from tlora_fx.compiler import compile, prepare
+from tlora_fx.compiler import compile, prepare, resolve_pipeline
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import FusedDiffers, TloraError
+from tlora_fx.ir.graph import GroupGraph
 from tlora_fx.numerics import base_alone, probe
 from tlora_fx.numerics.probe import ProbeResult, probe_compiled, probe_loaded
+from tlora_fx.pipeline import GroupPass, Numerics, Pipeline
 from tlora_fx.runtime.adapters.files import base_tensors
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -381,6 +385,32 @@ def test_a_head_that_a_job_trains_is_tried_whole(tmp_path, few_rows):
 
     assert few_rows == [1, 0]
     assert not found.skipped
+
+
+@dataclass(frozen=True)
+class Relu(GroupPass):
+    """A pass of a user that computes something else, and says so."""
+
+    name: ClassVar[str] = "relu"
+    requires: ClassVar[frozenset[str]] = frozenset({"fuse-backbone"})
+    preserves_numerics: ClassVar[Numerics] = "no"
+
+    def run(self, group: GroupGraph) -> None:
+        """Put a ReLU in the place of each SiLU."""
+        for node in (node for graph in group.graphs() for node in graph.nodes):
+            if node.target is torch.ops.aten.silu.default:
+                node.target = torch.ops.aten.relu.default
+
+
+def test_a_difference_that_a_pass_may_have_made_is_not_the_bases_alone(tmp_path):
+    """The help names passes that were added, and how to tell which one it was."""
+    spec = base_of(tmp_path, "llama", "float64", num_hidden_layers=2)
+    passes = [*resolve_pipeline().passes]
+    passes.insert(5, Relu())
+
+    text = error_of(lambda: compile([job("one", spec)], Pipeline(tuple(passes))), FusedDiffers)
+
+    assert "help      it may be a pass that was added (relu): verify='numerics'" in text
 
 
 def test_a_difference_is_told_of_the_whole_head(tmp_path, few_rows):

@@ -17,7 +17,14 @@ from tests.runtime.elastic import SLOTS, coming_jobs
 from tests.runtime.groups import losses_of, make_data, make_job, tiny_base
 from tlora_fx.compiler import compile
 from tlora_fx.config.job import BaseSpec
-from tlora_fx.errors import DeviceUnknown, NotFinite, OptimizerError, StepMisuse, TloraError
+from tlora_fx.errors import (
+    DeviceUnknown,
+    NotFinite,
+    OptimizerError,
+    StepMisuse,
+    SuperModelMisuse,
+    TloraError,
+)
 from tlora_fx.ir.graph import OpenSlots
 from tlora_fx.runtime.data.samples import Sample
 from tlora_fx.runtime.group_step import Batch, GroupStep
@@ -389,6 +396,12 @@ def test_an_adapter_can_be_read_before_the_first_step(jobs):
 
     assert not group.has_gathered("a")
     assert adapter(group, "a")
+
+
+def test_jobs_are_compiled_first(jobs):
+    """A step takes a model; a list of jobs is told what makes one of it."""
+    with pytest.raises(SuperModelMisuse, match=r"what tlora_fx.compile\(jobs\) returned"):
+        GroupStep(jobs)
 
 
 def test_what_a_group_cannot_do_says_what_to_do(jobs, data):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -12,10 +12,9 @@ from tlora_fx.api.results import JobResult, Results
 from tlora_fx.cli.bars import Bars
 from tlora_fx.cli.terminal import Console
 from tlora_fx.compiler import Jobs, as_jobs, compile
-from tlora_fx.config.job import Job
 from tlora_fx.config.validation import words_of_python
 from tlora_fx.cost.load import MAX_ROW_TOKENS
-from tlora_fx.errors import JobError, TloraError
+from tlora_fx.errors import TloraError
 from tlora_fx.host import phases
 from tlora_fx.runtime.callbacks import Callbacks, TrainerCallback
 from tlora_fx.runtime.checks import unusual
@@ -59,7 +58,7 @@ def train(
         require_free(folder)
         (require_begun if resume else require_new)(folder)
         require_device(device)
-        given = _jobs_of(jobs)
+        given = as_jobs(jobs)
         require_data(given)
         held.enter_context(hold_early(folder, resume))
         heard = _Heard(bars, max_row_tokens)
@@ -77,22 +76,6 @@ def train(
         runs = trainer.run()
     results = [JobResult.of_folder(run.job, folder / run.job.name) for run in runs]
     return Results(results, folder, heard.warnings)
-
-
-def _jobs_of(jobs: Jobs) -> list[Job]:
-    """The jobs that are meant; raises JobError where one is something else."""
-    if jobs is not None and not isinstance(jobs, Mapping):
-        given = as_jobs(jobs)
-        other = next((type(job).__name__ for job in given if not isinstance(job, Job)), None)
-    else:
-        given, other = [], type(jobs).__name__
-    if other is not None:
-        raise JobError(
-            "train(jobs=...): a job is no tlora_fx.Job",
-            expected="a Job, a list of them, or the path of a YAML file of jobs",
-            found=other,
-        )
-    return given
 
 
 class _Heard(TrainerCallback):

@@ -21,7 +21,7 @@ from torch import Tensor
 from tlora_fx.config.job import Job
 from tlora_fx.cost.load import MAX_ROW_TOKENS
 from tlora_fx.cost.plan import Plan
-from tlora_fx.errors import NotFinite, StepMisuse
+from tlora_fx.errors import NotFinite, StepMisuse, SuperModelMisuse
 from tlora_fx.host.phases import phase
 from tlora_fx.model.backbone import text_config
 from tlora_fx.model.batch import PackedBatch
@@ -149,6 +149,12 @@ class GroupStep:
 
     def __post_init__(self) -> None:
         require_device(self.device)
+        if not isinstance(self.model, SuperModel):
+            raise SuperModelMisuse(
+                "what trains is no Shared Super-Model",
+                expected="what tlora_fx.compile(jobs) returned",
+                found=type(self.model).__name__,
+            )
         self.model = prepared(self.model, self.plan)
         device = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
         self.mesh = mesh_for(self.model, self.plan, device)
