@@ -61,6 +61,7 @@ from tlora_fx.tracing.adapters import (
 )
 from tlora_fx.tracing.layers import plan_layers
 from tlora_fx.tracing.rope import prepare_rope
+from tlora_fx.tracing.surroundings import undisturbed
 from tlora_fx.tracing.trace_cache import (
     base_graph,
     job_graph,
@@ -106,6 +107,7 @@ class Prepared:
 OnFailure = Callable[[Prepared, Runner, TloraError], None]
 
 
+@undisturbed()
 @phase("tracing")
 @looking_once()
 @collector.rarely()
@@ -211,6 +213,7 @@ def _occupied(
     return model
 
 
+@undisturbed()
 def run_passes(
     jobs: Jobs,
     pipeline: str | Pipeline | None = None,
@@ -359,6 +362,7 @@ def _sites(jobs: Sequence[Job], backbone: Backbone) -> list[dict[str, AdapterSit
     return [dict(known[key]) for key in keys]
 
 
+@undisturbed()
 def trace(job: Job) -> JobGraph:
     """One job's graph over one row, cleaned, tagged and folded.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Qwen2AudioConfig
 from tests.models import base_of, error_of, plain, save_config
 from tlora_fx.config.job import BaseSpec
 from tlora_fx.errors import BaseRefused
-from tlora_fx.model.backbone import has_sdpa, load_backbone
+from tlora_fx.model.backbone import has_sdpa, load_backbone, matrices_on_meta
 from tlora_fx.runtime.adapters.files import base_tensors
 from tlora_fx.testing.equivalence import SIZES
 
@@ -19,6 +21,30 @@ from tlora_fx.testing.equivalence import SIZES
 def backbone(tmp_path_factory):
     """A Gemma 2 on meta."""
     return load_backbone(base_of(tmp_path_factory.mktemp("gemma2"), "gemma2", "float32"))
+
+
+def test_modules_of_other_threads_stay_real():
+    """A base is built in one thread; others build what they like, and wait to build a base."""
+    register = nn.Module.register_parameter
+    entered, made, left = threading.Event(), [], threading.Event()
+
+    def build() -> None:
+        made.append(nn.Linear(2, 2))
+        entered.set()
+        with matrices_on_meta():
+            made.append(nn.Linear(2, 2))
+        left.set()
+
+    with matrices_on_meta():
+        other = threading.Thread(target=build)
+        other.start()
+        entered.wait()
+        made.append(nn.Linear(2, 2))
+    left.wait()
+    other.join()
+
+    assert [linear.weight.is_meta for linear in made] == [False, True, True]
+    assert nn.Module.register_parameter is register
 
 
 def test_every_tensor_of_the_module_lies_on_meta(backbone):

@@ -138,6 +138,41 @@ def test_a_copy_of_a_model_trains_by_itself(model):
     assert torch.equal(losses, model(row))
     banks = zip(model.banks.values(), copied.banks.values(), strict=True)
     assert all(mine.a.data_ptr() != theirs.a.data_ptr() for mine, theirs in banks)
+    for name, parameter in copied.job_parameters("few").items():
+        assert parameter.data_ptr() != model.job_parameters("few")[name].data_ptr()
+        assert parameter.grad is not None
+        assert parameter.grad.any()  # a view of the copied bank, which has the gradient
+
+
+def test_gradients_are_zeroed_where_they_are(model):
+    """By torch's default they would be let go, and jobs would train on without any."""
+    run_fused(model, [tokens([4])] * 3)
+    held = {name: p.grad for name, p in model.job_parameters("few").items()}
+
+    model.zero_grad()
+
+    assert not any(gradient.any() for gradient in held.values())
+    assert run_fused(model, [tokens([4])] * 3)["few"].loss > 0
+    assert any(gradient.any() for gradient in held.values())
+
+
+@pytest.mark.parametrize(
+    ("act", "said"),
+    [
+        (lambda model: model.half(), "found     torch.float16 on cpu"),
+        (lambda model: model.to("meta"), " on meta"),
+        (lambda model: model.load_state_dict(model.state_dict(), assign=True), "leave assign out"),
+    ],
+)
+def test_what_would_part_jobs_from_the_model_is_refused(model, act, said):
+    """Their parameters are views: they would train on beside a model that stays as it is."""
+    assert said in error_of(lambda: act(model), SuperModelMisuse)
+    assert model.to("cpu") is model
+
+
+def test_a_model_without_weights_is_not_moved(empty):
+    """Trainer and GroupStep bring it to their device."""
+    assert "has no weights yet" in error_of(lambda: empty.to("cpu"), SuperModelMisuse)
 
 
 def test_a_job_that_is_not_there_is_named(model):

@@ -93,6 +93,30 @@ def test_a_loop_of_steps_is_what_the_trainer_does(tmp_path, jobs, data):
         assert_same(adapter(group, name), load_file(tmp_path / name / "adapter_model.safetensors"))
 
 
+@pytest.mark.parametrize(
+    "mode", [torch.no_grad, torch.inference_mode, lambda: torch.device("meta")]
+)
+def test_a_step_trains_in_any_mode_of_its_caller(jobs, data, mode):
+    """Without gradients a loop would go on, and train nothing."""
+    expected = train_alone(jobs["a"], data["a"], 2)
+
+    with mode():
+        found = train_alone(jobs["a"], data["a"], 2)
+
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1], 0.0)
+
+
+def test_a_step_under_autocast_is_refused(jobs, data):
+    """Operators compute in the types that were traced; the base's dtype is what is meant."""
+    group = group_of(jobs["a"])
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(StepMisuse, match=r"autocast of 'cpu' to torch.bfloat16"),
+    ):
+        group.accumulate({"a": data["a"].step(0)})
+
+
 #: So many that the next job to come makes banks grow.
 ONE_SLOT = OpenSlots(rows=16, jobs=1, rank=16)
 ROUNDS = st.lists(st.sets(st.sampled_from("abcd"), min_size=1), min_size=1, max_size=6)

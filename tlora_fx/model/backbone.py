@@ -13,6 +13,7 @@ import difflib
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -419,24 +420,31 @@ def _why_not_built(config: Any, factory: Any, error: Exception) -> tuple[str, st
     return f"model_type '{config.model_type}'", ", ".join(near) or None
 
 
+_BUILDING = threading.RLock()
+
+
 @contextmanager
 def matrices_on_meta() -> Iterator[None]:
     """Register every parameter of two or more dimensions on meta, within this context.
 
-    Vectors and buffers stay real: they are small, and no checkpoint may hold them.
+    Vectors and buffers stay real: they are small, and no checkpoint may hold them. Other threads go
+    on as if nothing were; one that comes here too waits.
     """
-    original = nn.Module.register_parameter
+    builder = threading.get_ident()
 
     def register(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is not None and param.dim() > 1 and not param.is_meta:
+        ours = threading.get_ident() == builder
+        if ours and param is not None and param.dim() > 1 and not param.is_meta:
             param = nn.Parameter(param.to("meta"), requires_grad=param.requires_grad)
         original(module, name, param)
 
-    nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = original  # type: ignore[method-assign]
+    with _BUILDING:
+        original = nn.Module.register_parameter
+        nn.Module.register_parameter = register  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = original  # type: ignore[method-assign]
 
 
 def _move_to_meta(model: nn.Module) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import MethodType
-from typing import Any, NoReturn, SupportsIndex, cast
+from typing import Any, NoReturn, Self, SupportsIndex, cast
 
 import torch
 from torch import Tensor, nn
@@ -106,7 +106,51 @@ class SuperModel(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> SuperModel:
         memo[id(self)] = copied = type(self).__new__(type(self))
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        copied.forget_views()  # copies of views would be no views of the copied banks
+        for own, other in zip(self.parameters(), copied.parameters(), strict=True):
+            if own.grad is not None and other is not own:  # torch does not copy it
+                other.grad = own.grad.detach().clone()
         return copied
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero all gradients in place: those of jobs are views of them, so none is let go."""
+        super().zero_grad(set_to_none=False)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Copy values into the model, as torch does; raises SuperModelMisuse for assign=True."""
+        if assign:
+            raise SuperModelMisuse(
+                "a Shared Super-Model keeps its tensors: jobs' parameters are views of them",
+                found="load_state_dict(assign=True)",
+                help="leave assign out: values are copied then",
+            )
+        self._require_weights()
+        return super().load_state_dict(state_dict, strict)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Refuse another dtype or device, as of `half()` and `to("cuda")`.
+
+        raises    SuperModelMisuse
+        """
+        self._require_weights()
+        weights = {(tensor.dtype, tensor.device) for tensor in self.parameters()}
+        tables = {(tensor.dtype, tensor.device) for tensor in self.buffers()}
+        for before in weights:
+            after = _changed(fn, *before)
+            if after != before:
+                raise SuperModelMisuse(
+                    "a Shared Super-Model stays in the dtypes and on the device that it has",
+                    expected="{} on {}".format(*before),
+                    found="{} on {}".format(*after),
+                    help="give the base its dtype, and GroupStep or Trainer the device",
+                )
+        # Tables of jobs stay on the CPU where the weights are on a GPU.
+        if any(_changed(fn, *before) != before for before in tables):
+            return self
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise SuperModelMisuse(
@@ -787,3 +831,11 @@ def _wrong(name: str, expected: object, found: Tensor | None) -> SuperModelMisus
         found=None if found is None else tuple(found.shape),
         help="check that the checkpoint belongs to the base's config",
     )
+
+
+def _changed(
+    fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device
+) -> tuple[torch.dtype, torch.device]:
+    """What a function makes of a tensor's dtype and device."""
+    made = fn(torch.empty(0, dtype=dtype, device=device))
+    return made.dtype, made.device

@@ -56,6 +56,7 @@ from tlora_fx.runtime.distributed import StateGatherer, require_device
 from tlora_fx.runtime.group_updater import GroupUpdater
 from tlora_fx.runtime.isolation import RoundResult, is_out_of_memory, run_isolated
 from tlora_fx.runtime.launching.cpu_threads import on_few_threads, settle_threads
+from tlora_fx.runtime.launching.torch_modes import in_default_modes
 from tlora_fx.runtime.member import Member
 from tlora_fx.runtime.optim.rank_allocation import regularise
 from tlora_fx.runtime.step_batches import (
@@ -176,6 +177,7 @@ class GroupStep:
 
     # Weights.
 
+    @in_default_modes
     @on_few_threads
     def prepare(
         self,
@@ -261,6 +263,7 @@ class GroupStep:
             # The runner stays that of the model's next trainer.
             self.model.applied = AppliedPlan(self.plan, self.mesh, self.runner)
 
+    @in_default_modes
     @on_few_threads
     def run_first(self, row: PackedBatch) -> None:
         """Run a row that nobody trains on, so that what runs for the first time has run.
@@ -309,6 +312,7 @@ class GroupStep:
 
     # Gradients and optimizer steps of a loop of one's own.
 
+    @in_default_modes
     @on_few_threads
     def accumulate(self, batches: Mapping[str, Batch | MicroBatches]) -> dict[str, StepOutput]:
         """Forward and backward of these jobs' batches; gradients add up until `apply`.
@@ -385,6 +389,7 @@ class GroupStep:
         logprobs = logprobs_of(scores, batch.micro_batches, shift)
         return replace(output, logprobs=logprobs, metrics=metrics)
 
+    @in_default_modes
     @on_few_threads
     def score(
         self, batches: Mapping[str, MicroBatches], *, by_base: bool = False
@@ -439,6 +444,7 @@ class GroupStep:
             for index, own in scores.items()
         }
 
+    @in_default_modes
     @on_few_threads
     def apply(self, hyperparameters: Mapping[str, Mapping[str, float]]) -> dict[str, StepUpdate]:
         """One optimizer step of each of these jobs, from what they have gathered.

@@ -61,6 +61,7 @@ from tlora_fx.runtime.group_step import GroupStep, StepOptions
 from tlora_fx.runtime.job_run import JobRun
 from tlora_fx.runtime.launching.cpu_threads import on_few_threads
 from tlora_fx.runtime.launching.interrupts import Interrupts
+from tlora_fx.runtime.launching.torch_modes import in_default_modes
 from tlora_fx.runtime.optim.trainable import require_trainable
 from tlora_fx.runtime.reports.job_reports import JobReports
 from tlora_fx.runtime.reports.trackers import Trackers
@@ -190,6 +191,7 @@ class Trainer:
         """Every job that was ever in."""
         return self.roster.runs
 
+    @in_default_modes
     @on_few_threads
     def run(self) -> list[JobRun]:
         """Train until every job is done, has failed, or the user interrupts.

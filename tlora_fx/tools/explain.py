@@ -33,6 +33,7 @@ from tlora_fx.passes.lower_adapters import FROZEN, LowerAdapters, chains, match_
 from tlora_fx.pipeline import Event, Instrument, Pipeline, Runner
 from tlora_fx.rewriting import Match, Miss, nearest_match
 from tlora_fx.tracing.adapters import config_with_targets
+from tlora_fx.tracing.surroundings import undisturbed
 
 State = Literal["lowered", "as it is", "not targeted", "inside", "around"]
 
@@ -106,6 +107,7 @@ class Explanation:
     layers: tuple[str, ...]
 
 
+@undisturbed()
 def why_not(
     jobs: Jobs, node: str, job: str | None = None, pipeline: str | Pipeline | None = None
 ) -> Explanation:

@@ -1,0 +1,43 @@
+"""Modes of torch that a caller's code may be in while jobs train."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+from tlora_fx.errors import StepMisuse
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def in_default_modes(method: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a method of an object with `mesh` that trains.
+
+    It has gradients under no_grad and inference_mode, too, and makes tensors on the CPU where the
+    caller has set another default device.
+
+    raises    StepMisuse under autocast: operators compute in the types that were traced
+    """
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        own: Any = args[0]
+        kind = own.mesh.device.type
+        if torch.is_autocast_enabled(kind):
+            raise StepMisuse(
+                "jobs cannot train under torch.autocast",
+                expected="no autocast around the call",
+                found=f"autocast of '{kind}' to {torch.get_autocast_dtype(kind)}",
+                help="give the base the dtype to compute in, such as dtype: bfloat16",
+            )
+        made_on = torch.get_default_device()
+        default = nullcontext() if made_on.type == "cpu" else torch.device("cpu")
+        with torch.inference_mode(False), torch.enable_grad(), default:
+            return method(*args, **kwargs)
+
+    return run
