@@ -56,6 +56,13 @@ def test_what_is_no_job_is_refused(entry, found):
     assert ("base=model" in text) is isinstance(found, nn.Module)
 
 
+def test_jobs_may_be_one_or_several(base):
+    """A job, which is iterable too, a list, and what yields jobs."""
+    job = queries("a", base)
+
+    assert [as_jobs(given) for given in (job, [job], iter([job]))] == [[job]] * 3
+
+
 @pytest.mark.parametrize(
     ("options", "error", "said"),
     [

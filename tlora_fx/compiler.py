@@ -382,7 +382,7 @@ def as_jobs(jobs: Jobs) -> list[Job]:
     if isinstance(jobs, JobFile):
         return list(jobs.jobs)
     held: Any = jobs
-    several = isinstance(held, Iterable) and not isinstance(held, (Mapping, nn.Module))
+    several = isinstance(held, Iterable) and not isinstance(held, (Job, Mapping, nn.Module))
     given: list[Job] = list(held) if several else [held]
     for job in given:
         if not isinstance(job, Job):
