@@ -309,6 +309,15 @@ def output_of(graph: fx.Graph) -> fx.Node:
     return output
 
 
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A graph's nodes anew, each with a copy of its meta."""
+    copied = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        copies[node] = copied.node_copy(node, copies.__getitem__)
+    return copied
+
+
 def is_call(node: fx.Node, *targets: Any) -> bool:
     """Whether a node calls one of these operators."""
     return node.op == "call_function" and node.target in targets

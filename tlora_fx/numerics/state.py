@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch import fx
 
-from tlora_fx.ir.graph import HEAD, LOSS, Block, GroupGraph, JobGraph
+from tlora_fx.ir.graph import HEAD, LOSS, Block, GroupGraph, JobGraph, copy_graph
 
 
 def copy_state(graphs: JobGraph | GroupGraph) -> JobGraph | GroupGraph:
@@ -30,15 +30,6 @@ def copy_state(graphs: JobGraph | GroupGraph) -> JobGraph | GroupGraph:
         notes=list(graphs.notes),
         facts=dict(graphs.facts),
     )
-
-
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A graph's nodes anew, each with a copy of its meta."""
-    copied = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copies[node] = copied.node_copy(node, lambda source: copies[source])
-    return copied
 
 
 def _copy_job(job: JobGraph, known: dict[int, tuple[fx.Graph, dict[str, Block]]]) -> JobGraph:

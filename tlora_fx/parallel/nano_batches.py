@@ -20,7 +20,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from tlora_fx.errors import NanoBatchesWrong
-from tlora_fx.ir.graph import Block, GroupGraph, placeholders
+from tlora_fx.ir.graph import Block, GroupGraph, copy_graph, placeholders
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.compiled import compile_method, row_sizes
 from tlora_fx.model.module_builder import Container, build_module
@@ -57,14 +57,12 @@ def nano_batched(group: GroupGraph, count: int) -> GroupGraph:
 
     raises    NotNanoBatchable
     """
-    root = fx.Graph()
-    made: dict[fx.Node, fx.Node] = {}
-    for node in group.root.nodes:
-        made[node] = root.node_copy(node, made.__getitem__)
-        made[node].meta = dict(node.meta)
-    blocks = {name: replace(block) for name, block in group.blocks.items()}
     copy = replace(
-        group, root=root, blocks=blocks, notes=list(group.notes), facts=dict(group.facts)
+        group,
+        root=copy_graph(group.root),
+        blocks={name: replace(block) for name, block in group.blocks.items()},
+        notes=list(group.notes),
+        facts=dict(group.facts),
     )
     Runner(Pipeline(())).run_one(Event(1, NanoBatch(count), "group", copy))
     return copy

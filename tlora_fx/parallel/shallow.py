@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, fx
 
+from tlora_fx.ir.graph import copy_graph
 from tlora_fx.ir.storage import LocalShard
 from tlora_fx.model.supermodel import SuperModel
 from tlora_fx.parallel.stages import cut_stages, legal_cuts
@@ -43,7 +44,7 @@ def shallow(model: SuperModel) -> SuperModel:
 
 
 def _shallow_root(model: SuperModel) -> fx.Graph:
-    root = _copied(model.group.root)
+    root = copy_graph(model.group.root)
     original: dict[fx.Node, fx.Node] = dict(zip(model.group.root.nodes, root.nodes, strict=True))
     cuts = range(1, len(model.layer_order()))
     stages = cut_stages(model, cuts)
@@ -78,18 +79,24 @@ def shallow_bytes(model: SuperModel) -> int:
     return sum(tensor.nbytes for name, tensor in named if part.holds(name))
 
 
-def fill_at_random(model: SuperModel, device: torch.device) -> None:
-    """Give what a model's root reads random weights, and zero adapters; the rest stays on meta."""
-    model.materialize(_RandomBase(model, device), device, _read_by(model.group.root))
+def fill_at_random(model: SuperModel, device: torch.device, part: LocalShard | None = None) -> None:
+    """Give a model random weights and zero adapters; the rest stays on meta.
+
+    part   what gets them; None: what the model's root reads
+    """
+    model.materialize(_RandomBase(model, device), device, part or _read_by(model.group.root))
 
 
 class _RandomBase(Mapping[str, Tensor]):
-    """Tensors of a base by canonical name, each drawn when it is asked for."""
+    """Tensors of a base by canonical name, as far as they are not known drawn when asked for."""
 
     def __init__(self, model: SuperModel, device: torch.device) -> None:
-        self._shapes, self._device = model.base_shapes(), device
+        self._known, self._shapes = model.backbone.values, model.base_shapes()
+        self._device = device
 
     def __getitem__(self, name: str) -> Tensor:
+        if name in self._known:
+            return self._known[name]
         shape = self._shapes[name]
         blank = torch.zeros(shape.shape, dtype=shape.dtype, device=self._device)
         drawn = blank.is_floating_point() and blank.itemsize > 1
@@ -101,13 +108,3 @@ class _RandomBase(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return 0
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    """A copy of a graph, node for node."""
-    copy = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        copies[node] = copy.node_copy(node, copies.__getitem__)
-        copies[node].meta = dict(node.meta)
-    return copy

@@ -8,11 +8,9 @@ of two sizes. A device without a data sheet first times a product and a copy.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from tlora_fx.cost.calibration import calibrated_profile, sheet_of
 from tlora_fx.cost.facts import facts_of
@@ -20,8 +18,8 @@ from tlora_fx.cost.hardware import Gpu, LinkTier, gpu_of_device
 from tlora_fx.cost.load import Round
 from tlora_fx.cost.model_facts import CAPTURED_TOKENS, ModelFacts
 from tlora_fx.cost.profile import CollectivePoint, LayerPoint, Profile
-from tlora_fx.model.backbone import Backbone
 from tlora_fx.model.supermodel import SuperModel
+from tlora_fx.parallel.shallow import fill_at_random
 from tlora_fx.runtime.distributed import Ranks
 from tlora_fx.runtime.launching.launch import Launch
 from tlora_fx.runtime.profiling.profiler import (
@@ -48,8 +46,6 @@ from tlora_fx.runtime.profiling.timing import (
 LAYER_SECONDS = 3.0
 MIN_TOKENS, MAX_TOKENS = 64, 8192
 ROUNDS = 2
-#: Largest number in a random weight.
-SCALE = 0.03
 #: Payloads of a collective, in bytes.
 PAYLOADS = {"cuda": (2**16, 2**25), "cpu": (2**16, 2**20)}
 COLLECTIVE_ROUNDS = 3
@@ -170,29 +166,8 @@ def _sampled(model: SuperModel, facts: ModelFacts, device: torch.device) -> Supe
     """Another model over the same graphs, with random weights in what is timed and before it."""
     sampled = SuperModel(model.group, model.backbone, model.jobs, model.resolve)
     held = some_layers(sampled, layers_to_time(facts), loss=False)
-    sampled.materialize(_RandomTensors(sampled.backbone, device), device, held)
+    fill_at_random(sampled, device, held)
     return sampled
-
-
-class _RandomTensors(Mapping[str, Tensor]):
-    """Tensors of a base's names and shapes, filled when they are asked for."""
-
-    def __init__(self, backbone: Backbone, device: torch.device) -> None:
-        self._like = dict(backbone.model.named_parameters())
-        self._values, self._device = backbone.values, device
-
-    def __getitem__(self, name: str) -> Tensor:
-        if name in self._values:
-            return self._values[name]
-        like = self._like[name]
-        empty = torch.empty(like.shape, dtype=like.dtype, device=self._device)
-        return empty.uniform_(-SCALE, SCALE)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter({**self._like, **self._values})
-
-    def __len__(self) -> int:
-        return len({**self._like, **self._values})
 
 
 def _collective_points(device: torch.device, launch: Launch) -> list[CollectivePoint]:
