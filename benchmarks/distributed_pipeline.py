@@ -28,8 +28,9 @@ from benchmarks.distributed_models import (
     weights_of,
 )
 from benchmarks.interleaved import Spread, ratios
+from benchmarks.stage_clock import clocked_round, times_of
 from benchmarks.step_mixes import Shape
-from tlora_fx.cost.pipeline_simulation import Times, schedule_order, simulate
+from tlora_fx.cost.pipeline_simulation import schedule_order, simulate
 from tlora_fx.cost.plan import MeshShape
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.planners.protocol import find_planner
@@ -96,8 +97,8 @@ def _beside_simulation(made: Planned, rows: Sequence[PackedBatch], rounds: int) 
     bubbles: list[float] = []
     for _ in range(rounds):
         measured.append(once(work))
-        clocked = runner.measured(rows, weights)
-        simulated = simulate(order, Times.measured(clocked, processes, len(rows)), processes)
+        clocked = clocked_round(runner, rows, weights)
+        simulated = simulate(order, times_of(clocked, processes, len(rows)), processes)
         foretold.append(float(simulated.makespan_seconds) * 1e3)
         bubbles.append(float(simulated.bubble))
     return {

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from benchmarks.stage_clock import times_of
 from tlora_fx.cost.pipeline_simulation import (
     Action,
     Times,
@@ -113,7 +114,7 @@ def test_interleaving_shortens_the_bubble():
 def test_measured_work_becomes_times():
     """What did not run takes no time."""
     timed = {Action(0, "F", 0): 1.0, Action(0, "B", 0): 2.5}
-    times = Times.measured(timed, stages=2, micro_batches=1)
+    times = times_of(timed, stages=2, micro_batches=1)
 
     assert times.of(Action(0, "B", 0)) == 2.5
     assert times.of(Action(1, "F", 0)) == 0.0

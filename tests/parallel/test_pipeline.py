@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.stage_clock import clocked_round
 from tests.parallel.pipelines import (
     LENGTHS,
     Case,
@@ -63,9 +64,9 @@ def all_differences(folder, cases, other=None):
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """Quick cases on two processes, and a measured round, by rank."""
+    """Quick cases on two processes, and a clocked round, by rank."""
     cases = {name: case for name, case in (TWO | REPLAYED).items() if name in QUICK}
-    return run_processes(2, all_differences, tmp_path_factory.mktemp("two"), cases, measured)
+    return run_processes(2, all_differences, tmp_path_factory.mktemp("two"), cases, clocked)
 
 
 @pytest.fixture(scope="module")
@@ -134,16 +135,16 @@ def check(ranks):
     assert set().union(*(rank.held for rank in ranks)) == ranks[0].sites
 
 
-def measured(folder):
+def clocked(folder):
     mesh = open_mesh(MeshShape(pp=2), "cpu")
     plan = Plan(planner="pipeline", mesh=mesh.shape, cuts=(2,))
     made = compiled_once(folder / str(mesh.rank), 4, 2, True)
     model = SuperModel(made.group, made.backbone, made.jobs)
     load(model, part_of(model, plan, mesh))
-    return PipelineRunner(model, plan, mesh).measured(rows_of(), torch.ones(3))
+    return clocked_round(PipelineRunner(model, plan, mesh), rows_of(), torch.ones(3))
 
 
-def test_a_measured_round_names_every_piece_of_work(two):
+def test_a_clocked_round_names_every_piece_of_work(two):
     """All ranks know how long each stage took; one without adapters below has no backward."""
     one, other = (rank["other"] for rank in two)
 

@@ -50,18 +50,6 @@ class Times:
     backward: Sequence[Sequence[Seconds] | Array]
     transfer: Seconds = 0.0
 
-    @staticmethod
-    def measured(timed: Mapping[Action, float], stages: int, micro_batches: int) -> Times:
-        """The times of a round that was measured; what was not run takes no time."""
-
-        def table(kind: Kind) -> list[list[float]]:
-            return [
-                [timed.get(Action(s, kind, m), 0.0) for m in range(micro_batches)]
-                for s in range(stages)
-            ]
-
-        return Times(table("F"), table("B"))
-
     def of(self, action: Action) -> Seconds:
         """Seconds of a piece of work."""
         stage, kind, micro_batch = action

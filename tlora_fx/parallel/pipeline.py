@@ -6,11 +6,9 @@ rows, so each knows what it will be sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
-from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -25,7 +23,7 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from tlora_fx.cost.facts import why_launched
-from tlora_fx.cost.pipeline_simulation import Action, Kind, require_schedule
+from tlora_fx.cost.pipeline_simulation import require_schedule
 from tlora_fx.cost.plan import Plan
 from tlora_fx.errors import TloraError
 from tlora_fx.ir.graph import LOSS
@@ -152,27 +150,6 @@ class PipelineRunner:
         dist.all_reduce(total, group=self.group)
         tokens = [part.cpu() for part in predicted]
         return RowScores(total, dict(zip(mine, tokens, strict=False)))
-
-    def measured(self, rows: Sequence[PackedBatch], weights: Tensor) -> dict[Action, float]:
-        """Run a round, and say how long each stage took for each micro-batch.
-
-        Like `run` it adds to gradients; run such a round before, so that nothing is done for the
-        first time.
-
-        returns   seconds of every piece of work of this replica, the same on all stages
-        """
-        _, stages = self._schedule(len(rows[self.mesh.dp_rank :: self.mesh.shape.dp]))
-        clock = StageClock(self.mesh.device)
-        for stage in stages:
-            stage.clock = clock
-        try:
-            self.run(rows, weights)
-        finally:
-            for stage in stages:
-                stage.clock = None
-        by_stage: list[dict[Action, float]] = [{} for _ in range(self.mesh.shape.pp)]
-        dist.all_gather_object(by_stage, clock.read(), group=self.group)
-        return {action: seconds for timed in by_stage for action, seconds in timed.items()}
 
     def _schedule(self, micro_batches: int) -> tuple[Any, list[RowStage]]:
         """The schedule for so many micro-batches; torch fixes their number when it is made."""
@@ -302,7 +279,6 @@ class RowStage(PipelineStage):
         self.graph: StageGraph = stage.graph
         self.replaying = replaying
         self.rows_module = RowModule(call or stage.__call__, stage.graph.first, replaying)
-        self.clock: StageClock | None = None
         super().__init__(
             self.rows_module,
             self.graph.index,
@@ -359,17 +335,6 @@ class RowStage(PipelineStage):
             (info,) = self.grad_recv_info[mb_index]
             info.buffer = next_stage_bwd_outputs[0]
 
-    def forward_one_chunk(
-        self,
-        fwd_chunk_id: int,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
-        save_forward_output: bool = True,
-    ) -> Any:
-        """Run a micro-batch's forward."""
-        with self._timed("F", fwd_chunk_id):
-            return super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
-
     def backward_one_chunk(
         self,
         bwd_chunk_id: int,
@@ -382,8 +347,7 @@ class RowStage(PipelineStage):
             self.bwd_cache[bwd_chunk_id] = (None,)
             self.fwd_cache.pop(bwd_chunk_id)
             return
-        with self._timed("B", bwd_chunk_id):
-            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         if self.replaying is not None:
             self.replaying.graphs.done(self.replaying.index, bwd_chunk_id)
 
@@ -421,11 +385,6 @@ class RowStage(PipelineStage):
         tensor: Tensor = info.buffer
         info.buffer = self._nothing
         return tensor
-
-    def _timed(self, kind: Kind, micro_batch: int) -> AbstractContextManager[None]:
-        if self.clock is None:
-            return nullcontext()
-        return self.clock.time(Action(self.graph.index, kind, micro_batch))
 
 
 def _example(value: Hidden | None, device: torch.device, needs_grad: bool) -> Tensor:
@@ -493,44 +452,3 @@ def _span(model: SuperModel, stage: StageModule) -> LayerSpan:
 def _sharded(module: nn.Module) -> Any:
     """A module that `fully_shard` has given FSDP2's methods."""
     return module
-
-
-# How long each stage takes for each micro-batch: the measured counterpart of a simulation.
-
-
-@dataclass(slots=True)
-class StageClock:
-    """Measures the work of the stages that one process runs, without waiting for the device.
-
-    device   events of the current stream on CUDA, wall clock elsewhere
-    """
-
-    device: torch.device
-    _marks: list[tuple[Action, Any, Any]] = field(default_factory=list)
-
-    @contextmanager
-    def time(self, action: Action) -> Iterator[None]:
-        """Measure what runs inside."""
-        start = self._mark()
-        yield
-        self._marks.append((action, start, self._mark()))
-
-    def read(self) -> dict[Action, float]:
-        """Seconds of all that was measured since the last call, in the order in which it ran."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        timed = {action: self._seconds(start, end) for action, start, end in self._marks}
-        self._marks.clear()
-        return timed
-
-    def _mark(self) -> Any:
-        if self.device.type != "cuda":
-            return perf_counter()
-        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.device))
-        return event
-
-    def _seconds(self, start: Any, end: Any) -> float:
-        if self.device.type != "cuda":
-            return float(end - start)
-        return float(start.elapsed_time(end)) / 1000
