@@ -324,6 +324,17 @@ class Compilation:
             return
         self.group.options = replace(self.group.options, wait_for_compile=False)
 
+    def found(self, rounds: int) -> int:
+        """After how many rounds layers took over that are compiled already; now, if nobody knows.
+
+        rounds    done so far
+        raises    what the record raises
+        """
+        kept = self.ranks.from_leader(self.ranks.together(self._kept, Exception))
+        if kept is None:
+            self._keep(rounds)
+        return rounds if kept is None else kept
+
     def _kept(self) -> int | None:
         """What the record holds, on the leader."""
         reads = self.record is not None and self.group.mesh.leader

@@ -66,7 +66,7 @@ class CompiledLayers:
         unit: str = "round",
         fixed_slots: bool = False,
     ) -> None:
-        self.step, self.record, self.row = step, record, row or (lambda: row_for(step.model))
+        self.step, self.row = step, row or (lambda: row_for(step.model))
         self.callback = callback or LoggedNotes()
         self.state: State = "off"
         self.after: int | None = None
@@ -86,14 +86,7 @@ class CompiledLayers:
         if not step.options.compiled:
             return
         if step.model.is_compiled:
-            self.state = "compiled"
-            record = self.record if step.mesh.leader else None
-            kept = self._ranks.together(
-                lambda: None if record is None else record.read(), Exception
-            )
-            self.after = self._ranks.from_leader(kept)
-            if self.after is None:
-                self._keep(rounds)
+            self.state, self.after = "compiled", self._compilation.found(rounds)
             return
         step.options = replace(step.options, wait_for_compile=False)
         self.state = "compiling"
@@ -147,13 +140,6 @@ class CompiledLayers:
         self.step.free_memory()
         if self.step.mesh.size == 1:
             self.step.run_first(self.row())
-
-    def _keep(self, rounds: int) -> None:
-        self.after = rounds
-        if (record := self.record) is not None:
-            self._ranks.together(
-                lambda: record.write(rounds) if self.step.mesh.leader else None, Exception
-            )
 
     def _few_threads(self) -> AbstractContextManager[None]:
         return few_threads(self.step.model.backbone.model, self.step.mesh.device)
