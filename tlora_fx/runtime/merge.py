@@ -101,7 +101,7 @@ def merge(adapter: Path, output: Path, shard_size: str = "5GB") -> Path:
 
     register_tuner(kind_of(read_adapter_config(adapter, job.base.task)))
     base: Any = trained_base([job], restored=True)
-    with _quiet():
+    with _quiet(adapter):
         adapted = PeftModel.from_pretrained(base, str(adapter))
         _part_head(base)
         merged = _merged(adapted, adapter)
@@ -109,7 +109,7 @@ def merge(adapter: Path, output: Path, shard_size: str = "5GB") -> Path:
     fresh = output.with_name(f".{output.name}.tmp")
     shutil.rmtree(fresh, ignore_errors=True)
     try:
-        with _quiet():
+        with _quiet(adapter):
             merged.save_pretrained(fresh, max_shard_size=shard_size)
         _save_tokenizer(job, adapter, fresh)
         output.mkdir(parents=True, exist_ok=True)
@@ -169,22 +169,15 @@ def _join_head(merged: Any) -> None:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _quiet(adapter: Path) -> Iterator[None]:
     """Inside, transformers neither draws a bar of its own nor warns of what peft calls."""
-    from transformers.utils import logging as untyped
+    from tlora_fx.runtime.adapters.files import without_bars
 
-    logging: Any = untyped
-    has_bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
-            # A head that is tied to the embedding is parted from it.
-            warnings.filterwarnings("ignore", message="Model with .tie_word_embeddings=True")
-            yield
-    finally:
-        if has_bars:
-            logging.enable_progress_bar()
+    with without_bars(str(adapter)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".is_gradient_checkpointing. is deprecated")
+        # A head that is tied to the embedding is parted from it.
+        warnings.filterwarnings("ignore", message="Model with .tie_word_embeddings=True")
+        yield
 
 
 def _save_tokenizer(job: Job, adapter: Path, folder: Path) -> None:

@@ -165,7 +165,7 @@ def _loaded(backbone: Backbone) -> dict[str, Tensor]:
     require_weight_files(spec)
     config = {"config": load_config(spec)} if spec.is_classifier else {}
     try:
-        with _without_bars(str(spec.model)):
+        with without_bars(str(spec.model)):
             model, info = model_factory(spec, backbone.config).from_pretrained(
                 str(spec.model),
                 **config,
@@ -198,7 +198,7 @@ def _loaded(backbone: Backbone) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _without_bars(source: str) -> Iterator[None]:
+def without_bars(source: str) -> Iterator[None]:
     """Inside, transformers draws no bars of a model that lies here; downloads have theirs."""
     from transformers.utils import logging as untyped
 
@@ -228,7 +228,7 @@ def plain_base(backbone: Backbone) -> nn.Module:
     dtype = getattr(torch, spec.dtype)
     if spec.model is not None and not spec.is_classifier:
         require_weight_files(spec)
-        with _without_bars(spec.model):
+        with without_bars(spec.model):
             loaded: nn.Module = factory.from_pretrained(
                 spec.model, dtype=dtype, use_safetensors=True,
                 trust_remote_code=spec.trust_remote_code,
