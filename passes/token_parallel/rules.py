@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -190,24 +191,11 @@ def _reshape(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
     if axis is None:
         return None
     before, after = source.meta["val"].shape, node.meta["val"].shape
-    outside = _times(before[:axis])
-    for place in range(len(after)):
-        if _same(_times(after[:place]), outside) and _symbols(before[axis]) & _symbols(
-            after[place]
-        ):
+    outside, row = str(prod(before[:axis])), _symbols(before[axis])
+    for place, size in enumerate(after):
+        if str(prod(after[:place])) == outside and row & _symbols(size):
             return place
     raise MixesTokens("it folds the row into another dimension")
-
-
-def _times(sizes: Any) -> Any:
-    product: Any = 1
-    for size in sizes:
-        product = product * size
-    return product
-
-
-def _same(left: Any, right: Any) -> bool:
-    return str(left) == str(right)
 
 
 def _symbols(size: Any) -> set[str]:
@@ -383,7 +371,7 @@ def _gather(node: fx.Node, axis_of: Callable[[Any], Axis]) -> Axis:
         held = axis
     if axis == dim or axis != held:
         raise MixesTokens("it takes some tokens of the row by their place")
-    if not _same(source.meta["val"].shape[axis], index.meta["val"].shape[axis]):  # type: ignore[union-attr]
+    if str(source.meta["val"].shape[axis]) != str(index.meta["val"].shape[axis]):  # type: ignore[union-attr]
         raise MixesTokens("it takes values of one token with the index of another")
     return axis
 
