@@ -82,7 +82,8 @@ def train(jobs, data, folder):
         found = trainer.gradients(batches)
         for run in active:
             losses[run.job.name].append(found[run.index])
-            run.finish_step(found[run.index], batches[run.index], RoundReport(1, 0, 0.0))
+            norm = run.optimizer.gradient_norm()
+            run.finish_step(found[run.index], batches[run.index], RoundReport(1, 0, 0.0), norm)
     for run in trainer.runs:
         run.write(adapter_tensors(model.job_parameters(run.job.name)), None)
     return model, losses, starts

@@ -131,7 +131,8 @@ def test_steps_that_are_never_brought_together_again_equal_plain_peft(tmp_path):
         found = trainer.gradients(batches)
         for run in active:
             losses[run.job.name].append(found[run.index])
-            run.finish_step(found[run.index], batches[run.index], RoundReport(1, 0, 0.0))
+            norm = run.optimizer.gradient_norm()
+            run.finish_step(found[run.index], batches[run.index], RoundReport(1, 0, 0.0), norm)
 
     base = plain_base(model.backbone)
     for job, steps in zip(jobs, (20, 4, 4), strict=True):

@@ -212,39 +212,49 @@ class JobRun(Member):
         return self.data.step(self.step)
 
     def finish_step(
-        self, loss: float, batches: MicroBatches, round_: RoundReport, norm: float | None = None
+        self, loss: float, batches: MicroBatches, round_: RoundReport, norm: float
     ) -> StepReport | None:
         """Update the adapter from the gathered gradients.
 
         loss      mean over the step's targets
         round_    the step's round, with its seconds until now
-        norm      of the job's gradients, measured when left out
+        norm      of the job's gradients
         returns   None when loss or gradients are not finite: the job has failed, and its adapter
                   stays as the last good step left it
         """
-        if norm is None:
-            norm = self.optimizer.gradient_norm()
         # A NaN or infinite loss, or gradient, ends the job; its neighbours train on.
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._fail_at(self.step + 1, loss, norm)
             return None
-        rate = self.optimizer.learning_rate
-        step, own = self.step + 1, count_tokens(batches)
-        tokens = self.tokens + own
-        report = StepReport(
-            self.job.name, step, loss, norm, rate, tokens, round_.seconds, own, round_,
-            _means([*self.scores.metrics.values()]),
-        )  # fmt: skip
+        ahead = self._ahead(batches, [*self.scores.metrics.values()])
+        report = self._report(ahead, loss, norm, round_)
         # Before the update: where the line cannot be written, the job is whole at the step before.
         self._append(report)
         self.optimizer.step(norm)
         self.optimizer.zero_grad()
-        self.step, self.tokens, self.loss = step, tokens, loss
-        self.still = self.still + 1 if norm == 0 else 0
-        self.evaluation.add_loss(loss)
-        if self.step >= self.data.steps:
-            self.status = "done"
+        self.step, self.tokens = report.step, report.tokens
+        self._take_in(report)
         return report
+
+    def _ahead(self, batches: MicroBatches, metrics: list[Mapping[str, Any]]) -> StepAhead:
+        tokens, rate = self.tokens + count_tokens(batches), self.optimizer.learning_rate
+        return StepAhead(self.step + 1, self.tokens, tokens, rate, metrics)
+
+    def _report(
+        self, ahead: StepAhead, loss: float, norm: float, round_: RoundReport
+    ) -> StepReport:
+        return StepReport(
+            self.job.name, ahead.step, loss, norm, ahead.rate, ahead.tokens, round_.seconds,
+            ahead.tokens - ahead.before, round_, _means(ahead.metrics),
+        )  # fmt: skip
+
+    def _take_in(self, report: StepReport) -> None:
+        """Judge the job by a step that is done."""
+        self.loss = report.loss
+        self.still = self.still + 1 if report.grad_norm == 0 else 0
+        self.evaluation.add_loss(report.loss)
+        if report.step >= self.data.steps:
+            self.status = "done"
 
     def _append(self, report: StepReport) -> None:
         own = {"metrics": without_endless(report.metrics)} if report.metrics else {}
@@ -262,8 +272,7 @@ class JobRun(Member):
 
     def start_step(self, batches: MicroBatches) -> StepAhead:
         """Count a step whose update is about to be launched; `end_step` says what came of it."""
-        tokens, rate = self.tokens + count_tokens(batches), self.optimizer.learning_rate
-        ahead = StepAhead(self.step + 1, self.tokens, tokens, rate, self._coming_metrics())
+        ahead = self._ahead(batches, self._coming_metrics())
         self.step, self.tokens = ahead.step, ahead.tokens
         return ahead
 
@@ -283,15 +292,8 @@ class JobRun(Member):
                 self.step, self.tokens = ahead.step - 1, ahead.before
                 self._fail_at(ahead.step, outcome.loss, outcome.norm)
             return None
-        report = StepReport(
-            self.job.name, ahead.step, outcome.loss, outcome.norm, ahead.rate, ahead.tokens,
-            round_.seconds, ahead.tokens - ahead.before, round_, _means(ahead.metrics),
-        )  # fmt: skip
-        self.still = self.still + 1 if outcome.norm == 0 else 0
-        self.loss = outcome.loss
-        self.evaluation.add_loss(outcome.loss)
-        if ahead.step >= self.data.steps:
-            self.status = "done"
+        report = self._report(ahead, outcome.loss, outcome.norm, round_)
+        self._take_in(report)
         # Last: other processes, which write no file, are as far.
         self._append(report)
         return report
