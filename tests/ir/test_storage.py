@@ -53,7 +53,7 @@ def test_without_runs_a_piece_is_one(size, count):
 
 def test_a_part_says_which_piece_it_takes():
     """Of what a graph says is cut; nothing of what is whole."""
-    part = LocalShard(None, 1, 2)
+    part = LocalShard(None, 1)
 
     assert part.shard((0, 2, (4, 2))) == Shard(0, 1, 2, (4, 2))
     assert part.shard((1, 2, ())) == Shard(1, 1, 2)

@@ -69,7 +69,7 @@ def cut_model(whole: SuperModel, rank: int, size: int) -> SuperModel:
     group = whole.group
     Runner(Pipeline(())).run_one(Event(1, ShardTensor(size), "group", group))
     model = SuperModel(group, whole.backbone, whole.jobs)
-    model.materialize(base_tensors(whole.backbone), "cpu", LocalShard(None, rank, size))
+    model.materialize(base_tensors(whole.backbone), "cpu", LocalShard(None, rank))
     return model
 
 

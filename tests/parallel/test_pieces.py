@@ -16,7 +16,7 @@ def test_a_piece_keeps_no_whole_matrix_in_memory(tmp_path):
     model = compile(cases.dropping_jobs(cases.base_of(tmp_path, "llama", num_hidden_layers=1)))
     model = prepared(model, find_planner("tensor").plan(model, MeshShape(tp=2)))
 
-    model.materialize(base_tensors(model.backbone), "cpu", LocalShard(None, 1, 2))
+    model.materialize(base_tensors(model.backbone), "cpu", LocalShard(None, 1))
 
     frozen = [leaf for leaf in model.net.parameters() if not leaf.requires_grad]
     assert all(leaf.untyped_storage().nbytes() == leaf.nbytes for leaf in frozen)

@@ -142,12 +142,10 @@ class LocalShard:
 
     held      module paths, each with all that lies under it; None for every module
     tp_rank   which piece of sharded tensors
-    tp_size   how many pieces there are
     """
 
     held: frozenset[str] | None = None
     tp_rank: int = 0
-    tp_size: int = 1
 
     def holds(self, path: str) -> bool:
         """Whether a module or tensor lies in what is held."""

@@ -44,7 +44,7 @@ def part_of(model: SuperModel, plan: Plan, mesh: Mesh) -> LocalShard:
         from tlora_fx.parallel.stages import held_by
 
         held = held_by(model, plan, mesh.pp_rank)
-    return LocalShard(held, mesh.tp_rank, plan.mesh.tp)
+    return LocalShard(held, mesh.tp_rank)
 
 
 def load(model: SuperModel, plan: Plan, mesh: Mesh, base: Mapping[str, Tensor]) -> None:

@@ -242,7 +242,7 @@ def test_a_model_of_pieces_says_which_ones_jobs_hold(fused, tmp_path):
     base = base_of(tmp_path, "llama")
     jobs = dropping_jobs(base)
     model = SuperModel(cut(fused("llama"), size=2), prepare(jobs).backbone, jobs)
-    model.part = LocalShard(None, 1, 2)
+    model.part = LocalShard(None, 1)
     stem = "base_model.model.model.layers.0.self_attn"
 
     found = {name.removeprefix(stem): shard for name, shard in model.shards("keeps").items()}
@@ -257,7 +257,7 @@ def test_a_model_of_runs_says_so_of_jobs_pieces(fused, tmp_path):
     base = base_of(tmp_path, "gpt2", n_layer=1)
     jobs = dropping_jobs(base)
     model = SuperModel(cut(fused("gpt2", n_layer=1), size=2), prepare(jobs).backbone, jobs)
-    model.part = LocalShard(None, 1, 2)
+    model.part = LocalShard(None, 1)
 
     name = "base_model.model.transformer.h.0.attn.c_attn.lora_B.default.weight"
     assert model.shards("keeps")[name] == Shard(0, 1, 2, (32, 32, 32))

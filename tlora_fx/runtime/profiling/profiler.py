@@ -254,7 +254,7 @@ def _sampled_model(
     if tp > 1:
         use_group(GROUP, None)
         model = prepared(model, Plan(planner="profile", mesh=MeshShape(tp=tp)))
-    part = some_layers(model, layers, tp=tp)
+    part = some_layers(model, layers)
     model.materialize(base_tensors(model.backbone, request.device), request.device, part)
     start_adapters(model, {name: {} for name in model.members})
     if request.compiled:
@@ -262,9 +262,7 @@ def _sampled_model(
     return SampledModel(model, facts_of(model), layers, tp, adapted)
 
 
-def some_layers(
-    model: SuperModel, layers: Sequence[int], *, tp: int = 1, loss: bool = True
-) -> LocalShard:
+def some_layers(model: SuperModel, layers: Sequence[int], *, loss: bool = True) -> LocalShard:
     """The part of a model that has some layers, and what is in no layer.
 
     loss    with head and loss
@@ -273,7 +271,7 @@ def some_layers(
     apart = order if loss else [*order, LOSS]
     named = [*dict(model.net.named_parameters()), *dict(model.net.named_buffers())]
     outside = [name for name in named if not any(under(name, path) for path in apart)]
-    return LocalShard(frozenset([*outside, *(order[index] for index in layers)]), 0, tp)
+    return LocalShard(frozenset([*outside, *(order[index] for index in layers)]))
 
 
 def layers_to_time(facts: ModelFacts) -> tuple[int, ...]:
