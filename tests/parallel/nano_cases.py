@@ -73,7 +73,7 @@ def compiled_in_nano_batches(folder: Path) -> dict[str, Any]:
     graphs: list[fx.Graph] = []
     model.compile(backend=eager_backend(seen=graphs))
     nano.count = 1
-    nano(models.row_of(model, parts))
+    model(models.row_of(model, parts))
     graphs.clear()
     return {
         "error": errors(nano, 2, parts, expected),

@@ -399,23 +399,17 @@ class NanoModel:
     model     with its weights
     layers    consecutive layers that are compiled as one graph
     count     nano-batches of the next rows; a row of fewer sequences is cut into fewer
-    sources   code of the variants that were made
     """
 
     def __init__(self, model: SuperModel, *, layers: int = 2) -> None:
         self.model = model
         self.layers = max(1, layers)
         self.count = 1
-        self.sources: dict[int, str] = {}
         self._variants: dict[int, nn.Module] = {}
         self._compiled_with: Mapping[str, Any] | None = None
         self._starts = list(placeholders(model.group.root)).index("cu_seqlens")
         # An instance's own attribute stands before its class's method.
         model.__dict__["_run"] = self._run
-
-    def __call__(self, row: PackedBatch) -> Tensor:
-        """Each job's sum of token losses over one row; see `SuperModel.forward`."""
-        return cast(Tensor, self.model(row))
 
     def moved(self, row: PackedBatch, device: torch.device | str) -> PackedBatch:
         """A row on a device, whose cuts need not be read back from there.
@@ -458,7 +452,7 @@ class NanoModel:
     def _cloned(self, group: GroupGraph, count: int) -> nn.Module:
         regions = outline_regions(group, count, self.layers)
         # A new root over the model's modules, with the regions that it calls.
-        root = build_module(group, self._source(group, count)).net
+        root = build_module(group, group_source(group, self.model.backbone.title)).net
         made = root._modules[REGIONS]
         _share(root, self.model.net)
         root._modules = {**root._modules, REGIONS: made}
@@ -471,10 +465,6 @@ class NanoModel:
             options = region_options(self._compiled_with)
             _compile_regions(root, group, regions, options)
         return root
-
-    def _source(self, group: GroupGraph, count: int) -> str:
-        self.sources[count] = group_source(group, self.model.backbone.title)
-        return self.sources[count]
 
 
 def _share(module: nn.Module, other: nn.Module) -> None:
