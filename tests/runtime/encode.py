@@ -23,6 +23,12 @@ def encode(encoder: TextEncoder, fields: Mapping[str, Any]) -> Encoded:
     return encoded if encoder.layout.on_completion or row.final else whole(encoded.ids)
 
 
+def targets(encoded: Encoded) -> list[bool]:
+    """Per token, whether it is trained."""
+    trained = {at for span in encoded.spans for at in range(*span)}
+    return [at in trained for at in range(len(encoded.ids))]
+
+
 def _rows(encoder: TextEncoder, fields: Mapping[str, Any], draft: Any) -> tuple[TokenRow, ...]:
     [made] = encoder.encode_rows([fields], draft)
     if isinstance(made, BadRowError):

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from tests.runtime.encode import encode, encode_pair
+from tests.runtime.encode import encode, encode_pair, targets
 from tlora_fx.runtime.chats.conversations import BadRowError
 from tlora_fx.runtime.chats.rendered import Encoded
 from tlora_fx.runtime.chats.renderer import UnlocatedTurnError
@@ -37,7 +37,7 @@ def encoder(
 def shown(tokenizer: PreTrainedTokenizerFast, encoded: Encoded) -> str:
     """The tokens, with those that are trained in brackets."""
     tokens = tokenizer.convert_ids_to_tokens(encoded.ids)
-    pairs = zip(tokens, encoded.targets, strict=True)
+    pairs = zip(tokens, targets(encoded), strict=True)
     return "".join(f"[{token}]" if trained else token for token, trained in pairs)
 
 
@@ -73,7 +73,7 @@ def test_an_empty_completion_has_nothing_to_train(make_tokenizer: Any) -> None:
         encoder(make_tokenizer(), "prompt-completion"), {"prompt": "a", "completion": ""}
     )
 
-    assert not any(encoded.targets)
+    assert not any(targets(encoded))
 
 
 @pytest.mark.parametrize("text", ["ab", "<s>ab", "ab</s>", "<s>ab</s>"])
@@ -142,7 +142,7 @@ def test_a_template_that_changes_earlier_turns_trains_all_tokens(
     """With loss_on: all no turn has to be found."""
     whole = encoder(make_tokenizer(templates["shortening"]), "messages", on_completion=False)
 
-    assert all(encode(whole, {"messages": CHAT}).targets)
+    assert all(targets(encode(whole, {"messages": CHAT})))
 
 
 @pytest.mark.parametrize(

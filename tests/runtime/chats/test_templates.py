@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from trl.data_utils import _tokenize, common_prefix_length, extract_prompt
 
-from tests.runtime.encode import encode, encode_pair
+from tests.runtime.encode import encode, encode_pair, targets
 from tlora_fx.runtime.chats.conversations import BadRowError
 from tlora_fx.runtime.chats.rendered import Encoded
 from tlora_fx.runtime.chats.renderer import UnlocatedTurnError
@@ -132,7 +132,7 @@ def trained_by_trl(
 
 
 def fields(encoded: Encoded) -> tuple[list[int], list[bool]]:
-    return encoded.ids, encoded.targets
+    return encoded.ids, targets(encoded)
 
 
 def chats_of(name: str) -> list[str]:
@@ -206,7 +206,7 @@ def test_public_templates_are_trained_as_by_trl(name: str, chat: str) -> None:
 def shown(tokenizer: PreTrainedTokenizerFast, encoded: Encoded) -> str:
     """The text, with what is trained in double angle brackets."""
     parts, on = [], False
-    for token, trained in zip(encoded.ids, encoded.targets, strict=True):
+    for token, trained in zip(encoded.ids, targets(encoded), strict=True):
         if trained != on:
             parts.append("»" if on else "«")
         on = trained
@@ -361,7 +361,7 @@ def test_implicit_prompts_are_those_of_trl(pair: str) -> None:
     pairs = encode_pair(encoder(tokenizer, "preference", "chosen", "rejected"), PAIRS[pair])
 
     assert [each.ids for each in pairs] == lines
-    assert [each.targets.index(True) for each in pairs] == [start, start]
+    assert [targets(each).index(True) for each in pairs] == [start, start]
 
 
 @pytest.mark.parametrize("named", ["role", "from"])
@@ -461,7 +461,7 @@ def test_a_character_of_several_tokens_is_trained_whole() -> None:
 
     encoded = encode(encoder(tokenizer), {"messages": messages})
 
-    assert (sum(encoded.targets), sum(of_trl)) == (5, 3)
+    assert (sum(targets(encoded)), sum(of_trl)) == (5, 3)
 
 
 def test_a_template_that_stands_for_a_public_one_is_noted() -> None:

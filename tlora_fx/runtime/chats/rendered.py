@@ -45,14 +45,6 @@ class Encoded:
     spans: tuple[Span, ...]
     prefix_differs: bool = False
 
-    @property
-    def targets(self) -> list[bool]:
-        """Per token, whether it is trained."""
-        targets = [False] * len(self.ids)
-        for start, stop in self.spans:
-            targets[start:stop] = [True] * (stop - start)
-        return targets
-
 
 def whole(ids: list[int]) -> Encoded:
     """Tokens that are all trained."""
