@@ -1,6 +1,6 @@
 """Measured times and memory of a model's layers: the data, and its file.
 
-A profile holds what was measured, point by point; `times.py` makes a function of it. Times are
+A profile holds what was measured, point by point; `fit.py` makes a function of it. Times are
 milliseconds, medians over rounds; noise is the median absolute deviation over the median.
 """
 

@@ -36,7 +36,7 @@ from tlora_fx.cost.plan import BudgetPrice, MeshShape, Plan, Schedule
 from tlora_fx.cost.profile import Operation, Profile
 from tlora_fx.host.environment import wants_peer_copies
 
-#: Hidden columns times this many: where attention costs as much as all else (see load.Cutting).
+#: Hidden columns times this many: where attention costs as much as all else (see `Cutting.of`).
 SQUARE = 12.0
 #: What Python does for one gather, on the hosts of two and of four H200: a layer of Llama-3-8B's
 #: shape took 1.8 and 2.0 ms more than a whole one, forward and backward, where the host was slower.

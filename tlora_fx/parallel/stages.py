@@ -40,7 +40,7 @@ def cut_stages(model: SuperModel, cuts: Sequence[int]) -> list[StageGraph]:
 def held_by(model: SuperModel, plan: Plan, pp_rank: int) -> frozenset[str]:
     """The modules and tensors that one process of a pipeline reads; weights are not needed.
 
-    returns   paths in `model.net`, for `Part.held`
+    returns   paths in `model.net`, for `LocalShard.held`
     raises    NoStage
     """
     stages = cut_stages(model, plan.cuts)
