@@ -20,7 +20,7 @@ from torch._inductor import list_mode_options
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from tlora_fx.errors import NanoBatchesWrong
-from tlora_fx.ir.graph import Block, GroupGraph, copy_graph, placeholders
+from tlora_fx.ir.graph import Block, GroupGraph, copy_graph, is_writing, placeholders
 from tlora_fx.model.batch import PackedBatch
 from tlora_fx.model.compiled import compile_method, row_sizes
 from tlora_fx.model.module_builder import Container, build_module
@@ -314,7 +314,7 @@ def _order_of_effects(nodes: Sequence[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
             home = homes[source]
             if home in written:
                 after[node].append(written[home])
-            if _writes(node):
+            if is_writing(node):
                 after[node] += touched.get(home, [])
                 written[home] = node
             touched.setdefault(home, []).append(node)
@@ -328,11 +328,6 @@ def _has_effect(node: fx.Node) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()) or (
         not isinstance(node.target, torch._ops.OpOverload) and node.is_impure()
     )
-
-
-def _writes(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
-    return schema is not None and bool(schema.is_mutable)
 
 
 class OverlapPass(CustomGraphPass):
