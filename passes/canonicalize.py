@@ -1,4 +1,4 @@
-"""Bring what is written in several ways into one.
+"""Canonicalise graphs: drop operators that give what they read, and write others in one way.
 
 Reads   calls of all graphs.
 Writes  the value itself in place of what changes nothing: a product with 1, a cast to its own type,

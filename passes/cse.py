@@ -1,4 +1,4 @@
-"""Compute once what is computed twice.
+"""Eliminate common subexpressions: compute once what is computed twice.
 
 Reads   operators, arguments and tags of all nodes.
 Writes  one node in place of those that call the same operator on the same values, for the same

@@ -1,4 +1,4 @@
-"""Erase what nobody reads.
+"""Eliminate dead code: erase the nodes that nobody reads.
 
 Reads   the readers of every node.
 Writes  nothing.

@@ -1,4 +1,4 @@
-"""Sizes of a row carry shapes and are no values.
+"""Check that sizes of a row say only how large tensors are, and become no values in them.
 
 How many tokens a row has, or how many lines and how wide they are, depends on a job's neighbours.
 A number that is made of a size may therefore say how large a tensor is, but not stand in it.

@@ -1,4 +1,4 @@
-"""What tracing found stays known: an equal base with equal adapters is not traced again.
+"""Cache of traces on disk: an equal base with equal adapters is not traced again.
 
 Files under $TLORA_FX_CACHE/traces hold traced graphs as the text of graph files, the losses that
 were compared, the sites of adapters, and the adapters whose layers PEFT made as planned. A file's

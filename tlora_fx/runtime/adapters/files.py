@@ -1,4 +1,4 @@
-"""Start values of a job's adapter, and their names in PEFT's files."""
+"""PEFT adapter folders: read, written, and the values that a job's adapter starts from."""
 
 from __future__ import annotations
 

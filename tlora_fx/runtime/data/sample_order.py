@@ -1,6 +1,6 @@
-"""Which samples each step of a job takes, and how they stand in batches: written once more.
+"""Which samples each step of a job takes, and in which batches, computed apart for `verify`.
 
-What trains reads these of `data` and `batching`; `verify` holds them against this.
+What trains takes them from `samples` and `batching`; `verify` holds them against this.
 """
 
 from __future__ import annotations
