@@ -4,7 +4,7 @@ The wheel is built from the source archive, as an index would serve it, and inst
 environment outside the repository. That environment borrows the libraries of the running one,
 which saves downloading torch again, but not the editable install: nested .pth files are not read.
 
-The modules of a folder are imported one after another, each folder in a process of its own; with
+The modules of a room are imported one after another, each room in a process of its own; with
 --each, every module is, which takes a minute of processor time more.
 """
 
@@ -108,13 +108,13 @@ def check_contents(wheel: Path, expected: set[str]) -> None:
 
 
 def lines_of(modules: list[str], each: bool) -> list[str]:
-    """The modules that one process imports after another: those of a folder, or one."""
+    """The modules that one process imports after another: those of a room, or one."""
     if each:
         return modules
-    folders: dict[str, list[str]] = {}
+    rooms: dict[str, list[str]] = {}
     for module in modules:
-        folders.setdefault(module.rpartition(".")[0], []).append(module)
-    return [" ".join(folder) for folder in folders.values()]
+        rooms.setdefault(".".join(module.split(".")[:2]), []).append(module)
+    return [" ".join(room) for room in rooms.values()]
 
 
 def main() -> None:
