@@ -100,9 +100,10 @@ def odd_listing(odd, tmp_path_factory) -> Listing:
         return make_listing(odd)
 
 
-def thirty_two_jobs(folder: Path, config: dict[str, int]) -> SuperModel:
-    """Jobs of seven ranks and five target sets on a Llama."""
-    base = base_of(folder, "llama", dtype="bfloat16", **config)
+@pytest.fixture(scope="session")
+def many(tmp_path_factory) -> SuperModel:
+    """32 jobs of seven ranks and five target sets on a Llama-3-8B config, for slow tests."""
+    base = base_of(tmp_path_factory.mktemp("many"), "llama", dtype="bfloat16", **LLAMA_8B)
     return compile(
         [
             job(f"job-{number:02d}", base, r=RANKS[number % 7], lora_alpha=2 * RANKS[number % 7],
@@ -110,12 +111,6 @@ def thirty_two_jobs(folder: Path, config: dict[str, int]) -> SuperModel:
             for number in range(32)
         ]
     )  # fmt: skip
-
-
-@pytest.fixture(scope="session")
-def many(tmp_path_factory) -> SuperModel:
-    """32 jobs on a Llama-3-8B config: half a minute, for slow tests."""
-    return thirty_two_jobs(tmp_path_factory.mktemp("many"), LLAMA_8B)
 
 
 @pytest.fixture(scope="session")
@@ -128,11 +123,16 @@ def many_listing(many) -> Listing:
 
 @pytest.fixture(scope="session")
 def narrow_listing(tmp_path_factory) -> Listing:
-    """The listing of 32 jobs on two narrow layers."""
+    """The listing of two jobs on two narrow layers."""
     folder = tmp_path_factory.mktemp("narrow")
+    base = base_of(folder, "llama", dtype="bfloat16", **NARROW)
+    jobs = [
+        job("all", base, r=8, target_modules="all-linear"),
+        job("few", base, r=2, target_modules=["q_proj", "v_proj"]),
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        return make_listing(thirty_two_jobs(folder, NARROW))
+        return make_listing(compile(jobs))
 
 
 @pytest.fixture(scope="session")

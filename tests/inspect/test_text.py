@@ -25,12 +25,10 @@ def test_no_line_is_wider_than_the_listing(name, request):
     assert max(map(len, text.splitlines())) <= WIDTH
 
 
-@pytest.mark.parametrize("name", ["narrow", pytest.param("many", marks=pytest.mark.slow)])
-def test_thirty_two_jobs_on_a_long_base_fit_400_lines(name, request):
+@pytest.mark.slow
+def test_thirty_two_jobs_on_a_long_base_fit_400_lines(many_listing):
     """Layers are folded and jobs grouped."""
-    listing = request.getfixturevalue(f"{name}_listing")
-
-    assert len(render_text(listing).splitlines()) <= 400
+    assert len(render_text(many_listing).splitlines()) <= 400
 
 
 def test_sixty_four_jobs_of_different_targets_stay_readable(narrow_listing):
