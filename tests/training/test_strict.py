@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from transformers import GPT2Config, LlamaConfig
 
-from tests.training.clients import Client, ServedOptions, cycle_of, datum, engine, run_all
+from tests.training.clients import Client, cycle_of, datum, engine, run_all
 from tests.training.test_cycle import ORDER, TENANTS, assert_same, play
 from tlora_fx.config.base_spec import BaseSpec
 from tlora_fx.cost.facts import why_launched
@@ -18,19 +19,29 @@ from tlora_fx.training.options import EngineOptions
 
 
 @dataclass(frozen=True, slots=True)
-class TransposedOptions(EngineOptions):
-    """On a base with linears that models of clients do not adapt, so cuBLAS computes them."""
+class OneLayer(EngineOptions):
+    """On a base of one layer: a Llama, or a GPT-2, whose linears no model of a client adapts."""
+
+    kind: str = "Llama"
+    vocabulary: int = 272
 
     def spec(self):
-        from transformers import GPT2Config
+        kind, sizes = SIZES[self.kind]
+        kind(
+            vocab_size=self.vocabulary, hidden_size=64, num_hidden_layers=1, num_attention_heads=4,
+            bos_token_id=0, eos_token_id=1, **sizes,
+        ).save_pretrained(self.folder)  # fmt: skip
+        return BaseSpec(config=self.folder, dtype=self.dtype, seed=3)
 
-        folder = self.folder / "transposed"
-        GPT2Config(
-            vocab_size=272, n_embd=64, n_layer=2, n_head=4, n_positions=256, bos_token_id=0,
-            eos_token_id=1, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0,
-            architectures=["GPT2LMHeadModel"],
-        ).save_pretrained(folder)  # fmt: skip
-        return BaseSpec(config=folder, dtype="bfloat16", seed=3)
+
+SIZES = {
+    "Llama": (LlamaConfig, {"intermediate_size": 128, "architectures": ["LlamaForCausalLM"]}),
+    "GPT2": (
+        GPT2Config,
+        {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+         "architectures": ["GPT2LMHeadModel"]},
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("every", [1, 3, 64])
@@ -51,19 +62,27 @@ def test_strict_bits_depend_on_no_neighbour_and_on_no_kill(tmp_path, every):
             assert_same(adapters[name], own[name], 0)
 
 
-def test_strict_models_share_rows_where_kernels_compute_all_linears_alone(tmp_path, monkeypatch):
-    """On a CPU none do; on a GPU it is a question of sizes and dtype."""
-    small = Engine(EngineOptions(tmp_path / "small", dtype="bfloat16", residents=2))
-    served = Engine(ServedOptions(tmp_path / "served", residents=2))
-    wide = Engine(ServedOptions(tmp_path / "wide", dtype="float32", residents=2))
-    other = Engine(TransposedOptions(tmp_path / "other", residents=2))
-    assert not served.is_by_kernels
-    assert not why_launched(other.step.model.group)
+@pytest.mark.parametrize(
+    ("kind", "vocabulary", "dtype", "captured", "expected"),
+    [
+        ("Llama", 272, "bfloat16", True, True),
+        ("Llama", 272, "float32", False, False),
+        ("Llama", 259, "bfloat16", False, False),
+        ("GPT2", 272, "bfloat16", True, False),
+    ],
+)
+def test_strict_models_share_rows_where_kernels_compute_all_linears_alone(
+    tmp_path, monkeypatch, kind, vocabulary, dtype, captured, expected
+):
+    """On a CPU none do; on a GPU by sizes and dtype, and not where cuBLAS computes some."""
+    options = OneLayer(tmp_path, dtype=dtype, residents=2, kind=kind, vocabulary=vocabulary)
+    own = Engine(options)
+    assert not own.is_by_kernels
+    assert captured == (not why_launched(own.step.model.group))
 
-    for own, expected in ((small, False), (served, True), (wide, False), (other, False)):
-        vars(own).pop("is_by_kernels", None)
-        monkeypatch.setattr(own.step, "mesh", replace(own.step.mesh, device=torch.device("cuda")))
-        assert own.is_by_kernels == expected
+    vars(own).pop("is_by_kernels")
+    monkeypatch.setattr(own.step, "mesh", replace(own.step.mesh, device=torch.device("cuda")))
+    assert own.is_by_kernels == expected
 
 
 @pytest.mark.parametrize("shared", [False, True])
