@@ -6,8 +6,19 @@ import pytest
 import torch
 from torch import fx
 from torch._dynamo.backends.debugging import aot_eager
+from torch.utils.checkpoint import checkpoint
+from transformers.pytorch_utils import Conv1D
 
-from tests.backend.models import Lowering, assert_equal_steps, ids, language_model, net, train
+from tests.backend.models import (
+    Lowering,
+    Net,
+    assert_equal_steps,
+    ids,
+    language_model,
+    net,
+    train,
+    wrapped,
+)
 from tlora_fx.backend import lower_graph, read_options
 from tlora_fx.backend.decompose import decompose_sites
 
@@ -44,27 +55,42 @@ def both(model, x):
     return *steps, backend
 
 
+class Transposed(Net):
+    """With weights as GPT-2 stores them."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = Conv1D(20, 12), Conv1D(12, 20)
+
+
+class Checkpointed(Net):
+    """Computed again in the backward."""
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.25])
-@pytest.mark.parametrize(("family", "sites"), [("llama", 3), ("gpt2", 2)])
-def test_a_site_equals_its_operator(family, sites, dropout):
-    """Results and gradients, with weights of both layouts; a mask of dropout is the same."""
-    expected, found, backend = both(language_model(family, lora_dropout=dropout), ids(2, 7))
+@pytest.mark.parametrize("kind", [Net, Transposed, Checkpointed])
+def test_a_site_equals_its_operator(kind, dropout):
+    """Results and gradients; a mask of dropout is the same, also where it is drawn again."""
+    model = wrapped(
+        kind(), target_modules=["up", "down"], lora_dropout=dropout,
+        fan_in_fan_out=kind is Transposed,
+    )  # fmt: skip
+    expected, found, backend = both(model, torch.randn(2, 7, 12))
 
     assert_equal_steps(found, expected, 2e-6)
-    assert backend.decomposed == sites
+    assert backend.decomposed == backend.lowered == 2
     assert backend.ours() == ({"keyed_dropout"} if dropout else set())
 
 
-def test_a_site_in_a_checkpointed_region_equals_its_operator():
-    """Masks of what is computed again are those of the forward."""
-    model = language_model("llama", lora_dropout=0.25)
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-
-    expected, found, backend = both(model, ids(2, 7))
+def test_each_site_of_a_language_model_equals_its_operator():
+    expected, found, backend = both(language_model("llama"), ids(2, 7))
 
     assert_equal_steps(found, expected, 2e-6)
     assert backend.decomposed == 3
+    assert backend.ours() == set()
 
 
 @pytest.mark.parametrize("autocast", [False, True])
