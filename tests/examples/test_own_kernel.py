@@ -13,6 +13,8 @@ import pytest
 import torch
 import yaml
 
+from tests import fresh
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 ADDED = ["--add-pass", "own-lora@after:lower-adapters"]
 
@@ -77,6 +79,8 @@ COMMANDS = {
 COLLECT = ["--collect-only", "-q", "-p", "no:cacheprovider", "examples/own_kernel/tests"]
 SEVERAL = """
 import contextlib, io, json, os, sys
+
+sys.path.insert(0, os.environ["PYTHONPATH"].partition(os.pathsep)[0])
 import pytest
 from tlora_fx.cli import main
 
@@ -102,9 +106,11 @@ print(json.dumps(told))
 
 
 def write_jobs(folder, count):
-    """The first of the quickstart's jobs without dropout, of a few steps."""
+    """The first of the quickstart's jobs without dropout, of a few steps, on one layer."""
     for name in ("base", "data"):
         shutil.copytree(EXAMPLES / "quickstart" / name, folder / name)
+    config = folder / "base/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 1}))
     told = yaml.safe_load((EXAMPLES / "quickstart" / "jobs.yaml").read_text(encoding="utf-8"))
     told["jobs"] = told["jobs"][:count]
     for job in told["jobs"]:
@@ -119,10 +125,7 @@ def told(environment, tmp_path_factory):
     """What commands print, one after another in one process that finds the installed package."""
     folder = write_jobs(tmp_path_factory.mktemp("one"), 1)
     given = map(json.dumps, (COMMANDS, str(EXAMPLES.parent), COLLECT))
-    done = subprocess.run(
-        [sys.executable, "-c", SEVERAL, *given],
-        cwd=folder, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = fresh.run("-c", SEVERAL, *given, cwd=folder, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
