@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
@@ -26,56 +29,86 @@ COMMANDS = {
     "schedule explain none --job a": "there is no run or snapshot",
     "plan jobs.yaml --gpus 2": "there is no GPU on this machine to plan for",
 }
+#: Rows of data that `train` is told of as early.
+ROWS = {
+    b'{"text": "a\\ud800"}\n': "rows.jsonl:1",
+    b'{"prompt": "a", "completion": 7}\n': "holds int, no text",
+}
 CODE = """
-import contextlib, sys
+import sys
 from tlora_fx.cli import main
 try:
     main(sys.argv[1:])
 finally:
     print("imported" if "torch" in sys.modules else "not imported")
 """
+#: The same of many commands, each in a folder of its own and a fork that has what most import.
+FORKS = """
+import json, os, sys
+import tlora_fx.cli.terminal, tlora_fx.config.job_file, tlora_fx.inspect.diff
+import tlora_fx.server.ledger, typer._adapters
+
+codes = []
+for folder, words in json.loads(sys.argv[1]):
+    child = os.fork()
+    if not child:
+        break
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+else:
+    sys.exit(print(json.dumps(codes)))
+os.chdir(folder)
+for descriptor, name in enumerate(("out", "err"), start=1):
+    os.dup2(os.open(f"{folder}.{name}", os.O_CREAT | os.O_WRONLY), descriptor)
+sys.argv[1:] = words
+"""
 
 
-#: Rows of data that `train` is told of as early.
-ROWS = {
-    b'{"text": "a\\ud800"}\n': "rows.jsonl:1",
-    b'{"prompt": "a", "completion": 7}\n': "holds int, no text",
-}
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    """Of each command and row: exit code, stdout, stderr, and the files before and after."""
+    home = tmp_path_factory.mktemp("early")
+    environment = dict(os.environ) | dict.fromkeys(("TLORA_FX_CACHE", "XDG_CACHE_HOME"), str(home))
+    environment |= {"CUDA_VISIBLE_DEVICES": ""}
+    environment.pop("TLORA_FX_PROFILES", None)
+    cases = {words: Mistake("", "", tuple(words.split())) for words in COMMANDS}
+    cases |= {row: Mistake("", "", files={"rows.jsonl": row}) for row in ROWS}
+    with ExitStack() as stack:
+        folders = {case: stack.enter_context(folder_of(given)) for case, given in cases.items()}
+        before = {case: sorted(folder.iterdir()) for case, folder in folders.items()}
+        given = [(str(folders[case]), cases[case].command) for case in cases]
+        told = subprocess.run(
+            [sys.executable, "-c", FORKS + CODE, json.dumps(given)],
+            env=environment, capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        codes = dict(zip(cases, json.loads(told.stdout), strict=True))
+        found = {}
+        for case, folder in folders.items():
+            said = [Path(f"{folder}.{name}") for name in ("out", "err")]
+            found[case] = (codes[case], *(each.read_text() for each in said), before[case],
+                           sorted(folder.iterdir()))  # fmt: skip
+            for each in said:
+                each.unlink()
+    return found
 
 
 @pytest.mark.parametrize("row", ROWS)
-def test_a_row_that_cannot_be_used_is_told_before_torch_is_imported(row, tmp_path, monkeypatch):
+def test_a_row_that_cannot_be_used_is_told_before_torch_is_imported(row, ended):
     """Of the first rows."""
-    monkeypatch.setenv("TLORA_FX_CACHE", str(tmp_path))
-    with folder_of(Mistake("", "", files={"rows.jsonl": row})) as folder:
-        ended = subprocess.run(
-            [sys.executable, "-c", CODE, *TRAIN],
-            cwd=folder, capture_output=True, text=True, check=False,
-        )  # fmt: skip
+    code, out, err, *_ = ended[row]
 
-    assert ended.returncode == 1
-    assert ROWS[row] in ended.stderr
-    assert ended.stdout == "not imported\n"
+    assert code == 1
+    assert ROWS[row] in err
+    assert out == "not imported\n"
 
 
 @pytest.mark.parametrize("words", COMMANDS)
-def test_a_mistake_is_told_before_torch_is_imported(words, tmp_path, monkeypatch):
+def test_a_mistake_is_told_before_torch_is_imported(words, ended):
     """With an exit code, and nothing is left behind."""
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("TLORA_FX_PROFILES", raising=False)
-    monkeypatch.setenv("TLORA_FX_CACHE", str(tmp_path))
-    with folder_of(Mistake(words, "")) as folder:
-        before = sorted(folder.iterdir())
-        ended = subprocess.run(
-            [sys.executable, "-c", CODE, *words.split()],
-            cwd=folder, capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        after = sorted(folder.iterdir())
+    code, out, err, before, after = ended[words]
 
-    assert ended.returncode == 1
-    assert COMMANDS[words] in ended.stderr
-    assert ended.stdout == "not imported\n"
+    assert code == 1
+    assert COMMANDS[words] in err
+    assert out == "not imported\n"
     assert after == before
 
 
