@@ -54,7 +54,7 @@ def test_every_branch_of_a_small_model_is_lowered(family, dtype):
 
 def test_adapters_of_a_bfloat16_base_keep_their_float32():
     """The operator multiplies in the dtype that PEFT gives the adapters, unless told otherwise."""
-    backend = compare(language_model("qwen3", torch.bfloat16), ids(2, 7), bound=3e-2)
+    backend = compare(net(torch.bfloat16), torch.randn(2, 5, 12).bfloat16(), bound=5e-2)
 
     assert {given["compute_dtype"] for given in arguments(backend)} == {torch.float32}
 
@@ -152,9 +152,9 @@ def test_only_the_active_one_of_two_adapters_is_lowered():
 
 def test_a_trained_copy_beside_the_branches_stays_trained():
     """modules_to_save are trained by Inductor's code while branches are lowered."""
-    model = language_model("llama", modules_to_save=["lm_head"])
+    model = net(target_modules=["up"], modules_to_save=["down"])
 
-    assert compare(model, ids(2, 7)).left == 0
+    assert compare(model, torch.randn(2, 5, 12)).counts == [(1, 0)]
 
 
 def two_active():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -27,12 +28,14 @@ class Listen(tlora_fx.TrainerCallback):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """One step of a job of the quickstart, and variables that name an empty cache."""
+    """One step of a job of the quickstart on one layer, and variables that name an empty cache."""
     folder = tmp_path_factory.mktemp("prepare")
     shutil.copytree(QUICKSTART, folder, dirs_exist_ok=True)
     content = yaml.safe_load((folder / "jobs.yaml").read_text())
     content["jobs"] = [job | {"max_steps": 1} for job in content["jobs"][-1:]]
     (folder / "jobs.yaml").write_text(yaml.safe_dump(content))
+    config = folder / "base/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"num_hidden_layers": 1}))
     return folder, {**os.environ, "TLORA_FX_CACHE": str(folder / "cache")}
 
 
