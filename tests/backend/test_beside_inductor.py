@@ -49,8 +49,8 @@ def set_adapter(model, runs):
 
 
 SETTINGS = {
-    "lengths": (lengths, 2e-6),
     "autocast": (autocast, 2e-2),
+    "lengths": (lengths, 2e-6),
     "checkpointing": (checkpointing, 2e-6),
     "set_adapter": (set_adapter, 2e-6),
     "one_line": (one_line, 2e-6),

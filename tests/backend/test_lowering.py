@@ -77,12 +77,12 @@ def test_an_operator_knows_its_rank_and_whether_it_drops():
 
 def test_another_length_gives_the_same_as_eager():
     """A second and a third shape, compiled with dynamic sizes, equal eager."""
-    model = language_model("llama")
+    model = net()
     backend = Lowering()
     compiled = backend.compile(model)
 
-    for shape in ((2, 7), (3, 11), (1, 5)):
-        x = ids(*shape)
+    for shape in ((2, 7, 12), (3, 11, 12), (1, 5, 12)):
+        x = torch.randn(shape)
         assert_equal_steps(train(model, compiled, x), train(model, model, x), 2e-6)
 
 
