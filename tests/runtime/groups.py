@@ -20,7 +20,9 @@ from tlora_fx.runtime.data.tables import Cut, SampleTable, TokenRow, record_batc
 
 VOCABULARY = 53
 #: Sizes of a base that reads the tokens of `make_tokenizer`, and does not say always the same.
-READING: Mapping[str, Any] = {"vocab_size": 128, "initializer_range": 0.3, "attention_bias": True}
+READING: Mapping[str, Any] = {
+    "vocab_size": 128, "initializer_range": 0.3, "attention_bias": True, "num_hidden_layers": 1,
+}  # fmt: skip
 
 
 def tiny_base(folder: Path, dtype: str = "float64", **changes: Any) -> BaseSpec:

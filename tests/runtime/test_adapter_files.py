@@ -188,7 +188,7 @@ def test_a_full_disk_leaves_the_adapter_before(tmp_path, monkeypatch):
 def continued(tmp_path_factory):
     """A model whose job adapts embedding and head, and the folder that PEFT saves of it."""
     folder = tmp_path_factory.mktemp("continued")
-    base = base_of(folder, "llama", "float32", num_hidden_layers=2)
+    base = base_of(folder, "llama", "float32", num_hidden_layers=1)
     targets = ["embed_tokens", "lm_head", "q_proj"]
     model = ready([job("first", base, r=4, target_modules=targets)])
     peft_model(model, "first").save_pretrained(folder / "first")

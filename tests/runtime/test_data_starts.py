@@ -309,7 +309,7 @@ def test_a_base_with_conv1d_starts_as_in_peft(tmp_path):
 @pytest.mark.parametrize("lora", [EVA, CORDA | {"corda_config": {}}])
 def test_a_classifier_starts_as_in_peft(tmp_path, lora):
     """By all tokens of its texts, for none of them has a label."""
-    tiny_base(tmp_path)
+    tiny_base(tmp_path, num_hidden_layers=1)
     base = BaseSpec(config=tmp_path, dtype="float32", seed=7, task="SEQ_CLS", labels=2)
     job = make_job(base, "a", lora=lora)
     drawn = data_of(job)["a"].samples

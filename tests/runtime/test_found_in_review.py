@@ -82,7 +82,7 @@ def test_a_trained_copy_of_attention_leaves_the_row_without_harm(tmp_path):
 def test_a_trained_copy_has_the_buffers_of_its_module(tmp_path):
     """Gemma's embedding multiplies by a buffer, which PEFT copies and does not train."""
     transformers.Gemma2Config(
-        vocab_size=53, hidden_size=32, intermediate_size=48, num_hidden_layers=2, head_dim=8,
+        vocab_size=53, hidden_size=32, intermediate_size=48, num_hidden_layers=1, head_dim=8,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
     ).save_pretrained(tmp_path)  # fmt: skip
     base = BaseSpec(config=tmp_path, dtype="float32", seed=1)

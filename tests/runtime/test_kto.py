@@ -272,7 +272,7 @@ def test_evaluations_compare_and_neighbours_are_as_alone(tmp_path: Path, tokeniz
 def test_what_kto_cannot_train_is_refused(tmp_path: Path) -> None:
     """Samples without a judgement, batches of one, adapters that have no base beside them."""
     base = tiny_base(tmp_path)
-    jobs = [make_job(base, "a"), make_job(base, "dora", lora={"use_dora": True})]
+    jobs = [make_job(base, "a"), make_job(base, "dora", lora={"r": 2, "use_dora": True})]
     step = GroupStep(compile(jobs), device="cpu")
     plain, samples = draw_samples("x", 6, 2), judged_samples("y", 2)
 

@@ -122,7 +122,7 @@ TIED = {
 def tied(tmp_path_factory):
     """Jobs trained on a base whose head shares the embedding's matrix."""
     folder = tmp_path_factory.mktemp("tied")
-    base = tiny_base(folder / "base", tie_word_embeddings=True)
+    base = tiny_base(folder / "base", tie_word_embeddings=True, num_hidden_layers=1)
     jobs = [make_job(base, name, lora=lora, max_steps=2) for name, lora in TIED.items()]
     Trainer(compile(jobs), output=folder / "run", device="cpu", data=make_data(jobs)).run()
     return folder / "run"

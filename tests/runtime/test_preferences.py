@@ -132,10 +132,10 @@ class Start(TrainerCallback):
 
 @pytest.mark.parametrize("method", ["dpo", "orpo"])
 def test_a_job_of_pairs_trains_as_by_trl(tmp_path: Path, tokenizer: Any, method: str) -> None:
-    """Ten steps in float64 beside another job, against TRL's own trainer on texts of its own."""
+    """Four steps in float64 beside another job, against TRL's own trainer on texts of its own."""
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-    jobs, start = group(tmp_path, method, steps=10), Start()
+    jobs, start = group(tmp_path, method, steps=4), Start()
     model = compile(jobs)
     trainer = Trainer(model, output=tmp_path / "run", data=data_of(jobs, tokenizer), callback=start)
     mine = adapter_tensors(trainer.run()[0].parameters)
@@ -170,10 +170,10 @@ def continuing(before: Path, steps: int, **fields: Any) -> list[Job]:
 def test_a_continued_adapter_is_its_own_reference(
     tmp_path: Path, before: Path, tokenizer: Any
 ) -> None:
-    """Ten steps as by TRL, which keeps a copy of a loaded adapter to compare with."""
+    """Four steps as by TRL, which keeps a copy of a loaded adapter to compare with."""
     from peft import PeftModel
 
-    jobs = continuing(before, 10)
+    jobs = continuing(before, 4)
     model = compile(jobs)
     Trainer(model, output=tmp_path / "run", data=data_of(jobs, tokenizer)).run()
     base = plain_base(model.backbone)

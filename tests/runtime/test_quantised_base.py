@@ -34,7 +34,7 @@ def folder(tmp_path_factory, make_tokenizer):
     """A base in float32 with weights and a tokenizer, and some data."""
     folder = tmp_path_factory.mktemp("quantised")
     config = LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=192, num_hidden_layers=2,
+        vocab_size=128, hidden_size=64, intermediate_size=192, num_hidden_layers=1,
         num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=64,
         initializer_range=0.2,
     )  # fmt: skip

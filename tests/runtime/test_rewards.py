@@ -43,7 +43,7 @@ def bits(number: float) -> int:
 
 def scoring_base(folder: Path, **fields: Any) -> BaseSpec:
     """A Llama with a head of one number; token 0 pads."""
-    base = causal_base(folder, pad_token_id=0)
+    base = causal_base(folder, pad_token_id=0, num_hidden_layers=1)
     return BaseSpec(config=base.config, dtype="float64", seed=7, task="SEQ_CLS", labels=1, **fields)
 
 
@@ -186,15 +186,14 @@ def scored(key: str, count: int) -> list[Sample]:
     return samples
 
 
-@pytest.mark.parametrize("seed", [0, 1])
-def test_rewards_in_an_own_loop_equal_plain_peft(tmp_path: Path, seed: int) -> None:
+def test_rewards_in_an_own_loop_equal_plain_peft(tmp_path: Path) -> None:
     """Two jobs, one of them centered, two micro-batches gathered by two calls, float64."""
-    base, draw = scoring_base(tmp_path), random.Random(seed)
+    base, draw = scoring_base(tmp_path), random.Random(0)
     jobs = [
-        make_job(base, name, lora={**LORA, "r": r}, method="reward", optim="sgd", learning_rate=1.0,
+        make_job(base, name, lora=LORA, method="reward", optim="sgd", learning_rate=1.0,
                  lr_scheduler_type="constant", max_grad_norm=None,
                  center_rewards_coefficient=center)
-        for name, r, center in (("a", 4, None), ("b", 2, 0.3))
+        for name, center in (("a", None), ("b", 0.3))
     ]  # fmt: skip
     step = GroupStep(compile(jobs), device="cpu")
     step.prepare()
@@ -202,7 +201,7 @@ def test_rewards_in_an_own_loop_equal_plain_peft(tmp_path: Path, seed: int) -> N
     starts = {name: {k: v.clone() for k, v in own.items()} for name, own in starts.items()}
     counts = {job.name: [draw.randint(1, 4) for _ in range(2)] for job in jobs}
     batches = {
-        name: [scored(f"{name} {seed} {at}", count) for at, count in enumerate(own)]
+        name: [scored(f"{name} {at}", count) for at, count in enumerate(own)]
         for name, own in counts.items()
     }
     losses = dict.fromkeys(batches, 0.0)

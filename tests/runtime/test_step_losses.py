@@ -172,8 +172,9 @@ def test_each_loss_equals_plain_peft(base, name):
         assert [metrics.keys() for metrics in outputs["one"].metrics] == [{"mean", "count"}] * 2
 
 
-def test_padded_rows_have_the_same_losses(base):
+def test_padded_rows_have_the_same_losses(tmp_path):
     """In batch form, a line for each sequence; its attention's softmax is transformers' float32."""
+    base = tiny_base(tmp_path, num_hidden_layers=1)
     padded = base.model_copy(update={"attention": "batch"})
     jobs = [job_of(padded, "one"), job_of(padded, "two", rank=2)]
     draw = random.Random(8)
