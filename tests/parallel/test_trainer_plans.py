@@ -94,7 +94,7 @@ MOVED: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("plans")
-    write_base(made)
+    write_base(made, layers=2)
     cases: dict[str, dict[str, Any]] = {
         "alone": {"planner": "single"},
         "later-alone": {"planner": "single", "jobs": quiet_jobs},

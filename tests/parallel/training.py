@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -33,9 +34,9 @@ EVERYWHERE = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "d
 Case = Mapping[str, Any]
 
 
-def write_base(folder: Path) -> None:
-    """A base of four layers, in float64."""
-    tiny_base(folder / "base", num_hidden_layers=4)
+def write_base(folder: Path, layers: int = 4) -> None:
+    """A base of so many layers, in float64."""
+    tiny_base(folder / "base", num_hidden_layers=layers)
 
 
 def mixed_jobs(folder: Path, dtype: Any = "float64", **fields: Any) -> list[Job]:
@@ -43,7 +44,8 @@ def mixed_jobs(folder: Path, dtype: Any = "float64", **fields: Any) -> list[Job]
     base = BaseSpec(config=folder / "base", dtype=dtype, seed=7)
     common: dict[str, Any] = {"lr_scheduler_type": "constant", "max_grad_norm": 0.05} | fields
     steps = common.setdefault("max_steps", 3)
-    upper = {"layers_to_transform": [2, 3]}
+    layers = json.loads((folder / "base" / "config.json").read_text())["num_hidden_layers"]
+    upper = {"layers_to_transform": [*range(layers // 2, layers)]}
     evaluated: dict[str, Any] = {"eval_data": {"path": "unused.jsonl"}}
     best = evaluated | {"eval_steps": 1, "load_best_model_at_end": True}
     return [
