@@ -11,12 +11,18 @@ from tests.runtime.test_compilation import Pretended
 from tlora_fx.model import supermodel
 from tlora_fx.runtime.rounds import compilation
 
-SMALL = "--device cpu --layers 2 --hidden 64 --lengths 16 --tenants 2 --repeats 1 --warm-up 1"
+SMALL = (
+    "--device cpu --layers 2 --hidden 64 --lengths 16 --tenants 2 --repeats 1 --warm-up 1 --compile"
+)
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return dict(measured(_arguments(SMALL.split()), tmp_path_factory.mktemp("tinker")))
+    """All figures; layers are compiled by a process that is quick, to code that is as it was."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compilation, "CompileProcess", partial(Pretended, looks=3))
+        patch.setattr(supermodel, "compile_method", lambda *given: None)
+        return dict(measured(_arguments(SMALL.split()), tmp_path_factory.mktemp("tinker")))
 
 
 def test_arms_are_compared_and_timed(found):
@@ -47,22 +53,12 @@ def test_a_step_over_http_and_models_that_move_are_timed(found):
     assert MODELS > 1
 
 
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    """The same with `--compile`, by a process that is quick and code that is as it was."""
-    words = [*SMALL.split(), "--compile"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compilation, "CompileProcess", partial(Pretended, looks=3))
-        patch.setattr(supermodel, "compile_method", lambda *given: None)
-        return dict(measured(_arguments(words), tmp_path_factory.mktemp("compiled")))
-
-
-def test_compiled_layers_are_measured_behind_the_others(compiled):
+def test_compiled_layers_are_measured_behind_the_others(found):
     """Once they have taken over, with cycles that ran meanwhile, and compared by their gain."""
-    eager, figures = (compiled[f"16 tokens a request{which}"] for which in ("", ", compiled"))
+    eager, figures = (found[f"16 tokens a request{which}"] for which in ("", ", compiled"))
 
-    assert compiled["compiling"]["state"] == "compiled"
-    assert compiled["compiling"]["cycle"]["median"] > 0
+    assert found["compiling"]["state"] == "compiled"
+    assert found["compiling"]["cycle"]["median"] > 0
     assert "wrong" not in figures
     assert figures["gain_over_eager"] == pytest.approx(
         eager["cycle"]["median"] / figures["cycle"]["median"], rel=1e-2
