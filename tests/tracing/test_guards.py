@@ -21,7 +21,7 @@ class Branching(Plain):
     """A model whose code looks at the sizes of the ids."""
 
     def __init__(self, scale) -> None:
-        super().__init__(layers=2)
+        super().__init__(layers=1)
         self.scale = scale
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -42,14 +42,18 @@ def two_jobs(base, targets):
     ]
 
 
+def of_one_layer(folder, family, **changes):
+    """The smallest base of a family that attends in its own code."""
+    layers = "n_layer" if family == "bloom" else "num_hidden_layers"
+    return base_of(folder, family, **{layers: 1}, **changes)
+
+
 @pytest.mark.parametrize("family", sampled(BYPASSING))
 def test_bases_that_bypass_the_packed_operator_run_padded_and_equal_peft(tmp_path, family):
     """Bloom and Falcon attend in their own code: `attention: auto` pads their rows."""
     if family == "bloom" and OLD_TRANSFORMERS:
         pytest.skip("this transformers' Bloom numbers the lines of a batch and is refused by name")
-    layers = "n_layer" if family == "bloom" else "num_hidden_layers"
-    base = base_of(tmp_path, family, **{layers: 1})
-    model = ready(two_jobs(base, FAMILIES[family].targets))
+    model = ready(two_jobs(of_one_layer(tmp_path, family), FAMILIES[family].targets))
 
     assert model.group.form == "batch"
     assert any("padded, not packed" in note for _, note in model.group.notes)
@@ -59,7 +63,7 @@ def test_bases_that_bypass_the_packed_operator_run_padded_and_equal_peft(tmp_pat
 @pytest.mark.parametrize("family", sampled(BYPASSING))
 def test_bases_that_bypass_the_packed_operator_are_refused_when_packing_is_asked(tmp_path, family):
     """`attention: packed` says no, and what to set instead."""
-    base = base_of(tmp_path, family, attention="packed")
+    base = of_one_layer(tmp_path, family, attention="packed")
 
     text = error_of(lambda: compile(two_jobs(base, FAMILIES[family].targets)), CompileError)
 
@@ -214,7 +218,7 @@ def test_gemma2_on_meta_keeps_what_no_checkpoint_holds(tmp_path):
     """embed_scale and inv_freq have the values that the model's own code gives them."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    base = base_of(tmp_path, "gemma2", dtype="float32", num_hidden_layers=2)
+    base = base_of(tmp_path, "gemma2", dtype="float32", num_hidden_layers=1)
     model = ready(two_jobs(base, ["q_proj"])[:1])
     real = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(base.config))
 
