@@ -250,7 +250,7 @@ def test_an_encoder_classifies_packed_as_transformers_has_it(tmp_path, name):
     """Every token sees its own sequence, and the label stands at the first one."""
     fields, labels = PROBLEMS["one of three"]
     base, targets = encoder(tmp_path, name, **fields), ENCODERS[name][1]
-    model = ready([job(own, base, r=r, target_modules=targets) for own, r in (("a", 4), ("b", 2))])
+    model = ready([job(own, base, r=4, target_modules=targets) for own in "ab"])
 
     assert model.group.form == "packed"
     assert_classifies(model, labels, 1e-6, size=1, first=True)

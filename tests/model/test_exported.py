@@ -48,9 +48,12 @@ def base(tmp_path_factory):
 @pytest.fixture(scope="module")
 def model(base):
     """A plain job, one with DoRA that runs as it is, one with dropout; adapters on the head too."""
-    kinds = [{"target_modules": ["q_proj", "lm_head"]}, {"use_dora": True}, {"lora_dropout": 0.5}]
-    targets = {"target_modules": ["q_proj", "up_proj"]}
-    return ready([job(f"j{n}", base, r=4, **targets | kind) for n, kind in enumerate(kinds)])
+    kinds = [
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["q_proj"], "use_dora": True},
+        {"target_modules": ["q_proj", "down_proj"], "lora_dropout": 0.5},
+    ]
+    return ready([job(f"j{n}", base, r=3, **kind) for n, kind in enumerate(kinds)])
 
 
 @pytest.fixture(scope="module")

@@ -70,11 +70,11 @@ def test_every_pass_keeps_its_word_on_a_model_written_by_hand(verdicts):
 def test_jobs_that_share_graphs_are_run_with_their_own_numbers(tmp_path, verdicts):
     """Rank, scaling and rate of job and layer, in half precision."""
     base = base_of(tmp_path, "llama", "bfloat16", num_hidden_layers=2)
-    targets = {"target_modules": ["q_proj", "up_proj"]}
+    targets = {"target_modules": ["q_proj", "down_proj"]}
     jobs = [
         job("one", base, r=2, lora_dropout=0.1, **targets),
         job("two", base, r=4, alpha_pattern={"layers.1.self_attn.q_proj": 1}, **targets),
-        job("three", base, r=8, rank_pattern={"layers.0.mlp.up_proj": 3}, **targets),
+        job("three", base, r=8, rank_pattern={"layers.0.mlp.down_proj": 3}, **targets),
     ]
 
     assert_kept(verdicts(jobs))

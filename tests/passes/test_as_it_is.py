@@ -152,7 +152,7 @@ def test_a_trained_copy_beside_adapters_on_the_last_linear_of_its_module(llama, 
 def test_a_trained_copy_of_attention_behind_three_jobs(llama):
     """It reads its own part of the tables of jobs, of which the traced row has fewer."""
     jobs = [job(name, llama, r=2, target_modules=["q_proj"]) for name in "abc"]
-    copy = job("copy", llama, r=2, target_modules=["lm_head"], modules_to_save=["self_attn"])
+    copy = job("copy", llama, r=3, target_modules=["lm_head"], modules_to_save=["self_attn"])
     model = ready([*jobs, copy])
 
     lengths = ([5, 7], [6], [4], [3, 8])

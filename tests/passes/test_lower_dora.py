@@ -45,7 +45,7 @@ def parts(step=0):
 @pytest.fixture(scope="module")
 def gpt2(tmp_path_factory):
     """Four jobs on Conv1Ds with biases, in float64."""
-    return ready(jobs_on(base_of(tmp_path_factory.mktemp("base"), "gpt2"), *TWO))
+    return ready(jobs_on(base_of(tmp_path_factory.mktemp("base"), "gpt2", n_layer=2), *TWO))
 
 
 def scales(model):

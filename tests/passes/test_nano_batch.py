@@ -34,11 +34,10 @@ def lengths():
 def llama(tmp_path_factory):
     """Jobs on a small Llama: plain LoRA, with dropout, DoRA."""
     base = base_of(tmp_path_factory.mktemp("llama"), "llama", num_hidden_layers=2)
-    kinds = ({}, {"lora_dropout": 0.3}, {"use_dora": True})
-    return [
-        job(f"j{place}", base, seed=place, r=4, target_modules=["q_proj", "down_proj"], **kind)
-        for place, kind in enumerate(kinds)
-    ]
+    targets = {"target_modules": ["q_proj", "down_proj"]}
+    dora = {"target_modules": ["q_proj"], "use_dora": True}
+    kinds = (targets, {**targets, "lora_dropout": 0.3}, dora)
+    return [job(f"j{place}", base, seed=place, r=3, **kind) for place, kind in enumerate(kinds)]
 
 
 def in_nano_batches(jobs, options, **how):
