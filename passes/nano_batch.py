@@ -143,7 +143,7 @@ def _clone_calls(
     for call in calls:
         parts[call] = []
         for part in range(count):
-            args: Any = fx.map_arg(call.args, lambda node, part=part: parts[node][part])
+            args = _picked(call.args, parts, part)
             with group.root.inserting_before(call):
                 clone = group.root.call_module(str(call.target), args)
             clone.meta.update(_kept(call))
@@ -161,6 +161,10 @@ def _join(group: GroupGraph, cut: _Cut, calls: list[fx.Node], results: list[fx.N
     last.replace_all_uses_with(joined)
     for call in reversed(calls):
         group.root.erase_node(call)
+
+
+def _picked(args: Any, parts: dict[fx.Node, list[fx.Node]], part: int) -> Any:
+    return fx.map_arg(args, lambda node: parts[node][part])
 
 
 def _kept(call: fx.Node) -> dict[str, Any]:
