@@ -61,6 +61,16 @@ def test_the_table_has_what_differs_and_what_came_out(run, capsys):
     assert b.endswith("loss is not finite")
 
 
+def test_a_dash_prints_the_table_as_csv_alone(run, tmp_path, capsys, monkeypatch):
+    """As other programs take it; no file is called so."""
+    monkeypatch.chdir(tmp_path)
+
+    printed = output(["results", run, "--csv", "-"], capsys)
+
+    assert list(pandas.read_csv(io.StringIO(printed))["job"]) == ["a", "b"]
+    assert not (tmp_path / "-").exists()
+
+
 def test_the_csv_file_holds_whole_numbers(run, tmp_path, capsys):
     """pandas reads it; what is not there is empty."""
     path = tmp_path / "new" / "table.csv"

@@ -19,11 +19,14 @@ from tlora_fx.runtime.reports.results_table import (
 from tlora_fx.runtime.reports.run_view import read_run
 from tlora_fx.scheduler.history import specs_of_run
 
+#: Stands for the standard output.
+STANDARD = Path("-")
+
 
 @takes_options
 def run(
     folder: RunFolderPath,
-    csv: Path | None = option(None, "CSV file to write the table to."),
+    csv: Path | None = option(None, "CSV file to write the table to; '-' prints the table as CSV."),
     plain: bool = option(False, "Print the table as JSON.", "--json"),
 ) -> None:
     """Print a table of a run's jobs: hyperparameters, losses, tokens, time and adapter.
@@ -32,6 +35,9 @@ def run(
     """
     rows = [result_row(view) for view in read_run(folder)]
     table = results_table(rows, specs_of_run(folder))
+    if csv == STANDARD:
+        typer.echo(as_csv(table), nl=False)
+        return
     if csv is not None:
         write_file(csv, as_csv(table), "the table", "choose another file with --csv")
     typer.echo(json.dumps(as_json(table), indent=1) if plain else as_text(table))
