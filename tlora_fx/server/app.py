@@ -11,15 +11,13 @@ import errno
 import json
 import logging
 import re
-import tarfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from tempfile import TemporaryFile
-from typing import IO, TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 from urllib.parse import SplitResult, urlsplit
 
 from fastapi import APIRouter, Depends, FastAPI, Header, Query, Request, Response
@@ -54,6 +52,7 @@ from tlora_fx.errors import (
 from tlora_fx.host.durable import whole_lines
 from tlora_fx.host.version import __version__
 from tlora_fx.runtime.run_folder import METRICS
+from tlora_fx.server.archives import packed
 from tlora_fx.server.ledger import User
 from tlora_fx.server.service import Service
 from tlora_fx.server.store import STATES, Page
@@ -68,8 +67,6 @@ BODY_BYTES, ANY_BYTES = 1 << 20, 1 << 62
 REFRESH_SECONDS = 0.5
 #: Of a wrong value, in an answer.
 FOUND_CHARACTERS = 80
-#: Of a file, sent at a time.
-CHUNK_BYTES = 256 << 10
 #: Jobs of a page, at most.
 PAGE_JOBS = 1000
 #: Between looks for uploads that nobody needs.
@@ -241,7 +238,9 @@ def _page(
     ended: bool | None = None,
 ) -> Page:
     if after is not None and before is not None:
-        raise RequestRefused("a page is behind one job or before one", help="leave out one of them")
+        raise RequestRefused(
+            "'after' and 'before' cannot be given together", help="leave out one of them"
+        )
     if state is not None and state not in STATES:
         raise RequestRefused(
             "no job can be in this state",
@@ -338,26 +337,9 @@ def adapter(name: str, by: By) -> StreamingResponse:
             if owned.active
             else f"`tlora-fx client status {name}` says why it ended",
         )
-    # Without a name in the folder: however the answer ends, nothing of it is left.
-    file = TemporaryFile(dir=service.store.folder)  # noqa: SIM115  (`_chunks` closes it)
-    try:
-        with tarfile.open(fileobj=file, mode="w") as tar:
-            for path in sorted(folder.iterdir()):
-                if path.is_file() and not path.name.startswith("."):
-                    tar.add(path, f"{owned.name}/{path.name}")
-        size = {"Content-Length": str(file.tell())}
-        file.seek(0)
-    except BaseException:
-        file.close()
-        raise
-    return StreamingResponse(_chunks(file), headers=size, media_type="application/x-tar")
-
-
-def _chunks(file: IO[bytes]) -> Iterator[bytes]:
-    """What is left of a file, which is closed at the end."""
-    with file:
-        while chunk := file.read(CHUNK_BYTES):
-            yield chunk
+    size, content = packed(folder, owned.name)
+    headers = {"Content-Length": str(size)}
+    return StreamingResponse(content, headers=headers, media_type="application/x-tar")
 
 
 @api.get("/jobs/{name}/logs", response_class=StreamingResponse, tags=["jobs"])
@@ -698,7 +680,7 @@ def make_app(
             _failed,
         ),
     )  # fmt: skip
-    app.state.service, app.state.tinker = service, tinker
+    app.state.service, app.state.tinker, app.state.public_url = service, tinker, public_url
     app.add_middleware(Gate, hosts=hosts, origins=origins)
     app.include_router(api)
     if tinker is not None:

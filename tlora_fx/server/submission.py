@@ -12,19 +12,17 @@ the submission itself, into which its uploads are put.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import os
 import re
 import secrets
 import shutil
-import tarfile
 import threading
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +50,7 @@ from tlora_fx.host.durable import link_or_copy
 from tlora_fx.host.storage import missing_bytes
 from tlora_fx.runtime.data.rows import is_local
 from tlora_fx.runtime.launching.early_checks import require_distinct_names
-from tlora_fx.scheduler.store import RESERVED
+from tlora_fx.server.archives import archive
 from tlora_fx.server.file_patterns import is_open, look_up
 from tlora_fx.server.ledger import FOLDER, User
 from tlora_fx.server.store import OwnedJob, ReplacedJob, ServiceStore, Submission, full_name
@@ -545,25 +543,6 @@ def _stored_bytes(folder: Path, *, besides: str) -> int:
         for path in folder.iterdir()
         if path.suffix != ".part" and path.name != besides
     )
-
-
-def archive(target: Path, folder: Path, job: OwnedJob | ReplacedJob) -> None:
-    """Write what is left of a job into a tar file, with `archived.json` about it.
-
-    target   folder of the tar files; one that holds the job already is replaced
-    folder   of the job; it may be gone
-    """
-    target.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path = target / f"{job.number:06d}-{job.name}.tar"
-    part = path.with_suffix(".part")
-    about = json.dumps({**asdict(job), "state": job.state}, indent=1).encode() + b"\n"
-    with tarfile.open(part, "w") as tar:
-        info = tarfile.TarInfo(f"{job.name}/archived.json")
-        info.size = len(about)
-        tar.addfile(info, io.BytesIO(about))
-        if folder.is_dir() and job.name not in RESERVED:
-            tar.add(folder, job.name)
-    part.replace(path)
 
 
 def _paths(top: object) -> Iterator[tuple[str, str]]:
